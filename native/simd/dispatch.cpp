@@ -1,0 +1,29 @@
+#include "simd/dispatch.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+namespace gradwire {
+namespace {
+
+SimdLevel machine_level() {
+#if defined(__x86_64__)
+  // The AVX2 kernels also use BMI2 (pext, pdep, shifts without flags) and LZCNT, as every such processor has them.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt"))
+    return SimdLevel::avx2;
+#endif
+  return SimdLevel::portable;
+}
+
+std::atomic<SimdLevel>& current_level() {
+  static std::atomic<SimdLevel> level{machine_level()};
+  return level;
+}
+
+}  // namespace
+
+SimdLevel simd_level() { return current_level().load(std::memory_order_relaxed); }
+
+void limit_simd_level(SimdLevel limit) { current_level().store(std::min(limit, machine_level())); }
+
+}  // namespace gradwire

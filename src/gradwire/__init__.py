@@ -1,0 +1,1 @@
+"""gradwire: gradient compression for PyTorch data-parallel training."""

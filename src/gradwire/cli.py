@@ -1,0 +1,41 @@
+"""The `gradwire` command: one table of subcommands, each a module with `add_arguments` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from gradwire.errors import GradwireError
+
+# name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; returns the process's exit status (0 done, 1 a gradwire error, 2 wrong usage, 130 Ctrl-C)."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="gradwire", description="Gradient compression for PyTorch data-parallel training."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    for name, (module_path, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == wanted:
+            module = importlib.import_module(module_path)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except GradwireError as error:
+        print(f"gradwire {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"gradwire {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Codecs: floats to bytes and back, pure. They know nothing of ranks, parameters or training."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import torch
+
+from gradwire.errors import InvalidArgument
+
+__all__ = ["Codec", "by_name", "names"]
+
+# name: "module:class". A new codec is one file and one line here.
+_REGISTRY: dict[str, str] = {}
+
+
+class Codec(Protocol):
+    """Floats to one self-contained message and back; thread-safe, deterministic for every thread count and SIMD level."""
+
+    name: str
+
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+        """Bytes that no message of `n_elements` values of `dtype` exceeds."""
+        ...
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        """Write `gradient` (n,) into `out` (>= max_encoded_bytes,) uint8; returns the bytes written."""
+        ...
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Read `message` (exactly one message, uint8) into `out` (n,), whose size and dtype the caller knows."""
+        ...
+
+
+def names() -> list[str]:
+    """The registered codecs, sorted."""
+    return sorted(_REGISTRY)
+
+
+def by_name(name: str, **options: Any) -> Codec:
+    """A new codec by its registry name.
+
+    Raises: InvalidArgument (unknown name, or an option that the codec does not take).
+    """
+    if name not in _REGISTRY:
+        raise InvalidArgument(f"no codec is called {name!r}; there are: {', '.join(names())}")
+    module_path, class_name = _REGISTRY[name].split(":")
+    cls = getattr(importlib.import_module(module_path), class_name)
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise InvalidArgument(f"codec {name!r}: {error}") from error

@@ -1,0 +1,38 @@
+"""What gradwire raises. Every message says what happened, what was expected, where, and what to do next.
+
+docs/errors.md lists each error with its causes and cures.
+"""
+
+from __future__ import annotations
+
+
+class GradwireError(Exception):
+    """Base of all errors that gradwire raises on purpose."""
+
+
+class InvalidArgument(GradwireError, ValueError):
+    """An argument or option is out of range, of the wrong type, shape or dtype."""
+
+
+class Unsupported(GradwireError):
+    """The request is understood, but this scheme, optimizer, device or wrapper cannot serve it; the message names what can."""
+
+
+class BufferTooSmall(GradwireError):
+    """An output buffer holds fewer bytes or elements than the result needs."""
+
+
+class CorruptMessage(GradwireError):
+    """A message or file fails its checks: truncated, altered, or not gradwire's."""
+
+
+class IncompatibleVersion(GradwireError):
+    """A message or checkpoint was written by a format version that this build does not read."""
+
+
+class RankMismatch(GradwireError):
+    """Ranks disagree on model, scheme, configuration or step, or one of them failed; the message names ranks and field."""
+
+
+class PeerLost(GradwireError):
+    """A peer died, closed its connection or did not answer within `timeout_s`."""

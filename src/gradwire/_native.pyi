@@ -1,4 +1,4 @@
-"""The native core (C++20, no torch). Arrays are one-dimensional, contiguous, on the CPU; every call releases the GIL."""
+"""The native core (C++20, no torch). Arrays: one-dimensional, contiguous, on the CPU; every call releases the GIL."""
 
 from typing import Any
 

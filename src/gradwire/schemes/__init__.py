@@ -1,0 +1,1 @@
+"""Schemes: one published system each."""

@@ -80,6 +80,15 @@ def open_or_capture(path: Path, workload: Workload, n_captures: int, seed: int, 
             else:
                 write_tiled(path, workload, Path(source), n_captures)
     capture = read_capture(path)
+    with torch.device("meta"):
+        expected = {name: tuple(p.shape) for name, p in workload.make_model().named_parameters()}
+    found = {p.name: p.shape for layer in capture.layers for p in layer.parameters}
+    if found != expected:
+        different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise InvalidArgument(
+            f"{path}.json is a capture of another shape than {workload.name} with these options "
+            f"({len(different)} parameters differ, {different[0]} first): delete it or name another with capture=..."
+        )
     if capture.workload != workload.name or capture.n_captures != n_captures:
         raise InvalidArgument(
             f"{path}.json is a capture of {capture.workload} x {capture.n_captures}, not of {workload.name} x "

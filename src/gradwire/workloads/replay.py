@@ -168,8 +168,9 @@ class ReplayWorkload(Workload):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         optimizer = super().build_optimizer(model)
         if not self._update:
-            cls = type(optimizer)
-            optimizer.__class__ = type(cls.__name__, (cls,), {"step": _stand_still})
+            # A step without gradients changes nothing, and everything else that hangs on the optimizer (its exact
+            # type, step hooks, schedulers) sees a normal step.
+            optimizer.register_step_pre_hook(_drop_gradients)
         return optimizer
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
@@ -232,5 +233,5 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire"
 
 
-def _stand_still(self: Optimizer, closure: Any = None) -> Any:
-    return None if closure is None else closure()
+def _drop_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer.zero_grad(set_to_none=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from gradwire import _native
 from gradwire.bench import contenders
+from gradwire.bench.console import make_console
 from gradwire.bench.contenders import Contender
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.gradients import GradientFile, load_gradients
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     names = choose_names(args.codec)
     files = [load_gradients(path) for path in args.gradients]  # all of them, before anything is timed
     environment = describe_environment()
-    console = Console()
+    console = make_console()
     records: list[dict[str, Any]] = []
     for file in files:
         for n_threads in threads:

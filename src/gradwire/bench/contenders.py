@@ -1,4 +1,4 @@
-"""What `bench codec` times: gradwire's codecs and their rivals behind one face, each the judge of its own round trip."""
+"""What `bench codec` times: gradwire's codecs and their rivals behind one face, each judging its own round trips."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Contender(ABC):
     def decoded(self) -> np.ndarray:
         """The values of the last `decode`, (n,) float32."""
 
+    @abstractmethod
     def poison(self) -> None:
-        """Make the output buffer hold nothing that could pass for a result; rivals return a fresh one each time."""
+        """Make the output hold nothing that could pass for a result."""
 
     def exponent_bits(self) -> float | None:
         """Bits a value of the message's exponent part, or None where a message has no such part."""
@@ -91,7 +92,7 @@ class RivalContender(Contender):
 
 
 class CodecContender(Contender):
-    """A codec of gradwire's registry, which says nothing of its loss: the same message must decode to the same values."""
+    """A codec of gradwire's registry, which says nothing of its loss: equal messages must give equal values."""
 
     def __init__(self, name: str, file: GradientFile, n_threads: int) -> None:
         super().__init__(file, n_threads)

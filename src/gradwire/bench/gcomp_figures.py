@@ -1,4 +1,4 @@
-"""gradwire bench gcomp-figures: the GComp paper's figures about gradients and codes, from any number of gradient files."""
+"""gradwire bench gcomp-figures: the GComp paper's figures about gradients and codes, from gradient files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from gradwire.bench.console import make_console
 from gradwire.bench.figures import numbers
 from gradwire.bench.figures.numbers import Records
 from gradwire.bench.gradients import GradientFile, load_gradients
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gradients", nargs="+", required=True, metavar="FILE.npz", help="S#1, S#2, ...: in the order of training"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the plots and numbers (runs/gcomp-figures-*)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of plots and numbers (runs/gcomp-figures-*)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
 
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if results["table_refresh"]:
         plots.plot_table_refresh(results["table_refresh"], folder)
     plots.plot_ablation(results["mantissa_ablation"], folder)
-    console = Console()
+    console = make_console()
     for name, records in results.items():
         console.print(make_table(name, records))
     environment = describe_environment()
@@ -70,13 +70,18 @@ def measure(files: Sequence[GradientFile]) -> dict[str, Records]:
 
 
 def make_table(name: str, records: Records) -> Table:
-    """One figure's records, for people."""
+    """One figure's records, for people: wide ones with a column a record."""
     table = Table(title=name.replace("_", " "))
     columns = list(dict.fromkeys(key for record in records for key in record))
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if column in ("gradients", "table_from") else "right")
-    for record in records:
-        table.add_row(*(_cell(record.get(column)) for column in columns))
+    rows = [[_cell(record.get(column)) for column in columns] for record in records]
+    headings = [column.replace("_", " ") for column in columns]
+    if len(columns) > 7:
+        turned = list(zip(headings, *rows, strict=True))
+        headings, rows = list(turned[0]), [list(row) for row in turned[1:]]
+    for heading in headings:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Reference gradients: .npz files that hold a gradient and, if they can, the optimizer's state from just before the step.
+"""Reference gradients: .npz files that hold a gradient and, if they can, the optimizer's state just before the step.
 
 Format: either a dense file (`gradient`, and aligned with it element by element `parameter` and the state arrays of one
 optimizer, beside its hyper-parameters as scalars), or a sparse one (`nonzero_index nonzero_value n_elements`).
@@ -39,7 +39,7 @@ _OPTIMIZERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, float]]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the optimizer held just before the step: arrays aligned with the gradient, hyper-parameters by torch's names."""
+    """What the optimizer held just before the step: arrays aligned with the gradient, and its hyper-parameters."""
 
     optimizer: str
     parameter: FloatArray
@@ -120,11 +120,13 @@ def _expand_sparse(path: Path, arrays: dict[str, AnyArray]) -> FloatArray:
     count = arrays["n_elements"]
     if not np.issubdtype(index.dtype, np.integer) or not np.issubdtype(count.dtype, np.integer) or count.size != 1:
         raise InvalidArgument(f"{path}: nonzero_index and n_elements must be integers, n_elements a single one")
-    n_elements = int(count.reshape(())[()])  # type: ignore[arg-type]
+    n_elements = int(count.reshape(())[()])
     if index.size != value.size:
         raise InvalidArgument(f"{path}: {index.size} nonzero_index but {value.size} nonzero_value")
-    if index.size and (int(index.min()) < 0 or int(index.max()) >= n_elements):  # type: ignore[arg-type]
-        raise InvalidArgument(f"{path}: nonzero_index runs from {index.min()} to {index.max()}, n_elements is {n_elements}")
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= n_elements):
+        raise InvalidArgument(
+            f"{path}: nonzero_index runs from {index.min()} to {index.max()}, n_elements is {n_elements}"
+        )
     if np.unique(index).size != index.size:
         raise InvalidArgument(f"{path}: nonzero_index holds a position twice")
     dense = np.zeros(n_elements, np.float32)
@@ -176,4 +178,4 @@ def _as_aligned(path: Path, key: str, array: AnyArray, n_elements: int) -> Float
 def _as_number(path: Path, key: str, array: AnyArray) -> float:
     if array.size != 1 or not (np.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
         raise InvalidArgument(f"{path}: '{key}' must be a single number")
-    return float(array.reshape(())[()])  # type: ignore[arg-type]
+    return float(array.reshape(())[()])

@@ -61,8 +61,10 @@ def _numerator_terms(state: OptimizerState) -> list[Float64Array]:
     return terms if state.optimizer == "adamw" else [*terms, -decay * theta]
 
 
-def dropped_bits(values: FloatArray, scale: Float64Array, level_bits: tuple[int, ...] = LEVEL_BITS) -> npt.NDArray[np.int64]:
-    """How many low mantissa bits each value (n,) may lose: the largest n of `level_bits` with scale > 2^n |value|, else 0."""
+def dropped_bits(
+    values: FloatArray, scale: Float64Array, level_bits: tuple[int, ...] = LEVEL_BITS
+) -> npt.NDArray[np.int64]:
+    """Low bits that each value (n,) may lose: the largest n of `level_bits` with scale > 2^n |value|, else 0."""
     magnitude = np.abs(values.astype(np.float64))
     dropped = np.zeros(values.size, np.int64)
     finite = np.isfinite(magnitude)
@@ -72,7 +74,7 @@ def dropped_bits(values: FloatArray, scale: Float64Array, level_bits: tuple[int,
 
 
 def error_bound(values: FloatArray, dropped: npt.NDArray[np.int64]) -> Float64Array:
-    """Exclusive bound on |value - decoded| when the `dropped` low bits were cut: 2^dropped units in the last place; 0 for none."""
+    """Exclusive bound on |value - decoded| after cutting `dropped` low bits: 2^dropped ulp, or 0 for none."""
     exponent = np.maximum((values.view(np.uint32) >> 23 & 0xFF).astype(np.int64), 1)
     unit = np.ldexp(1.0, exponent - 127 - 23)
     return np.where(dropped > 0, np.ldexp(unit, dropped), 0.0)

@@ -1,4 +1,4 @@
-"""Writing results: flat records to JSON, CSV and JSONL, so that a full disk or a dead rank never costs what is measured."""
+"""Writing results: flat records to JSON, CSV and JSONL; a full disk or a dead rank never costs what is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code lengths of a native Huffman code and of the paper's escaped one, for counting bits (Fig. 12); nothing is encoded."""
+"""Code lengths of a native Huffman code and of the paper's escaped one, to count bits (Fig. 12); nothing is encoded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ RAW_BITS = 8
 
 
 def native_lengths(histogram: Histogram) -> Lengths:
-    """Bits of each symbol's Huffman code, (256,). Every symbol counts once more than seen: without that an unseen one has
-    no code at all, and a table could not be used on other data."""
+    """Bits of each symbol's Huffman code, (256,).
+
+    Every symbol counts once more than seen: without that an unseen one has no code, and other data could not be coded.
+    """
     lengths = np.zeros(histogram.size, np.int64)
     # (count, tie-breaker, symbols below): ties go to the lower first symbol, so that the code is the same everywhere.
     heap = [(int(count) + 1, symbol, [symbol]) for symbol, count in enumerate(histogram)]

@@ -18,7 +18,7 @@ MANTISSA_BITS = 24  # the sign travels with the mantissa
 
 
 def describe_values(files: Sequence[GradientFile]) -> Records:
-    """Figs. 2 and 3: spread of the values, exponents, zeros, and |gradient| / |parameter| where the file has parameters."""
+    """Figs. 2 and 3: spread of the values, exponents, zeros, and |gradient| / |parameter| where known."""
     records: Records = []
     for file in files:
         values = file.gradient
@@ -87,7 +87,7 @@ def table_refresh(files: Sequence[GradientFile]) -> Records:
 
 
 def mantissa_ablation(files: Sequence[GradientFile]) -> Records:
-    """Fig. 14: sign and mantissa (with the level's own bits, as a share of 24) under one or three cuts, zeros kept or pruned.
+    """Fig. 14: sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
 
     "Single-Quant" knows two levels, 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two.
     A file without optimizer state has no levels: only the pruning of zeros is counted for it.

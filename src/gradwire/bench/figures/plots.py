@@ -18,7 +18,7 @@ from gradwire.errors import GradwireError
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,

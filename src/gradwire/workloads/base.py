@@ -152,9 +152,7 @@ def step_generator(*key: int | str) -> torch.Generator:
     return generator
 
 
-def draw_from_epochs(
-    n_samples: int, step: int, rank: int, world_size: int, batch_size: int, seed: int
-) -> Tensor:
+def draw_from_epochs(n_samples: int, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Tensor:
     """(batch_size,) int64: this rank's samples at `step`, when each epoch is one permutation of all samples.
 
     The global batches follow each other through the epochs without a gap, so no sample is dropped and any step can

@@ -90,7 +90,9 @@ class ReplayModel(nn.Module):
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, tensors[p.name])
         for layer in layers:
-            views = [gradients[p.offset : p.offset + torch.Size(p.shape).numel()].view(p.shape) for p in layer.parameters]
+            views = [
+                gradients[p.offset : p.offset + torch.Size(p.shape).numel()].view(p.shape) for p in layer.parameters
+            ]
             owned = [tensors[p.name] for p in layer.parameters]
             self._layers.append(_Layer(layer.forward_s * scale, layer.backward_s * scale, owned, views))
 

@@ -178,6 +178,7 @@ class Communicator:
                 failure = told
             self._failure = failure
         self._break_connections()
+        self._let_peers_read()
         return failure
 
     def _exchange_notes(self, failure: GradwireError) -> tuple[int, dict[str, str]]:
@@ -186,17 +187,23 @@ class Communicator:
         standing: list[dict[str, Any]] = [mine]
 
         def exchange() -> None:
-            # Where the store's host died there is nobody to tell: the broken connections say enough.
-            with contextlib.suppress(Exception):
-                raw = self._store.compare_set(self._note_key, "", json.dumps(mine))
-                standing[0] = json.loads(raw)
+            standing[0] = json.loads(self._store.compare_set(self._note_key, "", json.dumps(mine)))
+            self._store.add(self._note_key + "/readers", 1)
 
-        # On a thread of its own: a store whose host hangs must not hold up the failure.
-        thread = threading.Thread(target=exchange, daemon=True)
-        thread.start()
-        thread.join(_NOTE_WAIT_S)
+        _try_for(_NOTE_WAIT_S, exchange)
         note = standing[0]
         return int(note["rank"]), {"type": str(note["type"]), "message": str(note["message"])}
+
+    def _let_peers_read(self) -> None:
+        """Rank 0, which usually hosts the store, stays until the others have read the note; not for one that died."""
+        if dist.get_rank() != 0:
+            return
+
+        def wait_for_readers() -> None:
+            while self._store.add(self._note_key + "/readers", 0) < self.world_size:
+                time.sleep(0.01)
+
+        _try_for(_NOTE_WAIT_S, wait_for_readers)
 
     def _break_connections(self) -> None:
         """Close every connection of this group, which wakes all peers that wait on them.
@@ -241,6 +248,21 @@ class Communicator:
         self._scratch.clear()
         if self._failure is None:
             _idle_groups.append(_IdleGroup(dist.group.WORLD, self._global_rank, self.timeout_s, self.group))
+
+
+def _try_for(limit_s: float, action: Callable[[], None]) -> None:
+    """Run `action` on a thread of its own and leave it behind at the limit: a store whose host hangs holds up nothing.
+
+    Where the host has died there is nobody to tell: the broken connections say enough.
+    """
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(limit_s)
 
 
 class _IdleGroup(NamedTuple):

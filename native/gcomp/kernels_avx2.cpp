@@ -20,20 +20,17 @@ struct Lanes32 {
   static constexpr std::size_t kLanes = 8;
   static __m256i set(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
   static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
-  static __m256i sub(__m256i a, __m256i b) { return _mm256_sub_epi32(a, b); }
   static __m256i equal(__m256i a, __m256i b) { return _mm256_cmpeq_epi32(a, b); }
-  static __m256i greater(__m256i a, __m256i b) { return _mm256_cmpgt_epi32(a, b); }
   static __m256i shift_right(__m256i a, int count) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(count)); }
   static __m256i shift_left(__m256i a, int count) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(count)); }
+  // Two values a word: pairs of state bytes to their index, 16 to a vector.
+  using Index = std::uint16_t;
+  static __m256i word_indices(__m256i states) { return _mm256_maddubs_epi16(states, _mm256_set1_epi16(1 | kStates << 8)); }
   static __m256i widen(const std::uint8_t* bytes) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
   }
-  // Four vectors of lanes below 256 (of either sign) to one of bytes, in order.
+  // Four vectors of lanes below 256 to one of bytes, in order.
   static __m256i narrow(const __m256i (&v)[4]) {
-    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
-    return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  }
-  static __m256i narrow_unsigned(const __m256i (&v)[4]) {
     const __m256i packed = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
     return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   }
@@ -48,13 +45,16 @@ struct Lanes16 {
   static __m256i greater(__m256i a, __m256i b) { return _mm256_cmpgt_epi16(a, b); }
   static __m256i shift_right(__m256i a, int count) { return _mm256_srl_epi16(a, _mm_cvtsi32_si128(count)); }
   static __m256i shift_left(__m256i a, int count) { return _mm256_sll_epi16(a, _mm_cvtsi32_si128(count)); }
+  // Four values a word: quads of state bytes to their index, 8 to a vector.
+  using Index = std::uint32_t;
+  static __m256i word_indices(__m256i states) {
+    const __m256i pairs = _mm256_maddubs_epi16(states, _mm256_set1_epi16(1 | kStates << 8));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 | kStates * kStates << 16));
+  }
   static __m256i widen(const std::uint8_t* bytes) {
     return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
   }
   static __m256i narrow(const __m256i (&v)[2]) {
-    return _mm256_permute4x64_epi64(_mm256_packs_epi16(v[0], v[1]), 0xD8);
-  }
-  static __m256i narrow_unsigned(const __m256i (&v)[2]) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi16(v[0], v[1]), 0xD8);
   }
 };
@@ -94,7 +94,7 @@ ExponentSummary split_vectors(const void* values, std::size_t n, const Packing& 
       if constexpr (kRounds) bits = V::round(bits, packing.dropped_bits);
       fields[v] = L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent)), V::kMantissaBits);
     }
-    const __m256i eight_bit = L::narrow_unsigned(fields);
+    const __m256i eight_bit = L::narrow(fields);
     store256(exponents + i, eight_bit);
     nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi8(eight_bit, max_exponent));
     const __m256i zero = _mm256_cmpeq_epi8(eight_bit, _mm256_setzero_si256());
@@ -114,172 +114,182 @@ ExponentSummary split_exponents(const void* values, std::size_t n, const Packing
                                        : split_vectors<kDtype, false>(values, n, packing, exponents);
 }
 
-// Appends the bits of each word of `values` that `masks` names, lowest first.
-void extract_words(const void* values, const void* masks, std::size_t n_words, BitWriter& writer) {
+// The masks of every combination of states that a word's values can have.
+template <Dtype kDtype>
+void fill_masks(const Packing& packing, WordMasks& masks) {
+  using F = Float<kDtype>;
+  const std::uint64_t all = F::kSign | F::kMantissa;
+  std::uint64_t of_state[kStates] = {};
+  for (int state = 0; state < kStateZero; ++state) {
+    int dropped = state == kStateNonfinite ? 0 : packing.dropped_bits;
+    if (packing.mode == Mode::paper) dropped = F::kLayout.dropped_bits[state];
+    of_state[state] = all & ~((std::uint64_t{1} << dropped) - 1);
+  }
+  constexpr std::size_t kValueBits = 8 * sizeof(typename F::Word);
+  constexpr std::size_t kIndices = kValueBits == 32 ? kStates * kStates : kStates * kStates * kStates * kStates;
+  for (std::size_t index = 0; index < kIndices; ++index) {
+    std::uint64_t bits = 0;
+    std::size_t digits = index;
+    for (std::size_t shift = 0; shift < 64; shift += kValueBits, digits /= kStates)
+      bits |= of_state[digits % kStates] << shift;
+    masks.bits[index] = bits;
+    masks.n_bits[index] = static_cast<std::uint8_t>(_mm_popcnt_u64(bits));
+  }
+}
+
+// 0x03 for every value that has a level, as masks of the level bits.
+__m256i level_mask(__m256i exponents) {
+  return _mm256_andnot_si256(_mm256_cmpeq_epi8(exponents, _mm256_setzero_si256()), _mm256_set1_epi8(3));
+}
+
+// In the modes without levels: the states of 32 values.
+template <Dtype kDtype>
+__m256i states_of(__m256i exponents) {
+  const __m256i is_zero = _mm256_cmpeq_epi8(exponents, _mm256_setzero_si256());
+  const __m256i is_nonfinite = _mm256_cmpeq_epi8(exponents, _mm256_set1_epi8(static_cast<char>(Float<kDtype>::kMaxExponent)));
+  return _mm256_or_si256(_mm256_and_si256(is_zero, _mm256_set1_epi8(kStateZero)),
+                         _mm256_and_si256(is_nonfinite, _mm256_set1_epi8(kStateNonfinite)));
+}
+
+// The levels of 32 values, as bytes. The comparison is exact: quarter octaves are whole numbers.
+template <Dtype kDtype>
+__m256i levels_of(const std::uint8_t* values, const std::uint8_t* importance) {
+  using V = VectorFloat<kDtype>;
+  using L = typename V::L;
+  __m256i narrowed[2];  // 16-bit lanes hold every code
+  for (std::size_t half = 0; half < 2; ++half) {
+    const auto code = [&](std::size_t v) {
+      const __m256i bits = load256(values + 32 * v);
+      return L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent | V::kMantissa)), V::kCodeShift);
+    };
+    __m256i codes;
+    if constexpr (sizeof(typename V::Word) == 4)
+      codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(code(2 * half), code(2 * half + 1)), 0xD8);
+    else
+      codes = code(half);
+    const __m256i scale = Lanes16::widen(importance + 16 * half);
+    __m256i ineligible = Lanes16::equal(scale, _mm256_setzero_si256());
+    // Inf and NaN: in float32 and bfloat16 their codes exceed every importance anyway.
+    constexpr int kNonfiniteCode = V::kExponent >> V::kCodeShift;
+    if constexpr (kNonfiniteCode + V::kCodeBias < 255 + kImportanceOffset)
+      ineligible = _mm256_or_si256(ineligible, Lanes16::greater(codes, Lanes16::set(kNonfiniteCode - 1)));
+    const __m256i margin = _mm256_andnot_si256(
+        ineligible, Lanes16::sub(Lanes16::add(scale, Lanes16::set(kImportanceOffset - V::kCodeBias)), codes));
+    __m256i level = _mm256_setzero_si256();
+    for (int n = 1; n < 4; ++n)
+      level = Lanes16::sub(level, Lanes16::greater(margin, Lanes16::set(4 * V::kLayout.dropped_bits[n])));
+    narrowed[half] = level;
+  }
+  return Lanes16::narrow(narrowed);
+}
+
+// Appends the levels of 16 values at a time.
+void write_levels(const std::uint8_t* levels, const std::uint8_t* masks, std::size_t n, BitWriter& writer) {
   BitWriter local = writer;
-  const auto* const value = static_cast<const std::uint8_t*>(values);
-  const auto* const mask = static_cast<const std::uint8_t*>(masks);
-  for (std::size_t word = 0; word < n_words; ++word) {
-    const auto bits = load<std::uint64_t>(mask + 8 * word);
-    write_bits(local, _pext_u64(load<std::uint64_t>(value + 8 * word), bits),
-               static_cast<std::uint64_t>(_mm_popcnt_u64(bits)));
+  for (std::size_t i = 0; i < n; i += 16) {
+    const auto low = load<std::uint64_t>(masks + i), high = load<std::uint64_t>(masks + i + 8);
+    const auto n_low = static_cast<std::uint64_t>(_mm_popcnt_u64(low));
+    write_bits(local,
+               _pext_u64(load<std::uint64_t>(levels + i), low) | _pext_u64(load<std::uint64_t>(levels + i + 8), high) << n_low,
+               n_low + static_cast<std::uint64_t>(_mm_popcnt_u64(high)));
   }
   writer = local;
 }
 
-// Constants of the level of one value, and of what it lets go of.
-template <Dtype kDtype>
-struct LevelMasks {
-  using V = VectorFloat<kDtype>;
-  using L = typename V::L;
-  static __m256i dropped(int level) { return L::set((1u << V::kLayout.dropped_bits[level]) - 1); }
-};
-
-template <Dtype kDtype, Mode kMode>
-void pack_vectors(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-                  const Packing& packing, BitWriter& levels, BitWriter& mantissas) {
-  using V = VectorFloat<kDtype>;
-  using L = typename V::L;
-  using Word = typename V::Word;
-  alignas(32) Word masks[kBlockValues], rounded[kBlockValues];
-  alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
-  const auto* const bytes = static_cast<const std::uint8_t*>(values);
-  const __m256i zero = _mm256_setzero_si256();
-  const __m256i field_mask = L::set(V::kExponent), all = L::set(V::kSign | V::kMantissa);
-  const __m256i kept = L::set(static_cast<Word>((V::kSign | V::kMantissa) & ~((1u << packing.dropped_bits) - 1)));
-  const std::size_t n_vector = n / kStep * kStep;
-  for (std::size_t i = 0; i < n_vector; i += kStep) {
-    __m256i level[V::kVectors];
-    for (std::size_t v = 0; v < V::kVectors; ++v) {
-      const std::size_t at = i + v * L::kLanes;
-      __m256i bits = load256(bytes + at * sizeof(Word));
-      const __m256i field = _mm256_and_si256(bits, field_mask);
-      const __m256i is_zero = L::equal(field, zero), is_nonfinite = L::equal(field, field_mask);
-      __m256i mask;
-      if constexpr (kMode == Mode::paper) {
-        const __m256i scale = L::widen(importance + at);
-        const __m256i code = L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent | V::kMantissa)), V::kCodeShift);
-        const __m256i none = _mm256_or_si256(is_nonfinite, L::equal(scale, zero));
-        const __m256i margin =
-            _mm256_andnot_si256(none, L::sub(L::add(scale, L::set(kImportanceOffset - V::kCodeBias)), code));
-        const __m256i level_1 = L::greater(margin, L::set(4 * V::kLayout.dropped_bits[1]));
-        const __m256i level_2 = L::greater(margin, L::set(4 * V::kLayout.dropped_bits[2]));
-        const __m256i level_3 = L::greater(margin, L::set(4 * V::kLayout.dropped_bits[3]));
-        level[v] = L::sub(zero, L::add(L::add(level_1, level_2), level_3));
-        const __m256i dropped =
-            _mm256_or_si256(_mm256_or_si256(_mm256_and_si256(level_1, LevelMasks<kDtype>::dropped(1)),
-                                            _mm256_and_si256(level_2, LevelMasks<kDtype>::dropped(2))),
-                            _mm256_and_si256(level_3, LevelMasks<kDtype>::dropped(3)));
-        mask = _mm256_andnot_si256(dropped, all);
-      } else if constexpr (kMode == Mode::none) {
-        mask = all;
-      } else {
-        mask = _mm256_blendv_epi8(kept, all, is_nonfinite);
-      }
-      if constexpr (kMode == Mode::uniform) {
-        bits = V::round(bits, packing.dropped_bits);
-        store256(rounded + at, bits);
-      }
-      store256(masks + at, _mm256_andnot_si256(is_zero, mask));
-    }
-    if constexpr (kMode == Mode::paper) {
-      store256(level_bytes + i, L::narrow(level));
-      const __m256i is_zero = _mm256_cmpeq_epi8(load256(exponents + i), zero);
-      store256(level_masks + i, _mm256_andnot_si256(is_zero, _mm256_set1_epi8(3)));
-    }
+void read_levels(const std::uint8_t* masks, std::size_t n, BitReader& reader, std::uint8_t* levels) {
+  std::uint64_t position = reader.position;
+  for (std::size_t i = 0; i < n; i += 16) {
+    const auto low = load<std::uint64_t>(masks + i), high = load<std::uint64_t>(masks + i + 8);
+    const auto n_low = static_cast<std::uint64_t>(_mm_popcnt_u64(low));
+    const std::uint64_t bits = peek_bits({reader.data, position});
+    store(levels + i, _pdep_u64(bits, low));
+    store(levels + i + 8, _pdep_u64(bits >> n_low, high));
+    position += n_low + static_cast<std::uint64_t>(_mm_popcnt_u64(high));
   }
-  if constexpr (kMode == Mode::paper) extract_words(level_bytes, level_masks, n_vector / 8, levels);
-  extract_words(kMode == Mode::uniform ? static_cast<const void*>(rounded) : values, masks,
-                n_vector * sizeof(Word) / 8, mantissas);
-  pack_loop<kDtype>(values, exponents, importance, n_vector, n, packing, levels, mantissas);
+  reader.position = position;
 }
 
 template <Dtype kDtype>
 void pack(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-          const Packing& packing, BitWriter& levels, BitWriter& mantissas) {
-  switch (packing.mode) {
-    case Mode::none:
-      return pack_vectors<kDtype, Mode::none>(values, exponents, importance, n, packing, levels, mantissas);
-    case Mode::paper:
-      return pack_vectors<kDtype, Mode::paper>(values, exponents, importance, n, packing, levels, mantissas);
-    case Mode::uniform:
-      return pack_vectors<kDtype, Mode::uniform>(values, exponents, importance, n, packing, levels, mantissas);
-    case Mode::truncate:
-      return pack_vectors<kDtype, Mode::truncate>(values, exponents, importance, n, packing, levels, mantissas);
-  }
-}
-
-template <Dtype kDtype, Mode kMode>
-void unpack_vectors(const std::uint8_t* exponents, std::size_t n, const Packing& packing, BitReader& levels,
-                    BitReader& mantissas, void* values) {
+          const Packing& packing, const WordMasks& masks, BitWriter& levels, BitWriter& mantissas) {
   using V = VectorFloat<kDtype>;
   using L = typename V::L;
   using Word = typename V::Word;
-  alignas(32) Word masks[kBlockValues], fields[kBlockValues];
+  constexpr std::size_t kWordValues = 8 / sizeof(Word);
+  alignas(32) Word rounded[kBlockValues];
+  alignas(32) typename L::Index indices[kBlockValues / kWordValues];
+  alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
+  const auto* bytes = static_cast<const std::uint8_t*>(values);
+  const std::size_t n_vector = n / kStep * kStep;
+  if (packing.mode == Mode::paper) {
+    for (std::size_t i = 0; i < n_vector; i += kStep) {
+      const __m256i exponent = load256(exponents + i);
+      const __m256i level = levels_of<kDtype>(bytes + i * sizeof(Word), importance + i);
+      store256(level_bytes + i, level);
+      store256(level_masks + i, level_mask(exponent));
+      const __m256i is_zero = _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256());
+      const __m256i states = _mm256_blendv_epi8(level, _mm256_set1_epi8(kStateZero), is_zero);
+      store256(indices + i / kWordValues, L::word_indices(states));
+    }
+    write_levels(level_bytes, level_masks, n_vector / 16 * 16, levels);
+  } else {
+    for (std::size_t i = 0; i < n_vector; i += kStep)
+      store256(indices + i / kWordValues, L::word_indices(states_of<kDtype>(load256(exponents + i))));
+  }
+  if (packing.mode == Mode::uniform) {
+    for (std::size_t i = 0; i < n_vector; i += L::kLanes)
+      store256(rounded + i, V::round(load256(bytes + i * sizeof(Word)), packing.dropped_bits));
+    bytes = reinterpret_cast<const std::uint8_t*>(rounded);
+  }
+  BitWriter writer = mantissas;
+  for (std::size_t word = 0; word < n_vector / kWordValues; ++word) {
+    const std::size_t index = indices[word];
+    write_bits(writer, _pext_u64(load<std::uint64_t>(bytes + 8 * word), masks.bits[index]), masks.n_bits[index]);
+  }
+  mantissas = writer;
+  pack_loop<kDtype>(values, exponents, importance, n_vector, n, packing, levels, mantissas);
+}
+
+template <Dtype kDtype>
+void unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
+            BitReader& levels, BitReader& mantissas, void* values) {
+  using V = VectorFloat<kDtype>;
+  using L = typename V::L;
+  using Word = typename V::Word;
+  constexpr std::size_t kWordValues = 8 / sizeof(Word);
+  alignas(32) Word fields[kBlockValues];
+  alignas(32) typename L::Index indices[kBlockValues / kWordValues];
   alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
   auto* const out = static_cast<std::uint8_t*>(values);
-  const __m256i zero = _mm256_setzero_si256();
-  const __m256i all = L::set(V::kSign | V::kMantissa);
-  const __m256i kept = L::set(static_cast<Word>((V::kSign | V::kMantissa) & ~((1u << packing.dropped_bits) - 1)));
   const std::size_t n_vector = n / kStep * kStep;
-  if constexpr (kMode == Mode::paper) {
+  if (packing.mode == Mode::paper) {
+    for (std::size_t i = 0; i < n_vector; i += kStep) store256(level_masks + i, level_mask(load256(exponents + i)));
+    read_levels(level_masks, n_vector, levels, level_bytes);
     for (std::size_t i = 0; i < n_vector; i += kStep) {
-      const __m256i is_zero = _mm256_cmpeq_epi8(load256(exponents + i), zero);
-      store256(level_masks + i, _mm256_andnot_si256(is_zero, _mm256_set1_epi8(3)));
+      const __m256i is_zero = _mm256_cmpeq_epi8(load256(exponents + i), _mm256_setzero_si256());
+      const __m256i states = _mm256_blendv_epi8(load256(level_bytes + i), _mm256_set1_epi8(kStateZero), is_zero);
+      store256(indices + i / kWordValues, L::word_indices(states));
     }
-    BitReader reader = levels;
-    for (std::size_t i = 0; i < n_vector; i += 8) {
-      const auto mask = load<std::uint64_t>(level_masks + i);
-      store(level_bytes + i, _pdep_u64(peek_bits(reader), mask));
-      reader.position += static_cast<std::uint64_t>(_mm_popcnt_u64(mask));
-    }
-    levels = reader;
+  } else {
+    for (std::size_t i = 0; i < n_vector; i += kStep)
+      store256(indices + i / kWordValues, L::word_indices(states_of<kDtype>(load256(exponents + i))));
   }
-  for (std::size_t i = 0; i < n_vector; i += L::kLanes) {
-    const __m256i exponent = L::widen(exponents + i);
-    const __m256i is_zero = L::equal(exponent, zero);
-    __m256i mask = all;
-    if constexpr (kMode == Mode::paper) {
-      const __m256i level = L::widen(level_bytes + i);
-      const __m256i dropped = _mm256_or_si256(
-          _mm256_or_si256(_mm256_and_si256(L::greater(level, zero), LevelMasks<kDtype>::dropped(1)),
-                          _mm256_and_si256(L::greater(level, L::set(1)), LevelMasks<kDtype>::dropped(2))),
-          _mm256_and_si256(L::greater(level, L::set(2)), LevelMasks<kDtype>::dropped(3)));
-      mask = _mm256_andnot_si256(dropped, all);
-    } else if constexpr (kMode != Mode::none) {
-      mask = _mm256_blendv_epi8(kept, all, L::equal(exponent, L::set(V::kMaxExponent)));
-    }
-    store256(masks + i, _mm256_andnot_si256(is_zero, mask));
-    store256(fields + i, L::shift_left(exponent, V::kMantissaBits));
-  }
-  BitReader reader = mantissas;
-  const auto* const mask_bytes = reinterpret_cast<const std::uint8_t*>(masks);
+  for (std::size_t i = 0; i < n_vector; i += L::kLanes)
+    store256(fields + i, L::shift_left(L::widen(exponents + i), V::kMantissaBits));
   const auto* const field_bytes = reinterpret_cast<const std::uint8_t*>(fields);
-  for (std::size_t at = 0; at < n_vector * sizeof(Word); at += 8) {
-    const auto mask = load<std::uint64_t>(mask_bytes + at);
-    store(out + at, _pdep_u64(peek_bits(reader), mask) | load<std::uint64_t>(field_bytes + at));
-    reader.position += static_cast<std::uint64_t>(_mm_popcnt_u64(mask));
+  std::uint64_t position = mantissas.position;
+  for (std::size_t word = 0; word < n_vector / kWordValues; ++word) {
+    const std::size_t index = indices[word];
+    const std::uint64_t bits = _pdep_u64(peek_bits({mantissas.data, position}), masks.bits[index]);
+    store(out + 8 * word, bits | load<std::uint64_t>(field_bytes + 8 * word));
+    position += masks.n_bits[index];
   }
-  mantissas = reader;
+  mantissas.position = position;
   unpack_loop<kDtype>(exponents, n_vector, n, packing, levels, mantissas, values);
 }
 
 template <Dtype kDtype>
-void unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing, BitReader& levels,
-            BitReader& mantissas, void* values) {
-  switch (packing.mode) {
-    case Mode::none:
-      return unpack_vectors<kDtype, Mode::none>(exponents, n, packing, levels, mantissas, values);
-    case Mode::paper:
-      return unpack_vectors<kDtype, Mode::paper>(exponents, n, packing, levels, mantissas, values);
-    case Mode::uniform:
-    case Mode::truncate:
-      return unpack_vectors<kDtype, Mode::truncate>(exponents, n, packing, levels, mantissas, values);
-  }
-}
-
-template <Dtype kDtype>
-constexpr Kernels kKernels = {split_exponents<kDtype>, pack<kDtype>, unpack<kDtype>};
+constexpr Kernels kKernels = {fill_masks<kDtype>, split_exponents<kDtype>, pack<kDtype>, unpack<kDtype>};
 
 }  // namespace
 

@@ -23,7 +23,7 @@ __all__ = ["LaunchResult", "RankSet", "end_on_signals"]
 # and executes the command. A program of its own, for between fork and exec a process with threads (torch) may do
 # nothing of this; -I -S keeps it at 20 ms.
 _PRELUDE = """
-import ctypes, os, signal, sys, warnings  # os.execvp imports warnings, too late to read it as a user with fewer rights
+import ctypes, os, signal, sys, warnings  # os.execvp wants warnings, when their file may be out of reach
 owner, *namespaces = map(int, sys.argv[1].split(","))
 libc = ctypes.CDLL(None, use_errno=True)
 for namespace in namespaces:

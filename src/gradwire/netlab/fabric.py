@@ -83,11 +83,11 @@ def bucket_parameters(rate_bps: int | None, queue_ms: float) -> dict[str, int]:
     """tbf's rate (B/s), burst and limit (B) for one direction of a link; measured with `gradwire netlab check`."""
     byte_rate = (rate_bps or UNSHAPED_BPS) // 8
     # Tokens that a full bucket turns away are lost, and a ring waits in turns: Gloo's all-reduce over 4 ranks reached
-    # 0.94 of 100 Mb/s with 18 KB, 0.95 with 36, 0.99 with 72; and at 2 Gb/s 0.96 with 72 KB, 0.97 from 250 on. 72 KB is
-    # also the largest segment that TCP hands over (64 KiB and its frames' headers), which would otherwise be split, on
-    # the cores that the ranks need. The price is that so much passes unshaped after a pause; slow links therefore get
-    # less, 6 ms of their rate, but no less than two frames.
-    burst = max(byte_rate // 500, min(72_000, byte_rate * 6 // 1000), 18_100)
+    # 0.94 of 100 Mb/s with 18 KB, 0.95 with 36, 0.99 with 72; and at 2 Gb/s 0.96 with 72 KB, 0.97 from 250 on. No rate
+    # gets less than 72 KB, the largest segment that TCP hands over (64 KiB and its frames' headers): tbf splits what is
+    # larger than the burst when it comes, but holds for ever what is queued already when the burst shrinks. The price:
+    # after a pause so much passes unshaped.
+    burst = max(byte_rate // 500, 72_000)
     # A queue shorter than two of TCP's largest segments drops them even when nothing is congested.
     limit = burst + max(int(byte_rate * queue_ms / 1000), 150_000)
     return {"rate": byte_rate, "burst": burst, "limit": min(limit, 2**31 - 1)}

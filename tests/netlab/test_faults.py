@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,30 +22,17 @@ def test_a_short_failure_of_a_link_is_ridden_out_and_a_lasting_one_is_an_error_o
     turns: queue.Queue[int] = queue.Queue()
     with Netlab(2, "200mbit") as lab:
         lab.start(ALL_REDUCE, grace_s=15, on_line=lambda rank, line: turns.put(int(line.split()[1])))
-        for _ in range(2):
-            turns.get(timeout=60)
+        before = max(turns.get(timeout=60) for _ in range(2))
         lab.link_down(1)
         time.sleep(0.3)
         while not turns.empty():
-            before = turns.get()
+            before = max(before, turns.get())
         lab.link_up(1)
         assert max(turns.get(timeout=30) for _ in range(4)) > before
         lab.link_down(1)
         result = lab.wait(60)
     assert not result.timed_out
     assert result.exit_codes == (1, 1)
-    assert result.ended_by_us == ()
-
-
-def test_a_killed_rank_is_named_and_the_others_get_an_error() -> None:
-    turning = threading.Event()
-    with Netlab(2, "200mbit") as lab:
-        lab.start(ALL_REDUCE, grace_s=15, on_line=lambda rank, line: turning.set())
-        assert turning.wait(60)
-        lab.kill_rank(1)
-        result = lab.wait(60)
-    assert result.exit_codes == (1, -9)
-    assert result.first_failed == 1
     assert result.ended_by_us == ()
 
 

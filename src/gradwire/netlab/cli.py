@@ -160,7 +160,10 @@ def _check(args: argparse.Namespace) -> int:
             str(check.drops),
         )
         if args.json is not None:  # after each rate: what was measured stays if a later one fails
-            args.json.write_text("".join(json.dumps(one.to_record()) + "\n" for one in checks))
+            try:
+                args.json.write_text("".join(json.dumps(one.to_record()) + "\n" for one in checks))
+            except OSError as error:
+                raise InvalidArgument(f"cannot write {args.json}: {error.strerror}; give another --json") from error
     console.print(table)
     outside = [format_rate(check.set_bps) for check in checks if abs(check.deviation) > args.tolerance]
     if outside:

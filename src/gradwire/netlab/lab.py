@@ -26,7 +26,7 @@ __all__ = ["LinkCounters", "Netlab"]
 
 _logger = logging.getLogger("gradwire.netlab")
 
-MAX_RANKS = 254
+MAX_RANKS = 250  # the kernel passes at most 253 descriptors at once: the ranks', the switch's, the user namespace's
 # Jumbo frames, as on most clusters: headers are 0.8 % of a full frame (4.6 % at 1,500), and the shared cores, which do
 # for ranks, links and switch at once, handle a sixth of the packets.
 MTU = 9000
@@ -65,7 +65,7 @@ class Netlab:
     too, the lab falls back to unshaped loopback, logs why, has `shaped` False, and tells its ranks (GRADWIRE_NETWORK).
 
     Args:
-        ranks: 1 to 254.
+        ranks: 1 to 250.
         rate: of every link in both directions, as `parse_rate` takes it, or a sequence with one for each rank.
         mtu: of the links in bytes, 1280 to 65535.
         queue_ms: what each direction's queue holds at its rate, in milliseconds.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CLI
+from lab_watch import CLI
 
 from gradwire.netlab.fabric import UnavailableError, become_able
 

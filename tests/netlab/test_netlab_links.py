@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import STREAM
+from lab_watch import STREAM
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.netlab import Netlab

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import CLI, child_pids, is_running, network_namespaces, wait_until
+from lab_watch import CLI, child_pids, is_running, network_namespaces, wait_until
 
 from gradwire.netlab import Netlab
 from gradwire.netlab.stale import find_stale_labs, lab_identity

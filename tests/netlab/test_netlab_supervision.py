@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import CLI, is_running, wait_until
+from lab_watch import CLI, is_running, wait_until
 
 from gradwire.errors import InvalidArgument, PeerLost
 from gradwire.launch import launch_ranks, start_ranks

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CLI
+from lab_watch import CLI
 
 from gradwire.netlab import Netlab
 

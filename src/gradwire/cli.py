@@ -10,6 +10,7 @@ from gradwire.errors import GradwireError
 
 # name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "netlab": ("gradwire.netlab.cli", "run a command in ranks with shaped links between them"),
     "bench": ("gradwire.bench.cli", "Measure codecs, all-reduce and training against their rivals."),
 }
 

@@ -9,7 +9,9 @@ import sys
 from gradwire.errors import GradwireError
 
 # name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("gradwire.bench.cli", "Measure codecs, all-reduce and training against their rivals."),
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.telemetry.environment import describe_environment
 from gradwire.training import checkpoints
 from gradwire.training.config import TrainConfig, TrainResult
@@ -48,6 +48,11 @@ def train_rank(config: TrainConfig, on_progress: Progress | None = None) -> Trai
     try:
         workload = by_name(config.workload, **config.workload_options)
         result = _Run(config, workload, device, on_progress).run()
+    except RuntimeError as error:
+        # Gloo says so only in its message, from collectives of DDP's or ours; the scheme's own raise PeerLost.
+        if "gloo" in str(error) or isinstance(error, dist.DistError):
+            raise PeerLost(f"rank {dist.get_rank()} lost a peer: {str(error).splitlines()[0][:300]}") from error
+        raise
     finally:
         torch.set_num_threads(threads_before)
         torch.use_deterministic_algorithms(deterministic_before)
@@ -77,15 +82,13 @@ class _Run:
         self._add_trace(session)
         began_s = time.perf_counter()
         batches = workload.batches(self._rank, self._world_size, self._batch_size, config.seed, start_step)
-        last_record: Any = None
         for step in range(start_step, config.steps):
             inputs, targets = next(batches)
             batch = (inputs.to(self._device), targets.to(self._device))
             if step in config.rewrap_at and step != start_step:
                 session.rewrap()
                 self._add_trace(session)
-            figures, last_record = self._take_step(session, batch, last_record)
-            meter.add(step, figures)
+            meter.add(step, self._take_step(session, batch))
             done = step + 1
             saving = config.save_every > 0 and done % config.save_every == 0
             if done % _GATHER_EVERY == 0 or done == config.steps or saving:
@@ -118,10 +121,8 @@ class _Run:
         self._saved_step = step
         return step
 
-    def _take_step(
-        self, session: Session, batch: tuple[torch.Tensor, torch.Tensor], last_record: Any
-    ) -> tuple[dict[str, float], Any]:
-        """One step and its figures; the recorder's newest record if the step closed one."""
+    def _take_step(self, session: Session, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+        """One step; returns its figures."""
         started_s = time.perf_counter()
         session.optimizer.zero_grad(set_to_none=True)
         loss = self._workload.loss(session.ddp, batch)
@@ -137,12 +138,10 @@ class _Run:
             "forward_backward_s": backward_done_s - started_s,
             "optimizer_s": ended_s - backward_done_s,
         }
-        if session.attachment is not None and session.attachment.recorder.steps:
-            newest = session.attachment.recorder.steps[-1]
-            if newest is not last_record:
-                figures = newest.as_dict() | figures
-                last_record = newest
-        return figures, last_record
+        if session.attachment is not None:
+            # The step's record was closed at the end of its backward pass.
+            figures = session.attachment.recorder.steps[-1].as_dict() | figures
+        return figures
 
     def _save(self, session: Session, step: int) -> None:
         assert self._config.checkpoint is not None

@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="one or more, one run each; ddp is DDP without gradwire (default: gcomp)")  # fmt: skip
     parser.add_argument("--scheme-option", action="append", default=[], metavar="K=V", help="such as importance=none")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes to start here (default: 4; torchrun's own)")
-    parser.add_argument("--rate", default="none", metavar="RATE", help="each rank's link, such as 1gbit (default: none)")
+    parser.add_argument(
+        "--rate", default="none", metavar="RATE", help="each rank's link, such as 1gbit (default: none)"
+    )
     parser.add_argument("--steps", type=int, default=100, metavar="N", help="train up to this step (default: 100)")
     parser.add_argument("--batch-size", type=int, metavar="N", help="samples per rank (default: the workload's)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
@@ -47,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(several schemes: a folder each inside)")  # fmt: skip
     parser.add_argument("--trace", action="store_true", help="a Chrome trace per rank, in RUN_DIR")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="write checkpoints there")
-    parser.add_argument("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: end)")
+    parser.add_argument(
+        "--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: end)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint")
     parser.add_argument("--rewrap-at", type=int, nargs="+", default=[], metavar="STEP", help="wrap the model in a new DDP "
                         "there, for comparing a resumed run bit by bit")  # fmt: skip
@@ -60,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     configs = configs_from(args)
     if "RANK" in os.environ:
         if args.rate != "none":
-            raise InvalidArgument("--rate shapes the links of ranks that this command starts; under torchrun leave it out")
+            raise InvalidArgument(
+                "--rate shapes the links of ranks that this command starts; under torchrun leave it out"
+            )
         if args.ranks is not None and args.ranks != int(os.environ["WORLD_SIZE"]):
             raise InvalidArgument(f"--ranks {args.ranks} under torchrun with {os.environ['WORLD_SIZE']}: leave it out")
         summaries = [_train_and_report(config).summary for config in configs]
@@ -69,11 +75,13 @@ def run(args: argparse.Namespace) -> int:
         summaries = [run_ranks(config, args.ranks if args.ranks is not None else 4, args.rate) for config in configs]
         is_writer = True
     if args.json is not None and is_writer:
-        write_json(args.json, summaries)
+        write_json(args.json, [flat_record(summary) for summary in summaries])
     return 0
 
 
-def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none", quiet: bool = False) -> dict[str, Any]:
+def run_ranks(
+    config: TrainConfig, n_ranks: int, rate: str = "none", *, show_progress: bool = True, show_table: bool = True
+) -> dict[str, Any]:
     """Train in `n_ranks` new processes on this machine, behind links of `rate`; returns the run's summary.
 
     The per-step records are in `config.out`/steps.jsonl.
@@ -85,7 +93,7 @@ def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none", quiet: bool
     check(config)
     summary: dict[str, Any] = {}
     command = [sys.executable, "-m", "gradwire.cli", *to_command_line(config)]
-    with ProgressDisplay(config, start=not quiet) as display:
+    with ProgressDisplay(config, start=show_progress) as display:
 
         def take_line(rank: int, line: str) -> None:
             if not line.startswith(_REPORT_MARK):
@@ -100,9 +108,17 @@ def run_ranks(config: TrainConfig, n_ranks: int, rate: str = "none", quiet: bool
         environment = {_REPORT_VARIABLE: "1"}
         with end_on_signals(), start_ranks(command, n_ranks, rate, env=environment, on_line=take_line) as launch:
             launch.wait().raise_if_failed()
-    if not quiet:
+    if show_table:
         print_summary(summary)
     return summary
+
+
+def flat_record(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary without nested values: options as "k=v k=v", the scheme's own figures left to summary.json."""
+    options = {
+        key: " ".join(f"{k}={v}" for k, v in summary[key].items()) for key in ("scheme_options", "workload_options")
+    }
+    return {key: value for key, value in (summary | options).items() if not isinstance(value, dict)}
 
 
 def check(config: TrainConfig) -> None:

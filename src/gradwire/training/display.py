@@ -53,7 +53,9 @@ class ProgressDisplay:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """The table at the end of a run."""
-    table = Table(title=f"{summary['workload']} with {summary['scheme']}, {summary['ranks']} ranks", title_justify="left")
+    table = Table(
+        title=f"{summary['workload']} with {summary['scheme']}, {summary['ranks']} ranks", title_justify="left"
+    )
     table.add_column("")
     table.add_column("", justify="right")
     for name, value in summary_rows(summary):

@@ -132,16 +132,12 @@ class _Run:
         # Reading the loss waits for a GPU, so the step's time is whole.
         loss_value = float(loss.detach())
         ended_s = time.perf_counter()
-        figures = {
+        return session.step_figures(backward_done_s) | {
             "loss": loss_value,
             "iteration_s": ended_s - started_s,
             "forward_backward_s": backward_done_s - started_s,
             "optimizer_s": ended_s - backward_done_s,
         }
-        if session.attachment is not None:
-            # The step's record was closed at the end of its backward pass.
-            figures = session.attachment.recorder.steps[-1].as_dict() | figures
-        return figures
 
     def _save(self, session: Session, step: int) -> None:
         assert self._config.checkpoint is not None

@@ -63,7 +63,6 @@ class Meter:
         if self._plain_ddp_bytes is not None:
             record["original_bytes"] = float(self._plain_ddp_bytes)
             record["bytes_sent"] = record["bytes_received"] = ring_share * self._plain_ddp_bytes
-            record["exposed_s"] = None  # DDP's own all-reduce does not say how long it kept the step waiting
         reference_bytes = ring_share * record["original_bytes"]
         record["ratio"] = record["bytes_sent"] / reference_bytes if reference_bytes else 1.0
         return record
@@ -72,22 +71,20 @@ class Meter:
         """Flat figures over all steps: medians of times after the warm-up, means of bytes, the loss at the end."""
         warm = self.records[N_WARM_UP_STEPS:] or self.records
 
-        def median(key: str) -> float | None:
-            values = [record[key] for record in warm]
-            return None if None in values else statistics.median(values)
+        def median(key: str) -> float:
+            return statistics.median(record[key] for record in warm)
 
-        iteration_s, exposed_s = median("iteration_s"), median("exposed_s")
         codec_s = [sum(record[key] for key in ("encode_s", "decode_s", "importance_s")) for record in warm]
         spread = [record["iteration_s"] for record in warm]
         last = self.records[-10:]
         return {
             "n_steps": len(self.records),
-            "iteration_s": iteration_s,
+            "iteration_s": median("iteration_s"),
             "iteration_s_p10": _quantile(spread, 0.1),
             "iteration_s_p90": _quantile(spread, 0.9),
-            "compute_s": None if exposed_s is None or iteration_s is None else iteration_s - exposed_s,
+            "compute_s": statistics.median(record["iteration_s"] - record["exposed_s"] for record in warm),
             "codec_s": statistics.median(codec_s),
-            "exposed_s": exposed_s,
+            "exposed_s": median("exposed_s"),
             "wire_bytes": sum(record["bytes_sent"] for record in warm) / len(warm),
             "wire_bytes_origin": "computed for a ring" if self._plain_ddp_bytes is not None else "counted",
             "ratio": sum(record["ratio"] for record in warm) / len(warm),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ class Session:
         self.scheduler = workload.build_scheduler(self.optimizer)
         self.attachment: Any = None
         self._scheme: Any = None
+        self._hooks: list[Any] = []
+        self._last_gradient_s = 0.0
         self.ddp: DistributedDataParallel
 
     def wrap(self, scheme_state: dict[str, Any] | None = None) -> None:
@@ -35,6 +38,7 @@ class Session:
         devices = [self._device.index] if self._device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=devices, **options)
         if self._config.scheme == PLAIN_DDP:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.model.parameters()]
             return
         import gradwire
         from gradwire import schemes
@@ -55,10 +59,24 @@ class Session:
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
+        for hook in self._hooks:
+            hook.remove()
         if hasattr(self, "ddp"):
             del self.ddp
         self.optimizer.zero_grad(set_to_none=True)  # they may be views of the old DDP's buckets
         gc.collect()  # DDP's reducer sits in reference cycles
+
+    def step_figures(self, backward_done_s: float) -> dict[str, float]:
+        """The communication of the step whose backward pass ended at `backward_done_s` (time.perf_counter)."""
+        if self.attachment is not None:
+            # The step's record was closed at the end of its backward pass.
+            figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
+            return figures
+        # Plain DDP: after the last gradient, the backward pass does nothing but wait for the buckets.
+        return {"exposed_s": backward_done_s - self._last_gradient_s}
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        self._last_gradient_s = time.perf_counter()
 
     def update(self) -> None:
         """The optimizer's step, then the schedule's."""

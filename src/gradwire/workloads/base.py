@@ -39,7 +39,7 @@ class Workload(ABC):
     learning_rates: ClassVar[dict[str, float]] = {}
     # The papers' model that the workload stands for.
     stands_for: str = ""
-    # "real", or "emulated" when waits stand for forward and backward.
+    # "real", or "emulate" when waits stand for forward and backward.
     compute: str = "real"
 
     # "real": data with something to learn, so that its loss means something. "shape-only": random inputs of the right
@@ -137,6 +137,7 @@ class Workload(ABC):
             "workload": self.name,
             "data": self.data,
             "compute": self.compute,
+            "emulated": self.compute == "emulate",
             "optimizer": self.optimizer,
             "learning_rate": self.learning_rate or optimizers.default_learning_rate(self.optimizer),
             "batch_size": self.batch_size,
@@ -152,9 +153,7 @@ def step_generator(*key: int | str) -> torch.Generator:
     return generator
 
 
-def draw_from_epochs(
-    n_samples: int, step: int, rank: int, world_size: int, batch_size: int, seed: int
-) -> Tensor:
+def draw_from_epochs(n_samples: int, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Tensor:
     """(batch_size,) int64: this rank's samples at `step`, when each epoch is one permutation of all samples.
 
     The global batches follow each other through the epochs without a gap, so no sample is dropped and any step can

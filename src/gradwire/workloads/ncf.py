@@ -72,7 +72,9 @@ class NcfWorkload(Workload):
         most_users, most_items = (100_000, 40_000) if self._pairs is None else (self._pairs.amax(0) + 1).tolist()
         self.n_users, self.n_items = n_users or most_users, n_items or most_items
         if self._pairs is not None and (self.n_users < most_users or self.n_items < most_items):
-            raise InvalidArgument(f"{data_dir} holds {most_users} users and {most_items} items, more than was asked for")
+            raise InvalidArgument(
+                f"{data_dir} holds {most_users} users and {most_items} items, more than was asked for"
+            )
 
     def make_model(self) -> nn.Module:
         return NeuMf(self.n_users, self.n_items, self.width)

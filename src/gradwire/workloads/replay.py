@@ -2,7 +2,7 @@
 
 A model of one autograd node a layer. Its forward pass waits; its backward pass waits and hands the layer's captured
 gradients to DDP, whose reducer, buckets and hooks then run as ever. Communication and codecs are real; the computation
-is not, and every result carries `compute: emulated`.
+is not, and every result carries `emulated: true`.
 
 When not to use this: to learn anything about a loss. The gradients are the same at every step.
 """
@@ -90,7 +90,9 @@ class ReplayModel(nn.Module):
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, tensors[p.name])
         for layer in layers:
-            views = [gradients[p.offset : p.offset + torch.Size(p.shape).numel()].view(p.shape) for p in layer.parameters]
+            views = [
+                gradients[p.offset : p.offset + torch.Size(p.shape).numel()].view(p.shape) for p in layer.parameters
+            ]
             owned = [tensors[p.name] for p in layer.parameters]
             self._layers.append(_Layer(layer.forward_s * scale, layer.backward_s * scale, owned, views))
 
@@ -117,7 +119,7 @@ class ReplayWorkload(Workload):
         seed: of the captured model and batch.
     """
 
-    compute = "emulated"
+    compute = "emulate"
     data = "replay"
 
     def __init__(

@@ -63,9 +63,7 @@ def word_tokens(vocabulary_size: int) -> tuple[Tensor, Tensor, int]:
     return number(training), number(held_out), len(index_of) + 1
 
 
-def crop_batch(
-    tokens: Tensor, length: int, step: int, rank: int, world_size: int, batch_size: int, seed: int
-) -> Batch:
+def crop_batch(tokens: Tensor, length: int, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
     """This rank's slice of `world_size * batch_size` crops at random places: inputs and next tokens, (b, length) int64."""
     starts = torch.randint(
         tokens.numel() - length, (world_size * batch_size,), generator=step_generator(seed, "crop", step)

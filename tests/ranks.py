@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -52,8 +53,8 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes) or not results.empty():
         while not results.empty():
-            rank, outcome = results.get()
-            outcomes[rank] = outcome
+            rank, pickled = results.get()
+            outcomes[rank] = pickle.loads(pickled)
         if time.monotonic() > deadline:
             hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
             for process in processes:
@@ -89,7 +90,8 @@ def _run_rank(
     except BaseException as error:
         outcome = Outcome(error=error, traceback=traceback.format_exc())
         outcome.error.__cause__ = outcome.error.__context__ = outcome.error.__traceback__ = None
-    results.put((rank, outcome))
+    # Pickled here: a queue would hand tensors over as file descriptors, which die with this process.
+    results.put((rank, pickle.dumps(outcome)))
     if outcome.error is None:
         dist.destroy_process_group()
     os._exit(0)  # a failed group's threads must not hold up the process

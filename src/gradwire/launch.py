@@ -94,7 +94,7 @@ class Launch:
 def start_ranks(
     command: Sequence[str],
     n_ranks: int,
-    rate: str | float | None | Sequence[str | float | None] = None,
+    rate: str | float | Sequence[str | float | None] | None = None,
     *,
     env: Mapping[str, str] | None = None,
     grace_s: float = 10.0,
@@ -142,7 +142,7 @@ def launch_ranks(
     n_ranks: int,
     env: Mapping[str, str] | None = None,
     *,
-    rate: str | float | None | Sequence[str | float | None] = None,
+    rate: str | float | Sequence[str | float | None] | None = None,
     timeout_s: float | None = None,
     **options: Any,
 ) -> int:

@@ -64,11 +64,11 @@ def direct_mean(
         gathering, chunk = divmod(number, n_chunks)
         for peer in peers:
             if gathering:
-                senders[peer].write(finals[chunk, : final_bytes[chunk]])
+                senders[peer].write(finals[chunk, : final_bytes[chunk]], may_lag=ahead)
             else:
                 n_bytes = chunks.encode_own(peer, chunk, message)
-                senders[peer].write(message[:n_bytes])
-            if chunk == n_chunks - 1:
+                senders[peer].write(message[:n_bytes], may_lag=ahead)
+            if number == 2 * n_chunks - 1:
                 senders[peer].flush()
 
     def read(number: int) -> None:

@@ -2,7 +2,8 @@
 
 Point-to-point receives must know their size beforehand, compressed messages do not have one beforehand. So a stream
 travels in frames of a size that both ends derive from what they share; each frame says how many of its bytes count and
-how many more frames are certain to follow: so many receives may be posted ahead. `flush` closes a frame early.
+how many more frames are certain to follow: so many receives may be posted ahead. A frame is closed early, and padded,
+only when the peer would otherwise wait for bytes that lie in it.
 
 Frame: a 36-byte header (docs/format.md#frame), then payload, then padding that is sent but not read.
 """
@@ -48,13 +49,14 @@ _ADVICE = {
 }
 
 
-def frame_bytes_for(raw_bytes_per_flush: int) -> int:
-    """The frame size for streams that carry up to `raw_bytes_per_flush` uncompressed bytes between two flushes.
+def frame_bytes_for(raw_part_bytes: int) -> int:
+    """The frame size for streams that carry parts of up to `raw_part_bytes` uncompressed bytes.
 
-    A flush pads half a frame on average: an eighth of the bytes for small parts, down to 64 KiB frames (0.5 % of a 6 MB
-    part) for large ones. Smaller frames would cost more calls than they save bytes: one call takes about 20 us.
+    Padding is half a frame on average where a stream stops for its peer: with one message a part, a sixteenth of the
+    part; with 64 KiB frames and 6 MB parts, nothing to speak of. Smaller frames would cost more calls than they save
+    bytes: one call takes about 20 us.
     """
-    wanted = raw_bytes_per_flush // 8
+    wanted = raw_part_bytes // 8
     return HEADER_BYTES + min(_MAX_FRAME_BYTES, max(512, -(-wanted // 64) * 64))
 
 
@@ -82,9 +84,20 @@ class FrameSender:
         self._frame: torch.Tensor | None = None
         self._used = 0
         self._n_sent = 0
+        self._unsent_messages: deque[int] = deque()  # how many bytes of each lie in the open frame, or 0
 
-    def write(self, message: torch.Tensor) -> None:
-        """Append one message, (n,) uint8; frames leave as they fill."""
+    def write(self, message: torch.Tensor, may_lag: int) -> None:
+        """Append one message, (n,) uint8. Frames leave as they fill; of messages before the last `may_lag`, all leave.
+
+        A peer that reads `may_lag` messages behind what this rank writes thus never waits for bytes that are held back.
+        """
+        self._append(message)
+        self._unsent_messages.append(self._used)
+        while len(self._unsent_messages) > may_lag:
+            if self._unsent_messages.popleft():
+                self.flush()
+
+    def _append(self, message: torch.Tensor) -> None:
         length = torch.frombuffer(bytearray(_LENGTH.pack(message.numel())), dtype=torch.uint8)
         n_pending = _LENGTH.size + message.numel()
         for part in (length, message):
@@ -101,7 +114,7 @@ class FrameSender:
                     self._send(n_pending)
 
     def flush(self) -> None:
-        """Send what is written and not sent yet. The receiver expects a flush at the same place of the stream."""
+        """Send what is written and not sent yet."""
         if self._used:
             self._send(0)
 
@@ -137,6 +150,7 @@ class FrameSender:
         self._record.count_sent(self._frame_bytes)
         self._n_sent += 1
         self._used = 0
+        self._unsent_messages = deque(0 for _ in self._unsent_messages)
 
 
 class FrameReceiver:
@@ -156,7 +170,7 @@ class FrameReceiver:
         self._frame_bytes = frame_bytes
         memory = communicator.scratch(f"frames from {peer}", _RECEIVES_AHEAD * frame_bytes)
         self._free = deque(memory[i * frame_bytes : (i + 1) * frame_bytes] for i in range(_RECEIVES_AHEAD))
-        self._message = communicator.scratch(f"message from {peer}", max_message_bytes)
+        self._message = communicator.scratch(f"message from {peer}", max(max_message_bytes, _LENGTH.size))
         self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._n_certain = 0  # frames that are certain to come and have no receive posted yet
         self._unread: torch.Tensor | None = None  # payload of the last frame, from where reading goes on

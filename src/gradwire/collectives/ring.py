@@ -34,7 +34,7 @@ def ring_mean(
     Args:
         importance: (n,) uint8, passed to the codec chunk by chunk.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.
-    Cost: sends 2 (N-1)/N of the encoded buffer and half a frame of padding a hop; every element is encoded once.
+    Cost: sends 2 (N-1)/N of the encoded buffer, padding aside; every element is encoded once.
     """
     world, rank = communicator.world_size, communicator.rank
     if world == 1 or buffer.numel() == 0:
@@ -67,8 +67,8 @@ def ring_mean(
         hop, chunk = divmod(number, n_chunks)
         if hop == 0:
             outbox_bytes[chunk] = chunks.encode_own(rank, chunk, outbox[chunk])
-        sender.write(outbox[chunk, : outbox_bytes[chunk]])
-        if chunk == n_chunks - 1:
+        sender.write(outbox[chunk, : outbox_bytes[chunk]], may_lag=ahead)
+        if number == n_messages - 1:
             sender.flush()
 
     def read(number: int) -> None:

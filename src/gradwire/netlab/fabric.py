@@ -25,7 +25,9 @@ from typing import Any
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 TBF_HANDLE = 0x10000  # 1:0
-UNSHAPED_BPS = 34_000_000_000  # the most that tbf's 32-bit byte rate holds; keeps one qdisc, and so its counters, for "none"
+UNSHAPED_BPS = (
+    34_000_000_000  # the most that tbf's 32-bit byte rate holds; keeps one qdisc, and so its counters, for "none"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

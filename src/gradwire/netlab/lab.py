@@ -76,7 +76,7 @@ class Netlab:
     def __init__(
         self,
         ranks: int,
-        rate: str | float | None | Sequence[str | float | None] = "1gbit",
+        rate: str | float | Sequence[str | float | None] | None = "1gbit",
         *,
         mtu: int = MTU,
         queue_ms: float = QUEUE_MS,

@@ -124,7 +124,7 @@ def read_interactions(data_dir: str) -> Tensor:
 
     Raises: InvalidArgument (no rating file), CorruptMessage (a file that does not hold whole numbers).
     """
-    for name, separator in _RATING_FILES.items():
+    for name, separator in _RATING_FILES.items():  # noqa: B007 (used after the loop)
         path = Path(data_dir).expanduser() / name
         if path.is_file():
             break

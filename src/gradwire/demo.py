@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scheme-option", action="append", default=[], metavar="K=V")
     parser.add_argument("--ranks", type=int, metavar="N", help=f"default: {_RANKS}")
     parser.add_argument("--steps", type=int, metavar="N", help=f"default: {_STEPS}")
-    parser.add_argument(
-        "--rate", default="none", metavar="RATE", help="each rank's link: 1gbit, ... (default: none)"
-    )
+    parser.add_argument("--rate", default="none", metavar="RATE", help="each rank's link: 1gbit, ... (default: none)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps of {_QUICK_RANKS} ranks, for CI")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")

@@ -64,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
     configs = configs_from(args)
     if "RANK" in os.environ:
         if args.rate != "none":
-            raise InvalidArgument(
-                "--rate shapes the links of ranks that this command starts; under torchrun leave it out"
-            )
+            raise InvalidArgument("--rate shapes the links of ranks that this command starts: not under torchrun")
         if args.ranks is not None and args.ranks != int(os.environ["WORLD_SIZE"]):
             raise InvalidArgument(f"--ranks {args.ranks} under torchrun with {os.environ['WORLD_SIZE']}: leave it out")
         summaries = [_train_and_report(config).summary for config in configs]

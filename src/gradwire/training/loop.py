@@ -216,7 +216,9 @@ def _init_process_group(device: torch.device) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        from torch.distributed.distributed_c10d import HashStore
+
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _rate_bps() -> float | None:

@@ -60,7 +60,7 @@ class _ReplayLayer(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.clock.wait(ctx.layer.backward_s)
         # The layer keeps its own reference to each gradient, so autograd copies instead of taking it over: what DDP
         # later writes into `.grad` never reaches the captured values.

@@ -112,9 +112,8 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CorruptMessage(f"{path} is missing; delete the checkpoint, an older one may be beside it") from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise CorruptMessage(
-            f"{path} is damaged ({str(error).splitlines()[0][:200]}); delete the checkpoint"
-        ) from error
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        raise CorruptMessage(f"{path} is damaged ({reason}); delete the checkpoint") from error
     if not isinstance(content, dict) or not {"format", "step", "world_size", "identity"} <= content.keys():
         raise CorruptMessage(f"{path} is not a checkpoint of gradwire train")
     if content["format"] != _FORMAT:

@@ -216,9 +216,7 @@ def _init_process_group(device: torch.device) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        from torch.distributed.distributed_c10d import HashStore
-
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def _rate_bps() -> float | None:

@@ -9,7 +9,9 @@ import sys
 from gradwire.errors import GradwireError
 
 # name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "report": ("gradwire.telemetry.report", "One self-contained HTML page from training runs and benchmark results."),
+}
 
 
 def main(argv: list[str] | None = None) -> int:

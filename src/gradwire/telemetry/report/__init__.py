@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ def write_report(
         draft.write_text(page, encoding="utf-8")
         draft.replace(out)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise InvalidArgument(f"cannot write the report to {out}: {error.strerror}") from error
     return out
 

@@ -221,7 +221,7 @@ def add_end_labels(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> 
     """
     figure = axes.figure
     limits = axes.get_xlim(), axes.get_ylim()
-    figure.canvas.draw()
+    _settle(figure)
     box = axes.get_window_extent()
     wanted = []
     for x, y, text, colour in ends:
@@ -247,7 +247,7 @@ def add_point_labels(axes: Any, points: Sequence[tuple[float, float, str, str]],
         points: (x, y, text, colour) in data units. others: further (x, y) that labels keep clear of.
     """
     figure = axes.figure
-    figure.canvas.draw()
+    _settle(figure)
     renderer = figure.canvas.get_renderer()
     scale = figure.dpi / 72
     frame = axes.get_window_extent()
@@ -295,7 +295,7 @@ def set_log_axis(axis: Any) -> None:
 
 def format_power(value: float) -> str:
     """`0.02`, `500`, and beyond these sizes 10 with its power."""
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
+    if value == 0 or 1e-2 <= abs(value) < 1e5:
         return f"{value:,.10g}"
     mantissa, _, power = f"{value:.1e}".partition("e")
     mantissa = mantissa.removesuffix(".0")
@@ -336,6 +336,12 @@ _OFFSETS = (
     (-18, 14),
     (-18, -14),
 )
+
+
+def _settle(figure: Any) -> None:
+    """Lay the figure out for good, without drawing it: labels are placed in a frame that does not move any more."""
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
 
 
 def _font(match: re.Match[str]) -> str:

@@ -117,7 +117,7 @@ def _tile(run: Run, base: Run, palette: Palette) -> Tile:
         values.append((f"{base_seconds / seconds:.2f}{TIMES}", "the speed"))
     deviation = _deviation(run, base)
     if deviation is not None:
-        values.append((format_power(float(f"{deviation[1].mean():.1e}")), "mean loss difference"))
+        values.append((format_power(float(f"{deviation[1].mean():.1e}")), "loss difference, mean"))
     return Tile(run.label, values, palette.slot(run.label))
 
 

@@ -11,7 +11,6 @@ from gradwire.telemetry.report.drawing import (
     DASH,
     GRID,
     INK,
-    MUTED,
     SURFACE,
     TIMES,
     WIDE_IN,
@@ -276,8 +275,8 @@ def _draw_speed_up(
     width_in, height_in = (WIDE_IN, 4.2) if wide else (WIDTH_IN, 3.6)
     with new_axes(width_in, height_in, labels_at_right=[base, *lines]) as axes:
         right = max(places.values()) * step**0.12
-        axes.axhline(1, color=MUTED, lw=1.2, ls=(0, (4, 3)))
-        ends = [(right, 1.0, base, MUTED)]
+        axes.axhline(1, color=palette.colour(base), lw=1.2, ls=(0, (4, 3)))
+        ends = [(right, 1.0, base, palette.colour(base))]
         for scheme, points in lines.items():
             colour, marker = palette.colour(scheme), palette.marker(scheme)
             # Unshaped is no rate, so no line leads there.

@@ -100,7 +100,10 @@ def _make_section(index: int, runs: Sequence[Run], palette: Palette, wanted: str
         section.plots.append(deviation)
     section.plots.append(_draw_bytes(f"run{index}-bytes", runs, palette, where))
     splits = [_split(run) for run in runs]
-    caption = f"{where}. Mean over the steps after the first tenth, rank 0. Thick: the training thread."
+    caption = (
+        f"{where}. Mean over the steps after the first tenth, rank 0. Thick: the training thread, where exposed is "
+    )
+    caption += "all that the backward pass did not hide, the codec's share included."
     wide = len(section.plots) % 2 == 0  # else it fills the row
     section.plots.append(draw_time_split(f"run{index}-time", "Where an iteration's time goes", splits, caption, wide))
     section.tables = [_make_table(runs, base)]

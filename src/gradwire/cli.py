@@ -11,6 +11,7 @@ from gradwire.errors import GradwireError
 # name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
 COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("gradwire.telemetry.report", "One self-contained HTML page from training runs and benchmark results."),
+    "bench": ("gradwire.bench.cli", "Measure codecs, all-reduce and training against their rivals."),
 }
 
 

@@ -200,9 +200,7 @@ class AllReduceBench:
         }
 
 
-def make_reducer(
-    spec: str, communicator: Communicator, state: OptimizerState | None, n_elements: int
-) -> Reducer:
+def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | None, n_elements: int) -> Reducer:
     """A rival or a scheme from its spec. Raises: InvalidArgument."""
     name, options = parse_spec(spec)
     if name in RIVALS:

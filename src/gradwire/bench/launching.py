@@ -54,9 +54,10 @@ def run_in_ranks(bench: str, args: argparse.Namespace) -> int:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
         command = [sys.executable, "-m", "gradwire.cli", "bench", bench, *args.arguments, "--log", str(log.path)]
         for rate in rates:
-            with end_on_signals(), start_ranks(
-                command, args.ranks or DEFAULT_RANKS, rate, on_line=_print_line
-            ) as launch:
+            with (
+                end_on_signals(),
+                start_ranks(command, args.ranks or DEFAULT_RANKS, rate, on_line=_print_line) as launch,
+            ):
                 try:
                     result = launch.wait()
                 finally:

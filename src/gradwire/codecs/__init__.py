@@ -16,7 +16,7 @@ _REGISTRY: dict[str, str] = {}
 
 
 class Codec(Protocol):
-    """Floats to one self-contained message and back; thread-safe, deterministic for every thread count and SIMD level."""
+    """Floats to one self-contained message and back; thread-safe; the same bytes for every thread count and SIMD."""
 
     name: str
 

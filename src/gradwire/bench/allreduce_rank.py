@@ -151,8 +151,8 @@ class AllReduceBench:
             raise CorruptMessage(f"{reducer.name}: ranks hold different results (CRC-32 {checksums}); the run stops")
         if any(n_wrong_by_rank):
             raise CorruptMessage(
-                f"{reducer.name}: of {exact.positions.size} elements checked, {n_wrong_by_rank} by rank lie outside its "
-                "bound or are not finite; its time would mean nothing: the run stops"
+                f"{reducer.name}: of {exact.positions.size} checked, {n_wrong_by_rank} by rank are not within "
+                "its bound, or not finite; its time would mean nothing: the run stops"
             )
         scale = float(np.sqrt((exact.mean**2).sum())) or 1.0
         tally.relative_error = float(np.sqrt((error**2).sum())) / scale

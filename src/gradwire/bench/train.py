@@ -1,4 +1,4 @@
-"""gradwire bench train: iteration time, its parts, bytes and loss of a workload under every scheme and PyTorch's hooks."""
+"""gradwire bench train: iteration time, its parts, bytes and loss of a workload under every scheme and rival."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_table(records: Sequence[dict[str, Any]]) -> Table:
     marks += ["contenders one after another"] if not first["is_interleaved"] and len(records) > 1 else []
     table = Table(
         title=", ".join([f"{first['workload']}, {first['ranks']} ranks, {network}, {first['n_steps']} steps", *marks]),
-        caption=f"ms a step, medians (quartiles); codec time is busy time, hidden or not; loss: mean of the last steps, "
+        caption="ms a step, medians (quartiles); codec time is busy time, hidden or not; loss: mean of the last steps, "
         f"and of those before {first['loss_at_s']:.1f} s",
     )
     table.add_column("scheme")

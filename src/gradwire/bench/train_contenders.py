@@ -8,16 +8,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
+from gradwire.bench import gloo_hooks
 from gradwire.bench.reducers import parse_spec
 from gradwire.schemes.plain import ring_bytes
 from gradwire.workloads import Workload
 
 RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8")
+# These hooks start collectives from the callbacks of others. With several buckets under way Gloo runs the callbacks of
+# each rank in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So
+# they get all gradients in one bucket, and overlap nothing.
+_ONE_BUCKET = ("ddp-powersgd", "ddp-quant8")
 # PowerSGD's own documentation starts with rank 1 or 2 and compresses from the first steps on only with a warm start;
 # bench runs are short, so it starts at once.
 _POWER_SGD_RANK, _POWER_SGD_START = 2, 2
@@ -56,7 +61,10 @@ class TrainContender:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
-        self._model = DistributedDataParallel(module, **workload.ddp_options())
+        ddp_options = workload.ddp_options()
+        if self.name in _ONE_BUCKET:
+            ddp_options["bucket_cap_mb"] = 1 + 4 * self.n_parameters // (1 << 20)
+        self._model = DistributedDataParallel(module, **ddp_options)
         self._optimizer = workload.build_optimizer(self._model)
         self._scheduler = workload.build_scheduler(self._optimizer)
         self._attachment = None
@@ -96,7 +104,7 @@ class TrainContender:
         self._last_gradient_s = time.perf_counter()
 
     def sent_bytes(self) -> float:
-        """Bytes that this rank has sent for gradients so far: gradwire's count, or for a rival what its hook must send."""
+        """Bytes this rank has sent for gradients so far: gradwire's count, or what a rival's hook must send."""
         if self._attachment is not None:
             return float(self._attachment.stats()["bytes_sent"])
         return self._rival_bytes()
@@ -109,7 +117,7 @@ class TrainContender:
         return 0.0 if self.name == "ddp" else None
 
     def memory_bytes(self) -> int:
-        """What one contender holds on one rank: parameters, gradients, buckets, two optimizer moments, and a scratch."""
+        """What it holds on one rank: parameters, gradients, buckets, two optimizer moments, and a scratch."""
         return 6 * 4 * self.n_parameters
 
     def close(self) -> None:
@@ -125,7 +133,7 @@ class TrainContender:
             model.register_comm_hook(group, default_hooks.fp16_compress_hook)
             element_bytes = 2
         elif self.name == "ddp-bf16":
-            model.register_comm_hook(group, default_hooks.bf16_compress_hook)
+            model.register_comm_hook(group, gloo_hooks.bf16_hook)
             element_bytes = 2
         elif self.name == "ddp-powersgd":
             state = powerSGD_hook.PowerSGDState(
@@ -137,7 +145,7 @@ class TrainContender:
             self._rival_bytes = lambda: float(self._power_sgd_bytes(state))
             return
         elif self.name == "ddp-quant8":
-            model.register_comm_hook(group, quantization_hooks.quantization_pertensor_hook)
+            model.register_comm_hook(group, gloo_hooks.quant8_hook)
             # An all-gather of bytes: everyone's to everyone.
             self._rival_bytes = lambda: float(self._steps * (world_size - 1) * n_elements)
             return
@@ -155,5 +163,6 @@ def names() -> list[str]:
 
 
 def describe(contender: TrainContender) -> str:
-    """The options, as written in a spec."""
-    return ",".join(f"{key}={value}" for key, value in contender.options.items())
+    """The options, as written in a spec, and what was done to run it at all."""
+    words = [f"{key}={value}" for key, value in contender.options.items()]
+    return ",".join([*words, "one bucket"] if contender.name in _ONE_BUCKET else words)

@@ -1,4 +1,4 @@
-"""The rank's side of `bench train`: contenders take turns in blocks of steps, or one after another where memory is short."""
+"""The rank's side of `bench train`: contenders take turns in blocks, or one after another where memory is short."""
 
 from __future__ import annotations
 

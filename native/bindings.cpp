@@ -3,14 +3,21 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 #include "gcomp/importance.hpp"
+#include "gcomp/codec.hpp"
+#include "huffman/code_lengths.hpp"
+#include "huffman/streams.hpp"
+#include "huffman/table.hpp"
 #include "parallel/thread_pool.hpp"
 #include "simd/dispatch.hpp"
 
@@ -23,7 +30,166 @@ namespace {
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+using Counts = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstCounts = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
 std::span<const std::uint8_t> span_of(const ConstBytes& array) { return {array.data(), array.size()}; }
+std::span<std::uint8_t> span_of(const Bytes& array) { return {array.data(), array.size()}; }
+
+nb::bytes bytes_of(const std::vector<std::uint8_t>& data) { return nb::bytes(data.data(), data.size()); }
+
+std::span<const std::uint8_t> span_of(const nb::bytes& data) {
+  return {static_cast<const std::uint8_t*>(data.data()), data.size()};
+}
+
+int exponent_bits_for(std::size_t n_counts) {
+  if (n_counts != 256 && n_counts != 32)
+    throw InvalidArgument("a histogram has 256 counts (float32, bfloat16) or 32 (float16), not " +
+                          std::to_string(n_counts));
+  return n_counts == 256 ? 8 : 5;
+}
+
+gcomp::Dtype dtype_of(int code) {
+  if (code < 0 || code >= gcomp::kDtypes) throw InvalidArgument("unknown dtype code");
+  return static_cast<gcomp::Dtype>(code);
+}
+
+gcomp::Mode mode_of(int code) {
+  if (code < 0 || code >= gcomp::kModes) throw InvalidArgument("unknown mode code");
+  return static_cast<gcomp::Mode>(code);
+}
+
+void bind_huffman(nb::module_& m) {
+  nb::class_<HuffmanTable>(m, "HuffmanTable")
+      .def_static(
+          "from_histogram",
+          [](const ConstCounts& histogram) {
+            return HuffmanTable::from_histogram({histogram.data(), histogram.size()},
+                                                exponent_bits_for(histogram.size()));
+          },
+          nb::arg("histogram"))
+      .def_static(
+          "prior",
+          [](int exponent_bits) {
+            if (exponent_bits != 8 && exponent_bits != 5) throw InvalidArgument("exponents have 8 or 5 bits");
+            return HuffmanTable::prior(exponent_bits);
+          },
+          nb::arg("exponent_bits"))
+      .def_static(
+          "from_bytes", [](const nb::bytes& data) { return HuffmanTable::from_bytes(span_of(data)); }, nb::arg("data"))
+      .def("to_bytes", [](const HuffmanTable& table) { return bytes_of(table.to_bytes()); })
+      .def_prop_ro("id", &HuffmanTable::id)
+      .def_prop_ro("exponent_bits", &HuffmanTable::exponent_bits)
+      .def_prop_ro("lengths", [](const HuffmanTable& table) {
+        return std::vector<int>(table.lengths().begin(), table.lengths().end());
+      });
+  m.def(
+      "huffman_native_lengths",
+      [](const ConstCounts& histogram) {
+        for (std::size_t i = 0; i < histogram.size(); ++i)
+          if (histogram.data()[i] < 0) throw InvalidArgument("a histogram has no negative counts");
+        const std::vector<std::uint64_t> weights(histogram.data(), histogram.data() + histogram.size());
+        return native_code_lengths(weights);
+      },
+      nb::arg("histogram"));
+  m.attr("HUFFMAN_SEGMENT_VALUES") = kMaxSegmentValues;
+  m.def(
+      "huffman_encode_segment",
+      [](const HuffmanTable& table, const ConstBytes& exponents, const Bytes& out) {
+        if (exponents.size() > kMaxSegmentValues) throw InvalidArgument("a segment holds at most 16,384 exponents");
+        if (out.size() < max_segment_bytes(exponents.size()) + exponents.size()) throw BufferTooSmall("segment: out");
+        for (std::size_t i = 0; i < exponents.size(); ++i)
+          if (exponents.data()[i] >= table.n_symbols()) throw InvalidArgument("an exponent is out of range");
+        const nb::gil_scoped_release unlocked;
+        return encode_exponents(table, span_of(exponents), out.data());
+      },
+      nb::arg("table"), nb::arg("exponents"), nb::arg("out"));
+  const auto bind_decoder = [&m](const char* name, bool by_tree) {
+    m.def(
+        name,
+        [by_tree](const HuffmanTable& table, const ConstBytes& segment, const Bytes& exponents) {
+          if (exponents.size() > kMaxSegmentValues) throw InvalidArgument("a segment holds at most 16,384 exponents");
+          const nb::gil_scoped_release unlocked;
+          if (by_tree)
+            decode_exponents_by_tree(table, span_of(segment), span_of(exponents));
+          else
+            decode_exponents(table, span_of(segment), segment.data() + segment.size(), span_of(exponents));
+        },
+        nb::arg("table"), nb::arg("segment"), nb::arg("exponents"));
+  };
+  bind_decoder("huffman_decode_table", false);
+  bind_decoder("huffman_decode_tree", true);
+}
+
+void bind_gcomp(nb::module_& m) {
+  m.attr("GCOMP_CHUNK_VALUES") = gcomp::kChunkValues;
+  m.def(
+      "gcomp_max_encoded_bytes",
+      [](std::uint64_t n_elements, int dtype, int mode) {
+        return gcomp::max_message_bytes(n_elements, dtype_of(dtype), mode_of(mode));
+      },
+      nb::arg("n_elements"), nb::arg("dtype"), nb::arg("mode"));
+  m.def(
+      "gcomp_encode",
+      [](const ConstBytes& values, const std::optional<ConstBytes>& importance, int dtype, int mode, int kept_bits,
+         const HuffmanTable& table, const Bytes& out) {
+        const gcomp::EncodeOptions options{dtype_of(dtype), mode_of(mode), kept_bits};
+        const nb::gil_scoped_release unlocked;
+        return gcomp::encode(span_of(values), importance ? span_of(*importance) : std::span<const std::uint8_t>(),
+                             options, table, span_of(out));
+      },
+      nb::arg("values"), nb::arg("importance").none(), nb::arg("dtype"), nb::arg("mode"), nb::arg("kept_bits"),
+      nb::arg("table"), nb::arg("out"));
+  m.def(
+      "gcomp_decode",
+      [](const ConstBytes& message, int dtype, const HuffmanTable& table, const Bytes& values) {
+        const gcomp::Dtype known = dtype_of(dtype);
+        const nb::gil_scoped_release unlocked;
+        gcomp::decode(span_of(message), known, table, span_of(values));
+      },
+      nb::arg("message"), nb::arg("dtype"), nb::arg("table"), nb::arg("values"));
+  m.def(
+      "gcomp_read_header",
+      [](const ConstBytes& message) {
+        const gcomp::BlockHeader header = gcomp::read_block_header(span_of(message));
+        return nb::make_tuple(header.table_id, static_cast<int>(header.dtype), header.n_elements,
+                              (header.flags & gcomp::kFlagNonfinite) != 0);
+      },
+      nb::arg("message"));
+  m.def(
+      "gcomp_count_exponents",
+      [](const ConstBytes& values, int dtype, const Counts& histogram) {
+        const gcomp::Dtype known = dtype_of(dtype);
+        if (exponent_bits_for(histogram.size()) != gcomp::layout_of(known).exponent_bits)
+          throw InvalidArgument("the histogram does not have one count for each exponent of this dtype");
+        const nb::gil_scoped_release unlocked;
+        gcomp::count_exponents(span_of(values), known, {histogram.data(), histogram.size()});
+      },
+      nb::arg("values"), nb::arg("dtype"), nb::arg("histogram"));
+  m.def(
+      "gcomp_describe",
+      [](const ConstBytes& message) {
+        const gcomp::Description sums = gcomp::describe(span_of(message));
+        nb::dict result;
+        result["codec"] = "gcomp";
+        result["format_version"] = gcomp::kVersion;
+        result["dtype"] = gcomp::name_of(sums.header.dtype);
+        result["importance"] = gcomp::name_of(sums.header.mode);
+        result["kept_mantissa_bits"] = sums.header.kept_bits;
+        result["table_id"] = sums.header.table_id;
+        result["n_elements"] = sums.header.n_elements;
+        result["n_chunks"] = sums.header.n_chunks;
+        result["n_raw_chunks"] = sums.n_raw_chunks;
+        result["holds_nonfinite"] = (sums.header.flags & gcomp::kFlagNonfinite) != 0;
+        result["message_bytes"] = sums.header.message_bytes;
+        result["header_bytes"] = sums.header_bytes;
+        result["exponent_bytes"] = sums.exponent_bytes;
+        result["level_bytes"] = sums.level_bytes;
+        result["mantissa_bytes"] = sums.mantissa_bytes;
+        return result;
+      },
+      nb::arg("message"));
+}
 
 // gradwire.errors holds the Python classes, so that errors raised here and there are the same.
 void translate_errors() {
@@ -55,8 +221,7 @@ NB_MODULE(_native, m) {
   m.def("thread_count", &thread_count);
   m.def("simd_level", [] { return simd_level() == SimdLevel::avx2 ? "avx2" : "portable"; });
   m.def(
-      "limit_simd_level",
-      [](bool allow_avx2) { limit_simd_level(allow_avx2 ? SimdLevel::avx2 : SimdLevel::portable); },
+      "limit_simd_level", [](bool allow_avx2) { limit_simd_level(allow_avx2 ? SimdLevel::avx2 : SimdLevel::portable); },
       nb::arg("allow_avx2"));
   m.def(
       "crc32c",
@@ -86,4 +251,6 @@ NB_MODULE(_native, m) {
       },
       nb::arg("parameter"), nb::arg("second_moment").none(), nb::arg("first_moment").none(), nb::arg("a"), nb::arg("b"),
       nb::arg("c"), nb::arg("out"));
+  bind_huffman(m);
+  bind_gcomp(m);
 }

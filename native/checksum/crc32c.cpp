@@ -30,8 +30,8 @@ std::uint32_t update_portable(std::uint32_t state, const std::uint8_t* data, std
 
 #if defined(__x86_64__)
 
-// The instruction takes 8 bytes in 3 cycles but starts one every cycle: three lanes of 1 KiB keep it busy. Joining lanes
-// needs "append 1 KiB of zeros", a linear map of the state, tabulated per byte of the state.
+// The instruction takes 8 bytes in 3 cycles but starts one every cycle: three lanes of 1 KiB keep it busy. Joining
+// lanes needs "append 1 KiB of zeros", a linear map of the state, tabulated per byte of the state.
 constexpr std::size_t kLaneBytes = 1024;
 
 using ShiftTable = std::array<std::array<std::uint32_t, 256>, 4>;
@@ -64,7 +64,8 @@ const ShiftTable& lane_shift() {
 
 std::uint32_t append_lane_of_zeros(std::uint32_t state) {
   const auto& table = lane_shift();
-  return table[0][state & 0xFF] ^ table[1][(state >> 8) & 0xFF] ^ table[2][(state >> 16) & 0xFF] ^ table[3][state >> 24];
+  return table[0][state & 0xFF] ^ table[1][(state >> 8) & 0xFF] ^ table[2][(state >> 16) & 0xFF] ^
+         table[3][state >> 24];
 }
 
 std::uint64_t load_word(const std::uint8_t* data) {

@@ -10,10 +10,10 @@ namespace gradwire {
 void set_thread_count(std::size_t n_threads);
 std::size_t thread_count();
 
-// Calls body(i) once for every i in [0, n_tasks), on the calling thread and on idle threads of the pool; returns when all
-// are done. The first exception of a body is rethrown here, after the others have ended. Tasks must not depend on which
-// thread runs them: results have to be the same for every thread count. Callers may be concurrent; a call from inside a
-// body runs its tasks on its own thread.
+// Calls body(i) once for every i in [0, n_tasks), on the calling thread and on idle threads of the pool; returns when
+// all are done. The first exception of a body is rethrown here, after the others have ended. Tasks must not depend on
+// which thread runs them: results have to be the same for every thread count. Callers may be concurrent; a call from
+// inside a body runs its tasks on its own thread.
 void parallel_for(std::size_t n_tasks, const std::function<void(std::size_t)>& body);
 
 }  // namespace gradwire

@@ -12,7 +12,13 @@ from gradwire.errors import InvalidArgument
 __all__ = ["Codec", "by_name", "names"]
 
 # name: "module:class". A new codec is one file and one line here.
-_REGISTRY: dict[str, str] = {}
+_REGISTRY: dict[str, str] = {
+    "gcomp": "gradwire.codecs.gcomp:GComp",
+    "truncate": "gradwire.codecs.gcomp:Truncate",
+    "raw": "gradwire.codecs.general:RawCodec",
+    "zlib": "gradwire.codecs.general:ZlibCodec",
+    "zstd": "gradwire.codecs.general:ZstdCodec",
+}
 
 
 class Codec(Protocol):

@@ -1,0 +1,156 @@
+#include "gcomp/format.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "bits/bit_io.hpp"
+#include "checksum/crc32c.hpp"
+#include "errors.hpp"
+#include "huffman/streams.hpp"
+
+namespace gradwire::gcomp {
+namespace {
+
+static_assert(kChunkValues == kMaxSegmentValues);
+
+constexpr std::size_t kChecksumOffset = 44;
+
+std::uint64_t headers_bytes(std::uint64_t n_chunks) { return kBlockHeaderBytes + n_chunks * kChunkHeaderBytes; }
+
+// Over the block header, without the checksum itself, and all chunk headers.
+std::uint32_t headers_checksum(const std::uint8_t* message, std::uint64_t n_chunks) {
+  const std::uint32_t crc = crc32c({message, kChecksumOffset});
+  return crc32c({message + kBlockHeaderBytes, n_chunks * kChunkHeaderBytes}, crc);
+}
+
+[[noreturn]] void fail(const std::string& what) { throw CorruptMessage("GComp message: " + what); }
+
+std::string got(std::uint64_t expected, std::uint64_t actual) {
+  return "expected " + std::to_string(expected) + ", got " + std::to_string(actual);
+}
+
+}  // namespace
+
+const char* name_of(Dtype dtype) {
+  constexpr const char* names[kDtypes] = {"float32", "bfloat16", "float16"};
+  return names[static_cast<int>(dtype)];
+}
+
+const char* name_of(Mode mode) {
+  constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
+  return names[static_cast<int>(mode)];
+}
+
+std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode) {
+  // The exponent segment is at most one byte a value, but touches max_segment_bytes before that shows.
+  const std::size_t rest =
+      (mode == Mode::paper ? (2 * n_values + 7) / 8 : 0) + (n_values * (1 + layout_of(dtype).mantissa_bits) + 7) / 8;
+  return std::max(n_values + rest, max_segment_bytes(n_values)) + kBitSlackBytes;
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode) {
+  const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
+  return headers_bytes(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode) +
+         (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode) : 0);
+}
+
+void write_block_header(const BlockHeader& header, std::uint8_t* message) {
+  store(message, kMagic);
+  message[4] = kVersion;
+  message[5] = static_cast<std::uint8_t>(header.dtype);
+  message[6] = static_cast<std::uint8_t>(header.mode);
+  message[7] = header.kept_bits;
+  store(message + 8, header.table_id);
+  store(message + 16, header.n_elements);
+  store(message + 24, header.message_bytes);
+  store(message + 32, header.n_chunks);
+  store(message + 36, header.flags);
+  store(message + 40, std::uint32_t{0});
+  store(message + kChecksumOffset, headers_checksum(message, header.n_chunks));
+}
+
+void write_chunk_header(const ChunkHeader& header, std::size_t chunk, std::uint8_t* message) {
+  std::uint8_t* const at = message + headers_bytes(chunk);
+  store(at, header.exponent_offset);
+  store(at + 8, header.exponent_bytes);
+  store(at + 12, header.level_bits);
+  store(at + 16, header.mantissa_bits);
+  store(at + 20, header.n_values);
+  store(at + 24, header.flags);
+  store(at + 28, header.checksum);
+}
+
+ChunkHeader load_chunk_header(const std::uint8_t* message, std::size_t chunk) {
+  const std::uint8_t* const at = message + headers_bytes(chunk);
+  return {load<std::uint64_t>(at),      load<std::uint32_t>(at + 8),  load<std::uint32_t>(at + 12),
+          load<std::uint32_t>(at + 16), load<std::uint32_t>(at + 20), load<std::uint32_t>(at + 24),
+          load<std::uint32_t>(at + 28)};
+}
+
+BlockHeader read_block_header(std::span<const std::uint8_t> message) {
+  const std::uint8_t* const at = message.data();
+  if (message.size() < kBlockHeaderBytes)
+    fail("truncated: " + std::to_string(message.size()) + " bytes, a header alone has 48");
+  if (load<std::uint32_t>(at) != kMagic) fail("it does not begin with GWGC: no GComp message, or bytes were lost");
+  if (at[4] != kVersion)
+    throw IncompatibleVersion("GComp message of format version " + std::to_string(at[4]) +
+                              "; this build reads version 1: use the same gradwire release on every rank");
+  const auto message_bytes = load<std::uint64_t>(at + 24);
+  if (message_bytes != message.size()) fail("length in bytes: " + got(message_bytes, message.size()));
+  const auto n_elements = load<std::uint64_t>(at + 16);
+  const auto n_chunks = load<std::uint32_t>(at + 32);
+  // The first test keeps the sums below from overflowing: a chunk header stands for at most 16,384 values.
+  if (n_chunks > (message.size() - kBlockHeaderBytes) / kChunkHeaderBytes || n_elements > n_chunks * kChunkValues ||
+      n_chunks != chunks_of(n_elements))
+    fail(std::to_string(n_chunks) + " chunks for " + std::to_string(n_elements) + " values in " +
+         std::to_string(message.size()) + " bytes");
+  if (load<std::uint32_t>(at + kChecksumOffset) != headers_checksum(at, n_chunks))
+    fail("the headers' checksum does not match: bytes were changed on the way");
+  if (at[5] >= kDtypes) fail("unknown dtype code " + std::to_string(at[5]));
+  if (at[6] >= kModes) fail("unknown mode code " + std::to_string(at[6]));
+  const BlockHeader header{static_cast<Dtype>(at[5]),
+                           static_cast<Mode>(at[6]),
+                           at[7],
+                           load<std::uint32_t>(at + 36),
+                           n_chunks,
+                           load<std::uint64_t>(at + 8),
+                           n_elements,
+                           message_bytes};
+  const bool keeps_all = header.mode == Mode::none || header.mode == Mode::paper;
+  const int mantissa_bits = layout_of(header.dtype).mantissa_bits;
+  if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits))
+    fail(std::to_string(header.kept_bits) + " mantissa bits kept of " + std::to_string(mantissa_bits));
+  if ((header.flags & ~kFlagNonfinite) != 0 || load<std::uint32_t>(at + 40) != 0) fail("unknown flags");
+  return header;
+}
+
+ChunkHeader read_chunk_header(std::span<const std::uint8_t> message, const BlockHeader& block, std::size_t chunk) {
+  const ChunkHeader header = load_chunk_header(message.data(), chunk);
+  const auto in_chunk = [&](const std::string& what) { fail("chunk " + std::to_string(chunk) + ": " + what); };
+  const std::uint64_t n_values = std::min<std::uint64_t>(kChunkValues, block.n_elements - chunk * kChunkValues);
+  if (header.n_values != n_values) in_chunk("number of values: " + got(n_values, header.n_values));
+  const DtypeLayout& layout = layout_of(block.dtype);
+  if (header.exponent_bytes > n_values || (header.flags & ~kFlagRawExponents) != 0 ||
+      ((header.flags & kFlagRawExponents) != 0 && header.exponent_bytes != n_values))
+    in_chunk("impossible exponent segment");
+  if (header.level_bits > (block.mode == Mode::paper ? 2 * n_values : 0)) in_chunk("impossible level segment");
+  if (header.mantissa_bits > n_values * (1 + layout.mantissa_bits)) in_chunk("impossible mantissa segment");
+  // The lengths are bounded by now; a huge offset must not wrap around.
+  if (header.exponent_offset < headers_bytes(block.n_chunks) || header.exponent_offset > message.size() ||
+      header.end_offset() > message.size())
+    in_chunk("its segments lie outside the message");
+  return header;
+}
+
+void check_chunks_adjoin(std::span<const std::uint8_t> message, const BlockHeader& block) {
+  std::uint64_t end = headers_bytes(block.n_chunks);
+  for (std::size_t chunk = 0; chunk < block.n_chunks; ++chunk) {
+    const ChunkHeader header = read_chunk_header(message, block, chunk);
+    if (header.exponent_offset != end)
+      fail("chunk " + std::to_string(chunk) + " begins at byte: " + got(end, header.exponent_offset));
+    end = header.end_offset();
+  }
+  if (end != message.size()) fail("bytes used by its chunks: " + got(message.size(), end));
+}
+
+}  // namespace gradwire::gcomp

@@ -1,0 +1,98 @@
+"""The Huffman tables of exponents that GComp codes with (docs/format.md#huffman-table)."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire import _native
+from gradwire.errors import InvalidArgument
+
+__all__ = ["HuffmanTable", "exponent_bits_of"]
+
+_EXPONENT_BITS = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
+
+
+def exponent_bits_of(dtype: torch.dtype) -> int:
+    """Width of the exponent field: 8 (float32, bfloat16) or 5 (float16).
+
+    Raises: InvalidArgument (any other dtype).
+    """
+    if dtype not in _EXPONENT_BITS:
+        raise InvalidArgument(f"expected float32, bfloat16 or float16, got {dtype}: convert the tensor first")
+    return _EXPONENT_BITS[dtype]
+
+
+class HuffmanTable:
+    """A canonical Huffman code of exponents, at most 11 bits long, with an escape for those that have no code.
+
+    Immutable. Equal histograms give equal tables, ids and bytes on every machine.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(self, native: _native.HuffmanTable) -> None:
+        """Wraps a native table; use `from_histogram`, `prior` or `from_bytes` instead."""
+        self._native = native
+
+    @classmethod
+    def from_histogram(cls, histogram: torch.Tensor) -> HuffmanTable:
+        """The best code for values with these exponents; the rarest exponents are escaped where that is shorter.
+
+        Args:
+            histogram: (256,) for float32 and bfloat16 or (32,) for float16, int64, contiguous, CPU: how often each
+                exponent field occurred; not all zero, sum below 2^52.
+        Raises: InvalidArgument.
+        Cost: under a millisecond to a few.
+        """
+        if histogram.dtype != torch.int64 or histogram.device.type != "cpu" or histogram.shape not in ((256,), (32,)):
+            raise InvalidArgument(
+                "expected a histogram of int64 on the CPU with shape (256,) or (32,), got "
+                f"{histogram.dtype} on {histogram.device} with shape {tuple(histogram.shape)}"
+            )
+        return cls(_native.HuffmanTable.from_histogram(histogram.contiguous()))
+
+    @classmethod
+    def prior(cls, dtype: torch.dtype) -> HuffmanTable:
+        """The table to begin with, before any gradient was seen; built in, the same in every release of the format.
+
+        Raises: InvalidArgument (dtype).
+        """
+        return cls(_native.HuffmanTable.prior(exponent_bits_of(dtype)))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> HuffmanTable:
+        """Reads what `to_bytes` wrote. Raises: CorruptMessage, IncompatibleVersion."""
+        return cls(_native.HuffmanTable.from_bytes(data))
+
+    def to_bytes(self) -> bytes:
+        """The code lengths with a header and a checksum: 141 bytes (8-bit exponents) or 29 (5-bit)."""
+        return self._native.to_bytes()
+
+    @property
+    def id(self) -> int:
+        """64-bit hash of `to_bytes()`: what messages carry."""
+        return self._native.id
+
+    @property
+    def exponent_bits(self) -> int:
+        """8 (float32, bfloat16) or 5 (float16)."""
+        return self._native.exponent_bits
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Bits of the code of every exponent, the escape's last; 0: no code (an exponent is then escaped)."""
+        return tuple(self._native.lengths)
+
+    @property
+    def native(self) -> _native.HuffmanTable:
+        """What the native functions take."""
+        return self._native
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HuffmanTable) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return self.id
+
+    def __repr__(self) -> str:
+        return f"HuffmanTable(id={self.id:#018x}, exponent_bits={self.exponent_bits})"

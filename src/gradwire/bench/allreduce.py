@@ -14,6 +14,7 @@ from gradwire.bench.console import make_console
 from gradwire.bench.gradients import load_gradients
 from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
 from gradwire.bench.sources import PATTERNS, Source
+from gradwire.bench.specs import choose_specs
 from gradwire.errors import InvalidArgument
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     args.budget = args.budget or (3.0 if args.quick else 20.0)
     if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
         raise InvalidArgument("--rounds counts from 1, --n-bytes from 4 (one float32)")
-    specs = reducers.choose_specs(args.scheme, reducers.names())
+    specs = choose_specs(args.scheme, reducers.names())
     file = load_gradients(args.gradients) if args.gradients else None
     source = Source(file, args.density, args.pattern)
     check_rank_arguments(args)

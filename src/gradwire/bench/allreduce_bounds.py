@@ -15,6 +15,8 @@ _FLOAT32_ROUNDING = 2.0**-24
 _BFLOAT16_ROUNDING = 2.0**-9
 # Below this a float32 is subnormal, and GComp's message has no mantissa for it.
 _SMALLEST_NORMAL = 2.0**-126
+# Rounding may make a partial sum larger, by less than this in all, before the next one is rounded.
+_CREEP = 1.01
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ def error_bound(name: str, options: dict[str, Any], exact: Exact, state: Optimiz
     if name == "ddp-bf16":
         return 2 * n_roundings * _BFLOAT16_ROUNDING * exact.mean_magnitude + _SMALLEST_NORMAL
     if name == "truncate":
-        return sums + exact.n_ranks * 2.0 ** (options.get("n_bits", 18) - 23) * exact.mean_magnitude
+        return sums + exact.n_ranks * 2.0 ** (options.get("bits", 18) - 23) * exact.mean_magnitude
     if name == "gcomp":
         flushed = exact.n_ranks * _SMALLEST_NORMAL
         importance = options.get("importance", "paper")
         if importance == "none":
             return sums + flushed
+        if importance == "uniform":
+            return sums + flushed + exact.n_ranks * 2.0 ** -(options["bits"] + 1) * exact.mean_magnitude * _CREEP
         if importance == "paper" and state is not None:
             # n bits of a partial sum s go only where S > 2^n |s|: each of the N cuts is below 2^(n-23) |s| < 2^-23 S,
             # and the mean divides their sum by N.

@@ -18,8 +18,9 @@ from gradwire.bench.allreduce_bounds import Exact, error_bound
 from gradwire.bench.gradients import OptimizerState
 from gradwire.bench.launching import write_results
 from gradwire.bench.records import RecordLog
-from gradwire.bench.reducers import RIVALS, BackendReducer, Reducer, SchemeReducer, parse_spec
+from gradwire.bench.reducers import RIVALS, BackendReducer, Reducer, SchemeReducer
 from gradwire.bench.sources import Source
+from gradwire.bench.specs import parse_spec
 from gradwire.bench.timing import MIN_SAMPLE_S, Timing
 from gradwire.communicator import Communicator
 from gradwire.errors import CorruptMessage
@@ -105,6 +106,7 @@ class AllReduceBench:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         once_s = max(float(slowest), 1e-5)
         n_repeats = min(_MAX_REPEATS, max(1, round(MIN_SAMPLE_S / once_s)))
+        n_repeats = -(-n_repeats // reducer.period) * reducer.period
         n_rounds = int(min(self.args.rounds, max(3, self.args.budget / (once_s * n_repeats))))
         return _Tally(n_rounds, n_repeats)
 

@@ -15,8 +15,9 @@ def bf16_hook(group, bucket):  # type: ignore[no-untyped-def]  # annotated, they
 
 def quant8_hook(group, bucket):  # type: ignore[no-untyped-def]
     """`quantization_pertensor_hook`, which takes the result of an all-gather to be nested as NCCL's is."""
-    if not isinstance(quantization_hooks.dist, _DistributedAsNccl):
-        quantization_hooks.dist = _DistributedAsNccl()  # that module's view of torch.distributed, nobody else's
+    view = vars(quantization_hooks)  # that module's view of torch.distributed, nobody else's
+    if not isinstance(view["dist"], _DistributedAsNccl):
+        view["dist"] = _DistributedAsNccl()
     return quantization_hooks.quantization_pertensor_hook(group, bucket)
 
 

@@ -13,7 +13,6 @@ from gradwire.bench.gradients import OptimizerState
 from gradwire.bench.live_optimizer import make_optimizer
 from gradwire.bucket import Bucket
 from gradwire.communicator import Communicator
-from gradwire.errors import InvalidArgument
 from gradwire.schemes.base import Session
 from gradwire.schemes.plain import ring_bytes
 from gradwire.telemetry.recorder import Recorder
@@ -28,6 +27,7 @@ class Reducer(ABC):
         self.name = name
         self.options = options or {}
         self.sent_bytes = 0  # by this rank, in all calls since the last reset
+        self.period = 1  # calls after which everything repeats; a sample is made of whole periods
 
     @abstractmethod
     def reduce(self, buffer: torch.Tensor) -> None:
@@ -85,6 +85,8 @@ class SchemeReducer(Reducer):
         self._communicator = communicator
         self._recorder = Recorder(self._communicator.rank, self._communicator.world_size)
         self.scheme = schemes.by_name(name, **options)
+        if name == "periodic":  # it communicates in one call of `every`
+            self.period = int(self.scheme.configuration["every"])
         names = dict.fromkeys(self._parameters, "gradient")
         self.scheme.bind(Session(self._communicator, self._recorder, optimizer, names, lambda: 1.0))
         self._step = 0
@@ -108,36 +110,3 @@ class SchemeReducer(Reducer):
 def names() -> list[str]:
     """The rivals, then every scheme of the registry."""
     return [*RIVALS, *schemes.names()]
-
-
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """`NAME` or `NAME:option=value,option=value` to a name and its options; numbers and true/false become such.
-
-    Raises: InvalidArgument.
-    """
-    name, _, text = spec.partition(":")
-    options: dict[str, Any] = {}
-    for pair in filter(None, text.split(",")):
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise InvalidArgument(f"{spec!r}: expected NAME:option=value,option=value")
-        options[key] = _parse_value(value)
-    return name, options
-
-
-def _parse_value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False, "none": "none"}.get(text.lower(), text)
-
-
-def choose_specs(asked: list[str], known: list[str]) -> list[str]:
-    """`all` spelt out to `known`, doubles dropped. Raises: InvalidArgument (a name that is not in `known`)."""
-    for spec in asked:
-        name = parse_spec(spec)[0]
-        if name not in ("all", *known):
-            raise InvalidArgument(f"no scheme or rival is called {name!r}; there are: all, {', '.join(known)}")
-    return list(dict.fromkeys(one for spec in asked for one in (known if spec == "all" else [spec])))

@@ -12,7 +12,7 @@ from gradwire import workloads
 from gradwire.bench import train_contenders
 from gradwire.bench.console import make_console
 from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
-from gradwire.bench.reducers import choose_specs
+from gradwire.bench.specs import choose_specs
 from gradwire.errors import InvalidArgument
 
 YARDSTICK = "ddp"

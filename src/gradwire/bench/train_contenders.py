@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.bench import gloo_hooks
-from gradwire.bench.reducers import parse_spec
+from gradwire.bench.specs import parse_spec
 from gradwire.schemes.plain import ring_bytes
 from gradwire.workloads import Workload
 

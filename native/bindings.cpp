@@ -215,6 +215,8 @@ void translate_errors() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // Python modules keep tables of ours in their globals until the process ends; that is no leak worth a warning.
+  nb::set_leak_warnings(false);
   translate_errors();
 
   m.def("set_thread_count", &set_thread_count, nb::arg("n_threads"));

@@ -45,6 +45,7 @@ struct Encoding {
   const HuffmanTable& table;
   const Kernels& kernels;
   Packing packing;
+  const WordMasks& masks;
   std::size_t value_bytes;
   std::uint8_t* message;
 };
@@ -79,7 +80,8 @@ ChunkHeader encode_chunk(const Encoding& encoding, std::size_t chunk, std::uint6
   for (std::size_t i = 0; i < n_values; i += kBlockValues) {
     const std::uint8_t* importance = encoding.importance.empty() ? nullptr : encoding.importance.data() + first + i;
     encoding.kernels.pack(values + i * encoding.value_bytes, exponents + i, importance,
-                          std::min(kBlockValues, n_values - i), encoding.packing, levels, mantissas);
+                          std::min(kBlockValues, n_values - i), encoding.packing, encoding.masks, levels,
+                          mantissas);
   }
   header.mantissa_bits = static_cast<std::uint32_t>(8 * (mantissas.data - mantissa_begin) + mantissas.n_pending);
   const std::uint8_t* const end = finish(mantissas);
@@ -102,7 +104,8 @@ BitReader with_room(const BitReader& reader, std::size_t max_bits, const std::ui
 }
 
 void decode_chunk(std::span<const std::uint8_t> message, const BlockHeader& block, std::size_t chunk,
-                  const HuffmanTable& table, const Kernels& kernels, std::uint8_t* values) {
+                  const HuffmanTable& table, const Kernels& kernels, const Packing& packing, const WordMasks& masks,
+                  std::uint8_t* values) {
   const ChunkHeader header = read_chunk_header(message, block, chunk);
   const auto fail = [&](const char* what) {
     throw CorruptMessage("GComp message: chunk " + std::to_string(chunk) + ": " + what);
@@ -123,14 +126,13 @@ void decode_chunk(std::span<const std::uint8_t> message, const BlockHeader& bloc
   }
 
   const DtypeLayout& layout = layout_of(block.dtype);
-  const Packing packing{block.mode, layout.mantissa_bits - block.kept_bits};
   BitReader levels{message.data() + header.level_offset()}, mantissas{message.data() + header.mantissa_offset()};
   for (std::size_t i = 0; i < exponents.size(); i += kBlockValues) {
     const std::size_t n = std::min(kBlockValues, exponents.size() - i);
     const BitReader level_start = with_room(levels, 2 * n, end, buffers.level_tail);
     const BitReader mantissa_start = with_room(mantissas, n * kMaxValueBits, end, buffers.mantissa_tail);
     BitReader level_reader = level_start, mantissa_reader = mantissa_start;
-    kernels.unpack(exponents.data() + i, n, packing, level_reader, mantissa_reader,
+    kernels.unpack(exponents.data() + i, n, packing, masks, level_reader, mantissa_reader,
                    values + i * static_cast<std::size_t>(layout.value_bytes));
     levels.position += level_reader.position - level_start.position;
     mantissas.position += mantissa_reader.position - mantissa_start.position;
@@ -162,12 +164,17 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
     throw InvalidArgument("mantissa bits to keep: " + std::to_string(kept_bits) + " of " +
                           std::to_string(layout.mantissa_bits));
 
+  const Packing packing{options.mode, layout.mantissa_bits - kept_bits};
+  const Kernels& kernels = kernels_for(options.dtype);
+  WordMasks masks;
+  kernels.fill_masks(packing, masks);
   const Encoding encoding{values,
                           importance,
                           n_elements,
                           table,
-                          kernels_for(options.dtype),
-                          {options.mode, layout.mantissa_bits - kept_bits},
+                          kernels,
+                          packing,
+                          masks,
                           static_cast<std::size_t>(layout.value_bytes),
                           out.data()};
   const std::size_t n_chunks = chunks_of(n_elements);
@@ -222,8 +229,11 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTab
     throw CorruptMessage("GComp message: it was written with another Huffman table");
   check_chunks_adjoin(message, block);
   const Kernels& kernels = kernels_for(dtype);
+  const Packing packing{block.mode, layout_of(dtype).mantissa_bits - block.kept_bits};
+  WordMasks masks;
+  kernels.fill_masks(packing, masks);
   const auto decode_one = [&](std::size_t chunk) {
-    decode_chunk(message, block, chunk, table, kernels, values.data() + chunk * kChunkValues * value_bytes);
+    decode_chunk(message, block, chunk, table, kernels, packing, masks, values.data() + chunk * kChunkValues * value_bytes);
   };
   parallel_for(block.n_chunks, [&decode_one](std::size_t chunk) { decode_one(chunk); });
 }

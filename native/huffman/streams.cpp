@@ -75,7 +75,7 @@ void resolve_escapes(const HuffmanTable& table, std::span<const std::uint8_t> es
 
 std::size_t encode_exponents(const HuffmanTable& table, std::span<const std::uint8_t> exponents, std::uint8_t* out) {
   std::uint8_t* end = out + kSegmentHeaderBytes;
-  std::uint32_t seen = 0;
+  std::uint64_t seen = 0;
   std::array<std::uint16_t, kStreams + 1> header{};
   for (std::size_t j = 0; j < kStreams; ++j) {
     const ValueRange range = stream_range(exponents.size(), j);
@@ -84,7 +84,7 @@ std::size_t encode_exponents(const HuffmanTable& table, std::span<const std::uin
     header[j] = static_cast<std::uint16_t>(end - begin);
   }
   const std::uint8_t* const too_long = out + exponents.size();
-  if (seen & HuffmanTable::kEscapeFlag) {
+  if (seen & 7 * HuffmanTable::kEscapeFlag) {  // up to five flags were summed
     std::uint8_t* const begin = end;
     for (const std::uint8_t exponent : exponents) {
       if (!table.is_escaped(exponent)) continue;

@@ -51,8 +51,8 @@ void decode_exponents_by_tree(const HuffmanTable& table, std::span<const std::ui
 
 // One implementation an instruction set; same results.
 struct StreamKernels {
-  std::uint8_t* (*encode)(const std::uint8_t* exponents, std::size_t n_values, const std::uint32_t* codes,
-                          std::uint8_t* out, std::uint32_t& seen);
+  std::uint8_t* (*encode)(const std::uint8_t* exponents, std::size_t n_values, const std::uint64_t* codes,
+                          std::uint8_t* out, std::uint64_t& seen);
   void (*decode)(const HuffmanTable& table, const StreamSpans& streams,
                  std::array<std::uint64_t, kStreams>& n_bits_used);
 };

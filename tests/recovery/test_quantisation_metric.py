@@ -8,6 +8,7 @@ import torch
 from optimizer_cases import CASES, MANTISSA_BITS, Case, byte_of, expected, finite, stepped, trained, truncate
 from torch import Tensor
 
+from gradwire import codecs
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 
 N_ELEMENTS = 4000
@@ -142,3 +143,18 @@ def test_a_gradient_of_fewer_mantissa_bits_than_its_parameter_keeps_them() -> No
     metric = QuantisationMetric(optimizer, 1)
     metric.write_importance([parameter], [0], out, gradient_dtype=torch.bfloat16)
     np.testing.assert_array_equal(out.numpy(), np.maximum(own - 4 * 16, 0))
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, *SMALL_DTYPES])
+def test_the_codec_drops_the_bits_that_the_metric_allows_and_no_other(case: Case, dtype: torch.dtype) -> None:
+    optimizer, parameter, gradient = trained(case, 5, N_ELEMENTS, dtype, seed=70)
+    importance = importance_of(optimizer, parameter)
+    expected_values, _ = truncate(gradient, importance)
+    expected_values[gradient.abs() < torch.finfo(dtype).tiny] = 0  # subnormals travel as +0
+    codec = codecs.by_name("gcomp")
+    message = torch.empty(codec.max_encoded_bytes(N_ELEMENTS, dtype), dtype=torch.uint8)
+    n_bytes = codec.encode(gradient, message, importance)
+    found = torch.empty_like(gradient)
+    codec.decode(message[:n_bytes], found)
+    assert torch.equal(found.view(torch.uint8), expected_values.view(torch.uint8))

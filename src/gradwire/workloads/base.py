@@ -39,7 +39,7 @@ class Workload(ABC):
     learning_rates: ClassVar[dict[str, float]] = {}
     # The papers' model that the workload stands for.
     stands_for: str = ""
-    # "real", or "emulated" when waits stand for forward and backward.
+    # "real", or "emulate" when waits stand for forward and backward.
     compute: str = "real"
 
     # "real": data with something to learn, so that its loss means something. "shape-only": random inputs of the right
@@ -137,6 +137,7 @@ class Workload(ABC):
             "workload": self.name,
             "data": self.data,
             "compute": self.compute,
+            "emulated": self.compute == "emulate",
             "optimizer": self.optimizer,
             "learning_rate": self.learning_rate or optimizers.default_learning_rate(self.optimizer),
             "batch_size": self.batch_size,

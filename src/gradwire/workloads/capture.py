@@ -141,7 +141,7 @@ def write_capture(path: Path, workload: Workload, n_captures: int, seed: int) ->
     arrivals: list[tuple[nn.Parameter, float]] = []
     forward_s: dict[nn.Module, float] = {}
     hooks: list[Any] = [
-        parameter.register_post_accumulate_grad_hook(lambda p: arrivals.append((p, time.perf_counter())))  # type: ignore[arg-type]
+        parameter.register_post_accumulate_grad_hook(lambda p: arrivals.append((p, time.perf_counter())))
         for parameter in names
     ]
     last_s = 0.0

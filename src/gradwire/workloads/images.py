@@ -155,10 +155,10 @@ class ImageFolder:
         try:
             with self._open(path) as image:
                 scale = self.image_size * 8 / 7 / min(image.size)
-                size = tuple(max(self.image_size, round(length * scale)) for length in image.size)
-                left, top = ((length - self.image_size) // 2 for length in size)
-                image = image.convert("RGB").resize(size)
-                pixels = np.asarray(image.crop((left, top, left + self.image_size, top + self.image_size)))
+                width, height = (max(self.image_size, round(length * scale)) for length in image.size)
+                left, top = (width - self.image_size) // 2, (height - self.image_size) // 2
+                scaled = image.convert("RGB").resize((width, height))
+                pixels = np.asarray(scaled.crop((left, top, left + self.image_size, top + self.image_size)))
         except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each of these for damaged files
             raise CorruptMessage(f"{path}: not an image that Pillow can read ({error})") from error
         return (torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() - 127.5) / 63.75

@@ -23,18 +23,20 @@ class NeuMf(nn.Module):
 
     def __init__(self, n_users: int, n_items: int, width: int) -> None:
         super().__init__()
-        self.half = width // 2  # one half for the product, the other for the network
+        self.n_half = width // 2  # one half for the product, the other for the network
         self.user, self.item = nn.Embedding(n_users, width), nn.Embedding(n_items, width)
         nn.init.normal_(self.user.weight, std=0.1)
         nn.init.normal_(self.item.weight, std=0.1)
-        self.dense = nn.Sequential(nn.Linear(2 * self.half, width), nn.ReLU(), nn.Linear(width, self.half), nn.ReLU())
-        self.score = nn.Linear(2 * self.half, 1)
+        self.dense = nn.Sequential(
+            nn.Linear(2 * self.n_half, width), nn.ReLU(), nn.Linear(width, self.n_half), nn.ReLU()
+        )
+        self.score = nn.Linear(2 * self.n_half, 1)
 
     def forward(self, pairs: Tensor) -> Tensor:
         """pairs: (batch, 2) int64 user and item; returns (batch,) logits of an interaction."""
         user, item = self.user(pairs[:, 0]), self.item(pairs[:, 1])
-        product = user[:, : self.half] * item[:, : self.half]
-        dense = self.dense(torch.cat((user[:, self.half :], item[:, self.half :]), 1))
+        product = user[:, : self.n_half] * item[:, : self.n_half]
+        dense = self.dense(torch.cat((user[:, self.n_half :], item[:, self.n_half :]), 1))
         out: Tensor = self.score(torch.cat((product, dense), 1)).squeeze(1)
         return out
 

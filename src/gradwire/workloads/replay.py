@@ -2,7 +2,7 @@
 
 A model of one autograd node a layer. Its forward pass waits; its backward pass waits and hands the layer's captured
 gradients to DDP, whose reducer, buckets and hooks then run as ever. Communication and codecs are real; the computation
-is not, and every result carries `compute: emulated`.
+is not, and every result carries `emulated: true`.
 
 When not to use this: to learn anything about a loss. The gradients are the same at every step.
 """
@@ -60,7 +60,7 @@ class _ReplayLayer(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.clock.wait(ctx.layer.backward_s)
         # The layer keeps its own reference to each gradient, so autograd copies instead of taking it over: what DDP
         # later writes into `.grad` never reaches the captured values.
@@ -119,7 +119,7 @@ class ReplayWorkload(Workload):
         seed: of the captured model and batch.
     """
 
-    compute = "emulated"
+    compute = "emulate"
     data = "replay"
 
     def __init__(

@@ -44,7 +44,7 @@ class QuantisationMetric:
         optimizer: SGD, Adagrad, RMSprop, Adam or AdamW of torch.optim, or a subclass that inherits their `step`.
         world_size: ranks whose gradients are averaged.
     Raises: InvalidArgument (world_size), Unsupported (unknown optimizer, `differentiable`).
-    Source: Li et al., GComp, SoCC 2024, section 5.1, table 2, appendix A; docs/format.md#gcomp for the byte.
+    Source: Li et al., GComp, SoCC 2024, section 5.1, table 2, appendix A. The byte: native/gcomp/importance.hpp.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:

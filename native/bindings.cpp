@@ -13,6 +13,7 @@
 
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
+#include "gcomp/importance.hpp"
 #include "gcomp/codec.hpp"
 #include "huffman/code_lengths.hpp"
 #include "huffman/streams.hpp"
@@ -214,6 +215,8 @@ void translate_errors() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // Python modules keep tables of ours in their globals until the process ends; that is no leak worth a warning.
+  nb::set_leak_warnings(false);
   translate_errors();
 
   m.def("set_thread_count", &set_thread_count, nb::arg("n_threads"));
@@ -236,6 +239,26 @@ NB_MODULE(_native, m) {
         return crc32c(bytes, crc);
       },
       nb::arg("data"), nb::arg("crc") = 0);
+
+  using ConstFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  m.def(
+      "importance",
+      [](const ConstFloats& parameter, const std::optional<ConstFloats>& second_moment,
+         const std::optional<ConstFloats>& first_moment, double a, double b, double c, const Bytes& out) {
+        using Floats = std::span<const float>;
+        const auto span = [](const ConstFloats& array) { return Floats(array.data(), array.size()); };
+        const auto optional_span = [&](const auto& array) {
+          return array ? std::optional(span(*array)) : std::nullopt;
+        };
+        const Floats parameters = span(parameter);
+        const std::optional<Floats> seconds = optional_span(second_moment), firsts = optional_span(first_moment);
+        const std::span<std::uint8_t> bytes(out.data(), out.size());
+        const nb::gil_scoped_release unlocked;
+        gcomp::write_importance(parameters, seconds, firsts, static_cast<float>(a), static_cast<float>(b),
+                                static_cast<float>(c), bytes);
+      },
+      nb::arg("parameter"), nb::arg("second_moment").none(), nb::arg("first_moment").none(), nb::arg("a"), nb::arg("b"),
+      nb::arg("c"), nb::arg("out"));
   bind_huffman(m);
   bind_gcomp(m);
 }

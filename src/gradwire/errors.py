@@ -15,7 +15,7 @@ class InvalidArgument(GradwireError, ValueError):
 
 
 class Unsupported(GradwireError):
-    """The request is understood, but this scheme, optimizer, device or wrapper cannot serve it; the message names what can."""
+    """The request is understood, but this scheme, optimizer, device or wrapper cannot; the message says what can."""
 
 
 class BufferTooSmall(GradwireError):
@@ -31,7 +31,7 @@ class IncompatibleVersion(GradwireError):
 
 
 class RankMismatch(GradwireError):
-    """Ranks disagree on model, scheme, configuration or step, or one of them failed; the message names ranks and field."""
+    """Ranks disagree on model, scheme, options or step, or one of them failed; the message names ranks and field."""
 
 
 class PeerLost(GradwireError):

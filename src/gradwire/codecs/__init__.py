@@ -15,11 +15,14 @@ __all__ = ["Codec", "by_name", "names"]
 _REGISTRY: dict[str, str] = {
     "gcomp": "gradwire.codecs.gcomp:GComp",
     "truncate": "gradwire.codecs.gcomp:Truncate",
+    "raw": "gradwire.codecs.general:RawCodec",
+    "zlib": "gradwire.codecs.general:ZlibCodec",
+    "zstd": "gradwire.codecs.general:ZstdCodec",
 }
 
 
 class Codec(Protocol):
-    """Floats to one self-contained message and back; thread-safe, deterministic for every thread count and SIMD level."""
+    """Floats to one self-contained message and back; thread-safe; the same bytes for every thread count and SIMD."""
 
     name: str
 

@@ -1,0 +1,33 @@
+"""Measure codecs, all-reduce and training against their rivals."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+# name: (module with `add_arguments` and `run`, one-line help); only the one that is called is imported.
+BENCHES: dict[str, tuple[str, str]] = {
+    "codec": ("gradwire.bench.codec", "ratio and speed of codecs and their rivals on real gradients"),
+    "allreduce": ("gradwire.bench.allreduce", "time and bytes of every scheme's all-reduce beside the backend's own"),
+    "train": ("gradwire.bench.train", "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks"),
+    "gcomp-figures": ("gradwire.bench.gcomp_figures", "the GComp paper's figures 2, 3, 12, 13 and 14, from gradients"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's name, and everything after it, which its own parser reads in `run`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:15} {summary}" for name, (_, summary) in BENCHES.items())
+    parser.add_argument("bench", choices=list(BENCHES), metavar="BENCH", help="one of the benchmarks below")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options; `BENCH --help` lists them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen benchmark; returns its exit status."""
+    module_path, summary = BENCHES[args.bench]
+    module = importlib.import_module(module_path)
+    parser = argparse.ArgumentParser(prog=f"gradwire bench {args.bench}", description=summary)
+    module.add_arguments(parser)
+    parsed = parser.parse_args(args.rest)
+    parsed.arguments = args.rest  # what a benchmark that starts ranks hands on to them
+    return int(module.run(parsed))

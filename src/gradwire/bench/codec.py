@@ -1,0 +1,158 @@
+"""gradwire bench codec: ratio and speed of every codec and its rivals on real gradients."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from gradwire import _native
+from gradwire.bench import contenders
+from gradwire.bench.console import make_console
+from gradwire.bench.contenders import Contender
+from gradwire.bench.exponents import entropy_bits, exponent_histogram
+from gradwire.bench.gradients import GradientFile, load_gradients
+from gradwire.bench.records import write_csv, write_json
+from gradwire.bench.timing import Task, Timing, time_interleaved
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.telemetry.environment import describe_environment
+
+YARDSTICK = "zstd"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `gradwire bench codec`."""
+    parser.add_argument("--gradients", nargs="+", required=True, metavar="FILE.npz", help="gradients to encode")
+    parser.add_argument(
+        "--codec", nargs="+", default=["all"], metavar="NAME", help="codecs and rivals; `all` is every one (default)"
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=int, default=None, metavar="N", help="thread counts (default: 1 and the cores)"
+    )
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="samples a codec, after one dropped (7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table a file and thread count, write the records."""
+    threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
+    if min(threads) < 1 or args.rounds < 1:
+        raise InvalidArgument("--threads and --rounds count from 1")
+    names = contenders.choose_specs(args.codec)
+    files = [load_gradients(path) for path in args.gradients]  # all of them, before anything is timed
+    environment = describe_environment()
+    console = make_console()
+    records: list[dict[str, Any]] = []
+    for file in files:
+        for n_threads in threads:
+            batch = measure(file, names, n_threads, args.rounds)
+            records += [{**record, **environment} for record in batch]
+            console.print(make_table(file, n_threads, batch))
+            # After every table: whoever stops the run keeps what was measured.
+            if args.json:
+                write_json(args.json, records)
+            if args.csv:
+                write_csv(args.csv, records)
+    return 0
+
+
+def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: int) -> list[dict[str, Any]]:
+    """One flat record for each of `names` that can use `n_threads`, timed in turns; every sample's result is verified.
+
+    The yardstick (zstd -1) runs along even if it is not among `names`: a ratio to it is only fair within one run.
+    """
+    previous = _native.thread_count(), torch.get_num_threads()
+    _native.set_thread_count(n_threads)
+    torch.set_num_threads(n_threads)
+    try:
+        running = _start(file, dict.fromkeys([*names, YARDSTICK]), n_threads)
+        tasks: dict[str, Task] = {}
+        for name, contender in running.items():
+            contender.encode()
+            tasks[f"{name} encode"] = Task(contender.encode)
+            tasks[f"{name} decode"] = Task(contender.decode, contender.poison, contender.verify)
+        timings = time_interleaved(tasks, n_rounds)
+    finally:
+        _native.set_thread_count(previous[0])
+        torch.set_num_threads(previous[1])
+    entropy = entropy_bits(exponent_histogram(file.gradient))
+    records = []
+    for name in names:
+        if name in running:
+            encode, decode = timings[f"{name} encode"], timings[f"{name} decode"]
+            record = _record(running[name], encode, decode)
+            record["exponent_entropy_bits"] = entropy
+            record["encode_vs_zstd"] = timings[f"{YARDSTICK} encode"].median_s / encode.median_s
+            record["decode_vs_zstd"] = timings[f"{YARDSTICK} decode"].median_s / decode.median_s
+            records.append(record)
+    return records
+
+
+def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads: int) -> dict[str, Contender]:
+    running: dict[str, Contender] = {}
+    for name in names:
+        try:
+            contender = contenders.by_spec(name, file, n_threads)
+        except Unsupported as error:
+            if name == YARDSTICK:
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        if contender is not None:
+            running[name] = contender
+    return running
+
+
+def _record(contender: Contender, encode: Timing, decode: Timing) -> dict[str, Any]:
+    n_bytes = contender.file.gradient.nbytes
+    record: dict[str, Any] = {
+        "codec": contender.spec,
+        "gradients": contender.file.name,
+        "threads": contender.n_threads,
+        "setting": contender.setting,
+        "importance": contender.importance,
+        "n_elements": contender.file.gradient.size,
+        "n_bytes": n_bytes,
+        "encoded_bytes": contender.encoded_bytes,
+        "ratio": contender.encoded_bytes / n_bytes,
+        "exponent_bits": contender.exponent_bits(),
+        "verified": contender.guarantee,
+        "n_samples": encode.n_samples,
+    }
+    for way, timing in (("encode", encode), ("decode", decode)):
+        record[f"{way}_gb_per_s"] = n_bytes / timing.median_s / 1e9
+        record[f"{way}_gb_per_s_low"] = n_bytes / timing.high_s / 1e9  # quartiles: the slow end of the times
+        record[f"{way}_gb_per_s_high"] = n_bytes / timing.low_s / 1e9
+    return record
+
+
+def make_table(file: GradientFile, n_threads: int, records: Sequence[dict[str, Any]]) -> Table:
+    """The records of one file and thread count, for people."""
+    size = f"{file.gradient.size:,} values, {n_threads} thread{'s' if n_threads > 1 else ''}"
+    entropy = entropy_bits(exponent_histogram(file.gradient))
+    table = Table(
+        title=f"{file.name}: {size}; exponent entropy {entropy:.3f} bits",
+        caption="GB/s of float32, median (quartiles); x: of zstd -1 in the same run; every round trip verified",
+    )
+    table.add_column("codec")
+    table.add_column("setting")
+    for heading in ("ratio", "exponent bits", "encode GB/s", "x", "decode GB/s", "x"):
+        table.add_column(heading, justify="right")
+    table.add_column("verified")
+    for record in sorted(records, key=lambda record: record["ratio"]):
+        bits = record["exponent_bits"]
+        setting = ", ".join(filter(None, (record["importance"], record["setting"])))
+        cells = [record["codec"], setting, f"{record['ratio']:.4f}"]
+        cells.append("-" if bits is None else f"{bits:.3f}")
+        for way in ("encode", "decode"):
+            low, high = record[f"{way}_gb_per_s_low"], record[f"{way}_gb_per_s_high"]
+            cells += [f"{record[f'{way}_gb_per_s']:.2f} ({low:.2f}-{high:.2f})", f"{record[f'{way}_vs_zstd']:.1f}"]
+        table.add_row(*cells, record["verified"])
+    return table

@@ -1,0 +1,181 @@
+"""Reference gradients: .npz files that hold a gradient and, if they can, the optimizer's state just before the step.
+
+Format: either a dense file (`gradient`, and aligned with it element by element `parameter` and the state arrays of one
+optimizer, beside its hyper-parameters as scalars), or a sparse one (`nonzero_index nonzero_value n_elements`).
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.errors import InvalidArgument
+
+FloatArray = npt.NDArray[np.float32]
+AnyArray = npt.NDArray[np.generic]
+
+_SPARSE_KEYS = ("nonzero_index", "nonzero_value", "n_elements")
+# Arrays beside the gradient, one value an element; everything else with one value is a hyper-parameter.
+_STATE_KEYS = ("parameter", "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+
+# optimizer: (state arrays that tell it from the others, hyper-parameters that it cannot do without, those with torch's
+# default). The names are torch's, but for `learning_rate`.
+_OPTIMIZERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, float]]] = {
+    "adamw": (("exp_avg", "exp_avg_sq"), ("learning_rate", "beta1", "beta2", "eps", "step"), {"weight_decay": 0.0}),
+    "adam": (("exp_avg", "exp_avg_sq"), ("learning_rate", "beta1", "beta2", "eps", "step"), {"weight_decay": 0.0}),
+    "sgd": (
+        (),
+        ("learning_rate",),
+        {"momentum": 0.0, "dampening": 0.0, "nesterov": 0.0, "weight_decay": 0.0, "step": 0.0},
+    ),
+    "adagrad": (("sum",), ("learning_rate", "eps", "step"), {"lr_decay": 0.0, "weight_decay": 0.0}),
+    "rmsprop": (("square_avg",), ("learning_rate", "alpha", "eps"), {"weight_decay": 0.0, "step": 0.0}),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What the optimizer held just before the step: arrays aligned with the gradient, and its hyper-parameters."""
+
+    optimizer: str
+    parameter: FloatArray
+    arrays: dict[str, FloatArray]
+    hyper: dict[str, float]
+
+
+@dataclass(frozen=True)
+class GradientFile:
+    """One gradient (n,) float32, and the optimizer's state beside it if the file has one."""
+
+    path: Path
+    gradient: FloatArray
+    parameter: FloatArray | None = None
+    state: OptimizerState | None = None
+    missing: str = field(default="")  # why there is no state, for people
+
+    @property
+    def name(self) -> str:
+        """The file's name without its folder."""
+        return self.path.name
+
+
+def load_gradients(path: str | Path) -> GradientFile:
+    """Read and check one file.
+
+    Raises: InvalidArgument (no such file, not an .npz, missing or misaligned arrays: the message names them).
+    """
+    path = Path(path)
+    arrays = _read_arrays(path)
+    gradient = _read_gradient(path, arrays)
+    parameter = arrays.get("parameter")
+    if parameter is None:
+        found = [key for key in _STATE_KEYS if key in arrays]
+        if found:
+            raise InvalidArgument(f"{path}: holds {', '.join(found)} but not 'parameter', which every optimizer needs")
+        return GradientFile(path, gradient, missing="the file has no 'parameter' and no optimizer state")
+    if not any(key in arrays for key in ("learning_rate", "optimizer", *_STATE_KEYS[1:])):
+        parameter = _as_aligned(path, "parameter", parameter, gradient.size)
+        return GradientFile(path, gradient, parameter, missing="the file has no 'learning_rate' and no optimizer state")
+    state = _read_state(path, arrays, gradient.size)
+    return GradientFile(path, gradient, state.parameter, state)
+
+
+def _read_arrays(path: Path) -> dict[str, AnyArray]:
+    if not path.is_file():
+        raise InvalidArgument(f"{path}: no such file")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not hasattr(archive, "files"):
+                raise InvalidArgument(f"{path}: a single array; expected an .npz with the arrays by name")
+            return {key: archive[key] for key in archive.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(f"{path}: not a readable .npz file ({error})") from error
+
+
+def _read_gradient(path: Path, arrays: dict[str, AnyArray]) -> FloatArray:
+    if "gradient" in arrays:
+        gradient = _as_float32(path, "gradient", arrays["gradient"])
+    elif any(key in arrays for key in _SPARSE_KEYS):
+        absent = [key for key in _SPARSE_KEYS if key not in arrays]
+        if absent:
+            raise InvalidArgument(f"{path}: a sparse gradient without {', '.join(absent)}")
+        gradient = _expand_sparse(path, arrays)
+    else:
+        raise InvalidArgument(
+            f"{path}: holds neither 'gradient' nor {', '.join(_SPARSE_KEYS)}; found: {', '.join(arrays) or 'nothing'}"
+        )
+    if gradient.size == 0:
+        raise InvalidArgument(f"{path}: the gradient has no elements")
+    return gradient
+
+
+def _expand_sparse(path: Path, arrays: dict[str, AnyArray]) -> FloatArray:
+    index, value = arrays["nonzero_index"].ravel(), _as_float32(path, "nonzero_value", arrays["nonzero_value"])
+    count = arrays["n_elements"]
+    if not np.issubdtype(index.dtype, np.integer) or not np.issubdtype(count.dtype, np.integer) or count.size != 1:
+        raise InvalidArgument(f"{path}: nonzero_index and n_elements must be integers, n_elements a single one")
+    n_elements = int(count.reshape(())[()])
+    if index.size != value.size:
+        raise InvalidArgument(f"{path}: {index.size} nonzero_index but {value.size} nonzero_value")
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= n_elements):
+        raise InvalidArgument(
+            f"{path}: nonzero_index runs from {index.min()} to {index.max()}, n_elements is {n_elements}"
+        )
+    if np.unique(index).size != index.size:
+        raise InvalidArgument(f"{path}: nonzero_index holds a position twice")
+    dense = np.zeros(n_elements, np.float32)
+    dense[index] = value
+    return dense
+
+
+def _read_state(path: Path, arrays: dict[str, AnyArray], n_elements: int) -> OptimizerState:
+    state = {key: _as_aligned(path, key, arrays[key], n_elements) for key in _STATE_KEYS if key in arrays}
+    optimizer = _name_optimizer(path, arrays)
+    required_arrays, required, defaults = _OPTIMIZERS[optimizer]
+    hyper = {key: _as_number(path, key, arrays[key]) for key in (*required, *defaults) if key in arrays}
+    absent = [key for key in required_arrays if key not in state] + [key for key in required if key not in hyper]
+    if optimizer == "sgd" and hyper.get("momentum") and "momentum_buffer" not in state:
+        absent.append("momentum_buffer")
+    if absent:
+        raise InvalidArgument(f"{path}: looks like {optimizer}, but without {', '.join(absent)}")
+    parameter = state.pop("parameter")
+    return OptimizerState(optimizer, parameter, state, {**defaults, **hyper})
+
+
+def _name_optimizer(path: Path, arrays: dict[str, AnyArray]) -> str:
+    """The array `optimizer`, if the file names it, else what the state arrays belong to (both betas: AdamW)."""
+    if "optimizer" in arrays:
+        name = str(arrays["optimizer"].reshape(-1)[0]).lower()
+        if name not in _OPTIMIZERS:
+            raise InvalidArgument(f"{path}: optimizer {name!r} is not one of {', '.join(_OPTIMIZERS)}")
+        return name
+    if "exp_avg" in arrays or "exp_avg_sq" in arrays:
+        return "adamw"
+    if "square_avg" in arrays:
+        return "rmsprop"
+    return "adagrad" if "sum" in arrays else "sgd"
+
+
+def _as_float32(path: Path, key: str, array: AnyArray) -> FloatArray:
+    if array.dtype != np.float32:
+        raise InvalidArgument(f"{path}: '{key}' is {array.dtype}, expected float32")
+    return np.ascontiguousarray(array.ravel(), np.float32)
+
+
+def _as_aligned(path: Path, key: str, array: AnyArray, n_elements: int) -> FloatArray:
+    flat = _as_float32(path, key, array)
+    if flat.size != n_elements:
+        raise InvalidArgument(f"{path}: '{key}' has {flat.size} elements, the gradient {n_elements}")
+    return flat
+
+
+def _as_number(path: Path, key: str, array: AnyArray) -> float:
+    if array.size != 1 or not (np.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
+        raise InvalidArgument(f"{path}: '{key}' must be a single number")
+    return float(array.reshape(())[()])

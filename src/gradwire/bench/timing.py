@@ -1,0 +1,77 @@
+"""Timing against noise: contenders take turns (A B C A B C), warm-up rounds are dropped, a sample lasts long enough."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# Below some 50 ms a sample is at the mercy of one scheduler tick (4 ms) or one page-fault storm.
+MIN_SAMPLE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Task:
+    """One contender: `call` is timed; `before` and `after` run outside the clock, once a sample (poison, verify)."""
+
+    call: Callable[[], object]
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: the median of the samples and their quartiles."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+    n_samples: int
+    n_repeats: int  # calls in one sample
+
+    @staticmethod
+    def of(samples_s: list[float], n_repeats: int = 1) -> Timing:
+        """Summarise samples; with fewer than four the spread is the whole range."""
+        if len(samples_s) < 4:
+            low, high = min(samples_s), max(samples_s)
+        else:
+            low, _, high = statistics.quantiles(samples_s, n=4, method="inclusive")
+        return Timing(statistics.median(samples_s), low, high, len(samples_s), n_repeats)
+
+
+def time_interleaved(
+    tasks: Mapping[str, Task],
+    n_rounds: int,
+    n_warmup: int = 1,
+    min_sample_s: float = MIN_SAMPLE_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
+    """Time every task once a round, in the mapping's order, for `n_warmup` dropped and `n_rounds` counted rounds."""
+    repeats = {name: _calibrate(task, min_sample_s, clock) for name, task in tasks.items()}
+    samples: dict[str, list[float]] = {name: [] for name in tasks}
+    for round_index in range(n_warmup + n_rounds):
+        for name, task in tasks.items():
+            elapsed_s = _sample(task, repeats[name], clock)
+            if round_index >= n_warmup:
+                samples[name].append(elapsed_s / repeats[name])
+    return {name: Timing.of(samples[name], repeats[name]) for name in tasks}
+
+
+def _sample(task: Task, n_repeats: int, clock: Callable[[], float]) -> float:
+    if task.before:
+        task.before()
+    start = clock()
+    for _ in range(n_repeats):
+        task.call()
+    elapsed_s = clock() - start
+    if task.after:
+        task.after()
+    return elapsed_s
+
+
+def _calibrate(task: Task, min_sample_s: float, clock: Callable[[], float]) -> int:
+    """How many calls make a sample of at least `min_sample_s`; the first, cold call does not count."""
+    _sample(task, 1, clock)
+    once_s = max(_sample(task, 1, clock), 1e-7)
+    return max(1, -int(-min_sample_s // once_s))

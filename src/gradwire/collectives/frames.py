@@ -1,0 +1,257 @@
+"""Streams of variable-length messages between two ranks, in frames of one fixed size.
+
+Point-to-point receives must know their size beforehand, compressed messages do not have one beforehand. So a stream
+travels in frames of a size that both ends derive from what they share; each frame says how many of its bytes count and
+how many more frames are certain to follow: so many receives may be posted ahead. A frame is closed early, and padded,
+only when the peer would otherwise wait for bytes that lie in it.
+
+Frame: a 36-byte header (docs/format.md#frame), then payload, then padding that is sent but not read.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire.communicator import Communicator
+from gradwire.errors import CorruptMessage, RankMismatch
+from gradwire.telemetry.recorder import BucketRecord
+
+FRAME_VERSION = 1
+_MAGIC = 0x4757  # "WG"
+_HEADER = struct.Struct("<HBBIIIIIIII")
+HEADER_BYTES = _HEADER.size
+_LENGTH = struct.Struct("<I")  # every message in the stream is preceded by its length
+# Receives posted ahead of the one being read: four frames of 64 KiB are what 10 Gb/s carries in 0.2 ms.
+_RECEIVES_AHEAD = 4
+_MAX_FRAME_BYTES = 1 << 16
+
+
+class Facts(NamedTuple):
+    """What both ends of a stream must agree on; carried by every frame, compared on receipt."""
+
+    configuration: int
+    layout: int
+    step: int
+    bucket: int
+
+
+_ADVICE = {
+    "configuration": "pass the same scheme and options on every rank",
+    "layout": "every rank must hold the same model",
+    "step": "resume every rank from the same checkpoint and call backward equally often on all of them",
+    "bucket": "every rank must run the same backward pass",
+}
+
+
+def frame_bytes_for(raw_part_bytes: int) -> int:
+    """The frame size for streams that carry parts of up to `raw_part_bytes` uncompressed bytes.
+
+    Padding is half a frame on average where a stream stops for its peer: with one message a part, a sixteenth of the
+    part; with 64 KiB frames and 6 MB parts, nothing to speak of. Smaller frames would cost more calls than they save
+    bytes: one call takes about 20 us.
+    """
+    wanted = raw_part_bytes // 8
+    return HEADER_BYTES + min(_MAX_FRAME_BYTES, max(512, -(-wanted // 64) * 64))
+
+
+class FrameSender:
+    """The sending end of one stream."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        peer: int,
+        tag: int,
+        facts: Facts,
+        frame_bytes: int,
+        unread_bytes: int,
+        record: BucketRecord,
+    ) -> None:
+        """`unread_bytes`: what the peer may leave unread for now; as many bytes can be sent without waiting."""
+        self._communicator, self._peer, self._tag, self._facts, self._record = communicator, peer, tag, facts, record
+        self._frame_bytes = frame_bytes
+        self._payload_bytes = frame_bytes - HEADER_BYTES
+        n_slots = unread_bytes // self._payload_bytes + 2
+        memory = communicator.scratch(f"frames to {peer}", n_slots * frame_bytes)
+        self._free = deque(memory[i * frame_bytes : (i + 1) * frame_bytes] for i in range(n_slots))
+        self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._frame: torch.Tensor | None = None
+        self._used = 0
+        self._n_sent = 0
+        self._unsent_messages: deque[int] = deque()  # how many bytes of each lie in the open frame, or 0
+
+    def write(self, message: torch.Tensor, may_lag: int) -> None:
+        """Append one message, (n,) uint8. Frames leave as they fill; of messages before the last `may_lag`, all leave.
+
+        A peer that reads `may_lag` messages behind what this rank writes thus never waits for bytes that are held back.
+        """
+        self._append(message)
+        self._unsent_messages.append(self._used)
+        while len(self._unsent_messages) > may_lag:
+            if self._unsent_messages.popleft():
+                self.flush()
+
+    def _append(self, message: torch.Tensor) -> None:
+        length = torch.frombuffer(bytearray(_LENGTH.pack(message.numel())), dtype=torch.uint8)
+        n_pending = _LENGTH.size + message.numel()
+        for part in (length, message):
+            start = 0
+            while start < part.numel():
+                frame = self._open_frame()
+                n = min(part.numel() - start, self._payload_bytes - self._used)
+                at = HEADER_BYTES + self._used
+                frame[at : at + n].copy_(part[start : start + n])
+                start += n
+                n_pending -= n
+                self._used += n
+                if self._used == self._payload_bytes:
+                    self._send(n_pending)
+
+    def flush(self) -> None:
+        """Send what is written and not sent yet."""
+        if self._used:
+            self._send(0)
+
+    def finish(self) -> None:
+        """Wait until the peer has taken everything. Raises: PeerLost."""
+        while self._in_flight:
+            self._reclaim()
+
+    def _open_frame(self) -> torch.Tensor:
+        if self._frame is None:
+            if not self._free:
+                self._reclaim()
+            self._frame = self._free.popleft()
+        return self._frame
+
+    def _reclaim(self) -> None:
+        work, frame = self._in_flight.popleft()
+        started = time.perf_counter_ns()
+        self._communicator.wait(work, self._peer)
+        self._record.add("communicate", started, time.perf_counter_ns())
+        self._free.append(frame)
+
+    def _send(self, n_pending: int) -> None:
+        """Send the open frame; `n_pending` bytes of the message being written will follow in further frames."""
+        frame, self._frame = self._frame, None
+        assert frame is not None
+        n_following = -(-n_pending // self._payload_bytes)
+        header = _HEADER.pack(
+            _MAGIC, FRAME_VERSION, 0, self._used, n_following, self._n_sent, *self._facts, self._frame_bytes
+        )
+        frame[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._in_flight.append((self._communicator.isend(frame, self._peer, self._tag), frame))
+        self._record.count_sent(self._frame_bytes)
+        self._n_sent += 1
+        self._used = 0
+        self._unsent_messages = deque(0 for _ in self._unsent_messages)
+
+
+class FrameReceiver:
+    """The receiving end of one stream."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        peer: int,
+        tag: int,
+        facts: Facts,
+        frame_bytes: int,
+        max_message_bytes: int,
+        record: BucketRecord,
+    ) -> None:
+        self._communicator, self._peer, self._tag, self._facts, self._record = communicator, peer, tag, facts, record
+        self._frame_bytes = frame_bytes
+        memory = communicator.scratch(f"frames from {peer}", _RECEIVES_AHEAD * frame_bytes)
+        self._free = deque(memory[i * frame_bytes : (i + 1) * frame_bytes] for i in range(_RECEIVES_AHEAD))
+        self._message = communicator.scratch(f"message from {peer}", max(max_message_bytes, _LENGTH.size))
+        self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._n_certain = 0  # frames that are certain to come and have no receive posted yet
+        self._unread: torch.Tensor | None = None  # payload of the last frame, from where reading goes on
+        self._n_received = 0
+        self._frame: torch.Tensor | None = None
+
+    def expect_frame(self) -> None:
+        """Post a receive ahead: the caller knows that at least one more message will come."""
+        if self._unread is None and not self._posted and self._n_certain == 0:
+            self._n_certain = 1
+            self._post()
+
+    def read(self) -> torch.Tensor:
+        """The next message, (n,) uint8, valid until the next call. Raises: CorruptMessage, RankMismatch, PeerLost."""
+        n_bytes = _LENGTH.unpack(bytes(self._take(_LENGTH.size).tolist()))[0]
+        if n_bytes > self._message.numel():
+            raise CorruptMessage(
+                f"rank {self._peer} announced a message of {n_bytes} bytes; none can exceed {self._message.numel()} "
+                f"(bucket {self._facts.bucket}, step {self._facts.step}); {_CORRUPTION_ADVICE}"
+            )
+        return self._take(n_bytes)
+
+    def _take(self, n_bytes: int) -> torch.Tensor:
+        """The next `n_bytes` of the stream, gathered in the message buffer."""
+        n_taken = 0
+        while n_taken < n_bytes:
+            unread = self._unread if self._unread is not None else self._receive()
+            n = min(n_bytes - n_taken, unread.numel())
+            self._message[n_taken : n_taken + n].copy_(unread[:n])
+            n_taken += n
+            if n < unread.numel():
+                self._unread = unread[n:]
+            else:
+                self._unread = None
+                assert self._frame is not None
+                self._free.append(self._frame)
+                self._post()
+        return self._message[:n_bytes]
+
+    def _post(self) -> None:
+        """Post receives for frames that are certain to come, as far as there is room."""
+        while self._n_certain and self._free:
+            frame = self._free.popleft()
+            self._posted.append((self._communicator.irecv(frame, self._peer, self._tag), frame))
+            self._n_certain -= 1
+
+    def _receive(self) -> torch.Tensor:
+        """Wait for the next frame; its payload."""
+        self.expect_frame()
+        work, frame = self._posted.popleft()
+        started = time.perf_counter_ns()
+        self._communicator.wait(work, self._peer)
+        self._record.add("communicate", started, time.perf_counter_ns())
+        self._record.count_received(self._frame_bytes)
+        magic, version, flags, used, n_following, number, *facts, frame_bytes = _HEADER.unpack(
+            bytes(frame[:HEADER_BYTES].tolist())
+        )
+        if (
+            (magic, version, flags, frame_bytes) != (_MAGIC, FRAME_VERSION, 0, self._frame_bytes)
+            or number != self._n_received
+            or not 0 < used <= self._frame_bytes - HEADER_BYTES
+        ):
+            raise CorruptMessage(
+                f"frame {self._n_received} from rank {self._peer} has a header that gradwire did not write "
+                f"(bucket {self._facts.bucket}, step {self._facts.step}); {_CORRUPTION_ADVICE}"
+            )
+        self._check_facts(Facts(*facts))
+        self._n_received += 1
+        # Frames announced by earlier headers are posted already, or counted in _n_certain.
+        self._n_certain = max(self._n_certain, n_following - len(self._posted))
+        self._frame = frame
+        self._post()
+        return frame[HEADER_BYTES : HEADER_BYTES + used]
+
+    def _check_facts(self, theirs: Facts) -> None:
+        for field, mine, got in zip(Facts._fields, self._facts, theirs, strict=True):
+            if mine != got:
+                raise RankMismatch(
+                    f"ranks {self._communicator.rank} and {self._peer} disagree on {field}: {mine} here, {got} there "
+                    f"(bucket {self._facts.bucket}, step {self._facts.step}). What to do: {_ADVICE[field]}."
+                )
+
+
+_CORRUPTION_ADVICE = "check that all ranks run the same gradwire, and the host's memory and network"

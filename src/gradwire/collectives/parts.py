@@ -1,0 +1,39 @@
+"""How a bucket is cut: one part for every rank, and chunks that are encoded, sent and decoded one after the other."""
+
+from __future__ import annotations
+
+import torch
+
+# 256 Ki elements, 1 MiB of float32: fits the second-level cache with its message, takes about 0.5 ms to encode and 8 ms
+# to send at 1 Gb/s, so the pipeline starts soon and calls stay rare.
+CHUNK_ELEMENTS = 1 << 18
+
+
+class Parts:
+    """The cut of `buffer` (n,): `world_size` parts, each of `n_chunks` chunks; sizes differ by one element at most.
+
+    Parts are cut evenly, so with n < world_size some are empty. All ranks cut alike.
+    """
+
+    def __init__(self, buffer: torch.Tensor, world_size: int, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+        self._buffer = buffer
+        self._world_size = world_size
+        largest_part = -(-buffer.numel() // world_size)
+        self.n_chunks = max(1, -(-largest_part // chunk_elements))
+        self.max_chunk_elements = -(-largest_part // self.n_chunks)
+        self.part_bytes = largest_part * buffer.element_size()
+
+    def bounds(self, part: int, chunk: int) -> tuple[int, int]:
+        """First element of the chunk and the one after its last."""
+        part_start, part_end = self._cut(0, self._buffer.numel(), self._world_size, part)
+        return self._cut(part_start, part_end, self.n_chunks, chunk)
+
+    def slice_of(self, tensor: torch.Tensor, part: int, chunk: int) -> torch.Tensor:
+        """The chunk's elements of `tensor` (n,), as a view."""
+        start, end = self.bounds(part, chunk)
+        return tensor[start:end]
+
+    @staticmethod
+    def _cut(start: int, end: int, n_pieces: int, piece: int) -> tuple[int, int]:
+        n = end - start
+        return start + n * piece // n_pieces, start + n * (piece + 1) // n_pieces

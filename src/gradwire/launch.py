@@ -1,0 +1,159 @@
+"""Start N ranks as processes with torchrun's environment variables: on loopback, or in a `Netlab`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from gradwire.errors import InvalidArgument
+from gradwire.network import Network
+from gradwire.supervisor import LaunchResult, RankSet, end_on_signals
+
+if TYPE_CHECKING:
+    from gradwire.netlab import LinkCounters, Netlab
+
+__all__ = ["Launch", "find_free_port", "launch_ranks", "rank_environment", "start_ranks"]
+
+
+def find_free_port() -> int:
+    """A TCP port on 127.0.0.1 that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(
+    rank: int,
+    n_ranks: int,
+    network: Network,
+    *,
+    address: str,
+    port: int,
+    interface: str,
+) -> dict[str, str]:
+    """This process's environment with one rank's variables: torchrun's, Gloo's interface, the network's description.
+
+    OMP_NUM_THREADS is 1 unless set, as with torchrun: ranks on one machine share its cores.
+    """
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(n_ranks),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface,
+        **network.to_variables(),
+    }
+
+
+class Launch:
+    """Started ranks, and their lab if they have one. Leaving the with statement ends what still runs."""
+
+    def __init__(self, ranks: RankSet, network: Network, lab: Netlab | None = None) -> None:
+        self.ranks = ranks
+        self.network = network
+        self.lab = lab  # None on loopback
+
+    @property
+    def shaped(self) -> bool:
+        """Whether the ranks have shaped links; False also where a lab was asked for and the machine refused it."""
+        return self.network.shaped
+
+    def wait(self, timeout_s: float | None = None) -> LaunchResult:
+        """Wait for all ranks; after `timeout_s` they are ended and the result says so. See `RankSet.wait`."""
+        return self.ranks.wait(timeout_s)
+
+    def counters(self) -> list[LinkCounters] | None:
+        """Each rank's link counters, also after `wait`; None on loopback, where the kernel cannot tell ranks apart."""
+        return self.lab.counters() if self.lab is not None and self.lab.shaped else None
+
+    def close(self) -> None:
+        """End the ranks that still run, and take the lab down."""
+        try:
+            self.ranks.end()
+        finally:
+            if self.lab is not None:
+                self.lab.close()
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def start_ranks(
+    command: Sequence[str],
+    n_ranks: int,
+    rate: str | float | Sequence[str | float | None] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    grace_s: float = 10.0,
+    on_line: Callable[[int, str], None] | None = None,
+    **lab_options: Any,
+) -> Launch:
+    """Start `command` in `n_ranks` processes: on loopback for rate None or "none", else in a `Netlab`.
+
+    Args:
+        rate: as `Netlab` takes it; a sequence gives each rank's.
+        env: variables on top of this process's environment.
+        grace_s, on_line: see `RankSet`.
+        lab_options: `Netlab`'s: mtu, queue_ms, require_shaping.
+    Returns: a handle to use in a with statement.
+    Raises: InvalidArgument, Unsupported.
+    """
+    if not command:
+        raise InvalidArgument("no command to run in the ranks; give one after --")
+    from gradwire.netlab import Netlab, parse_rate
+
+    if rate is None or (isinstance(rate, str | int | float) and parse_rate(rate) is None):
+        if isinstance(n_ranks, bool) or not isinstance(n_ranks, int) or n_ranks < 1:
+            raise InvalidArgument(f"ranks is {n_ranks!r}; it must be a whole number from 1")
+        ranks = RankSet(grace_s, on_line)
+        network = Network("loopback", (), n_ranks)
+        port = find_free_port()
+        try:
+            for rank in range(n_ranks):
+                variables = rank_environment(rank, n_ranks, network, address="127.0.0.1", port=port, interface="lo")
+                ranks.start(command, variables | dict(env or {}))
+        except BaseException:
+            ranks.end()
+            raise
+        return Launch(ranks, network)
+    lab = Netlab(n_ranks, rate, **lab_options)
+    lab.__enter__()
+    try:
+        return Launch(lab.start(command, env, grace_s=grace_s, on_line=on_line), lab.network, lab)
+    except BaseException:
+        lab.close()
+        raise
+
+
+def launch_ranks(
+    command: Sequence[str],
+    n_ranks: int,
+    env: Mapping[str, str] | None = None,
+    *,
+    rate: str | float | Sequence[str | float | None] | None = None,
+    timeout_s: float | None = None,
+    **options: Any,
+) -> int:
+    """Run `command` in `n_ranks` processes to the end; SIGTERM, SIGHUP and Ctrl-C reach them.
+
+    Args: see `start_ranks`; `timeout_s` ends the ranks when it is over.
+    Returns: 0, or the first failed rank's exit status (LaunchResult.status), with the rank named on standard error.
+    """
+    with end_on_signals(), start_ranks(command, n_ranks, rate, env=env, **options) as launch:
+        result = launch.wait(timeout_s)
+    if result.status != 0:
+        print(f"gradwire: {result}", file=sys.stderr)
+    return result.status

@@ -1,0 +1,240 @@
+"""The lab's own process: makes the namespaces, links and token buckets, changes them on request, ends with its owner.
+
+Run as a script by `Netlab`, never imported by it, for three reasons. A user namespace can only be entered by a process
+of one thread, and a process that has loaded torch has many. Namespaces are held by descriptors alone and have no name
+on the host: when this process, its owner and the ranks are gone the kernel takes them down, links and all, whatever way
+they ended. And this process outlives an owner that is killed, for as long as it takes to kill the ranks left behind.
+
+It speaks over a sequenced-packet socket: one JSON object a packet, request and answer in turns; the answer to the
+construction carries the namespaces' descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+TBF_HANDLE = 0x10000  # 1:0
+UNSHAPED_BPS = 34_000_000_000  # "none": the most that tbf holds in 32 bits of B/s; one qdisc, so counters go on
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class UnavailableError(Exception):
+    """This machine or user cannot have a lab; the owner falls back or tells the user."""
+
+
+def unshare(flags: int) -> None:
+    """Move this process into new namespaces. Raises OSError."""
+    if _libc.unshare(flags) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def become_able() -> int | None:
+    """Get the right to make network namespaces; returns the descriptor of a user namespace if one was needed.
+
+    Raises: UnavailableError, with the kernel's reason.
+    """
+    try:
+        unshare(CLONE_NEWNET)
+        return None
+    except OSError:  # not root, or root in a container without CAP_SYS_ADMIN
+        pass
+    user_id, group_id = os.geteuid(), os.getegid()
+    try:
+        unshare(CLONE_NEWUSER)
+        # The same ids inside as outside: a rank sees itself as the user who started it, and loses the namespace's
+        # capabilities when it executes its command.
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user_id} {user_id} 1"),
+            ("gid_map", f"{group_id} {group_id} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        unshare(CLONE_NEWNET)
+    except OSError as error:
+        raise UnavailableError(
+            "no right to make network namespaces, and the kernel refuses a user namespace to make them in "
+            f"({error.strerror}); run as root, or allow user namespaces (sysctl user.max_user_namespaces, "
+            "kernel.apparmor_restrict_unprivileged_userns)"
+        ) from error
+    return os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def set_sysctl(path: str, value: str) -> None:
+    """Set one of this network namespace's options, where /proc/sys is writable and the kernel has it."""
+    with contextlib.suppress(OSError), open(f"/proc/sys/net/{path}", "w") as file:
+        file.write(value)
+
+
+def bucket_parameters(rate_bps: int | None, queue_ms: float) -> dict[str, int]:
+    """tbf's rate (B/s), burst and limit (B) for one direction of a link; measured with `gradwire netlab check`."""
+    byte_rate = (rate_bps or UNSHAPED_BPS) // 8
+    # Tokens that a full bucket turns away are lost, and a ring waits in turns: Gloo's all-reduce over 4 ranks reached
+    # 0.94 of 100 Mb/s with 18 KB, 0.95 with 36, 0.99 with 72; and at 2 Gb/s 0.96 with 72 KB, 0.97 from 250 on. No rate
+    # gets less than 72 KB, the largest segment that TCP hands over (64 KiB and its frames' headers): tbf splits what is
+    # larger than the burst when it comes, but holds for ever what is queued already when the burst shrinks. The price:
+    # after a pause so much passes unshaped.
+    burst = max(byte_rate // 500, 72_000)
+    # A queue shorter than two of TCP's largest segments drops them even when nothing is congested.
+    limit = burst + max(int(byte_rate * queue_ms / 1000), 150_000)
+    return {"rate": byte_rate, "burst": burst, "limit": min(limit, 2**31 - 1)}
+
+
+class Fabric:
+    """A switch namespace with a bridge, and a namespace a rank with `eth0` at 10.77.0.(rank + 1)/16 behind it."""
+
+    def __init__(self, rates_bps: list[int | None], mtu: int, queue_ms: float) -> None:
+        from pyroute2 import IPRoute
+
+        self._queue_ms = queue_ms
+        self.user_namespace = become_able()
+        self.namespaces = [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]  # the switch's, then one a rank
+        self._switch = IPRoute()
+        self._switch.link("add", ifname="br0", kind="bridge")
+        bridge = self._switch.link_lookup(ifname="br0")[0]
+        set_sysctl("ipv6/conf/all/disable_ipv6", "1")
+        self._switch.link("set", index=bridge, state="up")
+        self._ranks: list[Any] = []
+        self._ports: list[int] = []  # the switch's side of each link
+        self._cards: list[int] = []  # the rank's side, eth0
+        for rank, rate_bps in enumerate(rates_bps):
+            unshare(CLONE_NEWNET)
+            namespace = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            route = IPRoute()
+            # IPv6 only adds chatter to the counters; and Gloo takes an interface's first address, which must be ours.
+            set_sysctl("ipv6/conf/all/disable_ipv6", "1")
+            set_sysctl("ipv4/tcp_no_metrics_save", "1")  # a connection's luck must not set the next one's window
+            name = f"rank{rank}"
+            peer = {"ifname": "eth0", "net_ns_fd": namespace, "mtu": mtu}
+            self._switch.link("add", ifname=name, kind="veth", mtu=mtu, peer=peer)
+            port = self._switch.link_lookup(ifname=name)[0]
+            card = route.link_lookup(ifname="eth0")[0]
+            self._shape(self._switch, port, rate_bps, "add")
+            self._shape(route, card, rate_bps, "add")
+            self._switch.link("set", index=port, master=bridge, state="up")
+            route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
+            route.addr("add", index=card, address=f"10.77.{(rank + 1) >> 8}.{(rank + 1) & 255}", prefixlen=16)
+            route.link("set", index=card, state="up")
+            self.namespaces.append(namespace)
+            self._ranks.append(route)
+            self._ports.append(port)
+            self._cards.append(card)
+
+    def _shape(self, route: Any, index: int, rate_bps: int | None, command: str) -> None:
+        route.tc(command, "tbf", index, TBF_HANDLE, **bucket_parameters(rate_bps, self._queue_ms))
+
+    def set_rate(self, rank: int, rate_bps: int | None) -> None:
+        """Change both directions in place: queued packets and counters stay."""
+        self._shape(self._switch, self._ports[rank], rate_bps, "change")
+        self._shape(self._ranks[rank], self._cards[rank], rate_bps, "change")
+
+    def set_link(self, rank: int, up: bool) -> None:
+        """Take the switch's side down or up: the rank keeps its address and loses its carrier, like a pulled cable."""
+        self._switch.link("set", index=self._ports[rank], state="up" if up else "down")
+
+    def counters(self) -> list[list[int]]:
+        """Per rank: sent bytes, packets, drops; received bytes, packets, drops; as the token buckets counted."""
+        down = {message["index"]: self._read(message) for message in self._switch.get_qdiscs()}
+        rows = []
+        for route, card, port in zip(self._ranks, self._cards, self._ports, strict=True):
+            up = next(self._read(message) for message in route.get_qdiscs() if message["index"] == card)
+            rows.append([*up, *down[port]])
+        return rows
+
+    @staticmethod
+    def _read(message: Any) -> list[int]:
+        statistics = message.get_attr("TCA_STATS2")
+        basic, queue = statistics.get_attr("TCA_STATS_BASIC"), statistics.get_attr("TCA_STATS_QUEUE")
+        return [basic["bytes"], basic["packets"], queue["drops"]]
+
+    def kill_inside(self) -> int:
+        """Kill every process in the lab's namespaces, however far from the ranks it was started; returns how many."""
+        inodes = {os.fstat(namespace).st_ino for namespace in self.namespaces}
+        killed: set[int] = set()
+        give_up = time.monotonic() + 3
+        while time.monotonic() < give_up:
+            found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _namespace(pid) in inodes]
+            found = [pid for pid in found if pid != os.getpid()]
+            if not found:
+                break
+            for pid in found:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+            time.sleep(0.01)
+        return len(killed)
+
+
+def _namespace(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
+    except OSError:  # gone, a zombie, or another user's: not of this lab
+        return None
+
+
+def serve(fabric: Fabric, channel: socket.socket, owner: int) -> None:
+    """Answer requests until the owner says so, closes its end, or dies."""
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    # A child that the owner forked may hold its end of the socket open: its death is watched by itself as well.
+    with contextlib.suppress(OSError):
+        poll.register(os.pidfd_open(owner), select.POLLIN)
+    while True:
+        ready = dict(poll.poll())
+        if channel.fileno() not in ready:
+            return
+        packet = channel.recv(1 << 16)
+        if not packet:
+            return
+        request = json.loads(packet)
+        operation = request.pop("operation")
+        try:
+            if operation == "close":
+                channel.send(json.dumps({"answer": fabric.kill_inside()}).encode())
+                return
+            answer = {"answer": getattr(fabric, operation)(**request)}
+        except Exception as error:  # the owner decides what a refusal means
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        channel.send(json.dumps(answer).encode())
+
+
+def main() -> None:
+    """`fabric.py CHANNEL_DESCRIPTOR OWNER_PID JSON`, with JSON: rates_bps, mtu, queue_ms."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    owner = int(sys.argv[2])
+    try:
+        fabric = Fabric(**json.loads(sys.argv[3]))
+    except ImportError as error:
+        channel.send(json.dumps({"missing": str(error)}).encode())
+        return
+    except UnavailableError as error:
+        channel.send(json.dumps({"unavailable": str(error)}).encode())
+        return
+    except Exception as error:  # pyroute2's NetlinkError above all: the kernel has no veth, bridge or tbf
+        reason = f"the kernel refused a link, bridge or token bucket ({error}); it needs veth, bridge and sch_tbf"
+        channel.send(json.dumps({"unavailable": reason}).encode())
+        return
+    descriptors = [*fabric.namespaces, *([] if fabric.user_namespace is None else [fabric.user_namespace])]
+    socket.send_fds(channel, [json.dumps({"user_namespace": fabric.user_namespace is not None}).encode()], descriptors)
+    try:
+        serve(fabric, channel, owner)
+    finally:
+        fabric.kill_inside()
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its modules must not stand before installed ones of the same name
+    main()

@@ -1,0 +1,76 @@
+"""What network a run had, as told to its ranks by environment variables, so that every result carries it.
+
+`GRADWIRE_NETWORK` is "netlab 1000000000" (all links alike), "netlab 1000000000,100000000" (one rate a rank, "none" for
+an unshaped link) or "loopback"; `GRADWIRE_RANKS_ON_MACHINE` is how many ranks share this machine's cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradwire.errors import InvalidArgument
+
+__all__ = ["NETWORK_VARIABLE", "RANKS_VARIABLE", "Network", "current_network"]
+
+NETWORK_VARIABLE = "GRADWIRE_NETWORK"
+RANKS_VARIABLE = "GRADWIRE_RANKS_ON_MACHINE"
+
+
+@dataclass(frozen=True)
+class Network:
+    """One run's network: `kind` is netlab, loopback, or unspecified (a cluster of the user's own)."""
+
+    kind: str
+    rates_bps: tuple[int | None, ...] = ()  # per rank, at the start of the run; one entry stands for all
+    n_ranks_on_machine: int | None = None
+
+    @property
+    def shaped(self) -> bool:
+        """Whether any link has a limit set by us."""
+        return any(rate is not None for rate in self.rates_bps)
+
+    @property
+    def rate_bps(self) -> int | None:
+        """The rate of most links; None when it is not limited or not known."""
+        return Counter(self.rates_bps).most_common(1)[0][0] if self.rates_bps else None
+
+    @property
+    def straggler_rates_bps(self) -> dict[int, int | None]:
+        """rank: rate, for the links that differ from most."""
+        return {rank: rate for rank, rate in enumerate(self.rates_bps) if rate != self.rate_bps}
+
+    def to_variables(self) -> dict[str, str]:
+        """The environment variables that `current_network` reads."""
+        words = ["none" if rate is None else str(rate) for rate in self.rates_bps]
+        if len(set(words)) == 1:
+            words = words[:1]
+        variables = {NETWORK_VARIABLE: f"{self.kind} {','.join(words)}".strip()}
+        if self.n_ranks_on_machine is not None:
+            variables[RANKS_VARIABLE] = str(self.n_ranks_on_machine)
+        return variables
+
+    def __str__(self) -> str:
+        return self.to_variables()[NETWORK_VARIABLE]
+
+
+def current_network(environment: Mapping[str, str] | None = None) -> Network:
+    """The network of this process, from its environment (`os.environ` unless given).
+
+    Raises: InvalidArgument (a variable that was set by hand and cannot be read).
+    """
+    environment = os.environ if environment is None else environment
+    kind, _, rates = environment.get(NETWORK_VARIABLE, "unspecified").partition(" ")
+    ranks = environment.get(RANKS_VARIABLE)
+    try:
+        return Network(kind, _read_rates(rates.split(",") if rates else []), None if ranks is None else int(ranks))
+    except ValueError as error:
+        raise InvalidArgument(
+            f"{NETWORK_VARIABLE}={environment.get(NETWORK_VARIABLE)!r}, {RANKS_VARIABLE}={ranks!r}: {error}; unset them"
+        ) from error
+
+
+def _read_rates(words: Sequence[str]) -> tuple[int | None, ...]:
+    return tuple(None if word == "none" else int(word) for word in words)

@@ -1,0 +1,42 @@
+"""Schemes: published systems, each composed of codecs, collectives and residuals; `by_name` makes one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from gradwire.errors import InvalidArgument
+from gradwire.schemes.base import Scheme, Session
+
+__all__ = ["Scheme", "Session", "by_name", "names"]
+
+# name: "module:class". A new scheme is one file or folder and one line here.
+_REGISTRY: dict[str, str] = {
+    "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
+    "periodic": "gradwire.schemes.periodic:Periodic",
+    "plain": "gradwire.schemes.plain:Plain",
+    "truncate": "gradwire.schemes.through_codec:Truncate",
+    "zlib": "gradwire.schemes.through_codec:Zlib",
+    "zstd": "gradwire.schemes.through_codec:Zstd",
+}
+
+
+def names() -> list[str]:
+    """The registered schemes, sorted."""
+    return sorted(_REGISTRY)
+
+
+def by_name(name: str, **options: Any) -> Scheme:
+    """A new scheme by its registry name.
+
+    Raises: InvalidArgument (unknown name, or an option that the scheme does not take or whose value is out of range).
+    """
+    if name not in _REGISTRY:
+        raise InvalidArgument(f"no scheme is called {name!r}; there are: {', '.join(names())}")
+    module_path, class_name = _REGISTRY[name].split(":")
+    cls = getattr(importlib.import_module(module_path), class_name)
+    try:
+        scheme: Scheme = cls(**options)
+    except TypeError as error:
+        raise InvalidArgument(f"scheme {name!r}: {error}") from error
+    return scheme

@@ -1,0 +1,84 @@
+"""What a scheme is, and what it is given to work with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.bucket import Bucket
+from gradwire.collectives.frames import Facts
+from gradwire.communicator import Communicator
+from gradwire.preamble import hash_configuration
+from gradwire.telemetry.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Session:
+    """One connection of a scheme to a training run.
+
+    Attributes:
+        communicator: the ranks and the lane.
+        recorder: where bytes and times go.
+        optimizer: the user's, read live and never changed; None if gradwire was not given it.
+        names: parameter -> its name in the module; empty if gradwire was not given the module.
+        loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
+    """
+
+    communicator: Communicator
+    recorder: Recorder
+    optimizer: torch.optim.Optimizer | None
+    names: Mapping[torch.Tensor, str]
+    loss_scale: Callable[[], float]
+
+
+class Scheme(ABC):
+    """One way to replace a bucket by its mean over the ranks.
+
+    The life of a scheme: made with its options, `bind` once, then for every step `reduce` once per bucket and
+    `end_step`; `state_dict` between steps; `close` at the end.
+    """
+
+    name: ClassVar[str]
+    # Whether its state depends on how many ranks there are (residuals do, code tables do not).
+    state_is_per_world: ClassVar[bool] = False
+
+    session: Session
+
+    @property
+    @abstractmethod
+    def configuration(self) -> dict[str, Any]:
+        """The options that all ranks must share, as plain values."""
+
+    def bind(self, session: Session) -> None:
+        """Take the session. Raises: Unsupported or InvalidArgument if this run cannot be served."""
+        self.session = session
+        self.configuration_hash = hash_configuration(self.name, self.configuration)
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Start replacing bucket.buffer by its mean over the ranks; the future is done when it is. Never blocks."""
+
+    def end_step(self, step: int) -> None:
+        """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of this scheme's own, as plain values."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state between steps: tensors and plain values, by parameter name."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state back. Raises: InvalidArgument if it does not fit."""
+
+    def close(self) -> None:
+        """Let go of what the scheme holds."""
+
+    def facts(self, bucket: Bucket) -> Facts:
+        """What every frame of this bucket's messages carries, for the receiver to compare."""
+        return Facts(self.configuration_hash, bucket.layout_hash, bucket.step & 0xFFFFFFFF, bucket.index)

@@ -1,0 +1,225 @@
+"""GComp's quantisation metric: how much of each gradient value can still reach its parameter, one byte an element."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire import _native
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
+
+__all__ = ["QuantisationMetric"]
+
+_ADVICE = 'importance="uniform" (a fixed number of bits) and importance="none" (lossless) work with every optimizer'
+
+_MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+
+# What float32 holds without overflow: beyond it S would be Inf or NaN, and the metric says nothing.
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+
+# 1 MiB of float32: long beside the handful of calls a tile takes, small beside any bucket.
+_TILE_ELEMENTS = 1 << 18
+
+
+class QuantisationMetric:
+    """Importance bytes of gradients, read from a live optimizer just before its step.
+
+    S = |A| N / (gain 2^ceil(log2 N)) for N ranks (terms.py): delta of the paper's table times |g|, and the safety that
+    N truncations of partial sums need. Dropping the low n bits of every partial sum s with S > 2^n |s| moves the
+    parameter by less than 2^-23 |A|, two units in A's last place (times 1 + rho under Adam, see terms.py; 2^-10 and
+    2^-7 for float16 and bfloat16). The byte is S to a quarter octave, rounded down; byte 0: nothing may be dropped.
+
+    Hyper-parameters, groups and state are read at every call: schedules, `add_param_group` and `load_state_dict` need
+    no notice. A parameter in no group of the optimizer, or whose state does not exist yet (first step), has bytes 0.
+
+    Not for optimizers that are not in `TERMS_BY_OPTIMIZER`: there use importance="uniform" or "none".
+
+    Args:
+        optimizer: SGD, Adagrad, RMSprop, Adam or AdamW of torch.optim, or a subclass that inherits their `step`.
+        world_size: ranks whose gradients are averaged.
+    Raises: InvalidArgument (world_size), Unsupported (unknown optimizer, `differentiable`).
+    Source: Li et al., GComp, SoCC 2024, section 5.1, table 2, appendix A. The byte: native/gcomp/importance.hpp.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
+        if world_size < 1:
+            raise InvalidArgument(f"world_size must be at least 1, got {world_size}")
+        self._optimizer = optimizer
+        self._terms_of = _find_terms(optimizer)
+        self._world_factor = world_size / 2 ** (world_size - 1).bit_length()
+        self._tiles = _Tiles()
+        for group in optimizer.param_groups:
+            _require_supported(optimizer, group)
+
+    def write_importance(
+        self,
+        parameters: Sequence[Tensor],
+        offsets: Sequence[int],
+        out: Tensor,
+        loss_scale: float = 1.0,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the byte of every element of `parameters`, in the order in which DDP lays gradients out in a bucket.
+
+        Args:
+            parameters: as in the optimizer's groups; float32, bfloat16, float16 or float64, any device.
+            offsets: of each parameter's first element in `out`, one per parameter.
+            out: (n,) uint8, contiguous, CPU. Elements of no parameter are left alone.
+            loss_scale: what gradients are multiplied by (GradScaler's scale).
+            gradient_dtype: of what is sent, where it is not the parameter's own: the metric compares last places.
+        Raises: InvalidArgument, Unsupported (a group with `differentiable`, complex parameters, incomplete state).
+        Cost: reads the parameter and its moments once, allocates nothing once warm (a parameter whose state has another
+            memory layout than itself excepted). Not to be called from two threads at once.
+        """
+        _require_bytes(out)
+        if not (math.isfinite(loss_scale) and loss_scale > 0):
+            raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
+        if len(parameters) != len(offsets):
+            raise InvalidArgument(f"one offset per parameter: {len(parameters)} parameters, {len(offsets)} offsets")
+        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            n_elements = parameter.numel()
+            if not 0 <= offset <= out.numel() - n_elements:
+                raise InvalidArgument(f"{n_elements} elements at {offset} do not fit in out, which has {out.numel()}")
+            if n_elements == 0:
+                continue
+            destination = out[offset : offset + n_elements]
+            terms = self._read_terms(parameter, groups.get(parameter))
+            if terms is None:
+                destination.zero_()
+                continue
+            gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
+            self._write(parameter, terms, self._world_factor * loss_scale * 2.0**gap, destination)
+
+    def _read_terms(self, parameter: Tensor, group: dict[str, Any] | None) -> Terms | None:
+        if group is None:
+            return None
+        _require_supported(self._optimizer, group)
+        try:
+            # .get: the state is a defaultdict, and an entry made here would be taken for a first step done.
+            return self._terms_of(parameter, group, self._optimizer.state.get(parameter, {}))
+        except KeyError as missing:
+            name = type(self._optimizer).__name__
+            raise Unsupported(
+                f"{name}: the state of a parameter of shape {tuple(parameter.shape)} or its group has no {missing}, "
+                "as if an option had been switched on after the first step; make a new optimizer, or: " + _ADVICE
+            ) from missing
+
+    def _write(self, parameter: Tensor, terms: Terms, factor: float, out: Tensor) -> None:
+        a, b, c = terms.a * factor, terms.b * factor, terms.c * factor
+        if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
+            out.zero_()  # a step size beyond float32 (eta below 1e-38, say, or NaN): drop nothing
+            return
+        theta = _flatten_like(parameter, parameter)
+        second = None if terms.second_moment is None else _flatten_like(terms.second_moment, parameter)
+        first = None if terms.first_moment is None else _flatten_like(terms.first_moment, parameter)
+        if terms.mean is None and terms.shift is None and all(map(_is_plain, (theta, second, first))):
+            _native.importance(theta, second, first, a, b, c, out)
+            return
+        mean = None if terms.mean is None else _flatten_like(terms.mean[1], parameter)
+        shift = None if terms.shift is None else _flatten_like(terms.shift[1], parameter)
+        for begin in range(0, out.numel(), _TILE_ELEMENTS):
+            tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
+            theta_tile = self._tiles.load(0, theta, tile)
+            second_tile = None if second is None else self._tiles.load(1, second, tile)
+            first_tile = None if first is None else self._tiles.load(2, first, tile)
+            if terms.mean is not None and mean is not None and second_tile is not None:
+                mean_tile = self._tiles.load(3, mean, tile)
+                second_tile.addcmul_(mean_tile, mean_tile, value=-terms.mean[0])
+            if terms.shift is not None and shift is not None:
+                theta_tile.add_(self._tiles.load(3, shift, tile), alpha=terms.shift[0])
+            _native.importance(theta_tile, second_tile, first_tile, a, b, c, out[tile])
+
+
+class _Tiles:
+    """Float32 copies on the CPU of one tile of each operand, where the kernel cannot read the operand itself."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Tensor] = {}
+
+    def load(self, slot: int, values: Tensor, tile: slice) -> Tensor:
+        if slot not in self._buffers:
+            self._buffers[slot] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32)
+        return self._buffers[slot][: tile.stop - tile.start].copy_(values[tile])
+
+
+def _find_terms(optimizer: torch.optim.Optimizer) -> Callable[..., Terms | None]:
+    for known, terms_of in TERMS_BY_OPTIMIZER.items():
+        if isinstance(optimizer, known) and _code_of_step(type(optimizer)) is _code_of_step(known):
+            return terms_of
+    names = ", ".join(known.__name__ for known in TERMS_BY_OPTIMIZER)
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    wrapped = getattr(optimizer, "optimizer", None) or getattr(optimizer, "optim", None)
+    hint = f"it wraps a {type(wrapped).__name__}: pass that one, if its step is all that changes parameters; or: "
+    raise Unsupported(
+        f'importance="paper" knows how {names} of torch.optim use a gradient; {kind} is none of them, nor a subclass '
+        f"that inherits their step. " + (hint if isinstance(wrapped, torch.optim.Optimizer) else "") + _ADVICE
+    )
+
+
+def _code_of_step(cls: type[torch.optim.Optimizer]) -> Any:
+    # torch wraps `step` anew in every class that is instantiated; what is inside tells whether it is the same.
+    return inspect.unwrap(cls.step)
+
+
+def _require_supported(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    if group.get("differentiable", False):
+        raise Unsupported(
+            f"{type(optimizer).__name__} with differentiable=True: its step is part of a graph that importance bytes, "
+            f"read between two steps, are not; use differentiable=False, or: {_ADVICE}"
+        )
+
+
+def _require_bytes(out: Tensor) -> None:
+    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device.type != "cpu":
+        raise InvalidArgument(
+            f"out must be a contiguous (n,) uint8 tensor on the CPU, got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+
+
+def _mantissa_bits(dtype: torch.dtype) -> int:
+    if dtype not in _MANTISSA_BITS:
+        raise Unsupported(f'importance="paper" compares last places of real floating-point numbers, not {dtype}')
+    return _MANTISSA_BITS[dtype]
+
+
+def _is_plain(values: Tensor | None) -> bool:
+    return values is None or (values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous())
+
+
+def _flatten_like(values: Tensor, parameter: Tensor) -> Tensor:
+    """`values` as (n,) in the order of `parameter`'s gradient in a DDP bucket; a view wherever strides allow.
+
+    DDP's reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row.
+    """
+    values = values.detach()
+    if values.shape != parameter.shape:
+        raise Unsupported(
+            f"the optimizer holds state of shape {tuple(values.shape)} for a parameter of shape "
+            f"{tuple(parameter.shape)}; sharded and flattened optimizers are not supported; {_ADVICE}"
+        )
+    if values.is_contiguous() and parameter.is_contiguous():
+        return values.view(-1)
+    if not _is_dense(parameter):
+        return values.reshape(-1)
+    if values.stride() != parameter.stride():
+        values = torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
+    return values.as_strided((values.numel(),), (1,))
+
+
+def _is_dense(values: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,66 @@
+"""The scheme `plain`: DDP's own all-reduce, with gradwire's telemetry and checks. The baseline of everything.
+
+When not to use this: when nothing of gradwire is wanted; DDP without a hook does the same.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from gradwire.bucket import Bucket
+from gradwire.schemes.base import Scheme
+
+
+class Plain(Scheme):
+    """Mean by the backend's all-reduce, in the gradient's own dtype; bit-identical to DDP without a hook."""
+
+    name = "plain"
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {}
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Start the all-reduce on the lane and leave it to the backend, so that buckets overlap as they do in DDP."""
+        communicator, record = self.session.communicator, bucket.record
+        done: torch.futures.Future = torch.futures.Future()
+
+        def start() -> None:
+            if communicator.world_size == 1:
+                done.set_result(bucket.buffer)
+                return
+            # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
+            bucket.buffer.mul_(1.0 / communicator.world_size)
+            started = time.perf_counter_ns()
+            summed = communicator.start_all_reduce(bucket.buffer)
+
+            def finish(summed: torch.futures.Future) -> None:
+                try:
+                    communicator.finish(summed)
+                except Exception as error:
+                    done.set_exception(communicator.fail(error))
+                    return
+                record.add("communicate", started, time.perf_counter_ns())
+                n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
+                record.count_sent(n_bytes)
+                record.count_received(n_bytes)
+                done.set_result(bucket.buffer)
+
+            summed.add_done_callback(finish)
+
+        def forward_error(started: torch.futures.Future) -> None:
+            try:
+                started.wait()
+            except Exception as error:
+                done.set_exception(error)
+
+        communicator.submit(start).add_done_callback(forward_error)
+        return done
+
+
+def ring_bytes(n_bytes: int, world_size: int) -> int:
+    """What a ring all-reduce of `n_bytes` sends, and receives, per rank."""
+    return 2 * (world_size - 1) * n_bytes // world_size

@@ -1,0 +1,303 @@
+"""N rank processes as one: started, their output forwarded, their ends collected; shared by `launch` and `netlab`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+from gradwire.errors import InvalidArgument, PeerLost
+
+__all__ = ["LaunchResult", "RankSet", "end_on_signals"]
+
+# Runs before each rank's command, in the new process: enters the lab's namespaces, asks to be killed with its owner,
+# and executes the command. A program of its own, for between fork and exec a process with threads (torch) may do
+# nothing of this; -I -S keeps it at 20 ms.
+_PRELUDE = """
+import ctypes, os, signal, sys, warnings  # os.execvp wants warnings, when their file may be out of reach
+owner, *namespaces = map(int, sys.argv[1].split(","))
+libc = ctypes.CDLL(None, use_errno=True)
+for namespace in namespaces:
+    if libc.setns(namespace, 0):
+        sys.exit(f"gradwire: cannot enter the rank's namespace: {os.strerror(ctypes.get_errno())}")
+if owner:
+    libc.prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != owner:
+        os._exit(137)
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background shell hands down "ignored": Ctrl-C would not arrive
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    print(f"gradwire: cannot run {sys.argv[2]}: {error.strerror}", file=sys.stderr)
+    os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+"""
+
+_TERM_TO_KILL_S = 5.0  # what a rank gets to end after SIGTERM or SIGINT; DDP and Gloo need well under one second
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How the ranks ended. An exit code is a process's status, or minus the signal that killed it."""
+
+    exit_codes: tuple[int, ...]
+    first_failed: int | None  # the rank that failed first; the others may only have followed
+    timed_out: bool = False
+    ended_by_us: tuple[int, ...] = ()  # ranks that were still running when patience was over
+
+    @property
+    def status(self) -> int:
+        """A shell's exit status: 0, 124 for a time-out, the first failed rank's, or 128 + its signal."""
+        if self.timed_out:
+            return 124
+        if self.first_failed is None:
+            return 0
+        code = self.exit_codes[self.first_failed]
+        return code if code > 0 else 128 - code
+
+    def __str__(self) -> str:
+        ended = f"rank{'s' * (len(self.ended_by_us) > 1)} {', '.join(map(str, self.ended_by_us))}"
+        if self.timed_out:
+            return f"time is up; {ended} had not finished and had to be ended"
+        if self.first_failed is None:
+            return f"all {len(self.exit_codes)} ranks ended well"
+        others = [
+            f"rank {rank} {_describe(code)}"
+            for rank, code in enumerate(self.exit_codes)
+            if code != 0 and rank != self.first_failed and rank not in self.ended_by_us
+        ] + ([f"{ended} had to be ended"] if self.ended_by_us else [])
+        first = f"rank {self.first_failed} {_describe(self.exit_codes[self.first_failed])}"
+        return first + (f" (the first to fail; then {', '.join(others)})" if others else "")
+
+    def raise_if_failed(self) -> None:
+        """Raises: PeerLost, naming the ranks, unless every rank ended with status 0."""
+        if self.timed_out or self.first_failed is not None:
+            raise PeerLost(f"{self}; its own output, above, says why")
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+class RankSet:
+    """The ranks of one run. Each is the leader of a session and process group of its own.
+
+    Args:
+        grace_s: what the others get, once a rank has failed, to notice by themselves and report, before SIGTERM.
+        on_line: called with (rank, line) for every line on a rank's standard output, from the forwarding thread, in
+            place of printing it. Standard error is always printed.
+    """
+
+    def __init__(self, grace_s: float = 10.0, on_line: Callable[[int, str], None] | None = None) -> None:
+        if not grace_s >= 0:
+            raise InvalidArgument(f"grace_s is {grace_s}; it must be 0 or more")
+        self._grace_s = grace_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended: dict[int, int] = {}
+        self._first_failed: int | None = None
+        self._output = _OutputForwarder(on_line)
+        self._result: LaunchResult | None = None
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], namespaces: Sequence[int] = ()) -> None:
+        """Start the next rank; `namespaces` are descriptors for it to enter, in this order."""
+        # The kernel sends "parent died" when the *thread* that started a process ends: only the main one lasts.
+        owner = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        words = ",".join(map(str, [owner, *namespaces]))
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PRELUDE, words, *command],
+            env=dict(environment),
+            pass_fds=tuple(namespaces),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        rank = len(self._processes)
+        self._processes.append(process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._output.add(rank, process.stdout, process.stderr)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def running(self) -> bool:
+        """Whether any rank has not been collected yet."""
+        return len(self._ended) < len(self._processes)
+
+    def send_signal(self, rank: int, number: int) -> None:
+        """Send a signal to the rank's whole process group; nothing if it has ended."""
+        if not 0 <= rank < len(self._processes):
+            raise InvalidArgument(f"there is no rank {rank}; there are ranks 0 to {len(self._processes) - 1}")
+        if rank not in self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[rank].pid, number)
+
+    def wait(self, timeout_s: float | None = None) -> LaunchResult:
+        """Wait for every rank. When one fails the others get `grace_s`, then SIGTERM, then SIGKILL.
+
+        Ctrl-C is forwarded to the ranks, and raised again once they have ended; so is SystemExit, as SIGTERM.
+        """
+        if self._result is not None:
+            return self._result
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        timed_out = False
+        try:
+            while self.running and self._first_failed is None and not timed_out:
+                timed_out = not self._collect(deadline)
+            if self._first_failed is not None:
+                self._collect_all(time.monotonic() + self._grace_s)
+            late = tuple(rank for rank in range(len(self._processes)) if rank not in self._ended)
+            self.end()
+        except KeyboardInterrupt:
+            self.end(signal.SIGINT)
+            raise
+        except SystemExit:
+            self.end()
+            raise
+        codes = tuple(self._ended[rank] for rank in range(len(self._processes)))
+        self._result = LaunchResult(codes, self._first_failed if not timed_out else None, timed_out, late)
+        return self._result
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """End every rank that still runs: `number`, then SIGKILL for those that do not heed it."""
+        try:
+            self._signal_all(number)
+            self._collect_all(time.monotonic() + _TERM_TO_KILL_S)
+        except KeyboardInterrupt:  # a second Ctrl-C: no more patience
+            pass
+        self._signal_all(signal.SIGKILL)
+        self._collect_all(None)
+        self._output.finish()
+
+    def _signal_all(self, number: int) -> None:
+        for rank in range(len(self._processes)):
+            self.send_signal(rank, number)
+            self.send_signal(rank, signal.SIGCONT)  # a stopped rank takes nothing but SIGKILL
+
+    def _collect_all(self, deadline: float | None) -> None:
+        while self.running and self._collect(deadline):
+            pass
+
+    def _collect(self, deadline: float | None) -> bool:
+        """Wait until at least one rank has ended, and collect it; False if the deadline came first."""
+        waiting = {rank: process for rank, process in enumerate(self._processes) if rank not in self._ended}
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+            for rank, process in waiting.items():
+                descriptor = os.pidfd_open(process.pid)
+                stack.callback(os.close, descriptor)
+                selector.register(descriptor, selectors.EVENT_READ, rank)
+            timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = sorted(key.data for key, _ in selector.select(timeout_s))
+        for rank in ready:
+            # The ended leader is still a zombie, so that the group's number cannot be anyone else's: whatever the rank
+            # started and left behind goes with it.
+            self.send_signal(rank, signal.SIGKILL)
+            self._ended[rank] = waiting[rank].wait()
+        failed = [rank for rank in ready if self._ended[rank] != 0]
+        if failed and self._first_failed is None:
+            # Two at once: a rank that a signal killed is the cause, one that ended by itself may have seen its peer go.
+            self._first_failed = min(failed, key=lambda rank: (self._ended[rank] > 0, rank))
+        return bool(ready)
+
+
+class _OutputForwarder:
+    """One thread that copies whole lines from the ranks' pipes, with the rank in front."""
+
+    def __init__(self, on_line: Callable[[int, str], None] | None) -> None:
+        self._on_line = on_line
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[int, bytearray] = {}
+        self._thread: threading.Thread | None = None
+        self._give_up_at: float | None = None
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+
+    def add(self, rank: int, standard_output: IO[bytes], standard_error: IO[bytes]) -> None:
+        for pipe, is_error in ((standard_output, False), (standard_error, True)):
+            os.set_blocking(pipe.fileno(), False)
+            self._lines[pipe.fileno()] = bytearray()
+            self._selector.register(pipe, selectors.EVENT_READ, (rank, is_error))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gradwire-rank-output", daemon=True)
+            self._thread.start()
+        os.write(self._wake_write, b"+")
+
+    def finish(self) -> None:
+        """Forward what is left, once all ranks have ended; a stray process that holds a pipe open is waited for 1 s."""
+        if self._thread is None:
+            return
+        self._give_up_at = time.monotonic() + 1.0
+        os.write(self._wake_write, b".")
+        self._thread.join()
+        self._thread = None
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _run(self) -> None:
+        while self._give_up_at is None or (len(self._lines) > 0 and time.monotonic() < self._give_up_at):
+            for key, _ in self._selector.select(None if self._give_up_at is None else 0.1):
+                if key.data is None:
+                    os.read(self._wake_read, 4096)
+                else:
+                    self._read(key.fileobj, *key.data)  # type: ignore[arg-type]
+
+    def _read(self, pipe: IO[bytes], rank: int, is_error: bool) -> None:
+        pending = self._lines[pipe.fileno()]
+        data = os.read(pipe.fileno(), 1 << 16)
+        pending += data
+        end = pending.rfind(b"\n") + 1 if data else len(pending)
+        if len(pending) > 1 << 20:  # not lines at all: do not gather it for ever
+            end = len(pending)
+        if end:
+            self._write(rank, is_error, bytes(pending[:end]).decode(errors="replace").splitlines())
+            del pending[:end]
+        if not data:
+            self._selector.unregister(pipe)
+            del self._lines[pipe.fileno()]
+            pipe.close()
+
+    def _write(self, rank: int, is_error: bool, lines: list[str]) -> None:
+        if self._on_line is not None and not is_error:
+            for line in lines:
+                self._on_line(rank, line)
+            return
+        # Our own reader may have gone (`... | head`); the ranks are not to hang on a full pipe for that.
+        with contextlib.suppress(OSError, ValueError):
+            stream = sys.stderr if is_error else sys.stdout
+            stream.write("".join(f"[{rank}] {line}\n" for line in lines))
+            stream.flush()
+
+
+@contextlib.contextmanager
+def end_on_signals() -> Iterator[None]:
+    """Within: SIGTERM and SIGHUP raise SystemExit(128 + signal), so that ranks and labs are ended. Main thread only."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

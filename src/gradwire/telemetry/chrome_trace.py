@@ -1,0 +1,253 @@
+"""Chrome trace events: opens in Perfetto (ui.perfetto.dev) and chrome://tracing. One file a rank, merged on demand.
+
+Format: "Trace Event Format" of the Chromium project, JSON object form. One process a rank; its threads are the
+iterations, DDP's hook ("backward hook") and the communication lane ("lane"); buckets are asynchronous spans from the
+hook's call to the result; the bytes are counter tracks. Timestamps are `time.perf_counter_ns` in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.telemetry.recorder import BucketRecord, Span, StepRecord
+
+__all__ = ["ChromeTraceSink", "merge_traces"]
+
+_log = logging.getLogger("gradwire.telemetry")
+
+_TAIL = b"\n]}\n"
+_ITERATIONS, _HOOK, _LANE = 0, 1, 100  # thread ids; a row's overflow rows follow it, hence the gap
+
+
+class ChromeTraceSink:
+    """Writes one rank's trace, step by step; after every step the file is whole, valid JSON.
+
+    `max_bytes` bounds the file (a span takes about 120 bytes): what comes after is left out, which is logged once.
+
+    Cost: 2 to 3 us a span at the end of the step, on the training thread.
+    """
+
+    wants_spans = True
+
+    def __init__(self, path: str | os.PathLike[str], rank: int, world_size: int, max_bytes: int = 256 << 20) -> None:
+        """Raises: OSError, if the file cannot be created."""
+        self.path = Path(path)
+        self._rank = rank
+        self._max_bytes = max_bytes
+        self._full = False
+        self._rows = {_HOOK: _Rows(_HOOK, "backward hook"), _LANE: _Rows(_LANE, "lane")}
+        self._named_rows: set[int] = set()
+        self._last_counter_us = 0.0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("wb", buffering=0)
+        head = json.dumps({"displayTimeUnit": "ms", "otherData": _clock(rank, world_size)})
+        first = [
+            self._metadata("process_name", 0, {"name": f"rank {rank}"}),
+            self._metadata("process_sort_index", 0, {"sort_index": rank}),
+            *self._name_row(_ITERATIONS, "iterations"),
+        ]
+        start = head[:-1] + ', "traceEvents": [\n' + ",\n".join(json.dumps(event) for event in first)
+        self._file.write(start.encode() + _TAIL)
+        self._end = len(start.encode())  # where the next event goes, over the tail
+
+    def write_step(self, step_record: StepRecord, bucket_records: Sequence[BucketRecord]) -> None:
+        """Append one step's events. Raises: OSError (full disk), after putting the file back to its last whole step."""
+        if self._full:
+            return
+        events = [self._iteration(step_record)]
+        events += self._spans(bucket_records)
+        events += self._buckets(bucket_records)
+        events += self._counters(step_record, bucket_records)
+        text = "".join(",\n" + json.dumps(event, separators=(",", ":")) for event in events).encode()
+        if self._end + len(text) > self._max_bytes:
+            self._full = True
+            _log.warning("%s has reached max_bytes=%d; the trace ends here", self.path, self._max_bytes)
+            return
+        try:
+            self._write_at_end(text + _TAIL)
+        except OSError:
+            self._file.truncate(self._end)
+            self._write_at_end(_TAIL)  # fits: these bytes were the file's already
+            raise
+        self._end += len(text)
+
+    def close(self) -> None:
+        """Close the file, which is whole already."""
+        self._file.close()
+
+    def _write_at_end(self, data: bytes) -> None:
+        self._file.seek(self._end)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+
+    def _iteration(self, step: StepRecord) -> dict[str, Any]:
+        start_ns = step.closed_ns - step.iteration_ns
+        return self._complete(f"step {step.step}", "step", _ITERATIONS, start_ns, step.closed_ns, step.as_dict())
+
+    def _spans(self, buckets: Sequence[BucketRecord]) -> list[dict[str, Any]]:
+        spans = [
+            (span, record, _HOOK if span.thread == record.thread else _LANE)
+            for record in buckets
+            for span in record.spans or ()
+        ]
+        # Longest first among equal starts: an outer span goes before the ones inside it.
+        spans.sort(key=lambda item: (item[0].start_ns, -item[0].end_ns))
+        events: list[dict[str, Any]] = []
+        for span, record, thread in spans:
+            row, name = self._rows[thread].place(span)
+            events += self._name_row(row, name)
+            arguments = {"bucket": record.bucket, "step": record.step}
+            events.append(self._complete(span.kind, "gradwire", row, span.start_ns, span.end_ns, arguments))
+        return events
+
+    def _buckets(self, buckets: Sequence[BucketRecord]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for record in buckets:
+            name = f"bucket {record.bucket}" if record.bucket >= 0 else "outside buckets"
+            # Ids local to the process: ranks may use the same ones in a merged file.
+            common = {"cat": "bucket", "name": name, "pid": self._rank, "tid": _HOOK}
+            common["id2"] = {"local": f"{record.step}.{record.bucket}.{record.started_ns}"}
+            events.append({"ph": "b", "ts": record.started_ns / 1e3, **common, "args": record.as_dict()})
+            events.append({"ph": "e", "ts": record.ended_ns / 1e3, **common})
+        return events
+
+    def _counters(self, step: StepRecord, buckets: Sequence[BucketRecord]) -> list[dict[str, Any]]:
+        sent = received = 0
+        events = []
+        for record in sorted(buckets, key=lambda record: record.ended_ns):
+            sent += record.bytes_sent
+            received += record.bytes_received
+            events.append(self._counter("bytes in this step", record.ended_ns, {"sent": sent, "received": received}))
+        events.append(self._counter("bytes in this step", step.closed_ns, {"sent": 0, "received": 0}))
+        return events
+
+    def _counter(self, name: str, time_ns: int, values: dict[str, int]) -> dict[str, Any]:
+        # A bucket that closed late counts to the step that took it in, so it may not go back before the last one's end.
+        self._last_counter_us = max(self._last_counter_us, time_ns / 1e3)
+        return {"ph": "C", "name": name, "pid": self._rank, "tid": 0, "ts": self._last_counter_us, "args": values}
+
+    def _complete(
+        self, name: str, category: str, row: int, start_ns: int, end_ns: int, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "pid": self._rank,
+            "tid": row,
+            "ts": start_ns / 1e3,
+            "dur": (end_ns - start_ns) / 1e3,
+            "args": arguments,
+        }
+
+    def _metadata(self, name: str, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "pid": self._rank, "tid": row, "ts": 0, "args": arguments}
+
+    def _name_row(self, row: int, name: str) -> list[dict[str, Any]]:
+        if row in self._named_rows:
+            return []
+        self._named_rows.add(row)
+        return [
+            self._metadata("thread_name", row, {"name": name}),
+            self._metadata("thread_sort_index", row, {"sort_index": row}),
+        ]
+
+
+class _Rows:
+    """Places spans on rows so that within a row they nest and their starts never go back, as the format asks.
+
+    A pipeline overlaps its stages (chunk k+1 is encoded while k travels), so one row is not always enough.
+    """
+
+    def __init__(self, first_row: int, name: str) -> None:
+        self._first_row = first_row
+        self._name = name
+        self._open_ends: list[list[int]] = []  # of each row, outermost span first
+        self._floors: list[int] = []  # no earlier span may go on that row any more
+
+    def place(self, span: Span) -> tuple[int, str]:
+        row = next((row for row in range(len(self._floors)) if self._fits(row, span)), len(self._floors))
+        if row == len(self._floors):
+            self._open_ends.append([])
+            self._floors.append(span.start_ns)
+        self._open_ends[row].append(span.end_ns)
+        return self._first_row + row, self._name if row == 0 else f"{self._name} (overlap {row})"
+
+    def _fits(self, row: int, span: Span) -> bool:
+        if span.start_ns < self._floors[row]:
+            return False
+        self._floors[row] = span.start_ns
+        open_ends = self._open_ends[row]
+        while open_ends and open_ends[-1] <= span.start_ns:
+            open_ends.pop()
+        return not open_ends or span.end_ns <= open_ends[-1]
+
+
+def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+    """Write the traces of several ranks as one, on one clock.
+
+    Ranks of one machine share its clock exactly; those of others are aligned by their wall clocks, i.e. as well as NTP.
+
+    Raises: InvalidArgument (no file, one that cannot be read, one rank twice), CorruptMessage (not a gradwire trace).
+    """
+    traces = [(Path(path), _load(Path(path))) for path in paths]
+    if not traces:
+        raise InvalidArgument("there is no trace to merge; a rank writes one through ChromeTraceSink")
+    base = traces[0][1]["otherData"]
+    seen: dict[int, Path] = {}
+    events: list[dict[str, Any]] = []
+    for path, trace in traces:
+        clock = trace["otherData"]
+        rank = clock["rank"]
+        if rank in seen:
+            raise InvalidArgument(f"{path} and {seen[rank]} are both of rank {rank}; merge the ranks of one run")
+        seen[rank] = path
+        shift_us = 0.0
+        if clock["clock_id"] != base["clock_id"]:
+            shift_us = (clock["wall_minus_clock_ns"] - base["wall_minus_clock_ns"]) / 1e3
+        for event in trace["traceEvents"]:
+            if event["ph"] != "M":
+                event["ts"] += shift_us
+            events.append(event)
+    merged = {"displayTimeUnit": "ms", "otherData": {"ranks": sorted(seen)}, "traceEvents": events}
+    out = Path(out)
+    out.write_text(json.dumps(merged), encoding="utf-8")
+    return out
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        clock = trace["otherData"]
+        if not all(type(clock[key]) is int for key in ("rank", "wall_minus_clock_ns")) or "clock_id" not in clock:
+            raise ValueError("its otherData names no rank and clock")
+        if not all("ph" in event and "ts" in event for event in trace["traceEvents"]):
+            raise ValueError("an event has no ph or ts")
+    except OSError as error:
+        raise InvalidArgument(f"cannot read the trace {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptMessage(f"{path} is not a trace that gradwire wrote: {error}") from error
+    return trace
+
+
+def _clock(rank: int, world_size: int) -> dict[str, Any]:
+    try:
+        # The monotonic clock counts from boot: same boot, same clock, whatever namespaces the ranks are in.
+        clock_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        clock_id = platform.node()
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "clock_id": clock_id,
+        "wall_minus_clock_ns": time.time_ns() - time.perf_counter_ns(),
+    }

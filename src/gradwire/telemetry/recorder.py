@@ -1,0 +1,355 @@
+"""Counts bytes and times per bucket and step. Cheap enough to be always on; keeps single spans only when tracing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from gradwire.errors import InvalidArgument
+
+__all__ = ["KINDS", "BucketRecord", "Recorder", "Sink", "Span", "StepRecord"]
+
+_log = logging.getLogger("gradwire.telemetry")
+
+KINDS = ("encode", "decode", "communicate", "importance", "table", "wait")
+
+# A caller that never closes a step (a bare comm hook) must not make the recorder grow: older steps close by themselves.
+_MAX_OPEN_STEPS = 8
+# Reasons may hold numbers of their own; the counter of reasons stays bounded all the same.
+_MAX_FALLBACK_REASONS = 100
+
+
+class Span(NamedTuple):
+    """One stretch of work of one thread, on the clock `time.perf_counter_ns`."""
+
+    kind: str
+    start_ns: int
+    end_ns: int
+    thread: int
+
+
+class BucketRecord:
+    """One bucket in one step. Any thread may add to it until it is closed.
+
+    `fallbacks` takes one reason for each time that the scheme sent this bucket (or a part) some plainer way.
+    """
+
+    __slots__ = (
+        "_lock",
+        "bucket",
+        "bytes_received",
+        "bytes_sent",
+        "communicate_ns",
+        "decode_ns",
+        "encode_ns",
+        "ended_ns",
+        "fallbacks",
+        "importance_ns",
+        "n_messages",
+        "original_bytes",
+        "spans",
+        "started_ns",
+        "step",
+        "table_ns",
+        "thread",
+        "wait_ns",
+    )
+
+    def __init__(self, step: int, bucket: int, original_bytes: int, trace: bool, lock: threading.Lock) -> None:
+        self.step = step
+        self.bucket = bucket
+        self.original_bytes = original_bytes
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.n_messages = 0
+        self.encode_ns = 0
+        self.decode_ns = 0
+        self.communicate_ns = 0
+        self.importance_ns = 0
+        self.table_ns = 0
+        self.wait_ns = 0
+        self.fallbacks: list[str] = []
+        self.spans: list[Span] | None = [] if trace else None
+        self.thread = threading.get_ident()  # the thread that opened it: DDP's hook
+        self.started_ns = time.perf_counter_ns()
+        self.ended_ns = 0
+        self._lock = lock
+
+    def add(self, kind: str, start_ns: int, end_ns: int) -> None:
+        """Count `end_ns - start_ns` (clock: `time.perf_counter_ns`) as time of `kind`, one of `KINDS`.
+
+        Spans of different threads may overlap, so the sums are busy time and may exceed the bucket's duration.
+        Raises: InvalidArgument (unknown kind).
+        """
+        duration_ns = end_ns - start_ns
+        assert duration_ns >= 0, "a span ends before it starts"
+        with self._lock:  # `+=` on an attribute is not atomic, and hook and lane both add
+            if kind == "communicate":
+                self.communicate_ns += duration_ns
+            elif kind == "encode":
+                self.encode_ns += duration_ns
+            elif kind == "decode":
+                self.decode_ns += duration_ns
+            elif kind == "importance":
+                self.importance_ns += duration_ns
+            elif kind == "wait":
+                self.wait_ns += duration_ns
+            elif kind == "table":
+                self.table_ns += duration_ns
+            else:
+                raise InvalidArgument(f"telemetry knows no kind {kind!r}; there are: {', '.join(KINDS)}")
+        if self.spans is not None:
+            self.spans.append(Span(kind, start_ns, end_ns, threading.get_ident()))
+
+    def count_sent(self, n_bytes: int) -> None:
+        """Count one message of `n_bytes`, headers included, that this rank sent."""
+        with self._lock:
+            self.bytes_sent += n_bytes
+            self.n_messages += 1
+
+    def count_received(self, n_bytes: int) -> None:
+        """Count `n_bytes`, headers included, that this rank received."""
+        with self._lock:
+            self.bytes_received += n_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, plain values, times in seconds: the fields of a bucket's line in a JSONL log."""
+        return {
+            "step": self.step,
+            "bucket": self.bucket,
+            "original_bytes": self.original_bytes,
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "n_messages": self.n_messages,
+            "encode_s": self.encode_ns / 1e9,
+            "decode_s": self.decode_ns / 1e9,
+            "communicate_s": self.communicate_ns / 1e9,
+            "importance_s": self.importance_ns / 1e9,
+            "table_s": self.table_ns / 1e9,
+            "wait_s": self.wait_ns / 1e9,
+            "duration_s": (self.ended_ns - self.started_ns) / 1e9,
+            "fallbacks": list(self.fallbacks),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The sums over one step's buckets.
+
+    Attributes:
+        n_buckets: gradient buckets; traffic outside of them (bucket < 0) is in the bytes and times, not in this count.
+        reference_bytes: what a ring all-reduce of the gradients as they are sends per rank: 2 (N-1)/N original_bytes.
+        exposed_ns: how long the training thread stood still for communication, i.e. what no overlap hid.
+        iteration_ns: from the previous step's close to this one's; in the first step from its first bucket.
+        first_ns, closed_ns: the step's first bucket opened, and the step closed, on `time.perf_counter_ns`.
+    """
+
+    step: int
+    n_buckets: int
+    original_bytes: int
+    reference_bytes: float
+    bytes_sent: int
+    bytes_received: int
+    n_messages: int
+    n_fallbacks: int
+    encode_ns: int
+    decode_ns: int
+    communicate_ns: int
+    importance_ns: int
+    table_ns: int
+    wait_ns: int
+    exposed_ns: int
+    iteration_ns: int
+    first_ns: int
+    closed_ns: int
+
+    @property
+    def ratio(self) -> float:
+        """bytes_sent / reference_bytes; 1.0 where there is nothing to send (one rank, or no gradients)."""
+        return self.bytes_sent / self.reference_bytes if self.reference_bytes else 1.0
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Flat, plain values, times in seconds: the fields of a step's line in a JSONL log."""
+        return {
+            "step": self.step,
+            "iteration_s": self.iteration_ns / 1e9,
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "original_bytes": self.original_bytes,
+            "ratio": self.ratio,
+            "encode_s": self.encode_ns / 1e9,
+            "decode_s": self.decode_ns / 1e9,
+            "communicate_s": self.communicate_ns / 1e9,
+            "importance_s": self.importance_ns / 1e9,
+            "table_s": self.table_ns / 1e9,
+            "wait_s": self.wait_ns / 1e9,
+            "exposed_s": self.exposed_ns / 1e9,
+            "n_buckets": self.n_buckets,
+            "n_messages": self.n_messages,
+            "n_fallbacks": self.n_fallbacks,
+        }
+
+
+class Sink(Protocol):
+    """Where records go. Called once a step on the training thread, never for one sink from two threads at once.
+
+    A sink that sets `wants_spans = True` turns tracing on. One that raises is reported once and dropped.
+    """
+
+    def write_step(self, step_record: StepRecord, bucket_records: Sequence[BucketRecord]) -> None:
+        """Take one closed step and its closed buckets, in the order in which they closed."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is left; called once."""
+        ...
+
+
+class Recorder:
+    """The telemetry of one rank: opens and closes records, keeps totals and the last steps, feeds the sinks.
+
+    Thread-safe. Without tracing its memory does not grow over steps: it keeps 1000 StepRecords and one step's buckets.
+    """
+
+    MAX_STEPS = 1000
+
+    def __init__(self, rank: int, world_size: int, trace: bool = False, sinks: Iterable[Sink] = ()) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.trace = trace
+        self.steps: deque[StepRecord] = deque(maxlen=self.MAX_STEPS)
+        self.last_buckets: list[BucketRecord] = []
+        self.fallback_reasons: Counter[str] = Counter()
+        self._sinks: list[Sink] = []
+        self._lock = threading.Lock()
+        self._sink_lock = threading.Lock()  # apart from _lock: a slow disk must not stall the lane
+        self._closed: list[BucketRecord] = []
+        self._totals: Counter[str] = Counter()
+        self._last_step_ns = 0
+        for sink in sinks:
+            self.add_sink(sink)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Feed `sink` from the next closed step on; if it wants spans, buckets opened from now on are traced."""
+        self.trace = self.trace or bool(getattr(sink, "wants_spans", False))
+        with self._sink_lock:
+            self._sinks.append(sink)
+
+    def open_bucket(self, step: int, bucket: int, original_bytes: int) -> BucketRecord:
+        """Start the record of one bucket.
+
+        Args:
+            bucket: DDP's bucket index; -1 for traffic that belongs to no bucket (preamble, tables), with 0 bytes.
+            original_bytes: the gradient's size as DDP would send it.
+        """
+        oldest = self._closed[0].step if self._closed else step
+        if step - oldest >= _MAX_OPEN_STEPS:
+            self.close_step(oldest, 0)
+        return BucketRecord(step, bucket, original_bytes, self.trace, self._lock)
+
+    def close_bucket(self, record: BucketRecord) -> None:
+        """End a bucket's record; it counts to its step, or to the next one to close if its own has closed already."""
+        record.ended_ns = time.perf_counter_ns()
+        with self._lock:
+            self._closed.append(record)
+
+    def close_step(self, step: int, exposed_ns: int) -> StepRecord:
+        """Sum up the closed buckets of `step` (and of earlier steps that came late) and feed the sinks.
+
+        Args:
+            exposed_ns: how long the training thread stood still for this step's communication.
+        """
+        now_ns = time.perf_counter_ns()
+        with self._lock:
+            buckets = [record for record in self._closed if record.step <= step]
+            self._closed = [record for record in self._closed if record.step > step]
+            first_ns = min((record.started_ns for record in buckets), default=now_ns)
+            started_ns, self._last_step_ns = self._last_step_ns or first_ns, now_ns
+            original_bytes = sum(record.original_bytes for record in buckets)
+            step_record = StepRecord(
+                step=step,
+                n_buckets=sum(record.bucket >= 0 for record in buckets),
+                original_bytes=original_bytes,
+                reference_bytes=2 * (self.world_size - 1) / self.world_size * original_bytes,
+                bytes_sent=sum(record.bytes_sent for record in buckets),
+                bytes_received=sum(record.bytes_received for record in buckets),
+                n_messages=sum(record.n_messages for record in buckets),
+                n_fallbacks=sum(len(record.fallbacks) for record in buckets),
+                encode_ns=sum(record.encode_ns for record in buckets),
+                decode_ns=sum(record.decode_ns for record in buckets),
+                communicate_ns=sum(record.communicate_ns for record in buckets),
+                importance_ns=sum(record.importance_ns for record in buckets),
+                table_ns=sum(record.table_ns for record in buckets),
+                wait_ns=sum(record.wait_ns for record in buckets),
+                exposed_ns=exposed_ns,
+                iteration_ns=now_ns - started_ns,
+                first_ns=first_ns,
+                closed_ns=now_ns,
+            )
+            self.steps.append(step_record)
+            self.last_buckets = buckets
+            self._count(step_record, buckets)
+        self._feed_sinks(step_record, buckets)
+        return step_record
+
+    def totals(self) -> dict[str, float | int]:
+        """Sums over all closed steps: counts, bytes, seconds, and the ratio of bytes sent to a plain ring's."""
+        with self._lock:
+            totals = Counter(self._totals)
+        reference_bytes = 2 * (self.world_size - 1) / self.world_size * totals["original_bytes"]
+        result: dict[str, float | int] = {
+            name: totals[name]
+            for name in ("n_steps", "n_buckets", "n_messages", "n_fallbacks", "original_bytes", "bytes_sent")
+        }
+        result["bytes_received"] = totals["bytes_received"]
+        result["ratio"] = totals["bytes_sent"] / reference_bytes if reference_bytes else 1.0
+        for name in (*KINDS, "exposed", "iteration"):
+            result[f"{name}_s"] = totals[f"{name}_ns"] / 1e9
+        return result
+
+    def close(self) -> None:
+        """Close all sinks; the recorder itself stays readable."""
+        with self._sink_lock:
+            sinks, self._sinks = self._sinks, []
+            for sink in sinks:
+                try:
+                    sink.close()
+                except Exception:
+                    _log.exception("telemetry sink %s failed to close; its output may be incomplete", _name(sink))
+
+    def _count(self, step_record: StepRecord, buckets: Sequence[BucketRecord]) -> None:
+        self._totals["n_steps"] += 1
+        for name in ("n_buckets", "n_messages", "n_fallbacks", "original_bytes", "bytes_sent", "bytes_received"):
+            self._totals[name] += getattr(step_record, name)
+        for kind in (*KINDS, "exposed", "iteration"):
+            self._totals[f"{kind}_ns"] += getattr(step_record, f"{kind}_ns")
+        for record in buckets:
+            for reason in record.fallbacks:
+                if reason in self.fallback_reasons or len(self.fallback_reasons) < _MAX_FALLBACK_REASONS:
+                    self.fallback_reasons[reason] += 1
+
+    def _feed_sinks(self, step_record: StepRecord, buckets: Sequence[BucketRecord]) -> None:
+        with self._sink_lock:
+            for sink in list(self._sinks):
+                try:
+                    sink.write_step(step_record, buckets)
+                # Whatever a sink raises (a full disk, a bug of the user's own), training is worth more than its log.
+                except Exception:
+                    self._sinks.remove(sink)
+                    _log.exception(
+                        "telemetry sink %s failed at step %d on rank %d; it is dropped, what it wrote so far is kept, "
+                        "training goes on",
+                        _name(sink),
+                        step_record.step,
+                        self.rank,
+                    )
+
+
+def _name(sink: Sink) -> str:
+    path = getattr(sink, "path", None)
+    return type(sink).__name__ + (f" ({path})" if path else "")

@@ -1,0 +1,95 @@
+"""What a training run is given, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run; the same on all ranks.
+
+    Attributes:
+        scheme: a name in `gradwire.schemes.names()`, or "ddp" for DistributedDataParallel without gradwire.
+        steps: the step number to train up to; a resumed run does what is left.
+        batch_size: samples per rank; None takes the workload's.
+        seed: of weights and data. deterministic: torch's deterministic algorithms.
+        device: "cpu", or "cuda" for GPU LOCAL_RANK.
+        n_threads: torch's threads per rank; None: 1 when several ranks share the machine, else torch's default.
+        bucket_cap_mb: DDP's; None takes its default.
+        out: folder for config.json, steps.jsonl, summary.json; None writes nothing.
+        trace: write a Chrome trace per rank into `out` (open it in Perfetto).
+        checkpoint: folder of checkpoints, written every `save_every` steps (0: at the end only) and at the end.
+        resume: continue from the newest checkpoint there, if any.
+        rewrap_at: steps before which the model is wrapped in a new DDP and the scheme attached anew, as a resumption
+            does: a run that does so is bit-identical to one that stops there and resumes.
+    """
+
+    workload: str = "gpt"
+    workload_options: dict[str, Any] = field(default_factory=dict)
+    scheme: str = "gcomp"
+    scheme_options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 100
+    batch_size: int | None = None
+    seed: int = 0
+    deterministic: bool = True
+    device: str = "cpu"
+    n_threads: int | None = None
+    bucket_cap_mb: float | None = None
+    out: Path | None = None
+    trace: bool = False
+    checkpoint: Path | None = None
+    resume: bool = False
+    save_every: int = 0
+    rewrap_at: tuple[int, ...] = ()
+    evaluate: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises: InvalidArgument."""
+        if self.steps < 1:
+            raise InvalidArgument(f"steps={self.steps}: expected at least 1")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InvalidArgument(f"batch_size={self.batch_size}: expected at least 1")
+        if self.save_every < 0:
+            raise InvalidArgument(f"save_every={self.save_every}: expected 0 (at the end only) or more")
+        if self.checkpoint is None and (self.resume or self.save_every):
+            raise InvalidArgument("to resume or to save there must be a folder for it: pass checkpoint=DIR")
+        if self.trace and self.out is None:
+            raise InvalidArgument("a trace is written into the run's folder: pass out=RUN_DIR")
+        if self.device not in ("cpu", "cuda"):
+            raise InvalidArgument(f"device={self.device!r}: expected 'cpu' or 'cuda'")
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint of one run to continue in another."""
+        return {
+            "workload": self.workload,
+            "workload_options": repr(sorted(self.workload_options.items())),
+            "scheme": self.scheme,
+            "scheme_options": repr(sorted(self.scheme_options.items())),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to; the same on all ranks.
+
+    Attributes:
+        steps: one flat record a step (this run's own steps, not those before a resumption), as in steps.jsonl.
+        summary: one flat record, as in summary.json.
+        parameters_sha256: of all parameters, equal on all ranks.
+    """
+
+    steps: list[dict[str, Any]]
+    summary: dict[str, Any]
+    parameters_sha256: str
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step, as the mean over the ranks in float64."""
+        return [record["loss"] for record in self.steps]

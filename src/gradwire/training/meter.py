@@ -1,0 +1,99 @@
+"""Per-step figures of all ranks, gathered every few steps into one record a step."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TIMES = ("forward_backward_s", "optimizer_s", "encode_s", "decode_s", "communicate_s", "importance_s", "table_s",
+          "wait_s", "exposed_s")  # fmt: skip
+_COUNTS = ("bytes_sent", "bytes_received", "original_bytes", "n_messages", "n_fallbacks")
+_KEYS = ("loss", "iteration_s", *_TIMES, *_COUNTS)
+
+N_WARM_UP_STEPS = 2  # DDP's first step uses one bucket, and its second rebuilds them
+
+
+class Meter:
+    """Collects this rank's steps; `gather` turns them into records over all ranks.
+
+    A record has the loss as the mean over ranks (float64), `iteration_s` of the slowest rank, the other times and the
+    bytes as means per rank, and `ratio`: bytes sent by all ranks / what a float32 ring all-reduce sends. For plain DDP
+    the bytes are that ring's by computation, since only the kernel can count them (`gradwire netlab` does).
+    """
+
+    def __init__(self, device: torch.device, plain_ddp_bytes: int | None) -> None:
+        self._device = device
+        self._plain_ddp_bytes = plain_ddp_bytes
+        self._pending: list[tuple[int, list[float]]] = []
+        self._elapsed_s = 0.0
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, step: int, figures: dict[str, float]) -> None:
+        """Note one step of this rank."""
+        self._pending.append((step, [float(figures.get(key, 0.0)) for key in _KEYS]))
+
+    def gather(self) -> list[dict[str, Any]]:
+        """The records of the steps since the last call, on all ranks; a collective call."""
+        if not self._pending:
+            return []
+        world_size = dist.get_world_size()
+        mine = torch.tensor([row for _, row in self._pending], dtype=torch.float64, device=self._device)
+        tables = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(tables, mine)
+        by_rank = torch.stack(tables).cpu()  # (ranks, steps, figures)
+        records = [self._merge(step, by_rank[:, row]) for row, (step, _) in enumerate(self._pending)]
+        self._pending.clear()
+        self.records += records
+        return records
+
+    def _merge(self, step: int, by_rank: torch.Tensor) -> dict[str, Any]:
+        world_size = by_rank.shape[0]
+        columns = {key: by_rank[:, index] for index, key in enumerate(_KEYS)}
+        # Summed in rank order in float64: the same figure on every rank and machine.
+        means = {key: sum(values.tolist()) / world_size for key, values in columns.items()}
+        record: dict[str, Any] = {"step": step, "loss": means["loss"]}
+        record["iteration_s"] = float(columns["iteration_s"].max())
+        self._elapsed_s += record["iteration_s"]
+        record["elapsed_s"] = self._elapsed_s
+        record |= {key: means[key] for key in (*_TIMES, *_COUNTS)}
+        ring_share = 2 * (world_size - 1) / world_size
+        if self._plain_ddp_bytes is not None:
+            record["original_bytes"] = float(self._plain_ddp_bytes)
+            record["bytes_sent"] = record["bytes_received"] = ring_share * self._plain_ddp_bytes
+        reference_bytes = ring_share * record["original_bytes"]
+        record["ratio"] = record["bytes_sent"] / reference_bytes if reference_bytes else 1.0
+        return record
+
+    def summarize(self) -> dict[str, Any]:
+        """Flat figures over all steps: medians of times after the warm-up, means of bytes, the loss at the end."""
+        warm = self.records[N_WARM_UP_STEPS:] or self.records
+
+        def median(key: str) -> float:
+            return statistics.median(record[key] for record in warm)
+
+        codec_s = [sum(record[key] for key in ("encode_s", "decode_s", "importance_s")) for record in warm]
+        spread = [record["iteration_s"] for record in warm]
+        last = self.records[-10:]
+        return {
+            "n_steps": len(self.records),
+            "iteration_s": median("iteration_s"),
+            "iteration_s_p10": _quantile(spread, 0.1),
+            "iteration_s_p90": _quantile(spread, 0.9),
+            "compute_s": statistics.median(record["iteration_s"] - record["exposed_s"] for record in warm),
+            "codec_s": statistics.median(codec_s),
+            "exposed_s": median("exposed_s"),
+            "wire_bytes": sum(record["bytes_sent"] for record in warm) / len(warm),
+            "wire_bytes_origin": "computed for a ring" if self._plain_ddp_bytes is not None else "counted",
+            "ratio": sum(record["ratio"] for record in warm) / len(warm),
+            "n_fallbacks": sum(record["n_fallbacks"] for record in self.records),
+            "loss": self.records[-1]["loss"],
+            "loss_last_10": sum(record["loss"] for record in last) / len(last),
+        }
+
+
+def _quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

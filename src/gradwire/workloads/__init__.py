@@ -1,0 +1,59 @@
+"""Workloads: a model, its data, its loss and its optimizer under one name, the same on every rank for the same seed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from gradwire.errors import InvalidArgument
+from gradwire.workloads.base import Batch, Workload
+
+__all__ = ["Batch", "Workload", "by_name", "names"]
+
+# name: ("module:class", options that the name stands for). A new workload is one file and one line here.
+_REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt": ("gradwire.workloads.gpt:GptWorkload", {}),
+    "resnet": ("gradwire.workloads.resnet:ResNetWorkload", {}),
+    "gpt2": ("gradwire.workloads.language:Gpt2Workload", {}),
+    "bert-base": ("gradwire.workloads.language:BertWorkload", {"size": "base"}),
+    "bert-large": ("gradwire.workloads.language:BertWorkload", {"size": "large"}),
+    "resnet50": ("gradwire.workloads.vision:VisionWorkload", {"shape": "resnet50"}),
+    "resnet152": ("gradwire.workloads.vision:VisionWorkload", {"shape": "resnet152"}),
+    "vgg16": ("gradwire.workloads.vision:VisionWorkload", {"shape": "vgg16"}),
+    "vgg19": ("gradwire.workloads.vision:VisionWorkload", {"shape": "vgg19"}),
+    "lstm": ("gradwire.workloads.lstm:LstmWorkload", {}),
+    "ncf": ("gradwire.workloads.ncf:NcfWorkload", {}),
+}
+
+
+def names() -> list[str]:
+    """The registered workloads, sorted."""
+    return sorted(_REGISTRY)
+
+
+def by_name(name: str, *, compute: str = "real", **options: Any) -> Workload:
+    """A new workload by its registry name.
+
+    Args:
+        name: one of `names()`.
+        compute: "real" runs the model; "emulate" replays captured gradients of its shape behind calibrated waits
+            (workloads/replay.py), with `options` then also those of `ReplayWorkload`.
+        options: those of the workload's class, such as `optimizer`, `learning_rate`, `batch_size`, `data_dir`.
+    Raises: InvalidArgument (unknown name, or an option that the workload does not take).
+    """
+    if compute == "emulate":
+        from gradwire.workloads.replay import replay_by_name
+
+        return replay_by_name(name, **options)
+    if compute != "real":
+        raise InvalidArgument(f"compute={compute!r}: expected 'real' or 'emulate'")
+    if name not in _REGISTRY:
+        raise InvalidArgument(f"no workload is called {name!r}; there are: {', '.join(names())}")
+    path, fixed = _REGISTRY[name]
+    module_path, class_name = path.split(":")
+    cls = getattr(importlib.import_module(module_path), class_name)
+    try:
+        workload: Workload = cls(name=name, **fixed, **options)
+    except TypeError as error:
+        raise InvalidArgument(f"workload {name!r}: {error}") from error
+    return workload

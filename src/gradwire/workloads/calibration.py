@@ -1,0 +1,61 @@
+"""How long a step of the papers' models computes on a reference accelerator, for replay with emulated computation.
+
+Origin of the two anchors: NVIDIA, DeepLearningExamples, training throughput of one A100 in TF32, optimizer included:
+ResNet-50 v1.5 at 224 x 224, 938 images/s (A100 80 GB, container 21.03); BERT-large on SQuAD, 384 tokens, 44 sequences/s
+(A100 40 GB, container 20.06). The GComp paper's testbed has one A100 (40 GB) a rank and trains in 32-bit floats.
+The other models are scaled from their anchor by arithmetic per sample: multiply-adds of the forward pass for
+convolutions (torchvision's model tables), parameters outside of look-ups times tokens for transformers. They are
+estimates; a run says so (`calibration` in its records), and `step_ms=` replaces them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Forward and backward of one batch on one accelerator.
+
+    Attributes:
+        step_s: seconds for forward and backward of `batch_size` samples.
+        origin: where the figure comes from, for the records.
+    """
+
+    step_s: float
+    batch_size: int
+    origin: str
+
+
+_RESNET50_IMAGES_PER_S = 938.0
+_BERT_LARGE_SEQUENCES_PER_S = 44.0  # of 384 tokens
+
+# Giga multiply-adds per image at 224 x 224.
+_GMACS = {"resnet50": 4.09, "resnet152": 11.51, "vgg16": 15.47, "vgg19": 19.63}
+# Millions of parameters that multiply each token (GPT-2: the output layer too), and tokens a sample.
+_TRANSFORMERS = {"bert-large": (302.3, 384), "bert-base": (85.1, 384), "gpt2": (123.7, 512)}
+
+# Samples per rank: ACP-SGD's for ResNets and BERT-large, homomorphic compression's for BERT-base; the rest are ours.
+_BATCH_SIZES = {
+    "resnet50": 64, "resnet152": 32, "vgg16": 32, "vgg19": 32, "bert-base": 8, "bert-large": 8, "gpt2": 8,
+}  # fmt: skip
+
+
+def reference_calibration(workload: str) -> Calibration | None:
+    """The step on the reference accelerator, or None for a workload that no published figure covers."""
+    if workload in _GMACS:
+        samples_per_s = _RESNET50_IMAGES_PER_S * _GMACS["resnet50"] / _GMACS[workload]
+        anchor = "938 images/s of ResNet-50"
+        is_anchor = workload == "resnet50"
+    elif workload in _TRANSFORMERS:
+        megaparameters, n_tokens = _TRANSFORMERS[workload]
+        anchor_parameters, anchor_tokens = _TRANSFORMERS["bert-large"]
+        samples_per_s = _BERT_LARGE_SEQUENCES_PER_S * anchor_parameters * anchor_tokens / (megaparameters * n_tokens)
+        anchor = "44 sequences/s of BERT-large (384 tokens)"
+        is_anchor = workload == "bert-large"
+    else:
+        return None
+    batch_size = _BATCH_SIZES[workload]
+    how = "published" if is_anchor else "scaled by arithmetic from the published"
+    origin = f"A100 TF32, batch {batch_size}: {how} {anchor} (NVIDIA DeepLearningExamples)"
+    return Calibration(batch_size / samples_per_s, batch_size, origin)

@@ -1,0 +1,51 @@
+"""The optimizers by name: the seven of the GComp paper, and Adam's amsgrad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwire.errors import InvalidArgument
+
+# name: (class, options, default learning rate, default weight decay)
+_OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any], float, float]] = {
+    "sgd": (torch.optim.SGD, {}, 0.1, 0.0),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}, 0.05, 5e-4),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, 0.05, 5e-4),
+    "adagrad": (torch.optim.Adagrad, {}, 1e-2, 0.0),
+    "rmsprop": (torch.optim.RMSprop, {}, 1e-3, 0.0),
+    "adam": (torch.optim.Adam, {}, 1e-3, 0.0),
+    "adamw": (torch.optim.AdamW, {}, 1e-3, 1e-2),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}, 1e-3, 0.0),
+}
+
+
+def names() -> list[str]:
+    """The optimizers that a workload can be given."""
+    return sorted(_OPTIMIZERS)
+
+
+def check_name(name: str) -> None:
+    """Raises: InvalidArgument when no optimizer has this name."""
+    if name not in _OPTIMIZERS:
+        raise InvalidArgument(f"no optimizer is called {name!r}; there are: {', '.join(names())}")
+
+
+def default_learning_rate(name: str) -> float:
+    """The learning rate used when a workload and its user name none."""
+    return _OPTIMIZERS[name][2]
+
+
+def build(
+    name: str, parameters: Iterable[nn.Parameter], learning_rate: float | None, weight_decay: float | None
+) -> Optimizer:
+    """A new optimizer over `parameters`; None takes the default of the name."""
+    check_name(name)
+    cls, options, default_rate, default_decay = _OPTIMIZERS[name]
+    rate = default_rate if learning_rate is None else learning_rate
+    decay = default_decay if weight_decay is None else weight_decay
+    return cls(parameters, lr=rate, weight_decay=decay, **options)  # type: ignore[call-arg]

@@ -1,0 +1,111 @@
+"""ring and direct: the mean over the ranks, the same bits everywhere, for any world, length, chunking and dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.collectives.direct import direct_mean
+from gradwire.collectives.frames import Facts
+from gradwire.collectives.ring import ring_mean
+from gradwire.communicator import Communicator
+from gradwire.errors import CorruptMessage
+from gradwire.telemetry.recorder import Recorder
+from ranks import run_ranks
+
+COLLECTIVES = {"ring": ring_mean, "direct": direct_mean}
+LENGTHS = [0, 1, 2, 3, 5, 7, 64, 65, 1_000, 20_011]
+FACTS = Facts(1, 2, 3, 4)
+
+
+class TrailingZeros:
+    """A lossless codec whose messages vary in length: trailing zeros are not sent."""
+
+    name = "trailing-zeros"
+
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+        return n_elements * dtype.itemsize
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        raw = gradient.contiguous().view(torch.uint8)
+        used = raw.nonzero()
+        n_bytes = int(used.max()) + 1 if used.numel() else 0
+        out[:n_bytes].copy_(raw[:n_bytes])
+        return n_bytes
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        raw = out.view(torch.uint8)
+        if message.numel() > raw.numel():
+            raise CorruptMessage("too long")
+        raw.zero_()
+        raw[: message.numel()].copy_(message)
+
+
+def gradient_of(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_000 * rank + n)
+    gradient = torch.randn(n, generator=generator)
+    gradient[n // 2 + rank :: 3] = 0
+    gradient[n - n // 5 :] = 0
+    return gradient.to(dtype)
+
+
+def expected_mean(which: str, world_size: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bit for bit: part p is summed in the order of the ring from rank p on, or in rank order, in the dtype itself."""
+    gradients = [gradient_of(rank, n, dtype) for rank in range(world_size)]
+    result = torch.empty(n, dtype=dtype)
+    for part in range(world_size):
+        start, end = n * part // world_size, n * (part + 1) // world_size
+        first = part if which == "ring" else 0
+        total = gradients[first][start:end].clone()
+        for k in range(1, world_size):
+            total += gradients[(first + k) % world_size][start:end]
+        result[start:end] = total / world_size
+    return result
+
+
+def reduce_everything(rank: int, world_size: int, which: str, chunk_elements: int) -> list[torch.Tensor]:
+    communicator = Communicator(timeout_s=30)
+    recorder = Recorder(rank, world_size)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for n in LENGTHS:
+            buffer = gradient_of(rank, n, dtype)
+            record = recorder.open_bucket(0, 0, buffer.numel() * buffer.element_size())
+            communicator.submit(
+                COLLECTIVES[which], communicator, TrailingZeros(), buffer, FACTS, record, None, chunk_elements
+            ).wait()
+            expected = expected_mean(which, world_size, n, dtype)
+            assert torch.equal(buffer, expected), (which, world_size, n, dtype)
+            assert record.bytes_sent == 0 if world_size == 1 or n == 0 else record.bytes_sent > 0
+            results.append(buffer)
+    communicator.close()
+    return results
+
+
+@pytest.mark.parametrize("which", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("world_size", "chunk_elements"), [(1, 64), (2, 64), (2, 1 << 18), (3, 500), (4, 64), (5, 999)]
+)
+def test_mean_is_exact_and_the_same_on_all_ranks(which: str, world_size: int, chunk_elements: int) -> None:
+    results = run_ranks(reduce_everything, world_size, which, chunk_elements)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def count_bytes(rank: int, world_size: int, which: str, n: int) -> tuple[int, int]:
+    communicator = Communicator(timeout_s=30)
+    buffer = torch.ones(n)
+    record = Recorder(rank, world_size).open_bucket(0, 0, 4 * n)
+    communicator.submit(COLLECTIVES[which], communicator, TrailingZeros(), buffer, FACTS, record).wait()
+    communicator.close()
+    return record.bytes_sent, record.bytes_received
+
+
+@pytest.mark.parametrize("which", COLLECTIVES)
+def test_what_is_sent_is_received_and_close_to_the_bound(which: str) -> None:
+    n, world_size = 400_000, 4
+    counts = run_ranks(count_bytes, world_size, which, n)
+    assert sum(sent for sent, _ in counts) == sum(received for _, received in counts)
+    bound = 2 * (world_size - 1) / world_size * 4 * n
+    for sent, _ in counts:
+        assert bound <= sent <= 1.05 * bound  # padding of the last frame, headers

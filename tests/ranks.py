@@ -1,0 +1,113 @@
+"""Runs a function on several ranks: processes of their own, Gloo over loopback, a free port, a time limit.
+
+Ranks are forked from a server that has imported torch and gradwire once, so that a rank starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "gradwire"])
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: a result, an error, or a death."""
+
+    result: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exit_code: int | None = None
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30) -> list[Any]:
+    """[function(rank, world_size, *args) for every rank], each in its own process; raises if one does not return."""
+    outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            raise AssertionError(f"rank {rank} raised:\n{outcome.traceback}") from outcome.error
+        assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
+    return [outcome.result for outcome in outcomes]
+
+
+def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30) -> list[Outcome]:
+    """Like run_ranks, but errors and deaths of ranks are returned. A rank that hangs is killed and fails the test."""
+    port = _free_port()
+    results: Any = _context.SimpleQueue()
+    processes = [
+        _context.Process(
+            target=_run_rank, args=(function, rank, world_size, port, results, timeout_s, args), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    outcomes = [Outcome() for _ in range(world_size)]
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in processes) or not results.empty():
+        while not results.empty():
+            rank, pickled = results.get()
+            outcomes[rank] = pickle.loads(pickled)
+        if time.monotonic() > deadline:
+            hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            for process in processes:
+                process.kill()
+            raise AssertionError(f"ranks {hung} still ran after {timeout_s} s; outcomes so far: {outcomes}")
+        time.sleep(0.005)
+    for outcome, process in zip(outcomes, processes, strict=True):
+        process.join()
+        outcome.exit_code = process.exitcode
+    return outcomes
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    results: Any,
+    timeout_s: float,
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(0.9 * timeout_s)  # where a hung rank hangs, before it is killed
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    try:
+        outcome = Outcome(result=function(rank, world_size, *args))
+    except BaseException as error:
+        outcome = Outcome(error=error, traceback=traceback.format_exc())
+        outcome.error.__cause__ = outcome.error.__context__ = outcome.error.__traceback__ = None
+    # Pickled here: a queue would hand tensors over as file descriptors, which die with this process.
+    results.put((rank, pickle.dumps(outcome)))
+    if outcome.error is None:
+        dist.destroy_process_group()
+    os._exit(0)  # a failed group's threads must not hold up the process
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

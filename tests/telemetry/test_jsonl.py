@@ -1,0 +1,96 @@
+"""A JSONL log holds whole lines only, and a full disk costs the log, not the training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwire.telemetry.jsonl import JsonLines, JsonlSink
+from gradwire.telemetry.recorder import Recorder
+
+
+def run(recorder: Recorder, n_steps: int) -> None:
+    for step in range(n_steps):
+        for bucket in range(2):
+            record = recorder.open_bucket(step, bucket, 400)
+            record.count_sent(100)
+            recorder.close_bucket(record)
+        recorder.close_step(step, 1_000_000)
+    recorder.close()
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_line_a_step_with_the_agreed_fields(tmp_path: Path) -> None:
+    run(Recorder(0, 2, sinks=[JsonlSink(tmp_path / "new" / "steps.jsonl")]), 3)
+    records = lines(tmp_path / "new" / "steps.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    agreed = {"step", "iteration_s", "bytes_sent", "bytes_received", "ratio", "encode_s", "decode_s", "communicate_s"}
+    assert agreed | {"exposed_s"} <= set(records[0])
+    assert records[0]["exposed_s"] == 1e-3
+    assert records[0]["ratio"] == 0.25
+
+
+def test_buckets_come_before_their_step(tmp_path: Path) -> None:
+    run(Recorder(0, 2, sinks=[JsonlSink(tmp_path / "log", buckets=True)]), 2)
+    assert [record.get("bucket") for record in lines(tmp_path / "log")] == [0, 1, None, 0, 1, None]
+
+
+def test_appending_keeps_what_a_resumed_run_wrote_before(tmp_path: Path) -> None:
+    for append in (False, True):
+        run(Recorder(0, 2, sinks=[JsonlSink(tmp_path / "log", append=append)]), 2)
+    assert [record["step"] for record in lines(tmp_path / "log")] == [0, 1, 0, 1]
+
+
+def test_infinite_loss_becomes_null(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "log")
+    log.append({"loss": float("inf"), "step": 1})
+    log.append({"loss": float("nan"), "step": 2})
+    log.close()
+    assert lines(tmp_path / "log") == [{"loss": None, "step": 1}, {"loss": None, "step": 2}]
+
+
+def test_log_on_a_full_disk_keeps_whole_lines_and_says_so_once(tmp_path: Path) -> None:
+    # A file-size limit stops a write half-way just as a full disk does, and needs no disk of its own.
+    program = """
+import json, logging, resource, sys
+from gradwire.telemetry.jsonl import JsonlSink
+from gradwire.telemetry.recorder import Recorder
+logging.basicConfig(format="%(message)s")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+sink = JsonlSink(sys.argv[1])
+recorder = Recorder(0, 2, sinks=[sink])
+for step in range(20):
+    recorder.close_step(step, 0)
+assert sink.error is not None
+recorder.close()
+print(recorder.totals()["n_steps"])
+"""
+    path = tmp_path / "log"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["20"]  # the run went on to its end
+    assert done.stderr.count("cannot write") == 1
+    assert str(path) in done.stderr
+    steps = [record["step"] for record in lines(path)]
+    assert steps == list(range(len(steps)))
+    assert steps
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_device_without_space_is_an_error_on_the_first_line_only(caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    log = JsonLines("/dev/full")
+    with caplog.at_level(logging.ERROR, logger="gradwire.telemetry"):
+        for step in range(5):
+            log.append({"step": step})
+    log.close()
+    assert log.n_dropped == 5
+    assert len(caplog.records) == 1

@@ -65,12 +65,15 @@ class Communicator:
         self.world_size = len(members)
         self._store = dist.distributed_c10d._get_default_store()
         self._name = _name_group(members)
-        with self._naming_peer(None):
-            self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore(self._name, self._store), self.rank, self.world_size, timedelta(seconds=timeout_s)
-            )
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
+        try:
+            with self._naming_peer(None):
+                self._group = dist.ProcessGroupGloo(
+                    dist.PrefixStore(self._name, self._store), self.rank, self.world_size, timedelta(seconds=timeout_s)
+                )
+        except PeerLost as error:
+            raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[tuple[torch.futures.Future, Callable[..., Any], tuple] | None]
@@ -256,6 +259,9 @@ class Communicator:
         if threading.current_thread() is not self._lane:
             self._lane.join()
         self._scratch.clear()
+        # By this thread and now: the group's own threads run callbacks that hold this object, and a group that is let go
+        # on one of its threads waits for itself.
+        del self._group
 
     def _abandon(self) -> None:
         """End the lane without waiting for peers: the interpreter goes down."""

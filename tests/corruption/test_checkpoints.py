@@ -84,7 +84,7 @@ def load_misfits(rank: int, world_size: int) -> None:
         ),
     ]
     for misfit, error, words in misfits:
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=words or None):
             attachment.load_state_dict(copy.deepcopy(misfit))
         assert same(attachment.state_dict(), good), words
     attachment.load_state_dict({**good, "world_size": 5}, strict=False)  # tables are the same on all ranks

@@ -20,6 +20,7 @@ N_STEPS = 5
 # Every scheme of the registry, and the lossless gcomp; tables are refreshed within the few steps of a test.
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     **{name: lambda name=name: schemes.by_name(name) for name in schemes.names() if name not in ("gcomp", "periodic")},
+    "truncate": lambda: schemes.by_name("truncate", bits=5),  # fits bfloat16 too, whose mantissa has 7
     "gcomp": lambda: schemes.by_name("gcomp", refresh_every=3),
     "gcomp none": lambda: schemes.by_name("gcomp", importance="none"),
     "gcomp direct": lambda: schemes.by_name("gcomp", importance="none", topology="direct", chunk_elements=1_000),

@@ -68,11 +68,11 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.wide, self.brain, self.half = nn.Linear(20, 20), nn.Linear(20, 20).bfloat16(), nn.Linear(20, 20).half()
+        self.wide, self.short, self.narrow = nn.Linear(20, 20), nn.Linear(20, 20).bfloat16(), nn.Linear(20, 20).half()
 
     def forward(self, batch: Tensor) -> Tensor:
-        hidden = self.brain(self.wide(batch).bfloat16()).relu()
-        return self.half(hidden.half()).float()
+        hidden = self.short(self.wide(batch).bfloat16()).relu()
+        return self.narrow(hidden.half()).float()
 
 
 def train_mixed_dtypes(rank: int, scheme: Scheme | None) -> Tensor:

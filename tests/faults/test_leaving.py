@@ -67,7 +67,7 @@ def run_script(ending: str, scheme: str, world_size: int = 2) -> list[subprocess
     ended = []
     try:
         for process in processes:  # in turn: the next one's stdin is open until this one has ended
-            out, err = process.communicate(timeout=90)
+            out, err = process.communicate(timeout=150)
             ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     finally:
         for process in processes:

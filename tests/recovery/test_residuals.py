@@ -39,7 +39,9 @@ def test_rebuilt_buckets_get_the_bits_that_the_old_ones_left_out() -> None:
     bucket = bucket_of(model, gradients)
     residual.stage(bucket, cut(bucket))
     residual.commit()
-    sent = {parameter: bucket.buffer[o : o + parameter.numel()] for parameter, o in zip(model, bucket.offsets, strict=True)}
+    sent = {
+        parameter: bucket.buffer[o : o + parameter.numel()] for parameter, o in zip(model, bucket.offsets, strict=True)
+    }
     for chosen in ([4, 1, 0], [3, 2]):  # DDP's next buckets: another order, and two of them
         rebuilt = bucket_of([model[i] for i in chosen], [torch.zeros(SIZES[i]) for i in chosen])
         residual.add_to(rebuilt)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from gradwire import errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
@@ -69,8 +70,9 @@ class Communicator:
         self._failure_lock = threading.Lock()
         try:
             with self._naming_peer(None):
-                self._group = dist.ProcessGroupGloo(
-                    dist.PrefixStore(self._name, self._store), self.rank, self.world_size, timedelta(seconds=timeout_s)
+                # Any: torch's stubs leave out the operations of a backend.
+                self._group: Any = dist.ProcessGroupGloo(
+                    PrefixStore(self._name, self._store), self.rank, self.world_size, timedelta(seconds=timeout_s)
                 )
         except PeerLost as error:
             raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
@@ -213,8 +215,11 @@ class Communicator:
         if dist.get_rank() != 0:
             return
 
+        # It ends by itself: a thread that were left behind to poll would crash the interpreter on its way down.
+        deadline = time.monotonic() + 0.9 * _NOTE_WAIT_S
+
         def wait_for_readers() -> None:
-            while self._store.add(self._name + "/readers", 0) < self.world_size:
+            while self._store.add(self._name + "/readers", 0) < self.world_size and time.monotonic() < deadline:
                 time.sleep(0.01)
 
         _try_for(_NOTE_WAIT_S, wait_for_readers)

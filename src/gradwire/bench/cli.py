@@ -10,6 +10,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "codec": ("gradwire.bench.codec", "ratio and speed of codecs and their rivals on real gradients"),
     "allreduce": ("gradwire.bench.allreduce", "time and bytes of every scheme's all-reduce beside the backend's own"),
     "train": ("gradwire.bench.train", "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks"),
+    "fidelity": (
+        "gradwire.bench.fidelity",
+        "how far compression moves the loss, and what it sends: GComp's figures 9, 13a, 18-20",
+    ),
     "gcomp-figures": ("gradwire.bench.gcomp_figures", "the GComp paper's figures 2, 3, 12, 13 and 14, from gradients"),
 }
 

@@ -5,6 +5,7 @@ Ranks are forked from a server that has imported torch and gradwire once, so tha
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -29,7 +30,7 @@ class Outcome:
     exit_code: int | None = None
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30) -> list[Any]:
     """[function(rank, world_size, *args) for every rank], each in its own process; raises if one does not return."""
     outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s)
     for rank, outcome in enumerate(outcomes):
@@ -39,12 +40,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     return [outcome.result for outcome in outcomes]
 
 
-def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Outcome]:
+def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30) -> list[Outcome]:
     """Like run_ranks, but errors and deaths of ranks are returned. A rank that hangs is killed and fails the test."""
     port = _free_port()
     results: Any = _context.SimpleQueue()
     processes = [
-        _context.Process(target=_run_rank, args=(function, rank, world_size, port, results, args), daemon=True)
+        _context.Process(
+            target=_run_rank, args=(function, rank, world_size, port, results, timeout_s, args), daemon=True
+        )
         for rank in range(world_size)
     ]
     for process in processes:
@@ -68,11 +71,18 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 
 def _run_rank(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    results: Any,
+    timeout_s: float,
+    args: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.dump_traceback_later(0.9 * timeout_s)  # where a hung rank hangs, before it is killed
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),

@@ -1,4 +1,4 @@
-// Importance bytes: how many low mantissa bits of each gradient cannot matter to the optimizer (docs/format.md#gcomp).
+// Importance bytes: how many low mantissa bits of each gradient cannot matter to the optimizer.
 #pragma once
 
 #include <cstdint>

@@ -1,21 +1,325 @@
+// AVX2 and BMI2: eight floats (sixteen of the 16-bit types) a vector; pext and pdep cut out and put back the bits of
+// all values of a 64-bit word at once, under a mask that says for each value which of its bits travel.
 #include "gcomp/value_loops.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <type_traits>
 
 namespace gradwire::gcomp {
 namespace {
 
+constexpr std::size_t kStep = 32;  // values a vector loop takes at a time: one vector of exponent bytes
+
+__m256i load256(const void* data) { return _mm256_loadu_si256(static_cast<const __m256i*>(data)); }
+void store256(void* data, __m256i vector) { _mm256_storeu_si256(static_cast<__m256i*>(data), vector); }
+
+// The few operations whose width depends on the value's. `kLanes` values a vector.
+struct Lanes32 {
+  static constexpr std::size_t kLanes = 8;
+  static __m256i set(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+  static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+  static __m256i equal(__m256i a, __m256i b) { return _mm256_cmpeq_epi32(a, b); }
+  static __m256i shift_right(__m256i a, int count) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(count)); }
+  static __m256i shift_left(__m256i a, int count) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(count)); }
+  // Two values a word: pairs of state bytes to their index, 16 to a vector.
+  using Index = std::uint16_t;
+  static __m256i word_indices(__m256i states) {
+    return _mm256_maddubs_epi16(states, _mm256_set1_epi16(1 | kStates << 8));
+  }
+  static __m256i widen(const std::uint8_t* bytes) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  // Four vectors of lanes below 256 to one of bytes, in order.
+  static __m256i narrow(const __m256i (&v)[4]) {
+    const __m256i packed = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+    return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  }
+};
+
+struct Lanes16 {
+  static constexpr std::size_t kLanes = 16;
+  static __m256i set(std::uint32_t value) { return _mm256_set1_epi16(static_cast<short>(value)); }
+  static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }
+  static __m256i sub(__m256i a, __m256i b) { return _mm256_sub_epi16(a, b); }
+  static __m256i equal(__m256i a, __m256i b) { return _mm256_cmpeq_epi16(a, b); }
+  static __m256i greater(__m256i a, __m256i b) { return _mm256_cmpgt_epi16(a, b); }
+  static __m256i shift_right(__m256i a, int count) { return _mm256_srl_epi16(a, _mm_cvtsi32_si128(count)); }
+  static __m256i shift_left(__m256i a, int count) { return _mm256_sll_epi16(a, _mm_cvtsi32_si128(count)); }
+  // Four values a word: quads of state bytes to their index, 8 to a vector.
+  using Index = std::uint32_t;
+  static __m256i word_indices(__m256i states) {
+    const __m256i pairs = _mm256_maddubs_epi16(states, _mm256_set1_epi16(1 | kStates << 8));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 | kStates * kStates << 16));
+  }
+  static __m256i widen(const std::uint8_t* bytes) {
+    return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static __m256i narrow(const __m256i (&v)[2]) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi16(v[0], v[1]), 0xD8);
+  }
+};
+
 template <Dtype kDtype>
-constexpr Kernels kKernels = {
-    [](const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
-      return split_exponents_loop<kDtype>(values, 0, n, packing, exponents);
-    },
-    [](const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-       const Packing& packing, BitWriter& levels,
-       BitWriter& mantissas) { pack_loop<kDtype>(values, exponents, importance, 0, n, packing, levels, mantissas); },
-    [](const std::uint8_t* exponents, std::size_t n, const Packing& packing, BitReader& levels, BitReader& mantissas,
-       void* values) { unpack_loop<kDtype>(exponents, 0, n, packing, levels, mantissas, values); }};
+struct VectorFloat : Float<kDtype>, std::conditional_t<sizeof(typename Float<kDtype>::Word) == 4, Lanes32, Lanes16> {
+  using F = Float<kDtype>;
+  using L = std::conditional_t<sizeof(typename F::Word) == 4, Lanes32, Lanes16>;
+  static constexpr std::size_t kVectors = kStep / L::kLanes;
+
+  static __m256i round(__m256i bits, int dropped) {
+    if (dropped == 0) return bits;
+    const __m256i field_mask = L::set(F::kExponent);
+    const __m256i field = _mm256_and_si256(bits, field_mask);
+    const __m256i kept_as_is = _mm256_or_si256(L::equal(field, _mm256_setzero_si256()), L::equal(field, field_mask));
+    const __m256i last_kept = _mm256_and_si256(L::shift_right(bits, dropped), L::set(1));
+    const __m256i rounded = L::add(L::add(bits, L::set((1u << (dropped - 1)) - 1)), last_kept);
+    const __m256i overflows = L::equal(_mm256_and_si256(rounded, field_mask), field_mask);
+    const __m256i largest = _mm256_or_si256(_mm256_and_si256(bits, L::set(F::kSign)), L::set(F::kExponent - 1u));
+    return _mm256_blendv_epi8(_mm256_blendv_epi8(rounded, largest, overflows), bits, kept_as_is);
+  }
+};
+
+template <Dtype kDtype, bool kRounds>
+ExponentSummary split_vectors(const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
+  using V = VectorFloat<kDtype>;
+  using L = typename V::L;
+  const auto* const bytes = static_cast<const std::uint8_t*>(values);
+  const __m256i max_exponent = _mm256_set1_epi8(static_cast<char>(V::kMaxExponent));
+  __m256i n_zero = _mm256_setzero_si256(), nonfinite = _mm256_setzero_si256();
+  std::size_t i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    __m256i fields[V::kVectors];
+    for (std::size_t v = 0; v < V::kVectors; ++v) {
+      __m256i bits = load256(bytes + (i + v * L::kLanes) * sizeof(typename V::Word));
+      if constexpr (kRounds) bits = V::round(bits, packing.dropped_bits);
+      fields[v] = L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent)), V::kMantissaBits);
+    }
+    const __m256i eight_bit = L::narrow(fields);
+    store256(exponents + i, eight_bit);
+    nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi8(eight_bit, max_exponent));
+    const __m256i zero = _mm256_cmpeq_epi8(eight_bit, _mm256_setzero_si256());
+    n_zero =
+        _mm256_add_epi64(n_zero, _mm256_sad_epu8(_mm256_and_si256(zero, _mm256_set1_epi8(1)), _mm256_setzero_si256()));
+  }
+  const ExponentSummary rest = split_exponents_loop<kDtype>(values, i, n, packing, exponents);
+  std::uint64_t zeros[4];
+  store256(zeros, n_zero);
+  return {i - (zeros[0] + zeros[1] + zeros[2] + zeros[3]) + rest.n_nonzero,
+          _mm256_testz_si256(nonfinite, nonfinite) == 0 || rest.holds_nonfinite};
+}
+
+template <Dtype kDtype>
+ExponentSummary split_exponents(const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
+  return packing.mode == Mode::uniform ? split_vectors<kDtype, true>(values, n, packing, exponents)
+                                       : split_vectors<kDtype, false>(values, n, packing, exponents);
+}
+
+// The masks of every combination of states that a word's values can have.
+template <Dtype kDtype>
+void fill_masks(const Packing& packing, WordMasks& masks) {
+  using F = Float<kDtype>;
+  const std::uint64_t all = F::kSign | F::kMantissa;
+  std::uint64_t of_state[kStates] = {};
+  for (int state = 0; state < kStateZero; ++state) {
+    int dropped = state == kStateNonfinite ? 0 : packing.dropped_bits;
+    if (packing.mode == Mode::paper) dropped = F::kLayout.dropped_bits[state];
+    of_state[state] = all & ~((std::uint64_t{1} << dropped) - 1);
+  }
+  constexpr std::size_t kValueBits = 8 * sizeof(typename F::Word);
+  constexpr std::size_t kIndices = kValueBits == 32 ? kStates * kStates : kStates * kStates * kStates * kStates;
+  for (std::size_t index = 0; index < kIndices; ++index) {
+    std::uint64_t bits = 0;
+    std::size_t digits = index;
+    for (std::size_t shift = 0; shift < 64; shift += kValueBits, digits /= kStates)
+      bits |= of_state[digits % kStates] << shift;
+    masks.bits[index] = bits;
+    masks.n_bits[index] = static_cast<std::uint8_t>(_mm_popcnt_u64(bits));
+  }
+}
+
+// 0x03 for every value that has a level, as masks of the level bits.
+__m256i level_mask(__m256i exponents) {
+  return _mm256_andnot_si256(_mm256_cmpeq_epi8(exponents, _mm256_setzero_si256()), _mm256_set1_epi8(3));
+}
+
+// In the modes without levels: the states of 32 values.
+template <Dtype kDtype>
+__m256i states_of(__m256i exponents) {
+  const __m256i is_zero = _mm256_cmpeq_epi8(exponents, _mm256_setzero_si256());
+  const __m256i is_nonfinite =
+      _mm256_cmpeq_epi8(exponents, _mm256_set1_epi8(static_cast<char>(Float<kDtype>::kMaxExponent)));
+  return _mm256_or_si256(_mm256_and_si256(is_zero, _mm256_set1_epi8(kStateZero)),
+                         _mm256_and_si256(is_nonfinite, _mm256_set1_epi8(kStateNonfinite)));
+}
+
+// The levels of 32 values, as bytes. The comparison is exact: quarter octaves are whole numbers.
+template <Dtype kDtype>
+__m256i levels_of(const std::uint8_t* values, const std::uint8_t* importance) {
+  using V = VectorFloat<kDtype>;
+  using L = typename V::L;
+  __m256i narrowed[2];  // 16-bit lanes hold every code
+  for (std::size_t half = 0; half < 2; ++half) {
+    const auto code = [&](std::size_t v) {
+      const __m256i bits = load256(values + 32 * v);
+      return L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent | V::kMantissa)), V::kCodeShift);
+    };
+    __m256i codes;
+    if constexpr (sizeof(typename V::Word) == 4)
+      codes = _mm256_permute4x64_epi64(_mm256_packs_epi32(code(2 * half), code(2 * half + 1)), 0xD8);
+    else
+      codes = code(half);
+    const __m256i scale = Lanes16::widen(importance + 16 * half);
+    __m256i ineligible = Lanes16::equal(scale, _mm256_setzero_si256());
+    // Inf and NaN: in float32 and bfloat16 their codes exceed every importance anyway.
+    constexpr int kNonfiniteCode = V::kExponent >> V::kCodeShift;
+    if constexpr (kNonfiniteCode + V::kCodeBias < 255 + kImportanceOffset)
+      ineligible = _mm256_or_si256(ineligible, Lanes16::greater(codes, Lanes16::set(kNonfiniteCode - 1)));
+    const __m256i margin = _mm256_andnot_si256(
+        ineligible, Lanes16::sub(Lanes16::add(scale, Lanes16::set(kImportanceOffset - V::kCodeBias)), codes));
+    __m256i level = _mm256_setzero_si256();
+    for (int n = 1; n < 4; ++n)
+      level = Lanes16::sub(level, Lanes16::greater(margin, Lanes16::set(4 * V::kLayout.dropped_bits[n])));
+    narrowed[half] = level;
+  }
+  return Lanes16::narrow(narrowed);
+}
+
+// Appends the levels of 16 values at a time.
+void write_levels(const std::uint8_t* levels, const std::uint8_t* masks, std::size_t n, BitWriter& writer) {
+  BitWriter local = writer;
+  for (std::size_t i = 0; i < n; i += 16) {
+    const auto low = load<std::uint64_t>(masks + i), high = load<std::uint64_t>(masks + i + 8);
+    const auto n_low = static_cast<std::uint64_t>(_mm_popcnt_u64(low));
+    write_bits(local,
+               _pext_u64(load<std::uint64_t>(levels + i), low) | _pext_u64(load<std::uint64_t>(levels + i + 8), high)
+                                                                     << n_low,
+               n_low + static_cast<std::uint64_t>(_mm_popcnt_u64(high)));
+  }
+  writer = local;
+}
+
+void read_levels(const std::uint8_t* masks, std::size_t n, BitReader& reader, std::uint8_t* levels) {
+  std::uint64_t position = reader.position;
+  for (std::size_t i = 0; i < n; i += 16) {
+    const auto low = load<std::uint64_t>(masks + i), high = load<std::uint64_t>(masks + i + 8);
+    const auto n_low = static_cast<std::uint64_t>(_mm_popcnt_u64(low));
+    const std::uint64_t bits = peek_bits({reader.data, position});
+    store(levels + i, _pdep_u64(bits, low));
+    store(levels + i + 8, _pdep_u64(bits >> n_low, high));
+    position += n_low + static_cast<std::uint64_t>(_mm_popcnt_u64(high));
+  }
+  reader.position = position;
+}
+
+template <Dtype kDtype>
+void pack_block(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
+                const Packing& packing, const WordMasks& masks, BitWriter& levels, BitWriter& mantissas) {
+  using V = VectorFloat<kDtype>;
+  using L = typename V::L;
+  using Word = typename V::Word;
+  constexpr std::size_t kWordValues = 8 / sizeof(Word);
+  alignas(32) Word rounded[kBlockValues];
+  alignas(32) typename L::Index indices[kBlockValues / kWordValues];
+  alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
+  const auto* bytes = static_cast<const std::uint8_t*>(values);
+  const std::size_t n_vector = n / kStep * kStep;
+  if (packing.mode == Mode::paper) {
+    for (std::size_t i = 0; i < n_vector; i += kStep) {
+      const __m256i exponent = load256(exponents + i);
+      const __m256i level = levels_of<kDtype>(bytes + i * sizeof(Word), importance + i);
+      store256(level_bytes + i, level);
+      store256(level_masks + i, level_mask(exponent));
+      const __m256i is_zero = _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256());
+      const __m256i states = _mm256_blendv_epi8(level, _mm256_set1_epi8(kStateZero), is_zero);
+      store256(indices + i / kWordValues, L::word_indices(states));
+    }
+    write_levels(level_bytes, level_masks, n_vector / 16 * 16, levels);
+  } else {
+    for (std::size_t i = 0; i < n_vector; i += kStep)
+      store256(indices + i / kWordValues, L::word_indices(states_of<kDtype>(load256(exponents + i))));
+  }
+  if (packing.mode == Mode::uniform) {
+    for (std::size_t i = 0; i < n_vector; i += L::kLanes)
+      store256(rounded + i, V::round(load256(bytes + i * sizeof(Word)), packing.dropped_bits));
+    bytes = reinterpret_cast<const std::uint8_t*>(rounded);
+  }
+  BitWriter writer = mantissas;
+  for (std::size_t word = 0; word < n_vector / kWordValues; ++word) {
+    const std::size_t index = indices[word];
+    write_bits(writer, _pext_u64(load<std::uint64_t>(bytes + 8 * word), masks.bits[index]), masks.n_bits[index]);
+  }
+  mantissas = writer;
+  pack_loop<kDtype>(values, exponents, importance, n_vector, n, packing, levels, mantissas);
+}
+
+template <Dtype kDtype>
+void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
+                  BitReader& levels, BitReader& mantissas, void* values) {
+  using V = VectorFloat<kDtype>;
+  using L = typename V::L;
+  using Word = typename V::Word;
+  constexpr std::size_t kWordValues = 8 / sizeof(Word);
+  alignas(32) Word fields[kBlockValues];
+  alignas(32) typename L::Index indices[kBlockValues / kWordValues];
+  alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
+  auto* const out = static_cast<std::uint8_t*>(values);
+  const std::size_t n_vector = n / kStep * kStep;
+  if (packing.mode == Mode::paper) {
+    for (std::size_t i = 0; i < n_vector; i += kStep) store256(level_masks + i, level_mask(load256(exponents + i)));
+    read_levels(level_masks, n_vector, levels, level_bytes);
+    for (std::size_t i = 0; i < n_vector; i += kStep) {
+      const __m256i is_zero = _mm256_cmpeq_epi8(load256(exponents + i), _mm256_setzero_si256());
+      const __m256i states = _mm256_blendv_epi8(load256(level_bytes + i), _mm256_set1_epi8(kStateZero), is_zero);
+      store256(indices + i / kWordValues, L::word_indices(states));
+    }
+  } else {
+    for (std::size_t i = 0; i < n_vector; i += kStep)
+      store256(indices + i / kWordValues, L::word_indices(states_of<kDtype>(load256(exponents + i))));
+  }
+  for (std::size_t i = 0; i < n_vector; i += L::kLanes)
+    store256(fields + i, L::shift_left(L::widen(exponents + i), V::kMantissaBits));
+  const auto* const field_bytes = reinterpret_cast<const std::uint8_t*>(fields);
+  std::uint64_t position = mantissas.position;
+  for (std::size_t word = 0; word < n_vector / kWordValues; ++word) {
+    const std::size_t index = indices[word];
+    const std::uint64_t bits = _pdep_u64(peek_bits({mantissas.data, position}), masks.bits[index]);
+    store(out + 8 * word, bits | load<std::uint64_t>(field_bytes + 8 * word));
+    position += masks.n_bits[index];
+  }
+  mantissas.position = position;
+  unpack_loop<kDtype>(exponents, n_vector, n, packing, levels, mantissas, values);
+}
+
+template <Dtype kDtype>
+SegmentBits pack(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
+                 const Packing& packing, const WordMasks& masks, std::uint8_t* levels, std::uint8_t* mantissas) {
+  const auto* const bytes = static_cast<const std::uint8_t*>(values);
+  const auto block = [&](std::size_t i, std::size_t n_block, BitWriter& to_levels, BitWriter& to_mantissas) {
+    pack_block<kDtype>(bytes + i * sizeof(typename Float<kDtype>::Word), exponents + i,
+                       importance == nullptr ? nullptr : importance + i, n_block, packing, masks, to_levels,
+                       to_mantissas);
+  };
+  return pack_blocks(n, levels, mantissas, block);
+}
+
+template <Dtype kDtype>
+SegmentBits unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
+                   const SegmentSpan& levels, const SegmentSpan& mantissas, void* values) {
+  auto* const bytes = static_cast<std::uint8_t*>(values);
+  const auto block = [&](std::size_t i, std::size_t n_block, BitReader& from_levels, BitReader& from_mantissas) {
+    unpack_block<kDtype>(exponents + i, n_block, packing, masks, from_levels, from_mantissas,
+                         bytes + i * sizeof(typename Float<kDtype>::Word));
+  };
+  return unpack_blocks(n, levels, mantissas, block);
+}
+
+template <Dtype kDtype>
+constexpr Kernels kKernels = {fill_masks<kDtype>, split_exponents<kDtype>, pack<kDtype>, unpack<kDtype>};
 
 }  // namespace
 
 const Kernels kKernelsAvx2[kDtypes] = {kKernels<Dtype::float32>, kKernels<Dtype::bfloat16>, kKernels<Dtype::float16>};
 
 }  // namespace gradwire::gcomp
+#endif

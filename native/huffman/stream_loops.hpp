@@ -12,31 +12,41 @@
 
 namespace gradwire {
 
-// Returns the byte after the stream; ors the code entries together in `seen`, so that the escape flag shows if any is.
-[[maybe_unused]] static inline std::uint8_t* encode_stream_loop(const std::uint8_t* exponents, std::size_t n_values,
-                                                                const std::uint32_t* codes, std::uint8_t* out,
-                                                                std::uint32_t& seen) {
-  BitWriter writer{out};
-  std::uint32_t flags = 0;
-  std::size_t i = 0;
-  for (; i + 5 <= n_values; i += 5) {  // 5 codes of at most 11 bits and 7 pending bits fit a word
-    const std::uint32_t a = codes[exponents[i]], b = codes[exponents[i + 1]], c = codes[exponents[i + 2]];
-    const std::uint32_t d = codes[exponents[i + 3]], e = codes[exponents[i + 4]];
-    flags |= a | b | c | d | e;
-    const std::uint64_t n_a = (a >> 16) & 0xFF, n_b = (b >> 16) & 0xFF, n_c = (c >> 16) & 0xFF;
-    const std::uint64_t n_d = (d >> 16) & 0xFF, n_e = (e >> 16) & 0xFF;
-    // Joined as a tree, not a chain: only the writer's own update depends on the group before.
-    const std::uint64_t ab = (a & 0xFFFF) | std::uint64_t{b & 0xFFFF} << n_a;
-    const std::uint64_t cd = (c & 0xFFFF) | std::uint64_t{d & 0xFFFF} << n_c;
-    const std::uint64_t n_ab = n_a + n_b, n_abcd = n_ab + n_c + n_d;
-    write_bits(writer, ab | cd << n_ab | std::uint64_t{e & 0xFFFF} << n_abcd, n_abcd + n_e);
+// Appends the codes of exponents [begin, n_values); returns whether any was escaped.
+[[maybe_unused]] static inline bool encode_loop(const std::uint8_t* exponents, std::size_t begin, std::size_t n_values,
+                                                const std::uint64_t* codes, BitWriter& out) {
+  BitWriter writer = out;
+  std::uint64_t flags = 0;
+  std::size_t i = begin;
+  // Five codes at a time: at most 55 bits, so that the entries' low 9 bits, which the or-ing leaves in the word, stay
+  // below them, and with 7 pending bits the writer's word is not full. Every group starts from nothing: only the
+  // writer's own update waits for the group before.
+  constexpr std::size_t kGroup = 5;
+  for (; i + kGroup <= n_values; i += kGroup) {
+    std::uint64_t word = 0, sum = 0;
+    for (std::size_t j = 0; j < kGroup; ++j) {
+      const std::uint64_t entry = codes[exponents[i + j]];
+      word = word >> (entry & 63) | entry;
+      sum += entry;
+    }
+    flags |= sum;
+    const std::uint64_t n_bits = sum & 63;
+    write_bits(writer, word >> (64 - n_bits), n_bits);
   }
   for (; i < n_values; ++i) {
-    const std::uint32_t entry = codes[exponents[i]];
+    const std::uint64_t entry = codes[exponents[i]];
     flags |= entry;
-    write_bits(writer, entry & 0xFFFF, (entry >> 16) & 0xFF);
+    write_bits(writer, entry >> (64 - (entry & 63)), entry & 63);
   }
-  seen |= flags;
+  out = writer;
+  return (flags & 7 * HuffmanTable::kEscapeFlag) != 0;  // sums of up to five flags
+}
+
+[[maybe_unused]] static inline std::uint8_t* encode_stream_loop(const std::uint8_t* exponents, std::size_t n_values,
+                                                                const HuffmanTable& table, std::uint8_t* out,
+                                                                bool& any_escape) {
+  BitWriter writer{out};
+  any_escape |= encode_loop(exponents, 0, n_values, table.codes(), writer);
   return finish(writer);
 }
 

@@ -10,8 +10,10 @@ from gradwire.errors import GradwireError
 
 # name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "netlab": ("gradwire.netlab.cli", "run a command in ranks with shaped links between them"),
     "demo": ("gradwire.demo", "Train a small GPT with plain DDP and with GComp, and compare them."),
     "train": ("gradwire.train", "Train a workload with a scheme, on this machine or under torchrun."),
+    "report": ("gradwire.telemetry.report", "One self-contained HTML page from training runs and benchmark results."),
     "bench": ("gradwire.bench.cli", "Measure codecs, all-reduce and training against their rivals."),
 }
 

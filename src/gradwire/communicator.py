@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,7 @@ class Communicator:
             raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.group = dist.new_group(
-            members, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
-        )
+        self.group = _take_group(members, timeout_s)
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self._global_rank = members
@@ -180,6 +178,7 @@ class Communicator:
                 failure = told
             self._failure = failure
         self._break_connections()
+        self._let_peers_read()
         return failure
 
     def _exchange_notes(self, failure: GradwireError) -> tuple[int, dict[str, str]]:
@@ -188,17 +187,23 @@ class Communicator:
         standing: list[dict[str, Any]] = [mine]
 
         def exchange() -> None:
-            # Where the store's host died there is nobody to tell: the broken connections say enough.
-            with contextlib.suppress(Exception):
-                raw = self._store.compare_set(self._note_key, "", json.dumps(mine))
-                standing[0] = json.loads(raw)
+            standing[0] = json.loads(self._store.compare_set(self._note_key, "", json.dumps(mine)))
+            self._store.add(self._note_key + "/readers", 1)
 
-        # On a thread of its own: a store whose host hangs must not hold up the failure.
-        thread = threading.Thread(target=exchange, daemon=True)
-        thread.start()
-        thread.join(_NOTE_WAIT_S)
+        _try_for(_NOTE_WAIT_S, exchange)
         note = standing[0]
         return int(note["rank"]), {"type": str(note["type"]), "message": str(note["message"])}
+
+    def _let_peers_read(self) -> None:
+        """Rank 0, which usually hosts the store, stays until the others have read the note; not for one that died."""
+        if dist.get_rank() != 0:
+            return
+
+        def wait_for_readers() -> None:
+            while self._store.add(self._note_key + "/readers", 0) < self.world_size:
+                time.sleep(0.01)
+
+        _try_for(_NOTE_WAIT_S, wait_for_readers)
 
     def _break_connections(self) -> None:
         """Close every connection of this group, which wakes all peers that wait on them.
@@ -234,12 +239,48 @@ class Communicator:
             ) from error
 
     def close(self) -> None:
-        """Finish the lane and let the group go. Every rank calls it; safe to call twice."""
-        if self._lane.is_alive():
-            self._tasks.put(None)
-            if threading.current_thread() is not self._lane:
-                self._lane.join()
+        """Finish the lane and give the group back. Every rank calls it; safe to call twice."""
+        if not self._lane.is_alive():
+            return
+        self._tasks.put(None)
+        if threading.current_thread() is not self._lane:
+            self._lane.join()
         self._scratch.clear()
-        if self._failure is None and dist.is_initialized():
-            with contextlib.suppress(ValueError, RuntimeError):  # the user may have destroyed all groups already
-                dist.destroy_process_group(self.group)
+        if self._failure is None:
+            _idle_groups.append(_IdleGroup(dist.group.WORLD, self._global_rank, self.timeout_s, self.group))
+
+
+def _try_for(limit_s: float, action: Callable[[], None]) -> None:
+    """Run `action` on a thread of its own and leave it behind at the limit: a store whose host hangs holds up nothing.
+
+    Where the host has died there is nobody to tell: the broken connections say enough.
+    """
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+class _IdleGroup(NamedTuple):
+    world: Any  # the default group at that time: a new init_process_group makes the old groups useless
+    members: list[int]
+    timeout_s: float
+    group: dist.ProcessGroup
+
+
+# Groups of closed communicators, to be used again. They are never destroyed: torch would give their name, and with it
+# their old addresses in the store, to the next group over the same ranks, whose ranks would then wait for each other.
+_idle_groups: list[_IdleGroup] = []
+
+
+def _take_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """An idle Gloo group over `members`, or a new one; all ranks open and close communicators in the same order."""
+    for idle in _idle_groups:
+        if idle.world is dist.group.WORLD and (idle.members, idle.timeout_s) == (members, timeout_s):
+            _idle_groups.remove(idle)
+            return idle.group
+    return dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)

@@ -31,11 +31,11 @@ def rank_environment(
     n_ranks: int,
     network: Network,
     *,
-    address: str = "127.0.0.1",
-    port: int | None = None,
-    interface: str = "lo",
+    address: str,
+    port: int,
+    interface: str,
 ) -> dict[str, str]:
-    """This process's environment with one rank's variables: torchrun's, Gloo's interface, and the network's description.
+    """This process's environment with one rank's variables: torchrun's, Gloo's interface, the network's description.
 
     OMP_NUM_THREADS is 1 unless set, as with torchrun: ranks on one machine share its cores.
     """
@@ -47,7 +47,7 @@ def rank_environment(
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(n_ranks),
         "MASTER_ADDR": address,
-        "MASTER_PORT": str(find_free_port() if port is None else port),
+        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": interface,
         **network.to_variables(),
     }
@@ -123,7 +123,8 @@ def start_ranks(
         port = find_free_port()
         try:
             for rank in range(n_ranks):
-                ranks.start(command, rank_environment(rank, n_ranks, network, port=port) | dict(env or {}))
+                variables = rank_environment(rank, n_ranks, network, address="127.0.0.1", port=port, interface="lo")
+                ranks.start(command, variables | dict(env or {}))
         except BaseException:
             ranks.end()
             raise

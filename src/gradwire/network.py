@@ -1,7 +1,7 @@
 """What network a run had, as told to its ranks by environment variables, so that every result carries it.
 
-`GRADWIRE_NETWORK` is "netlab 1000000000" (all links alike), "netlab 1000000000,100000000" (one rate a rank, "none" for an
-unshaped link) or "loopback"; `GRADWIRE_RANKS_ON_MACHINE` is how many ranks share this machine's cores.
+`GRADWIRE_NETWORK` is "netlab 1000000000" (all links alike), "netlab 1000000000,100000000" (one rate a rank, "none" for
+an unshaped link) or "loopback"; `GRADWIRE_RANKS_ON_MACHINE` is how many ranks share this machine's cores.
 """
 
 from __future__ import annotations

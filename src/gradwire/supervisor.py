@@ -19,11 +19,11 @@ from gradwire.errors import InvalidArgument, PeerLost
 
 __all__ = ["LaunchResult", "RankSet", "end_on_signals"]
 
-# Runs before each rank's command, in the new process: enters the lab's namespaces, asks to be killed with its owner, and
-# executes the command. A process of its own, for between fork and exec a program with threads (torch) may do nothing of
-# this; -I -S keeps it at 20 ms.
+# Runs before each rank's command, in the new process: enters the lab's namespaces, asks to be killed with its owner,
+# and executes the command. A program of its own, for between fork and exec a process with threads (torch) may do
+# nothing of this; -I -S keeps it at 20 ms.
 _PRELUDE = """
-import ctypes, os, signal, sys
+import ctypes, os, signal, sys, warnings  # os.execvp wants warnings, when their file may be out of reach
 owner, *namespaces = map(int, sys.argv[1].split(","))
 libc = ctypes.CDLL(None, use_errno=True)
 for namespace in namespaces:
@@ -51,6 +51,7 @@ class LaunchResult:
     exit_codes: tuple[int, ...]
     first_failed: int | None  # the rank that failed first; the others may only have followed
     timed_out: bool = False
+    ended_by_us: tuple[int, ...] = ()  # ranks that were still running when patience was over
 
     @property
     def status(self) -> int:
@@ -63,14 +64,18 @@ class LaunchResult:
         return code if code > 0 else 128 - code
 
     def __str__(self) -> str:
+        ended = f"rank{'s' * (len(self.ended_by_us) > 1)} {', '.join(map(str, self.ended_by_us))}"
         if self.timed_out:
-            return f"time is up; the ranks were ended (exit codes {list(self.exit_codes)})"
+            return f"time is up; {ended} had not finished and had to be ended"
         if self.first_failed is None:
             return f"all {len(self.exit_codes)} ranks ended well"
-        failed = [f"rank {rank} {_describe(code)}" for rank, code in enumerate(self.exit_codes) if code != 0]
+        others = [
+            f"rank {rank} {_describe(code)}"
+            for rank, code in enumerate(self.exit_codes)
+            if code != 0 and rank != self.first_failed and rank not in self.ended_by_us
+        ] + ([f"{ended} had to be ended"] if self.ended_by_us else [])
         first = f"rank {self.first_failed} {_describe(self.exit_codes[self.first_failed])}"
-        others = [text for text in failed if text != first]
-        return f"{first}" + (f" (the first to fail; then {', '.join(others)})" if others else "")
+        return first + (f" (the first to fail; then {', '.join(others)})" if others else "")
 
     def raise_if_failed(self) -> None:
         """Raises: PeerLost, naming the ranks, unless every rank ended with status 0."""
@@ -91,8 +96,8 @@ class RankSet:
 
     Args:
         grace_s: what the others get, once a rank has failed, to notice by themselves and report, before SIGTERM.
-        on_line: called with (rank, line) for every line on a rank's standard output, from the forwarding thread, in place
-            of printing it. Standard error is always printed.
+        on_line: called with (rank, line) for every line on a rank's standard output, from the forwarding thread, in
+            place of printing it. Standard error is always printed.
     """
 
     def __init__(self, grace_s: float = 10.0, on_line: Callable[[int, str], None] | None = None) -> None:
@@ -157,6 +162,7 @@ class RankSet:
                 timed_out = not self._collect(deadline)
             if self._first_failed is not None:
                 self._collect_all(time.monotonic() + self._grace_s)
+            late = tuple(rank for rank in range(len(self._processes)) if rank not in self._ended)
             self.end()
         except KeyboardInterrupt:
             self.end(signal.SIGINT)
@@ -164,7 +170,8 @@ class RankSet:
         except SystemExit:
             self.end()
             raise
-        self._result = self._finish(timed_out)
+        codes = tuple(self._ended[rank] for rank in range(len(self._processes)))
+        self._result = LaunchResult(codes, self._first_failed if not timed_out else None, timed_out, late)
         return self._result
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -182,10 +189,6 @@ class RankSet:
         for rank in range(len(self._processes)):
             self.send_signal(rank, number)
             self.send_signal(rank, signal.SIGCONT)  # a stopped rank takes nothing but SIGKILL
-
-    def _finish(self, timed_out: bool) -> LaunchResult:
-        codes = tuple(self._ended[rank] for rank in range(len(self._processes)))
-        return LaunchResult(codes, self._first_failed, timed_out)
 
     def _collect_all(self, deadline: float | None) -> None:
         while self.running and self._collect(deadline):

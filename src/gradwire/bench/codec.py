@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
     if min(threads) < 1 or args.rounds < 1:
         raise InvalidArgument("--threads and --rounds count from 1")
-    names = choose_names(args.codec)
+    names = contenders.choose_specs(args.codec)
     files = [load_gradients(path) for path in args.gradients]  # all of them, before anything is timed
     environment = describe_environment()
     console = make_console()
@@ -61,15 +61,6 @@ def run(args: argparse.Namespace) -> int:
             if args.csv:
                 write_csv(args.csv, records)
     return 0
-
-
-def choose_names(asked: Sequence[str]) -> list[str]:
-    """`all` spelt out, doubles dropped. Raises: InvalidArgument (unknown name)."""
-    known = contenders.names()
-    unknown = [name for name in asked if name != "all" and name not in known]
-    if unknown:
-        raise InvalidArgument(f"no codec or rival is called {unknown[0]!r}; there are: all, {', '.join(known)}")
-    return list(dict.fromkeys(known if "all" in asked else asked))
 
 
 def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: int) -> list[dict[str, Any]]:
@@ -108,7 +99,7 @@ def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads
     running: dict[str, Contender] = {}
     for name in names:
         try:
-            contender = contenders.by_name(name, file, n_threads)
+            contender = contenders.by_spec(name, file, n_threads)
         except Unsupported as error:
             if name == YARDSTICK:
                 raise
@@ -122,7 +113,7 @@ def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads
 def _record(contender: Contender, encode: Timing, decode: Timing) -> dict[str, Any]:
     n_bytes = contender.file.gradient.nbytes
     record: dict[str, Any] = {
-        "codec": contender.name,
+        "codec": contender.spec,
         "gradients": contender.file.name,
         "threads": contender.n_threads,
         "setting": contender.setting,
@@ -151,12 +142,14 @@ def make_table(file: GradientFile, n_threads: int, records: Sequence[dict[str, A
         caption="GB/s of float32, median (quartiles); x: of zstd -1 in the same run; every round trip verified",
     )
     table.add_column("codec")
+    table.add_column("setting")
     for heading in ("ratio", "exponent bits", "encode GB/s", "x", "decode GB/s", "x"):
         table.add_column(heading, justify="right")
     table.add_column("verified")
     for record in sorted(records, key=lambda record: record["ratio"]):
         bits = record["exponent_bits"]
-        cells = [f"{record['codec']} {record['importance']}".strip(), f"{record['ratio']:.4f}"]
+        setting = ", ".join(filter(None, (record["importance"], record["setting"])))
+        cells = [record["codec"], setting, f"{record['ratio']:.4f}"]
         cells.append("-" if bits is None else f"{bits:.3f}")
         for way in ("encode", "decode"):
             low, high = record[f"{way}_gb_per_s_low"], record[f"{way}_gb_per_s_high"]

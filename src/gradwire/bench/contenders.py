@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ import torch
 from gradwire import codecs
 from gradwire.bench import rivals
 from gradwire.bench.gradients import GradientFile
+from gradwire.bench.specs import parse_spec
 from gradwire.errors import CorruptMessage, InvalidArgument
 
 # Every lane of a buffer that a decoder is to fill, so that one that leaves it alone is found out.
@@ -20,6 +23,7 @@ class Contender(ABC):
     """One codec with one gradient and one thread count, ready to run; buffers are kept, as a scheme would keep them."""
 
     name: str
+    spec: str  # name and options, as given
     setting: str
     importance: str = ""  # GComp's mode; empty where a codec has none
     guarantee: str = "bits"  # what `verify` holds the result to
@@ -54,9 +58,10 @@ class Contender(ABC):
         values, decoded = self.file.gradient, self.decoded()
         if decoded.size != values.size:
             raise CorruptMessage(f"{self.name}: decoded {decoded.size} values of {values.size} from {self.file.name}")
-        self._complain(values.view(np.uint32) != decoded.view(np.uint32))
+        self.complain(values.view(np.uint32) != decoded.view(np.uint32))
 
-    def _complain(self, is_wrong: np.ndarray) -> None:
+    def complain(self, is_wrong: np.ndarray) -> None:
+        """Raises: CorruptMessage where any value `is_wrong`."""
         if is_wrong.any():
             first = int(np.flatnonzero(is_wrong)[0])
             raise CorruptMessage(
@@ -74,6 +79,7 @@ class RivalContender(Contender):
         self.name = name
         self._rival = rivals.by_name(name, n_threads)
         self.setting = self._rival.setting
+        self.is_threaded = self._rival.is_threaded
         self._message = b""
         self._values = np.zeros(0, np.float32)
 
@@ -94,11 +100,11 @@ class RivalContender(Contender):
 class CodecContender(Contender):
     """A codec of gradwire's registry, which says nothing of its loss: equal messages must give equal values."""
 
-    def __init__(self, name: str, file: GradientFile, n_threads: int) -> None:
+    def __init__(self, name: str, options: dict[str, Any], file: GradientFile, n_threads: int) -> None:
         super().__init__(file, n_threads)
         self.name = name
-        self.codec = codecs.by_name(name.removeprefix("gradwire:"))
-        self.setting = "default"
+        self.codec = codecs.by_name(name.removeprefix("gradwire:"), **options)
+        self.setting = ", ".join(f"{key} {value}" for key, value in options.items()) or "default"
         self.gradient = torch.from_numpy(file.gradient)
         self._message = torch.empty(self.codec.max_encoded_bytes(file.gradient.size, torch.float32), dtype=torch.uint8)
         self._values = torch.empty_like(self.gradient)
@@ -127,7 +133,11 @@ class CodecContender(Contender):
         self.guarantee = "repeatable, every value written"
         if self._once is None:
             self._once = self._values.clone()
-        self._complain((decoded != self._once.numpy().view(np.uint32)) | (decoded == _POISON))
+        self.complain((decoded != self._once.numpy().view(np.uint32)) | (decoded == _POISON))
+
+
+# What `all` means beside every codec and rival with its own defaults: GComp's other modes, and its table before training.
+_VARIANTS = ("gcomp:importance=none", "gcomp:importance=uniform,bits=10", "gcomp:table=prior")
 
 
 def names() -> list[str]:
@@ -136,11 +146,35 @@ def names() -> list[str]:
     return [*(f"gradwire:{name}" if name in taken else name for name in codecs.names()), *taken]
 
 
-def by_name(name: str, file: GradientFile, n_threads: int) -> Contender | None:
-    """A contender, or None where it cannot use `n_threads` threads. Raises: InvalidArgument (unknown name)."""
-    if name not in names():
-        raise InvalidArgument(f"no codec or rival is called {name!r}; there are: all, {', '.join(names())}")
+def choose_specs(asked: Sequence[str]) -> list[str]:
+    """`all` spelt out, doubles dropped. Raises: InvalidArgument (a name that is neither codec nor rival)."""
+    for spec in asked:
+        if _split(spec)[0] not in ("all", *names()):
+            raise InvalidArgument(f"no codec or rival is called {spec!r}; there are: all, {', '.join(names())}")
+    everything = [*names(), *(spec for spec in _VARIANTS if _split(spec)[0] in codecs.names())]
+    return list(dict.fromkeys(one for spec in asked for one in (everything if spec == "all" else [spec])))
+
+
+def by_spec(spec: str, file: GradientFile, n_threads: int) -> Contender | None:
+    """A contender, or None where it cannot use `n_threads` threads. Raises: InvalidArgument (unknown name, option)."""
+    name, options = _split(spec)
     if name in rivals.names():
-        contender = RivalContender(name, file, n_threads)
-        return contender if n_threads == 1 or contender._rival.is_threaded else None
-    return CodecContender(name, file, n_threads)
+        if options:
+            raise InvalidArgument(f"{spec}: rivals take no options")
+        rival = RivalContender(name, file, n_threads)
+        rival.spec = spec
+        return rival if n_threads == 1 or rival.is_threaded else None
+    if name in ("gcomp", "truncate"):
+        from gradwire.bench.gcomp_contender import GCompContender
+
+        contender: CodecContender = GCompContender(name, options, file, n_threads)
+    else:
+        contender = CodecContender(name, options, file, n_threads)
+    contender.spec = spec
+    return contender
+
+
+def _split(spec: str) -> tuple[str, dict[str, Any]]:
+    prefix = "gradwire:" if spec.startswith("gradwire:") else ""
+    name, options = parse_spec(spec.removeprefix(prefix))
+    return prefix + name, options

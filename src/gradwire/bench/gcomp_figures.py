@@ -11,6 +11,7 @@ from rich.table import Table
 
 from gradwire.bench.console import make_console
 from gradwire.bench.figures import numbers
+from gradwire.bench.figures.huffman import time_decoders
 from gradwire.bench.figures.numbers import Records
 from gradwire.bench.gradients import GradientFile, load_gradients
 from gradwire.bench.records import write_json
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     plots.plot_cross_tables(results["cross_tables"], folder)
     if results["table_refresh"]:
         plots.plot_table_refresh(results["table_refresh"], folder)
+    plots.plot_decoders(results["decoders"], folder)
     plots.plot_ablation(results["mantissa_ablation"], folder)
     console = make_console()
     for name, records in results.items():
@@ -66,7 +68,7 @@ def measure(files: Sequence[GradientFile]) -> dict[str, Records]:
         "table_refresh": numbers.table_refresh,
         "mantissa_ablation": numbers.mantissa_ablation,
     }
-    return {name: function(files) for name, function in figures.items()}
+    return {**{name: function(files) for name, function in figures.items()}, "decoders": time_decoders()}
 
 
 def make_table(name: str, records: Records) -> Table:

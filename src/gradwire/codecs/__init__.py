@@ -15,6 +15,9 @@ __all__ = ["Codec", "by_name", "names"]
 _REGISTRY: dict[str, str] = {
     "gcomp": "gradwire.codecs.gcomp:GComp",
     "truncate": "gradwire.codecs.gcomp:Truncate",
+    "raw": "gradwire.codecs.general:RawCodec",
+    "zlib": "gradwire.codecs.general:ZlibCodec",
+    "zstd": "gradwire.codecs.general:ZstdCodec",
 }
 
 

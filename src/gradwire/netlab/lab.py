@@ -26,7 +26,7 @@ __all__ = ["LinkCounters", "Netlab"]
 
 _logger = logging.getLogger("gradwire.netlab")
 
-MAX_RANKS = 254
+MAX_RANKS = 250  # the kernel passes at most 253 descriptors at once: the ranks', the switch's, the user namespace's
 # Jumbo frames, as on most clusters: headers are 0.8 % of a full frame (4.6 % at 1,500), and the shared cores, which do
 # for ranks, links and switch at once, handle a sixth of the packets.
 MTU = 9000
@@ -38,11 +38,12 @@ _ANSWER_S = 20.0  # construction takes 0.1 s, a request under 1 ms; a loaded mac
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """What one rank's link has carried, as the kernel's token buckets counted it on sending and on delivery to the rank.
+    """What one rank's link has carried, as the kernel's token buckets counted it, sent by and delivered to the rank.
 
-    Bytes are whole frames: payload with TCP, IP and Ethernet headers (66 B a frame), acknowledgements, connection set-up
-    and retransmissions. TCP hands over segments of up to 64 KiB, which count as the frames of the MTU that they stand
-    for, headers included, as after segmentation by a network card. Frames dropped at a full queue are not in bytes.
+    Bytes are whole frames: payload with TCP, IP and Ethernet headers (66 B a frame), acknowledgements, connection
+    set-up, ARP and retransmissions. TCP hands over segments of up to 64 KiB (TSO); they count as the frames of the MTU
+    that they stand for, headers included, as a real card would send them (an interface's own counters, /proc/net/dev,
+    count such a segment as one packet with one header). Frames dropped at a full queue are in drops, not in bytes.
     """
 
     sent_bytes: int
@@ -64,7 +65,7 @@ class Netlab:
     too, the lab falls back to unshaped loopback, logs why, has `shaped` False, and tells its ranks (GRADWIRE_NETWORK).
 
     Args:
-        ranks: 1 to 254.
+        ranks: 1 to 250.
         rate: of every link in both directions, as `parse_rate` takes it, or a sequence with one for each rank.
         mtu: of the links in bytes, 1280 to 65535.
         queue_ms: what each direction's queue holds at its rate, in milliseconds.
@@ -213,7 +214,7 @@ class Netlab:
 
     @property
     def namespace_paths(self) -> list[str]:
-        """A path a rank for `nsenter --net=PATH`, to look inside while the lab is open; empty without a shaped network."""
+        """A path a rank for `nsenter --net=PATH`, to look inside an open lab; empty without a shaped network."""
         return [f"/proc/{os.getpid()}/fd/{namespaces[-1]}" for namespaces in self._enter] if self.shaped else []
 
     def start(
@@ -231,7 +232,7 @@ class Netlab:
             grace_s, on_line: see `RankSet`.
         Raises: InvalidArgument (no command, or the lab's last run has not ended).
         """
-        from gradwire.launch import rank_environment
+        from gradwire.launch import find_free_port, rank_environment
 
         if not command:
             raise InvalidArgument("no command to run in the ranks; give one after --")
@@ -240,11 +241,16 @@ class Netlab:
         self._ranks = RankSet(grace_s, on_line)
         lab = {LAB_VARIABLE: lab_identity()}
         # A namespace has all its ports to itself; on loopback one must be sought.
-        where = {"address": "10.77.0.1", "port": 29500, "interface": "eth0"} if self.shaped else {}
+        address, port, interface = (
+            ("10.77.0.1", 29500, "eth0") if self.shaped else ("127.0.0.1", find_free_port(), "lo")
+        )
+        if self.shaped and "TORCH_CPP_LOG_LEVEL" not in os.environ:
+            lab["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses without names make c10d warn once a rank and connection
         for rank in range(self._n_ranks):
-            variables = rank_environment(rank, self._n_ranks, self.network, **where) | lab | dict(env or {})
-            if not self.shaped and rank == 0:
-                where = {"port": int(variables["MASTER_PORT"])}
+            variables = rank_environment(
+                rank, self._n_ranks, self.network, address=address, port=port, interface=interface
+            )
+            variables |= {**lab, **(env or {})}
             self._ranks.start(command, variables, self._enter[rank] if self.shaped else ())
         return self._ranks
 
@@ -264,7 +270,7 @@ class Netlab:
         return self._ranks
 
     def set_rate(self, rank: int, rate: str | float | None) -> None:
-        """Change one rank's link, both directions, at once; packets in its queues stay. Raises: Unsupported (loopback)."""
+        """Change one rank's link, both directions; packets in its queues stay. Raises: Unsupported (loopback)."""
         self._check_rank(rank)
         rate_bps = parse_rate(rate)
         self._ask("set_rate", rank=rank, rate_bps=rate_bps)
@@ -282,7 +288,7 @@ class Netlab:
         self._ask("set_link", rank=rank, up=True)
 
     def counters(self) -> list[LinkCounters]:
-        """Each rank's counters since the lab was opened. Raises: Unsupported (loopback: its traffic is of all ranks)."""
+        """Each rank's counters since the lab was opened. Raises: Unsupported (loopback carries all ranks)."""
         return [LinkCounters(*row) for row in self._ask("counters")]
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:

@@ -1,8 +1,8 @@
 """What a crashed lab leaves behind, and its end.
 
-A lab's namespaces have no names: the kernel keeps them for as long as a process lives in them. Its network process kills
-the ranks when the owner dies; only if both were killed at once do ranks stay on, and with them namespaces and links. Such
-ranks are known by a variable in their environment that names the owner.
+A lab's namespaces have no names: the kernel keeps them for as long as a process lives in them. Its network process
+kills the ranks when the owner dies; only if both were killed at once can ranks stay on, and with them namespaces and
+links. Such processes are known by a variable in their environment that names the owner.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _is_stale(identity: str) -> bool:
 
 
 def end_stale_labs() -> list[StaleLab]:
-    """Kill the processes of dead owners' labs; the kernel then takes their namespaces and links down. Returns the labs."""
+    """Kill the processes of dead owners' labs; the kernel then takes namespaces and links down. Returns the labs."""
     ended: dict[str, set[int]] = {}
     give_up = time.monotonic() + 5
     # Again until none is left: a process may start another between the look and the kill.

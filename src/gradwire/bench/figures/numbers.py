@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
-from gradwire.bench.figures.huffman import escaped_lengths, mean_bits, native_lengths
+from gradwire.bench.figures.huffman import escaped_lengths, gradwire_lengths, mean_bits, native_lengths
 from gradwire.bench.gradients import GradientFile
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 
@@ -54,7 +54,7 @@ def cross_tables(files: Sequence[GradientFile]) -> Records:
     histograms = [exponent_histogram(file.gradient) for file in files]
     records: Records = []
     for source, made_from in zip(files, histograms, strict=True):
-        native, escaped = native_lengths(made_from), escaped_lengths(made_from)
+        native, escaped, own = (make(made_from) for make in (native_lengths, escaped_lengths, gradwire_lengths))
         for data, coded in zip(files, histograms, strict=True):
             records.append(
                 {
@@ -62,6 +62,7 @@ def cross_tables(files: Sequence[GradientFile]) -> Records:
                     "gradients": data.name,
                     "native_ratio": mean_bits(native, coded) / 8,
                     "escaped_ratio": mean_bits(escaped, coded) / 8,
+                    "gradwire_ratio": mean_bits(own, coded) / 8,
                     "longest_native_bits": int(native.max()),
                     "entropy_ratio": entropy_bits(coded) / 8,
                 }
@@ -74,7 +75,7 @@ def table_refresh(files: Sequence[GradientFile]) -> Records:
     histograms = [exponent_histogram(file.gradient) for file in files]
     records: Records = []
     for index in range(1, len(files)):
-        static, refreshed = escaped_lengths(histograms[0]), escaped_lengths(histograms[index - 1])
+        static, refreshed = gradwire_lengths(histograms[0]), gradwire_lengths(histograms[index - 1])
         records.append(
             {
                 "gradients": files[index].name,

@@ -18,6 +18,7 @@ from gradwire.errors import GradwireError
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_CODES = ("native Huffman", "escaped, 8 bits (paper)", "escaped, 11 bits (gradwire)")
 _STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "axes.spines.top": False,
@@ -81,7 +82,7 @@ def plot_cross_tables(records: Records, folder: Path) -> None:
         figure, panels = _panels(len(sources), share_y=True)
         for number, (panel, source) in enumerate(zip(panels, sources, strict=True), start=1):
             group = [record for record in records if record["table_from"] == source]
-            _bars(panel, group, ("native_ratio", "escaped_ratio"), ("native Huffman", "escaped (8 bits)"))
+            _bars(panel, group, ("native_ratio", "escaped_ratio", "gradwire_ratio"), _CODES)
             for position, record in enumerate(group):
                 bound = record["entropy_ratio"]
                 panel.hlines(bound, position - 0.42, position + 0.42, color="black", lw=1, ls=":")

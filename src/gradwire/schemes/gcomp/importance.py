@@ -32,8 +32,8 @@ class QuantisationMetric:
 
     S = |A| N / (gain 2^ceil(log2 N)) for N ranks (terms.py): delta of the paper's table times |g|, and the safety that
     N truncations of partial sums need. Dropping the low n bits of every partial sum s with S > 2^n |s| moves the
-    parameter by less than 2^-23 |A|, two units in A's last place (times 1 + rho under Adam, see terms.py; 2^-10 and 2^-7
-    for float16 and bfloat16). The byte is S to a quarter octave, rounded down; byte 0: nothing may be dropped.
+    parameter by less than 2^-23 |A|, two units in A's last place (times 1 + rho under Adam, see terms.py; 2^-10 and
+    2^-7 for float16 and bfloat16). The byte is S to a quarter octave, rounded down; byte 0: nothing may be dropped.
 
     Hyper-parameters, groups and state are read at every call: schedules, `add_param_group` and `load_state_dict` need
     no notice. A parameter in no group of the optimizer, or whose state does not exist yet (first step), has bytes 0.
@@ -44,7 +44,7 @@ class QuantisationMetric:
         optimizer: SGD, Adagrad, RMSprop, Adam or AdamW of torch.optim, or a subclass that inherits their `step`.
         world_size: ranks whose gradients are averaged.
     Raises: InvalidArgument (world_size), Unsupported (unknown optimizer, `differentiable`).
-    Source: Li et al., GComp, SoCC 2024, section 5.1, table 2, appendix A; docs/format.md#gcomp for the byte.
+    Source: Li et al., GComp, SoCC 2024, section 5.1, table 2, appendix A. The byte: native/gcomp/importance.hpp.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
@@ -80,6 +80,8 @@ class QuantisationMetric:
         _require_bytes(out)
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
+        if len(parameters) != len(offsets):
+            raise InvalidArgument(f"one offset per parameter: {len(parameters)} parameters, {len(offsets)} offsets")
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         for parameter, offset in zip(parameters, offsets, strict=True):
             n_elements = parameter.numel()

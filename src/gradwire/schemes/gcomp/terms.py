@@ -13,11 +13,11 @@ What the table leaves open:
 - v_t contains the gradient of this step, not known yet. Its smallest value stands for it: beta2 v_{t-1} (Adam),
   alpha v_{t-1} (RMSprop), r_{t-1} (Adagrad), the largest v so far (amsgrad).
 - g also moves v_t, and so its own gain. For SGD there is no v; for Adagrad and RMSprop the step is a monotone function
-  of g with a slope below 1/D, so that the bound below holds as it stands; for Adam the slope is at most (1 + rho)/D,
-  rho = |m_t| D' / ((1 - beta1) D) <= x / sqrt(1 - beta1^2 / beta2), where x^2 <= 1 is the share of g in v_t: 2.3 x by
+  of g with a slope below 1/D, so that the bound below holds as it stands; for Adam the slope is at most (1 + rho)/D
+  with rho = |m_t| D' / ((1 - beta1) D) <= x / sqrt(1 - beta1^2 / beta2), x^2 <= 1 the share of g in v_t: 2.3 x by
   default. Dropping n bits of g moves the parameter by less than (1 + rho) 2^-23 |A| (float32).
-- `maximize` negates g, and so only the sign of the gain: S is the same. `foreach`, `fused` and `capturable` are the same
-  arithmetic in another order.
+- `maximize` negates g, and so only the sign of the gain: S is the same. `foreach`, `fused` and `capturable` are the
+  same arithmetic in another order.
 - eta = 0 (a warm-up's first step, a frozen group) or a dampening of 1: the gain is 0, S has no value, and the gradient
   may still enter the optimizer's state. `None`: nothing may be dropped.
 """

@@ -1,0 +1,121 @@
+"""gradwire bench allreduce: time and bytes of every scheme's all-reduce beside the backend's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from rich.table import Table
+
+from gradwire.bench import reducers
+from gradwire.bench.console import make_console
+from gradwire.bench.gradients import load_gradients
+from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
+from gradwire.bench.sources import PATTERNS, Source
+from gradwire.bench.specs import choose_specs
+from gradwire.errors import InvalidArgument
+
+QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
+FULL_SIZES = tuple(1 << power for power in range(10, 25, 2)) + (25_000_000, 100_000_000, 400_000_000)
+YARDSTICK = "ddp"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `gradwire bench allreduce`."""
+    parser.add_argument(
+        "--scheme",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help="schemes and rivals (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one (default)",
+    )
+    add_rank_arguments(parser)
+    parser.add_argument("--n-bytes", nargs="+", type=int, metavar="N", help="sizes of the float32 gradient")
+    parser.add_argument("--quick", action="store_true", help="four sizes to 25 MB, few samples: under two minutes")
+    parser.add_argument("--gradients", metavar="FILE.npz", help="take the values from a gradient file")
+    parser.add_argument("--density", type=float, default=1.0, metavar="D", help="share of non-zeros (random gradient)")
+    parser.add_argument(
+        "--pattern", choices=list(PATTERNS), default="element", help="how non-zeros cluster: singly, in 32s, in 1,024s"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="samples a scheme and size (9; quick 5)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="calls dropped before the first sample (2)")
+    parser.add_argument(
+        "--budget", type=float, metavar="S", help="seconds for a scheme at a size, three samples apart (20; quick 3)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure as a rank, or start the ranks that do."""
+    args.rounds = args.rounds or (5 if args.quick else 9)
+    args.budget = args.budget or (3.0 if args.quick else 20.0)
+    if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
+        raise InvalidArgument("--rounds counts from 1, --n-bytes from 4 (one float32)")
+    specs = choose_specs(args.scheme, reducers.names())
+    file = load_gradients(args.gradients) if args.gradients else None
+    source = Source(file, args.density, args.pattern)
+    check_rank_arguments(args)
+    if not is_rank():
+        return run_in_ranks("allreduce", args)
+    return _run_rank(args, source, specs)
+
+
+def _run_rank(args: argparse.Namespace, source: Source, specs: Sequence[str]) -> int:
+    from gradwire.bench.allreduce_rank import AllReduceBench
+
+    sizes = args.n_bytes or (QUICK_SIZES if args.quick else FULL_SIZES)
+    if source.file is not None and not args.n_bytes:
+        sizes = (source.file.gradient.nbytes,)
+    dist.init_process_group("gloo")
+    try:
+        bench = AllReduceBench(args, source, specs)
+        console = make_console()
+        for n_bytes in sizes:
+            records = bench.run_size(n_bytes)
+            if bench.rank == 0:
+                console.print(make_table(records))
+        bench.close()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def make_table(records: Sequence[dict[str, Any]]) -> Table:
+    """The records of one size, for people."""
+    first = records[0]
+    network = f"{first['rate_bps'] / 1e6:g} Mb/s" if first["rate_bps"] else f"not shaped ({first['network']})"
+    size = format_bytes(first["n_bytes"])
+    table = Table(
+        title=f"all-reduce of {size} ({first['gradients']}), {first['ranks']} ranks, {network}",
+        caption="time: median over samples of the slowest rank (quartiles); bytes: sent per rank, mean",
+    )
+    table.add_column("scheme")
+    for heading in ("time ms", "x ddp", "algbw GB/s", "busbw GB/s", "wire bytes", "ratio", "kernel bytes", "error"):
+        table.add_column(heading, justify="right")
+    table.add_column("verified")
+    yardstick = next((record["time_s"] for record in records if record["scheme"] == YARDSTICK), None)
+    for record in records:
+        spread = f"({record['time_s_low'] * 1e3:.2f}-{record['time_s_high'] * 1e3:.2f})"
+        kernel = record["kernel_bytes"]
+        table.add_row(
+            record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+            f"{record['time_s'] * 1e3:.2f} {spread}",
+            "-" if yardstick is None else f"{record['time_s'] / yardstick:.2f}",
+            f"{record['algorithm_gb_per_s']:.3f}",
+            f"{record['bus_gb_per_s']:.3f}",
+            f"{record['wire_bytes']:,.0f}",
+            f"{record['wire_ratio']:.3f}",
+            "-" if kernel is None else f"{kernel:,.0f}",
+            f"{record['relative_error']:.1e}",
+            record["verified"],
+        )
+    return table
+
+
+def format_bytes(n_bytes: int) -> str:
+    """1 KiB as "1 KiB", 25 MB as "25 MB": in the unit that divides it, else in bytes."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10), ("MB", 10**6), ("kB", 10**3)):
+        if n_bytes % size == 0:
+            return f"{n_bytes // size} {unit}"
+    return f"{n_bytes:,} bytes"

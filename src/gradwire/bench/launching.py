@@ -1,0 +1,78 @@
+"""From one command to ranks and back: the launcher's side of `bench allreduce` and `bench train`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.bench.records import RecordLog, write_csv, write_json
+from gradwire.errors import InvalidArgument
+from gradwire.launch import start_ranks
+from gradwire.supervisor import end_on_signals
+
+DEFAULT_RANKS = 4
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say where the ranks run and where results go; the same in every benchmark with ranks."""
+    parser.add_argument("--ranks", type=int, metavar="N", help=f"ranks to start on this machine ({DEFAULT_RANKS})")
+    parser.add_argument(
+        "--rate", nargs="+", metavar="RATE", help="link rates to measure at, such as 100mbit, 1gbit, none (none)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
+    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # JSONL of records, from rank 0 to its launcher
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by the launcher below or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_rank_arguments(args: argparse.Namespace) -> None:
+    """Raises: InvalidArgument, before any rank is started."""
+    from gradwire.netlab import parse_rate
+
+    if args.ranks is not None and args.ranks < 1:
+        raise InvalidArgument(f"--ranks must be at least 1, got {args.ranks}")
+    for rate in args.rate or ():
+        parse_rate(rate)
+
+
+def run_in_ranks(bench: str, args: argparse.Namespace) -> int:
+    """Run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`; results so far outlive a failure.
+
+    Raises: PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
+    """
+    rates: Sequence[str] = args.rate or ["none"]
+    with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
+        log = RecordLog(args.log or Path(folder) / "records.jsonl")
+        command = [sys.executable, "-m", "gradwire.cli", "bench", bench, *args.arguments, "--log", str(log.path)]
+        for rate in rates:
+            with (
+                end_on_signals(),
+                start_ranks(command, args.ranks or DEFAULT_RANKS, rate, on_line=_print_line) as launch,
+            ):
+                try:
+                    result = launch.wait()
+                finally:
+                    write_results(args, log.read())
+            result.raise_if_failed()
+    return 0
+
+
+def _print_line(rank: int, line: str) -> None:
+    print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
+
+
+def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """Write `--json` and `--csv`, where given. Raises: GradwireError."""
+    if args.json:
+        write_json(args.json, records)
+    if args.csv:
+        write_csv(args.csv, records)

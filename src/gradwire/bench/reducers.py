@@ -1,0 +1,112 @@
+"""What `bench allreduce` times: gradwire's schemes outside DDP, and the backend's own all-reduce, behind one face."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire import schemes
+from gradwire.bench.gradients import OptimizerState
+from gradwire.bench.live_optimizer import make_optimizer
+from gradwire.bucket import Bucket
+from gradwire.communicator import Communicator
+from gradwire.schemes.base import Session
+from gradwire.schemes.plain import ring_bytes
+from gradwire.telemetry.recorder import Recorder
+
+RIVALS = ("ddp", "ddp-bf16")
+
+
+class Reducer(ABC):
+    """One way to replace a tensor by its mean over the ranks."""
+
+    def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
+        self.name = name
+        self.options = options or {}
+        self.sent_bytes = 0  # by this rank, in all calls since the last reset
+        self.period = 1  # calls after which everything repeats; a sample is made of whole periods
+
+    @abstractmethod
+    def reduce(self, buffer: torch.Tensor) -> None:
+        """Replace `buffer` (n,) float32 by the mean; returns when it is there."""
+
+    @abstractmethod
+    def finish_step(self) -> None:
+        """What follows a reduction off the clock."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. Collective."""
+
+
+class BackendReducer(Reducer):
+    """torch.distributed's own all-reduce, as DDP without a hook calls it: divide, then sum.
+
+    The backend does not say what it sends; counted are the bytes of a ring, which Gloo's algorithm is.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._dtype = torch.bfloat16 if name == "ddp-bf16" else torch.float32
+
+    def reduce(self, buffer: torch.Tensor) -> None:
+        world_size = dist.get_world_size()
+        message = buffer.to(self._dtype)  # no copy for float32
+        message.div_(world_size)
+        dist.all_reduce(message)
+        self.sent_bytes += ring_bytes(message.numel() * message.element_size(), world_size)
+        if message is not buffer:
+            buffer.copy_(message)
+
+    def finish_step(self) -> None:
+        """Nothing follows."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SchemeReducer(Reducer):
+    """A scheme of the registry, bound as `attach` would bind it; the run's reducers take turns on one communicator."""
+
+    def __init__(
+        self,
+        name: str,
+        options: dict[str, Any],
+        communicator: Communicator,
+        state: OptimizerState | None,
+        n_elements: int,
+    ) -> None:
+        super().__init__(name, options)
+        optimizer = make_optimizer(state, n_elements) if state is not None else None
+        self._parameters = optimizer.param_groups[0]["params"] if optimizer else []
+        self._communicator = communicator
+        self._recorder = Recorder(self._communicator.rank, self._communicator.world_size)
+        self.scheme = schemes.by_name(name, **options)
+        if name == "periodic":  # it communicates in one call of `every`
+            self.period = int(self.scheme.configuration["every"])
+        names = dict.fromkeys(self._parameters, "gradient")
+        self.scheme.bind(Session(self._communicator, self._recorder, optimizer, names, lambda: 1.0))
+        self._step = 0
+
+    def reduce(self, buffer: torch.Tensor) -> None:
+        record = self._recorder.open_bucket(self._step, 0, buffer.numel() * buffer.element_size())
+        offsets = [0] * len(self._parameters)
+        bucket = Bucket(buffer, self._parameters, offsets, index=0, step=self._step, is_last=True, record=record)
+        self.scheme.reduce(bucket).wait()
+        self._recorder.close_bucket(record)
+
+    def finish_step(self) -> None:
+        self._communicator.submit(self.scheme.end_step, self._step).wait()
+        self.sent_bytes += self._recorder.close_step(self._step, 0).bytes_sent
+        self._step += 1
+
+    def close(self) -> None:
+        self.scheme.close()
+
+
+def names() -> list[str]:
+    """The rivals, then every scheme of the registry."""
+    return [*RIVALS, *schemes.names()]

@@ -1,0 +1,109 @@
+"""gradwire bench train: iteration time, its parts, bytes and loss of a workload under every scheme and rival."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from gradwire import workloads
+from gradwire.bench import train_contenders
+from gradwire.bench.console import make_console
+from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
+from gradwire.bench.specs import choose_specs
+from gradwire.errors import InvalidArgument
+
+YARDSTICK = "ddp"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `gradwire bench train`."""
+    rivals = ", ".join(train_contenders.RIVALS)
+    parser.add_argument(
+        "--scheme",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help=f"schemes and rivals ({rivals}), with options as NAME:option=value,...; `all` is every one (default)",
+    )
+    parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt)")
+    add_rank_arguments(parser)
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps a scheme that count (30)")
+    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps before them (5)")
+    parser.add_argument(
+        "--compute",
+        choices=("real", "emulate"),
+        default="real",
+        help="run the model, or replay captured gradients of its shape behind calibrated waits",
+    )
+    parser.add_argument("--batch-size", type=int, metavar="N", help="samples a rank and step (the workload's own)")
+    parser.add_argument("--optimizer", metavar="NAME", help="optimizer (the workload's own)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure as a rank, or start the ranks that do."""
+    if args.steps < 1 or args.warmup < 1:
+        raise InvalidArgument("--steps and --warmup count from 1 (DDP rebuilds its buckets after the first step)")
+    if args.workload not in workloads.names():
+        raise InvalidArgument(f"no workload is called {args.workload!r}; there are: {', '.join(workloads.names())}")
+    specs = choose_specs(args.scheme, train_contenders.names())
+    check_rank_arguments(args)
+    if not is_rank():
+        return run_in_ranks("train", args)
+    return _run_rank(args, specs)
+
+
+def _run_rank(args: argparse.Namespace, specs: Sequence[str]) -> int:
+    import torch.distributed as dist
+
+    from gradwire.bench.train_rank import TrainBench
+
+    options: dict[str, Any] = {"batch_size": args.batch_size, "optimizer": args.optimizer}
+    named = {key: value for key, value in options.items() if value is not None}
+    dist.init_process_group("gloo")
+    try:
+        workload = workloads.by_name(args.workload, compute=args.compute, **named)
+        bench = TrainBench(args, workload, specs)
+        records = bench.run()
+        if bench.rank == 0:
+            make_console().print(make_table(records))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def make_table(records: Sequence[dict[str, Any]]) -> Table:
+    """The records of one network, for people."""
+    first = records[0]
+    network = f"{first['rate_bps'] / 1e6:g} Mb/s" if first["rate_bps"] else f"not shaped ({first['network']})"
+    marks = [f"computation {first['compute']}"] if first["compute"] != "real" else []
+    marks += ["contenders one after another"] if not first["is_interleaved"] and len(records) > 1 else []
+    table = Table(
+        title=", ".join([f"{first['workload']}, {first['ranks']} ranks, {network}, {first['n_steps']} steps", *marks]),
+        caption="ms a step, medians (quartiles); codec time is busy time, hidden or not; loss: mean of the last steps, "
+        f"and of those before {first['loss_at_s']:.1f} s",
+    )
+    table.add_column("scheme")
+    headings = ("iteration", "x ddp", "compute", "exposed", "wait", "codec", "MB sent", "ratio", "samples/s", "loss")
+    for heading in (*headings, f"at {first['loss_at_s']:.1f} s"):
+        table.add_column(heading, justify="right")
+    yardstick = next((record["iteration_s"] for record in records if record["scheme"] == YARDSTICK), None)
+    for record in records:
+        spread = f"({record['iteration_s_low'] * 1e3:.0f}-{record['iteration_s_high'] * 1e3:.0f})"
+        codec_s = record["codec_s"]
+        table.add_row(
+            record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+            f"{record['iteration_s'] * 1e3:.1f} {spread}",
+            "-" if yardstick is None else f"{record['iteration_s'] / yardstick:.2f}",
+            *(f"{record[part] * 1e3:.1f}" for part in ("compute_s", "exposed_s", "wait_s")),
+            "-" if codec_s is None else f"{codec_s * 1e3:.1f}",
+            f"{record['wire_bytes'] / 1e6:.3f}",
+            f"{record['wire_ratio']:.3f}",
+            f"{record['samples_per_s']:.1f}",
+            f"{record['loss']:.4f}",
+            f"{record['loss_after_s']:.4f}",
+        )
+    return table

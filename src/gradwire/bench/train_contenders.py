@@ -1,0 +1,168 @@
+"""What `bench train` times: a workload under one scheme, under PyTorch's own hooks, or under DDP alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import schemes
+from gradwire.bench import gloo_hooks
+from gradwire.bench.specs import parse_spec
+from gradwire.schemes.plain import ring_bytes
+from gradwire.workloads import Workload
+
+RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8")
+# These hooks start collectives from the callbacks of others. With several buckets under way Gloo runs the callbacks of
+# each rank in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So
+# they get all gradients in one bucket, and overlap nothing.
+_ONE_BUCKET = ("ddp-powersgd", "ddp-quant8")
+# PowerSGD's own documentation starts with rank 1 or 2 and compresses from the first steps on only with a warm start;
+# bench runs are short, so it starts at once.
+_POWER_SGD_RANK, _POWER_SGD_START = 2, 2
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step on one rank, in seconds: iteration = local + waiting + update, data loading left out.
+
+    `local_s` is forward and backward up to the last gradient; `waiting_s` from there to the end of the backward pass,
+    which is communication that no computation hid, and slower ranks; `update_s` the optimizer's step.
+    """
+
+    local_s: float
+    waiting_s: float
+    update_s: float
+
+    @property
+    def iteration_s(self) -> float:
+        return self.local_s + self.waiting_s + self.update_s
+
+
+class TrainContender:
+    """A model of its own in training; contenders of one run start from the same weights and see the same batches.
+
+    Collective: every rank makes and steps the same ones in the same order.
+    """
+
+    def __init__(self, spec: str, workload: Workload, seed: int) -> None:
+        self.name, self.options = parse_spec(spec)
+        self._workload, self._seed = workload, seed
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        module = workload.build_model(seed)
+        self.n_parameters = sum(parameter.numel() for parameter in module.parameters())
+        self._last_gradient_s = 0.0
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        ddp_options = workload.ddp_options()
+        if self.name in _ONE_BUCKET:
+            ddp_options["bucket_cap_mb"] = 1 + 4 * self.n_parameters // (1 << 20)
+        self._model = DistributedDataParallel(module, **ddp_options)
+        self._optimizer = workload.build_optimizer(self._model)
+        self._scheduler = workload.build_scheduler(self._optimizer)
+        self._attachment = None
+        self._rival_bytes: Callable[[], float] = lambda: 0.0
+        if self.name in RIVALS:
+            self._register_rival()
+        else:
+            scheme = schemes.by_name(self.name, **self.options)
+            self._attachment = gradwire.attach(self._model, self._optimizer, scheme)
+        self._steps = 0
+        self.losses: list[float] = []
+        self.times: list[StepTimes] = []
+
+    def run_step(self) -> None:
+        """One training step; its times and loss are kept."""
+        batch = self._workload.batch_at(
+            self._steps, self._rank, self._world_size, self._workload.batch_size, self._seed
+        )
+        # Dropout must not depend on which contenders ran before.
+        torch.manual_seed((self._seed * 1_000_003 + self._steps) * 1_009 + self._rank)
+        started = time.perf_counter()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._workload.loss(self._model, batch)
+        loss.backward()
+        reduced = time.perf_counter()
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        ended = time.perf_counter()
+        self.times.append(StepTimes(self._last_gradient_s - started, reduced - self._last_gradient_s, ended - reduced))
+        self.losses.append(self._workload.reported_loss(loss))
+        self._steps += 1
+
+    def _note_gradient(self, _: torch.Tensor) -> None:
+        # Runs when a gradient is in `.grad` and before DDP's reducer hears of it: the last call of a step is the end of
+        # this rank's own computation.
+        self._last_gradient_s = time.perf_counter()
+
+    def sent_bytes(self) -> float:
+        """Bytes this rank has sent for gradients so far: gradwire's count, or what a rival's hook must send."""
+        if self._attachment is not None:
+            return float(self._attachment.stats()["bytes_sent"])
+        return self._rival_bytes()
+
+    def codec_s(self) -> float | None:
+        """Seconds so far in encoding, decoding and what they need; hidden or not. None where a hook does not tell."""
+        if self._attachment is not None:
+            stats = self._attachment.stats()
+            return float(sum(stats[f"{kind}_s"] for kind in ("encode", "decode", "importance", "table")))
+        return 0.0 if self.name == "ddp" else None
+
+    def memory_bytes(self) -> int:
+        """What it holds on one rank: parameters, gradients, buckets, two optimizer moments, and a scratch."""
+        return 6 * 4 * self.n_parameters
+
+    def close(self) -> None:
+        """Let gradwire go. Collective."""
+        if self._attachment is not None:
+            self._attachment.close()
+
+    def _register_rival(self) -> None:
+        model, n_elements, world_size = self._model, self.n_parameters, self._world_size
+        group = dist.group.WORLD
+        element_bytes = 4
+        if self.name == "ddp-fp16":
+            model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+            element_bytes = 2
+        elif self.name == "ddp-bf16":
+            model.register_comm_hook(group, gloo_hooks.bf16_hook)
+            element_bytes = 2
+        elif self.name == "ddp-powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                group,
+                matrix_approximation_rank=self.options.get("rank", _POWER_SGD_RANK),
+                start_powerSGD_iter=_POWER_SGD_START,
+            )
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            self._rival_bytes = lambda: float(self._power_sgd_bytes(state))
+            return
+        elif self.name == "ddp-quant8":
+            model.register_comm_hook(group, gloo_hooks.quant8_hook)
+            # An all-gather of bytes: everyone's to everyone.
+            self._rival_bytes = lambda: float(self._steps * (world_size - 1) * n_elements)
+            return
+        self._rival_bytes = lambda: float(self._steps * ring_bytes(element_bytes * n_elements, world_size))
+
+    def _power_sgd_bytes(self, state: powerSGD_hook.PowerSGDState) -> int:
+        before = min(self._steps, _POWER_SGD_START)  # these steps it leaves to the plain all-reduce
+        n_elements = before * self.n_parameters + state.total_numel_after_compression
+        return ring_bytes(4 * n_elements, self._world_size)
+
+
+def names() -> list[str]:
+    """The rivals, then every scheme of the registry."""
+    return [*RIVALS, *schemes.names()]
+
+
+def describe(contender: TrainContender) -> str:
+    """The options, as written in a spec, and what was done to run it at all."""
+    words = [f"{key}={value}" for key, value in contender.options.items()]
+    return ",".join([*words, "one bucket"] if contender.name in _ONE_BUCKET else words)

@@ -1,0 +1,207 @@
+"""The rank's side of `bench train`: contenders take turns in blocks, or one after another where memory is short."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench import kernel_counters
+from gradwire.bench.launching import write_results
+from gradwire.bench.records import RecordLog
+from gradwire.bench.timing import Timing
+from gradwire.bench.train_contenders import RIVALS, StepTimes, TrainContender, describe
+from gradwire.errors import Unsupported
+from gradwire.network import current_network
+from gradwire.schemes.plain import ring_bytes
+from gradwire.telemetry.environment import describe_environment
+from gradwire.workloads import Workload
+
+# Steps of one contender before the next has its turn: long enough that caches are its own, short against drifts of the
+# machine's load.
+BLOCK_STEPS = 5
+# Losses of this many last steps are averaged: one batch's loss is noise.
+_LOSS_STEPS = 10
+# Of the free memory, what contenders may take together; the rest is for activations and messages.
+_MEMORY_SHARE = 0.5
+
+
+class TrainBench:
+    """One run. Every method is collective."""
+
+    def __init__(self, args: argparse.Namespace, workload: Workload, specs: Sequence[str]) -> None:
+        self.args, self.workload, self.specs = args, workload, specs
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._environment = describe_environment()
+
+    def run(self) -> list[dict[str, Any]]:
+        """Train every contender; returns the records, on every rank."""
+        first = self._start(self.specs[0])
+        if first is None or len(self.specs) == 1 or self._fits(first):
+            others = [self._start(spec) for spec in self.specs[1:]]
+            contenders = [contender for contender in (first, *others) if contender is not None]
+            return self._train(contenders, is_interleaved=len(contenders) > 1)
+        records = self._train([first], is_interleaved=False)
+        del first
+        for spec in self.specs[1:]:
+            contender = self._start(spec)
+            if contender is not None:
+                records += self._train([contender], is_interleaved=False)
+            del contender
+        return records
+
+    def _start(self, spec: str) -> TrainContender | None:
+        try:
+            return TrainContender(spec, self.workload, self.args.seed)
+        except Unsupported as error:  # the same on every rank: it depends on the options alone
+            if "all" not in self.args.scheme:
+                raise
+            if self.rank == 0:
+                print(f"left out: {spec}: {error}", flush=True)
+            return None
+
+    def _fits(self, contender: TrainContender) -> bool:
+        """Whether all contenders of all ranks on this machine fit into its memory at once; the same on every rank."""
+        needed = contender.memory_bytes() * len(self.specs) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        fits = torch.tensor([float(needed < _MEMORY_SHARE * _available_bytes())])
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+        return bool(fits.item())
+
+    def _train(self, contenders: Sequence[TrainContender], is_interleaved: bool) -> list[dict[str, Any]]:
+        n_total = self.args.warmup + self.args.steps
+        counters: list[_Counter] = [_Counter(contender) for contender in contenders]
+        done = 0
+        while done < n_total:
+            # A block never straddles the end of the warm-up, where counting starts.
+            end = self.args.warmup if done < self.args.warmup else n_total
+            n_steps = min(BLOCK_STEPS, end - done)
+            for counter in counters:
+                counter.run_block(n_steps, is_counted=done >= self.args.warmup)
+            done += n_steps
+        losses = [self._mean_over_ranks(contender.losses) for contender in contenders]
+        clocks = [self._wall_clock(contender) for contender in contenders]
+        shared_s = min(clock[-1] for clock in clocks)
+        records = [
+            self._record(counter, loss, clock, shared_s, is_interleaved)
+            for counter, loss, clock in zip(counters, losses, clocks, strict=True)
+        ]
+        for contender in contenders:
+            contender.close()
+        if self.rank == 0:
+            if self.args.log:
+                RecordLog(self.args.log).append(records)
+            else:
+                write_results(self.args, records)
+        return records
+
+    def _mean_over_ranks(self, values: Sequence[float]) -> list[float]:
+        summed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(summed)
+        return (summed / self.world_size).tolist()
+
+    def _wall_clock(self, contender: TrainContender) -> list[float]:
+        """When each step of this contender would have ended, had it trained alone: sums of the slowest rank's steps."""
+        iterations = torch.tensor([times.iteration_s for times in contender.times], dtype=torch.float64)
+        dist.all_reduce(iterations, op=dist.ReduceOp.MAX)
+        return iterations.cumsum(0).tolist()
+
+    def _record(
+        self, counter: _Counter, losses: list[float], clock: list[float], shared_s: float, is_interleaved: bool
+    ) -> dict[str, Any]:
+        contender, times = counter.contender, counter.contender.times[self.args.warmup :]
+        steps_s = [end - start for start, end in zip([0.0, *clock], clock, strict=False)][self.args.warmup :]
+        timing = Timing.of(steps_s)
+        split = self._split(times)
+        wire, kernel = self._mean_over_ranks([counter.sent_bytes / len(times), counter.kernel_bytes / len(times)])
+        codec_s = None if counter.codec_s is None else self._mean_over_ranks([counter.codec_s / len(times)])[0]
+        n_bytes = 4 * contender.n_parameters
+        ring = ring_bytes(n_bytes, self.world_size)
+        network = current_network()
+        described = self.workload.describe()
+        return {
+            "scheme": contender.name,
+            "options": describe(contender),
+            "ranks": self.world_size,
+            "rate_bps": network.rate_bps,
+            "iteration_s": timing.median_s,
+            "iteration_s_low": timing.low_s,
+            "iteration_s_high": timing.high_s,
+            **split,
+            "codec_s": codec_s,
+            "wire_bytes": wire,
+            "wire_bytes_counted": contender.name not in RIVALS,
+            "kernel_bytes": kernel if counter.has_kernel else None,
+            "wire_ratio": wire / ring if ring else 1.0,
+            "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
+            "loss": statistics.fmean(losses[-_LOSS_STEPS:]),
+            "loss_at_s": shared_s,
+            "loss_after_s": _loss_at(losses, clock, shared_s),
+            "n_steps": len(times),
+            "n_warmup": self.args.warmup,
+            "n_bytes": n_bytes,
+            "is_interleaved": is_interleaved,
+            "shaped": network.shaped,
+            **described,
+            **self._environment,
+        }
+
+    def _split(self, times: Sequence[StepTimes]) -> dict[str, float]:
+        """Medians over the steps of means over the ranks; waiting is split into slower ranks and the network.
+
+        A rank that ends its backward pass before the slowest one waits for that rank first, whatever the network does:
+        `wait_s`. The rest is `exposed_s`. Durations are compared, not clocks: all ranks leave a step together.
+        """
+        local = torch.tensor([step.local_s for step in times], dtype=torch.float64)
+        slowest = local.clone()
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        waiting = torch.tensor([step.waiting_s for step in times], dtype=torch.float64)
+        wait = torch.minimum(slowest - local, waiting)
+        parts = torch.stack([local + torch.tensor([step.update_s for step in times]), waiting - wait, wait])
+        dist.all_reduce(parts)
+        medians = (parts / self.world_size).median(dim=1).values.tolist()
+        return dict(zip(("compute_s", "exposed_s", "wait_s"), medians, strict=True))
+
+
+class _Counter:
+    """Bytes and codec time of one contender's counted blocks, on this rank."""
+
+    def __init__(self, contender: TrainContender) -> None:
+        self.contender = contender
+        self.sent_bytes = 0.0
+        self.kernel_bytes = 0.0
+        self.has_kernel = kernel_counters.sent_bytes() is not None
+        self.codec_s = contender.codec_s()
+
+    def run_block(self, n_steps: int, is_counted: bool) -> None:
+        """Run steps, all ranks starting together, and count what they took."""
+        contender = self.contender
+        dist.barrier()
+        sent, codec_s, kernel = contender.sent_bytes(), contender.codec_s(), kernel_counters.sent_bytes()
+        for _ in range(n_steps):
+            contender.run_step()
+        dist.barrier()  # now everything sent has arrived, so the kernel has counted it
+        if is_counted:
+            self.sent_bytes += contender.sent_bytes() - sent
+            self.kernel_bytes += (kernel_counters.sent_bytes() or 0) - (kernel or 0)
+            spent_s = contender.codec_s()
+            if self.codec_s is not None and spent_s is not None and codec_s is not None:
+                self.codec_s += spent_s - codec_s
+
+
+def _loss_at(losses: Sequence[float], clock: Sequence[float], moment_s: float) -> float:
+    """The mean loss of the last steps that had ended at `moment_s`."""
+    n_ended = max(1, sum(end <= moment_s for end in clock))
+    return statistics.fmean(losses[max(0, n_ended - _LOSS_STEPS) : n_ended])
+
+
+def _available_bytes() -> float:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) * 1024
+    return 0.0

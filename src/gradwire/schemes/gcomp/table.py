@@ -1,0 +1,117 @@
+"""Refresh of GComp's Huffman table: count what is sent, sum over the ranks, switch at a step that all ranks agree on.
+
+In step t, a multiple of `refresh_every`, the exponents of everything that a rank encodes are counted. After its last
+bucket the counts are summed over the ranks in the background, while the next forward and backward pass go on. The new
+table takes over with the first bucket of step t + 2: by then the sum has long arrived, and nobody needs to say so.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from gradwire.codecs.gcomp import GComp as GCompCodec
+from gradwire.codecs.huffman import HuffmanTable
+from gradwire.communicator import Communicator
+from gradwire.errors import InvalidArgument
+from gradwire.telemetry.recorder import BucketRecord
+
+# Steps from counting to switching: the sum overlaps with the whole step between them.
+_SWITCH_AFTER = 2
+# Counts for 8-bit exponents (float32, bfloat16), then for 5-bit ones (float16); the last of each is Inf and NaN.
+_WIDE, _NARROW = slice(0, 256), slice(256, 288)
+_DTYPES = {"wide": (torch.float32, _WIDE), "narrow": (torch.float16, _NARROW)}
+
+
+class TableRefresh:
+    """The life of one codec's tables. Used on the lane only, but for `stats`."""
+
+    def __init__(self, codec: GCompCodec, refresh_every: int) -> None:
+        if refresh_every < 0 or 0 < refresh_every <= _SWITCH_AFTER:
+            raise InvalidArgument(
+                f"refresh_every is 0 (keep the built-in table) or more than {_SWITCH_AFTER} steps, got {refresh_every}"
+            )
+        self._codec = codec
+        self._every = refresh_every
+        self._counts = torch.zeros(_NARROW.stop, dtype=torch.int64)
+        self.counting_codec = _CountingCodec(codec, self._counts)
+        self._sum: torch.futures.Future | None = None
+        self._switch_step: int | None = None
+        self._n_refreshes = 0
+
+    def counts_in(self, step: int) -> bool:
+        """Whether what is sent in `step` is counted."""
+        return self._every > 0 and step % self._every == 0
+
+    def begin_bucket(self, step: int, communicator: Communicator, record: BucketRecord) -> None:
+        """Switch to the next table when its step has come."""
+        if self._switch_step is None or step < self._switch_step:
+            return
+        started = time.perf_counter_ns()
+        self._finish_sum(communicator)
+        for dtype, counts in _DTYPES.values():
+            histogram = self._counts[counts]
+            # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
+            if int(histogram.sum()) and not int(histogram[-1]):
+                table = HuffmanTable.from_histogram(histogram.contiguous())
+                assert table.exponent_bits == self._codec.table_in_use(dtype).exponent_bits
+                self._codec.use_table(table)
+                self._n_refreshes += 1
+        self._counts.zero_()
+        self._switch_step = None
+        record.add("table", started, time.perf_counter_ns())
+
+    def end_step(self, step: int, communicator: Communicator) -> None:
+        """After the last bucket of a step that was counted: start to sum the counts over the ranks."""
+        if self.counts_in(step) and communicator.world_size > 1:
+            self._sum = communicator.start_all_reduce(self._counts)
+            self._switch_step = step + _SWITCH_AFTER
+
+    def _finish_sum(self, communicator: Communicator) -> None:
+        if self._sum is not None:
+            communicator.finish(self._sum)
+            self._sum = None
+
+    def stats(self) -> dict[str, Any]:
+        """How often the table was refreshed, and the ids of those in use."""
+        return {
+            "table_refreshes": self._n_refreshes,
+            **{f"table_id_{name}": self._codec.table_in_use(dtype).id for name, (dtype, _) in _DTYPES.items()},
+        }
+
+    def state_dict(self, communicator: Communicator) -> dict[str, Any]:
+        """The tables in use and a refresh that is under way."""
+        communicator.submit(self._finish_sum, communicator).wait()
+        tables = {
+            name: torch.frombuffer(bytearray(self._codec.table_in_use(dtype).to_bytes()), dtype=torch.uint8)
+            for name, (dtype, _) in _DTYPES.items()
+        }
+        return {"tables": tables, "counts": self._counts.clone(), "switch_step": self._switch_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument (fields missing), CorruptMessage, IncompatibleVersion (a table that is none)."""
+        if not {"tables", "counts", "switch_step"} <= state.keys() or _DTYPES.keys() != state["tables"].keys():
+            raise InvalidArgument("this is not the state of scheme gcomp: it lacks tables, counts or switch_step")
+        tables = [HuffmanTable.from_bytes(bytes(raw.tolist())) for raw in state["tables"].values()]
+        for table in tables:
+            self._codec.use_table(table)
+        self._counts.copy_(state["counts"])
+        self._switch_step = state["switch_step"]
+
+
+class _CountingCodec:
+    """The codec, which also counts the exponents of what it encodes."""
+
+    def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
+        self.name = codec.name
+        self.max_encoded_bytes = codec.max_encoded_bytes
+        self.decode = codec.decode
+        self._codec = codec
+        self._counts = counts
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        counts = _NARROW if gradient.dtype == torch.float16 else _WIDE
+        self._codec.histogram(gradient, self._counts[counts])
+        return self._codec.encode(gradient, out, importance)

@@ -1,0 +1,290 @@
+"""The quantisation metric follows the optimizer as it is now, and refuses what it does not know."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.schemes.gcomp.importance import QuantisationMetric
+
+
+def importance_of(optimizer: torch.optim.Optimizer, *parameters: Tensor, **options: Any) -> list[Tensor]:
+    return read(QuantisationMetric(optimizer, 1), *parameters, **options)
+
+
+def read(metric: QuantisationMetric, *parameters: Tensor, **options: Any) -> list[Tensor]:
+    sizes = [parameter.numel() for parameter in parameters]
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    out = torch.full((sum(sizes),), 99, dtype=torch.uint8)
+    metric.write_importance(parameters, offsets, out, **options)
+    return list(out.split(sizes))
+
+
+def parameter_of(*shape: int, seed: int = 0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3)
+
+
+def take_steps(optimizer: torch.optim.Optimizer, n_steps: int = 1) -> None:
+    random = torch.Generator().manual_seed(1)
+    for _ in range(n_steps):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.randn(parameter.shape, generator=random).to(parameter.dtype).mul_(0.01)
+        optimizer.step()
+
+
+def fresh(optimizer: torch.optim.Optimizer, *parameters: Tensor) -> list[Tensor]:
+    """What a metric made only now, of a copy of everything, says."""
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(optimizer, memo)
+    return importance_of(twin, *(memo[id(parameter)] for parameter in parameters))
+
+
+def test_groups_have_their_own_hyper_parameters() -> None:
+    p = parameter_of(1000)
+    q = torch.nn.Parameter(p.detach().clone())
+    optimizer = torch.optim.SGD([{"params": [p], "lr": 0.1}, {"params": [q], "lr": 0.4}])
+    at_p, at_q = importance_of(optimizer, p, q)
+    assert torch.equal(at_p.int() - at_q.int(), torch.full((1000,), 8, dtype=torch.int32))  # two octaves
+
+
+def test_a_learning_rate_schedule_is_followed() -> None:
+    p = parameter_of(1000)
+    optimizer = torch.optim.AdamW([p], lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    metric = QuantisationMetric(optimizer, 4)
+    seen = []
+    for _ in range(4):
+        take_steps(optimizer)
+        schedule.step()
+        seen.append(read(metric, p)[0])
+        assert torch.equal(seen[-1], read(QuantisationMetric(optimizer, 4), p)[0])
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
+
+
+def test_groups_added_and_state_loaded_after_the_metric_was_made_are_seen() -> None:
+    p, q = parameter_of(100), parameter_of(100, seed=2)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    metric = QuantisationMetric(optimizer, 1)
+    assert read(metric, q)[0].count_nonzero() == 0
+    optimizer.add_param_group({"params": [q], "lr": 0.2})
+    take_steps(optimizer)
+    assert torch.equal(torch.cat(read(metric, p, q)), torch.cat(fresh(optimizer, p, q)))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.025
+    before = read(metric, p)[0]
+    optimizer.load_state_dict(saved)
+    assert torch.equal(read(metric, p)[0], fresh(optimizer, p)[0])
+    assert not torch.equal(read(metric, p)[0], before)
+
+
+def test_momentum_switched_off_leaves_its_buffer_out() -> None:
+    p = parameter_of(1000)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    take_steps(optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    assert torch.equal(importance_of(optimizer, p)[0], importance_of(torch.optim.SGD([p], lr=0.1), p)[0])
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_nothing_is_dropped_before_an_adaptive_optimizer_has_a_history(cls: type[torch.optim.Optimizer]) -> None:
+    p = parameter_of(1000)
+    assert importance_of(cls([p], lr=0.01), p)[0].count_nonzero() == 0  # type: ignore[call-arg]
+
+
+def test_reading_leaves_the_optimizer_as_it_was() -> None:
+    p = parameter_of(10)
+    optimizer = torch.optim.Adam([p], lr=0.01)
+    importance_of(optimizer, p)
+    assert len(optimizer.state) == 0
+    take_steps(optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    importance_of(optimizer, p)
+    after = optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    assert all(torch.equal(before["state"][0][name], after["state"][0][name]) for name in before["state"][0])
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-42, 0.1])
+def test_a_step_size_of_zero_or_beyond_float32_drops_nothing(lr: float) -> None:
+    p = parameter_of(1000)
+    for momentum in (0.0, 0.9):
+        optimizer = torch.optim.SGD([p], lr=lr, momentum=momentum)
+        take_steps(optimizer)
+        assert (importance_of(optimizer, p)[0].count_nonzero() == 0) == (lr < 0.1)
+
+
+def test_dampening_of_one_drops_nothing() -> None:
+    p = parameter_of(1000)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, dampening=1.0)
+    assert importance_of(optimizer, p)[0].count_nonzero() > 0  # PyTorch's first step ignores it
+    take_steps(optimizer)
+    assert importance_of(optimizer, p)[0].count_nonzero() == 0
+
+
+def test_parameters_of_size_zero_and_elements_of_no_parameter_are_left_alone() -> None:
+    p, empty = parameter_of(5), parameter_of(0)
+    out = torch.full((20,), 99, dtype=torch.uint8)
+    QuantisationMetric(torch.optim.SGD([p, empty], lr=0.1), 1).write_importance([empty, p], [3, 10], out)
+    assert (out[:10] == 99).all()
+    assert (out[15:] == 99).all()
+    assert (out[10:15] != 99).all()
+
+
+def test_a_frozen_or_foreign_parameter_keeps_all_its_bits() -> None:
+    p, foreign = parameter_of(10), parameter_of(10)
+    at_p, at_foreign = importance_of(torch.optim.SGD([p], lr=0.1), p, foreign)
+    assert at_p.count_nonzero() > 0
+    assert at_foreign.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced"])
+@pytest.mark.parametrize("momentum_layout", ["own", "contiguous"])
+def test_bytes_come_in_the_order_of_the_gradient_in_a_bucket(layout: str, momentum_layout: str) -> None:
+    # The layout contract of DDP's reducer: dense parameters keep their memory order, others go row by row.
+    values = torch.randn(4, 3, 5, 6)
+    if layout == "channels_last":
+        values = values.contiguous(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        values = values.permute(3, 1, 0, 2)
+    else:
+        values = values[:, :, ::2]
+    p = torch.nn.Parameter(values)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    take_steps(optimizer)
+    if momentum_layout == "contiguous":
+        optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].contiguous()
+    found = importance_of(optimizer, p)[0]
+
+    flat = torch.nn.Parameter(p.detach().reshape(-1))
+    plain = torch.optim.SGD([flat], lr=0.1, momentum=0.9)
+    plain.state[flat]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].reshape(-1)
+    row_by_row = importance_of(plain, flat)[0].reshape(p.shape)
+    in_bucket = torch.empty(p.numel(), dtype=torch.uint8)
+    strides = p.contiguous().stride() if layout == "sliced" else p.stride()
+    in_bucket.as_strided(p.shape, strides).copy_(row_by_row)
+    assert torch.equal(found, in_bucket)
+
+
+@pytest.mark.parametrize("n_elements", [1, (1 << 18) - 1, (1 << 18) + 1, 3 << 18])
+def test_half_precision_goes_tile_by_tile_without_a_seam(n_elements: int) -> None:
+    p = torch.nn.Parameter(parameter_of(n_elements).detach().to(torch.bfloat16))
+    optimizer = torch.optim.Adam([p], lr=0.01)
+    take_steps(optimizer, 2)
+    wide = torch.nn.Parameter(p.detach().float())
+    twin = torch.optim.Adam([wide], lr=0.01)
+    twin.state[wide] = {name: value.float() for name, value in optimizer.state[p].items()}
+    assert torch.equal(importance_of(optimizer, p)[0], importance_of(twin, wide)[0])
+
+
+def test_a_subclass_that_inherits_step_is_known() -> None:
+    class Renamed(torch.optim.AdamW):
+        pass
+
+    p = parameter_of(1000)
+    optimizer, plain = Renamed([p], lr=0.01), torch.optim.AdamW([p], lr=0.01)
+    take_steps(optimizer)
+    plain.load_state_dict(optimizer.state_dict())
+    assert torch.equal(importance_of(optimizer, p)[0], importance_of(plain, p)[0])
+
+
+def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
+    p = parameter_of(1000)
+    adam = torch.optim.Adam([p], lr=0.01, weight_decay=0.9, decoupled_weight_decay=True)
+    adamw = torch.optim.AdamW([p], lr=0.01, weight_decay=0.9)
+    take_steps(adam)
+    adamw.load_state_dict(adam.state_dict())
+    assert torch.equal(importance_of(adam, p)[0], importance_of(adamw, p)[0])
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Something of its own."""
+
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Rprop, OwnStep])
+def test_an_optimizer_that_is_not_in_the_table_is_refused_with_what_works(make: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(Unsupported, match=r'importance="none"') as refusal:
+        QuantisationMetric(make([parameter_of(3)]), 1)  # type: ignore[call-arg]
+    assert make.__name__ in str(refusal.value)
+
+
+def test_a_wrapped_optimizer_is_refused_with_the_one_inside() -> None:
+    with pytest.raises(Unsupported, match="it wraps a SGD"):
+        QuantisationMetric(Wrapper(torch.optim.SGD([parameter_of(3)], lr=0.1)), 1)
+
+
+def test_differentiable_is_refused_at_once_and_when_a_group_brings_it() -> None:
+    with pytest.raises(Unsupported, match="differentiable"):
+        QuantisationMetric(torch.optim.Adam([parameter_of(3)], differentiable=True), 1)
+    optimizer = torch.optim.Adam([parameter_of(3)])
+    metric = QuantisationMetric(optimizer, 1)
+    q = parameter_of(3)
+    optimizer.add_param_group({"params": [q], "differentiable": True})
+    with pytest.raises(Unsupported, match="differentiable"):
+        read(metric, q)
+
+
+def test_incomplete_or_foreign_state_is_refused() -> None:
+    p = parameter_of(10)
+    optimizer = torch.optim.Adam([p])
+    take_steps(optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(Unsupported, match="max_exp_avg_sq"):
+        importance_of(optimizer, p)
+    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.state[p]["exp_avg"] = torch.zeros(4)
+    with pytest.raises(Unsupported, match="shape"):
+        importance_of(optimizer, p)
+
+
+def test_complex_parameters_are_refused() -> None:
+    p = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(Unsupported, match="complex64"):
+        importance_of(torch.optim.SGD([p], lr=0.1), p)
+
+
+@pytest.mark.parametrize(
+    ("out", "offset", "loss_scale"),
+    [
+        (torch.zeros(10), 0, 1.0),
+        (torch.zeros(20, dtype=torch.uint8)[::2], 0, 1.0),
+        (torch.zeros(2, 10, dtype=torch.uint8), 0, 1.0),
+        (torch.zeros(9, dtype=torch.uint8), 0, 1.0),
+        (torch.zeros(12, dtype=torch.uint8), 3, 1.0),
+        (torch.zeros(12, dtype=torch.uint8), -1, 1.0),
+        (torch.zeros(10, dtype=torch.uint8), 0, 0.0),
+        (torch.zeros(10, dtype=torch.uint8), 0, float("inf")),
+        (torch.zeros(10, dtype=torch.uint8), 0, float("nan")),
+    ],
+)
+def test_bad_arguments_are_refused(out: Tensor, offset: int, loss_scale: float) -> None:
+    p = parameter_of(10)
+    with pytest.raises(InvalidArgument):
+        QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1).write_importance([p], [offset], out, loss_scale)
+
+
+@pytest.mark.parametrize("offsets", [[], [0, 0]])
+def test_one_offset_per_parameter_is_asked_for(offsets: list[int]) -> None:
+    p = parameter_of(10)
+    with pytest.raises(GradwireError, match="offset"):
+        QuantisationMetric(torch.optim.SGD([p], lr=0.1), 1).write_importance(
+            [p], offsets, torch.zeros(10, dtype=torch.uint8)
+        )
+
+
+def test_a_world_of_no_ranks_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="world_size"):
+        QuantisationMetric(torch.optim.SGD([parameter_of(3)], lr=0.1), 0)

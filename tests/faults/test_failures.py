@@ -1,0 +1,198 @@
+"""Whatever goes wrong on one rank, every surviving rank gets a typed error that says what and where; nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import schemes
+from gradwire.codecs.huffman import HuffmanTable
+from ranks import Outcome, try_ranks
+
+N_STEPS = 4
+BAD_STEP = 2
+
+
+def train(
+    rank: int, scheme: Any, fault: Any = None, width: int = 100, timeout_s: float = 10, dtype: Any = None
+) -> None:
+    """A few steps; `fault(rank, step, attachment)` may do harm before the backward pass of each."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, 3))
+    ddp = DistributedDataParallel(model.to(dtype) if dtype else model, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=timeout_s)
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(8, 20, dtype=dtype)).square().mean()
+        if fault:
+            fault(rank, step, attachment)
+        loss.backward()
+        optimizer.step()
+
+
+def check_all_raised(outcomes: list[Outcome], error: type[Exception], *words: str, dead: tuple[int, ...] = ()) -> None:
+    for rank, outcome in enumerate(outcomes):
+        if rank in dead:
+            continue
+        assert type(outcome.error) is error, f"rank {rank}: {outcome}"
+        for word in words:
+            assert word in str(outcome.error), f"rank {rank}: {outcome.error}"
+
+
+def die(rank: int, step: int, attachment: Any) -> None:
+    if (rank, step) == (1, BAD_STEP):
+        os._exit(9)
+
+
+def train_with_death(rank: int, world_size: int, scheme: str, options: dict) -> None:
+    train(rank, schemes.by_name(scheme, **options), die)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "scheme", "options"),
+    [(2, "plain", {}), (3, "gcomp", {}), (4, "gcomp", {}), (3, "gcomp", {"topology": "direct"})],
+)
+def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme: str, options: dict) -> None:
+    started = time.monotonic()
+    outcomes = try_ranks(train_with_death, world_size, scheme, options)
+    assert outcomes[1].exit_code == 9
+    check_all_raised(outcomes, gradwire.PeerLost, "restart from the last checkpoint", dead=(1,))
+    assert time.monotonic() - started < 20
+
+
+class Sabotaged:
+    """A codec that does harm on one rank, from some call on."""
+
+    def __init__(self, codec: Any, harm: Any, first_call: int) -> None:
+        self._codec, self._harm, self._calls_left = codec, harm, first_call
+        self.name, self.max_encoded_bytes, self.decode = codec.name, codec.max_encoded_bytes, codec.decode
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: Any = None) -> int:
+        n_bytes = self._codec.encode(gradient, out, importance)
+        self._calls_left -= 1
+        if self._calls_left <= 0:
+            self._harm(out[:n_bytes])
+        return n_bytes
+
+
+def raise_error(message: torch.Tensor) -> None:
+    raise ZeroDivisionError("a bug in a codec")
+
+
+def flip_a_bit(message: torch.Tensor) -> None:
+    message[message.numel() // 2] ^= 4
+
+
+def train_sabotaged(rank: int, world_size: int, harm: Any, topology: str) -> None:
+    scheme = schemes.by_name("truncate", topology=topology)
+    if rank == 1:
+        scheme.codec = Sabotaged(scheme.codec, harm, first_call=5)
+    train(rank, scheme)
+
+
+@pytest.mark.parametrize("topology", ["ring", "direct"])
+def test_error_inside_one_rank_is_raised_on_all_of_them(topology: str) -> None:
+    outcomes = try_ranks(train_sabotaged, 3, raise_error, topology)
+    check_all_raised(outcomes, gradwire.RankMismatch, "rank 1 failed: ZeroDivisionError: a bug in a codec")
+
+
+@pytest.mark.parametrize("topology", ["ring", "direct"])
+def test_corrupt_message_is_raised_on_all_ranks(topology: str) -> None:
+    check_all_raised(try_ranks(train_sabotaged, 3, flip_a_bit, topology), gradwire.CorruptMessage)
+
+
+def train_with_own_table(rank: int, world_size: int) -> None:
+    scheme = schemes.by_name("gcomp", refresh_every=0)
+    if rank == 1:
+        histogram = torch.zeros(256, dtype=torch.int64)
+        histogram[100:130] = 1
+        scheme.codec.use_table(HuffmanTable.from_histogram(histogram))
+    train(rank, scheme)
+
+
+def test_message_with_an_unknown_table_names_the_table_on_all_ranks() -> None:
+    check_all_raised(try_ranks(train_with_own_table, 2), gradwire.CorruptMessage, "written with Huffman table")
+
+
+def sleep_through_the_step(rank: int, step: int, attachment: Any) -> None:
+    if (rank, step) == (1, BAD_STEP):
+        time.sleep(8)
+
+
+def train_with_sleeper(rank: int, world_size: int, scheme: str) -> None:
+    train(rank, scheme, sleep_through_the_step, timeout_s=2)
+
+
+@pytest.mark.parametrize("scheme", ["plain", "gcomp"])
+def test_rank_that_does_not_come_ends_in_peer_lost_after_the_timeout(scheme: str) -> None:
+    outcomes = try_ranks(train_with_sleeper, 3, scheme)
+    check_all_raised(outcomes, gradwire.PeerLost, "timeout_s=2")
+
+
+def train_differently(rank: int, world_size: int, difference: str) -> None:
+    odd = rank == 1
+    if difference == "layout":
+        train(rank, "gcomp", width=101 if odd else 100)
+    elif difference == "scheme":
+        train(rank, "truncate" if odd else "gcomp")
+    elif difference == "configuration":
+        train(rank, schemes.by_name("gcomp", refresh_every=10 if odd else 50))
+    else:
+        train(rank, "gcomp", count_a_step_too_many)
+
+
+def count_a_step_too_many(rank: int, step: int, attachment: Any) -> None:
+    if (rank, step) == (1, BAD_STEP):
+        state = attachment.state_dict()
+        attachment.load_state_dict({**state, "step": state["step"] + 1})
+
+
+@pytest.mark.parametrize("difference", ["scheme", "configuration", "step"])
+def test_what_ranks_disagree_on_is_named_on_all_of_them(difference: str) -> None:
+    outcomes = try_ranks(train_differently, 3, difference)
+    check_all_raised(outcomes, gradwire.RankMismatch, f"disagree on {difference}", "What to do:")
+
+
+def train_raw_hook(rank: int, world_size: int) -> None:
+    """DDP itself compares shapes when it is built, so a layout mismatch needs a group per rank to get past it."""
+    from gradwire.bucket import Bucket
+
+    state = gradwire.HookState(schemes.by_name("gcomp", importance="none"), timeout_s=10)
+    bucket = Bucket.from_tensor(torch.ones(100 + rank))
+    state.communicator.submit(state._compare_layout, bucket).wait()
+
+
+def test_models_that_differ_are_named_on_all_ranks() -> None:
+    outcomes = try_ranks(train_raw_hook, 2)
+    check_all_raised(outcomes, gradwire.RankMismatch, "disagree on layout", "rank 1")
+
+
+def train_in_double(rank: int, world_size: int) -> None:
+    train(rank, "gcomp", dtype=torch.float64)
+
+
+def test_gradient_of_another_dtype_is_refused_with_advice() -> None:
+    check_all_raised(try_ranks(train_in_double, 2), gradwire.InvalidArgument, "torch.float64", "convert the model")
+
+
+def fail_and_go_on(rank: int, world_size: int) -> None:
+    try:
+        train_sabotaged(rank, world_size, raise_error, "ring")
+    except gradwire.RankMismatch:
+        pass
+    else:
+        raise AssertionError("the first failure was not raised")
+    train(rank, "truncate")  # a new attachment over the same ranks starts with connections of its own
+
+
+def test_a_new_attachment_works_after_a_failure() -> None:
+    outcomes = try_ranks(fail_and_go_on, 2)
+    assert [outcome.error for outcome in outcomes] == [None, None], outcomes

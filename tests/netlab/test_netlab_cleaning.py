@@ -1,0 +1,98 @@
+"""Nothing of a lab is left: after its end, Ctrl-C, SIGTERM, a killed owner, even with its network process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from lab_watch import CLI, child_pids, is_running, network_namespaces, wait_until
+
+from gradwire.netlab import Netlab
+from gradwire.netlab.stale import end_stale_labs, find_stale_labs, lab_identity
+
+pytestmark = pytest.mark.root
+
+N_RANKS = 3
+
+
+class OwnedLab:
+    """A lab that another process owns, with ranks that sleep and one child of a rank that left its session."""
+
+    def __init__(self, folder: Path) -> None:
+        self._before = network_namespaces()
+        script = f"setsid sleep 100 & echo $$ $! > {folder}/$RANK.new; mv {folder}/$RANK.new {folder}/$RANK; sleep 100"
+        self.owner = subprocess.Popen(
+            [*CLI, "run", "--ranks", str(N_RANKS), "--rate", "1gbit", "--", "sh", "-c", script]
+        )
+        files = [folder / str(rank) for rank in range(N_RANKS)]
+        wait_until(lambda: all(file.exists() for file in files), "the ranks start")
+        self.rank_pids = [int(word) for file in files for word in file.read_text().split()]
+        self.namespaces = network_namespaces() - self._before
+        children = [pid for pid in child_pids(self.owner.pid) if pid not in self.rank_pids]
+        (self.fabric,) = [pid for pid in children if b"fabric.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(self.namespaces) >= N_RANKS
+
+    def assert_all_gone(self) -> None:
+        pids = [*self.rank_pids, self.fabric]
+        wait_until(lambda: not any(map(is_running, pids)), "ranks, their children and the network process end")
+        wait_until(lambda: not self.namespaces & network_namespaces(), "the namespaces are empty")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_nothing_is_left_after_an_interrupt(number: int, status: int, tmp_path: Path) -> None:
+    lab = OwnedLab(tmp_path)
+    lab.owner.send_signal(number)
+    assert lab.owner.wait(30) == status
+    lab.assert_all_gone()
+
+
+def test_nothing_is_left_after_the_owner_was_killed(tmp_path: Path) -> None:
+    lab = OwnedLab(tmp_path)
+    lab.owner.kill()
+    lab.owner.wait()
+    lab.assert_all_gone()
+
+
+def test_clean_ends_what_is_left_when_owner_and_network_process_are_killed_at_once(tmp_path: Path) -> None:
+    lab = OwnedLab(tmp_path)
+    identity = lab_identity(lab.owner.pid)
+    # Stopped first, so that neither can react to the other's end; the ranks' children have no parent to die with.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        subprocess.run(["kill", f"-{number.value}", str(lab.owner.pid), str(lab.fabric)], check=True)
+    lab.owner.wait()
+    wait_until(lambda: any(stale.identity == identity for stale in find_stale_labs()), "the lab is found to be stale")
+    cleaned = subprocess.run([*CLI, "clean"], check=True, capture_output=True, text=True)
+    assert f"a lab of dead process {lab.owner.pid}" in cleaned.stdout
+    lab.assert_all_gone()
+    assert identity not in [stale.identity for stale in find_stale_labs()]
+
+
+def test_clean_leaves_a_lab_that_is_in_use_alone() -> None:
+    with Netlab(2, "1gbit") as lab:
+        lab.start(["sleep", "0.5"])
+        end_stale_labs()
+        lab.wait(30).raise_if_failed()
+        assert len(lab.counters()) == 2
+
+
+def test_an_exception_in_the_with_statement_ends_the_ranks() -> None:
+    def fail_with_a_running_lab() -> None:
+        with Netlab(2, "1gbit") as lab:
+            pids.extend(lab.start(["sleep", "100"]).pids)
+            raise RuntimeError("on purpose")
+
+    pids: list[int] = []
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_with_a_running_lab()
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+
+
+def test_a_process_that_left_the_ranks_session_ends_with_the_lab(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with Netlab(1, "1gbit") as lab:
+        lab.run(["sh", "-c", f"setsid sleep 100 & echo $! > {file}; sleep 0.5"]).raise_if_failed()
+        assert is_running(int(file.read_text()))
+    wait_until(lambda: not is_running(int(file.read_text())), "the stray process ends")

@@ -1,0 +1,116 @@
+"""Rates, networks and events as people and variables write them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gradwire.errors import InvalidArgument
+from gradwire.netlab import Netlab, format_rate, parse_rate
+from gradwire.netlab.schedule import Event, parse_event
+from gradwire.network import Network, current_network
+
+
+@pytest.mark.parametrize(
+    ("rate", "rate_bps"),
+    [
+        ("1gbit", 10**9),
+        ("100mbit", 10**8),
+        ("2.5gbit", 2_500_000_000),
+        (" 500 Kbit ", 500_000),
+        ("1000000", 10**6),
+        ("10000bit", 10_000),
+        (5e8, 5 * 10**8),
+        (10**9, 10**9),
+        ("none", None),
+        ("NONE", None),
+        (None, None),
+    ],
+)
+def test_a_rate_is_read_in_bits_per_second(rate: str | float | None, rate_bps: int | None) -> None:
+    assert parse_rate(rate) == rate_bps
+
+
+@pytest.mark.parametrize(
+    "rate",
+    ["", "fast", "1gbps", "1 GB/s", "-1gbit", "0", 0, -5, "1e9", "1gbit/s", math.nan, math.inf, True, "33gbit", "1kbit"]
+    + ["1..5gbit", b"1gbit", [1]],
+)
+def test_what_is_no_rate_is_refused_with_an_example(rate: object) -> None:
+    with pytest.raises(InvalidArgument, match=r"100mbit|10kbit to 32gbit"):
+        parse_rate(rate)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", ["1gbit", "2.5gbit", "100mbit", "333kbit", "12345.678kbit", "none"])
+def test_a_formatted_rate_reads_back(rate: str) -> None:
+    assert parse_rate(format_rate(parse_rate(rate))) == parse_rate(rate)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rate"), [(0, "1gbit"), (251, "1gbit"), (-1, "1gbit"), (2.0, "1gbit"), (True, "1gbit")]
+)
+def test_a_lab_refuses_a_bad_number_of_ranks(ranks: object, rate: str) -> None:
+    with pytest.raises(InvalidArgument, match="from 1 to 250"):
+        Netlab(ranks, rate)  # type: ignore[arg-type]
+
+
+def test_a_lab_refuses_rates_that_do_not_fit_its_ranks() -> None:
+    with pytest.raises(InvalidArgument, match="2 rates for 3 ranks"):
+        Netlab(3, ["1gbit", "100mbit"])
+    with pytest.raises(InvalidArgument, match="no rate"):
+        Netlab(2, ["1gbit", "slow"])
+    with pytest.raises(InvalidArgument, match="mtu"):
+        Netlab(2, mtu=100)
+    with pytest.raises(InvalidArgument, match="queue_ms"):
+        Netlab(2, queue_ms=math.nan)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        Network("netlab", (10**9,), 4),
+        Network("netlab", (10**9, 10**8, 10**9), 3),
+        Network("netlab", (10**9, None), 2),
+        Network("netlab", (None,), 2),
+        Network("loopback", (), 2),
+    ],
+)
+def test_a_network_told_to_a_rank_reads_back(network: Network) -> None:
+    assert current_network(network.to_variables()) == network
+
+
+def test_stragglers_stand_out_from_the_rate_of_most_links() -> None:
+    network = Network("netlab", (10**9, 10**8, 10**9), 3)
+    assert network.rate_bps == 10**9
+    assert network.straggler_rates_bps == {1: 10**8}
+    assert Network("netlab", (10**9,) * 3, 3).to_variables()["GRADWIRE_NETWORK"] == "netlab 1000000000"
+
+
+def test_a_process_that_we_did_not_start_has_an_unspecified_network() -> None:
+    network = current_network({})
+    assert network == Network("unspecified")
+    assert not network.shaped
+    assert network.rate_bps is None
+
+
+@pytest.mark.parametrize("text", ["netlab fast", "netlab 1,,2"])
+def test_a_network_variable_set_wrongly_by_hand_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="GRADWIRE_NETWORK"):
+        current_network({"GRADWIRE_NETWORK": text})
+
+
+def test_events_are_read_with_their_time_rank_and_rate() -> None:
+    assert parse_event("10:rate:2=100mbit", 3) == Event(10.0, "rate", 2, "100mbit")
+    assert parse_event("0.5:down:0", 3) == Event(0.5, "down", 0)
+
+
+@pytest.mark.parametrize("text", ["", "10", "10:explode:1", "x:down:1", "10:down:3", "10:down:1=5mbit", "10:rate:1"])
+def test_what_is_no_event_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="event"):
+        parse_event(text, 3)
+
+
+def test_an_event_with_a_bad_rate_is_refused_before_the_run() -> None:
+    with pytest.raises(InvalidArgument, match="no rate"):
+        parse_event("10:rate:1=quick", 3)

@@ -1,0 +1,168 @@
+"""Ranks get torchrun's variables, their output is forwarded, their ends are collected; no rights are needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from lab_watch import CLI, is_running, wait_until
+
+from gradwire.errors import InvalidArgument, PeerLost
+from gradwire.launch import launch_ranks, start_ranks
+from gradwire.network import current_network
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+def test_every_rank_gets_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    lines: dict[int, str] = {}
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR GLOO_SOCKET_IFNAME OMP_NUM_THREADS MASTER_PORT"
+    command = shell("echo " + " ".join(f"${name}" for name in names.split()))
+    with start_ranks(command, 3, on_line=lambda rank, line: lines.update({rank: line})) as launch:
+        launch.wait(30).raise_if_failed()
+        assert not launch.shaped
+        assert launch.counters() is None
+    ports = {line.split()[-1] for line in lines.values()}
+    assert len(ports) == 1
+    assert 1024 <= int(ports.pop()) <= 65535
+    for rank in range(3):
+        assert lines[rank].split()[:-1] == [str(rank), "3", str(rank), "3", "127.0.0.1", "lo", "1"]
+
+
+def test_ranks_on_loopback_are_told_so() -> None:
+    lines: list[str] = []
+    with start_ranks(shell("env"), 2, "none", on_line=lambda rank, line: lines.append(line)) as launch:
+        launch.wait(30).raise_if_failed()
+    network = current_network(dict(line.split("=", 1) for line in lines if line.startswith("GRADWIRE_")))
+    assert (network.kind, network.rate_bps, network.n_ranks_on_machine) == ("loopback", None, 2)
+
+
+def test_variables_that_the_caller_sets_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    lines: list[str] = []
+    command = shell("echo $OMP_NUM_THREADS $MASTER_PORT")
+    with start_ranks(command, 1, env={"MASTER_PORT": "1234"}, on_line=lambda rank, line: lines.append(line)) as launch:
+        launch.wait(30).raise_if_failed()
+    assert lines == ["3 1234"]
+
+
+def test_output_is_forwarded_by_line_with_its_rank_and_stream(capfd: pytest.CaptureFixture[str]) -> None:
+    script = "printf 'one\\ntwo'; printf 'trouble\\n' >&2"
+    assert launch_ranks(shell(script), 2) == 0
+    output = capfd.readouterr()
+    assert sorted(output.out.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
+    assert sorted(output.err.splitlines()) == ["[0] trouble", "[1] trouble"]
+
+
+def test_much_output_arrives_whole_and_in_order() -> None:
+    lines: list[str] = []
+    with start_ranks(shell("seq 1 200000"), 1, on_line=lambda rank, line: lines.append(line)) as launch:
+        launch.wait(30).raise_if_failed()
+    assert lines == [str(number) for number in range(1, 200_001)]
+
+
+def test_a_rank_that_fails_is_named_and_the_others_are_ended_after_their_grace(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    script = "[ $RANK = 1 ] && exit 7; sleep 100"
+    assert launch_ranks(shell(script), 3, grace_s=0.2) == 7
+    assert "rank 1 ended with status 7 (the first to fail; then ranks 0, 2 had to be ended)" in capfd.readouterr().err
+
+
+def test_the_others_have_their_grace_to_end_by_themselves() -> None:
+    script = "[ $RANK = 1 ] && exit 7; sleep 0.5; exit 3"
+    with start_ranks(shell(script), 2, grace_s=30) as launch:
+        result = launch.wait(30)
+    assert result.exit_codes == (3, 7)
+    assert result.first_failed == 1
+    assert result.ended_by_us == ()
+    with pytest.raises(PeerLost, match="rank 1 ended with status 7"):
+        result.raise_if_failed()
+
+
+def test_a_rank_killed_by_a_signal_gives_the_shells_status() -> None:
+    with start_ranks(shell("[ $RANK = 0 ] && kill -SEGV $$; sleep 100"), 2, grace_s=0) as launch:
+        result = launch.wait(30)
+    assert result.status == 128 + signal.SIGSEGV
+    assert "rank 0 was killed by SIGSEGV" in str(result)
+
+
+def test_a_rank_that_ignores_sigterm_or_is_stopped_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.supervisor._TERM_TO_KILL_S", 0.3)
+    script = "[ $RANK = 0 ] && exit 1; trap '' TERM; [ $RANK = 1 ] && kill -STOP $$; while :; do sleep 0.1; done"
+    with start_ranks(shell(script), 3, grace_s=0.3) as launch:
+        result = launch.wait(30)
+    assert result.exit_codes == (1, -signal.SIGKILL, -signal.SIGKILL)
+
+
+def test_what_a_rank_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    assert launch_ranks(shell(f"sleep 100 & echo $! > {file}"), 1) == 0
+    wait_until(lambda: not is_running(int(file.read_text())), "the rank's child ends")
+
+
+def test_a_run_that_takes_too_long_is_ended_with_status_124(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch_ranks(shell("sleep 100"), 2, timeout_s=0.3) == 124
+    assert "time is up; ranks 0, 1 had not finished" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "status"), [("/no/such/program", 127), ("/etc/passwd", 126)])
+def test_a_command_that_cannot_run_is_named(command: str, status: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch_ranks([command], 2, grace_s=5) == status
+    assert f"cannot run {command}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("n_ranks", [0, -1, 1.5, True])
+def test_a_bad_number_of_ranks_is_refused(n_ranks: object) -> None:
+    with pytest.raises(InvalidArgument, match="whole number"):
+        start_ranks(["true"], n_ranks)  # type: ignore[arg-type]
+
+
+def test_an_empty_command_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="no command"):
+        start_ranks([], 2)
+
+
+def test_ranks_started_from_a_thread_outlive_it() -> None:
+    launches = []
+    thread = threading.Thread(target=lambda: launches.append(start_ranks(shell("sleep 0.5"), 2)))
+    thread.start()
+    thread.join()
+    with launches[0] as launch:
+        assert launch.wait(30).status == 0
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_the_command_line_reaches_the_ranks(number: int, status: int, tmp_path: Path) -> None:
+    trap = f"trap 'echo got > {tmp_path}/$RANK; exit 5' INT TERM"
+    script = f"{trap}; echo up > {tmp_path}/up$RANK; while :; do sleep 0.1; done"
+    owner = subprocess.Popen([*CLI, "run", "--ranks", "2", "--rate", "none", "--", *shell(script)])
+    wait_until(lambda: len(list(tmp_path.glob("up*"))) == 2, "the ranks start")
+    owner.send_signal(number)
+    assert owner.wait(30) == status
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
+
+
+def test_ranks_on_loopback_die_with_a_killed_owner(tmp_path: Path) -> None:
+    script = f"echo $$ > {tmp_path}/$RANK.new; mv {tmp_path}/$RANK.new {tmp_path}/$RANK; exec sleep 100"
+    owner = subprocess.Popen([*CLI, "run", "--ranks", "2", "--rate", "none", "--", *shell(script)])
+    wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)), "the ranks start")
+    pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    owner.kill()
+    owner.wait()
+    wait_until(lambda: not any(map(is_running, pids)), "the ranks end")
+
+
+def test_a_reader_that_goes_away_does_not_hang_the_ranks() -> None:
+    script = f"{sys.executable} -m gradwire.cli netlab run --ranks 2 --rate none -- seq 1 300000 | head -1"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert done.stdout.startswith("[")

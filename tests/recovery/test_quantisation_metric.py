@@ -1,0 +1,160 @@
+"""The importance bytes say what the paper's table says, and what they let go of does not move the parameter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import CASES, MANTISSA_BITS, Case, byte_of, expected, finite, stepped, trained, truncate
+from torch import Tensor
+
+from gradwire import codecs
+from gradwire.schemes.gcomp.importance import QuantisationMetric
+
+N_ELEMENTS = 4000
+SMALL_DTYPES = [torch.bfloat16, torch.float16]
+
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+steps = pytest.mark.parametrize("n_steps", [0, 1, 2, 30])
+
+
+def importance_of(optimizer: torch.optim.Optimizer, parameter: Tensor, world_size: int = 1, **options: float) -> Tensor:
+    out = torch.full((parameter.numel(),), 7, dtype=torch.uint8)
+    QuantisationMetric(optimizer, world_size).write_importance([parameter], [0], out, **options)
+    return out
+
+
+def assert_bytes_follow(scale: np.ndarray, rounding: np.ndarray, importance: Tensor) -> None:
+    """`importance` is the byte of `scale`, or of something within float32's `rounding` of it."""
+    found = importance.numpy().astype(np.int64)
+    assert (found >= byte_of(np.maximum(scale - rounding, 0))).all()
+    assert (found <= byte_of(scale + rounding)).all()
+    assert (found == byte_of(scale)).mean() > 0.99
+
+
+@cases
+@steps
+def test_bytes_are_the_table_in_float64_to_a_quarter_octave(case: Case, n_steps: int) -> None:
+    optimizer, parameter, gradient = trained(case, n_steps, N_ELEMENTS, torch.float32, seed=n_steps)
+    oracle = expected(optimizer, parameter, gradient)
+    assert_bytes_follow(oracle.scale, oracle.rounding, importance_of(optimizer, parameter))
+
+
+@cases
+@pytest.mark.parametrize("dtype", SMALL_DTYPES)
+def test_bytes_of_half_precision_parameters_follow_their_own_state(case: Case, dtype: torch.dtype) -> None:
+    optimizer, parameter, gradient = trained(case, 5, N_ELEMENTS, dtype, seed=5)
+    oracle = expected(optimizer, parameter, gradient)
+    sane = finite(parameter) & np.isfinite(oracle.scale)
+    assert_bytes_follow(oracle.scale[sane], oracle.rounding[sane], importance_of(optimizer, parameter)[sane])
+    assert sane.mean() > 0.9
+
+
+@cases
+@steps
+def test_dropped_bits_move_the_next_parameter_less_than_the_bound(case: Case, n_steps: int) -> None:
+    # In float64 the step is exact beside 2^-23: shift < (1 + rho) 2^-23 |A|, A in the parameter's own unit.
+    optimizer, parameter, gradient = trained(case, n_steps, N_ELEMENTS, torch.float32, seed=10 + n_steps)
+    truncated, dropped = truncate(gradient, importance_of(optimizer, parameter))
+    oracle = expected(optimizer, parameter, gradient)
+    exact = stepped(optimizer, parameter, gradient, torch.float64)
+    shift = (stepped(optimizer, parameter, truncated, torch.float64) - exact).abs().numpy()
+    bound = (1 + oracle.slack) * 2.0**-23 * (oracle.scale + oracle.rounding) * oracle.gain
+    assert (shift <= np.where(dropped > 0, bound, 0)).all()
+    if n_steps > 0 or case.name.startswith(("sgd", "momentum", "nesterov")):
+        assert {0, 6, 12} <= set(dropped), "the levels should occur, or the test shows nothing"
+
+
+@cases
+def test_dropped_bits_move_the_next_float32_parameter_at_most_two_last_places(case: Case) -> None:
+    optimizer, parameter, gradient = trained(case, 20, N_ELEMENTS, torch.float32, seed=20)
+    truncated, dropped = truncate(gradient, importance_of(optimizer, parameter))
+    oracle = expected(optimizer, parameter, gradient)
+    with_all, with_kept = (stepped(optimizer, parameter, g).numpy() for g in (gradient, truncated))
+    largest = np.maximum(np.abs(parameter.detach().numpy()), oracle.scale * oracle.gain).astype(np.float32)
+    last_places = np.abs(with_all - with_kept) / np.spacing(largest)
+    assert (last_places[dropped == 0] == 0).all()
+    assert (last_places <= 2 * (1 + oracle.slack)).all()
+    assert np.quantile(last_places, 0.999) <= 2
+
+
+@cases
+@pytest.mark.parametrize("dtype", SMALL_DTYPES)
+def test_the_bound_holds_in_half_precision(case: Case, dtype: torch.dtype) -> None:
+    optimizer, parameter, gradient = trained(case, 3, N_ELEMENTS, dtype, seed=30)
+    truncated, dropped = truncate(gradient, importance_of(optimizer, parameter))
+    oracle = expected(optimizer, parameter, gradient)
+    exact = stepped(optimizer, parameter, gradient, torch.float64)
+    shift = (stepped(optimizer, parameter, truncated, torch.float64) - exact).abs().numpy()
+    sane = finite(exact, parameter)
+    with np.errstate(over="ignore"):
+        bound = (1 + oracle.slack) * 2.0 ** -MANTISSA_BITS[dtype] * (oracle.scale + oracle.rounding) * oracle.gain
+    assert (shift <= np.where(dropped > 0, bound, 0))[sane].all()
+    assert sane.mean() > 0.9
+    assert (dropped > 0).any()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[8]], ids=lambda case: case.name)
+def test_one_truncation_per_rank_along_a_ring_stays_within_the_same_bound(case: Case, world_size: int) -> None:
+    optimizer, parameter, _ = trained(case, 10, N_ELEMENTS, torch.float32, seed=world_size)
+    gradients = [trained(case, 0, N_ELEMENTS, torch.float32, seed=world_size + rank)[2] for rank in range(world_size)]
+    importance = importance_of(optimizer, parameter, world_size)
+    partial_sum, exact_sum = torch.zeros(N_ELEMENTS), torch.zeros(N_ELEMENTS, dtype=torch.float64)
+    rounding = np.zeros(N_ELEMENTS)
+    for gradient in gradients:
+        partial_sum, _ = truncate(partial_sum + gradient, importance)
+        exact_sum += gradient
+        rounding += 2.0**-24 * np.abs(partial_sum.numpy())
+    oracle = expected(optimizer, parameter, gradients[0])
+    with_all, with_kept = (
+        stepped(optimizer, parameter, total / world_size, torch.float64) for total in (exact_sum, partial_sum.double())
+    )
+    # Besides the truncations, the float32 additions of the ring round.
+    bound = oracle.gain * (2.0**-23 * (oracle.scale + oracle.rounding) + 1.1 * rounding / world_size)
+    assert ((with_all - with_kept).abs().numpy() <= bound).all()
+
+
+@cases
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8, 100])
+def test_world_size_enters_as_n_over_the_next_power_of_two(case: Case, world_size: int) -> None:
+    optimizer, parameter, gradient = trained(case, 3, 500, torch.float32, seed=40)
+    factor = world_size / 2 ** np.ceil(np.log2(world_size))
+    oracle = expected(optimizer, parameter, gradient)
+    found = importance_of(optimizer, parameter, world_size)
+    assert_bytes_follow(factor * oracle.scale, factor * oracle.rounding, found)
+
+
+@cases
+def test_a_loss_scale_leaves_the_dropped_bits_as_they_were(case: Case) -> None:
+    optimizer, parameter, gradient = trained(case, 3, N_ELEMENTS, torch.float32, seed=50)
+    _, plainly = truncate(gradient, importance_of(optimizer, parameter))
+    _, scaled = truncate(gradient * 1024, importance_of(optimizer, parameter, loss_scale=1024.0))
+    in_range = importance_of(optimizer, parameter, loss_scale=1024.0).numpy() < 255
+    known = importance_of(optimizer, parameter).numpy() > 0
+    np.testing.assert_array_equal(plainly[in_range & known], scaled[in_range & known])
+
+
+def test_a_gradient_of_fewer_mantissa_bits_than_its_parameter_keeps_them() -> None:
+    # DDP with a bfloat16 reduction: dropping n of 7 bits costs 2^16 times what dropping n of 23 does.
+    optimizer, parameter, _ = trained(CASES[0], 0, N_ELEMENTS, torch.float32, seed=60)
+    own = importance_of(optimizer, parameter).numpy().astype(np.int64)
+    out = torch.empty(N_ELEMENTS, dtype=torch.uint8)
+    metric = QuantisationMetric(optimizer, 1)
+    metric.write_importance([parameter], [0], out, gradient_dtype=torch.bfloat16)
+    np.testing.assert_array_equal(out.numpy(), np.maximum(own - 4 * 16, 0))
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, *SMALL_DTYPES])
+def test_the_codec_drops_the_bits_that_the_metric_allows_and_no_other(case: Case, dtype: torch.dtype) -> None:
+    optimizer, parameter, gradient = trained(case, 5, N_ELEMENTS, dtype, seed=70)
+    importance = importance_of(optimizer, parameter)
+    expected_values, _ = truncate(gradient, importance)
+    expected_values[gradient.abs() < torch.finfo(dtype).tiny] = 0  # subnormals travel as +0
+    codec = codecs.by_name("gcomp")
+    message = torch.empty(codec.max_encoded_bytes(N_ELEMENTS, dtype), dtype=torch.uint8)
+    n_bytes = codec.encode(gradient, message, importance)
+    found = torch.empty_like(gradient)
+    codec.decode(message[:n_bytes], found)
+    assert torch.equal(found.view(torch.uint8), expected_values.view(torch.uint8))

@@ -1,0 +1,350 @@
+"""The report takes every kind of input, shows what is there, and names file and line of what is wrong."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_results import (
+    SCHEMES,
+    allreduce_records,
+    codec_records,
+    train_records,
+    write_all,
+    write_run,
+)
+
+from gradwire.cli import main
+from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.telemetry.chrome_trace import ChromeTraceSink
+from gradwire.telemetry.report import write_report
+from gradwire.telemetry.report.drawing import SLOTS, Palette
+from gradwire.telemetry.report.inputs import describe_network, describe_networks, format_rate
+
+
+def write_json(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps(records, indent=1))
+    return path
+
+
+def figures(page: Path) -> list[str]:
+    return re.findall(r'<figure id="([^"]+)"', page.read_text())
+
+
+def text_of(page: Path) -> str:
+    words: list[str] = []
+
+    class Reader(html.parser.HTMLParser):
+        def handle_data(self, data: str) -> None:
+            words.append(data.strip())
+
+    Reader().feed(page.read_text())
+    return " ".join(words)
+
+
+def test_page_is_one_file_without_script_or_address(tmp_path: Path) -> None:
+    text = write_report(write_all(tmp_path / "in"), tmp_path / "new" / "report.html").read_text()
+    assert "<script" not in text
+    assert not re.findall(r"(?:https?:)?//[a-z]", text)
+    assert not re.findall(r"@import|@font-face|url\((?!#)", text)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
+
+
+def test_same_input_gives_the_same_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "plain", "plain", n_steps=20)
+    first, second = (write_report([run], tmp_path / f"{n}.html").read_bytes() for n in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "expected"),
+    [
+        ("codec", codec_records(), "codec"),
+        ("allreduce", allreduce_records(), "allreduce0"),
+        ("train", train_records(), "train0"),
+    ],
+)
+def test_only_sections_with_data_appear(
+    tmp_path: Path, name: str, records: list[dict[str, Any]], expected: str
+) -> None:
+    page = write_report([write_json(tmp_path / f"{name}.json", records)], tmp_path / "report.html")
+    assert re.findall(r'<section id="([^"]+)"', page.read_text()) == [expected, "machine"]
+    assert all(figure.startswith(expected) for figure in figures(page))
+    assert figures(page)
+
+
+def test_one_file_may_hold_records_of_all_kinds(tmp_path: Path) -> None:
+    mixed = write_json(tmp_path / "sweep.json", [*train_records()[:2], *codec_records()[:2], *allreduce_records()[:2]])
+    page = write_report([mixed], tmp_path / "report.html")
+    assert re.findall(r'<section id="([^"]+)"', page.read_text()) == ["train0", "allreduce0", "codec", "machine"]
+
+
+def test_speed_up_is_the_ratio_to_the_baseline_at_the_same_rate(tmp_path: Path) -> None:
+    common = {
+        "workload": "gpt",
+        "ranks": 2,
+        "compute_s": 0.1,
+        "codec_s": 0,
+        "exposed_s": 0.1,
+        "wire_bytes": 10,
+        "loss": 1,
+    }
+    records = [
+        {"scheme": scheme, "rate_bps": rate_bps, "iteration_s": seconds, **common}
+        for rate_bps, times in ((1e8, {"plain": 8.0, "gcomp": 2.0}), (None, {"plain": 0.3, "gcomp": 0.4}))
+        for scheme, seconds in times.items()
+    ]
+    text = text_of(write_report([write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
+    assert "gcomp 100 Mb/s 2,000.0 4.00\u00d7" in " ".join(text.split())
+    assert "gcomp unshaped 400.0 0.75\u00d7" in " ".join(text.split())
+
+
+def test_tiles_state_bytes_speed_and_loss_against_the_baseline(tmp_path: Path) -> None:
+    for scheme, sent, seconds, loss in (("plain", 1000, 0.4, 2.0), ("gcomp", 250, 0.2, 2.5)):
+        run = write_run(tmp_path / "runs" / scheme, scheme, n_steps=1)
+        record = json.loads((run / "steps.jsonl").read_text())
+        record.update(bytes_sent=sent, iteration_s=seconds, loss=loss)
+        (run / "steps.jsonl").write_text("".join(json.dumps({**record, "step": step}) + "\n" for step in range(4)))
+    page = write_report([tmp_path / "runs"], tmp_path / "report.html")
+    assert re.findall(r"<dd>([^<]*)</dd>", page.read_text()) == ["25%", "2.00\u00d7", "0.5"]
+
+
+def test_baseline_can_be_chosen_and_must_exist(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / scheme, scheme, n_steps=30) for scheme in SCHEMES]
+    text = text_of(write_report(runs, tmp_path / "report.html", baseline="zstd"))
+    assert "compared with zstd" in text
+    with pytest.raises(InvalidArgument, match=r"'none'; there are: gcomp, plain, truncate, zstd"):
+        write_report(runs, tmp_path / "report.html", baseline="none")
+
+
+def test_runs_of_one_scheme_are_told_apart_by_folder(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, "gcomp", n_steps=30, seed=seed) for seed, name in enumerate(("a", "b"))]
+    text = text_of(write_report(runs, tmp_path / "report.html"))
+    assert "gcomp (a)" in text
+    assert "gcomp (b)" in text
+
+
+def test_runs_and_records_of_one_scheme_are_told_apart_by_options(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / mode, "gcomp", n_steps=10) for mode in ("paper", "none")]
+    for run in runs:
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "scheme_options": {"importance": run.name}}))
+    records = [{**train_records()[0], "options": f"rank={rank}"} for rank in (1, 4)]
+    text = text_of(write_report([*runs, write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
+    for label in ("gcomp importance=paper", "gcomp importance=none", "ddp rank=1", "ddp rank=4"):
+        assert label in text
+
+
+def test_bytes_that_were_computed_are_marked(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / scheme, scheme, n_steps=10) for scheme in ("plain", "gcomp")]
+    (runs[0] / "summary.json").write_text(json.dumps({"wire_bytes_origin": "computed for a ring"}))
+    assert "plain: computed for a ring, not counted" in text_of(write_report(runs, tmp_path / "report.html"))
+
+
+def test_inputs_that_are_not_the_real_thing_are_marked(tmp_path: Path) -> None:
+    records = [{**record, "data": "shape-only"} for record in train_records()]
+    text = text_of(write_report([write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
+    assert "inputs of the right shape only" in text
+
+
+def test_runs_of_two_workloads_get_a_section_each(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / workload, "plain", 30, workload) for workload in ("gpt", "resnet")]
+    page = write_report(runs, tmp_path / "report.html")
+    assert re.findall(r'<section id="([^"]+)"', page.read_text()) == ["run0", "run1", "machine"]
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 3])
+def test_shortest_runs_still_give_a_page(tmp_path: Path, n_steps: int) -> None:
+    runs = [write_run(tmp_path / scheme, scheme, n_steps) for scheme in ("plain", "gcomp")]
+    assert len(figures(write_report(runs, tmp_path / "report.html"))) == 5
+
+
+def test_run_that_diverged_is_drawn_as_far_as_it_went(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / scheme, scheme, 40) for scheme in ("plain", "gcomp")]
+    lines = [json.loads(line) for line in (runs[1] / "steps.jsonl").read_text().splitlines()]
+    for record in lines[20:]:
+        record["loss"] = None
+    (runs[1] / "steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
+    text = text_of(write_report(runs, tmp_path / "report.html"))
+    assert "not finite" in text
+
+
+def test_run_that_was_killed_has_no_summary_and_is_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "plain", "plain", 10)
+    (run / "summary.json").unlink()
+    assert figures(write_report([run], tmp_path / "report.html"))
+
+
+def test_resumed_run_counts_its_repeated_steps_once(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "plain", "plain", 10)
+    lines = (run / "steps.jsonl").read_text().splitlines()
+    (run / "steps.jsonl").write_text("\n".join(lines[:8] + lines[5:]) + "\n")
+    row = re.search(r"plain 10 ", " ".join(text_of(write_report([run], tmp_path / "report.html")).split()))
+    assert row is not None
+
+
+def test_emulated_computation_is_marked(tmp_path: Path) -> None:
+    records = [{**record, "compute": "emulate"} for record in train_records()]
+    text = text_of(write_report([write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
+    assert "computation emulated" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"network": "netlab 1000000000"}, "shaped to 1 Gb/s (netlab)"),
+        ({"network": "netlab 1000000000,100000000,1000000000"}, "shaped to 1 Gb/s / 100 Mb/s (netlab)"),
+        ({"network": "netlab none"}, "unshaped test network (netlab)"),
+        ({"network": "netlab", "rate_bps": 2e8}, "shaped to 200 Mb/s (netlab)"),
+        ({"network": "loopback", "emulated": True}, "loopback, unshaped, computation emulated"),
+        ({"network": "cluster"}, "cluster"),
+        ({}, "network not recorded"),
+    ],
+)
+def test_network_is_described_as_shaped_loopback_or_unknown(fields: dict[str, Any], expected: str) -> None:
+    assert describe_network(fields) == expected
+
+
+def test_networks_that_differ_in_rate_are_described_together() -> None:
+    sources = [{"network": f"netlab {rate}"} for rate in (100_000_000, 1_000_000_000, 100_000_000, "none")]
+    assert describe_networks(sources) == "shaped to 100 Mb/s, 1 Gb/s (netlab); unshaped test network (netlab)"
+    assert format_rate(2.5e9) == "2.5 Gb/s"
+
+
+def test_names_in_one_figure_differ_in_colour_or_marker() -> None:
+    names = [f"scheme{index}" for index in range(3 * len(SLOTS))]
+    palette = Palette.of(names)
+    assert len({(palette.colour(name), palette.marker(name)) for name in names}) == len(names)
+    assert Palette.of(["gcomp"]).slot("gcomp") == Palette.of(["aqgb", "gcomp", "zzz"]).slot("gcomp")
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_missing_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"nowhere does not exist"):
+        write_report([tmp_path / "nowhere"], tmp_path / "report.html")
+    with pytest.raises(InvalidArgument, match=r"at least one"):
+        write_report([], tmp_path / "report.html")
+    with pytest.raises(InvalidArgument, match=r"holds nothing to report"):
+        write_report([tmp_path], tmp_path / "report.html")
+
+
+def test_run_folder_without_its_config_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "plain", "plain", 5)
+    (run / "config.json").unlink()
+    with pytest.raises(InvalidArgument, match=r"config\.json"):
+        write_report([run], tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"step": 2, "los', r"steps\.jsonl:3: not JSON"),
+        ("[1, 2]", r"steps\.jsonl:3: expected an object"),
+        ('{"step": 2}', r"steps\.jsonl:3: the step has no field 'loss'"),
+        (None, r"steps\.jsonl:3: bytes_sent is 'many', expected a number"),
+    ],
+)
+def test_bad_line_of_a_run_is_named(tmp_path: Path, line: str | None, message: str) -> None:
+    run = write_run(tmp_path / "plain", "plain", 5)
+    lines = (run / "steps.jsonl").read_text().splitlines()
+    lines[2] = line if line is not None else json.dumps({**json.loads(lines[2]), "bytes_sent": "many"})
+    (run / "steps.jsonl").write_text("\n".join(lines))
+    with pytest.raises(CorruptMessage, match=message):
+        write_report([run], tmp_path / "report.html")
+
+
+def test_run_without_steps_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "plain", "plain", 5)
+    (run / "steps.jsonl").write_text("")
+    with pytest.raises(CorruptMessage, match=r"steps\.jsonl: holds no step"):
+        write_report([run], tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ratio": "small"}, r"codec\.json:\d+: record 3: ratio is 'small', expected a positive number"),
+        ({"encode_gb_per_s": 0}, r"codec\.json:\d+: record 3: encode_gb_per_s is 0, expected a positive number"),
+        ({"threads": None}, r"codec\.json:\d+: record 3: threads is None"),
+        ({"exponent_bits": "x"}, r"codec\.json:\d+: record 3: exponent_bits is 'x', expected a number or null"),
+    ],
+)
+def test_bad_record_of_a_bench_is_named_with_its_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    records = codec_records()
+    records[3].update(change)
+    path = write_json(tmp_path / "codec.json", records)
+    with pytest.raises(CorruptMessage, match=message) as caught:
+        write_report([path], tmp_path / "report.html")
+    number = re.search(r"codec\.json:(\d+)", str(caught.value))
+    assert number is not None
+    opening_lines = [n for n, line in enumerate(path.read_text().splitlines(), 1) if line == " {"]
+    assert int(number[1]) == opening_lines[3]
+
+
+def test_file_that_is_no_list_of_known_records_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for text, message in (
+        ('[\n{"a": 1},\n{"a"', r"x\.json:3: not JSON"),
+        ('{"a": 1}', r"x\.json:1: expected a list"),
+        ('[\n{"a": 1}]', r"x\.json:2: record 0: its fields are of no kind"),
+        ("[3]", r"x\.json:1: record 0: expected an object, got int"),
+    ):
+        path.write_text(text)
+        with pytest.raises(CorruptMessage, match=message):
+            write_report([path], tmp_path / "report.html")
+    path.write_bytes(b"[\n\xff]")
+    with pytest.raises(CorruptMessage, match=r"x\.json:2: not UTF-8"):
+        write_report([path], tmp_path / "report.html")
+
+
+def test_error_leaves_an_older_page_as_it_was(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text("older")
+    (tmp_path / "x.json").write_text("[3]")
+    with pytest.raises(CorruptMessage):
+        write_report([tmp_path / "x.json"], page)
+    assert page.read_text() == "older"
+
+
+def test_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "plain", "plain", 3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgument, match=r"cannot write the report to .*report\.html"):
+        write_report([run], tmp_path / "file" / "report.html")
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_missing_package_is_named_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(Unsupported, match=r"pip install 'gradwire\[report\]'"):
+        write_report([write_run(tmp_path / "plain", "plain", 3)], tmp_path / "report.html")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_command_writes_the_page_and_the_merged_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "plain", "plain", 3)
+    for rank in range(2):
+        ChromeTraceSink(run / f"trace-rank{rank}.json", rank, 2).close()
+    page, trace = tmp_path / "page.html", tmp_path / "merged.json"
+    assert main(["report", str(run), "--out", str(page), "--title", "My run", "--trace", str(trace)]) == 0
+    assert capsys.readouterr().out.split() == [str(page), str(trace)]
+    assert "<h1>My run</h1>" in page.read_text()
+    assert json.loads(trace.read_text())["otherData"]["ranks"] == [0, 1]
+
+
+def test_command_ends_with_status_1_and_the_message_on_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere does not exist" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "gradwire"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "gradwire.attachment"])
 
 
 @dataclass

@@ -22,10 +22,9 @@ from gradwire.bench.reducers import RIVALS, BackendReducer, Reducer, SchemeReduc
 from gradwire.bench.sources import Source
 from gradwire.bench.specs import parse_spec
 from gradwire.bench.timing import MIN_SAMPLE_S, Timing
-from gradwire.communicator import Communicator
+from gradwire.communicator import Communicator, ring_bytes
 from gradwire.errors import CorruptMessage
 from gradwire.network import current_network
-from gradwire.schemes.plain import ring_bytes
 from gradwire.telemetry.environment import describe_environment
 from gradwire.threads import use_fair_share_of_cores
 

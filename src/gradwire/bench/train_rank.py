@@ -17,9 +17,9 @@ from gradwire.bench.launching import write_results
 from gradwire.bench.records import RecordLog
 from gradwire.bench.timing import Timing
 from gradwire.bench.train_contenders import RIVALS, StepTimes, TrainContender, describe
+from gradwire.communicator import ring_bytes
 from gradwire.errors import Unsupported
 from gradwire.network import current_network
-from gradwire.schemes.plain import ring_bytes
 from gradwire.telemetry.environment import describe_environment
 from gradwire.workloads import Workload
 

@@ -133,7 +133,7 @@ class _Run:
         every = self._config.dump_gradients_every
         if every and step % every == 0 and self._rank == 0:
             assert self._config.out is not None
-            write_snapshot(self._config.out / "gradients" / f"step-{step:08}.npz", session.optimizer, step)
+            write_snapshot(self._config.out / "gradients" / f"step-{step:08}.npz", session.optimizer, step + 1)
         session.update()
         # Reading the loss waits for a GPU, so the step's time is whole.
         loss_value = float(loss.detach())

@@ -1,7 +1,7 @@
-"""A gradient with the optimizer's state before the step, as an .npz file that `gradwire bench codec` and others read.
+"""A gradient with the optimizer's state just before its step, as an .npz file: what `gradwire bench codec` and others read.
 
-Arrays are flat float32, all parameters in the optimizer's order: `gradient` (the mean over the ranks), `parameter` and
-the optimizer's state; scalars are its hyper-parameters, `optimizer`, and `step` (from 1, the one about to be taken).
+Arrays are flat float32, aligned element by element: `gradient`, `parameter` and the optimizer's state under torch's names;
+scalars are its hyper-parameters, `optimizer`, and `step`, the number of the step about to be taken, from 1.
 """
 
 from __future__ import annotations
@@ -10,51 +10,74 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from gradwire.errors import Unsupported
+from gradwire.errors import GradwireError, Unsupported
 
-# class: (name, state arrays). Subclasses before their bases: torch's AdamW is an Adam.
-_OPTIMIZERS: dict[type[torch.optim.Optimizer], tuple[str, tuple[str, ...]]] = {
-    torch.optim.AdamW: ("adamw", ("exp_avg", "exp_avg_sq")),
-    torch.optim.Adam: ("adam", ("exp_avg", "exp_avg_sq")),
-    torch.optim.SGD: ("sgd", ("momentum_buffer",)),
-    torch.optim.Adagrad: ("adagrad", ("sum",)),
-    torch.optim.RMSprop: ("rmsprop", ("square_avg",)),
+# torch's names of hyper-parameters, and theirs in a file where those differ.
+_SCALARS = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "eps": "eps",
+    "alpha": "alpha",
+    "momentum": "momentum",
+    "dampening": "dampening",
+    "nesterov": "nesterov",
+    "lr_decay": "lr_decay",
 }
-_HYPER_PARAMETERS = ("weight_decay", "eps", "alpha", "lr_decay", "momentum", "dampening", "nesterov")
+_ARRAYS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 
 
 def write_snapshot(path: Path, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write what `optimizer` is about to apply in `step` (from 0), and what it holds, to `path`.
+    """Write what `collect_arrays` gives to `path`, its folder made if need be.
 
-    Before the first step there is no state, and the file holds gradient and parameters alone.
-    Raises: Unsupported (an optimizer or an option that the format has no place for, several parameter groups).
+    Raises: Unsupported (see there), GradwireError (the file cannot be written).
     """
-    name, keys = next((names for cls, names in _OPTIMIZERS.items() if isinstance(optimizer, cls)), ("", ()))
+    arrays = collect_arrays(optimizer, step)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            np.savez(file, **arrays)
+    except OSError as error:
+        raise GradwireError(f"could not write {path}: {error.strerror or error}") from error
+
+
+def collect_arrays(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """The arrays and scalars of a gradient file, from `optimizer` between backward and its step number `step` (from 1).
+
+    Parameters without a gradient are left out. Before the first step there is no state yet: gradient and parameters
+    alone then, unless the optimizer never has any.
+    Raises: Unsupported (an optimizer, or an option, that the format has no place for; several parameter groups).
+    """
     group = optimizer.param_groups[0]
-    odd = [option for option in ("amsgrad", "centered", "maximize") if group.get(option)]
-    if not name or odd or len(optimizer.param_groups) > 1:
-        what = f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups {' '.join(odd)}".strip()
-        raise Unsupported(f"a gradient file has no place for {what}: train with a plain optimizer of one group")
-    if name == "sgd" and not group["momentum"]:
-        keys = ()
-    parameters: list[Tensor] = group["params"]
+    name = type(optimizer).__name__.lower()
+    if name not in ("sgd", "adagrad", "rmsprop", "adam", "adamw"):
+        raise Unsupported(f"gradient files know SGD, Adagrad, RMSprop, Adam and AdamW, not {type(optimizer).__name__}")
+    for option in ("amsgrad", "centered", "maximize"):
+        if group.get(option):
+            raise Unsupported(f"gradient files have no place for {type(optimizer).__name__}'s option {option}")
+    if len(optimizer.param_groups) > 1 or (name == "rmsprop" and group["momentum"]):
+        raise Unsupported("gradient files hold one parameter group, and no momentum of RMSprop")
+    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     arrays: dict[str, Any] = {
-        "gradient": _join([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]),
-        "parameter": _join(parameters),
+        "gradient": _flatten([parameter.grad for parameter in parameters]),
+        "parameter": _flatten(parameters),
     }
-    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-    if all(isinstance(state.get(key), Tensor) for state in states for key in keys):
-        arrays |= {key: _join([state[key] for state in states]) for key in keys}
-        arrays |= {key: float(group[key]) for key in _HYPER_PARAMETERS if key in group}
-        if "betas" in group:
-            arrays["beta1"], arrays["beta2"] = map(float, group["betas"])
-        arrays |= {"optimizer": name, "learning_rate": float(group["lr"]), "step": float(step + 1)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **arrays)
+    for key in _ARRAYS:
+        held = [optimizer.state.get(parameter, {}).get(key) for parameter in parameters]
+        if any(values is not None for values in held):
+            arrays[key] = _flatten(
+                [torch.zeros_like(p) if values is None else values for p, values in zip(parameters, held, strict=True)]
+            )
+    if len(arrays) == 2 and not (name == "sgd" and not group["momentum"]):
+        return arrays
+    scalars = {_SCALARS[key]: np.float32(value) for key, value in group.items() if key in _SCALARS}
+    if "betas" in group:
+        scalars["beta1"], scalars["beta2"] = (np.float32(beta) for beta in group["betas"])
+    return {**arrays, **scalars, "step": np.int64(step), "optimizer": np.array(name)}
 
 
-def _join(tensors: list[Tensor]) -> np.ndarray:
-    return torch.cat([tensor.detach().float().cpu().flatten() for tensor in tensors]).numpy()
+def _flatten(tensors: list[Any]) -> npt.NDArray[np.float32]:
+    flat = torch.cat([tensor.detach().reshape(-1).to(device="cpu", dtype=torch.float32) for tensor in tensors])
+    return flat.numpy()

@@ -21,7 +21,7 @@ from gradwire.training import TrainConfig
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run folder's content. `name`: the configuration as written on the command line."""
+    """A run folder's content. `name`, `workload`: configuration and workload as written on the command line."""
 
     name: str
     workload: str
@@ -38,6 +38,7 @@ class PlannedRun:
     """One training run and its folder, `config.out`."""
 
     name: str
+    workload: str
     config: TrainConfig
     n_ranks: int
     rate: str = "none"
@@ -74,7 +75,7 @@ class PlannedRun:
         )
         if not same or not is_dumped or [step["step"] for step in steps] != list(range(self.config.steps)):
             return None
-        return FinishedRun(self.name, self.config.workload, summary, steps)
+        return FinishedRun(self.name, self.workload, summary, steps)
 
 
 def folder_name(spec: str) -> str:
@@ -93,13 +94,13 @@ def run_planned(planned: Sequence[PlannedRun], console: Console) -> None:
     spent: dict[str, list[float]] = {}  # seconds of this session's runs, by workload
     for index, run in enumerate(left):
         began = time.monotonic()
-        console.print(f"run {index + 1} of {len(left)}: {run.config.workload}, {run.name}, {run.n_ranks} ranks")
+        console.print(f"run {index + 1} of {len(left)}: {run.workload}, {run.name}, {run.n_ranks} ranks")
         train.run_ranks(run.config, run.n_ranks, run.rate, show_table=False)
         took_s = time.monotonic() - began
-        spent.setdefault(run.config.workload, []).append(took_s)
+        spent.setdefault(run.workload, []).append(took_s)
         every = [one for ones in spent.values() for one in ones]
         typical = {workload: sum(ones) / len(ones) for workload, ones in spent.items()}
-        to_come_s = sum(typical.get(one.config.workload, sum(every) / len(every)) for one in left[index + 1 :])
+        to_come_s = sum(typical.get(one.workload, sum(every) / len(every)) for one in left[index + 1 :])
         end = time.strftime("%H:%M", time.localtime(time.time() + to_come_s))
         console.print(
             f"  took {took_s:.0f} s; {len(left) - index - 1} left, about {to_come_s / 60:.0f} min (until {end})"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import ranks
 from gradwire import cli, train
 from gradwire.bench import fidelity
-from gradwire.bench.fidelity_runs import FinishedRun
+from gradwire.bench.fidelity_runs import FinishedRun, run_planned
 from gradwire.bench.figures import fidelity_numbers as numbers
 from gradwire.bench.gradients import load_gradients
 from gradwire.errors import InvalidArgument
@@ -29,7 +31,16 @@ def _train(rank: int, world_size: int, config: TrainConfig) -> dict[str, Any]:
     return train_rank(config).summary
 
 
-TINY = ["--workload", "resnet:width=4", "--ranks", "2", "--steps", "12", "--batch-size", "4"]
+TINY = [
+    "--workload",
+    "gpt:n_layers=1,width=32,n_heads=2,length=16",
+    "--ranks",
+    "2",
+    "--steps",
+    "10",
+    "--batch-size",
+    "2",
+]
 
 
 def make_run(name: str, losses: list[float], ratios: list[float] | None = None, sha256: str = "a") -> FinishedRun:
@@ -123,16 +134,22 @@ def test_finished_runs_are_not_trained_again_and_others_are(tmp_path: Path, monk
         "steps.csv",
     ):
         assert (tmp_path / name).stat().st_size > 0, name
-    gradients = [load_gradients(path) for path in sorted((tmp_path / "resnet-width-4").glob("*/gradients/*.npz"))]
+    gradients = [
+        load_gradients(path)
+        for path in sorted((tmp_path / "gpt-n_layers-1-width-32-n_heads-2-length-16").glob("*/gradients/*.npz"))
+    ]
     assert [file.state is not None for file in gradients] == [False, True, True]  # nothing before the first step
     assert gradients[2].state is not None
     assert gradients[2].state.hyper["step"] == 9
 
-    assert cli.main(command) == 0
+    planned = fidelity.plan(_parse(command[2:]))
+    run_planned(planned, Console())
     assert started == ["gcomp", "truncate"], "a finished run was trained again"
-    (tmp_path / "resnet-width-4" / "truncate-bits-18" / "summary.json").unlink()
-    assert cli.main(command) == 0
+    (tmp_path / "gpt-n_layers-1-width-32-n_heads-2-length-16" / "truncate-bits-18" / "summary.json").unlink()
+    run_planned(planned, Console())
     assert started[2:] == ["truncate"], "a run that was cut off is run again, and that one alone"
+    run_planned(fidelity.plan(_parse([*command[2:], "--seed", "1"])), Console())
+    assert started[3:] == ["gcomp", "truncate"], "a run of another seed is another run"
 
 
 def test_parameters_are_equal_on_all_ranks_in_every_world_and_topology(
@@ -158,8 +175,6 @@ def test_wrong_names_are_refused_before_anything_is_trained(tmp_path: Path) -> N
 
 
 def _parse(words: list[str]) -> Any:
-    import argparse
-
     parser = argparse.ArgumentParser()
     fidelity.add_arguments(parser)
     return parser.parse_args(words)

@@ -54,7 +54,7 @@ def describe_fidelity(runs: Runs) -> Records:
             "deviation_max": float(deviation.max()),
         }
         for rival, key in ((TRUNCATE, "below_truncate"), (PERIODIC, "below_periodic")):
-            known = rival in means and means[rival] > 0 and name != rival
+            known = rival in means and means[rival] > 0 and name not in (rival, BASELINE)
             record[key] = 1 - means[name] / means[rival] if known else None
         record |= {
             "ratio_mean": float(ratio.mean()),

@@ -9,7 +9,7 @@ import sys
 from gradwire import __version__
 from gradwire.errors import GradwireError
 
-# name: (module, one-line help). Modules load only when called.
+# name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("gradwire.demo", "train a small GPT with plain DDP and with GComp, and compare them"),
     "train": ("gradwire.train", "train a workload with a scheme, on this machine or under torchrun"),

@@ -45,7 +45,7 @@ def _replayed_gradients(rank: int, world_size: int, path: Path, as_view: bool) -
 def test_ddp_reduces_the_captured_gradients_exactly_at_every_step(tmp_path: Path, as_view: bool) -> None:
     replay(tmp_path)
     expected = [real_gradients(index, 2) for index in range(2)]
-    for steps in run_ranks(_replayed_gradients, 2, tmp_path, as_view):
+    for steps in run_ranks(_replayed_gradients, 2, tmp_path, as_view, timeout_s=150):
         for step in steps:
             assert step.keys() == expected[0].keys()
             for name, gradient in step.items():

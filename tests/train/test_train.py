@@ -1,5 +1,6 @@
 """The training job: same result on all ranks, resumption bit by bit, records, and clear errors."""
 
+import functools
 import json
 import os
 from dataclasses import replace
@@ -8,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import ranks
 from gradwire import cli
-from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch, Unsupported
 from gradwire.train import parse_options, to_command_line
 from gradwire.training import TrainConfig, TrainResult, checkpoints, train_rank
-from ranks import run_ranks, try_ranks
+
+# A busy machine needs its time: these are tests of results, and pytest's own time limit catches a hang.
+run_ranks = functools.partial(ranks.run_ranks, timeout_s=150)
+try_ranks = functools.partial(ranks.try_ranks, timeout_s=150)
 
 TINY_GPT = {"n_layers": 1, "width": 32, "n_heads": 2, "length": 16, "batch_size": 2}
 CONFIG = TrainConfig(workload="gpt", workload_options=TINY_GPT, scheme="plain", steps=6, evaluate=False)
@@ -54,7 +59,7 @@ def test_plain_scheme_trains_as_ddp_does_and_runs_repeat() -> None:
 
 
 @pytest.mark.parametrize(("workload", "options"), [("gpt", TINY_GPT), ("resnet", {"width": 4, "batch_size": 8})])
-@pytest.mark.parametrize("scheme", ["plain", "ddp"])
+@pytest.mark.parametrize("scheme", ["plain", "ddp", "gcomp"])
 def test_resumed_run_is_bit_identical_to_one_that_wraps_anew(
     tmp_path: Path, workload: str, options: dict, scheme: str
 ) -> None:
@@ -146,6 +151,14 @@ def test_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: P
     for outcome in try_ranks(_train, 2, replace(CONFIG, steps=2, checkpoint=tmp_path / "file" / "folder")):
         assert isinstance(outcome.error, RankMismatch), outcome
         assert "could not write the checkpoint" in str(outcome.error)
+
+
+def test_replicas_that_may_differ_are_reported_and_not_checkpointed(tmp_path: Path) -> None:
+    config = replace(CONFIG, scheme="periodic", scheme_options={"every": 4}, steps=6)
+    result = run_ranks(_train, 2, config)[0]
+    assert result.summary["replicas_equal"] is False
+    for outcome in try_ranks(_train, 2, replace(config, checkpoint=tmp_path)):
+        assert isinstance(outcome.error, Unsupported), outcome
 
 
 def test_replicas_that_come_apart_are_named() -> None:

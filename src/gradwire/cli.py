@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
             module = importlib.import_module(module_path)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.workloads.base import Batch, Workload, draw_from_epochs, evaluating, step_generator
 
-
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
 
 

@@ -13,8 +13,8 @@
 
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
-#include "gcomp/importance.hpp"
 #include "gcomp/codec.hpp"
+#include "gcomp/importance.hpp"
 #include "huffman/code_lengths.hpp"
 #include "huffman/streams.hpp"
 #include "huffman/table.hpp"

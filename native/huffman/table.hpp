@@ -9,8 +9,10 @@
 
 namespace gradwire {
 
-// 11 bits: a look-up table of 2,048 entries x 8 B = 16 KiB, a third of a 48 KiB L1d (8 bits, which the paper's Table 1
-// implies, would cost 0.3 to 1 % more exponent bits on the reference gradients and decode no faster).
+// 11 bits: a look-up table of 2,048 entries x 8 B = 16 KiB, a third of a 48 KiB L1d. Measured on the two dense
+// reference gradients, exponent bits a value: limit 8 (which the paper's Table 1 implies) 3.145 and 3.548, limit
+// 11 3.136 and 3.539, no limit 3.132 and 3.538. Eleven bits also hold 3 symbols on average, which one look-up then
+// decodes together.
 inline constexpr int kCodeLengthLimit = 11;
 inline constexpr std::size_t kLookupEntries = std::size_t{1} << kCodeLengthLimit;
 

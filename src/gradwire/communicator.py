@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from gradwire import errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
@@ -70,9 +69,11 @@ class Communicator:
         self._failure_lock = threading.Lock()
         try:
             with self._naming_peer(None):
-                # Any: torch's stubs leave out the operations of a backend.
-                self._group: Any = dist.ProcessGroupGloo(
-                    PrefixStore(self._name, self._store), self.rank, self.world_size, timedelta(seconds=timeout_s)
+                self._group: Any = dist.ProcessGroupGloo(  # torch's annotations lack its collectives
+                    dist.distributed_c10d.PrefixStore(self._name, self._store),
+                    self.rank,
+                    self.world_size,
+                    timedelta(seconds=timeout_s),
                 )
         except PeerLost as error:
             raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
@@ -115,12 +116,14 @@ class Communicator:
     def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start sending a contiguous CPU tensor to group rank `peer`."""
         with self._naming_peer(peer):
-            return self._group.send([tensor], peer, tag)
+            work: dist.Work = self._group.send([tensor], peer, tag)
+        return work
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start receiving exactly `tensor`'s bytes from group rank `peer`."""
         with self._naming_peer(peer):
-            return self._group.recv([tensor], peer, tag)
+            work: dist.Work = self._group.recv([tensor], peer, tag)
+        return work
 
     def wait(self, work: dist.Work, peer: int) -> None:
         """Wait for one send or receive. Raises: PeerLost."""
@@ -132,10 +135,11 @@ class Communicator:
         with self._naming_peer(None):
             self._group.allreduce([tensor], op).wait()
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future:
-        """Start summing `tensor` in place over all ranks; `finish` the future before touching the tensor."""
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future:
+        """Start reducing `tensor` in place over all ranks; `finish` the future before touching the tensor."""
         with self._naming_peer(None):
-            return self._group.allreduce([tensor]).get_future()
+            future: torch.futures.Future = self._group.allreduce([tensor], op).get_future()
+        return future
 
     def finish(self, started: torch.futures.Future) -> None:
         """Wait for a started collective. Raises: PeerLost."""
@@ -312,3 +316,8 @@ def _name_group(members: list[int]) -> str:
     _n_groups[tuple(members)] += 1
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
     return f"gradwire/{digest}/{_n_groups[tuple(members)]}"
+
+
+def ring_bytes(n_bytes: int, world_size: int) -> int:
+    """What the backend's ring all-reduce of `n_bytes` sends, and receives, per rank."""
+    return 2 * (world_size - 1) * n_bytes // world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -28,6 +29,11 @@ def write_csv(path: Path, records: Sequence[Record]) -> None:
     writer.writeheader()
     writer.writerows(records)
     _replace(path, text.getvalue())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`. Raises: GradwireError."""
+    _replace(path, text)
 
 
 class RecordLog:
@@ -85,7 +91,8 @@ def _replace(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise _write_error(path, error) from error
 
 

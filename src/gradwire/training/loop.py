@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from gradwire.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire.training.meter import Meter
 from gradwire.training.run_files import RunFiles
 from gradwire.training.session import PLAIN_DDP, Session, n_parameters
+from gradwire.training.snapshot import write_snapshot
 from gradwire.workloads import Workload, by_name
 
 # Ranks exchange their figures this often: each exchange costs some milliseconds on a slow network.
@@ -88,7 +90,7 @@ class _Run:
             if step in config.rewrap_at and step != start_step:
                 session.rewrap()
                 self._add_trace(session)
-            meter.add(step, self._take_step(session, batch))
+            meter.add(step, self._take_step(session, batch, step))
             done = step + 1
             saving = config.save_every > 0 and done % config.save_every == 0
             if done % _GATHER_EVERY == 0 or done == config.steps or saving:
@@ -121,13 +123,17 @@ class _Run:
         self._saved_step = step
         return step
 
-    def _take_step(self, session: Session, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    def _take_step(self, session: Session, batch: tuple[torch.Tensor, torch.Tensor], step: int) -> dict[str, float]:
         """One step; returns its figures."""
-        started_s = time.perf_counter()
+        started_s, cpu_before_s = time.perf_counter(), time.process_time()
         session.optimizer.zero_grad(set_to_none=True)
         loss = self._workload.loss(session.ddp, batch)
         loss.backward()
         backward_done_s = time.perf_counter()
+        every = self._config.dump_gradients_every
+        if every and step % every == 0 and self._rank == 0:
+            assert self._config.out is not None
+            write_snapshot(self._config.out / "gradients" / f"step-{step:08}.npz", session.optimizer, step + 1)
         session.update()
         # Reading the loss waits for a GPU, so the step's time is whole.
         loss_value = float(loss.detach())
@@ -137,6 +143,7 @@ class _Run:
             "iteration_s": ended_s - started_s,
             "forward_backward_s": backward_done_s - started_s,
             "optimizer_s": ended_s - backward_done_s,
+            "cpu_s": time.process_time() - cpu_before_s,  # of all threads: the codec's and the lane's too
         }
 
     def _save(self, session: Session, step: int) -> None:
@@ -174,7 +181,8 @@ class _Run:
 
     def _describe(self, n_elements: int, start_step: int) -> dict[str, Any]:
         config = self._config
-        environment = describe_environment()
+        # Rank 0 writes the records, and asking for the commit starts git.
+        environment = _describe_environment() if self._rank == 0 else {}
         return {
             "scheme": config.scheme,
             "scheme_options": config.scheme_options,
@@ -199,6 +207,11 @@ class _Run:
             assert self._config.out is not None
             path = self._config.out / f"trace-rank{self._rank}.json"
             session.attachment.recorder.add_sink(ChromeTraceSink(path, self._rank, self._world_size))
+
+
+@functools.cache
+def _describe_environment() -> dict[str, str | int]:
+    return describe_environment()
 
 
 def _choose_device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -67,22 +68,21 @@ def test_deviation_is_the_mean_distance_from_the_lossless_ring() -> None:
     assert numbers.describe_fidelity({numbers.PAPER: runs[numbers.PAPER]}) == []
 
 
-def test_exponent_part_is_what_the_differences_of_runs_leave() -> None:
-    # 32 bits a value: 5 of exponent refreshed, 7 static, and 24, 11 or 15 of sign and mantissa for all values but 1/4.
-    full = 0.75 * 24 / 32
-    ratios = {
-        numbers.BASELINE: 5 / 32 + full,
-        numbers.UNIFORM: 5 / 32 + 0.75 * 11 / 32,
-        numbers.PAPER: 5 / 32 + 0.75 * 17 / 32,
-        numbers.STATIC: 7 / 32 + 0.75 * 17 / 32,
-    }
-    runs = {name: make_run(name, [1.0] * 8, [ratio] * 8) for name, ratio in ratios.items()}
-    shares = numbers.exponent_shares(runs)
-    np.testing.assert_allclose(shares["refreshed"], 5 / 32)
-    np.testing.assert_allclose(shares["static"], 7 / 32)
-    assert numbers.describe_exponents(runs)[-1]["static_bits"] == pytest.approx(7)
-    runs[numbers.STATIC] = make_run(numbers.STATIC, [1.0] * 8, sha256="another")
-    assert numbers.exponent_shares(runs) == {}, "runs whose values differ say nothing about the table"
+def test_refreshed_table_is_the_one_of_the_gradient_saved_before(tmp_path: Path) -> None:
+    folder = tmp_path / "gradients"
+    folder.mkdir()
+    random = np.random.default_rng(3)
+    for step, scale in ((0, 1e-9), (50, 1e-3), (100, 1e-3)):
+        gradient = (scale * random.standard_normal(20_000)).astype(np.float32)
+        np.savez(folder / f"step-{step:08}.npz", gradient=gradient)
+    run = dataclasses.replace(make_run(numbers.BASELINE, [1.0]), folder=tmp_path)
+    second, third = numbers.describe_exponents({numbers.BASELINE: run})
+    assert (second["step"], third["step"]) == (50, 100)
+    assert second["refreshed_bits"] > second["static_bits"], "a table of gradients of another size fits worse"
+    # A limited whole-bit code of the same distribution; some header and padding.
+    assert third["entropy_bits"] < third["refreshed_bits"] < 1.05 * third["entropy_bits"]
+    assert third["refreshed_share"] == third["refreshed_bits"] / 32
+    assert numbers.describe_exponents({numbers.BASELINE: make_run(numbers.BASELINE, [1.0])}) == []
 
 
 def test_loss_is_reached_with_the_tenth_step_in_a_row_below_it() -> None:

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         run_planned(planned, console)
     by_workload = _load(planned)
     figures = measure(by_workload, args.times)
-    fidelity_plots.plot_all(by_workload, figures.get("times", []), args.out)
+    fidelity_plots.plot_all(by_workload, figures, args.out)
     flat = [{"figure": name, **record} for name, records in figures.items() for record in records]
     write_json(args.out / "fidelity.json", flat)
     if args.json:

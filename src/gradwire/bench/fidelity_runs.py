@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class FinishedRun:
     workload: str
     summary: dict[str, Any]
     steps: list[dict[str, Any]]
+    folder: Path | None = None
 
     def column(self, key: str) -> npt.NDArray[np.float64]:
         """(n_steps,): one figure of every step's record; NaN where a record of an older run lacks it."""
@@ -75,7 +77,7 @@ class PlannedRun:
         )
         if not same or not is_dumped or [step["step"] for step in steps] != list(range(self.config.steps)):
             return None
-        return FinishedRun(self.name, self.workload, summary, steps)
+        return FinishedRun(self.name, self.workload, summary, steps, folder)
 
 
 def folder_name(spec: str) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.fidelity_runs import FinishedRun
 from gradwire.bench.figures.numbers import Records
+from gradwire.bench.gradients import load_gradients
+from gradwire.codecs.gcomp import GComp, HuffmanTable, describe
 
 BASELINE = "gcomp:importance=none"
 PAPER = "gcomp:importance=paper"
 STATIC = "gcomp:importance=paper,refresh_every=0"
 TRUNCATE, PERIODIC = "truncate:bits=18", "periodic:every=8"
-_UNIFORM_BITS = 10
-UNIFORM = f"gcomp:importance=uniform,bits={_UNIFORM_BITS}"
 
 # Of one workload, by configuration.
 Runs = Mapping[str, FinishedRun]
@@ -71,43 +72,37 @@ def describe_fidelity(runs: Runs) -> Records:
     return records
 
 
-def exponent_shares(runs: Runs) -> dict[str, Values]:
-    """Fig. 13a: {"refreshed", "static"}: (n_steps,) bytes of the exponent part, headers and frames included, as a share
-    of a float32 ring's; {} unless the four runs it takes are there.
-
-    From differences of otherwise equal runs. A value that is not 0 takes 24 bits of sign and mantissa at importance
-    none and 1 + k at uniform k bits, the rest of the message being the same, so 24 / (23 - k) of what the two differ by
-    is the mantissa part. The table changes no value: the runs with and without its refresh differ in this part alone.
-    """
-    if not {BASELINE, UNIFORM, PAPER, STATIC} <= runs.keys() or not _same_parameters(runs[PAPER], runs[STATIC]):
-        return {}
-    sent = {name: runs[name].column("ratio") for name in (BASELINE, UNIFORM, PAPER, STATIC)}
-    refreshed = sent[BASELINE] - 24 / (23 - _UNIFORM_BITS) * (sent[BASELINE] - sent[UNIFORM])
-    return {"refreshed": refreshed, "static": refreshed + sent[STATIC] - sent[PAPER]}
-
-
 def describe_exponents(runs: Runs) -> Records:
-    """Fig. 13a as means over a quarter of the steps each, and over all."""
-    shares = exponent_shares(runs)
-    if not shares:
+    """Fig. 13a: the exponent part of GComp's messages under the built-in table for ever, and under refreshed ones.
+
+    From message descriptions: the gradients that the baseline saved are encoded again, as the sums that the ring's last
+    hops carry. The refreshed table is made from the gradient saved before, so it is as old as one in training ever gets
+    if gradients are saved as often as tables are made. (Bytes sent do not tell: they are whole frames.)
+    """
+    run = runs.get(BASELINE)
+    if run is None or run.folder is None:
         return []
-    n_steps = shares["static"].size
-    edges = [round(n_steps * quarter / 4) for quarter in range(5)]
     records: Records = []
-    for first, end in [*itertools.pairwise(edges), (0, n_steps)]:
-        means = {name: float(values[first:end].mean()) for name, values in shares.items()}
-        records.append(
-            {
-                "workload": runs[PAPER].workload,
-                "first_step": first,
-                "last_step": end - 1,
-                "static_share": means["static"],
-                "refreshed_share": means["refreshed"],
-                "static_bits": 32 * means["static"],
-                "refreshed_bits": 32 * means["refreshed"],
-            }
-        )
+    earlier: HuffmanTable | None = None
+    for path in sorted((run.folder / "gradients").glob("step-*.npz")):
+        gradient = load_gradients(path).gradient * np.float32(run.summary["ranks"])
+        histogram = exponent_histogram(gradient)
+        static = _exponent_bits(gradient, None)
+        if earlier is not None:
+            refreshed = _exponent_bits(gradient, earlier)
+            record: dict[str, Any] = {"workload": run.workload, "step": int(path.stem.removeprefix("step-"))}
+            for name, bits in (("static", static), ("refreshed", refreshed), ("entropy", entropy_bits(histogram))):
+                record |= {f"{name}_bits": bits, f"{name}_share": bits / 32}
+            records.append(record)
+        earlier = HuffmanTable.from_histogram(torch.from_numpy(histogram))
     return records
+
+
+def _exponent_bits(gradient: npt.NDArray[np.float32], table: HuffmanTable | None) -> float:
+    codec = GComp("none", table=table)
+    out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
+    n_bytes = codec.encode(torch.from_numpy(gradient), out)
+    return float(describe(out[:n_bytes])["exponent_bits"])
 
 
 def describe_times(runs: Runs) -> Records:
@@ -149,7 +144,3 @@ def first_below(losses: Values, target: float) -> int | None:
         if row == _WINDOW:
             return step
     return None
-
-
-def _same_parameters(one: FinishedRun, other: FinishedRun) -> bool:
-    return bool(one.summary["parameters_sha256"] == other.summary["parameters_sha256"])

@@ -14,7 +14,6 @@ from gradwire.bench.figures.fidelity_numbers import (
     PERIODIC,
     TRUNCATE,
     Runs,
-    exponent_shares,
     loss_deviation,
 )
 from gradwire.bench.figures.numbers import Records
@@ -33,16 +32,17 @@ def short_name(spec: str) -> str:
     return " ".join(words).strip() or scheme
 
 
-def plot_all(by_workload: Mapping[str, Runs], times: Records, folder: Path) -> None:
+def plot_all(by_workload: Mapping[str, Runs], figures: Mapping[str, Records], folder: Path) -> None:
     """Every figure that the runs are there for. Raises: GradwireError (a file cannot be written)."""
     with mpl.rc_context(STYLE):
         plot_deviations(by_workload, folder)
         plot_losses(by_workload, folder)
         plot_frontier(by_workload, folder)
         plot_volume(by_workload, folder)
-        plot_exponents(by_workload, folder)
-        if times:
-            plot_times(by_workload, times, folder)
+        if "exponents" in figures:
+            plot_exponents(by_workload, figures["exponents"], folder)
+        if "times" in figures:
+            plot_times(by_workload, figures["times"], folder)
 
 
 def plot_deviations(by_workload: Mapping[str, Runs], folder: Path) -> None:
@@ -117,18 +117,19 @@ def plot_volume(by_workload: Mapping[str, Runs], folder: Path) -> None:
     save_figure(figure, folder, "fig09_volume_over_training")
 
 
-def plot_exponents(by_workload: Mapping[str, Runs], folder: Path) -> None:
+def plot_exponents(by_workload: Mapping[str, Runs], exponents: Records, folder: Path) -> None:
     """Fig. 13a: the exponent part under the built-in table for ever, and refreshed."""
-    shares = {workload: exponent_shares(runs) for workload, runs in by_workload.items()}
-    shares = {workload: found for workload, found in shares.items() if found}
-    if not shares:
-        return
-    figure, panels = make_panels(len(shares))
-    for panel, (workload, found) in zip(panels, shares.items(), strict=True):
-        for (name, values), colour in zip(found.items(), COLOURS, strict=False):
-            panel.plot(100 * values, color=colour, lw=1, label=f"{name} table")
+    figure, panels = make_panels(len(by_workload))
+    for panel, (workload, runs) in zip(panels, by_workload.items(), strict=True):
+        group = [record for record in exponents if record["workload"] == workload]
+        steps = [record["step"] for record in group]
+        for name, colour in zip(("static", "refreshed", "entropy"), COLOURS, strict=False):
+            label = name if name == "entropy" else f"{name} table"
+            panel.plot(
+                steps, [100 * record[f"{name}_share"] for record in group], "o-", color=colour, ms=3, label=label
+            )
         panel.set(xlabel="step", ylabel="exponent part, % of the original size", ylim=(0, None))
-        panel.set_title(_title(workload, by_workload[workload]))
+        panel.set_title(_title(workload, runs))
         panel.legend(fontsize=7)
     save_figure(figure, folder, "fig13a_static_and_refreshed_table_in_training")
 

@@ -4,8 +4,21 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
+# What ruff reads, as far as it is there.
+SOURCES := $(wildcard src tests examples fuzz)
 
-.PHONY: demo test lint bench setup native format clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench setup native format clean
+
+help:
+	@echo 'make demo     train a small GPT with plain DDP and with GComp, compare them   (DEMO_ARGS=--quick)'
+	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp")'
+	@echo 'make lint     ruff, mypy, clang-format; changes nothing'
+	@echo 'make format   ruff and clang-format, in place'
+	@echo 'make bench    the quick set of benchmarks                                    (BENCH_ARGS=...)'
+	@echo 'make native   rebuild the C++ core in place, for work on it'
+	@echo 'make clean    remove $(VENV) and all that was built'
+	@echo 'The first one sets up $(VENV): torch, the other packages, the C++ core. PYTHON=python3.12 chooses another Python.'
 
 demo: setup
 	$(BIN)/gradwire demo $(DEMO_ARGS)
@@ -14,32 +27,47 @@ test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: setup
-	$(BIN)/ruff check src tests examples fuzz
-	$(BIN)/ruff format --check src tests examples fuzz
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(find native -name '*.cpp' -o -name '*.hpp')
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 bench: setup
-	$(BIN)/gradwire bench sweep --quick
+	$(BIN)/gradwire bench sweep --quick $(BENCH_ARGS)
 
 format: setup
-	$(BIN)/ruff check --fix src tests examples fuzz
-	$(BIN)/ruff format src tests examples fuzz
-	$(BIN)/clang-format -i $$(find native -name '*.cpp' -o -name '*.hpp')
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/clang-format -i $(NATIVE)
 
 setup: $(STAMP)
 
+# What pip would otherwise say in a page of traceback, an install later.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+	    { echo 'gradwire needs Python 3.10 or newer as "$(PYTHON)"; name another: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo '$(PYTHON) cannot make virtual environments; Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || \
+	    { echo '$(PYTHON) has no C headers (Python.h); Debian and Ubuntu: apt-get install python3-dev' >&2; exit 1; }
+	@command -v "$${CXX:-c++}" > /dev/null || command -v g++ > /dev/null || command -v clang++ > /dev/null || \
+	    { echo 'no C++ compiler found (C++20: GCC 11 or Clang 14); Debian and Ubuntu: apt-get install g++' >&2; exit 1; }
+	@echo '[1/3] making the virtual environment $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+
 # torch comes first and pinned: an unpinned request would take the registry's newest build with its CUDA packages.
 # The build tools come next, so that the extension is built in this environment (no isolated download per build).
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,report,tensorboard,dev]'
-	touch $@
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) | $(BIN)/python
+	@echo '[2/3] installing torch and the build tools (the longest part where they have to be downloaded)'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy scikit-build-core nanobind cmake ninja
+	@echo '[3/3] building gradwire and installing the packages of its extras'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,report,tensorboard,dev]'
+	@touch $@
 
 # For work on the native core: rebuild the extension in place and use it with PYTHONPATH=src.
+native: export PATH := $(abspath $(BIN)):$(PATH)
 native:
-	cmake -S . -B build/inplace -G Ninja -DPython_EXECUTABLE=$$($(BIN)/python -c 'import sys; print(sys.executable)') \
+	cmake -S . -B build/inplace -G Ninja -DPython_EXECUTABLE=$$(python -c 'import sys; print(sys.executable)') \
 	    -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/gradwire -DCMAKE_EXPORT_COMPILE_COMMANDS=ON > /dev/null
 	cmake --build build/inplace
 

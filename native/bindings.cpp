@@ -13,8 +13,8 @@
 
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
-#include "gcomp/importance.hpp"
 #include "gcomp/codec.hpp"
+#include "gcomp/importance.hpp"
 #include "huffman/code_lengths.hpp"
 #include "huffman/streams.hpp"
 #include "huffman/table.hpp"
@@ -271,14 +271,22 @@ void translate_errors() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // Python modules keep tables of ours in their globals until the process ends; that is no leak worth a warning.
+  nb::set_leak_warnings(false);
   translate_errors();
 
   m.def("set_thread_count", &set_thread_count, nb::arg("n_threads"));
   m.def("thread_count", &thread_count);
-  m.def("simd_level", [] { return simd_level() == SimdLevel::avx2 ? "avx2" : "portable"; });
+  m.def("simd_level", [] {
+    constexpr const char* names[] = {"portable", "avx2", "avx512"};
+    return names[static_cast<int>(simd_level())];
+  });
   m.def(
-      "limit_simd_level", [](bool allow_avx2) { limit_simd_level(allow_avx2 ? SimdLevel::avx2 : SimdLevel::portable); },
-      nb::arg("allow_avx2"));
+      "limit_simd_level",
+      [](bool allow_avx2, bool allow_avx512) {
+        limit_simd_level(!allow_avx2 ? SimdLevel::portable : allow_avx512 ? SimdLevel::avx512 : SimdLevel::avx2);
+      },
+      nb::arg("allow_avx2"), nb::arg("allow_avx512") = true);
   m.def(
       "crc32c",
       [](const ConstBytes& data, std::uint32_t crc) {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "gradwire"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "gradwire.attachment"])
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Outcome:
     exit_code: int | None = None
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
     """[function(rank, world_size, *args) for every rank], each in its own process; raises if one does not return."""
     outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s)
     for rank, outcome in enumerate(outcomes):
@@ -40,7 +40,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     return [outcome.result for outcome in outcomes]
 
 
-def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30) -> list[Outcome]:
+def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Outcome]:
     """Like run_ranks, but errors and deaths of ranks are returned. A rank that hangs is killed and fails the test."""
     port = _free_port()
     results: Any = _context.SimpleQueue()

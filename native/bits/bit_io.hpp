@@ -27,14 +27,17 @@ template <class Word>
   std::memcpy(data, &word, sizeof word);
 }
 
-// Appends up to 57 bits at a time without a branch: a whole word is stored, the pointer moves by the full bytes in it.
+// Appends up to 56 bits (with 7 pending ones, 63) at a time without a branch: a whole word is stored, the pointer moves
+// by the full bytes in it.
 struct BitWriter {
   std::uint8_t* data;
   std::uint64_t pending = 0;  // the n_pending (< 8) bits that do not fill a byte yet
   std::uint64_t n_pending = 0;
 };
 
-// `bits` has no ones at or above n_bits. Stores 8 bytes at writer.data, whatever n_bits is.
+inline constexpr std::uint64_t kMaxWriteBits = 56;
+
+// `bits` has no ones at or above n_bits <= kMaxWriteBits. Stores 8 bytes at writer.data, whatever n_bits is.
 [[maybe_unused]] static inline void write_bits(BitWriter& writer, std::uint64_t bits, std::uint64_t n_bits) {
   const std::uint64_t word = writer.pending | bits << writer.n_pending;
   store(writer.data, word);

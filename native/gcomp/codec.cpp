@@ -17,13 +17,9 @@
 namespace gradwire::gcomp {
 namespace {
 
-constexpr std::size_t kMaxValueBits = 24;  // sign and mantissa of a float32
-constexpr std::size_t kTailBytes = kBlockValues * kMaxValueBits / 8 + 1 + kBitSlackBytes;  // what one block may load
-
 struct Scratch {
   std::array<std::uint8_t, kChunkValues> exponents;
-  std::array<std::uint8_t, kChunkValues / 4 + kBitSlackBytes> levels;
-  std::array<std::uint8_t, kTailBytes> level_tail, mantissa_tail;
+  std::array<std::uint8_t, kChunkValues / 4 + kPackSlackBytes> levels;
 };
 
 Scratch& scratch() {
@@ -33,6 +29,7 @@ Scratch& scratch() {
 
 const Kernels& kernels_for(Dtype dtype) {
 #if defined(__x86_64__)
+  if (simd_level() == SimdLevel::avx512) return kKernelsAvx512[static_cast<int>(dtype)];
   if (simd_level() == SimdLevel::avx2) return kKernelsAvx2[static_cast<int>(dtype)];
 #endif
   return kKernelsPortable[static_cast<int>(dtype)];
@@ -73,34 +70,17 @@ ChunkHeader encode_chunk(const Encoding& encoding, std::size_t chunk, std::uint6
   header.exponent_bytes = static_cast<std::uint32_t>(exponent_bytes);
   if (encoding.packing.mode == Mode::paper) header.level_bits = static_cast<std::uint32_t>(2 * summary.n_nonzero);
 
-  // Levels are few: they go to scratch first, because a bit writer scribbles up to a word past its end.
+  // Levels are few: they go to scratch first, because packing scribbles past their end.
   std::uint8_t* const level_begin = encoding.message + header.level_offset();
   std::uint8_t* const mantissa_begin = encoding.message + header.mantissa_offset();
-  BitWriter levels{buffers.levels.data()}, mantissas{mantissa_begin};
-  for (std::size_t i = 0; i < n_values; i += kBlockValues) {
-    const std::uint8_t* importance = encoding.importance.empty() ? nullptr : encoding.importance.data() + first + i;
-    encoding.kernels.pack(values + i * encoding.value_bytes, exponents + i, importance,
-                          std::min(kBlockValues, n_values - i), encoding.packing, encoding.masks, levels,
-                          mantissas);
-  }
-  header.mantissa_bits = static_cast<std::uint32_t>(8 * (mantissas.data - mantissa_begin) + mantissas.n_pending);
-  const std::uint8_t* const end = finish(mantissas);
-  finish(levels);
-  std::memcpy(level_begin, buffers.levels.data(), bytes_of_bits(header.level_bits));
+  const std::uint8_t* const importance = encoding.importance.empty() ? nullptr : encoding.importance.data() + first;
+  const SegmentBits bits = encoding.kernels.pack(values, exponents, importance, n_values, encoding.packing,
+                                                 encoding.masks, buffers.levels.data(), mantissa_begin);
+  header.mantissa_bits = static_cast<std::uint32_t>(bits.mantissas);
+  std::memcpy(level_begin, buffers.levels.data(), bytes_of_bits(bits.levels));
+  const std::uint8_t* const end = encoding.message + header.end_offset();
   header.checksum = crc32c({begin, end});
   return header;
-}
-
-// A reader that may load what a block of values can have at most: `reader`, or a copy of what is left before `end`.
-BitReader with_room(const BitReader& reader, std::size_t max_bits, const std::uint8_t* end,
-                    std::array<std::uint8_t, kTailBytes>& tail) {
-  const std::uint8_t* const at = reader.data + (reader.position >> 3);
-  const std::size_t reach = bytes_of_bits(max_bits) + 1 + kBitSlackBytes;
-  const auto n_left = static_cast<std::size_t>(end - at);
-  if (n_left >= reach) return reader;
-  std::memcpy(tail.data(), at, n_left);
-  std::memset(tail.data() + n_left, 0, reach - n_left);
-  return {tail.data(), reader.position & 7};
 }
 
 void decode_chunk(std::span<const std::uint8_t> message, const BlockHeader& block, std::size_t chunk,
@@ -125,23 +105,12 @@ void decode_chunk(std::span<const std::uint8_t> message, const BlockHeader& bloc
     decode_exponents(table, segments.first(header.exponent_bytes), end, exponents);
   }
 
-  const DtypeLayout& layout = layout_of(block.dtype);
-  BitReader levels{message.data() + header.level_offset()}, mantissas{message.data() + header.mantissa_offset()};
-  for (std::size_t i = 0; i < exponents.size(); i += kBlockValues) {
-    const std::size_t n = std::min(kBlockValues, exponents.size() - i);
-    const BitReader level_start = with_room(levels, 2 * n, end, buffers.level_tail);
-    const BitReader mantissa_start = with_room(mantissas, n * kMaxValueBits, end, buffers.mantissa_tail);
-    BitReader level_reader = level_start, mantissa_reader = mantissa_start;
-    kernels.unpack(exponents.data() + i, n, packing, masks, level_reader, mantissa_reader,
-                   values + i * static_cast<std::size_t>(layout.value_bytes));
-    levels.position += level_reader.position - level_start.position;
-    mantissas.position += mantissa_reader.position - mantissa_start.position;
-    // Checked a block at a time, so that a reader never starts beyond the message.
-    if (levels.position > header.level_bits || mantissas.position > header.mantissa_bits)
-      fail("the exponents announce more levels or mantissas than there are");
-  }
-  if (levels.position != header.level_bits || mantissas.position != header.mantissa_bits)
-    fail("the exponents announce fewer levels or mantissas than there are");
+  const SegmentSpan levels{message.data() + header.level_offset(), header.level_bits, end};
+  const SegmentSpan mantissas{message.data() + header.mantissa_offset(), header.mantissa_bits, end};
+  const SegmentBits asked =
+      kernels.unpack(exponents.data(), exponents.size(), packing, masks, levels, mantissas, values);
+  if (asked.levels != header.level_bits || asked.mantissas != header.mantissa_bits)
+    fail("the exponents announce other levels or mantissas than there are");
 }
 
 }  // namespace
@@ -168,14 +137,8 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
   const Kernels& kernels = kernels_for(options.dtype);
   WordMasks masks;
   kernels.fill_masks(packing, masks);
-  const Encoding encoding{values,
-                          importance,
-                          n_elements,
-                          table,
-                          kernels,
-                          packing,
-                          masks,
-                          static_cast<std::size_t>(layout.value_bytes),
+  const Encoding encoding{values,    importance, n_elements, table,
+                          kernels,   packing,    masks,      static_cast<std::size_t>(layout.value_bytes),
                           out.data()};
   const std::size_t n_chunks = chunks_of(n_elements);
   const std::uint64_t first_offset = kBlockHeaderBytes + n_chunks * kChunkHeaderBytes;
@@ -233,7 +196,8 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTab
   WordMasks masks;
   kernels.fill_masks(packing, masks);
   const auto decode_one = [&](std::size_t chunk) {
-    decode_chunk(message, block, chunk, table, kernels, packing, masks, values.data() + chunk * kChunkValues * value_bytes);
+    decode_chunk(message, block, chunk, table, kernels, packing, masks,
+                 values.data() + chunk * kChunkValues * value_bytes);
   };
   parallel_for(block.n_chunks, [&decode_one](std::size_t chunk) { decode_one(chunk); });
 }

@@ -6,6 +6,7 @@
 #include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
+#include "gcomp/kernels.hpp"
 #include "huffman/streams.hpp"
 
 namespace gradwire::gcomp {
@@ -45,7 +46,7 @@ std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode) {
   // The exponent segment is at most one byte a value, but touches max_segment_bytes before that shows.
   const std::size_t rest =
       (mode == Mode::paper ? (2 * n_values + 7) / 8 : 0) + (n_values * (1 + layout_of(dtype).mantissa_bits) + 7) / 8;
-  return std::max(n_values + rest, max_segment_bytes(n_values)) + kBitSlackBytes;
+  return std::max(n_values + rest, max_segment_bytes(n_values)) + kPackSlackBytes;
 }
 
 std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode) {

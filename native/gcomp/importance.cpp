@@ -72,7 +72,7 @@ void write_importance(std::span<const float> parameter, std::optional<std::span<
 
   auto write_tile = write_importance_tile_portable;
 #if defined(__x86_64__)
-  if (simd_level() == SimdLevel::avx2) write_tile = write_importance_tile_avx2;
+  if (simd_level() >= SimdLevel::avx2) write_tile = write_importance_tile_avx2;
 #endif
   const std::size_t n_tiles = (n_elements + kTileElements - 1) / kTileElements;
   parallel_for(n_tiles, [&](std::size_t tile) {

@@ -9,9 +9,6 @@
 
 namespace gradwire::gcomp {
 
-// Values a kernel call packs or unpacks at most: their masks stay in L1.
-inline constexpr std::size_t kBlockValues = 512;
-
 // How values become bits; the same for a whole message.
 struct Packing {
   Mode mode;
@@ -33,24 +30,40 @@ struct ExponentSummary {
   bool holds_nonfinite;   // an exponent field is all ones
 };
 
+// Bits of the level and of the mantissa segment.
+struct SegmentBits {
+  std::uint64_t levels, mantissas;
+};
+
+// A segment to be read: n_bits of it, but bytes up to readable_end may be loaded.
+struct SegmentSpan {
+  const std::uint8_t* data;
+  std::uint64_t n_bits;
+  const std::uint8_t* readable_end;
+};
+
+// Each call takes the values of one chunk.
 struct Kernels {
-  // What the other two need to know of a message's packing; filled in once a message.
+  // What the packing comes to, for the kernels that look it up; once a message.
   void (*fill_masks)(const Packing& packing, WordMasks& masks);
   // The exponent field of every value as it will be sent: in mode uniform, after rounding.
   ExponentSummary (*split_exponents)(const void* values, std::size_t n, const Packing& packing,
                                      std::uint8_t* exponents);
-  // Appends the levels (mode paper) and the signs and mantissas of at most kBlockValues values.
-  void (*pack)(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-               const Packing& packing, const WordMasks& masks, BitWriter& levels, BitWriter& mantissas);
-  // The reverse. Loads at most kBitSlackBytes beyond the bits that n values can have.
-  void (*unpack)(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
-                 BitReader& levels, BitReader& mantissas, void* values);
+  // Writes the levels (mode paper) and the signs and mantissas. Scribbles up to kPackSlackBytes past the end of each.
+  SegmentBits (*pack)(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
+                      const Packing& packing, const WordMasks& masks, std::uint8_t* levels, std::uint8_t* mantissas);
+  // The reverse. Returns how many bits the exponents and levels asked for; where that is not what there was, the values
+  // mean nothing, but no byte beyond readable_end was loaded.
+  SegmentBits (*unpack)(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
+                        const SegmentSpan& levels, const SegmentSpan& mantissas, void* values);
 };
+inline constexpr std::size_t kPackSlackBytes = 64;
 
 // By dtype.
 extern const Kernels kKernelsPortable[kDtypes];
 #if defined(__x86_64__)
 extern const Kernels kKernelsAvx2[kDtypes];
+extern const Kernels kKernelsAvx512[kDtypes];
 #endif
 
 }  // namespace gradwire::gcomp

@@ -1,5 +1,5 @@
-// AVX2 and BMI2: eight floats (sixteen of the 16-bit types) a vector; pext and pdep cut out and put back the bits of all
-// values of a 64-bit word at once, under a mask that says for each value which of its bits travel.
+// AVX2 and BMI2: eight floats (sixteen of the 16-bit types) a vector; pext and pdep cut out and put back the bits of
+// all values of a 64-bit word at once, under a mask that says for each value which of its bits travel.
 #include "gcomp/value_loops.hpp"
 
 #if defined(__x86_64__)
@@ -25,7 +25,9 @@ struct Lanes32 {
   static __m256i shift_left(__m256i a, int count) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(count)); }
   // Two values a word: pairs of state bytes to their index, 16 to a vector.
   using Index = std::uint16_t;
-  static __m256i word_indices(__m256i states) { return _mm256_maddubs_epi16(states, _mm256_set1_epi16(1 | kStates << 8)); }
+  static __m256i word_indices(__m256i states) {
+    return _mm256_maddubs_epi16(states, _mm256_set1_epi16(1 | kStates << 8));
+  }
   static __m256i widen(const std::uint8_t* bytes) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
   }
@@ -69,8 +71,7 @@ struct VectorFloat : Float<kDtype>, std::conditional_t<sizeof(typename Float<kDt
     if (dropped == 0) return bits;
     const __m256i field_mask = L::set(F::kExponent);
     const __m256i field = _mm256_and_si256(bits, field_mask);
-    const __m256i kept_as_is =
-        _mm256_or_si256(L::equal(field, _mm256_setzero_si256()), L::equal(field, field_mask));
+    const __m256i kept_as_is = _mm256_or_si256(L::equal(field, _mm256_setzero_si256()), L::equal(field, field_mask));
     const __m256i last_kept = _mm256_and_si256(L::shift_right(bits, dropped), L::set(1));
     const __m256i rounded = L::add(L::add(bits, L::set((1u << (dropped - 1)) - 1)), last_kept);
     const __m256i overflows = L::equal(_mm256_and_si256(rounded, field_mask), field_mask);
@@ -98,8 +99,8 @@ ExponentSummary split_vectors(const void* values, std::size_t n, const Packing& 
     store256(exponents + i, eight_bit);
     nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi8(eight_bit, max_exponent));
     const __m256i zero = _mm256_cmpeq_epi8(eight_bit, _mm256_setzero_si256());
-    n_zero = _mm256_add_epi64(n_zero, _mm256_sad_epu8(_mm256_and_si256(zero, _mm256_set1_epi8(1)),
-                                                      _mm256_setzero_si256()));
+    n_zero =
+        _mm256_add_epi64(n_zero, _mm256_sad_epu8(_mm256_and_si256(zero, _mm256_set1_epi8(1)), _mm256_setzero_si256()));
   }
   const ExponentSummary rest = split_exponents_loop<kDtype>(values, i, n, packing, exponents);
   std::uint64_t zeros[4];
@@ -146,7 +147,8 @@ __m256i level_mask(__m256i exponents) {
 template <Dtype kDtype>
 __m256i states_of(__m256i exponents) {
   const __m256i is_zero = _mm256_cmpeq_epi8(exponents, _mm256_setzero_si256());
-  const __m256i is_nonfinite = _mm256_cmpeq_epi8(exponents, _mm256_set1_epi8(static_cast<char>(Float<kDtype>::kMaxExponent)));
+  const __m256i is_nonfinite =
+      _mm256_cmpeq_epi8(exponents, _mm256_set1_epi8(static_cast<char>(Float<kDtype>::kMaxExponent)));
   return _mm256_or_si256(_mm256_and_si256(is_zero, _mm256_set1_epi8(kStateZero)),
                          _mm256_and_si256(is_nonfinite, _mm256_set1_epi8(kStateNonfinite)));
 }
@@ -190,7 +192,8 @@ void write_levels(const std::uint8_t* levels, const std::uint8_t* masks, std::si
     const auto low = load<std::uint64_t>(masks + i), high = load<std::uint64_t>(masks + i + 8);
     const auto n_low = static_cast<std::uint64_t>(_mm_popcnt_u64(low));
     write_bits(local,
-               _pext_u64(load<std::uint64_t>(levels + i), low) | _pext_u64(load<std::uint64_t>(levels + i + 8), high) << n_low,
+               _pext_u64(load<std::uint64_t>(levels + i), low) | _pext_u64(load<std::uint64_t>(levels + i + 8), high)
+                                                                     << n_low,
                n_low + static_cast<std::uint64_t>(_mm_popcnt_u64(high)));
   }
   writer = local;
@@ -210,8 +213,8 @@ void read_levels(const std::uint8_t* masks, std::size_t n, BitReader& reader, st
 }
 
 template <Dtype kDtype>
-void pack(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-          const Packing& packing, const WordMasks& masks, BitWriter& levels, BitWriter& mantissas) {
+void pack_block(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
+                const Packing& packing, const WordMasks& masks, BitWriter& levels, BitWriter& mantissas) {
   using V = VectorFloat<kDtype>;
   using L = typename V::L;
   using Word = typename V::Word;
@@ -251,8 +254,8 @@ void pack(const void* values, const std::uint8_t* exponents, const std::uint8_t*
 }
 
 template <Dtype kDtype>
-void unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
-            BitReader& levels, BitReader& mantissas, void* values) {
+void unpack_block(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
+                  BitReader& levels, BitReader& mantissas, void* values) {
   using V = VectorFloat<kDtype>;
   using L = typename V::L;
   using Word = typename V::Word;
@@ -286,6 +289,29 @@ void unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing
   }
   mantissas.position = position;
   unpack_loop<kDtype>(exponents, n_vector, n, packing, levels, mantissas, values);
+}
+
+template <Dtype kDtype>
+SegmentBits pack(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
+                 const Packing& packing, const WordMasks& masks, std::uint8_t* levels, std::uint8_t* mantissas) {
+  const auto* const bytes = static_cast<const std::uint8_t*>(values);
+  const auto block = [&](std::size_t i, std::size_t n_block, BitWriter& to_levels, BitWriter& to_mantissas) {
+    pack_block<kDtype>(bytes + i * sizeof(typename Float<kDtype>::Word), exponents + i,
+                       importance == nullptr ? nullptr : importance + i, n_block, packing, masks, to_levels,
+                       to_mantissas);
+  };
+  return pack_blocks(n, levels, mantissas, block);
+}
+
+template <Dtype kDtype>
+SegmentBits unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks& masks,
+                   const SegmentSpan& levels, const SegmentSpan& mantissas, void* values) {
+  auto* const bytes = static_cast<std::uint8_t*>(values);
+  const auto block = [&](std::size_t i, std::size_t n_block, BitReader& from_levels, BitReader& from_mantissas) {
+    unpack_block<kDtype>(exponents + i, n_block, packing, masks, from_levels, from_mantissas,
+                         bytes + i * sizeof(typename Float<kDtype>::Word));
+  };
+  return unpack_blocks(n, levels, mantissas, block);
 }
 
 template <Dtype kDtype>

@@ -4,16 +4,31 @@ namespace gradwire::gcomp {
 namespace {
 
 template <Dtype kDtype>
-constexpr Kernels kKernels = {
-    [](const Packing&, WordMasks&) {},  // value by value, without words
-    [](const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
-      return split_exponents_loop<kDtype>(values, 0, n, packing, exponents);
-    },
-    [](const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
-       const Packing& packing, const WordMasks&, BitWriter& levels,
-       BitWriter& mantissas) { pack_loop<kDtype>(values, exponents, importance, 0, n, packing, levels, mantissas); },
-    [](const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks&, BitReader& levels, BitReader& mantissas,
-       void* values) { unpack_loop<kDtype>(exponents, 0, n, packing, levels, mantissas, values); }};
+ExponentSummary split_exponents(const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
+  return split_exponents_loop<kDtype>(values, 0, n, packing, exponents);
+}
+
+template <Dtype kDtype>
+SegmentBits pack(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
+                 const Packing& packing, const WordMasks&, std::uint8_t* levels, std::uint8_t* mantissas) {
+  return pack_blocks(
+      n, levels, mantissas, [&](std::size_t i, std::size_t n_block, BitWriter& to_levels, BitWriter& to_mantissas) {
+        pack_loop<kDtype>(values, exponents, importance, i, i + n_block, packing, to_levels, to_mantissas);
+      });
+}
+
+template <Dtype kDtype>
+SegmentBits unpack(const std::uint8_t* exponents, std::size_t n, const Packing& packing, const WordMasks&,
+                   const SegmentSpan& levels, const SegmentSpan& mantissas, void* values) {
+  return unpack_blocks(n, levels, mantissas,
+                       [&](std::size_t i, std::size_t n_block, BitReader& from_levels, BitReader& from_mantissas) {
+                         unpack_loop<kDtype>(exponents, i, i + n_block, packing, from_levels, from_mantissas, values);
+                       });
+}
+
+template <Dtype kDtype>
+constexpr Kernels kKernels = {[](const Packing&, WordMasks&) {},  // value by value: no words, no masks
+                              split_exponents<kDtype>, pack<kDtype>, unpack<kDtype>};
 
 }  // namespace
 

@@ -2,9 +2,13 @@
 // because files compiled for different instruction sets include it.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
+#include "bits/bit_io.hpp"
 #include "gcomp/kernels.hpp"
 
 namespace gradwire::gcomp {
@@ -134,6 +138,58 @@ template <Dtype kDtype>
     }
     store(bytes + i * sizeof(Word), bits);
   }
+}
+
+// Values that the kernels above and their like take at a time: what they keep beside the values stays in L1.
+inline constexpr std::size_t kBlockValues = 512;
+inline constexpr std::size_t kMaxValueBits = 24;  // sign and mantissa of a float32
+inline constexpr std::size_t kTailBytes = kBlockValues * kMaxValueBits / 8 + 1 + kBitSlackBytes;  // one block's loads
+
+// A reader that may load what a block of values can have at most: `reader`, or a copy of what is left in the message.
+[[maybe_unused]] static inline BitReader with_room(const BitReader& reader, std::size_t max_bits,
+                                                   const std::uint8_t* readable_end,
+                                                   std::array<std::uint8_t, kTailBytes>& tail) {
+  const std::uint8_t* const at = reader.data + (reader.position >> 3);
+  const std::size_t reach = bytes_of_bits(max_bits) + 1 + kBitSlackBytes;
+  const auto n_left = static_cast<std::size_t>(readable_end - at);
+  if (n_left >= reach) return reader;
+  std::memcpy(tail.data(), at, n_left);
+  std::memset(tail.data() + n_left, 0, reach - n_left);
+  return {tail.data(), reader.position & 7};
+}
+
+// Packs a chunk block by block: pack_block(first value, n, levels, mantissas).
+template <class PackBlock>
+[[maybe_unused]] static SegmentBits pack_blocks(std::size_t n, std::uint8_t* levels, std::uint8_t* mantissas,
+                                                const PackBlock& pack_block) {
+  BitWriter level_writer{levels}, mantissa_writer{mantissas};
+  for (std::size_t i = 0; i < n; i += kBlockValues)
+    pack_block(i, std::min(kBlockValues, n - i), level_writer, mantissa_writer);
+  finish(level_writer);
+  finish(mantissa_writer);
+  return {8 * static_cast<std::uint64_t>(level_writer.data - levels) + level_writer.n_pending,
+          8 * static_cast<std::uint64_t>(mantissa_writer.data - mantissas) + mantissa_writer.n_pending};
+}
+
+// Unpacks a chunk block by block: unpack_block(first value, n, levels, mantissas). Ends early where a segment does, so
+// that no reader starts beyond it.
+template <class UnpackBlock>
+[[maybe_unused]] static SegmentBits unpack_blocks(std::size_t n, const SegmentSpan& levels,
+                                                  const SegmentSpan& mantissas, const UnpackBlock& unpack_block) {
+  std::array<std::uint8_t, kTailBytes> level_tail, mantissa_tail;
+  BitReader level_reader{levels.data}, mantissa_reader{mantissas.data};
+  for (std::size_t i = 0; i < n; i += kBlockValues) {
+    const std::size_t n_block = std::min(kBlockValues, n - i);
+    const BitReader level_start = with_room(level_reader, 2 * n_block, levels.readable_end, level_tail);
+    const BitReader mantissa_start =
+        with_room(mantissa_reader, n_block * kMaxValueBits, mantissas.readable_end, mantissa_tail);
+    BitReader level_block = level_start, mantissa_block = mantissa_start;
+    unpack_block(i, n_block, level_block, mantissa_block);
+    level_reader.position += level_block.position - level_start.position;
+    mantissa_reader.position += mantissa_block.position - mantissa_start.position;
+    if (level_reader.position > levels.n_bits || mantissa_reader.position > mantissas.n_bits) break;
+  }
+  return {level_reader.position, mantissa_reader.position};
 }
 
 }  // namespace gradwire::gcomp

@@ -12,13 +12,12 @@
 
 namespace gradwire {
 
-// Returns the byte after the stream; ors sums of the code entries into `seen`: the escape flags show above the lengths.
-[[maybe_unused]] static inline std::uint8_t* encode_stream_loop(const std::uint8_t* exponents, std::size_t n_values,
-                                                                const std::uint64_t* codes, std::uint8_t* out,
-                                                                std::uint64_t& seen) {
-  BitWriter writer{out};
+// Appends the codes of exponents [begin, n_values); returns whether any was escaped.
+[[maybe_unused]] static inline bool encode_loop(const std::uint8_t* exponents, std::size_t begin, std::size_t n_values,
+                                                const std::uint64_t* codes, BitWriter& out) {
+  BitWriter writer = out;
   std::uint64_t flags = 0;
-  std::size_t i = 0;
+  std::size_t i = begin;
   // Five codes at a time: at most 55 bits, so that the entries' low 9 bits, which the or-ing leaves in the word, stay
   // below them, and with 7 pending bits the writer's word is not full. Every group starts from nothing: only the
   // writer's own update waits for the group before.
@@ -39,7 +38,15 @@ namespace gradwire {
     flags |= entry;
     write_bits(writer, entry >> (64 - (entry & 63)), entry & 63);
   }
-  seen |= flags;
+  out = writer;
+  return (flags & 7 * HuffmanTable::kEscapeFlag) != 0;  // sums of up to five flags
+}
+
+[[maybe_unused]] static inline std::uint8_t* encode_stream_loop(const std::uint8_t* exponents, std::size_t n_values,
+                                                                const HuffmanTable& table, std::uint8_t* out,
+                                                                bool& any_escape) {
+  BitWriter writer{out};
+  any_escape |= encode_loop(exponents, 0, n_values, table.codes(), writer);
   return finish(writer);
 }
 

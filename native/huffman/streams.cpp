@@ -14,6 +14,7 @@ namespace {
 
 const StreamKernels& kernels() {
 #if defined(__x86_64__)
+  if (simd_level() == SimdLevel::avx512) return kStreamKernelsAvx512;
   if (simd_level() == SimdLevel::avx2) return kStreamKernelsAvx2;
 #endif
   return kStreamKernelsPortable;
@@ -75,16 +76,16 @@ void resolve_escapes(const HuffmanTable& table, std::span<const std::uint8_t> es
 
 std::size_t encode_exponents(const HuffmanTable& table, std::span<const std::uint8_t> exponents, std::uint8_t* out) {
   std::uint8_t* end = out + kSegmentHeaderBytes;
-  std::uint64_t seen = 0;
+  bool any_escape = false;
   std::array<std::uint16_t, kStreams + 1> header{};
   for (std::size_t j = 0; j < kStreams; ++j) {
     const ValueRange range = stream_range(exponents.size(), j);
     std::uint8_t* const begin = end;
-    end = kernels().encode(exponents.data() + range.begin, range.end - range.begin, table.codes(), begin, seen);
+    end = kernels().encode(exponents.data() + range.begin, range.end - range.begin, table, begin, any_escape);
     header[j] = static_cast<std::uint16_t>(end - begin);
   }
   const std::uint8_t* const too_long = out + exponents.size();
-  if (seen & 7 * HuffmanTable::kEscapeFlag) {  // up to five flags were summed
+  if (any_escape) {
     std::uint8_t* const begin = end;
     for (const std::uint8_t exponent : exponents) {
       if (!table.is_escaped(exponent)) continue;

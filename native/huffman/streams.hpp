@@ -51,14 +51,16 @@ void decode_exponents_by_tree(const HuffmanTable& table, std::span<const std::ui
 
 // One implementation an instruction set; same results.
 struct StreamKernels {
-  std::uint8_t* (*encode)(const std::uint8_t* exponents, std::size_t n_values, const std::uint64_t* codes,
-                          std::uint8_t* out, std::uint64_t& seen);
+  // Returns the byte after the stream; sets any_escape if an exponent had no code. Scribbles a word past the stream.
+  std::uint8_t* (*encode)(const std::uint8_t* exponents, std::size_t n_values, const HuffmanTable& table,
+                          std::uint8_t* out, bool& any_escape);
   void (*decode)(const HuffmanTable& table, const StreamSpans& streams,
                  std::array<std::uint64_t, kStreams>& n_bits_used);
 };
 extern const StreamKernels kStreamKernelsPortable;
 #if defined(__x86_64__)
 extern const StreamKernels kStreamKernelsAvx2;
+extern const StreamKernels kStreamKernelsAvx512;
 #endif
 
 }  // namespace gradwire

@@ -72,6 +72,9 @@ HuffmanTable::HuffmanTable(std::span<const std::uint8_t> lengths, int exponent_b
     const std::size_t coded_as = escaped ? escape : symbol;
     const std::uint64_t length = lengths_[coded_as];
     codes_[symbol] = std::uint64_t{code_of[coded_as]} << (64 - length) | length | (escaped ? kEscapeFlag : 0);
+    code_planes_[symbol] = static_cast<std::uint8_t>(code_of[coded_as]);
+    code_planes_[256 + symbol] = static_cast<std::uint8_t>(code_of[coded_as] >> 8);
+    code_planes_[512 + symbol] = static_cast<std::uint8_t>(length | (escaped ? 128 : 0));
   }
 
   for (std::size_t symbol = 0; symbol <= escape; ++symbol) {

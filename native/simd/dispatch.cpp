@@ -9,8 +9,14 @@ namespace {
 SimdLevel machine_level() {
 #if defined(__x86_64__)
   // The AVX2 kernels also use BMI2 (pext, pdep, shifts without flags) and LZCNT, as every such processor has them.
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt"))
-    return SimdLevel::avx2;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("lzcnt"))
+    return SimdLevel::portable;
+  // Bytes compressed, expanded, permuted and multi-shifted: Ice Lake, Zen 4 and later.
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
+      __builtin_cpu_supports("avx512vbmi2"))
+    return SimdLevel::avx512;
+  return SimdLevel::avx2;
 #endif
   return SimdLevel::portable;
 }

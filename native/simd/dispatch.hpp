@@ -3,7 +3,8 @@
 
 namespace gradwire {
 
-enum class SimdLevel { portable = 0, avx2 = 1 };
+// Each level includes the ones before it.
+enum class SimdLevel { portable = 0, avx2 = 1, avx512 = 2 };
 
 // The best level of this machine, unless `limit_simd_level` lowered it.
 SimdLevel simd_level();

@@ -3,8 +3,9 @@
 attachment = gradwire.attach(ddp_model, optimizer, "gcomp")
 """
 
-from gradwire import codecs, schemes
-from gradwire.attach import Attachment, attach
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from gradwire.errors import (
     BufferTooSmall,
     CorruptMessage,
@@ -15,26 +16,30 @@ from gradwire.errors import (
     RankMismatch,
     Unsupported,
 )
-from gradwire.hook import HookState, ddp_hook
-from gradwire.threads import set_thread_count, thread_count
+
+if TYPE_CHECKING:
+    from gradwire import codecs, schemes
+    from gradwire.attachment import Attachment, attach
+    from gradwire.hook import HookState, ddp_hook
+    from gradwire.threads import set_thread_count, thread_count
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
-    "Attachment",
-    "BufferTooSmall",
-    "CorruptMessage",
-    "GradwireError",
-    "HookState",
-    "IncompatibleVersion",
-    "InvalidArgument",
-    "PeerLost",
-    "RankMismatch",
-    "Unsupported",
-    "attach",
-    "codecs",
-    "ddp_hook",
-    "schemes",
-    "set_thread_count",
-    "thread_count",
+    "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",
+    "InvalidArgument", "PeerLost", "RankMismatch", "Unsupported", "attach", "codecs", "ddp_hook", "schemes",
+    "set_thread_count", "thread_count",
 ]
+# fmt: on
+
+# Loaded at first use, so that `gradwire --help` and the lab's own processes do not wait for torch.
+_LAZY = {"Attachment": "attachment", "attach": "attachment", "HookState": "hook", "ddp_hook": "hook"}
+_LAZY |= {"set_thread_count": "threads", "thread_count": "threads", "codecs": "", "schemes": ""}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    module = importlib.import_module(f"gradwire.{_LAZY[name] or name}")
+    return getattr(module, name) if _LAZY[name] else module

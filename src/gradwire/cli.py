@@ -6,15 +6,17 @@ import argparse
 import importlib
 import sys
 
+from gradwire import __version__
 from gradwire.errors import GradwireError
 
-# name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
+# name: (module, one-line help). Modules load only when called.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("gradwire.demo", "train a small GPT with plain DDP and with GComp, and compare them"),
+    "train": ("gradwire.train", "train a workload with a scheme, on this machine or under torchrun"),
+    "bench": ("gradwire.bench.cli", "measure codecs, all-reduce and training against their rivals"),
     "netlab": ("gradwire.netlab.cli", "run a command in ranks with shaped links between them"),
-    "demo": ("gradwire.demo", "Train a small GPT with plain DDP and with GComp, and compare them."),
-    "train": ("gradwire.train", "Train a workload with a scheme, on this machine or under torchrun."),
-    "report": ("gradwire.telemetry.report", "One self-contained HTML page from training runs and benchmark results."),
-    "bench": ("gradwire.bench.cli", "Measure codecs, all-reduce and training against their rivals."),
+    "report": ("gradwire.telemetry.report", "one self-contained HTML page from training runs and benchmark results"),
+    "inspect": ("gradwire.inspection", "say what a message, run, benchmark result, checkpoint or gradient file holds"),
 }
 
 
@@ -24,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gradwire", description="Gradient compression for PyTorch data-parallel training."
     )
+    parser.add_argument("--version", action="version", version=f"gradwire {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     for name, (module_path, summary) in COMMANDS.items():

@@ -114,10 +114,10 @@ class Communicator:
         with self._naming_peer(None):
             dist.all_reduce(tensor, op=op, group=self.group)
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future:
-        """Start summing `tensor` in place over all ranks; `finish` the future before touching the tensor."""
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future:
+        """Start reducing `tensor` in place over all ranks; `finish` the future before touching the tensor."""
         with self._naming_peer(None):
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
         assert work is not None
         return work.get_future()
 
@@ -284,3 +284,8 @@ def _take_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
             _idle_groups.remove(idle)
             return idle.group
     return dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
+
+
+def ring_bytes(n_bytes: int, world_size: int) -> int:
+    """What the backend's ring all-reduce of `n_bytes` sends, and receives, per rank."""
+    return 2 * (world_size - 1) * n_bytes // world_size

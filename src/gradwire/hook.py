@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from gradwire.bucket import Bucket
 from gradwire.communicator import DEFAULT_TIMEOUT_S, Communicator
 from gradwire.errors import GradwireError, InvalidArgument
-from gradwire.preamble import FORMAT_VERSION, Preamble, compare_preambles
+from gradwire.preamble import compare_preambles
 from gradwire.schemes import Scheme, Session, by_name
 from gradwire.telemetry.recorder import Recorder
 from gradwire.threads import use_fair_share_of_cores
@@ -118,18 +118,7 @@ class HookState:
         return reduced
 
     def _compare_layout(self, bucket: Bucket) -> None:
-        compare_preambles(
-            self.communicator,
-            Preamble(
-                FORMAT_VERSION,
-                bucket.index,
-                self.scheme.name,
-                self.scheme.configuration_hash,
-                bucket.layout_hash,
-                bucket.step,
-                bucket.n_elements,
-            ),
-        )
+        compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record)
 
     def _finish_bucket(self, bucket: Bucket, done: torch.futures.Future, reduced: torch.futures.Future) -> None:
         """On the lane or the backend's thread: hand the mean, or whatever there is in case of an error, to DDP."""

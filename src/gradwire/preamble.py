@@ -16,6 +16,7 @@ import torch
 
 from gradwire.communicator import Communicator
 from gradwire.errors import RankMismatch
+from gradwire.telemetry.recorder import BucketRecord
 
 FORMAT_VERSION = 1
 
@@ -70,9 +71,12 @@ def hash_configuration(name: str, configuration: dict[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def compare_preambles(communicator: Communicator, mine: Preamble) -> None:
+def compare_preambles(communicator: Communicator, mine: Preamble, record: BucketRecord) -> None:
     """Exchange preambles with all ranks (on the lane). Raises: RankMismatch, naming the field and the ranks."""
     packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
+    n_bytes = packed.numel() * (communicator.world_size - 1)
+    record.count_sent(n_bytes)
+    record.count_received(n_bytes)
     theirs = [Preamble.unpack(bytes(row.tolist())) for row in communicator.all_gather(packed)]
     for field in Preamble._fields:
         values = [getattr(preamble, field) for preamble in theirs]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
-from gradwire.errors import InvalidArgument, PeerLost
+from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 
 __all__ = ["LaunchResult", "RankSet", "end_on_signals"]
 
@@ -97,12 +97,15 @@ class RankSet:
     Args:
         grace_s: what the others get, once a rank has failed, to notice by themselves and report, before SIGTERM.
         on_line: called with (rank, line) for every line on a rank's standard output, from the forwarding thread, in
-            place of printing it. Standard error is always printed.
+            place of printing it. Standard error is always printed. What it raises is raised by `wait`.
+    Raises: InvalidArgument, Unsupported (no Linux 5.3 or newer).
     """
 
     def __init__(self, grace_s: float = 10.0, on_line: Callable[[int, str], None] | None = None) -> None:
         if not grace_s >= 0:
             raise InvalidArgument(f"grace_s is {grace_s}; it must be 0 or more")
+        if not hasattr(os, "pidfd_open"):
+            raise Unsupported("starting ranks needs Linux 5.3 or newer; here, start them with torchrun")
         self._grace_s = grace_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, int] = {}
@@ -171,6 +174,8 @@ class RankSet:
             self.end()
             raise
         codes = tuple(self._ended[rank] for rank in range(len(self._processes)))
+        if self._output.error is not None:
+            raise self._output.error
         self._result = LaunchResult(codes, self._first_failed if not timed_out else None, timed_out, late)
         return self._result
 
@@ -224,6 +229,7 @@ class _OutputForwarder:
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, bytearray] = {}
         self._thread: threading.Thread | None = None
+        self.error: Exception | None = None  # the first that `on_line` raised
         self._give_up_at: float | None = None
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -275,8 +281,11 @@ class _OutputForwarder:
 
     def _write(self, rank: int, is_error: bool, lines: list[str]) -> None:
         if self._on_line is not None and not is_error:
-            for line in lines:
-                self._on_line(rank, line)
+            try:
+                for line in lines if self.error is None else ():
+                    self._on_line(rank, line)
+            except Exception as error:  # the thread goes on: a rank must not hang on a full pipe
+                self.error = error
             return
         # Our own reader may have gone (`... | head`); the ranks are not to hang on a full pipe for that.
         with contextlib.suppress(OSError, ValueError):

@@ -53,7 +53,8 @@ def die(rank: int, step: int, attachment: Any) -> None:
 
 
 def train_with_death(rank: int, world_size: int, scheme: str, options: dict) -> None:
-    train(rank, schemes.by_name(scheme, **options), die)
+    # Survivors notice by the closed connection: with this timeout, a rank that waited for it would hang the test.
+    train(rank, schemes.by_name(scheme, **options), die, timeout_s=1_000)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +62,9 @@ def train_with_death(rank: int, world_size: int, scheme: str, options: dict) -> 
     [(2, "plain", {}), (3, "gcomp", {}), (4, "gcomp", {}), (3, "gcomp", {"topology": "direct"})],
 )
 def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme: str, options: dict) -> None:
-    started = time.monotonic()
     outcomes = try_ranks(train_with_death, world_size, scheme, options)
     assert outcomes[1].exit_code == 9
     check_all_raised(outcomes, gradwire.PeerLost, "restart from the last checkpoint", dead=(1,))
-    assert time.monotonic() - started < 20
 
 
 class Sabotaged:
@@ -146,7 +145,7 @@ def train_differently(rank: int, world_size: int, difference: str) -> None:
     elif difference == "configuration":
         train(rank, schemes.by_name("gcomp", refresh_every=10 if odd else 50))
     else:
-        train(rank, "gcomp", count_a_step_too_many)
+        train(rank, "plain" if difference == "step of plain" else "gcomp", count_a_step_too_many)
 
 
 def count_a_step_too_many(rank: int, step: int, attachment: Any) -> None:
@@ -155,10 +154,10 @@ def count_a_step_too_many(rank: int, step: int, attachment: Any) -> None:
         attachment.load_state_dict({**state, "step": state["step"] + 1})
 
 
-@pytest.mark.parametrize("difference", ["scheme", "configuration", "step"])
+@pytest.mark.parametrize("difference", ["scheme", "configuration", "step", "step of plain"])
 def test_what_ranks_disagree_on_is_named_on_all_of_them(difference: str) -> None:
     outcomes = try_ranks(train_differently, 3, difference)
-    check_all_raised(outcomes, gradwire.RankMismatch, f"disagree on {difference}", "What to do:")
+    check_all_raised(outcomes, gradwire.RankMismatch, f"disagree on {difference.split()[0]}", "What to do:")
 
 
 def train_raw_hook(rank: int, world_size: int) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
-from lab_watch import CLI
 
 from gradwire.errors import Unsupported
 from gradwire.netlab import Netlab
+from gradwire.netlab.stale import end_stale_labs
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_leftovers() -> None:
-    """Whatever a test does, the next session finds nothing of it: ranks carry the lab's variable and `clean` works."""
-    subprocess.run([*CLI, "clean"], check=True, stdout=subprocess.DEVNULL)
+    """An earlier session that was killed must not be found by this one."""
+    end_stale_labs()
 
 
 @pytest.fixture(scope="session")

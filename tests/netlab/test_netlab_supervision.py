@@ -69,6 +69,17 @@ def test_much_output_arrives_whole_and_in_order() -> None:
     assert lines == [str(number) for number in range(1, 200_001)]
 
 
+def test_what_a_reader_of_lines_raises_comes_out_of_wait_and_hangs_no_rank() -> None:
+    def refuse(rank: int, line: str) -> None:
+        raise ValueError(f"cannot read {line}")
+
+    with (
+        start_ranks(shell("seq 1 100000"), 2, on_line=refuse) as launch,
+        pytest.raises(ValueError, match="cannot read 1"),
+    ):
+        launch.wait(30)
+
+
 def test_a_rank_that_fails_is_named_and_the_others_are_ended_after_their_grace(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -59,8 +59,8 @@ def write_run(folder: Path, scheme: str, n_steps: int = 300, workload: str = "gp
             }
             log.write(json.dumps(record) + "\n")
     config = {"scheme": scheme, "workload": workload, "ranks": 4, "steps": n_steps, "seed": seed, "rate_bps": 1e9}
-    (folder / "config.json").write_text(json.dumps({**config, "environment": ENVIRONMENT}))
-    (folder / "summary.json").write_text(json.dumps({"final_loss": 2.0}))
+    (folder / "config.json").write_text(json.dumps({**config, "scheme_options": {}, "data": "real", **ENVIRONMENT}))
+    (folder / "summary.json").write_text(json.dumps({"loss": 2.0, "wire_bytes_origin": "counted"}))
     return folder
 
 
@@ -122,6 +122,7 @@ def allreduce_records() -> list[dict[str, Any]]:
                         "ranks": 4,
                         "rate_bps": rate_bps,
                         "n_bytes": n_bytes,
+                        "gradients": "gpt_adamw.npz",
                         "time_s": time_s,
                         "time_s_low": 0.97 * time_s,
                         "time_s_high": 1.05 * time_s,
@@ -151,9 +152,12 @@ def train_records() -> list[dict[str, Any]]:
                     "iteration_s": iteration_s,
                     "iteration_s_low": 0.97 * iteration_s,
                     "iteration_s_high": 1.04 * iteration_s,
-                    "compute_s": 0.28,
+                    "compute_s": 0.28 + 0.7 * codec_s,
                     "codec_s": codec_s,
                     "exposed_s": exposed_s,
+                    "wait_s": 0.012,
+                    "data": "real",
+                    "options": "",
                     "wire_bytes": wire_bytes,
                     "loss": 2.4,
                     **ENVIRONMENT,

@@ -129,6 +129,29 @@ def test_runs_of_one_scheme_are_told_apart_by_folder(tmp_path: Path) -> None:
     assert "gcomp (b)" in text
 
 
+def test_runs_and_records_of_one_scheme_are_told_apart_by_options(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / mode, "gcomp", n_steps=10) for mode in ("paper", "none")]
+    for run in runs:
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "scheme_options": {"importance": run.name}}))
+    records = [{**train_records()[0], "options": f"rank={rank}"} for rank in (1, 4)]
+    text = text_of(write_report([*runs, write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
+    for label in ("gcomp importance=paper", "gcomp importance=none", "ddp rank=1", "ddp rank=4"):
+        assert label in text
+
+
+def test_bytes_that_were_computed_are_marked(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / scheme, scheme, n_steps=10) for scheme in ("plain", "gcomp")]
+    (runs[0] / "summary.json").write_text(json.dumps({"wire_bytes_origin": "computed for a ring"}))
+    assert "plain: computed for a ring, not counted" in text_of(write_report(runs, tmp_path / "report.html"))
+
+
+def test_inputs_that_are_not_the_real_thing_are_marked(tmp_path: Path) -> None:
+    records = [{**record, "data": "shape-only"} for record in train_records()]
+    text = text_of(write_report([write_json(tmp_path / "t.json", records)], tmp_path / "report.html"))
+    assert "inputs of the right shape only" in text
+
+
 def test_runs_of_two_workloads_get_a_section_each(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / workload, "plain", 30, workload) for workload in ("gpt", "resnet")]
     page = write_report(runs, tmp_path / "report.html")

@@ -87,7 +87,11 @@ def test_folds_partition_the_digits() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "lstm", "ncf"])
 def test_a_few_steps_lower_the_loss(name: str) -> None:
-    small = {"gpt": {"n_layers": 1, "width": 48}, "resnet": {"width": 8}, "lstm": {"hidden": 256, "vocabulary_size": 500}}
+    small = {
+        "gpt": {"n_layers": 1, "width": 48},
+        "resnet": {"width": 8},
+        "lstm": {"hidden": 256, "vocabulary_size": 500},
+    }
     workload = by_name(name, **small.get(name, {}))
     model = workload.build_model(0)
     optimizer = workload.build_optimizer(model)

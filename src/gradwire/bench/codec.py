@@ -148,8 +148,7 @@ def make_table(file: GradientFile, n_threads: int, records: Sequence[dict[str, A
     table.add_column("verified")
     for record in sorted(records, key=lambda record: record["ratio"]):
         bits = record["exponent_bits"]
-        setting = ", ".join(filter(None, (record["importance"], record["setting"])))
-        cells = [record["codec"], setting, f"{record['ratio']:.4f}"]
+        cells = [record["codec"], record["setting"], f"{record['ratio']:.4f}"]
         cells.append("-" if bits is None else f"{bits:.3f}")
         for way in ("encode", "decode"):
             low, high = record[f"{way}_gb_per_s_low"], record[f"{way}_gb_per_s_high"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 # Wide enough for every table here; rich would fold them to 80 columns when its output is piped.
-_PIPED_COLUMNS = 150
+_PIPED_COLUMNS = 170
 
 
 def make_console() -> Console:

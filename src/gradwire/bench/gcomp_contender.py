@@ -31,7 +31,7 @@ class GCompContender(CodecContender):
     codec: GComp
 
     def __init__(self, name: str, options: dict[str, Any], file: GradientFile, n_threads: int) -> None:
-        options = dict(options)
+        options_given, options = options, dict(options)
         table = options.pop("table", "fitted")
         if table not in ("fitted", "prior"):
             raise InvalidArgument(f"table={table}: expected fitted or prior")
@@ -41,7 +41,9 @@ class GCompContender(CodecContender):
             raise InvalidArgument(f'{file.path}: importance "paper" needs the optimizer\'s state, but {file.missing}')
         super().__init__(name, options, file, n_threads)
         self.importance = self.codec.importance + (f" {self.codec.bits}" if self.codec.bits is not None else "")
-        self.setting = f"{table} table"
+        self.setting = f"{self.importance}, {table} table"
+        if "importance" in options_given:
+            self.importance = ""  # the name says it already
         if table == "fitted":
             self.codec.use_table(HuffmanTable.from_histogram(torch.from_numpy(exponent_histogram(file.gradient))))
         self._importance_bytes: torch.Tensor | None = None

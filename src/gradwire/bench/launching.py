@@ -22,7 +22,10 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say where the ranks run and where results go; the same in every benchmark with ranks."""
     parser.add_argument("--ranks", type=int, metavar="N", help=f"ranks to start on this machine ({DEFAULT_RANKS})")
     parser.add_argument(
-        "--rate", nargs="+", metavar="RATE", help="link rates to measure at, such as 100mbit, 1gbit, none (none)"
+        "--rate",
+        nargs="+",
+        metavar="RATE",
+        help="link rates to measure at, one run each: 100mbit, 1gbit, none (default); R,R,R,S gives each rank its own",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
@@ -41,7 +44,9 @@ def check_rank_arguments(args: argparse.Namespace) -> None:
     if args.ranks is not None and args.ranks < 1:
         raise InvalidArgument(f"--ranks must be at least 1, got {args.ranks}")
     for rate in args.rate or ():
-        parse_rate(rate)
+        each = [parse_rate(word) for word in rate.split(",")]
+        if len(each) not in (1, args.ranks or DEFAULT_RANKS):
+            raise InvalidArgument(f"--rate {rate}: {len(each)} rates for {args.ranks or DEFAULT_RANKS} ranks")
 
 
 def run_in_ranks(bench: str, args: argparse.Namespace) -> int:
@@ -54,9 +59,10 @@ def run_in_ranks(bench: str, args: argparse.Namespace) -> int:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
         command = [sys.executable, "-m", "gradwire.cli", "bench", bench, *args.arguments, "--log", str(log.path)]
         for rate in rates:
+            each: Any = rate.split(",") if "," in rate else rate
             with (
                 end_on_signals(),
-                start_ranks(command, args.ranks or DEFAULT_RANKS, rate, on_line=_print_line) as launch,
+                start_ranks(command, args.ranks or DEFAULT_RANKS, each, on_line=_print_line) as launch,
             ):
                 try:
                     result = launch.wait()

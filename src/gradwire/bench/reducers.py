@@ -12,9 +12,8 @@ from gradwire import schemes
 from gradwire.bench.gradients import OptimizerState
 from gradwire.bench.live_optimizer import make_optimizer
 from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator
+from gradwire.communicator import Communicator, ring_bytes
 from gradwire.schemes.base import Session
-from gradwire.schemes.plain import ring_bytes
 from gradwire.telemetry.recorder import Recorder
 
 RIVALS = ("ddp", "ddp-bf16")

@@ -15,7 +15,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.bench import gloo_hooks
 from gradwire.bench.specs import parse_spec
-from gradwire.schemes.plain import ring_bytes
+from gradwire.communicator import ring_bytes
 from gradwire.workloads import Workload
 
 RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8")

@@ -17,9 +17,9 @@ from gradwire.bench.launching import write_results
 from gradwire.bench.records import RecordLog
 from gradwire.bench.timing import Timing
 from gradwire.bench.train_contenders import RIVALS, StepTimes, TrainContender, describe
+from gradwire.communicator import ring_bytes
 from gradwire.errors import Unsupported
 from gradwire.network import current_network
-from gradwire.schemes.plain import ring_bytes
 from gradwire.telemetry.environment import describe_environment
 from gradwire.workloads import Workload
 
@@ -135,7 +135,7 @@ class TrainBench:
             **split,
             "codec_s": codec_s,
             "wire_bytes": wire,
-            "wire_bytes_counted": contender.name not in RIVALS,
+            "wire_bytes_origin": "computed" if contender.name in RIVALS else "counted",
             "kernel_bytes": kernel if counter.has_kernel else None,
             "wire_ratio": wire / ring if ring else 1.0,
             "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
@@ -146,6 +146,7 @@ class TrainBench:
             "n_warmup": self.args.warmup,
             "n_bytes": n_bytes,
             "is_interleaved": is_interleaved,
+            "emulated": described["compute"] != "real",
             "shaped": network.shaped,
             **described,
             **self._environment,

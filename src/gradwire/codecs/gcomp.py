@@ -117,12 +117,12 @@ class GComp:
         table = self._in_use[exponent_bits_of(gradient.dtype)]
         return _native.gcomp_encode(
             _bytes_of(gradient),
-            importance,
+            None if importance is None else _bytes_of(importance),
             dtype_code,
             _MODE_CODES[self.importance],
             self._kept_bits(gradient.dtype),
             table.native,
-            out,
+            _bytes_of(out),
         )
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
@@ -138,11 +138,13 @@ class GComp:
         dtype_code = _dtype_code(out.dtype)
         _check_buffer("message", message, torch.uint8)
         _check_buffer("out", out)
-        table_id = _native.gcomp_read_header(message)[0]
-        _native.gcomp_decode(message, dtype_code, self._table_by_id(table_id, out.dtype).native, _bytes_of(out))
+        table_id = _native.gcomp_read_header(_bytes_of(message))[0]
+        _native.gcomp_decode(
+            _bytes_of(message), dtype_code, self._table_by_id(table_id, out.dtype).native, _bytes_of(out)
+        )
 
     def add_table(self, table: HuffmanTable) -> None:
-        """Make messages written with `table` readable; the oldest of more than six tables that is not in use is dropped."""
+        """Make messages written with `table` readable; of more than six tables, the oldest that is not in use is dropped."""
         with self._lock:
             tables = {key: known for key, known in self._tables.items() if key != table.id}
             tables[table.id] = table
@@ -217,7 +219,7 @@ def message_holds_nonfinite(message: torch.Tensor) -> bool:
     Raises: InvalidArgument, CorruptMessage (headers only; the values are not checked), IncompatibleVersion.
     """
     _check_buffer("message", message, torch.uint8)
-    return _native.gcomp_read_header(message)[3]
+    return _native.gcomp_read_header(_bytes_of(message))[3]
 
 
 def describe(message: torch.Tensor) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def describe(message: torch.Tensor) -> dict[str, Any]:
     Raises: InvalidArgument, CorruptMessage (headers only), IncompatibleVersion.
     """
     _check_buffer("message", message, torch.uint8)
-    parts: dict[str, Any] = _native.gcomp_describe(message)
+    parts: dict[str, Any] = _native.gcomp_describe(_bytes_of(message))
     n_values = max(1, parts["n_elements"])
     for part in ("exponent", "level", "mantissa", "message"):
         parts[f"{part}_bits"] = 8 * parts[f"{part}_bytes"] / n_values if parts["n_elements"] else 0.0
@@ -254,4 +256,6 @@ def _check_buffer(what: str, tensor: torch.Tensor, dtype: torch.dtype | None = N
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(torch.uint8)
+    """The tensor's memory; a contiguous tensor of one value or none may have any stride, which a view refuses."""
+    flat = tensor.detach()
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.errors import BufferTooSmall, CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 
-__all__ = ["RawCodec", "ZlibCodec", "ZstdCodec"]
+__all__ = ["RawCodec", "ZlibCodec", "ZstdCodec", "describe"]
 
 MAGIC = b"GWGE"
 VERSION = 1
@@ -101,21 +101,7 @@ class RawCodec:
         values[:] = np.frombuffer(content, dtype=np.uint8)
 
     def _check_header(self, data: np.ndarray[Any, np.dtype[np.uint8]], out: Tensor) -> int:
-        if data.size < _HEADER.size:
-            raise CorruptMessage(f"{self.name}: {data.size} bytes, a header alone has {_HEADER.size}")
-        magic, version, method, dtype, zero, n_elements, payload_bytes, checksum = _HEADER.unpack_from(data.data)
-        if magic != MAGIC:
-            raise CorruptMessage(
-                f"{self.name}: not a message of a general codec: it begins with {magic!r}, not {MAGIC!r}"
-            )
-        if version != VERSION:
-            raise IncompatibleVersion(f"{self.name}: message version {version}, this build reads {VERSION}")
-        if payload_bytes != data.size - _HEADER.size:
-            raise CorruptMessage(
-                f"{self.name}: payload of {data.size - _HEADER.size} bytes, header says {payload_bytes}"
-            )
-        if checksum != _checksum(data):
-            raise CorruptMessage(f"{self.name}: CRC32C is {_checksum(data):08x}, header says {checksum:08x}")
+        _, _, method, dtype, zero, n_elements, _, _ = _read_header(data, self.name)
         if zero != 0 or method not in (_STORED, self._method):
             found = _METHOD_NAMES.get(method, str(method))
             raise CorruptMessage(f"{self.name}: message of method {found}, this codec reads {self.name} and raw")
@@ -206,6 +192,44 @@ class ZstdCodec(RawCodec):
         except self._zstandard.ZstdError as error:
             raise CorruptMessage(f"zstd: {error}") from error
         return content
+
+
+def describe(message: Tensor) -> dict[str, Any]:
+    """What a general message says of itself, as plain values: codec, format_version, dtype, n_elements, message_bytes,
+    payload_bytes. The payload is checked against its checksum, not decoded.
+
+    Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
+    """
+    _require_bytes("message", message)
+    data = message.numpy()
+    _, _, method, dtype, _, n_elements, payload_bytes, _ = _read_header(data, "general message")
+    if method not in _METHOD_NAMES or dtype not in _DTYPES.values():
+        raise CorruptMessage(f"general message: method {method}, dtype code {dtype}: not both are known")
+    return {
+        "codec": _METHOD_NAMES[method],
+        "format_version": VERSION,
+        "dtype": next(str(known).removeprefix("torch.") for known, code in _DTYPES.items() if code == dtype),
+        "n_elements": n_elements,
+        "message_bytes": data.size,
+        "payload_bytes": payload_bytes,
+    }
+
+
+def _read_header(data: np.ndarray[Any, np.dtype[np.uint8]], name: str) -> tuple[Any, ...]:
+    """The header's fields, when magic, version, length and checksum are right."""
+    if data.size < _HEADER.size:
+        raise CorruptMessage(f"{name}: {data.size} bytes, a header alone has {_HEADER.size}")
+    fields = _HEADER.unpack_from(data.data)
+    magic, version, _, _, _, _, payload_bytes, checksum = fields
+    if magic != MAGIC:
+        raise CorruptMessage(f"{name}: not a message of a general codec: it begins with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise IncompatibleVersion(f"{name}: message version {version}, this build reads {VERSION}")
+    if payload_bytes != data.size - _HEADER.size:
+        raise CorruptMessage(f"{name}: payload of {data.size - _HEADER.size} bytes, header says {payload_bytes}")
+    if checksum != _checksum(data):
+        raise CorruptMessage(f"{name}: CRC32C is {_checksum(data):08x}, header says {checksum:08x}")
+    return fields
 
 
 def _checksum(message: np.ndarray[Any, np.dtype[np.uint8]]) -> int:

@@ -20,6 +20,7 @@ from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.netlab.rate import format_rate, parse_rate
 from gradwire.netlab.stale import LAB_VARIABLE, lab_identity
 from gradwire.network import Network
+from gradwire.rank_environment import find_free_port, rank_environment
 from gradwire.supervisor import LaunchResult, RankSet
 
 __all__ = ["LinkCounters", "Netlab"]
@@ -232,7 +233,6 @@ class Netlab:
             grace_s, on_line: see `RankSet`.
         Raises: InvalidArgument (no command, or the lab's last run has not ended).
         """
-        from gradwire.launch import find_free_port, rank_environment
 
         if not command:
             raise InvalidArgument("no command to run in the ranks; give one after --")

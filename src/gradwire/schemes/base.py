@@ -12,7 +12,7 @@ import torch
 from gradwire.bucket import Bucket
 from gradwire.collectives.frames import Facts
 from gradwire.communicator import Communicator
-from gradwire.preamble import hash_configuration
+from gradwire.preamble import FORMAT_VERSION, Preamble, hash_configuration
 from gradwire.telemetry.recorder import Recorder
 
 
@@ -45,6 +45,8 @@ class Scheme(ABC):
     name: ClassVar[str]
     # Whether its state depends on how many ranks there are (residuals do, code tables do not).
     state_is_per_world: ClassVar[bool] = False
+    # Whether ranks may end a step with different results, by definition of the scheme; all but `periodic` may not.
+    replicas_may_differ: ClassVar[bool] = False
 
     session: Session
 
@@ -82,3 +84,15 @@ class Scheme(ABC):
     def facts(self, bucket: Bucket) -> Facts:
         """What every frame of this bucket's messages carries, for the receiver to compare."""
         return Facts(self.configuration_hash, bucket.layout_hash, bucket.step & 0xFFFFFFFF, bucket.index)
+
+    def preamble(self, bucket: Bucket) -> Preamble:
+        """What ranks compare in full before the first payload of this bucket's layout."""
+        return Preamble(
+            FORMAT_VERSION,
+            bucket.index,
+            self.name,
+            self.configuration_hash,
+            bucket.layout_hash,
+            bucket.step,
+            bucket.n_elements,
+        )

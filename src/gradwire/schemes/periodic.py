@@ -17,6 +17,7 @@ class Periodic(ThroughCodec):
     """
 
     name = "periodic"
+    replicas_may_differ = True
 
     def __init__(self, every: int = 8) -> None:
         if every < 1:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from gradwire.bucket import Bucket
-from gradwire.schemes.base import Scheme
+from gradwire.communicator import ring_bytes
+from gradwire.schemes.base import Scheme, Session
+from gradwire.step_check import StepCheck
 
 
 class Plain(Scheme):
@@ -23,6 +25,10 @@ class Plain(Scheme):
     def configuration(self) -> dict[str, Any]:
         return {}
 
+    def bind(self, session: Session) -> None:
+        super().bind(session)
+        self._check = StepCheck(session.communicator)
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start the all-reduce on the lane and leave it to the backend, so that buckets overlap as they do in DDP."""
         communicator, record = self.session.communicator, bucket.record
@@ -32,6 +38,8 @@ class Plain(Scheme):
             if communicator.world_size == 1:
                 done.set_result(bucket.buffer)
                 return
+            if bucket.is_last:
+                self._check.start(self.preamble(bucket), record)
             # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
             bucket.buffer.mul_(1.0 / communicator.world_size)
             started = time.perf_counter_ns()
@@ -59,8 +67,3 @@ class Plain(Scheme):
 
         communicator.submit(start).add_done_callback(forward_error)
         return done
-
-
-def ring_bytes(n_bytes: int, world_size: int) -> int:
-    """What a ring all-reduce of `n_bytes` sends, and receives, per rank."""
-    return 2 * (world_size - 1) * n_bytes // world_size

@@ -81,7 +81,7 @@ class TrainResult:
 
     Attributes:
         steps: one flat record a step (this run's own steps, not those before a resumption), as in steps.jsonl.
-        summary: one flat record, as in summary.json.
+        summary: one record, as in summary.json (machine and versions on rank 0 only).
         parameters_sha256: of all parameters, equal on all ranks.
     """
 

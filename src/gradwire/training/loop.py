@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -174,7 +175,8 @@ class _Run:
 
     def _describe(self, n_elements: int, start_step: int) -> dict[str, Any]:
         config = self._config
-        environment = describe_environment()
+        # Rank 0 writes the records, and asking for the commit starts git.
+        environment = _describe_environment() if self._rank == 0 else {}
         return {
             "scheme": config.scheme,
             "scheme_options": config.scheme_options,
@@ -199,6 +201,11 @@ class _Run:
             assert self._config.out is not None
             path = self._config.out / f"trace-rank{self._rank}.json"
             session.attachment.recorder.add_sink(ChromeTraceSink(path, self._rank, self._world_size))
+
+
+@functools.cache
+def _describe_environment() -> dict[str, str | int]:
+    return describe_environment()
 
 
 def _choose_device(name: str) -> torch.device:

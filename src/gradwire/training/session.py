@@ -93,7 +93,7 @@ class Session:
     @property
     def replicas_may_differ(self) -> bool:
         """Whether the scheme lets replicas drift by definition (`periodic`); all others must keep them equal."""
-        return bool(getattr(self._scheme, "replicas_may_differ", False))
+        return self._scheme is not None and bool(self._scheme.replicas_may_differ)
 
     def scheme_state(self) -> dict[str, Any] | None:
         """The attachment's state; None for plain DDP."""

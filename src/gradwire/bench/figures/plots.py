@@ -43,11 +43,11 @@ def plot_values(files: Sequence[GradientFile], folder: Path) -> None:
                 counts, edges = np.histogram(values / spread, bins=121, range=(-6, 6))
                 left.plot((edges[:-1] + edges[1:]) / 2, counts / values.size, color=colour, label=file.name, lw=1.2)
             share = exponent_histogram(file.gradient) / file.gradient.size
-            shown = np.flatnonzero(share)
+            shown = np.flatnonzero(share[1:]) + 1  # zeros are Fig. 3b's
             right.plot(shown, share[shown], ".-", color=colour, label=file.name, lw=1, ms=4)
         left.set(xlabel="value / standard deviation (zeros left out)", ylabel="share of values", yscale="log")
         left.set_title("(a) values")
-        right.set(xlabel="biased exponent", ylabel="share of values")
+        right.set(xlabel="biased exponent (0 left out)", ylabel="share of values")
         right.set_title("(b) exponents")
         right.legend(fontsize=7)
         _save(figure, folder, "fig02_values_and_exponents")
@@ -88,7 +88,7 @@ def plot_cross_tables(records: Records, folder: Path) -> None:
                 panel.hlines(bound, position - 0.42, position + 0.42, color="black", lw=1, ls=":")
             panel.set_title(f"table from S#{number}: {source}", fontsize=8)
         panels[0].set_ylabel("exponent part / original (dotted: entropy)")
-        panels[0].legend(fontsize=7)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncol=3, fontsize=8)
         _save(figure, folder, "fig12_cross_tables")
 
 

@@ -14,7 +14,7 @@ import torch
 
 from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
-from gradwire.communicator import Communicator
+from gradwire.communicator import Communicator, ring_bytes
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
 
@@ -61,6 +61,9 @@ class TableRefresh:
                 self._n_refreshes += 1
         self._counts.zero_()
         self._switch_step = None
+        n_bytes = ring_bytes(self._counts.numel() * self._counts.element_size(), communicator.world_size)
+        record.count_sent(n_bytes)
+        record.count_received(n_bytes)
         record.add("table", started, time.perf_counter_ns())
 
     def end_step(self, step: int, communicator: Communicator) -> None:

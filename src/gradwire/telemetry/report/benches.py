@@ -24,7 +24,14 @@ from gradwire.telemetry.report.drawing import (
     set_log_axis,
     to_svg,
 )
-from gradwire.telemetry.report.inputs import Record, describe_machine, describe_networks, format_rate, is_emulated
+from gradwire.telemetry.report.inputs import (
+    Record,
+    describe_data,
+    describe_machine,
+    describe_networks,
+    format_rate,
+    is_emulated,
+)
 from gradwire.telemetry.report.runs import Section, TimeSplit, draw_time_split, pick_baseline
 
 __all__ = ["make_bench_sections"]
@@ -46,7 +53,7 @@ def make_bench_sections(
 
 _IDENTITY = {
     "codec": ("codec", "importance", "gradients", "threads"),
-    "allreduce": ("scheme", "ranks", "rate_bps", "n_bytes", "gradients", "density", "network"),
+    "allreduce": ("scheme", "ranks", "rate_bps", "n_bytes", "gradients", "network"),
     "train": ("scheme", "workload", "ranks", "rate_bps", "network", "compute"),
 }
 _MEASURE = {"codec": "encode_gb_per_s", "allreduce": "time_s", "train": "iteration_s"}
@@ -82,15 +89,15 @@ def _make_train_sections(records: Sequence[Record], palette: Palette, wanted: st
         if emulated:
             section.intro += " Computation is emulated by calibrated waits; communication and codecs are real."
         base = pick_baseline(list(dict.fromkeys(record["scheme"] for record in group)), wanted)
-        rates = _by_rate(group)
+        rates, data = _by_rate(group), describe_data(group[0])
         if base:
-            where, wide = f"{workload}, {ranks} ranks; {network}; {machine}", len(rates) % 2 == 0
+            where, wide = f"{data}, {ranks} ranks; {network}; {machine}", len(rates) % 2 == 0
             name = f"train{index}-speedup"
             section.plots.append(_draw_speed_up(name, group, "iteration_s", base, palette, where, wide))
         for rate_index, (rate_bps, at_rate) in enumerate(rates):
             splits = [_split(record) for record in sorted(at_rate, key=lambda record: -record["iteration_s"])]
             title = f"An iteration at {format_rate(rate_bps)}" if rate_bps else "An iteration, unshaped"
-            caption = f"{workload}, {ranks} ranks; {describe_networks(at_rate)}; {machine}. Median; whiskers: spread."
+            caption = f"{data}, {ranks} ranks; {describe_networks(at_rate)}; {machine}. Median; whiskers: spread."
             section.plots.append(draw_time_split(f"train{index}-split{rate_index}", title, splits, caption, wide=False))
         section.tables.append(_make_train_table(group, base))
         sections.append(section)
@@ -101,11 +108,13 @@ def _split(record: Record) -> TimeSplit:
     total_s = record["iteration_s"]
     compute_s = min(record.get("compute_s") or 0.0, total_s)
     exposed_s = min(record.get("exposed_s") or 0.0, total_s - compute_s)
-    # The codec works beside the backward pass: only what does not fit there lengthens the iteration.
-    codec_s = min(record.get("codec_s") or 0.0, total_s - compute_s - exposed_s)
-    wait_s = total_s - compute_s - exposed_s - codec_s
-    parts = {"computation": compute_s, "codec": codec_s, "exposed communication": exposed_s, "wait": wait_s}
-    return TimeSplit(record["scheme"], total_s, parts, {}, _spread(record, "iteration_s"))
+    # A record that does not say how long it waited for others leaves the rest, whatever it was, under that name.
+    rest_s = total_s - compute_s - exposed_s
+    wait_s = rest_s if record.get("wait_s") is None else min(record["wait_s"], rest_s)
+    parts = {"computation": compute_s, "exposed communication": exposed_s, "waiting for slower ranks": wait_s}
+    # The codec works beside the backward pass, so it is no part of the sum.
+    lane = {"codec": record["codec_s"]} if record.get("codec_s") else {}
+    return TimeSplit(record["scheme"], total_s, parts, lane, _spread(record, "iteration_s"))
 
 
 def _make_train_table(records: Sequence[Record], base: str | None) -> Table:
@@ -135,9 +144,10 @@ def _make_train_table(records: Sequence[Record], base: str | None) -> Table:
 
 def _make_allreduce_sections(records: Sequence[Record], palette: Palette, wanted: str | None) -> list[Section]:
     sections = []
-    for index, (ranks, group) in enumerate(_group(records, lambda record: record["ranks"])):
+    panels = _group(records, lambda record: (record["ranks"], str(record.get("gradients") or "gradient not recorded")))
+    for index, ((ranks, gradients), group) in enumerate(panels):
         network, machine = describe_networks(group), describe_machine(group[0])
-        section = Section(f"allreduce{index}", f"All-reduce over {ranks} ranks", f"Network: {network}.")
+        section = Section(f"allreduce{index}", f"All-reduce over {ranks} ranks", f"{gradients}. Network: {network}.")
         base = pick_baseline(list(dict.fromkeys(record["scheme"] for record in group)), wanted)
         sizes = {record["n_bytes"] for record in group}
         # The size that most schemes and rates share, the largest of these.
@@ -146,7 +156,8 @@ def _make_allreduce_sections(records: Sequence[Record], palette: Palette, wanted
             (rate, at_rate) for rate, at_rate in _by_rate(group) if len({record["n_bytes"] for record in at_rate}) > 1
         ]
         if base:
-            where, name = f"{format_bytes(size)}, {ranks} ranks; {network}; {machine}", f"allreduce{index}-speedup"
+            name = f"allreduce{index}-speedup"
+            where = f"{format_bytes(size)} of {gradients}, {ranks} ranks; {network}; {machine}"
             of_size = [record for record in group if record["n_bytes"] == size]
             wide = len(by_size) % 2 == 0
             section.plots.append(_draw_speed_up(name, of_size, "time_s", base, palette, where, wide))
@@ -175,7 +186,8 @@ def _draw_sizes(name: str, records: Sequence[Record], rate_bps: float | None, ra
         add_end_labels(axes, ends)
         svg = to_svg(axes, name)
     title = f"Time against size at {format_rate(rate_bps)}" if rate_bps else "Time against size, unshaped"
-    where = f"{ranks} ranks; {describe_networks(records)}; {describe_machine(records[0])}"
+    gradients = records[0].get("gradients") or "gradient not recorded"
+    where = f"{gradients}, {ranks} ranks; {describe_networks(records)}; {describe_machine(records[0])}"
     return Plot(name, title, f"{where}. Median; both axes log.", svg)
 
 
@@ -328,7 +340,9 @@ def _base_value(records: Iterable[Record], measure: str, base: str | None) -> fl
 
 
 def _spread(record: Record, measure: str) -> tuple[float, float] | None:
-    low, high = record.get(f"{measure}_low"), record.get(f"{measure}_high")
+    # `train --json` names its spread after the tenth and ninetieth of a hundred.
+    low = record.get(f"{measure}_low", record.get(f"{measure}_p10"))
+    high = record.get(f"{measure}_high", record.get(f"{measure}_p90"))
     return None if low is None or high is None else (low, high)
 
 

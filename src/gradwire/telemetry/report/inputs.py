@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ __all__ = [
     "BENCH_FIELDS",
     "Inputs",
     "Run",
+    "describe_data",
     "describe_machine",
     "describe_network",
     "describe_networks",
@@ -107,11 +108,9 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
             else:
                 for kind, record in _load_bench(source):
                     records[kind].append(record)
-    shared = {scheme for scheme, count in Counter((run.workload, run.scheme) for run in runs).items() if count > 1}
-    runs = [
-        replace(run, label=f"{run.scheme} ({run.path.name})") if (run.workload, run.scheme) in shared else run
-        for run in runs
-    ]
+    runs = _label_runs(runs)
+    for kind in ("allreduce", "train"):
+        records[kind] = _label_records(records[kind])
     environments: dict[str, Mapping[str, Any]] = {}
     every_record = [record for batch in records.values() for record in batch]
     for environment in [run.environment for run in runs] + [_environment(record) for record in every_record]:
@@ -119,6 +118,39 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
         if same:
             environments.setdefault(json.dumps(same, sort_keys=True, default=str), same)
     return Inputs(runs, records, list(environments.values()))
+
+
+def _label_runs(runs: Sequence[Run]) -> list[Run]:
+    """Runs of one scheme are told apart by its options, if these differ, else by their folders."""
+    groups: dict[tuple[str, str], list[tuple[str, Run]]] = defaultdict(list)
+    for run in runs:
+        options = run.config.get("scheme_options")
+        text = " ".join(f"{key}={value}" for key, value in options.items()) if isinstance(options, dict) else ""
+        groups[run.workload, run.scheme].append((f"{run.scheme} {text}".strip(), run))
+    labels = {}
+    for (_, scheme), group in groups.items():
+        by_options = len({label for label, _ in group}) == len(group)
+        for label, run in group:
+            named = scheme if len(group) == 1 else label if by_options else f"{scheme} ({run.path.name})"
+            labels[run.path] = named
+    return [replace(run, label=labels[run.path]) for run in runs]
+
+
+def _label_records(records: Sequence[Record]) -> list[Record]:
+    """A scheme that was measured with several sets of options is called by its name and these."""
+    options: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        options[str(record["scheme"])].add(_options(record))
+    return [
+        {**record, "scheme": f"{record['scheme']} {_options(record)}".strip()}
+        if len(options[str(record["scheme"])]) > 1
+        else record
+        for record in records
+    ]
+
+
+def _options(record: Record) -> str:
+    return str(record.get("options") or record.get("scheme_options") or "")
 
 
 def describe_network(fields: Mapping[str, Any]) -> str:
@@ -154,6 +186,14 @@ def describe_machine(environment: Mapping[str, Any]) -> str:
     """For captions: `AMD EPYC, 2 cores`."""
     n_cores = environment.get("n_cores")
     return str(environment.get("cpu") or "machine not recorded") + (f", {n_cores} cores" if n_cores else "")
+
+
+def describe_data(fields: Mapping[str, Any]) -> str:
+    """For captions: the workload, and what it was fed, e.g. `resnet50 on inputs of the right shape only`."""
+    known = {"real": "real data", "shape-only": "inputs of the right shape only, timing counts and loss does not"}
+    data = fields.get("data")
+    workload = str(fields.get("workload") or "workload not recorded")
+    return f"{workload} on {known.get(str(data), data)}" if data else workload
 
 
 def is_emulated(fields: Mapping[str, Any]) -> bool:

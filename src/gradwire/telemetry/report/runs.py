@@ -32,7 +32,7 @@ from gradwire.telemetry.report.drawing import (
     set_log_axis,
     to_svg,
 )
-from gradwire.telemetry.report.inputs import Column, Run, describe_machine, describe_networks
+from gradwire.telemetry.report.inputs import Column, Run, describe_data, describe_machine, describe_networks
 
 __all__ = ["Section", "TimeSplit", "draw_time_split", "make_run_sections", "pick_baseline"]
 
@@ -87,7 +87,7 @@ def _make_section(index: int, runs: Sequence[Run], palette: Palette, wanted: str
     base = next((run for run in runs if run.label == base_label), None)
     runs = sorted(runs, key=lambda run: run is not base)  # the baseline first, the others as they were given
     network = describe_networks([{**run.config, **run.environment} for run in runs])
-    where = f"{first.workload}, {ranks}; {network}; {describe_machine(first.environment)}"
+    where = f"{describe_data(first.config)}, {ranks}; {network}; {describe_machine(first.environment)}"
     section = Section(f"run{index}", f"Training {first.workload}", f"{ranks}. Network: {network}.")
     if base is not None:
         section.intro += f" Large figures: compared with {base.label}."
@@ -100,10 +100,8 @@ def _make_section(index: int, runs: Sequence[Run], palette: Palette, wanted: str
         section.plots.append(deviation)
     section.plots.append(_draw_bytes(f"run{index}-bytes", runs, palette, where))
     splits = [_split(run) for run in runs]
-    caption = (
-        f"{where}. Mean over the steps after the first tenth, rank 0. Thick: the training thread, where exposed is "
-    )
-    caption += "all that the backward pass did not hide, the codec's share included."
+    caption = f"{where}. Mean over steps after the first tenth, and over ranks. Thick: the training thread, "
+    caption += "where exposed is all that the backward pass did not hide, the codec's share included."
     wide = len(section.plots) % 2 == 0  # else it fills the row
     section.plots.append(draw_time_split(f"run{index}-time", "Where an iteration's time goes", splits, caption, wide))
     section.tables = [_make_table(runs, base)]
@@ -147,6 +145,10 @@ def _draw_loss(name: str, runs: Sequence[Run], base: Run | None, palette: Palett
         svg = to_svg(axes, name)
     window = _window(max(len(run.columns["loss"]) for run in runs))
     smoothed = f" Bold: mean over {window} steps; faint: every step." if window > 1 else ""
+    if base is not None and not by_time:
+        curves = {run.label: _deviation(run, base) for run in runs if run is not base}
+        same = [label for label, curve in curves.items() if curve is not None and not curve[1].any()]
+        smoothed += f" Equal to {base.label}'s to the last digit: {', '.join(same)}." if same else ""
     title = "Loss against wall time" if by_time else "Loss against steps"
     clock = " Wall time is the sum of the iterations." if by_time else ""
     return Plot(name, title, f"{where}.{clock}{smoothed}", svg)
@@ -201,16 +203,19 @@ def _draw_bytes(name: str, runs: Sequence[Run], palette: Palette, where: str) ->
         add_end_labels(axes, ends)
         svg = to_svg(axes, name)
     scale = "log axis" if use_log else "axis from zero"
-    return Plot(name, "Bytes over steps", f"{where}. What rank 0 sent, headers and tables included; {scale}.", svg)
+    computed = [run.label for run in runs if str(run.summary.get("wire_bytes_origin", "counted")) != "counted"]
+    note = f" {', '.join(computed)}: computed for a ring, not counted." if computed else ""
+    counted = "What a rank sent, headers and tables included"
+    return Plot(name, "Bytes over steps", f"{where}. {counted}; {scale}.{note}", svg)
 
 
 def draw_time_split(name: str, title: str, splits: Sequence[TimeSplit], caption: str, wide: bool) -> Plot:
     """Bars of one iteration each: thick, what fills it; thin below, what the background lane did meanwhile."""
     colours = {
         "computation": COMPUTE,
-        "codec": CODEC,
         "exposed communication": EXPOSED,
-        "wait": WAIT,
+        "waiting for slower ranks": WAIT,
+        "codec": CODEC,
         "encode": CODEC,
         "decode": DECODE,
         "communicate": MUTED,
@@ -251,7 +256,7 @@ def draw_time_split(name: str, title: str, splits: Sequence[TimeSplit], caption:
         svg = to_svg(axes, name)
     used = [part for part in colours if any(split.parts.get(part) for split in splits)]
     legend = [(part, colours[part]) for part in used]
-    lane = [(part, colours[part]) for part in dict.fromkeys(part for split in splits for part in split.lane)]
+    lane = [(part, colours[part]) for part in colours if any(split.lane.get(part) for split in splits)]
     key = _legend("", legend) + (_legend("thin bars, in the background: ", lane) if lane else "")
     return Plot(name, title, caption, key + svg, wide)
 
@@ -306,7 +311,7 @@ def _mean_bytes(run: Run) -> float:
 
 
 def _wall_s(run: Run) -> Column:
-    return np.cumsum(run.columns["iteration_s"])
+    return run.columns.get("elapsed_s", np.cumsum(run.columns["iteration_s"]))
 
 
 def _deviation(run: Run, base: Run) -> tuple[Column, Column] | None:

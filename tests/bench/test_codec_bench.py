@@ -1,0 +1,132 @@
+"""`bench codec`: flat records with stable fields, every round trip judged, bad names and files refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gradient_files import adamw_arrays, sparse_arrays, write
+
+from gradwire.bench import contenders
+from gradwire.bench.gradients import load_gradients
+from gradwire.bench.level_rule import allowed_scale, dropped_bits
+from gradwire.cli import main
+from gradwire.errors import CorruptMessage, InvalidArgument
+
+FIELDS = {
+    "codec": str,
+    "gradients": str,
+    "threads": int,
+    "ratio": float,
+    "encode_gb_per_s": float,
+    "decode_gb_per_s": float,
+    "encode_gb_per_s_low": float,
+    "encode_gb_per_s_high": float,
+    "encode_vs_zstd": float,
+    "commit": str,
+    "cpu": str,
+    "torch": str,
+}
+
+
+def test_records_are_flat_and_have_the_promised_fields(tmp_path: Path) -> None:
+    dense, sparse = (
+        write(tmp_path / "dense.npz", adamw_arrays()),
+        write(tmp_path / "sparse.npz", sparse_arrays()),
+    )
+    out = tmp_path / "out.json"
+    arguments = ["--gradients", str(dense), str(sparse), "--codec", "gcomp", "raw", "zstd", "lz4", "--threads", "1"]
+    table = tmp_path / "out.csv"
+    assert main(["bench", "codec", *arguments, "--rounds", "1", "--json", str(out), "--csv", str(table)]) == 0
+    records = json.loads(out.read_text())
+    pairs = {(record["gradients"], record["codec"]) for record in records}
+    assert pairs == {(file, codec) for file in ("dense.npz", "sparse.npz") for codec in ("gcomp", "raw", "zstd", "lz4")}
+    for record in records:
+        for field, kind in FIELDS.items():
+            assert type(record[field]) is kind, field
+        assert all(not isinstance(value, dict | list) for value in record.values())
+        assert (record["exponent_bits"] is not None) == (record["codec"] == "gcomp")
+    importance = {record["gradients"]: record["importance"] for record in records if record["codec"] == "gcomp"}
+    assert importance == {"dense.npz": "paper", "sparse.npz": "none"}
+    assert len(table.read_text().splitlines()) == 1 + len(records)
+
+
+@pytest.mark.parametrize("name", contenders.choose_specs(["all"]))
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_every_codec_and_rival_keeps_its_promise(tmp_path: Path, name: str, kind: str) -> None:
+    arrays = adamw_arrays() if kind == "dense" else sparse_arrays()
+    contender = contenders.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
+    assert contender is not None
+    contender.encode()
+    contender.poison()
+    contender.decode()
+    contender.verify()
+    assert contender.encoded_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["zstd", "raw", "gcomp", "gcomp:importance=uniform,bits=10", "truncate"])
+def test_wrong_result_stops_the_run(tmp_path: Path, name: str) -> None:
+    arrays = adamw_arrays()
+    arrays["gradient"][500] = 0.25
+    contender = contenders.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
+    assert contender is not None
+    contender.encode()
+    contender.poison()
+    contender.decode()
+    contender.verify()
+    decoded = contender.decoded().copy()
+    decoded[500] = np.nextafter(decoded[500], np.float32(1)) if name in ("zstd", "raw") else decoded[500] * 1.5
+    contender.decoded = lambda: decoded  # type: ignore[method-assign]
+    with pytest.raises(CorruptMessage, match="element 500"):
+        contender.verify()
+
+
+def test_decoder_that_writes_nothing_is_found_out(tmp_path: Path) -> None:
+    contender = contenders.by_spec("gcomp", load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
+    assert contender is not None
+    contender.encode()
+    contender.poison()
+    with pytest.raises(CorruptMessage):
+        contender.verify()
+
+
+def test_level_rule_drops_the_most_bits_that_the_paper_allows() -> None:
+    values = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, np.inf, np.nan], np.float32)
+    scale = np.array([0.0, 64.0, 65.0, 4097.0, 2.0**18 + 1, 1.0, np.inf, 1e9])
+    assert dropped_bits(values, scale).tolist() == [0, 0, 6, 12, 18, 18, 0, 0]
+
+
+def test_level_rule_gives_more_to_ranks_whose_number_is_no_power_of_two(tmp_path: Path) -> None:
+    state = load_gradients(write(tmp_path / "a.npz", adamw_arrays())).state
+    assert state is not None
+    one, three, four = (allowed_scale(state, n_ranks)[0] for n_ranks in (1, 3, 4))
+    assert np.array_equal(one, four)
+    assert np.allclose(three, 0.75 * one)
+
+
+def test_unknown_codec_is_refused_with_the_names_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "a.npz", adamw_arrays())
+    assert main(["bench", "codec", "--gradients", str(file), "--codec", "nope"]) == 1
+    error = capsys.readouterr().err
+    assert "no codec or rival is called 'nope'" in error
+    assert "gcomp" in error
+
+
+def test_incomplete_file_is_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrays = adamw_arrays()
+    del arrays["exp_avg"]
+    good, bad = write(tmp_path / "good.npz", adamw_arrays()), write(tmp_path / "bad.npz", arrays)
+    out = tmp_path / "out.json"
+    assert main(["bench", "codec", "--gradients", str(good), str(bad), "--json", str(out)]) == 1
+    assert "exp_avg" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_importance_from_the_paper_without_state_says_what_is_missing(tmp_path: Path) -> None:
+    file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
+    with pytest.raises(InvalidArgument, match="no 'parameter' and no optimizer state"):
+        contenders.by_spec("gcomp:importance=paper", file, 1)

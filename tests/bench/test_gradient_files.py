@@ -1,0 +1,135 @@
+"""Any file of the format loads; every other one is refused with the name of what is wrong or missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gradient_files import adamw_arrays, sparse_arrays, write
+
+from gradwire.bench.dump_gradients import collect_arrays
+from gradwire.bench.gradients import load_gradients
+from gradwire.bench.live_optimizer import make_optimizer
+from gradwire.errors import InvalidArgument, Unsupported
+
+
+def test_dense_file_loads_with_the_state_of_its_optimizer(tmp_path: Path) -> None:
+    file = load_gradients(write(tmp_path / "a.npz", adamw_arrays()))
+    assert file.name == "a.npz"
+    assert file.state is not None
+    assert file.state.optimizer == "adamw"
+    assert set(file.state.arrays) == {"exp_avg", "exp_avg_sq"}
+    assert file.state.hyper["beta2"] == pytest.approx(0.999)
+
+
+def test_sparse_file_loads_as_its_dense_gradient_without_state(tmp_path: Path) -> None:
+    arrays = sparse_arrays()
+    file = load_gradients(write(tmp_path / "a.npz", arrays))
+    assert file.state is None
+    assert file.gradient.size == 5000
+    assert np.array_equal(np.flatnonzero(file.gradient), arrays["nonzero_index"])
+
+
+def test_gradient_alone_loads_without_state(tmp_path: Path) -> None:
+    file = load_gradients(write(tmp_path / "a.npz", {"gradient": adamw_arrays()["gradient"]}))
+    assert file.state is None
+    assert "no 'parameter'" in file.missing
+
+
+@pytest.mark.parametrize("missing", ["parameter", "exp_avg", "exp_avg_sq", "learning_rate", "beta1", "eps", "step"])
+def test_missing_state_is_named(tmp_path: Path, missing: str) -> None:
+    arrays = adamw_arrays()
+    del arrays[missing]
+    with pytest.raises(InvalidArgument, match=missing):
+        load_gradients(write(tmp_path / "a.npz", arrays))
+
+
+@pytest.mark.parametrize("missing", ["nonzero_index", "nonzero_value", "n_elements"])
+def test_missing_part_of_a_sparse_gradient_is_named(tmp_path: Path, missing: str) -> None:
+    arrays = sparse_arrays()
+    del arrays[missing]
+    with pytest.raises(InvalidArgument, match=missing):
+        load_gradients(write(tmp_path / "a.npz", arrays))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("exp_avg", np.zeros(7, np.float32), "'exp_avg' has 7 elements, the gradient 3000"),
+        ("parameter", np.zeros(3000, np.float64), "'parameter' is float64, expected float32"),
+        ("gradient", np.zeros(0, np.float32), "no elements"),
+        ("learning_rate", np.zeros(3, np.float32), "'learning_rate' must be a single number"),
+        ("optimizer", np.array("lion"), "'lion' is not one of"),
+    ],
+)
+def test_wrong_array_is_named(tmp_path: Path, key: str, value: np.ndarray, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        load_gradients(write(tmp_path / "a.npz", {**adamw_arrays(), key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("nonzero_index", np.arange(100, dtype=np.int32) + 4950, "nonzero_index runs from 4950 to 5049"),
+        ("nonzero_index", np.zeros(100, np.int32), "a position twice"),
+        ("nonzero_index", np.zeros(100, np.float32), "must be integers"),
+        ("nonzero_index", np.arange(99, dtype=np.int32), "99 nonzero_index but 100 nonzero_value"),
+    ],
+)
+def test_wrong_sparse_index_is_named(tmp_path: Path, key: str, value: np.ndarray, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        load_gradients(write(tmp_path / "a.npz", {**sparse_arrays(), key: value}))
+
+
+def test_what_is_no_gradient_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no such file"):
+        load_gradients(tmp_path / "absent.npz")
+    (tmp_path / "text.npz").write_text("not an archive")
+    with pytest.raises(InvalidArgument, match="not a readable"):
+        load_gradients(tmp_path / "text.npz")
+    whole = write(tmp_path / "a.npz", adamw_arrays()).read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InvalidArgument, match="not a readable"):
+        load_gradients(tmp_path / "cut.npz")
+    with pytest.raises(InvalidArgument, match="neither 'gradient' nor"):
+        load_gradients(write(tmp_path / "other.npz", {"weights": np.zeros(3, np.float32)}))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "adam", "adamw"])
+def test_dumped_optimizer_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(40, 5))
+    classes = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    }
+    optimizer = classes[name]([parameter])
+    for _ in range(3):
+        parameter.grad = torch.randn(40, 5)
+        optimizer.step()
+    parameter.grad = torch.randn(40, 5)
+    file = load_gradients(write(tmp_path / "a.npz", collect_arrays(optimizer, step=4)))
+    assert file.state is not None
+    assert np.array_equal(file.gradient, parameter.grad.numpy().ravel())
+    copy = make_optimizer(file.state)
+    assert type(copy) is type(optimizer)
+    [(held, state)] = copy.state.items()
+    assert torch.equal(held, parameter.detach().view(-1))
+    for key, value in optimizer.state[parameter].items():
+        assert torch.equal(state[key].view(-1), torch.as_tensor(value).view(-1)), key
+    for key in ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "alpha", "lr_decay"):
+        if key in optimizer.param_groups[0]:
+            assert copy.param_groups[0][key] == pytest.approx(optimizer.param_groups[0][key]), key
+
+
+def test_optimizer_without_a_place_in_the_format_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(Unsupported, match="amsgrad"):
+        collect_arrays(torch.optim.Adam([parameter], amsgrad=True), 2)
+    with pytest.raises(Unsupported, match="NAdam"):
+        collect_arrays(torch.optim.NAdam([parameter]), 2)

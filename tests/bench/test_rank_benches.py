@@ -1,0 +1,128 @@
+"""`bench allreduce` and `bench train` on real ranks: the promised records, and what is refused before a rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradient_files import adamw_arrays, write
+
+from gradwire.cli import main
+
+
+def _bench(*arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradwire.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def _check_flat(records: list[dict[str, Any]], fields: set[str]) -> None:
+    for record in records:
+        assert fields <= record.keys()
+        assert all(not isinstance(value, dict | list) for value in record.values())
+
+
+def test_allreduce_records_every_scheme_and_size_verified(tmp_path: Path) -> None:
+    out, file = tmp_path / "out.json", write(tmp_path / "a.npz", adamw_arrays())
+    schemes = ["ddp", "ddp-bf16", "plain", "gcomp", "gcomp:importance=uniform,bits=10", "truncate", "zstd"]
+    options = ["--ranks", "3", "--n-bytes", "4", "40000", "--rounds", "2", "--budget", "0.1", "--gradients", str(file)]
+    result = _bench("allreduce", "--scheme", *schemes, *options, "--json", str(out))
+    assert result.returncode == 0, result.stderr
+    records = json.loads(out.read_text())
+    _check_flat(records, {"scheme", "ranks", "rate_bps", "n_bytes", "time_s", "wire_bytes", "kernel_bytes", "commit"})
+    assert [(record["n_bytes"], record["scheme"]) for record in records] == [
+        (n_bytes, scheme.partition(":")[0]) for n_bytes in (4, 40000) for scheme in schemes
+    ]
+    assert all(record["verified"] == "within bound" for record in records)
+    assert all(record["ranks"] == 3 and record["rate_bps"] is None for record in records)
+    wire = {(record["scheme"], record["options"]): record["wire_bytes"] for record in records[len(schemes) :]}
+    assert wire["plain", ""] == wire["ddp", ""] == 2 * 2 / 3 * 40000 // 1
+    assert wire["truncate", ""] < wire["gcomp", ""] < wire["ddp", ""]
+
+
+def test_allreduce_runs_under_torchrun(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    bench = ["-m", "gradwire.cli", "bench", "allreduce", "--scheme", "ddp", "plain", "--n-bytes", "4096"]
+    command = [*launcher, *bench, "--rounds", "2", "--budget", "0.1", "--json", str(out)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [record["scheme"] for record in json.loads(out.read_text())] == ["ddp", "plain"]
+
+
+def test_train_records_split_bytes_and_loss(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    schemes = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "plain", "gcomp"]
+    options = ["--workload", "resnet", "--ranks", "2", "--steps", "2", "--warmup", "1", "--batch-size", "4"]
+    result = _bench("train", "--scheme", *schemes, *options, "--json", str(out))
+    assert result.returncode == 0, result.stderr
+    records = json.loads(out.read_text())
+    fields = {"scheme", "workload", "ranks", "rate_bps", "iteration_s", "compute_s", "codec_s", "exposed_s", "wait_s"}
+    _check_flat(records, fields | {"wire_bytes", "loss", "samples_per_s", "loss_after_s", "loss_at_s", "commit"})
+    assert [record["scheme"] for record in records] == schemes
+    by_scheme = {record["scheme"]: record for record in records}
+    assert by_scheme["plain"]["wire_bytes"] == by_scheme["ddp"]["wire_bytes"]
+    assert by_scheme["plain"]["loss"] == by_scheme["ddp"]["loss"], "plain is DDP's own all-reduce, bit for bit"
+    assert by_scheme["ddp-fp16"]["wire_bytes"] == by_scheme["ddp"]["wire_bytes"] / 2
+    for record in records:
+        assert record["loss"] == pytest.approx(by_scheme["ddp"]["loss"], rel=0.2)
+        assert record["is_interleaved"]
+        assert record["compute_s"] > 0
+        assert min(record["exposed_s"], record["wait_s"]) >= 0
+
+
+def test_rank_that_dies_is_named_and_results_so_far_are_kept(tmp_path: Path) -> None:
+    """Rank 1 dies at the second size: a module of the user's own ends its process there."""
+    out = tmp_path / "out.json"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import gradwire.bench.allreduce_rank as bench\n"
+        "    run_size = bench.AllReduceBench.run_size\n"
+        "    def die_at_the_second(self, n_bytes):\n"
+        "        if n_bytes == 8192:\n"
+        "            os._exit(7)\n"
+        "        return run_size(self, n_bytes)\n"
+        "    bench.AllReduceBench.run_size = die_at_the_second\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = ["allreduce", "--scheme", "ddp", "--ranks", "2", "--n-bytes", "4096", "8192", "--rounds", "1"]
+    result = subprocess.run(
+        [sys.executable, "-m", "gradwire.cli", "bench", *command, "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert result.returncode == 1
+    assert "PeerLost" in result.stderr
+    assert "rank 1 ended with status 7" in result.stderr
+    assert [record["n_bytes"] for record in json.loads(out.read_text())] == [4096]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["allreduce", "--scheme", "nope"], "nothing to measure is called 'nope'"),
+        (["allreduce", "--scheme", "gcomp:bits"], "expected NAME:option=value"),
+        (["allreduce", "--rate", "fast"], "fast"),
+        (["allreduce", "--rate", "1gbit,1gbit", "--ranks", "3"], "2 rates for 3 ranks"),
+        (["allreduce", "--ranks", "0"], "--ranks must be at least 1"),
+        (["allreduce", "--n-bytes", "2"], "--n-bytes from 4"),
+        (["allreduce", "--gradients", "absent.npz"], "no such file"),
+        (["allreduce", "--density", "2"], "density must be from 0 to 1"),
+        (["train", "--scheme", "nope"], "nothing to measure is called 'nope'"),
+        (["train", "--workload", "nope"], "no workload is called 'nope'"),
+        (["train", "--steps", "0"], "--steps and --warmup count from 1"),
+    ],
+)
+def test_bad_request_is_refused_before_a_rank_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 1
+    assert message in capsys.readouterr().err

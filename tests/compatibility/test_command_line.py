@@ -1,0 +1,148 @@
+"""What a person types at a shell: versions agree, every command explains itself, and `inspect` names what it is given."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gradwire
+from gradwire.cli import COMMANDS, main
+from gradwire.codecs.huffman import HuffmanTable
+from gradwire.inspection import inspect_path
+
+_ROOT = Path(__file__).parents[2]
+
+
+def _write_message(path: Path, codec_name: str, n_elements: int = 1000) -> Path:
+    codec = gradwire.codecs.by_name(codec_name)
+    gradient = torch.linspace(-1, 1, n_elements)
+    out = torch.empty(codec.max_encoded_bytes(n_elements, gradient.dtype), dtype=torch.uint8)
+    path.write_bytes(bytes(out[: codec.encode(gradient, out)].tolist()))
+    return path
+
+
+def test_package_and_project_file_name_the_same_version():
+    stated = re.search(r'^version = "(.*)"$', (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert stated is not None
+    assert gradwire.__version__ == stated[1]
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"gradwire {gradwire.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: gradwire {command}" in capsys.readouterr().out
+
+
+def test_every_command_is_named_in_the_readme():
+    readme = (_ROOT / "README.md").read_text()
+    assert [command for command in COMMANDS if f"gradwire {command}" not in readme] == []
+
+
+def test_every_scheme_has_its_row_in_the_readme():
+    readme = (_ROOT / "README.md").read_text()
+    assert [name for name in gradwire.schemes.names() if f"| `{name}` |" not in readme] == []
+
+
+def test_every_error_has_its_section_in_the_errors_page():
+    page = (_ROOT / "docs" / "errors.md").read_text()
+    classes = [name for name in gradwire.errors.__dict__ if isinstance(getattr(gradwire.errors, name), type)]
+    assert [name for name in classes if f"## {name}" not in page] == []
+
+
+@pytest.mark.parametrize(("codec", "kind"), [("truncate", "GComp message"), ("zlib", "general message")])
+def test_inspect_names_a_message_and_its_sizes(codec, kind, tmp_path):
+    path = _write_message(tmp_path / "message.bin", codec)
+    record = inspect_path(path)
+    assert (record["kind"], record["dtype"], record["n_elements"]) == (kind, "float32", 1000)
+    assert record["message_bytes"] == path.stat().st_size
+
+
+def test_inspect_names_a_huffman_table(tmp_path):
+    table = HuffmanTable.prior(torch.float32)
+    (tmp_path / "table.bin").write_bytes(table.to_bytes())
+    record = inspect_path(tmp_path / "table.bin")
+    assert (record["kind"], record["table_id"]) == ("Huffman table", f"{table.id:#018x}")
+
+
+def test_inspect_names_a_state_dict(tmp_path):
+    state = {
+        "version": 1, "scheme": "gcomp", "configuration": {"topology": "ring"}, "world_size": 4, "rank": 2, "step": 7,
+        "state": {"counts": torch.zeros(288, dtype=torch.int64)},
+    }  # fmt: skip
+    torch.save(state, tmp_path / "rank-2.pt")
+    record = inspect_path(tmp_path / "rank-2.pt")
+    assert (record["kind"], record["scheme"], record["step"]) == ("gradwire state_dict", "gcomp", 7)
+    assert record["state"] == "1 tensors, 2,304 bytes"
+
+
+def test_inspect_names_a_run_and_whether_it_came_to_its_end(tmp_path):
+    (tmp_path / "config.json").write_text('{"scheme": "gcomp"}')
+    (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    assert inspect_path(tmp_path)["kind"] == "run of gradwire train, not finished (no summary.json)"
+    (tmp_path / "summary.json").write_text('{"scheme": "gcomp", "loss": 1.5}')
+    record = inspect_path(tmp_path)
+    assert (record["kind"], record["steps_logged"], record["loss"]) == ("run of gradwire train", 2, 1.5)
+
+
+def test_inspect_names_bench_records(tmp_path):
+    fields = {"codec": "zstd", "gradients": "g", "threads": 1, "ratio": 0.9, "encode_gb_per_s": 1, "decode_gb_per_s": 1}
+    (tmp_path / "codec.json").write_text(json.dumps([fields]))
+    record = inspect_path(tmp_path / "codec.json")
+    assert (record["kind"], record["names"]) == ("records of bench codec (1)", ["zstd"])
+
+
+def test_inspect_names_a_gradient_file(tmp_path):
+    np.savez(tmp_path / "gradient.npz", gradient=np.array([0, 1, 2, 3], np.float32))
+    record = inspect_path(tmp_path / "gradient.npz")
+    assert (record["kind"], record["n_elements"], record["share_of_zeros"]) == ("gradient file", 4, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", gradwire.InvalidArgument),
+        (b"not of gradwire", gradwire.InvalidArgument),
+        (b"GWGC", gradwire.CorruptMessage),
+        (b"GWGE" + bytes(40), gradwire.IncompatibleVersion),
+        (b"GWHT\x01\x08\x00\x00", gradwire.CorruptMessage),
+        (b"PK\x03\x04 torn", gradwire.CorruptMessage),
+        (b"[1, 2]", gradwire.InvalidArgument),
+    ],
+)
+def test_inspect_of_a_foreign_or_torn_file_raises_a_typed_error(content, error, tmp_path):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(error):
+        inspect_path(tmp_path / "file")
+
+
+def test_inspect_of_a_missing_path_or_an_empty_folder_raises_invalid_argument(tmp_path):
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(gradwire.InvalidArgument):
+            inspect_path(path)
+
+
+def test_inspect_of_an_altered_message_raises_corrupt_message(tmp_path):
+    for codec in ("truncate", "zlib"):
+        path = _write_message(tmp_path / "message.bin", codec)
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(gradwire.CorruptMessage):
+            inspect_path(path)
+
+
+def test_inspect_prints_text_from_files_as_it_is_and_writes_json(tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"name": "[red]x[/red]"}')
+    assert main(["inspect", str(tmp_path / "run.json"), "--json", str(tmp_path / "out.json")]) == 0
+    assert "[red]x[/red]" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())[0]["name"] == "[red]x[/red]"

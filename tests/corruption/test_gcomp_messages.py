@@ -1,0 +1,216 @@
+"""A GComp message that is not what it says gives a typed error: never a crash, a hang or a write outside the output."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gcomp_oracle as oracle
+from gcomp_gradients import KINDS, make_gradient, make_importance
+from gradwire import _native
+from gradwire.codecs.gcomp import GComp, HuffmanTable, describe, message_holds_nonfinite
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+
+N_VALUES = 16384 + 900
+TYPED = (CorruptMessage, IncompatibleVersion)
+LEVELS = st.sampled_from([(False, False), (True, False), (True, True)])
+
+
+def make_message(
+    dtype: torch.dtype = torch.float32, mode: str = "paper", n: int = N_VALUES, kind: str = "sparse"
+) -> bytes:
+    codec = GComp(mode, bits=4 if mode in ("uniform", "truncate") else None)
+    out = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8)
+    return out[: codec.encode(make_gradient(kind, n, dtype), out, make_importance(n))].numpy().tobytes()
+
+
+def decode(
+    message: bytes | bytearray,
+    dtype: torch.dtype = torch.float32,
+    n: int = N_VALUES,
+    level: tuple[bool, bool] = (True, True),
+) -> torch.Tensor:
+    """Into the middle of a larger buffer, whose other values have to stay as they are."""
+    _native.limit_simd_level(*level)
+    guarded = torch.full((n + 512,), 3.0, dtype=dtype)
+    try:
+        GComp("none").decode(torch.tensor(list(message), dtype=torch.uint8), guarded[256 : 256 + n])
+    finally:
+        _native.limit_simd_level(True, True)
+        assert (guarded[:256] == 3).all()
+        assert (guarded[256 + n :] == 3).all()
+    return guarded[256 : 256 + n]
+
+
+def seal(message: bytearray) -> bytes:
+    """Makes every checksum right again, as a liar would."""
+    n_chunks = min(struct.unpack_from("<I", message, 32)[0], (len(message) - 48) // 32)
+    for chunk in range(n_chunks):
+        at = 48 + 32 * chunk
+        offset, n_bytes, n_levels, n_mantissas = struct.unpack_from("<Q3I", message, at)
+        end = offset + n_bytes + -(-n_levels // 8) + -(-n_mantissas // 8)
+        struct.pack_into(
+            "<I", message, at + 28, oracle.crc32c(bytes(message[offset:end])) if end <= len(message) else 0
+        )
+    headers = bytes(message[:44]) + bytes(message[48 : 48 + 32 * n_chunks])
+    struct.pack_into("<I", message, 44, oracle.crc32c(headers))
+    return bytes(message)
+
+
+SMALL = {
+    (dtype, mode, kind): make_message(dtype, mode, 700, kind)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for mode in ("none", "paper", "uniform", "truncate")
+    for kind in KINDS
+}
+LARGE = make_message()
+
+
+@given(st.sampled_from(sorted(SMALL, key=str)), st.data(), LEVELS)
+def test_flipped_byte_raises_a_typed_error(
+    key: tuple[torch.dtype, str, str], data: st.DataObject, level: tuple[bool, bool]
+) -> None:
+    message = bytearray(SMALL[key])
+    message[data.draw(st.integers(0, len(message) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(TYPED):
+        decode(message, key[0], 700, level)
+
+
+@given(st.sampled_from(sorted(SMALL, key=str)), st.data())
+def test_truncated_or_extended_message_raises_corrupt_message(
+    key: tuple[torch.dtype, str, str], data: st.DataObject
+) -> None:
+    message = SMALL[key]
+    for bad in (message[: data.draw(st.integers(0, len(message) - 1))], message + b"\0"):
+        with pytest.raises(CorruptMessage):
+            decode(bad, key[0], 700)
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_random_bytes_raise_a_typed_error(data: bytes, begins_right: bool) -> None:
+    with pytest.raises(TYPED):
+        decode(LARGE[:48] + data if begins_right else data)
+
+
+@given(st.sampled_from(sorted(SMALL, key=str)), st.data(), LEVELS)
+def test_lies_under_right_checksums_never_leave_the_buffers(
+    key: tuple[torch.dtype, str, str], data: st.DataObject, level: tuple[bool, bool]
+) -> None:
+    """Several bytes anywhere are changed and the checksums made right: other values, or a typed error."""
+    message = bytearray(SMALL[key])
+    for _ in range(data.draw(st.integers(1, 8))):
+        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(*TYPED):
+        decode(seal(message), key[0], 700, level)
+
+
+HEADER_LIES = {
+    "more values": (16, "<Q", N_VALUES + 1),
+    "fewer values": (16, "<Q", N_VALUES - 1),
+    "overflowing number of values": (16, "<Q", 2**64 - 1),
+    "longer message": (24, "<Q", len(LARGE) + 1),
+    "more chunks": (32, "<I", 3),
+    "no chunks": (32, "<I", 0),
+    "overflowing number of chunks": (32, "<I", 2**32 - 1),
+    "unknown flag": (36, "<I", 2),
+    "unknown dtype": (5, "<B", 3),
+    "another dtype": (5, "<B", 1),
+    "unknown mode": (6, "<B", 4),
+    "mantissa bits that are not there": (7, "<B", 24),
+    "unknown table": (8, "<Q", 12345),
+    "chunk at the headers": (48, "<Q", 0),
+    "chunk beyond the end": (48, "<Q", len(LARGE)),
+    "chunk at a wrapping offset": (48, "<Q", 2**64 - 8),
+    "chunk inside another": (80, "<Q", 48 + 64),
+    "endless exponents": (56, "<I", 2**32 - 1),
+    "no exponents": (56, "<I", 0),
+    "endless levels": (60, "<I", 2**32 - 1),
+    "fewer levels": (60, "<I", 8),
+    "endless mantissas": (64, "<I", 2**32 - 1),
+    "no mantissas": (64, "<I", 0),
+    "chunk of too many values": (68, "<I", 16385),
+    "chunk of no values": (68, "<I", 0),
+    "unknown chunk flag": (72, "<I", 4),
+    "raw exponents that are coded": (72, "<I", 1),
+}
+
+
+@pytest.mark.parametrize("lie", HEADER_LIES)
+def test_lie_in_a_header_raises_corrupt_message(lie: str) -> None:
+    offset, layout, value = HEADER_LIES[lie]
+    message = bytearray(LARGE)
+    struct.pack_into(layout, message, offset, value)
+    with pytest.raises(CorruptMessage):
+        decode(seal(message))
+
+
+STREAM_LIES = {
+    "stream longer than the segment": (0, 65535),
+    "stream shorter than its codes": (0, 1),
+    "empty stream": (2, 0),
+    "more escapes than bytes": (8, 65535),
+}
+
+
+@pytest.mark.parametrize("lie", STREAM_LIES)
+def test_lie_in_an_exponent_segment_raises_corrupt_message(lie: str) -> None:
+    position, value = STREAM_LIES[lie]
+    message = bytearray(LARGE)
+    struct.pack_into("<H", message, 48 + 2 * 32 + position, value)
+    with pytest.raises(CorruptMessage):
+        decode(seal(message))
+
+
+@given(st.sampled_from(["huffman_decode_table", "huffman_decode_tree"]), st.binary(max_size=200), st.integers(0, 300))
+def test_random_exponent_segment_raises_corrupt_message_or_gives_exponents(decoder: str, data: bytes, n: int) -> None:
+    table, exponents = HuffmanTable.prior(torch.float32).native, torch.empty(n, dtype=torch.uint8)
+    with contextlib.suppress(CorruptMessage):
+        getattr(_native, decoder)(table, torch.tensor(list(data), dtype=torch.uint8), exponents)
+
+
+def test_newer_format_version_raises_incompatible_version_and_says_which() -> None:
+    message = bytearray(LARGE)
+    message[4] = 2
+    with pytest.raises(IncompatibleVersion, match="version 2"):
+        decode(seal(message))
+
+
+def test_unknown_table_is_named_together_with_the_known_ones() -> None:
+    table = HuffmanTable.from_histogram(torch.arange(256))
+    codec = GComp("none", table=table)
+    gradient = make_gradient("gaussian", 100, torch.float32)
+    out = torch.empty(codec.max_encoded_bytes(100, torch.float32), dtype=torch.uint8)
+    message = out[: codec.encode(gradient, out)].clone()
+    reader = GComp("none")
+    with pytest.raises(CorruptMessage) as raised:
+        reader.decode(message, torch.empty(100))
+    assert f"{table.id:#018x}" in str(raised.value)
+    assert f"{HuffmanTable.prior(torch.float32).id:#018x}" in str(raised.value)
+    reader.add_table(table)
+    reader.decode(message, torch.empty(100))
+
+
+@pytest.mark.parametrize("n", [0, 1, N_VALUES - 1, N_VALUES + 1])
+def test_output_of_another_size_raises_corrupt_message_with_both_sizes(n: int) -> None:
+    with pytest.raises(CorruptMessage, match=f"expected {n}, got {N_VALUES}"):
+        decode(LARGE, n=n)
+
+
+def test_output_of_another_dtype_raises_corrupt_message() -> None:
+    with pytest.raises(CorruptMessage, match="bfloat16"):
+        decode(LARGE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("read", [describe, message_holds_nonfinite])
+def test_reading_the_headers_alone_checks_them(read: object) -> None:
+    assert callable(read)
+    for bad in (LARGE[:47], LARGE[:-1], b"GWGE" + LARGE[4:], LARGE[:40] + b"\1" + LARGE[41:]):
+        with pytest.raises(TYPED):
+            read(torch.tensor(list(bad), dtype=torch.uint8))
+    with pytest.raises(InvalidArgument):
+        read(torch.zeros(10))

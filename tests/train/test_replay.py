@@ -1,0 +1,147 @@
+"""Replay hands DDP the captured gradients, exact and in backward order, at every step."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from gradwire.workloads import by_name
+from gradwire.workloads.capture import map_part, read_capture
+from ranks import run_ranks
+
+SMALL = {"n_layers": 2, "width": 24, "n_heads": 2, "length": 8, "batch_size": 2}
+
+
+def replay(path: Path, **options):
+    return by_name("gpt", compute="emulate", capture=str(path / "gpt"), step_ms=1.0, **SMALL, **options)
+
+
+def real_gradients(index: int, n_captures: int) -> dict[str, torch.Tensor]:
+    """What the capture should hold: the same step, run here."""
+    workload = by_name("gpt", **SMALL)
+    model = workload.build_model(0)
+    workload.loss(model, workload.batch_at(0, index, n_captures, SMALL["batch_size"], 0)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _replayed_gradients(rank: int, world_size: int, path: Path, as_view: bool) -> list[dict[str, torch.Tensor]]:
+    workload = replay(path)
+    model = workload.build_model(0)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_view, init_sync=False)
+    steps = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        workload.loss(ddp, workload.batch_at(0, rank, world_size, 1, 0)).backward()
+        steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    return steps
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_ddp_reduces_the_captured_gradients_exactly_at_every_step(tmp_path: Path, as_view: bool) -> None:
+    replay(tmp_path)
+    expected = [real_gradients(index, 2) for index in range(2)]
+    for steps in run_ranks(_replayed_gradients, 2, tmp_path, as_view, timeout_s=150):
+        for step in steps:
+            assert step.keys() == expected[0].keys()
+            for name, gradient in step.items():
+                mean = expected[0][name] / 2 + expected[1][name] / 2
+                assert torch.equal(gradient, mean), name
+
+
+def test_gradients_arrive_in_backward_order_of_the_real_model(tmp_path: Path) -> None:
+    def arrivals(workload) -> list[str]:
+        model = workload.build_model(0)
+        order: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        workload.loss(model, workload.batch_at(0, 0, 2, SMALL["batch_size"], 0)).backward()
+        return order
+
+    real = arrivals(by_name("gpt", **SMALL))
+    replayed = arrivals(replay(tmp_path))
+    owner = lambda names: [name.rpartition(".")[0] for name in names]  # noqa: E731
+    assert sorted(replayed) == sorted(real)
+    assert list(dict.fromkeys(owner(replayed))) == list(dict.fromkeys(owner(real)))
+
+
+def test_replayed_model_has_the_real_names_in_the_real_order(tmp_path: Path) -> None:
+    model = replay(tmp_path).build_model(0)
+    real = by_name("gpt", **SMALL).build_model(0)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in real.named_parameters()]
+    for replayed, expected in zip(model.parameters(), real.parameters(), strict=True):
+        assert torch.equal(replayed, expected)
+
+
+def test_a_step_changes_nothing_unless_updates_are_asked_for(tmp_path: Path) -> None:
+    for update in (False, True):
+        workload = replay(tmp_path, update=update)
+        model = workload.build_model(0)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = workload.build_optimizer(model)
+        workload.loss(model, workload.batch_at(0, 0, 1, 1, 0)).backward()
+        optimizer.step()
+        is_same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert is_same is not update
+    capture = read_capture(tmp_path / "gpt")
+    with open(tmp_path / "gpt.f32", "rb") as file:  # an update is this process's own, never the file's
+        stored = np.fromfile(file, "<f4")[-capture.n_elements :]
+    assert np.array_equal(stored, torch.cat([p.flatten() for p in before]).numpy())
+
+
+def test_results_are_marked_as_emulated(tmp_path: Path) -> None:
+    description = replay(tmp_path).describe()
+    assert description["emulated"] is True
+    assert description["compute"] == "emulate"
+    assert description["data"] == "replay"
+    assert description["calibration"] == "step_ms given by the user"
+    assert by_name("gpt").describe()["emulated"] is False
+
+
+def test_capture_tiled_from_a_file_fills_the_shape(tmp_path: Path) -> None:
+    gradient = np.arange(1, 8, dtype=np.float32)
+    np.savez(tmp_path / "small.npz", gradient=gradient, parameter=-gradient)
+    workload = replay(tmp_path, source=str(tmp_path / "small.npz"))
+    assert workload.describe()["gradients"] == "tiled from small.npz"
+    capture = read_capture(tmp_path / "gpt")
+    first, second, parameters = (np.array(map_part(tmp_path / "gpt", capture, part)) for part in range(3))
+    assert np.array_equal(first, np.resize(gradient, capture.n_elements))
+    assert np.array_equal(second, np.resize(np.roll(gradient, -3), capture.n_elements))
+    assert np.array_equal(parameters, -first)
+    with pytest.raises(InvalidArgument, match=r"not an \.npz"):
+        replay(tmp_path / "other", source=str(tmp_path / "gpt.json"))
+
+
+def test_emulated_time_of_all_layers_is_the_step_that_was_asked_for(tmp_path: Path) -> None:
+    model = replay(tmp_path).build_model(0)
+    assert sum(layer.forward_s + layer.backward_s for layer in model._layers) == pytest.approx(1e-3)
+
+
+def test_capture_of_another_shape_or_number_is_refused(tmp_path: Path) -> None:
+    replay(tmp_path)
+    with pytest.raises(InvalidArgument, match="another shape"):
+        by_name("gpt", compute="emulate", capture=str(tmp_path / "gpt"), **{**SMALL, "width": 48})
+    with pytest.raises(InvalidArgument, match="x 2, not of gpt x 3"):
+        replay(tmp_path, n_captures=3)
+
+
+@pytest.mark.parametrize("harm", ["truncate", "json", "offset", "version"])
+def test_damaged_capture_raises_its_typed_error(tmp_path: Path, harm: str) -> None:
+    replay(tmp_path)
+    description = tmp_path / "gpt.json"
+    content = json.loads(description.read_text())
+    if harm == "truncate":
+        os.truncate(tmp_path / "gpt.f32", 100)
+    elif harm == "json":
+        description.write_text(description.read_text()[:-40])
+    elif harm == "offset":
+        content["layers"][0]["parameters"][0]["offset"] += 1
+        description.write_text(json.dumps(content))
+    else:
+        description.write_text(json.dumps({**content, "format": 99}))
+    with pytest.raises(IncompatibleVersion if harm == "version" else CorruptMessage):
+        replay(tmp_path)

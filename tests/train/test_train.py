@@ -1,0 +1,247 @@
+"""The training job: same result on all ranks, resumption bit by bit, records, and clear errors."""
+
+import functools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranks
+from gradwire import cli
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch, Unsupported
+from gradwire.train import parse_options, to_command_line
+from gradwire.training import TrainConfig, TrainResult, checkpoints, train_rank
+
+# A busy machine needs its time: these are tests of results, and pytest's own time limit catches a hang.
+run_ranks = functools.partial(ranks.run_ranks, timeout_s=150)
+try_ranks = functools.partial(ranks.try_ranks, timeout_s=150)
+
+TINY_GPT = {"n_layers": 1, "width": 32, "n_heads": 2, "length": 16, "batch_size": 2}
+CONFIG = TrainConfig(workload="gpt", workload_options=TINY_GPT, scheme="plain", steps=6, evaluate=False)
+
+
+def _train(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
+    return train_rank(config)
+
+
+def _train_each(rank: int, world_size: int, configs: list[TrainConfig]) -> list[TrainResult]:
+    return [train_rank(config) for config in configs]
+
+
+def _spoil_and_train(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
+    """Rank 1 starts from other weights, and DDP is told not to correct it."""
+    from gradwire.workloads.gpt import GptWorkload
+
+    GptWorkload.ddp_options = lambda self: {"init_sync": False}
+    return train_rank(replace(config, seed=config.seed + rank))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_end_with_the_same_parameters_and_records(world_size: int) -> None:
+    results = run_ranks(_train, world_size, CONFIG)
+    assert len({result.parameters_sha256 for result in results}) == 1
+    assert all(result.losses == results[0].losses for result in results)
+    assert len(results[0].losses) == CONFIG.steps
+    assert results[0].losses[-1] < results[0].losses[0]
+
+
+def test_plain_scheme_trains_as_ddp_does_and_runs_repeat() -> None:
+    configs = [CONFIG, replace(CONFIG, scheme="ddp"), CONFIG, replace(CONFIG, seed=1)]
+    plain, ddp, again, other = run_ranks(_train_each, 2, configs)[0]
+    assert plain.losses == ddp.losses == again.losses
+    assert plain.parameters_sha256 == ddp.parameters_sha256 == again.parameters_sha256
+    assert other.parameters_sha256 != plain.parameters_sha256
+    assert plain.summary["wire_bytes"] == ddp.summary["wire_bytes"]
+    assert (plain.summary["wire_bytes_origin"], ddp.summary["wire_bytes_origin"]) == ("counted", "computed for a ring")
+
+
+@pytest.mark.parametrize(("workload", "options"), [("gpt", TINY_GPT), ("resnet", {"width": 4, "batch_size": 8})])
+@pytest.mark.parametrize("scheme", ["plain", "ddp", "gcomp"])
+def test_resumed_run_is_bit_identical_to_one_that_wraps_anew(
+    tmp_path: Path, workload: str, options: dict, scheme: str
+) -> None:
+    schedule = {"schedule": "cosine", "schedule_steps": 20, "warmup_steps": 2}
+    whole = replace(CONFIG, workload=workload, workload_options=options | schedule, scheme=scheme)
+    reference = replace(whole, rewrap_at=(4,), out=tmp_path / "reference")
+    part = replace(whole, steps=4, checkpoint=tmp_path / "checkpoints", out=tmp_path / "run")
+    rest = replace(part, steps=6, resume=True)
+    uninterrupted, _, resumed = run_ranks(_train_each, 2, [reference, part, rest])[0]
+    assert resumed.parameters_sha256 == uninterrupted.parameters_sha256
+    assert resumed.losses == uninterrupted.losses[4:]
+
+    def lines(name: str) -> list[tuple[int, float]]:
+        records = [json.loads(line) for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
+        return [(record["step"], record["loss"]) for record in records]
+
+    assert lines("run") == lines("reference") == list(enumerate(uninterrupted.losses))
+
+
+def test_only_the_two_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    run_ranks(_train, 2, replace(CONFIG, checkpoint=tmp_path, save_every=2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
+    newest = checkpoints.find_newest(tmp_path)
+    assert newest is not None
+    assert sorted(path.name for path in newest.iterdir()) == ["rank-0.pt", "rank-1.pt", "shared.pt"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "error", "words"),
+    [
+        (1, {}, RankMismatch, "written by 2 ranks, this run has 1"),
+        (2, {"seed": 9}, InvalidArgument, "seed=0"),
+        (2, {"scheme": "ddp"}, InvalidArgument, "scheme='plain'"),
+        (2, {"batch_size": 3}, InvalidArgument, "batch_size=None"),
+        (2, {"workload_options": {**TINY_GPT, "width": 16}}, InvalidArgument, "workload_options"),
+        (2, {"steps": 6}, InvalidArgument, "already at step 6"),
+    ],
+)
+def test_checkpoint_of_another_run_is_refused_on_every_rank(
+    tmp_path: Path, world_size: int, changes: dict, error: type, words: str
+) -> None:
+    run_ranks(_train, 2, replace(CONFIG, checkpoint=tmp_path))
+    resuming = replace(CONFIG, checkpoint=tmp_path, resume=True, **{"steps": 8, **changes})
+    for outcome in try_ranks(_train, world_size, resuming):
+        assert isinstance(outcome.error, error), outcome
+        assert words in str(outcome.error)
+
+
+def _harm_truncate(folder: Path) -> None:
+    os.truncate(folder / "shared.pt", 200)
+
+
+def _harm_missing(folder: Path) -> None:
+    (folder / "rank-0.pt").unlink()
+
+
+def _harm_foreign(folder: Path) -> None:
+    torch.save({"a": 1}, folder / "shared.pt")
+
+
+def _harm_version(folder: Path) -> None:
+    content = torch.load(folder / "shared.pt", weights_only=True)
+    torch.save({**content, "format": 99}, folder / "shared.pt")
+
+
+def _harm_code(folder: Path) -> None:
+    torch.save(CONFIG, folder / "shared.pt")  # not a plain value: weights_only refuses it
+
+
+@pytest.mark.parametrize(
+    ("harm", "error"),
+    [
+        (_harm_truncate, CorruptMessage),
+        (_harm_missing, CorruptMessage),
+        (_harm_foreign, CorruptMessage),
+        (_harm_version, IncompatibleVersion),
+        (_harm_code, CorruptMessage),
+    ],
+)
+def test_damaged_checkpoint_raises_its_typed_error(tmp_path: Path, harm, error: type) -> None:
+    run_ranks(_train, 1, replace(CONFIG, steps=2, checkpoint=tmp_path))
+    harm(tmp_path / "step-00000002")
+    (outcome,) = try_ranks(_train, 1, replace(CONFIG, checkpoint=tmp_path, resume=True))
+    assert isinstance(outcome.error, error), outcome
+
+
+def test_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for outcome in try_ranks(_train, 2, replace(CONFIG, steps=2, checkpoint=tmp_path / "file" / "folder")):
+        assert isinstance(outcome.error, RankMismatch), outcome
+        assert "could not write the checkpoint" in str(outcome.error)
+
+
+def test_replicas_that_may_differ_are_reported_and_not_checkpointed(tmp_path: Path) -> None:
+    config = replace(CONFIG, scheme="periodic", scheme_options={"every": 4}, steps=6)
+    result = run_ranks(_train, 2, config)[0]
+    assert result.summary["replicas_equal"] is False
+    for outcome in try_ranks(_train, 2, replace(config, checkpoint=tmp_path)):
+        assert isinstance(outcome.error, Unsupported), outcome
+
+
+def test_replicas_that_come_apart_are_named() -> None:
+    for outcome in try_ranks(_spoil_and_train, 2, replace(CONFIG, scheme="ddp", steps=2)):
+        assert isinstance(outcome.error, RankMismatch), outcome
+        assert "rank(s) [1]" in str(outcome.error)
+
+
+def test_records_hold_what_a_report_needs(tmp_path: Path) -> None:
+    run_ranks(_train, 2, replace(CONFIG, out=tmp_path, evaluate=True, steps=3))
+    config, summary = (json.loads((tmp_path / name).read_text()) for name in ("config.json", "summary.json"))
+    assert config["scheme"] == "plain"
+    assert config["ranks"] == 2
+    assert config["n_parameters"] == summary["n_parameters"]
+    assert summary["held_out_loss"] > 0
+    assert len(summary["parameters_sha256"]) == 64
+    assert {"rate_bps", "iteration_s", "compute_s", "codec_s", "exposed_s", "wire_bytes", "loss"} <= summary.keys()
+    for line in (tmp_path / "steps.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert record["bytes_sent"] == record["original_bytes"]  # two ranks: 2 (N-1)/N = 1
+        for key in ("loss", "iteration_s", "elapsed_s", "exposed_s", "encode_s", "decode_s", "ratio"):
+            assert record[key] >= 0
+
+
+def test_command_line_says_all_of_a_configuration() -> None:
+    import argparse
+
+    from gradwire import train
+
+    config = TrainConfig(
+        workload="resnet", workload_options={"optimizer": "sgd", "learning_rate": 0.1, "compute": "emulate"},
+        scheme="gcomp", scheme_options={"importance": "none", "limit": 11}, steps=7, batch_size=4, seed=3,
+        deterministic=False, n_threads=2, bucket_cap_mb=0.5, out=Path("o"), trace=True, checkpoint=Path("c"),
+        resume=True, save_every=5, rewrap_at=(2, 4), evaluate=False,
+    )  # fmt: skip
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    assert train.configs_from(parser.parse_args(to_command_line(config)[1:])) == [config]
+
+
+def test_options_are_numbers_truths_or_words() -> None:
+    words = ["a=1", "b=0.5", "c=True", "d=none", "e='x=y'", "f=1e-3", "g=a/b"]
+    assert parse_options(words, "--o") == {
+        "a": 1, "b": 0.5, "c": True, "d": "none", "e": "x=y", "f": 1e-3, "g": "a/b",
+    }  # fmt: skip
+    for word in ("", "a", "=1", "a b=1"):
+        with pytest.raises(InvalidArgument, match="KEY=VALUE"):
+            parse_options([word], "--o")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scheme", "no-such"], "no scheme is called 'no-such'"),
+        (["--scheme", "plain", "--workload", "no-such"], "no workload is called 'no-such'"),
+        (["--scheme", "ddp", "--scheme-option", "a=1"], "takes no options"),
+        (["--scheme", "plain", "--scheme-option", "no_such=1"], "scheme 'plain'"),
+        (["--scheme", "plain", "--workload-option", "no_such=1"], "no_such"),
+        (["--scheme", "plain", "--resume"], "checkpoint"),
+        (["--scheme", "plain", "--steps", "0"], "steps=0"),
+        (["--scheme", "plain", "ddp", "--checkpoint", "x"], "one --scheme"),
+        (["--scheme", "plain", "--trace"], "out=RUN_DIR"),
+        (["--scheme", "plain", "--ranks", "0"], "ranks"),
+        (["--scheme", "plain", "--rate", "fast"], "rate"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_error(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert cli.main(["train", "--steps", "1", *arguments]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("gradwire train: ")
+    assert words in message
+
+
+def test_command_starts_ranks_and_writes_a_flat_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    options = [f"--workload-option={key}={value}" for key, value in TINY_GPT.items()]
+    arguments = ["train", "--scheme", "plain", "--ranks", "2", "--steps", "4", "--no-evaluate", *options]
+    assert cli.main([*arguments, "--out", str(tmp_path / "run"), "--json", str(tmp_path / "r.json"), "--trace"]) == 0
+    (record,) = json.loads((tmp_path / "r.json").read_text())
+    assert not any(isinstance(value, dict | list) for value in record.values())
+    assert record["network"] == "loopback"
+    assert record["loss"] == json.loads((tmp_path / "run" / "steps.jsonl").read_text().splitlines()[-1])["loss"]
+    assert json.loads((tmp_path / "run" / "trace-rank1.json").read_text())["traceEvents"]

@@ -18,7 +18,7 @@ from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_o
 from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
 from gradwire.schemes.low_rank.memory import load_memories, memories_by_name
 from gradwire.schemes.low_rank.plan import Plan, Plans
-from gradwire.schemes.plain import ring_bytes
+from gradwire.schemes.plain import all_reduce_plainly
 
 _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -240,7 +240,7 @@ class LowRank(Scheme):
         """After the last sum, at a point that all ranks share: compare fingerprints, redo what was not finite."""
         for work in self._works:
             if not ranks_agree(work.fingerprint):
-                name_mismatch(self.session.communicator, self.name, self.configuration_hash, work)
+                name_mismatch(self.session.communicator, self.preamble(work.bucket), work)
         for work in self._unfinite:
             if not self._n_redone:
                 _log.warning("gradwire %s: %s (step %d)", self.name, _FALLBACK, work.bucket.step)
@@ -249,14 +249,7 @@ class LowRank(Scheme):
             self._all_reduce_plainly(work)
 
     def _all_reduce_plainly(self, work: Work) -> None:
-        bucket, communicator = work.bucket, self.session.communicator
-        started = time.perf_counter_ns()
-        bucket.buffer.mul_(1.0 / communicator.world_size)
-        communicator.all_reduce(bucket.buffer)
-        bucket.record.add("communicate", started, time.perf_counter_ns())
-        n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
-        bucket.record.count_sent(n_bytes)
-        bucket.record.count_received(n_bytes)
+        all_reduce_plainly(self.session.communicator, work.bucket)
         self._close(work)
 
     def end_step(self, step: int) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Callable
 import torch
 
 from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator
+from gradwire.communicator import Communicator, ring_bytes
 from gradwire.errors import RankMismatch
-from gradwire.preamble import FORMAT_VERSION, Preamble, compare_preambles
+from gradwire.preamble import Preamble, compare_preambles
 from gradwire.schemes.low_rank.plan import Plan
-from gradwire.schemes.plain import ring_bytes
 
 _FINGERPRINT_BITS = 32
 
@@ -165,15 +164,10 @@ def ranks_agree(mean_fingerprint: torch.Tensor) -> bool:
     return bool(((mean_fingerprint == 0) | (mean_fingerprint == 1)).all())
 
 
-def name_mismatch(communicator: Communicator, scheme: str, configuration: int, work: Work) -> None:
+def name_mismatch(communicator: Communicator, preamble: Preamble, work: Work) -> None:
     """The full exchange after fingerprints differed; every rank calls it. Raises: RankMismatch, with field and ranks."""
     bucket = work.bucket
-    compare_preambles(
-        communicator,
-        Preamble(
-            FORMAT_VERSION, bucket.index, scheme, configuration, bucket.layout_hash, bucket.step, bucket.n_elements
-        ),
-    )
+    compare_preambles(communicator, preamble, bucket.record)
     crcs = communicator.all_gather(torch.tensor([work.plan.factor_crc])).view(-1).tolist()
     listing = ", ".join(f"rank {rank}: {crc:08x}" for rank, crc in enumerate(crcs))
     raise RankMismatch(

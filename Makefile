@@ -4,8 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
-# What ruff reads, as far as it is there.
-SOURCES := $(wildcard src tests examples fuzz)
+SOURCES := src tests examples
+CPP    := $(NATIVE) $(wildcard fuzz/*.cpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench setup native format clean
@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 bench: setup
 	$(BIN)/gradwire bench sweep --quick $(BENCH_ARGS)
@@ -38,7 +38,7 @@ bench: setup
 format: setup
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
-	$(BIN)/clang-format -i $(NATIVE)
+	$(BIN)/clang-format -i $(CPP)
 
 setup: $(STAMP)
 

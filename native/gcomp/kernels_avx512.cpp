@@ -124,45 +124,45 @@ class FieldWriter {
 };
 
 // Reads such fields back to bytes, a stretch ahead of their use. Never loads beyond the readable bytes: zeros follow.
-template <int kFieldBits, std::size_t kMaxFields>
+template <int kFieldBits>
 class FieldReader {
  public:
   explicit FieldReader(const SegmentSpan& segment)
       : in_(segment.data), n_readable_(static_cast<std::size_t>(segment.readable_end - segment.data)) {}
 
+  // So that at least n_fields <= kMaxAhead can be taken.
   void read_ahead(std::size_t n_fields) {
-    constexpr std::size_t kGroupBytes = 8 * kFieldBits;
-    while (n_read_ < n_used_ + n_fields) {
-      const std::uint64_t mask = first_n(std::min(kGroupBytes, n_readable_));
-      const __m512i bytes = _mm512_maskz_loadu_epi8(mask, in_);
+    n_dropped_ += n_used_;
+    const std::size_t n_left = n_ - n_used_;
+    for (std::size_t i = 0; i < n_left; i += 64) store512(buffer_ + i, load512(buffer_ + n_used_ + i));
+    n_used_ = 0;
+    for (n_ = n_left; n_ < n_fields; n_ += 64) {
+      const std::size_t n_bytes = std::min<std::size_t>(8 * kFieldBits, n_readable_);
+      const __m512i bytes = _mm512_maskz_loadu_epi8(first_n(n_bytes), in_);
       const __m512i fields =
           kFieldBits == 6 ? _mm512_multishift_epi64_epi8(load512(kSextetShifts.data()),
                                                          _mm512_permutexvar_epi8(load512(kSpread3.data()), bytes))
                           : _mm512_multishift_epi64_epi8(load512(kLevelShifts.data()),
                                                          _mm512_permutexvar_epi8(load512(kSpread2.data()), bytes));
-      store512(buffer() + n_read_, _mm512_and_si512(fields, _mm512_set1_epi8((1 << kFieldBits) - 1)));
-      const std::size_t n_bytes = std::min(kGroupBytes, n_readable_);
+      store512(buffer_ + n_, _mm512_and_si512(fields, _mm512_set1_epi8((1 << kFieldBits) - 1)));
       in_ += n_bytes;
       n_readable_ -= n_bytes;
-      n_read_ += 64;
     }
   }
   __m512i take(std::uint64_t keep) {
-    const __m512i fields = _mm512_maskz_expand_epi8(keep, load512(buffer() + n_used_));
+    const __m512i fields = _mm512_maskz_expand_epi8(keep, load512(buffer_ + n_used_));
     n_used_ += static_cast<std::size_t>(_mm_popcnt_u64(keep));
     return fields;
   }
-  std::uint64_t n_bits_used() const { return kFieldBits * static_cast<std::uint64_t>(n_used_); }
+  std::uint64_t n_bits_used() const { return kFieldBits * static_cast<std::uint64_t>(n_dropped_ + n_used_); }
+
+  static constexpr std::size_t kMaxAhead = kBlockValues * kSextets;
 
  private:
-  // A whole chunk's fields, read ahead at most one block: it is never wrapped around.
-  static std::uint8_t* buffer() {
-    static thread_local std::array<std::uint8_t, kMaxFields + kBlockValues * kSextets + 128> fields;
-    return fields.data();
-  }
   const std::uint8_t* in_;
   std::size_t n_readable_;
-  std::size_t n_read_ = 0, n_used_ = 0;
+  std::size_t n_ = 0, n_used_ = 0, n_dropped_ = 0;  // fields in the buffer, taken of them, and taken before them
+  std::uint8_t buffer_[2 * kMaxAhead + 128];        // what is left is below kMaxAhead + 64, and moves in whole vectors
 };
 
 template <bool kLevels>
@@ -201,12 +201,12 @@ SegmentBits pack_sextets(const std::uint8_t* values, const std::uint8_t* exponen
 template <bool kLevels>
 SegmentBits unpack_sextets(const std::uint8_t* exponents, std::size_t n, const SegmentSpan& levels,
                            const SegmentSpan& mantissas, std::uint8_t* values) {
-  FieldReader<2, kChunkValues> level_reader(levels);
-  FieldReader<6, kChunkValues * kSextets> sextet_reader(mantissas);
+  FieldReader<2> level_reader(levels);
+  FieldReader<6> sextet_reader(mantissas);
   for (std::size_t i = 0; i < n; i += kStep) {
     if (i % kBlockValues == 0) {
-      if constexpr (kLevels) level_reader.read_ahead(kBlockValues + 64);
-      sextet_reader.read_ahead(kBlockValues * kSextets + 64);
+      if constexpr (kLevels) level_reader.read_ahead(kBlockValues);
+      sextet_reader.read_ahead(kBlockValues * kSextets);
     }
     const std::uint64_t in_chunk = first_n(n - i);
     const __m512i exponent = _mm512_maskz_loadu_epi8(in_chunk, exponents + i);

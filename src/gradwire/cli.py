@@ -9,7 +9,7 @@ import sys
 from gradwire import __version__
 from gradwire.errors import GradwireError
 
-# name: (module, one-line help). Modules load only when called.
+# name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("gradwire.demo", "train a small GPT with plain DDP and with GComp, and compare them"),
     "train": ("gradwire.train", "train a workload with a scheme, on this machine or under torchrun"),
@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
             module = importlib.import_module(module_path)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.errors import InvalidArgument
+from gradwire.telemetry.report.inputs import describe_network
 from gradwire.train import check, parse_options, run_ranks
 from gradwire.training import TrainConfig
 from gradwire.training.display import format_bytes, format_ms
@@ -77,7 +78,7 @@ def make_table(summaries: list[dict[str, Any]], losses: list[list[float]]) -> Ta
     """The two runs side by side."""
     baseline, compared = summaries
     table = Table(title=f"{compared['workload']}, {compared['ranks']} ranks, {compared['n_steps']} steps, "
-                  f"{compared['n_parameters']:,} parameters, {compared['network']}", title_justify="left")  # fmt: skip
+                  f"{compared['n_parameters']:,} parameters, {describe_network(compared)}", title_justify="left")  # fmt: skip
     table.add_column("")
     for summary in summaries:
         table.add_column(str(summary["scheme"]), justify="right")
@@ -92,7 +93,7 @@ def make_table(summaries: list[dict[str, Any]], losses: list[list[float]]) -> Ta
     add("loss, last step", [f"{curve[-1]:.7f}" for curve in losses])
     for key in ("held_out_loss", "accuracy"):
         if key in baseline:
-            add(key.replace("_", "-"), [f"{summary[key]:.5f}" for summary in summaries])
+            add(key.replace("_", " "), [f"{summary[key]:.5f}" for summary in summaries])
     deviations = [abs(ours - theirs) for theirs, ours in zip(*losses, strict=True)]
     add("deviation of the loss, largest", ["", f"{max(deviations):.2e}"])
     add("deviation of the loss, mean", ["", f"{sum(deviations) / len(deviations):.2e}"])

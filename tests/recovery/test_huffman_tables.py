@@ -37,12 +37,15 @@ def test_every_table_is_a_complete_code_with_an_escape_where_one_is_needed(count
     assert (lengths[-1] > 0) == (0 in lengths[:-1])
 
 
-@given(st.one_of(counts_256, sparse_256))
+@given(sparse_256)
 def test_table_costs_little_more_than_the_unlimited_huffman_code(counts: list[int]) -> None:
-    """Under one bit in 20: what the escape and the limit of 11 bits cost, at the worst of many symbols."""
-    native = _native.huffman_native_lengths(torch.tensor(counts, dtype=torch.int64))
-    best = sum(n * length for n, length in zip(counts, native, strict=True))
-    assert bits_of(counts, table_of(counts).lengths) <= 1.05 * best + 0.05 * sum(counts) + 20
+    """With an escape of weight 1 among them, at most 41 symbols under 11 bits lose less than 0.11 bits a value.
+
+    The bound is Milidiu and Laber's: 1 / (phi^(L - log2(n + log2 n - L) - 1) - 1).
+    """
+    native = _native.huffman_native_lengths(torch.tensor([*counts, 1], dtype=torch.int64))
+    best = sum(n * length for n, length in zip([*counts, 1], native, strict=True))
+    assert bits_of(counts, table_of(counts).lengths) <= best + 0.11 * (sum(counts) + 1)
 
 
 @given(sparse_256)

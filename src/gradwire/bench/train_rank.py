@@ -39,6 +39,8 @@ class TrainBench:
         self.args, self.workload, self.specs = args, workload, specs
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._environment = describe_environment()
+        self._shared_s: float | None = None
+        self._records: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:
         """Train every contender; returns the records, on every rank."""
@@ -86,18 +88,20 @@ class TrainBench:
             done += n_steps
         losses = [self._mean_over_ranks(contender.losses) for contender in contenders]
         clocks = [self._wall_clock(contender) for contender in contenders]
-        shared_s = min(clock[-1] for clock in clocks)
+        # Run one after another, later contenders are compared at the end of the first, usually DDP.
+        shared_s = self._shared_s = self._shared_s or min(clock[-1] for clock in clocks)
         records = [
             self._record(counter, loss, clock, shared_s, is_interleaved)
             for counter, loss, clock in zip(counters, losses, clocks, strict=True)
         ]
         for contender in contenders:
             contender.close()
+        self._records += records
         if self.rank == 0:
             if self.args.log:
                 RecordLog(self.args.log).append(records)
             else:
-                write_results(self.args, records)
+                write_results(self.args, self._records)
         return records
 
     def _mean_over_ranks(self, values: Sequence[float]) -> list[float]:

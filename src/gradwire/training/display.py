@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gradwire.telemetry.report.inputs import describe_network
 from gradwire.training.config import TrainConfig
 
 
@@ -54,7 +55,9 @@ class ProgressDisplay:
 def print_summary(summary: dict[str, Any]) -> None:
     """The table at the end of a run."""
     table = Table(
-        title=f"{summary['workload']} with {summary['scheme']}, {summary['ranks']} ranks", title_justify="left"
+        title=f"{summary['workload']} with {summary['scheme']}, {summary['ranks']} ranks",
+        title_justify="left",
+        show_header=False,
     )
     table.add_column("")
     table.add_column("", justify="right")
@@ -70,7 +73,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", str(summary["n_steps"])),
         ("parameters", f"{summary['n_parameters']:,}"),
         ("data, compute", f"{summary['data']}, {summary['compute']}"),
-        ("network", str(summary.get("network", "?"))),
+        ("network", describe_network(summary)),
         (f"bytes sent per step and rank{computed}", format_bytes(summary["wire_bytes"])),
         ("ratio to a float32 ring", f"{summary['ratio']:.4f}"),
         ("iteration time, median", format_ms(summary["iteration_s"])),
@@ -79,7 +82,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss, last step", f"{summary['loss']:.6f}"),
         ("loss, mean of last 10", f"{summary['loss_last_10']:.6f}"),
     ]
-    rows += [(key, f"{summary[key]:.4f}") for key in ("held_out_loss", "accuracy", "exact") if key in summary]
+    rows += [
+        (key.replace("_", " "), f"{summary[key]:.4f}")
+        for key in ("held_out_loss", "accuracy", "exact")
+        if key in summary
+    ]
     if summary["n_fallbacks"]:
         rows.append(("fallbacks", f"{summary['n_fallbacks']:.0f}"))
     equal = "equal on all ranks" if summary["replicas_equal"] else "NOT equal on all ranks"

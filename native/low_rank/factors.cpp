@@ -17,7 +17,7 @@ constexpr std::size_t kTaskRows = 64;
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
-  if (simd_level() == SimdLevel::avx2) return kAvx2;
+  if (simd_level() >= SimdLevel::avx2) return kAvx2;
 #endif
   return kPortable;
 }

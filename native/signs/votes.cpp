@@ -57,7 +57,7 @@ void vote(const Ballot& ballot, std::size_t n_elements, void* values) {
 
 const Kernels& kernels_for(Dtype dtype) {
 #if defined(__x86_64__)
-  if (simd_level() == SimdLevel::avx2) return kAvx2[static_cast<int>(dtype)];
+  if (simd_level() >= SimdLevel::avx2) return kAvx2[static_cast<int>(dtype)];
 #endif
   return kPortable[static_cast<int>(dtype)];
 }

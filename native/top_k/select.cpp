@@ -72,7 +72,7 @@ std::pair<std::size_t, std::size_t> find_threshold(const std::vector<std::size_t
 std::vector<std::int32_t> gather(std::span<const float> values, std::uint32_t lowest, std::size_t at_least) {
   auto gather_task = gather_portable;
 #if defined(__x86_64__)
-  if (simd_level() == SimdLevel::avx2) gather_task = gather_avx2;
+  if (simd_level() >= SimdLevel::avx2) gather_task = gather_avx2;
 #endif
   std::vector<std::vector<std::int32_t>> parts((values.size() + kTaskElements - 1) / kTaskElements);
   for_tasks(values.size(), [&](std::size_t task, std::size_t begin, std::size_t n) {

@@ -94,8 +94,8 @@ def follow(rank: int, world_size: int, scheme: str, options: dict[str, Any], n_s
     state = driver.scheme.state_dict()
     for i, oracle in oracles.items():
         if feedback:
-            assert np.allclose(state["errors"][f"p{i}"].numpy(), oracle.errors[rank], rtol=1e-3, atol=5e-4), i
-    assert len(state["errors"]) == (len(oracles) if feedback else 0)
+            assert np.allclose(state["residuals"][f"p{i}"].numpy(), oracle.errors[rank], rtol=1e-3, atol=5e-4), i
+    assert len(state["residuals"]) == (len(oracles) if feedback else 0)
     driver.close()
     return {"results": torch.stack(digest), "factors": state["factors"]}
 
@@ -140,7 +140,7 @@ def full_rank(rank: int, world_size: int, scheme: str) -> None:
         (result,) = driver.reduce([everyone[rank]])
         assert torch.allclose(result, torch.stack(everyone).mean(0), atol=2e-5)
     if scheme == "acp-sgd":  # its error is local; Power-SGD's holds what this rank's gradient differs from the mean
-        assert driver.scheme.state_dict()["errors"]["p0"].abs().max() < 2e-5
+        assert driver.scheme.state_dict()["residuals"]["p0"].abs().max() < 2e-5
     driver.close()
 
 
@@ -156,7 +156,7 @@ def conserve(rank: int, world_size: int, scheme: str, factor_dtype: str) -> dict
         parameters_of(),
         LAYOUTS[0],
     )
-    history: dict[str, list] = {"gradients": [], "results": [], "errors": []}
+    history: dict[str, list] = {"gradients": [], "results": [], "residuals": []}
     for step in range(6):
         if step == 4:
             driver.bucket_sizes = LAYOUTS[1]
@@ -170,10 +170,12 @@ def conserve(rank: int, world_size: int, scheme: str, factor_dtype: str) -> dict
         history["gradients"].append(gradients)
         history["results"].append([result / driver.loss_scale for result in results])
         state = driver.scheme.state_dict()
-        history["errors"].append(state["errors"])
+        history["residuals"].append(state["residuals"])
         if step == 4:
             assert not results[0].any()
-            assert torch.equal(state["errors"]["p0"], history["errors"][3]["p0"])  # bit by bit, across the rebuild
+            assert torch.equal(
+                state["residuals"]["p0"], history["residuals"][3]["p0"]
+            )  # bit by bit, across the rebuild
     driver.close()
     return history
 
@@ -191,7 +193,7 @@ def test_results_and_errors_conserve_the_gradients_across_a_rebuild(scheme: str,
         for step in range(6):
             mean_gradient = np.mean([matrix(history["gradients"][step][i]) for history in histories], axis=0)
             new, old = (
-                np.mean([history["errors"][s][f"p{i}"].double().numpy() for history in histories], axis=0)
+                np.mean([history["residuals"][s][f"p{i}"].double().numpy() for history in histories], axis=0)
                 if s >= 0
                 else 0.0
                 for s in (step, step - 1)

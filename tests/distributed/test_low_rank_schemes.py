@@ -216,7 +216,7 @@ def overflow(rank: int, world_size: int, scheme: str) -> None:
             (loss_of(ddp, rank, 99) * (float("inf") if rank == 1 else 1.0)).backward()
             assert not gradients(ddp).isfinite().all()
             after = attachment.state_dict()["state"]
-            for kind in ("errors", "factors"):
+            for kind in ("residuals", "factors"):
                 assert before[kind].keys() == after[kind].keys()
                 for name, tensor in before[kind].items():
                     assert torch.equal(tensor, after[kind][name]), (kind, name)
@@ -299,7 +299,7 @@ def resume(rank: int, world_size: int, scheme: str, steps_before: int) -> None:
         saved = io.BytesIO()
         torch.save(attachment.state_dict(), saved)  # loading and saving again loses nothing
         run_steps(ddp, optimizer, rank, range(steps_before, steps_before + 5))
-        results.append((flat(ddp), attachment.state_dict()["state"]["errors"]))
+        results.append((flat(ddp), attachment.state_dict()["state"]["residuals"]))
         attachment.close()
     assert torch.equal(results[0][0], results[1][0])
     for name, error in results[0][1].items():
@@ -330,8 +330,8 @@ def refuse(rank: int, world_size: int) -> None:
     wider = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24)))
     load(wider, schemes.by_name("acp-sgd", rank=3), saved, "has no such parameter")
     reshaped = copy.deepcopy(saved)
-    errors = reshaped["state"]["errors"]
-    errors["hidden.0.weight"] = torch.zeros(3, 3)
+    residuals = reshaped["state"]["residuals"]
+    residuals["hidden.0.weight"] = torch.zeros(3, 3)
     load(build()[0], schemes.by_name("acp-sgd", rank=3), reshaped, "expected \\(24, 24\\)")
     load(build()[0], schemes.by_name("acp-sgd", rank=3), {**saved, "state": {}}, "lacks is_step_for_p")
 

@@ -16,8 +16,8 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme, Session
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
 from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
-from gradwire.schemes.low_rank.memory import load_memories, memories_by_name
 from gradwire.schemes.low_rank.plan import Plan, Plans
+from gradwire.schemes.low_rank.state import load_states, states_by_name
 from gradwire.schemes.plain import all_reduce_plainly
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class LowRank(Scheme):
         buffer_mb: tensor fusion: buffers are summed when they hold what stands for this much gradient (MiB x the
             model's compression rate). 0: every tensor alone; inf: all at the end. Buffers join successive buckets, and
             what fills early is sent early; for compression in smaller portions lower DDP's own bucket_cap_mb.
-        factor_dtype: "float32" or "bfloat16", of everything on the wire. Rounding of factors is fed back as error,
+        factor_dtype: "float32" or "bfloat16", of everything on the wire. Rounding of factors is fed back,
             that of uncompressed parameters is not.
         seed: of the factors that training starts with; the same on all ranks.
     """
@@ -177,13 +177,13 @@ class LowRank(Scheme):
         plan = self._plans.make(bucket)
         for group in plan.groups:
             incoming = self._incoming(group)
-            for memory, key, factor in zip(group.memories, group.keys, incoming, strict=True):
-                if memory.factor is None:
+            for state, key, factor in zip(group.states, group.keys, incoming, strict=True):
+                if state.factor is None:
                     factor.copy_(draw_factor(self.seed, key, 0, *factor.shape))
                     self._prepare(factor[None])
                 else:
-                    factor.copy_(memory.factor)
-                memory.factor = factor
+                    factor.copy_(state.factor)
+                state.factor = factor
         plan.sign_factors(self._incoming)
         return plan
 
@@ -253,7 +253,7 @@ class LowRank(Scheme):
         self._close(work)
 
     def end_step(self, step: int) -> None:
-        """Make errors and factors of this step those of the next, unless a bucket was not finite on some rank."""
+        """Make residuals and factors of this step those of the next, unless a bucket was not finite on some rank."""
         if step < self.start_step or self.session.communicator.world_size == 1 or self._unfinite:
             return
         record = self.session.recorder.open_bucket(step, -1, 0)
@@ -262,7 +262,7 @@ class LowRank(Scheme):
         for plan in plans:
             for group in plan.groups:
                 if self.error_feedback:
-                    group.commit_errors()
+                    group.commit_residuals()
                 self._commit_factors(group, step)
         self._end_of_commit()
         for plan in plans:
@@ -282,7 +282,7 @@ class LowRank(Scheme):
     def stats(self) -> dict[str, Any]:
         """Matrices compressed, elements sent / elements by side, buffers summed, buckets redone uncompressed."""
         return {
-            "n_matrices": len(self._plans.memories),
+            "n_matrices": len(self._plans.states),
             "compression_rate_p": self._plans.rate_of("p"),
             "compression_rate_q": self._plans.rate_of("q"),
             "n_fused_buffers": self._fusion.n_buffers,
@@ -290,13 +290,13 @@ class LowRank(Scheme):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return memories_by_name(self._plans.memories, self.session.names)
+        return states_by_name(self._plans.states, self.session.names)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument (another model or rank, fields missing)."""
-        memories = load_memories(state, self.session.names, self._shape_of, self._sides_in(state))
-        self._plans.memories.clear()
-        self._plans.memories.update(memories)
+        states = load_states(state, self.session.names, self._shape_of, self._sides_in(state))
+        self._plans.states.clear()
+        self._plans.states.update(states)
         self._plans.forget_layouts()
 
     def _sides_in(self, state: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Parameters as matrices, and what outlasts a step for each: its error and the factor that comes in next."""
+"""Parameters as matrices, and what outlasts a step for each: its residual and the factor that comes in next."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def matrix_shape(parameter: torch.Tensor, rank: int, min_compression_rate: float
 
 
 @dataclass
-class MatrixMemory:
+class MatrixState:
     """What one matrix keeps between steps.
 
     Attributes:
         factor: (rank, n_rows or n_columns) float32, the incoming factor transposed; None: not drawn yet.
-        error: (n_rows, n_columns) float32, what compression left out; None: nothing yet.
-        error_scale: the loss scale that `error` still carries; the true error is error / error_scale.
+        residual: (n_rows, n_columns) float32, what compression left out; None: nothing yet.
+        residual_scale: the loss scale that `residual` still carries; the true one is residual / residual_scale.
     """
 
     factor: torch.Tensor | None = None
-    error: torch.Tensor | None = None
-    error_scale: float = 1.0
+    residual: torch.Tensor | None = None
+    residual_scale: float = 1.0
 
 
 def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> torch.Tensor:
@@ -83,15 +83,13 @@ class Group:
 
     Attributes:
         p: (k, rank, n_rows), q: (k, rank, n_columns): the factors, transposed. Row after row they are contiguous.
-        corrected: (k, n_rows, n_columns): gradient + error; after `subtract_...` the new error.
+        corrected: (k, n_rows, n_columns): gradient + residual; after `subtract_...` the new residual.
     """
 
-    def __init__(self, shape: MatrixShape, members: Sequence[tuple[torch.Tensor, int, str, MatrixMemory]]) -> None:
-        """`members`: parameter, offset in the bucket, key and memory of each matrix."""
+    def __init__(self, shape: MatrixShape, members: Sequence[tuple[torch.Tensor, int, str, MatrixState]]) -> None:
+        """`members`: parameter, offset in the bucket, key and state of each matrix."""
         self.shape = shape
-        self.parameters, self.offsets, self.keys, self.memories = (
-            list(column) for column in zip(*members, strict=True)
-        )
+        self.parameters, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
         n = len(members)
         self.p = torch.empty(n, shape.rank, shape.n_rows)
         self.q = torch.empty(n, shape.rank, shape.n_columns)
@@ -101,24 +99,24 @@ class Group:
         self._loss_scale = 1.0
 
     def correct(self, bucket: Bucket, loss_scale: float) -> None:
-        """corrected = gradient + error, both multiplied by `loss_scale`; `bucket` stays as it is.
+        """corrected = gradient + residual, both multiplied by `loss_scale`; `bucket` stays as it is.
 
-        A matrix whose gradient is all zero on this rank (an unused parameter) sends nothing and keeps its error: if it
-        is unused everywhere, DDP throws the result away, and with it would go the error.
+        A matrix whose gradient is all zero on this rank (an unused parameter) sends nothing and keeps its residual: if
+        it is unused everywhere, DDP throws the result away, and the residual would go with it.
         """
         self._withheld.clear()
         self._loss_scale = loss_scale
-        for i, memory in enumerate(self.memories):
+        for i, state in enumerate(self.states):
             gradient, corrected = self.view_in(bucket.buffer, i), self.corrected[i]
-            if memory.error is None:
+            if state.residual is None:
                 corrected.copy_(gradient)
             elif not _has_values(gradient):
                 self._withheld.append(i)
                 corrected.zero_()
             elif gradient.dtype == torch.float32:
-                torch.add(gradient, memory.error, alpha=loss_scale / memory.error_scale, out=corrected)
+                torch.add(gradient, state.residual, alpha=loss_scale / state.residual_scale, out=corrected)
             else:
-                corrected.copy_(gradient).add_(memory.error, alpha=loss_scale / memory.error_scale)
+                corrected.copy_(gradient).add_(state.residual, alpha=loss_scale / state.residual_scale)
 
     def view_in(self, flat: torch.Tensor, i: int) -> torch.Tensor:
         """(n_rows, n_columns): matrix i in a tensor that is laid out as the bucket."""
@@ -137,7 +135,7 @@ class Group:
                 out.copy_(product)
 
     def subtract_product(self) -> None:
-        """corrected -= P Q^T, which makes it the new error against the factors as they stand."""
+        """corrected -= P Q^T, which makes it the new residual against the factors as they stand."""
         for i in range(len(self.parameters)):
             _native.multiply_factors(
                 self.p[i].view(-1), self.q[i].view(-1), self.shape.rank, True, self.corrected[i].view(-1)
@@ -145,21 +143,21 @@ class Group:
         self._keep_withheld()
 
     def subtract_result(self, flat: torch.Tensor) -> None:
-        """corrected -= what lies in the bucket, which makes it the new error against the aggregate."""
+        """corrected -= what lies in the bucket, which makes it the new residual against the aggregate."""
         for i in range(len(self.parameters)):
             self.corrected[i].sub_(self.view_in(flat, i))
         self._keep_withheld()
 
     def _keep_withheld(self) -> None:
         for i in self._withheld:
-            memory = self.memories[i]
-            assert memory.error is not None
-            self.corrected[i].add_(memory.error, alpha=self._loss_scale / memory.error_scale)
+            state = self.states[i]
+            assert state.residual is not None
+            self.corrected[i].add_(state.residual, alpha=self._loss_scale / state.residual_scale)
 
-    def commit_errors(self) -> None:
-        """Make what stands in `corrected` the errors; the stack of the old ones serves the next step."""
-        for memory, error in zip(self.memories, self.corrected, strict=True):
-            memory.error, memory.error_scale = error, self._loss_scale
+    def commit_residuals(self) -> None:
+        """Make what stands in `corrected` the residuals; the stack of the old ones serves the next step."""
+        for state, residual in zip(self.states, self.corrected, strict=True):
+            state.residual, state.residual_scale = residual, self._loss_scale
         self.corrected, self._spare = (
             torch.empty_like(self.corrected) if self._spare is None else self._spare,
             self.corrected,
@@ -167,8 +165,8 @@ class Group:
 
     def commit_factors(self, factors: torch.Tensor) -> None:
         """Make `factors` (k, rank, n) what comes in next."""
-        for memory, factor in zip(self.memories, factors, strict=True):
-            memory.factor = factor
+        for state, factor in zip(self.states, factors, strict=True):
+            state.factor = factor
 
 
 def _has_values(gradient: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from gradwire import _native
 from gradwire.bucket import Bucket
-from gradwire.schemes.low_rank.matrices import Group, MatrixMemory, MatrixShape
+from gradwire.schemes.low_rank.matrices import Group, MatrixShape, MatrixState
 
 
 class DenseRange(NamedTuple):
@@ -39,7 +39,7 @@ class Plan:
 
 
 class Plans:
-    """A plan for every bucket layout in use, and the memory of every matrix: by parameter, as buckets are rebuilt.
+    """A plan for every bucket layout in use, and the state of every matrix: by parameter, as buckets are rebuilt.
 
     Also how much the model shrinks, for the size of fused buffers.
     """
@@ -50,7 +50,7 @@ class Plans:
         self._shape_of, self._key_of = shape_of, key_of
         self._plans: list[Plan] = []
         self._keys: dict[torch.Tensor, str] = {}
-        self.memories: dict[torch.Tensor, MatrixMemory] = {}
+        self.states: dict[torch.Tensor, MatrixState] = {}
         self.n_elements = 0
         self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
 
@@ -69,14 +69,14 @@ class Plans:
 
     def make(self, bucket: Bucket) -> Plan:
         """A new plan; plans that share a parameter with it are of an old layout, and go."""
-        groups: dict[MatrixShape, list[tuple[torch.Tensor, int, str, MatrixMemory]]] = {}
+        groups: dict[MatrixShape, list[tuple[torch.Tensor, int, str, MatrixState]]] = {}
         dense: list[DenseRange] = []
         for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             shape = self._shape_of(parameter)
             key = self._count(parameter, shape)
             if shape is not None:
-                memory = self.memories.setdefault(parameter, MatrixMemory())
-                groups.setdefault(shape, []).append((parameter, offset, key, memory))
+                state = self.states.setdefault(parameter, MatrixState())
+                groups.setdefault(shape, []).append((parameter, offset, key, state))
             elif parameter.numel():
                 dense.append(DenseRange(offset, offset + parameter.numel()))
         if not bucket.parameters and bucket.n_elements:  # a plain tensor
@@ -88,7 +88,7 @@ class Plans:
         return plan
 
     def forget_layouts(self) -> None:
-        """Build all plans anew from the memories."""
+        """Build all plans anew from the states."""
         self._plans.clear()
 
     def rate_of(self, side: str) -> float:

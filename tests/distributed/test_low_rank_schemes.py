@@ -312,61 +312,6 @@ def test_resumed_run_continues_bit_by_bit(scheme: str, steps_before: int) -> Non
     run_ranks(resume, 2, scheme, steps_before)
 
 
-def refuse(rank: int, world_size: int) -> None:
-    ddp, optimizer = build()
-    attachment = gradwire.attach(ddp, optimizer, schemes.by_name("acp-sgd", rank=3))
-    run_steps(ddp, optimizer, rank, range(2))
-    saved = attachment.state_dict()
-    attachment.close()
-
-    def load(model: DistributedDataParallel, scheme: Any, state: dict, match: str) -> None:
-        other = gradwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), scheme)
-        with pytest.raises(gradwire.InvalidArgument, match=match):
-            other.load_state_dict(state)
-        other.close()
-
-    load(build()[0], schemes.by_name("acp-sgd", rank=4), saved, "rank: 3 saved, 4 now")
-    load(build()[0], "power-sgd", saved, "written by scheme 'acp-sgd'")
-    wider = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24)))
-    load(wider, schemes.by_name("acp-sgd", rank=3), saved, "has no such parameter")
-    reshaped = copy.deepcopy(saved)
-    residuals = reshaped["state"]["residuals"]
-    residuals["hidden.0.weight"] = torch.zeros(3, 3)
-    load(build()[0], schemes.by_name("acp-sgd", rank=3), reshaped, "expected \\(24, 24\\)")
-    load(build()[0], schemes.by_name("acp-sgd", rank=3), {**saved, "state": {}}, "lacks is_step_for_p")
-
-
-def test_state_of_another_rank_scheme_or_model_is_refused() -> None:
-    run_ranks(refuse, 2)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"rank": 0}, "rank must be"),
-        ({"rank": -1}, "rank must be"),
-        ({"rank": 2.0}, "rank must be"),
-        ({"rank": True}, "rank must be"),
-        ({"min_compression_rate": -1}, "min_compression_rate"),
-        ({"min_compression_rate": float("nan")}, "min_compression_rate"),
-        ({"start_step": -1}, "start_step"),
-        ({"buffer_mb": -1}, "buffer_mb"),
-        ({"buffer_mb": float("nan")}, "buffer_mb"),
-        ({"factor_dtype": "float16"}, "float32, bfloat16"),
-        ({"ranks": 3}, "ranks"),
-    ],
-)
-def test_options_out_of_range_are_refused(scheme: str, options: dict[str, Any], match: str) -> None:
-    with pytest.raises(gradwire.InvalidArgument, match=match):
-        schemes.by_name(scheme, **options)
-
-
-def test_overlap_of_power_sgd_is_a_scheme_of_its_own() -> None:
-    with pytest.raises(gradwire.InvalidArgument, match="power-sgd-overlap"):
-        schemes.by_name("power-sgd", overlap=True)
-
-
 def spoil_factor(rank: int, world_size: int, scheme: str) -> str:
     ddp, optimizer = build()
     attachment = gradwire.attach(ddp, optimizer, scheme)

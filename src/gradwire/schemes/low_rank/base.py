@@ -83,6 +83,7 @@ class LowRank(Scheme):
         self._uncompressed: list[Work] = []  # of these, the ones that wait for the end of the backward pass
         self._works: list[Work] = []  # all compressed buckets of this step, in order
         self._unfinite: list[Work] = []
+        self._is_concluded = False
         self._n_redone = 0
 
     @property
@@ -159,6 +160,7 @@ class LowRank(Scheme):
         self._uncompressed.clear()
         self._unfinite.clear()
         self._works.clear()
+        self._is_concluded = False
         self._fusion.drop()
 
     @abstractmethod
@@ -222,6 +224,9 @@ class LowRank(Scheme):
         self._close(work)
 
     def _close(self, work: Work) -> None:
+        """Complete the bucket's future; that of the last one stands for the whole step, and waits for `_conclude`."""
+        if work in self._works and work.bucket.is_last and not self._is_concluded:
+            return
         self._open.remove(work)
         work.done.set_result(work.bucket.buffer)
 
@@ -247,6 +252,8 @@ class LowRank(Scheme):
             self._n_redone += 1
             work.bucket.record.fallbacks.append(_FALLBACK)
             self._all_reduce_plainly(work)
+        self._is_concluded = True
+        self._close(self._works[-1])
 
     def _all_reduce_plainly(self, work: Work) -> None:
         all_reduce_plainly(self.session.communicator, work.bucket)

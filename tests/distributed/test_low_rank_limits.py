@@ -1,4 +1,4 @@
-"""Low-rank schemes refuse what they cannot serve: options out of range, and states of another rank, scheme or model."""
+"""Low-rank schemes serve ranks with uneven inputs, and refuse options out of range and states that do not fit."""
 
 from __future__ import annotations
 
@@ -28,6 +28,25 @@ def run_steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps
         optimizer.zero_grad()
         ddp(torch.randn(4, 24, generator=torch.Generator().manual_seed(9 * step + rank))).square().mean().backward()
         optimizer.step()
+
+
+def train_unevenly(rank: int, world_size: int, scheme: str) -> torch.Tensor:
+    """Rank r has 3 + r batches; those that are done shadow the reductions of the others."""
+    ddp, optimizer = build()
+    attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
+    with ddp.join():
+        run_steps(ddp, optimizer, rank, range(3 + rank))
+    assert attachment.step == 3 + world_size - 1
+    attachment.close()
+    return torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ranks_with_fewer_batches_join_and_end_with_the_same_parameters(scheme: str) -> None:
+    first, *others = run_ranks(train_unevenly, 3, scheme)
+    assert first.isfinite().all()
+    for other in others:
+        assert torch.equal(other, first)
 
 
 def refuse(rank: int, world_size: int) -> None:

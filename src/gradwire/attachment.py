@@ -53,8 +53,9 @@ class Attachment:
         return self._state.step
 
     def stats(self) -> dict[str, Any]:
-        """Totals since attaching (bytes, times, fallbacks) and the scheme's own figures."""
-        self._state.wait_until_idle()
+        """Totals since attaching (bytes, times, fallbacks) and the scheme's own figures; also after `close`."""
+        if not self._state.closed:
+            self._state.wait_until_idle()
         return {
             "scheme": self._state.scheme.name,
             "world_size": self._state.communicator.world_size,

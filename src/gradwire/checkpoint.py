@@ -13,12 +13,12 @@ _FIELDS = {"version": int, "scheme": str, "configuration": dict, "world_size": i
 
 def state_of(hook_state: HookState) -> dict[str, Any]:
     """Tensors and plain values only, so that torch.load(weights_only=True) reads it."""
+    hook_state.wait_until_idle()
     if hook_state.module is None:
         raise InvalidArgument(
             "state_dict() names parameters as the module does, and this HookState was made without one; "
             "pass HookState(scheme, module=model)"
         )
-    hook_state.wait_until_idle()
     return {
         "version": STATE_VERSION,
         "scheme": hook_state.scheme.name,

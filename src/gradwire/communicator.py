@@ -1,8 +1,11 @@
-"""The Communicator: a process group of gradwire's own, and one ordered background lane on which it is used.
+"""The Communicator: a Gloo group of gradwire's own, and one ordered background lane on which it is used.
 
 The group is separate from the one DDP uses, so that gradwire's messages never interleave with DDP's own broadcasts. All
 communication of a rank runs on one lane thread in the order of submission, which is the same on all ranks; the training
 thread goes on with the backward pass meanwhile.
+
+The group is made without `dist.new_group`, which either takes every rank of the world to call it, or names the group by
+how many groups each rank is in, so that ranks in unequally many subgroups wait for each other under different names.
 
 Failures: a rank that fails notes why in the store that all ranks share, then breaks its connections; every peer that
 waits for it, directly or round the ring, wakes at once, reads the note and raises the same error. A rank that dies
@@ -11,14 +14,17 @@ leaves no note: its peers raise PeerLost.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import hashlib
 import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +38,8 @@ _SILENT_TAG = 1 << 20
 # A failing rank writes its note before it breaks its connections, so the note is there when the break is felt; the wait
 # only covers the store's own latency.
 _NOTE_WAIT_S = 2.0
+# A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
+_EXIT_WAIT_S = 0.5
 
 
 class Communicator:
@@ -41,7 +49,7 @@ class Communicator:
         group: the ranks to talk to (default: all). gradwire makes a Gloo group of its own over the same ranks, so the
             constructor is collective: every rank of `group` calls it.
         timeout_s: how long to wait for a peer before PeerLost.
-    Raises: InvalidArgument (torch.distributed not initialised, timeout not positive).
+    Raises: InvalidArgument (torch.distributed not initialised, timeout not positive), PeerLost (a rank did not come).
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -53,25 +61,40 @@ class Communicator:
             raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.group = _take_group(members, timeout_s)
-        self.rank = dist.get_rank(self.group)
-        self.world_size = dist.get_world_size(self.group)
-        self._global_rank = members
-        self._note_key = f"gradwire/failure/{self.group.group_name}"
+        self.rank = members.index(dist.get_rank())
+        self.world_size = len(members)
         self._store = dist.distributed_c10d._get_default_store()
+        self._name = _name_group(members)
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
+        try:
+            with self._naming_peer(None):
+                self._group: Any = dist.ProcessGroupGloo(  # torch's annotations lack its collectives
+                    dist.distributed_c10d.PrefixStore(self._name, self._store),
+                    self.rank,
+                    self.world_size,
+                    timedelta(seconds=timeout_s),
+                )
+        except PeerLost as error:
+            raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[tuple[torch.futures.Future, Callable[..., Any], tuple] | None]
         self._tasks = queue.SimpleQueue()
+        self._closed = False
         self._lane = threading.Thread(target=self._run_lane, name="gradwire-lane", daemon=True)
         self._lane.start()
+        _open_communicators.add(self)
 
     # ---- the lane
 
     def submit(self, task: Callable[..., Any], *args: Any) -> torch.futures.Future:
-        """Run task(*args) on the lane after everything submitted before; the future holds its result or its error."""
+        """Run task(*args) on the lane after everything submitted before; the future holds its result or its error.
+
+        Raises: InvalidArgument (closed).
+        """
+        if self._closed:
+            raise InvalidArgument("this attachment is closed: attach a scheme again first")
         future: torch.futures.Future = torch.futures.Future()
         self._tasks.put((future, task, args))
         return future
@@ -96,15 +119,13 @@ class Communicator:
     def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start sending a contiguous CPU tensor to group rank `peer`."""
         with self._naming_peer(peer):
-            work = dist.isend(tensor, self._global_rank[peer], group=self.group, tag=tag)
-        assert work is not None
+            work: dist.Work = self._group.send([tensor], peer, tag)
         return work
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start receiving exactly `tensor`'s bytes from group rank `peer`."""
         with self._naming_peer(peer):
-            work = dist.irecv(tensor, self._global_rank[peer], group=self.group, tag=tag)
-        assert work is not None
+            work: dist.Work = self._group.recv([tensor], peer, tag)
         return work
 
     def wait(self, work: dist.Work, peer: int) -> None:
@@ -115,14 +136,13 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce `tensor` in place over all ranks. Raises: PeerLost."""
         with self._naming_peer(None):
-            dist.all_reduce(tensor, op=op, group=self.group)
+            self._group.allreduce([tensor], op).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future:
         """Start reducing `tensor` in place over all ranks; `finish` the future before touching the tensor."""
         with self._naming_peer(None):
-            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
-        assert work is not None
-        return work.get_future()
+            future: torch.futures.Future = self._group.allreduce([tensor], op).get_future()
+        return future
 
     def finish(self, started: torch.futures.Future) -> None:
         """Wait for a started collective. Raises: PeerLost."""
@@ -133,7 +153,7 @@ class Communicator:
         """(world, n): every rank's `tensor` (n,), by rank. Raises: PeerLost."""
         gathered = torch.empty((self.world_size, tensor.numel()), dtype=tensor.dtype)
         with self._naming_peer(None):
-            dist.all_gather(list(gathered.unbind(0)), tensor, group=self.group)
+            self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
         return gathered
 
     def next_stream(self) -> int:
@@ -190,8 +210,8 @@ class Communicator:
         standing: list[dict[str, Any]] = [mine]
 
         def exchange() -> None:
-            standing[0] = json.loads(self._store.compare_set(self._note_key, "", json.dumps(mine)))
-            self._store.add(self._note_key + "/readers", 1)
+            standing[0] = json.loads(self._store.compare_set(self._name + "/failure", "", json.dumps(mine)))
+            self._store.add(self._name + "/readers", 1)
 
         _try_for(_NOTE_WAIT_S, exchange)
         note = standing[0]
@@ -202,8 +222,11 @@ class Communicator:
         if dist.get_rank() != 0:
             return
 
+        # It ends by itself: a thread that were left behind to poll would crash the interpreter on its way down.
+        deadline = time.monotonic() + 0.9 * _NOTE_WAIT_S
+
         def wait_for_readers() -> None:
-            while self._store.add(self._note_key + "/readers", 0) < self.world_size:
+            while self._store.add(self._name + "/readers", 0) < self.world_size and time.monotonic() < deadline:
                 time.sleep(0.01)
 
         _try_for(_NOTE_WAIT_S, wait_for_readers)
@@ -218,10 +241,7 @@ class Communicator:
             return
         peer = (self.rank + 1) % self.world_size
         with contextlib.suppress(Exception):
-            work = dist.irecv(
-                torch.empty(1, dtype=torch.uint8), self._global_rank[peer], group=self.group, tag=_SILENT_TAG
-            )
-            assert work is not None
+            work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _SILENT_TAG)
             work.wait(timedelta(milliseconds=1))
 
     @contextlib.contextmanager
@@ -242,15 +262,37 @@ class Communicator:
             ) from error
 
     def close(self) -> None:
-        """Finish the lane and give the group back. Every rank calls it; safe to call twice."""
+        """Finish the lane. Every rank calls it; safe to call twice."""
+        self._closed = True
+        _open_communicators.discard(self)
         if not self._lane.is_alive():
             return
         self._tasks.put(None)
         if threading.current_thread() is not self._lane:
             self._lane.join()
         self._scratch.clear()
-        if self._failure is None:
-            _idle_groups.append(_IdleGroup(dist.group.WORLD, self._global_rank, self.timeout_s, self.group))
+        # By this thread and now: the group's own threads run callbacks that hold this object, and a group that is let go
+        # on one of its threads waits for itself.
+        del self._group
+
+    def _abandon(self) -> None:
+        """End the lane without waiting for peers: the interpreter goes down."""
+        self._tasks.put(None)
+        self._lane.join(_EXIT_WAIT_S)
+        if self._lane.is_alive():
+            self.fail(PeerLost(f"rank {self.rank} left in the middle of a step; look at its output for the cause"))
+            self._lane.join(_EXIT_WAIT_S)
+
+
+# Lanes that would still run when the interpreter goes down, and could crash it there: a script that ends without
+# `close`, an exception, Ctrl-C.
+_open_communicators: set[Communicator] = set()
+
+
+@atexit.register
+def _abandon_lanes() -> None:
+    for communicator in list(_open_communicators):
+        communicator._abandon()
 
 
 def _try_for(limit_s: float, action: Callable[[], None]) -> None:
@@ -268,25 +310,15 @@ def _try_for(limit_s: float, action: Callable[[], None]) -> None:
     thread.join(limit_s)
 
 
-class _IdleGroup(NamedTuple):
-    world: Any  # the default group at that time: a new init_process_group makes the old groups useless
-    members: list[int]
-    timeout_s: float
-    group: dist.ProcessGroup
+# How many groups this process has made over the same ranks. All ranks of a group make them in the same order.
+_n_groups: Counter[tuple[int, ...]] = Counter()
 
 
-# Groups of closed communicators, to be used again. They are never destroyed: torch would give their name, and with it
-# their old addresses in the store, to the next group over the same ranks, whose ranks would then wait for each other.
-_idle_groups: list[_IdleGroup] = []
-
-
-def _take_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """An idle Gloo group over `members`, or a new one; all ranks open and close communicators in the same order."""
-    for idle in _idle_groups:
-        if idle.world is dist.group.WORLD and (idle.members, idle.timeout_s) == (members, timeout_s):
-            _idle_groups.remove(idle)
-            return idle.group
-    return dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
+def _name_group(members: list[int]) -> str:
+    """The prefix of the next group over `members` in the store: the same on all of them, and never used before."""
+    _n_groups[tuple(members)] += 1
+    digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
+    return f"gradwire/{digest}/{_n_groups[tuple(members)]}"
 
 
 def ring_bytes(n_bytes: int, world_size: int) -> int:

@@ -7,6 +7,7 @@ at the very end of the same backward pass, so no optimizer step can follow.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from gradwire.bucket import Bucket
 from gradwire.communicator import DEFAULT_TIMEOUT_S, Communicator
-from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.preamble import compare_preambles
 from gradwire.schemes import Scheme, Session, by_name
 from gradwire.telemetry.recorder import Recorder
@@ -48,15 +49,14 @@ class HookState:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         trace: bool = False,
     ) -> None:
-        self.scheme = by_name(scheme) if isinstance(scheme, str) else scheme
-        if not isinstance(self.scheme, Scheme):
-            raise InvalidArgument(f"scheme must be a gradwire Scheme or a registry name, got {type(scheme).__name__}")
+        self.scheme = _free_scheme(scheme)
         use_fair_share_of_cores()
         self.module = module
         self.step = 0
         self._group = group
         self._error: GradwireError | None = None
-        self._layouts: set[int] = set()
+        self._layouts: set[tuple[int, int]] = set()  # bucket index and layout hash of what was compared
+        self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._waiting_since_ns = 0
         self._closed = False
         communicator = Communicator(group, timeout_s)
@@ -70,7 +70,8 @@ class HookState:
         )
         try:
             self.scheme.bind(self.session)
-        except Exception:
+        except Exception as error:
+            communicator.fail(error)  # the other ranks, which may have bound theirs, would wait for this one
             communicator.close()
             raise
 
@@ -90,7 +91,9 @@ class HookState:
         if self._closed:
             return self._all_reduce_as_ddp_does(ddp_bucket)
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and ddp_bucket.index() == 0:
+        # With the last bucket, not the first: a re-entrant checkpoint has backward passes of its own inside the pass, and
+        # only the one in which DDP has all its buckets ends with DDP's waiting for them.
+        if in_backward and ddp_bucket.is_last():
             torch.autograd.Variable._execution_engine.queue_callback(self._before_ddp_waits)
         reduced: torch.futures.Future = torch.futures.Future()
         step = self.step
@@ -98,9 +101,10 @@ class HookState:
             step, ddp_bucket.index(), ddp_bucket.buffer().numel() * ddp_bucket.buffer().element_size()
         )
         try:
+            self._check_divisor()
             bucket = Bucket.from_ddp(ddp_bucket, step, record)
-            if bucket.layout_hash not in self._layouts:
-                self._layouts.add(bucket.layout_hash)
+            if (bucket.index, bucket.layout_hash) not in self._layouts:
+                self._layouts.add((bucket.index, bucket.layout_hash))
                 self.communicator.submit(self._compare_layout, bucket)
             done = self.scheme.reduce(bucket)
         except Exception as error:
@@ -109,13 +113,29 @@ class HookState:
             reduced.set_result(ddp_bucket.buffer())
         else:
             done.add_done_callback(lambda future: self._finish_bucket(bucket, future, reduced))
+        if not in_backward:
+            self._shadows.append(reduced)
         if ddp_bucket.is_last():
             self.step += 1
             self.communicator.submit(self._end_step, step)
             if not in_backward:  # the shadow of a rank that has left `ddp.join` early: nothing else would raise here
-                reduced.wait()
+                while self._shadows:
+                    self._shadows.pop().wait()
                 self._close_step(step, 0)
         return reduced
+
+    def _check_divisor(self) -> None:
+        """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""
+        module = self.module
+        if (
+            isinstance(module, torch.nn.parallel.DistributedDataParallel)
+            and module._join_config.enable
+            and not getattr(module, "_divide_by_initial_world_size", True)
+        ):
+            raise Unsupported(
+                "ddp.join(divide_by_initial_world_size=False) changes the divisor as ranks run out of input, and DDP tells "
+                "no communication hook; use join() with its default, or close() the attachment first"
+            )
 
     def _compare_layout(self, bucket: Bucket) -> None:
         compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record)
@@ -154,7 +174,10 @@ class HookState:
     # ---- between steps
 
     def wait_until_idle(self) -> None:
-        """Return when the lane has finished everything submitted so far. Raises what the group failed of."""
+        """Return when the lane has finished everything submitted so far.
+
+        Raises: what the group failed of, InvalidArgument (closed).
+        """
         self.communicator.submit(lambda: None).wait()
         if self._error is not None:
             raise self._error
@@ -164,21 +187,28 @@ class HookState:
 
         The next bucket of every layout begins with a full preamble again, so ranks that disagree get RankMismatch.
         """
-        successor = by_name(scheme) if isinstance(scheme, str) else scheme
+        successor = _free_scheme(scheme)
         self.wait_until_idle()
         successor.bind(self.session)  # the old scheme stays if this raises
         self.scheme.close()
+        self.scheme.unbind()
         self.scheme = successor
         self._layouts.clear()
 
     def close(self) -> None:
-        """Stop compressing; a hook that stays registered then reduces as DDP does by itself. Every rank calls it."""
+        """Stop compressing; a hook that stays registered then reduces as DDP does by itself. Every rank calls it.
+
+        The model and the optimizer are let go: DDP never gives a hook back, and would keep them alive through it.
+        """
         if self._closed:
             return
         self._closed = True
-        self.scheme.close()
-        self.recorder.close()
         self.communicator.close()
+        self.scheme.close()
+        self.scheme.unbind()
+        self.recorder.close()
+        self.module = None
+        self.session = replace(self.session, optimizer=None, names={}, loss_scale=lambda: 1.0)
 
     def _all_reduce_as_ddp_does(self, ddp_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = ddp_bucket.buffer().mul_(1.0 / dist.get_world_size(self._group))
@@ -190,6 +220,19 @@ class HookState:
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook for `DistributedDataParallel.register_comm_hook(state, gradwire.ddp_hook)`."""
     return state.reduce(bucket)
+
+
+def _free_scheme(scheme: Scheme | str) -> Scheme:
+    """The scheme, made if a name was given. Raises: InvalidArgument (no scheme, or one that is at work elsewhere)."""
+    made = by_name(scheme) if isinstance(scheme, str) else scheme
+    if not isinstance(made, Scheme):
+        raise InvalidArgument(f"scheme must be a gradwire Scheme or a registry name, got {type(scheme).__name__}")
+    if made.is_bound:
+        raise InvalidArgument(
+            f"this {made.name!r} object is at work in another attachment; make one for each: "
+            f'gradwire.schemes.by_name("{made.name}", ...)'
+        )
+    return made
 
 
 def names_of(module: torch.nn.Module | None) -> dict[torch.Tensor, str]:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 
+from gradwire.errors import Unsupported
 from gradwire.network import Network
 
 __all__ = ["find_free_port", "rank_environment"]
 
 
 def find_free_port() -> int:
-    """A TCP port on 127.0.0.1 that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on 127.0.0.1 that is free now, and likely to be when a rank has started and listens there.
+
+    Not one that the kernel picks: it would give the same one to the next that asks, or to an outgoing connection, in the
+    seconds that the rank takes to import torch. Linux picks from 32768 on.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise Unsupported("none of a hundred TCP ports of 127.0.0.1 between 20000 and 32000 is free")
 
 
 def rank_environment(

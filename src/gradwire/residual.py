@@ -103,11 +103,12 @@ def redistribute(states: list[Mapping[str, torch.Tensor]], world_size: int) -> d
         raise InvalidArgument("no residuals to redistribute: pass the state of every old rank")
     if world_size < 1:
         raise InvalidArgument(f"world_size must be at least 1, got {world_size}")
-    names = {name for state in states for name in state}
-    return {
-        name: torch.stack([state[name].double() for state in states if name in state]).sum(0).div(len(states)).float()
-        for name in sorted(names)
-    }
+    redistributed = {}
+    for name in sorted({name for state in states for name in state}):
+        residuals = [state[name] for state in states if name in state]  # a rank without one has left nothing out
+        mean = torch.stack([residual.double() for residual in residuals]).sum(0).div(len(states))
+        redistributed[name] = mean.to(residuals[0].dtype)
+    return redistributed
 
 
 def _split(flat: torch.Tensor, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

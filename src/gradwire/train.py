@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="RUN_DIR", help="write config.json, steps.jsonl, summary.json there "
                         "(several schemes: a folder each inside)")  # fmt: skip
     parser.add_argument("--trace", action="store_true", help="a Chrome trace per rank, in RUN_DIR")
+    parser.add_argument("--dump-gradients", type=int, default=0, metavar="EVERY", help="rank 0 writes gradient, parameters "
+                        "and optimizer state of every such step into RUN_DIR/gradients")  # fmt: skip
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="write checkpoints there")
     parser.add_argument(
         "--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: end)"
@@ -157,6 +159,7 @@ def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
         bucket_cap_mb=args.bucket_mb,
         out=args.out,
         trace=args.trace,
+        dump_gradients_every=args.dump_gradients,
         checkpoint=args.checkpoint,
         resume=args.resume,
         save_every=args.save_every,
@@ -195,6 +198,7 @@ def to_command_line(config: TrainConfig) -> list[str]:
     words += [f"--workload-option={key}={value!r}" for key, value in workload_options.items()]
     words += [f"--scheme-option={key}={value!r}" for key, value in config.scheme_options.items()]
     words += ["--seed", str(config.seed), "--device", config.device, "--save-every", str(config.save_every)]
+    words += ["--dump-gradients", str(config.dump_gradients_every)]
     for flag, value in (
         ("--batch-size", config.batch_size),
         ("--threads", config.n_threads),

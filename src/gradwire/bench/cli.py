@@ -10,6 +10,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "codec": ("gradwire.bench.codec", "ratio and speed of codecs and their rivals on real gradients"),
     "allreduce": ("gradwire.bench.allreduce", "time and bytes of every scheme's all-reduce beside the backend's own"),
     "train": ("gradwire.bench.train", "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks"),
+    "fidelity": (
+        "gradwire.bench.fidelity",
+        "how far compression moves the loss, and what it sends: GComp's figures 9, 13a, 18-20",
+    ),
     "sweep": ("gradwire.bench.sweep", "all of it by one table, resumable; --quick is what `make bench` runs"),
     "dump-gradients": ("gradwire.bench.dump_gradients", "gradient files for the others, from a short training"),
     "gcomp-figures": ("gradwire.bench.gcomp_figures", "the GComp paper's figures 2, 3, 12, 13 and 14, from gradients"),

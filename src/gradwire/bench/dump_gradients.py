@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from gradwire import workloads
 from gradwire.bench.console import make_console
-from gradwire.bench.gradients import FloatArray
-from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.errors import InvalidArgument
+from gradwire.training.snapshot import write_snapshot
 from gradwire.workloads import Workload
-
-# torch's names of hyper-parameters, and theirs in a file where those differ.
-_SCALARS = {
-    "lr": "learning_rate",
-    "weight_decay": "weight_decay",
-    "eps": "eps",
-    "alpha": "alpha",
-    "momentum": "momentum",
-    "dampening": "dampening",
-    "nesterov": "nesterov",
-    "lr_decay": "lr_decay",
-}
-_ARRAYS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,54 +52,9 @@ def dump(workload: Workload, steps: list[int], folder: Path, batch_size: int, se
         optimizer.zero_grad(set_to_none=True)
         workload.loss(model, workload.batch_at(step - 1, 0, 1, batch_size, seed)).backward()
         if step in steps:
-            paths.append(_write(folder / f"{workload.name}_{workload.optimizer}_step{step}.npz", optimizer, step))
+            paths.append(folder / f"{workload.name}_{workload.optimizer}_step{step}.npz")
+            write_snapshot(paths[-1], optimizer, step)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
     return paths
-
-
-def _write(path: Path, optimizer: torch.optim.Optimizer, step: int) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            np.savez(file, **collect_arrays(optimizer, step))
-    except OSError as error:
-        raise GradwireError(f"could not write {path}: {error.strerror or error}") from error
-    return path
-
-
-def collect_arrays(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """The arrays and scalars of a gradient file, from `optimizer` between backward and its step number `step`.
-
-    Raises: Unsupported.
-    """
-    group = optimizer.param_groups[0]
-    name = type(optimizer).__name__.lower()
-    if name not in ("sgd", "adagrad", "rmsprop", "adam", "adamw"):
-        raise Unsupported(f"gradient files know SGD, Adagrad, RMSprop, Adam and AdamW, not {type(optimizer).__name__}")
-    for option in ("amsgrad", "centered", "maximize"):
-        if group.get(option):
-            raise Unsupported(f"gradient files have no place for {type(optimizer).__name__}'s option {option}")
-    if len(optimizer.param_groups) > 1 or (name == "rmsprop" and group["momentum"]):
-        raise Unsupported("gradient files hold one parameter group, and no momentum of RMSprop")
-    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-    arrays: dict[str, Any] = {
-        "gradient": _flatten([parameter.grad for parameter in parameters]),
-        "parameter": _flatten(parameters),
-    }
-    for key in _ARRAYS:
-        held = [optimizer.state[parameter].get(key) for parameter in parameters]
-        if any(values is not None for values in held):
-            arrays[key] = _flatten(
-                [torch.zeros_like(p) if values is None else values for p, values in zip(parameters, held, strict=True)]
-            )
-    scalars = {_SCALARS[key]: np.float32(value) for key, value in group.items() if key in _SCALARS}
-    if "betas" in group:
-        scalars["beta1"], scalars["beta2"] = (np.float32(beta) for beta in group["betas"])
-    return {**arrays, **scalars, "step": np.int64(step), "optimizer": np.array(name)}
-
-
-def _flatten(tensors: list[Any]) -> FloatArray:
-    flat = torch.cat([tensor.detach().reshape(-1).to(torch.float32) for tensor in tensors])
-    return flat.numpy()

@@ -31,6 +31,11 @@ def write_csv(path: Path, records: Sequence[Record]) -> None:
     _replace(path, text.getvalue())
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`. Raises: GradwireError."""
+    _replace(path, text)
+
+
 class RecordLog:
     """An append-only JSONL file: every record is on the disk (fsync) before the next measurement starts."""
 

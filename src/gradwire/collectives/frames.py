@@ -5,7 +5,7 @@ travels in frames of a size that both ends derive from what they share; each fra
 how many more frames are certain to follow: so many receives may be posted ahead. A frame is closed early, and padded,
 only when the peer would otherwise wait for bytes that lie in it.
 
-Frame: a 36-byte header (docs/format.md#frame), then payload, then padding that is sent but not read.
+Frame: a 40-byte header (docs/format.md#frame), then payload, then padding that is sent but not read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from gradwire import _native
 from gradwire.communicator import Communicator
-from gradwire.errors import CorruptMessage, RankMismatch
+from gradwire.errors import CorruptMessage, IncompatibleVersion, RankMismatch
 from gradwire.telemetry.recorder import BucketRecord
 
 FRAME_VERSION = 1
 _MAGIC = 0x4757  # "WG"
 _HEADER = struct.Struct("<HBBIIIIIIII")
-HEADER_BYTES = _HEADER.size
+_CHECKSUM = struct.Struct("<I")  # CRC32C of the header: a wrong length in it would make the receiver wait for nothing
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _LENGTH = struct.Struct("<I")  # every message in the stream is preceded by its length
 # Receives posted ahead of the one being read: enough that the network never waits for this rank's lane to wake up.
 _RECEIVES_AHEAD = 4
@@ -145,6 +147,7 @@ class FrameSender:
         header = _HEADER.pack(
             _MAGIC, FRAME_VERSION, 0, self._used, n_following, self._n_sent, *self._facts, self._frame_bytes
         )
+        header += _CHECKSUM.pack(_native.crc32c(header))
         frame[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         self._in_flight.append((self._communicator.isend(frame, self._peer, self._tag), frame))
         self._record.count_sent(self._frame_bytes)
@@ -170,7 +173,9 @@ class FrameReceiver:
         self._frame_bytes = frame_bytes
         memory = communicator.scratch(f"frames from {peer}", _RECEIVES_AHEAD * frame_bytes)
         self._free = deque(memory[i * frame_bytes : (i + 1) * frame_bytes] for i in range(_RECEIVES_AHEAD))
-        self._message = communicator.scratch(f"message from {peer}", max(max_message_bytes, _LENGTH.size))
+        # One for all streams of the communicator: a message is used up before the next one is read.
+        self._message = communicator.scratch("message", max(max_message_bytes, _LENGTH.size))
+        self._max_following = -(-(max_message_bytes + _LENGTH.size) // (frame_bytes - HEADER_BYTES))
         self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._n_certain = 0  # frames that are certain to come and have no receive posted yet
         self._unread: torch.Tensor | None = None  # payload of the last frame, from where reading goes on
@@ -184,7 +189,10 @@ class FrameReceiver:
             self._post()
 
     def read(self) -> torch.Tensor:
-        """The next message, (n,) uint8, valid until the next call. Raises: CorruptMessage, RankMismatch, PeerLost."""
+        """The next message, (n,) uint8, valid until the next read of any stream of this communicator.
+
+        Raises: CorruptMessage, IncompatibleVersion, RankMismatch, PeerLost.
+        """
         n_bytes = _LENGTH.unpack(bytes(self._take(_LENGTH.size).tolist()))[0]
         if n_bytes > self._message.numel():
             raise CorruptMessage(
@@ -225,25 +233,35 @@ class FrameReceiver:
         self._communicator.wait(work, self._peer)
         self._record.add("communicate", started, time.perf_counter_ns())
         self._record.count_received(self._frame_bytes)
-        magic, version, flags, used, n_following, number, *facts, frame_bytes = _HEADER.unpack(
-            bytes(frame[:HEADER_BYTES].tolist())
-        )
-        if (
-            (magic, version, flags, frame_bytes) != (_MAGIC, FRAME_VERSION, 0, self._frame_bytes)
-            or number != self._n_received
-            or not 0 < used <= self._frame_bytes - HEADER_BYTES
-        ):
-            raise CorruptMessage(
-                f"frame {self._n_received} from rank {self._peer} has a header that gradwire did not write "
-                f"(bucket {self._facts.bucket}, step {self._facts.step}); {_CORRUPTION_ADVICE}"
-            )
-        self._check_facts(Facts(*facts))
+        used, n_following = self._check_header(bytes(frame[:HEADER_BYTES].tolist()))
         self._n_received += 1
         # Frames announced by earlier headers are posted already, or counted in _n_certain.
         self._n_certain = max(self._n_certain, n_following - len(self._posted))
         self._frame = frame
         self._post()
         return frame[HEADER_BYTES : HEADER_BYTES + used]
+
+    def _check_header(self, header: bytes) -> tuple[int, int]:
+        """Payload bytes of the frame, and how many frames are certain to follow."""
+        magic, version, flags, used, n_following, number, *facts, frame_bytes = _HEADER.unpack_from(header)
+        (checksum,) = _CHECKSUM.unpack_from(header, _HEADER.size)
+        if magic == _MAGIC and version != FRAME_VERSION:
+            raise IncompatibleVersion(
+                f"rank {self._peer} sends frames of version {version}, this build reads {FRAME_VERSION}; "
+                "install the same gradwire on every host"
+            )
+        if (
+            (magic, flags, frame_bytes, number) != (_MAGIC, 0, self._frame_bytes, self._n_received)
+            or checksum != _native.crc32c(header[: _HEADER.size])
+            or not 0 < used <= self._frame_bytes - HEADER_BYTES
+            or n_following > self._max_following
+        ):
+            raise CorruptMessage(
+                f"frame {self._n_received} from rank {self._peer} has a header that gradwire did not write "
+                f"(bucket {self._facts.bucket}, step {self._facts.step}); {_CORRUPTION_ADVICE}"
+            )
+        self._check_facts(Facts(*facts))
+        return used, n_following
 
     def _check_facts(self, theirs: Facts) -> None:
         for field, mine, got in zip(Facts._fields, self._facts, theirs, strict=True):

@@ -55,6 +55,15 @@ class Scheme(ABC):
     def configuration(self) -> dict[str, Any]:
         """The options that all ranks must share, as plain values."""
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the scheme has a session: one scheme serves one attachment at a time."""
+        return "session" in vars(self)
+
+    def unbind(self) -> None:
+        """Let go of the session, after `close`; the scheme may then be bound again."""
+        vars(self).pop("session", None)
+
     def bind(self, session: Session) -> None:
         """Take the session. Raises: Unsupported or InvalidArgument if this run cannot be served."""
         self.session = session

@@ -23,6 +23,8 @@ class TrainConfig:
         bucket_cap_mb: DDP's; None takes its default.
         out: folder for config.json, steps.jsonl, summary.json; None writes nothing.
         trace: write a Chrome trace per rank into `out` (open it in Perfetto).
+        dump_gradients_every: rank 0 writes gradient, parameters and optimizer state of every such step (0, EVERY, ...)
+            into `out`/gradients; 0: never. The writing counts to that step's time.
         checkpoint: folder of checkpoints, written every `save_every` steps (0: at the end only) and at the end.
         resume: continue from the newest checkpoint there, if any.
         rewrap_at: steps before which the model is wrapped in a new DDP and the scheme attached anew, as a resumption
@@ -42,6 +44,7 @@ class TrainConfig:
     bucket_cap_mb: float | None = None
     out: Path | None = None
     trace: bool = False
+    dump_gradients_every: int = 0
     checkpoint: Path | None = None
     resume: bool = False
     save_every: int = 0
@@ -60,6 +63,11 @@ class TrainConfig:
             raise InvalidArgument("to resume or to save there must be a folder for it: pass checkpoint=DIR")
         if self.trace and self.out is None:
             raise InvalidArgument("a trace is written into the run's folder: pass out=RUN_DIR")
+        if self.dump_gradients_every < 0 or (self.dump_gradients_every and self.out is None):
+            raise InvalidArgument(
+                f"dump_gradients_every={self.dump_gradients_every}: expected 0 (never), or a number of steps and "
+                "out=RUN_DIR, where the gradients go"
+            )
         if self.device not in ("cpu", "cuda"):
             raise InvalidArgument(f"device={self.device!r}: expected 'cpu' or 'cuda'")
 

@@ -19,6 +19,7 @@ from gradwire.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire.training.meter import Meter
 from gradwire.training.run_files import RunFiles
 from gradwire.training.session import PLAIN_DDP, Session, n_parameters
+from gradwire.training.snapshot import write_snapshot
 from gradwire.workloads import Workload, by_name
 
 # Ranks exchange their figures this often: each exchange costs some milliseconds on a slow network.
@@ -89,7 +90,7 @@ class _Run:
             if step in config.rewrap_at and step != start_step:
                 session.rewrap()
                 self._add_trace(session)
-            meter.add(step, self._take_step(session, batch))
+            meter.add(step, self._take_step(session, batch, step))
             done = step + 1
             saving = config.save_every > 0 and done % config.save_every == 0
             if done % _GATHER_EVERY == 0 or done == config.steps or saving:
@@ -122,13 +123,17 @@ class _Run:
         self._saved_step = step
         return step
 
-    def _take_step(self, session: Session, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    def _take_step(self, session: Session, batch: tuple[torch.Tensor, torch.Tensor], step: int) -> dict[str, float]:
         """One step; returns its figures."""
-        started_s = time.perf_counter()
+        started_s, cpu_before_s = time.perf_counter(), time.process_time()
         session.optimizer.zero_grad(set_to_none=True)
         loss = self._workload.loss(session.ddp, batch)
         loss.backward()
         backward_done_s = time.perf_counter()
+        every = self._config.dump_gradients_every
+        if every and step % every == 0 and self._rank == 0:
+            assert self._config.out is not None
+            write_snapshot(self._config.out / "gradients" / f"step-{step:08}.npz", session.optimizer, step + 1)
         session.update()
         # Reading the loss waits for a GPU, so the step's time is whole.
         loss_value = float(loss.detach())
@@ -138,6 +143,7 @@ class _Run:
             "iteration_s": ended_s - started_s,
             "forward_backward_s": backward_done_s - started_s,
             "optimizer_s": ended_s - backward_done_s,
+            "cpu_s": time.process_time() - cpu_before_s,  # of all threads: the codec's and the lane's too
         }
 
     def _save(self, session: Session, step: int) -> None:

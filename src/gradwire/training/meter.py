@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 _TIMES = ("forward_backward_s", "optimizer_s", "encode_s", "decode_s", "communicate_s", "importance_s", "table_s",
-          "wait_s", "exposed_s")  # fmt: skip
+          "wait_s", "exposed_s", "cpu_s")  # fmt: skip
 _COUNTS = ("bytes_sent", "bytes_received", "original_bytes", "n_messages", "n_fallbacks")
 _KEYS = ("loss", "iteration_s", *_TIMES, *_COUNTS)
 
@@ -85,6 +85,7 @@ class Meter:
             "compute_s": statistics.median(record["iteration_s"] - record["exposed_s"] for record in warm),
             "codec_s": statistics.median(codec_s),
             "exposed_s": median("exposed_s"),
+            "cpu_s": sum(record["cpu_s"] for record in warm) / len(warm),
             "wire_bytes": sum(record["bytes_sent"] for record in warm) / len(warm),
             "wire_bytes_origin": "computed for a ring" if self._plain_ddp_bytes is not None else "counted",
             "ratio": sum(record["ratio"] for record in warm) / len(warm),

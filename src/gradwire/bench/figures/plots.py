@@ -19,7 +19,7 @@ from gradwire.errors import GradwireError
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _CODES = ("native Huffman", "escaped, 8 bits (paper)", "escaped, 11 bits (gradwire)")
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -34,8 +34,8 @@ _STYLE: dict[Any, Any] = {
 
 def plot_values(files: Sequence[GradientFile], folder: Path) -> None:
     """Fig. 2: distribution of the values (a) and of their exponents (b)."""
-    with mpl.rc_context(_STYLE):
-        figure, (left, right) = _panels(2)
+    with mpl.rc_context(STYLE):
+        figure, (left, right) = make_panels(2)
         for file, colour in zip(files, _colours(files), strict=True):
             values = file.gradient[np.isfinite(file.gradient) & (file.gradient != 0)]
             if values.size:
@@ -50,13 +50,13 @@ def plot_values(files: Sequence[GradientFile], folder: Path) -> None:
         right.set(xlabel="biased exponent (0 left out)", ylabel="share of values")
         right.set_title("(b) exponents")
         right.legend(fontsize=7)
-        _save(figure, folder, "fig02_values_and_exponents")
+        save_figure(figure, folder, "fig02_values_and_exponents")
 
 
 def plot_ratio_and_zeros(files: Sequence[GradientFile], described: Records, folder: Path) -> None:
     """Fig. 3: |gradient| / |parameter| (a) and the share of zeros (b)."""
-    with mpl.rc_context(_STYLE):
-        figure, (left, right) = _panels(2)
+    with mpl.rc_context(STYLE):
+        figure, (left, right) = make_panels(2)
         for file, colour in zip(files, _colours(files), strict=True):
             ratio = gradient_parameter_ratio(file)
             if ratio.size:
@@ -72,14 +72,14 @@ def plot_ratio_and_zeros(files: Sequence[GradientFile], described: Records, fold
         _name_files(right, described)
         right.set(ylabel="share of zeros", ylim=(0, 1))
         right.set_title("(b) zeros")
-        _save(figure, folder, "fig03_ratio_and_zeros")
+        save_figure(figure, folder, "fig03_ratio_and_zeros")
 
 
 def plot_cross_tables(records: Records, folder: Path) -> None:
     """Fig. 12: one panel a table's source, bars by data."""
     sources = list(dict.fromkeys(record["table_from"] for record in records))
-    with mpl.rc_context(_STYLE):
-        figure, panels = _panels(len(sources), share_y=True)
+    with mpl.rc_context(STYLE):
+        figure, panels = make_panels(len(sources), share_y=True)
         for number, (panel, source) in enumerate(zip(panels, sources, strict=True), start=1):
             group = [record for record in records if record["table_from"] == source]
             _bars(panel, group, ("native_ratio", "escaped_ratio", "gradwire_ratio"), _CODES)
@@ -89,23 +89,23 @@ def plot_cross_tables(records: Records, folder: Path) -> None:
             panel.set_title(f"table from S#{number}: {source}", fontsize=8)
         panels[0].set_ylabel("exponent part / original (dotted: entropy)")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncol=3, fontsize=8)
-        _save(figure, folder, "fig12_cross_tables")
+        save_figure(figure, folder, "fig12_cross_tables")
 
 
 def plot_table_refresh(records: Records, folder: Path) -> None:
     """Fig. 13a: bits an exponent, static against refreshed table."""
-    with mpl.rc_context(_STYLE):
-        figure, (panel,) = _panels(1)
+    with mpl.rc_context(STYLE):
+        figure, (panel,) = make_panels(1)
         _bars(panel, records, ("static_bits", "refreshed_bits", "entropy_bits"), ("static", "refreshed", "entropy"))
         panel.set_ylabel("bits an exponent")
         panel.legend(fontsize=7)
-        _save(figure, folder, "fig13a_static_and_refreshed_table")
+        save_figure(figure, folder, "fig13a_static_and_refreshed_table")
 
 
 def plot_decoders(records: Records, folder: Path) -> None:
     """Fig. 13b: time to decode a symbol over the average code length, table against tree."""
-    with mpl.rc_context(_STYLE):
-        figure, (panel,) = _panels(1)
+    with mpl.rc_context(STYLE):
+        figure, (panel,) = make_panels(1)
         for column, label, colour in (("tree", "tree", COLOURS[1]), ("table", "look-up table", COLOURS[0])):
             lengths = [record["code_bits"] for record in records]
             panel.plot(lengths, [record[f"{column}_ns"] for record in records], "o-", color=colour, label=label, ms=4)
@@ -113,23 +113,24 @@ def plot_decoders(records: Records, folder: Path) -> None:
             panel.fill_between(lengths, low, high, color=colour, alpha=0.2, lw=0)
         panel.set(xlabel="average code length, bits", ylabel="ns a symbol", ylim=(0, None))
         panel.legend()
-        _save(figure, folder, "fig13b_table_and_tree_decoder")
+        save_figure(figure, folder, "fig13b_table_and_tree_decoder")
 
 
 def plot_ablation(records: Records, folder: Path) -> None:
     """Fig. 14: sign and mantissa under one or several cuts, zeros kept or pruned."""
     columns = ("single_quant", "multi_quant", "zero_prune", "single_quant_zero_prune", "multi_quant_zero_prune")
     labels = ("Single-Quant", "Multi-Quant", "Zero Prune", "Single + Prune", "Multi + Prune")
-    with mpl.rc_context(_STYLE):
-        figure, (panel,) = _panels(1, width=3.2 + 1.4 * len(records))
+    with mpl.rc_context(STYLE):
+        figure, (panel,) = make_panels(1, width=3.2 + 1.4 * len(records))
         _bars(panel, records, columns, labels)
         panel.set_ylabel("sign and mantissa / original")
         panel.legend(fontsize=7, ncol=2)
         panel.set_ylim(0, 1.35)
-        _save(figure, folder, "fig14_mantissa_ablation")
+        save_figure(figure, folder, "fig14_mantissa_ablation")
 
 
-def _panels(n_panels: int, share_y: bool = False, width: float | None = None) -> tuple[Figure, list[Axes]]:
+def make_panels(n_panels: int, share_y: bool = False, width: float | None = None) -> tuple[Figure, list[Axes]]:
+    """A figure of `n_panels` side by side, `width` inches wide in all."""
     figure = Figure(figsize=(width or max(5.2, 3.9 * n_panels), 3.1), layout="constrained")
     return figure, list(figure.subplots(1, n_panels, squeeze=False, sharey=share_y)[0])
 
@@ -153,7 +154,8 @@ def _name_files(panel: Axes, records: Records) -> None:
     panel.grid(axis="x", visible=False)
 
 
-def _save(figure: Figure, folder: Path, name: str) -> None:
+def save_figure(figure: Figure, folder: Path, name: str) -> None:
+    """Write NAME.svg and NAME.png. Raises: GradwireError."""
     try:
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         figure.savefig(folder / f"{name}.png", dpi=160)

@@ -57,6 +57,7 @@ class GComp(ThroughCodec):
         super().__init__(codec, topology, chunk_elements, importance=importance, bits=bits, refresh_every=refresh_every)
         self._codec = codec
         self._importance = importance
+        self._refresh_every = refresh_every
         self._tables = TableRefresh(codec, refresh_every)
         self._metric: QuantisationMetric | None = None
 
@@ -69,6 +70,8 @@ class GComp(ThroughCodec):
                     'optimizer=optimizer), or choose importance="uniform" or "none"'
                 )
             self._metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
+        # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
+        self._tables = TableRefresh(self._codec, self._refresh_every)
         super().bind(session)
 
     def _reduce_on_lane(self, bucket: Bucket) -> None:
@@ -97,6 +100,9 @@ class GComp(ThroughCodec):
 
     def end_step(self, step: int) -> None:
         self._tables.end_step(step, self.session.communicator)
+
+    def close(self) -> None:
+        self._metric = None  # which holds the optimizer
 
     def stats(self) -> dict[str, Any]:
         return self._tables.stats()

@@ -94,14 +94,30 @@ class TableRefresh:
         return {"tables": tables, "counts": self._counts.clone(), "switch_step": self._switch_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InvalidArgument (fields missing), CorruptMessage, IncompatibleVersion (a table that is none)."""
-        if not {"tables", "counts", "switch_step"} <= state.keys() or _DTYPES.keys() != state["tables"].keys():
-            raise InvalidArgument("this is not the state of scheme gcomp: it lacks tables, counts or switch_step")
-        tables = [HuffmanTable.from_bytes(bytes(raw.tolist())) for raw in state["tables"].values()]
-        for table in tables:
+        """Nothing is changed if it raises.
+
+        Raises: InvalidArgument (not such a state), CorruptMessage, IncompatibleVersion (a table that is none).
+        """
+        tables, counts, switch_step = (state.get(field) for field in ("tables", "counts", "switch_step"))
+        if (
+            not isinstance(tables, dict)
+            or tables.keys() != _DTYPES.keys()
+            or not all(isinstance(raw, torch.Tensor) and raw.dtype == torch.uint8 for raw in tables.values())
+            or not isinstance(counts, torch.Tensor)
+            or (counts.dtype, counts.shape) != (self._counts.dtype, self._counts.shape)
+            or not (switch_step is None or isinstance(switch_step, int))
+        ):
+            raise InvalidArgument(
+                "this is not the state of scheme gcomp: it needs tables, counts and switch_step as state_dict() gave them"
+            )
+        decoded = {name: HuffmanTable.from_bytes(bytes(raw.tolist())) for name, raw in tables.items()}
+        for name, (dtype, _) in _DTYPES.items():
+            if decoded[name].exponent_bits != self._codec.table_in_use(dtype).exponent_bits:
+                raise InvalidArgument(f"the state of scheme gcomp holds a table of the wrong width under {name!r}")
+        for table in decoded.values():
             self._codec.use_table(table)
-        self._counts.copy_(state["counts"])
-        self._switch_step = state["switch_step"]
+        self._counts.copy_(counts)
+        self._switch_step = switch_step
 
 
 class _CountingCodec:

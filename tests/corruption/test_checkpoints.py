@@ -1,0 +1,106 @@
+"""A checkpoint that does not fit raises a typed error that says why, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import schemes
+from gradwire.checkpoint import STATE_VERSION
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from ranks import run_ranks
+
+
+class PerRank(schemes.by_name("zlib").__class__):  # type: ignore[misc]
+    """Stands for a scheme with residuals: its state is each rank's own."""
+
+    state_is_per_world = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": torch.ones(3)}
+
+
+def attach(scheme: Any) -> gradwire.Attachment:
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(torch.nn.Linear(20, 30))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+    ddp(torch.ones(2, 20)).sum().backward()
+    return attachment
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def load_misfits(rank: int, world_size: int) -> None:
+    attachment = attach(schemes.by_name("gcomp", refresh_every=4))
+    good = attachment.state_dict()
+    file = io.BytesIO()
+    torch.save(good, file)
+    file.seek(0)
+    assert same(torch.load(file, weights_only=True), good)
+    own = good["state"]
+    table = own["tables"]["wide"]
+    corrupt = table.clone()
+    corrupt[40] ^= 1
+    of_later_version = table.clone()
+    misfits: list[tuple[Any, type[Exception], str]] = [
+        (None, CorruptMessage, "not a gradwire state_dict"),
+        ([good], CorruptMessage, "not a gradwire state_dict"),
+        ({}, CorruptMessage, "not a gradwire state_dict"),
+        ({"model": {}, "state": {}}, CorruptMessage, "lacks 'version'"),
+        *[
+            ({key: value for key, value in good.items() if key != field}, CorruptMessage, field)
+            for field in ("version", "scheme", "configuration", "world_size", "rank", "step", "state")
+        ],
+        ({**good, "step": "7"}, CorruptMessage, "lacks 'step' \\(int\\)"),
+        ({**good, "version": STATE_VERSION + 1}, IncompatibleVersion, f"has version {STATE_VERSION + 1}"),
+        ({**good, "scheme": "zlib"}, InvalidArgument, "written by scheme 'zlib', but 'gcomp' is attached"),
+        (
+            {**good, "configuration": {**good["configuration"], "refresh_every": 50}},
+            InvalidArgument,
+            "refresh_every: 50 saved, 4 now",
+        ),
+        ({**good, "world_size": 5}, InvalidArgument, "written by 5 ranks, this run has 2.*strict=False"),
+        ({**good, "state": {}}, InvalidArgument, "not the state of scheme gcomp"),
+        ({**good, "state": {**own, "tables": 3}}, InvalidArgument, "not the state of scheme gcomp"),
+        ({**good, "state": {**own, "counts": torch.zeros(3)}}, InvalidArgument, "not the state of scheme gcomp"),
+        ({**good, "state": {**own, "switch_step": "2"}}, InvalidArgument, "not the state of scheme gcomp"),
+        ({**good, "state": {**own, "tables": {**own["tables"], "wide": corrupt}}}, CorruptMessage, ""),
+        ({**good, "state": {**own, "tables": {**own["tables"], "wide": of_later_version[:50]}}}, CorruptMessage, ""),
+        (
+            {**good, "state": {**own, "tables": {**own["tables"], "wide": own["tables"]["narrow"]}}},
+            InvalidArgument,
+            "wrong width under 'wide'",
+        ),
+    ]
+    for misfit, error, words in misfits:
+        with pytest.raises(error, match=words or None):
+            attachment.load_state_dict(copy.deepcopy(misfit))
+        assert same(attachment.state_dict(), good), words
+    attachment.load_state_dict({**good, "world_size": 5}, strict=False)  # tables are the same on all ranks
+    attachment.load_state_dict({**good, "rank": 1 - rank})
+    attachment.load_state_dict(good)
+    attachment.close()
+
+    attachment = attach(PerRank())
+    good = attachment.state_dict()
+    for strict in (True, False):
+        with pytest.raises(InvalidArgument, match=r"gradwire\.residual\.redistribute"):
+            attachment.load_state_dict({**good, "world_size": 5}, strict=strict)
+    with pytest.raises(InvalidArgument, match="load each rank's own file"):
+        attachment.load_state_dict({**good, "rank": 1 - rank})
+    attachment.close()
+
+
+def test_misfit_checkpoint_raises_its_error_and_changes_nothing() -> None:
+    run_ranks(load_misfits, 2, timeout_s=60)

@@ -1,0 +1,139 @@
+"""Threads change how long a step takes, never its bits; and a codec at work leaves Python to others."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire
+from gradwire import _native, codecs, schemes, threads
+from gradwire.bucket import Bucket
+from ranks import run_ranks
+
+
+@pytest.fixture
+def unchosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process: nobody has set a thread count; whatever it was comes back."""
+    before = gradwire.thread_count()
+    monkeypatch.setattr(threads, "_chosen_by_user", False)
+    yield
+    threads._native.set_thread_count(before)
+
+
+@pytest.mark.usefixtures("unchosen")
+@pytest.mark.parametrize(("n_local_ranks", "share"), [("1", 6), ("2", 3), ("4", 1), ("100", 1)])
+def test_default_is_a_fair_share_of_the_usable_cores(
+    n_local_ranks: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", n_local_ranks)
+    threads.use_fair_share_of_cores()
+    assert gradwire.thread_count() == share
+
+
+@pytest.mark.usefixtures("unchosen")
+def test_count_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradwire.set_thread_count(3)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
+    threads.use_fair_share_of_cores()
+    assert gradwire.thread_count() == 3
+    for wrong in (0, -1):
+        with pytest.raises(gradwire.InvalidArgument, match="n_threads must be at least 1"):
+            gradwire.set_thread_count(wrong)
+
+
+class Listening:
+    """A codec that hashes every message that it writes."""
+
+    def __init__(self, codec: codecs.Codec) -> None:
+        self._codec, self.digest = codec, hashlib.blake2b(digest_size=16)
+        self.name, self.max_encoded_bytes, self.decode = codec.name, codec.max_encoded_bytes, codec.decode
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        n_bytes = self._codec.encode(gradient, out, importance)
+        self.digest.update(out[:n_bytes].numpy().tobytes())
+        return n_bytes
+
+
+def hash_what_is_sent(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """(hash of all messages, hash of the result) of one ring, for several thread counts."""
+    torch.manual_seed(rank)
+    n = 600_001
+    parameter = nn.Parameter(torch.randn(n))
+    gradient = torch.randn(n) * 1e-3
+    results = []
+    for n_threads in (1, 2, 5, 1):
+        gradwire.set_thread_count(n_threads)
+        state = gradwire.HookState(
+            schemes.by_name("gcomp", refresh_every=0), optimizer=torch.optim.SGD([parameter], lr=0.1), timeout_s=30
+        )
+        listening = state.scheme._codec = Listening(state.scheme._codec)
+        bucket = Bucket(gradient.clone(), [parameter], [0])
+        state.scheme.reduce(bucket).wait()
+        result = hashlib.blake2b(bucket.buffer.numpy().tobytes(), digest_size=16).hexdigest()
+        results.append((listening.digest.hexdigest(), result))
+        state.close()
+    return results
+
+
+def test_messages_in_the_ring_are_the_same_for_every_thread_count() -> None:
+    ranks = run_ranks(hash_what_is_sent, 2, timeout_s=60)
+    for results in ranks:
+        assert len(set(results)) == 1
+    assert ranks[0][0][1] == ranks[1][0][1]  # and the mean on all ranks
+
+
+N = 1 << 20
+VALUES = torch.randn(N)
+GRADIENT, OUT = VALUES.view(torch.uint8), torch.empty(2 * 4 * N, dtype=torch.uint8)
+# Cut beforehand: torch's own calls let go of the lock too.
+DECODED, BYTES = OUT[: 4 * N], OUT[:N]
+TABLE = _native.HuffmanTable.prior(8)
+MESSAGE = OUT[: _native.gcomp_encode(GRADIENT, None, 0, 0, 23, TABLE, OUT)].clone()
+NATIVE_CALLS: dict[str, Callable[[], object]] = {
+    "encode": lambda: _native.gcomp_encode(GRADIENT, None, 0, 0, 23, TABLE, OUT),
+    "decode": lambda: _native.gcomp_decode(MESSAGE, 0, TABLE, DECODED),
+    "importance": lambda: _native.importance(VALUES, None, None, 0.0, 1.0, 0.0, BYTES),
+    "checksum": lambda: _native.crc32c(OUT),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE_CALLS)
+def test_python_goes_on_while_the_native_core_works(name: str) -> None:
+    """A thread that counts advances during a call only if the call has let go of the interpreter's lock.
+
+    Python is told not to switch threads by itself, so that nothing else lets the counter run in between.
+    """
+    call, n_counted, stop = NATIVE_CALLS[name], 0, False
+
+    def count() -> None:
+        nonlocal n_counted
+        while not stop:
+            n_counted += 1
+            time.sleep(0)  # hands the lock back
+
+    counter = threading.Thread(target=count, daemon=True)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1_000)
+    try:
+        counter.start()
+        advanced = 0
+        for _ in range(1_000):  # on a busy machine the counter may not get a core at once
+            before = n_counted
+            call()
+            advanced += n_counted - before
+            if advanced:
+                break
+        assert advanced
+    finally:
+        stop = True
+        sys.setswitchinterval(interval_s)
+        counter.join()

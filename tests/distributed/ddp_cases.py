@@ -1,0 +1,100 @@
+"""What the tests of DDP's features share: a small model, batches that differ by rank, and one run per scheme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import schemes
+from gradwire.schemes import Scheme
+
+N_STEPS = 5
+
+# Every scheme of the registry, and the lossless gcomp; tables are refreshed within the few steps of a test.
+SCHEMES: dict[str, Callable[[], Scheme]] = {
+    **{name: lambda name=name: schemes.by_name(name) for name in schemes.names() if name not in ("gcomp", "periodic")},
+    "truncate": lambda: schemes.by_name("truncate", bits=5),  # fits bfloat16 too, whose mantissa has 7
+    "gcomp": lambda: schemes.by_name("gcomp", refresh_every=3),
+    "gcomp none": lambda: schemes.by_name("gcomp", importance="none"),
+    "gcomp direct": lambda: schemes.by_name("gcomp", importance="none", topology="direct", chunk_elements=1_000),
+    "periodic": lambda: schemes.by_name("periodic", every=2),
+}
+# How far a scheme may be from plain DDP: `plain` has its bits; a lossless ring sums in another order; gcomp drops what
+# the optimizer's addition would lose, `truncate` far more.
+TOLERANCE = {"plain": 0.0, "zlib": 1e-6, "zstd": 1e-6, "gcomp none": 1e-6, "gcomp direct": 1e-6, "gcomp": 1e-5}
+
+Case = Callable[[int, Scheme | None], Tensor]
+
+
+def build_model(seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
+
+
+def wrap(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """A DDP model with several buckets, which DDP rebuilds after the first step."""
+    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batches(rank: int, n_steps: int = N_STEPS, width: int = 20) -> Iterator[Tensor]:
+    for step in range(n_steps):
+        yield torch.randn(4, width, generator=torch.Generator().manual_seed(1_000 * rank + step))
+
+
+def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme | None, **options: Any) -> Any:
+    """The attachment, or None for the run of DDP alone."""
+    return gradwire.attach(ddp, optimizer, scheme, timeout_s=20, **options) if scheme else None
+
+
+def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, goal: float = 1.0) -> None:
+    optimizer.zero_grad()
+    (ddp(batch).float() - goal).square().mean().backward()
+    optimizer.step()
+
+
+def finish(ddp: nn.Module, attachment: Any) -> Tensor:
+    """(n,) float64: all parameters. Every attachment must have seen steps, lost none, and close."""
+    if attachment is not None:
+        stats = attachment.stats()
+        assert stats["n_steps"] == attachment.step > 0
+        assert stats["bytes_sent"] > 0
+        attachment.close()
+    return torch.cat([parameter.detach().double().reshape(-1) for parameter in ddp.parameters()])
+
+
+def agree(rank: int, values: Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    raw = values.contiguous().view(torch.uint8)
+    gathered = [torch.empty_like(raw) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, raw)
+    return all(torch.equal(raw, other) for other in gathered)
+
+
+def check_case(rank: int, world_size: int, case: Case, tolerance: float = 1.0) -> None:
+    """Run `case` with DDP alone, then with every scheme: ranks agree, and no scheme is farther off than it may be.
+
+    `tolerance`: factor on TOLERANCE, for dtypes coarser than float32.
+    """
+    expected = case(rank, None)
+    assert agree(rank, expected)
+    for name, make in SCHEMES.items():
+        found = case(rank, make())
+        assert bool(found.isfinite().all()), name
+        assert name == "periodic" or agree(rank, found), f"{name}: ranks differ"
+        deviation = float((found - expected).abs().max()) if found.numel() else 0.0
+        assert deviation <= TOLERANCE.get(name, math.inf) * tolerance, f"{name}: off by {deviation}"

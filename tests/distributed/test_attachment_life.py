@@ -1,0 +1,197 @@
+"""What an attachment does between steps: refuse what it cannot serve, switch, resume, count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ddp_cases import agree, attach, batches, build_model, finish, sgd, take_step, wrap
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import gradwire
+from gradwire import schemes
+from gradwire.bucket import Bucket
+from gradwire.schemes.through_codec import Zlib
+from ranks import run_ranks, try_ranks
+
+
+def refuse(rank: int, world_size: int) -> None:
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    bare = build_model()
+    sharded = FullyShardedDataParallel(build_model(), device_id=torch.device("cpu"))
+    sharded_in_place = fully_shard(build_model(), mesh=init_device_mesh("cpu", (world_size,)))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    for model, given, scheme, error, words in [
+        (bare, optimizer, "gcomp", gradwire.Unsupported, "wrap it: DDP\\(model\\)"),
+        (nn.DataParallel(bare), optimizer, "gcomp", gradwire.Unsupported, "got DataParallel"),
+        (sharded, optimizer, "gcomp", gradwire.Unsupported, "FSDP models are not supported yet"),
+        (sharded_in_place, optimizer, "gcomp", gradwire.Unsupported, "FSDP models are not supported yet"),
+        (ddp, zero, "gcomp", gradwire.Unsupported, "ZeroRedundancyOptimizer is not supported yet"),
+        (ddp, None, "gcomp", gradwire.Unsupported, "torch.optim.Optimizer, got NoneType"),
+        (ddp, optimizer, "gcmop", gradwire.InvalidArgument, "no scheme is called 'gcmop'; there are: gcomp"),
+        (ddp, optimizer, 7, gradwire.InvalidArgument, "got int"),
+    ]:
+        with pytest.raises(error, match=words):
+            gradwire.attach(model, given, scheme)
+    with pytest.raises(gradwire.InvalidArgument, match="timeout_s must be positive"):
+        gradwire.attach(ddp, optimizer, "plain", timeout_s=0)
+    attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=20)
+    with pytest.raises(gradwire.Unsupported, match=r"attachment\.switch"):
+        gradwire.attach(ddp, optimizer, "gcomp")
+    attachment.close()
+    hooked = wrap(build_model())
+    hooked.register_comm_hook(None, gradwire_free_hook)
+    with pytest.raises(gradwire.Unsupported, match="has a communication hook already"):
+        gradwire.attach(hooked, sgd(hooked), "plain", timeout_s=20)
+
+
+def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def test_what_cannot_be_attached_is_refused_by_name() -> None:
+    run_ranks(refuse, 2)
+
+
+def switch_in_mid_run(rank: int, world_size: int) -> None:
+    ddp, alone = wrap(build_model()), wrap(build_model())
+    optimizer, optimizer_alone = sgd(ddp), sgd(alone)
+    attachment = attach(ddp, optimizer, schemes.by_name("gcomp", refresh_every=3))
+    learnt = schemes.by_name("gcomp", importance="none")
+    for scheme in ("zlib", "plain", learnt, "zstd", learnt):
+        for batch in batches(rank, 3):
+            take_step(ddp, optimizer, batch)
+            take_step(alone, optimizer_alone, batch)
+        attachment.switch(scheme)
+        with pytest.raises(gradwire.InvalidArgument, match="no scheme is called"):
+            attachment.switch("gcmop")  # nothing has changed
+        with pytest.raises(gradwire.InvalidArgument, match="got int"):
+            attachment.switch(7)
+    take_step(ddp, optimizer, next(batches(rank)))
+    take_step(alone, optimizer_alone, next(batches(rank)))
+    assert attachment.stats()["scheme"] == "gcomp"
+    assert attachment.step == 16
+    found, expected = finish(ddp, attachment), finish(alone, None)
+    assert agree(rank, found)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_switch_goes_on_from_the_same_bits_on_all_ranks() -> None:
+    run_ranks(switch_in_mid_run, 2)
+
+
+def switch_to_different_schemes(rank: int, world_size: int) -> None:
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=20)
+    take_step(ddp, optimizer, next(batches(rank)))
+    attachment.switch("zlib" if rank == 2 else "plain")
+    take_step(ddp, optimizer, next(batches(rank)))
+
+
+def test_ranks_that_switch_to_different_schemes_are_named_on_all_of_them() -> None:
+    for outcome in try_ranks(switch_to_different_schemes, 3):
+        assert type(outcome.error) is gradwire.RankMismatch
+        assert "disagree on scheme" in str(outcome.error)
+        assert "rank 2: zlib; the others: plain" in str(outcome.error)
+
+
+def bind_on_some_ranks_only(rank: int, world_size: int) -> None:
+    ddp = wrap(build_model())
+    optimizer = torch.optim.Adamax(ddp.parameters()) if rank == 1 else sgd(ddp)
+    gradwire.attach(ddp, optimizer, "gcomp", timeout_s=300)
+    take_step(ddp, optimizer, next(batches(rank)))
+
+
+def test_rank_that_cannot_attach_tells_the_others() -> None:
+    for outcome in try_ranks(bind_on_some_ranks_only, 2):  # less than the attachment's own timeout
+        assert type(outcome.error) is gradwire.Unsupported
+        assert "Adamax" in str(outcome.error)
+
+
+class FallsBack(Zlib):
+    """Sends every bucket of step 1 plainly, as a scheme may that meets what it cannot compress."""
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        if bucket.step == 1:
+            bucket.record.fallbacks.append("not compressible")
+        return super().reduce(bucket)
+
+
+class FailsAtTheEnd(Zlib):
+    """Fails when step 1 is to be committed, on one rank."""
+
+    def end_step(self, step: int) -> None:
+        if (self.session.communicator.rank, step) == (1, 1):
+            raise ZeroDivisionError("a bug in commit")
+
+
+def count_fallbacks(rank: int, world_size: int) -> None:
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    attachment = gradwire.attach(ddp, optimizer, FallsBack(), timeout_s=20)
+    for batch in batches(rank, 3):
+        take_step(ddp, optimizer, batch)
+    assert attachment.stats()["n_fallbacks"] == attachment.recorder.steps[1].n_buckets > 1
+    assert attachment.recorder.fallback_reasons == {"not compressible": attachment.recorder.steps[1].n_buckets}
+    attachment.close()
+
+
+def test_stats_count_every_fallback() -> None:
+    run_ranks(count_fallbacks, 2)
+
+
+def fail_at_the_end(rank: int, world_size: int) -> None:
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    attachment = gradwire.attach(ddp, optimizer, FailsAtTheEnd(), timeout_s=20)
+    n_done = 0
+    try:
+        for batch in batches(rank, 4):
+            take_step(ddp, optimizer, batch)
+            n_done += 1
+    finally:
+        assert n_done in (1, 2), n_done  # with the step itself, or with the next
+        with pytest.raises(gradwire.RankMismatch):
+            attachment.stats()
+        attachment.close()
+
+
+def test_exception_at_the_end_of_a_step_is_raised_on_all_ranks() -> None:
+    for outcome in try_ranks(fail_at_the_end, 2):
+        assert type(outcome.error) is gradwire.RankMismatch, outcome
+        assert "rank 1 failed: ZeroDivisionError: a bug in commit" in str(outcome.error)
+
+
+def raise_between_steps(rank: int, world_size: int) -> None:
+    """The user's own error, caught by the user: one rank loses a batch's forward pass and takes another."""
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=20)
+    for step, batch in enumerate(batches(rank)):
+        if (rank, step) == (1, 2):
+            with pytest.raises(RuntimeError, match="mat1 and mat2"):
+                ddp(batch[:, :3])
+        take_step(ddp, optimizer, batch)
+    assert agree(rank, finish(ddp, attachment))
+
+
+def test_error_of_the_users_between_two_steps_harms_nothing() -> None:
+    run_ranks(raise_between_steps, 2)
+
+
+def send_sparse_gradients(rank: int, world_size: int) -> None:
+    ddp = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
+    gradwire.attach(ddp, sgd(ddp), "gcomp", timeout_s=20)
+    ddp(torch.tensor([rank, 3])).sum().backward()
+
+
+def test_sparse_gradient_is_refused_with_advice_on_all_ranks() -> None:
+    for outcome in try_ranks(send_sparse_gradients, 2):
+        assert type(outcome.error) is gradwire.Unsupported, outcome
+        assert "Embedding(sparse=False)" in str(outcome.error)

@@ -1,0 +1,262 @@
+"""Every feature of DDP works with every scheme: the ranks agree, and lossless schemes train as DDP alone does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from ddp_cases import (
+    N_STEPS,
+    adamw,
+    attach,
+    batches,
+    build_model,
+    check_case,
+    finish,
+    sgd,
+    take_step,
+    wrap,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gradwire
+from gradwire.schemes import Scheme
+from ranks import run_ranks
+
+
+def run(rank: int, scheme: Scheme | None, ddp: DistributedDataParallel) -> Tensor:
+    optimizer = adamw(ddp)
+    attachment = attach(ddp, optimizer, scheme)
+    for batch in batches(rank):
+        take_step(ddp, optimizer, batch)
+    return finish(ddp, attachment)
+
+
+def rebuild_buckets(rank: int, scheme: Scheme | None) -> Tensor:
+    ddp = wrap(build_model())
+    optimizer = adamw(ddp)
+    attachment = attach(ddp, optimizer, scheme)
+    for batch in batches(rank):
+        take_step(ddp, optimizer, batch)
+    if attachment:
+        counts = [step.n_buckets for step in attachment.recorder.steps]
+        assert counts[0] == 1 < counts[1] == counts[-1], counts  # one bucket for all, then several
+    return finish(ddp, attachment)
+
+
+def view_buckets(rank: int, scheme: Scheme | None) -> Tensor:
+    return run(rank, scheme, wrap(build_model(), gradient_as_bucket_view=True))
+
+
+def keep_graph_static(rank: int, scheme: Scheme | None) -> Tensor:
+    return run(rank, scheme, wrap(build_model(), static_graph=True))
+
+
+class Branches(nn.Module):
+    """`left` or `right` by the batch, so by rank and step; `spare` is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.trunk, self.left, self.right, self.spare = (nn.Linear(20, 20) for _ in range(4))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        branch = self.left if float(batch[0, 0]) > 0 else self.right
+        return branch(self.trunk(batch).relu())
+
+
+def leave_parameters_unused(rank: int, scheme: Scheme | None) -> Tensor:
+    ddp = wrap(Branches(), find_unused_parameters=True)
+    result = run(rank, scheme, ddp)
+    assert ddp.module.spare.weight.grad is None
+    return result
+
+
+def accumulate_without_sync(rank: int, scheme: Scheme | None) -> Tensor:
+    ddp = wrap(build_model())
+    optimizer = adamw(ddp)
+    attachment = attach(ddp, optimizer, scheme)
+    for step, batch in enumerate(batches(rank, 2 * N_STEPS)):
+        with ddp.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+            ddp(batch).square().mean().backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert attachment is None or attachment.step == N_STEPS
+    return finish(ddp, attachment)
+
+
+def join_with_uneven_inputs(rank: int, scheme: Scheme | None) -> Tensor:
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    attachment = attach(ddp, optimizer, scheme)
+    with ddp.join():
+        for batch in batches(rank, N_STEPS + 2 * rank):
+            take_step(ddp, optimizer, batch)
+    assert attachment is None or attachment.step == N_STEPS + 2  # rank 0 shadowed the last two
+    return finish(ddp, attachment)  # DDP broadcasts the parameters of the last rank to those that left early
+
+
+class Oddments(nn.Module):
+    """Parameters of size 0, a frozen one, a tied one, and one in another memory order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.second.weight = self.first.weight
+        self.empty = nn.Parameter(torch.empty(0, 7))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.frozen = nn.Parameter(torch.ones(20), requires_grad=False)
+        self.turned = nn.Parameter(torch.randn(20, 9).t())
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.second(self.first(batch).relu()) * self.frozen
+        return hidden @ self.turned.t() + self.empty.sum() + self.nothing.sum()
+
+
+def train_odd_parameters(rank: int, scheme: Scheme | None) -> Tensor:
+    ddp = wrap(Oddments())
+    result = run(rank, scheme, ddp)
+    assert torch.equal(ddp.module.frozen, torch.ones(20))
+    return result
+
+
+def clip_after_backward(rank: int, scheme: Scheme | None) -> Tensor:
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    attachment = attach(ddp, optimizer, scheme)
+    for batch in batches(rank):
+        optimizer.zero_grad()
+        (10 * ddp(batch)).square().mean().backward()
+        assert torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5) > 0.5
+        optimizer.step()
+    return finish(ddp, attachment)
+
+
+class Recomputed(nn.Module):
+    """The hidden layers run again in the backward pass, in a backward pass of their own (re-entrant)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = build_model()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.layers[0](batch)
+        return self.layers[4](checkpoint(self.layers[1:4], hidden, use_reentrant=True))
+
+
+def recompute_activations(rank: int, scheme: Scheme | None) -> Tensor:
+    return run(rank, scheme, wrap(Recomputed()))
+
+
+def compile_the_model(rank: int, scheme: Scheme | None) -> Tensor:
+    ddp = wrap(
+        build_model(), bucket_cap_mb=1
+    )  # torch.compile cuts the graph at buckets, none below DDP's first of 1 MB
+    compiled = torch.compile(ddp, backend="aot_eager")
+    optimizer = adamw(ddp)
+    attachment = attach(compiled, optimizer, scheme)
+    for batch in batches(rank):
+        take_step(compiled, optimizer, batch)
+    return finish(ddp, attachment)
+
+
+def register_the_hook_alone(rank: int, scheme: Scheme | None) -> Tensor:
+    ddp = wrap(build_model())
+    optimizer = adamw(ddp)
+    state = gradwire.HookState(scheme, optimizer=optimizer, timeout_s=20) if scheme else None
+    if state:
+        ddp.register_comm_hook(state, gradwire.ddp_hook)
+    for batch in batches(rank):
+        take_step(ddp, optimizer, batch)
+    if state:
+        assert state.recorder.totals()["n_steps"] == N_STEPS
+        state.close()
+    return finish(ddp, None)
+
+
+def change_the_optimizer_on_the_way(rank: int, scheme: Scheme | None) -> Tensor:
+    """Another learning rate, and parameters that join the optimizer later: both are read at every step."""
+    ddp = wrap(build_model())
+    optimizer = torch.optim.AdamW(ddp.module[:4].parameters(), lr=1e-3)
+    attachment = attach(ddp, optimizer, scheme)
+    for step, batch in enumerate(batches(rank, N_STEPS + 3)):
+        if step == 2:
+            optimizer.param_groups[0].update(lr=3e-3, weight_decay=0.1, betas=(0.8, 0.99))
+        if step == 3:
+            optimizer.add_param_group({"params": list(ddp.module[4].parameters()), "lr": 1e-2})
+        take_step(ddp, optimizer, batch)
+    return finish(ddp, attachment)
+
+
+def go_on_after_closing(rank: int, scheme: Scheme | None) -> Tensor:
+    """After close(), DDP's own all-reduce, bit by bit; then a new attachment through the same door."""
+    ddp, alone = wrap(build_model()), wrap(build_model())
+    optimizer, optimizer_alone = sgd(ddp), sgd(alone)
+    attachment = attach(ddp, optimizer, scheme)
+    for batch in batches(rank, 3):
+        take_step(ddp, optimizer, batch)
+        take_step(alone, optimizer_alone, batch)
+    if attachment:
+        attachment.close()
+        attachment.close()
+        assert attachment.stats()["n_steps"] == 3
+        with pytest.raises(gradwire.InvalidArgument, match="closed"):
+            attachment.state_dict()
+        with pytest.raises(gradwire.InvalidArgument, match="closed"):
+            attachment.switch("plain")
+        alone.load_state_dict(ddp.state_dict())
+        optimizer_alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors
+    for batch in batches(rank, 3):
+        take_step(ddp, optimizer, batch)
+        take_step(alone, optimizer_alone, batch)
+    for mine, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    again = attach(ddp, optimizer, scheme)  # the same scheme object, free again
+    for batch in batches(rank, 4):
+        take_step(ddp, optimizer, batch)
+    return finish(ddp, again)
+
+
+FEATURES: list[Callable[[int, Scheme | None], Tensor]] = [
+    rebuild_buckets,
+    view_buckets,
+    keep_graph_static,
+    leave_parameters_unused,
+    accumulate_without_sync,
+    join_with_uneven_inputs,
+    train_odd_parameters,
+    clip_after_backward,
+    recompute_activations,
+    compile_the_model,
+    register_the_hook_alone,
+    change_the_optimizer_on_the_way,
+    go_on_after_closing,
+]
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
+def test_feature_works_with_every_scheme(feature: Callable[[int, Scheme | None], Tensor]) -> None:
+    run_ranks(check_case, 2, feature, timeout_s=120)
+
+
+def join_with_another_divisor(rank: int, world_size: int) -> None:
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=20)
+    with (
+        pytest.raises(gradwire.Unsupported, match="divide_by_initial_world_size"),
+        ddp.join(divide_by_initial_world_size=False),
+    ):
+        take_step(ddp, optimizer, next(batches(rank)))
+    attachment.close()
+
+
+def test_join_that_changes_the_divisor_is_refused() -> None:
+    run_ranks(join_with_another_divisor, 2)

@@ -1,0 +1,152 @@
+"""The memory promise: at most twice the largest bucket beyond DDP's own, nothing allocated once warm, no growth."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+from ddp_cases import batches, sgd, wrap
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import gradwire
+from gradwire import schemes
+from gradwire.bucket import Bucket
+from gradwire.communicator import Communicator
+from gradwire.telemetry.recorder import Recorder
+from ranks import run_ranks
+
+# Below it chunks are not made smaller, and the work space may be four times the bucket: 2 MB at most.
+SMALL_BUCKET_BYTES = 1 << 19
+
+
+def scratch_ratios(rank: int, world_size: int, topologies: list[str]) -> list[tuple[str, int, float]]:
+    """(topology, elements, work space / bucket) for gcomp with importance bytes, the scheme that needs most."""
+    ratios = []
+    for topology in topologies:
+        for n in (SMALL_BUCKET_BYTES // 4, 1 << 19, 3_000_000):
+            parameter = nn.Parameter(torch.randn(n))
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            state = gradwire.HookState(schemes.by_name("gcomp", topology=topology), optimizer=optimizer, timeout_s=60)
+            bucket = Bucket(torch.randn(n), [parameter], [0])
+            state.scheme.reduce(bucket).wait()
+            ratios.append((topology, n, state.communicator.scratch_bytes / bucket.original_bytes))
+            state.close()
+    return ratios
+
+
+@pytest.mark.parametrize(
+    ("world_size", "topologies"), [(2, ["ring", "direct"]), (4, ["ring", "direct"]), (8, ["ring"])]
+)
+def test_work_space_is_at_most_twice_the_bucket(world_size: int, topologies: list[str]) -> None:
+    for ratios in run_ranks(scratch_ratios, world_size, topologies, timeout_s=120):
+        for topology, n, ratio in ratios:
+            assert 0 < ratio <= 2, (topology, n, ratio)
+
+
+def train_steps(rank: int, name: str, n_warm: int, n_more: int, measure: Any) -> Any:
+    """`measure(take_steps)`, where take_steps runs `n_more` steps of a model with several buckets, all warm."""
+    torch.manual_seed(1)
+    ddp = wrap(nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 20)), gradient_as_bucket_view=True)
+    optimizer = sgd(ddp)
+    attachment = gradwire.attach(ddp, optimizer, name, timeout_s=60)
+    batch = next(batches(rank))
+
+    def take_steps(n_steps: int) -> None:
+        for _ in range(n_steps):
+            optimizer.zero_grad(set_to_none=False)
+            ddp(batch).square().mean().backward()
+            optimizer.step()
+
+    take_steps(n_warm)
+    measured = measure(lambda: take_steps(n_more))
+    attachment.close()
+    return measured
+
+
+def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
+    """Sizes of all tensors that torch's CPU allocator hands out while warm buckets are reduced on the lane."""
+    parameter = nn.Parameter(torch.randn(50_000))
+    options = {"every": 1} if name == "periodic" else {}
+    scheme = schemes.by_name(name, **options)
+    state = gradwire.HookState(scheme, optimizer=torch.optim.SGD([parameter], lr=0.1), timeout_s=60)
+    gradient = torch.randn(50_000)
+
+    def reduce_bucket(step: int) -> None:
+        state.scheme.reduce(Bucket(gradient, [parameter], [0], step=step)).wait()
+        state.communicator.submit(state.scheme.end_step, step).wait()
+
+    for step in range(1, 4):
+        reduce_bucket(step)
+    sizes: list[int] = []
+
+    def profile_on_lane() -> None:  # the profiler watches the thread that starts it
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            for step in range(4, 8):
+                if name == "plain":
+                    gradient.mul_(1 / world_size)
+                    state.communicator.all_reduce(gradient)
+                else:
+                    state.scheme._reduce_on_lane(Bucket(gradient, [parameter], [0], step=step))
+        sizes.extend(event.self_cpu_memory_usage for event in profiler.events() if event.self_cpu_memory_usage > 0)
+
+    state.communicator.submit(profile_on_lane).wait()
+    state.close()
+    return sizes
+
+
+@pytest.mark.parametrize("name", schemes.names())
+def test_no_tensor_is_allocated_once_warm(name: str) -> None:
+    for sizes in run_ranks(reduce_warm, 2, name):
+        assert max(sizes, default=0) <= 8  # torch wraps the divisor of `div_` in a tensor of its own
+
+
+def rss_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def grow(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """For each scheme, bytes of growth over 1,000 tiny steps: Python's own objects, and the whole process."""
+
+    def measure(take_steps: Any) -> tuple[int, int]:
+        tracemalloc.start()
+        gc.collect()
+        python_before, rss_before = tracemalloc.get_traced_memory()[0], rss_bytes()
+        take_steps()
+        gc.collect()
+        python_after, rss_after = tracemalloc.get_traced_memory()[0], rss_bytes()
+        tracemalloc.stop()
+        return python_after - python_before, rss_after - rss_before
+
+    return {name: train_steps(rank, name, 20, 1_000, measure) for name in ("gcomp", "plain")}
+
+
+def test_thousand_steps_do_not_grow() -> None:
+    """1,000 StepRecords of telemetry are kept, about 0.7 KB each; a leak of one frame or bucket a step would be 20 MB."""
+    for growth in run_ranks(grow, 2, timeout_s=170):
+        for name, (python_bytes, rss_growth) in growth.items():
+            assert python_bytes < 2 << 20, (name, python_bytes)
+            assert rss_growth < 16 << 20, (name, rss_growth)
+
+
+def fixed_memory(rank: int, world_size: int) -> int:
+    communicator = Communicator(timeout_s=20)
+    first = communicator.scratch("a", 1_000).data_ptr()
+    assert communicator.scratch("a", 500).data_ptr() == first
+    assert communicator.scratch("a", 1_000).data_ptr() == first
+    communicator.scratch("a", 2_000)
+    communicator.scratch("b", 10)
+    held = communicator.scratch_bytes
+    communicator.close()
+    assert communicator.scratch_bytes == 0
+    assert Recorder(0, 1).steps.maxlen == Recorder.MAX_STEPS
+    return held
+
+
+def test_work_space_is_reused_and_counted() -> None:
+    assert run_ranks(fixed_memory, 1) == [2_010]

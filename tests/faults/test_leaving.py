@@ -1,0 +1,158 @@
+"""However a script ends, its processes end: without close(), after an exception, on Ctrl-C, in the middle of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import gradwire
+from gradwire import schemes
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 3))
+ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+optimizer = torch.optim.AdamW(ddp.parameters())
+attachment = gradwire.attach(ddp, optimizer, os.environ["SCHEME"], timeout_s=300)
+
+def take_step():
+    optimizer.zero_grad()
+    ddp(torch.full((4, 20), float(rank))).square().mean().backward()
+    optimizer.step()
+
+for _ in range(3):
+    take_step()
+"""
+
+
+def run_script(ending: str, scheme: str, world_size: int = 2) -> list[subprocess.CompletedProcess[str]]:
+    """Start `world_size` ranks of SCRIPT + `ending`; how each of them ended. A rank that hangs fails the test."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SCHEME": scheme,
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-c", SCRIPT + textwrap.dedent(ending)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    ended = []
+    try:
+        for process in processes:  # in turn: the next one's stdin is open until this one has ended
+            out, err = process.communicate(timeout=150)
+            ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("ending", "scheme"), [("", "gcomp"), ("", "plain"), ("dist.destroy_process_group()", "gcomp")]
+)
+def test_script_that_ends_without_closing_ends_well(ending: str, scheme: str) -> None:
+    for rank in run_script(ending + "\nprint('done')", scheme):
+        assert (rank.returncode, rank.stdout) == (0, "done\n"), rank.stderr
+        assert "Traceback" not in rank.stderr, rank.stderr
+
+
+def test_new_process_group_after_the_old_one_takes_new_attachments() -> None:
+    ending = """
+    dist.destroy_process_group()
+    attachment.close()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=300)
+    take_step()
+    print(attachment.stats()["n_steps"])
+    """
+    for rank in run_script(ending, "gcomp"):
+        assert (rank.returncode, rank.stdout) == (0, "1\n"), rank.stderr
+
+
+def test_uncaught_exception_on_one_rank_ends_all_with_its_traceback() -> None:
+    ending = """
+    for step in range(100):
+        if rank == 1 and step == 5:
+            raise ZeroDivisionError("the user's own bug")
+        take_step()
+    """
+    zero, one = run_script(ending, "gcomp")
+    assert (zero.returncode, one.returncode) == (1, 1)
+    assert "ZeroDivisionError: the user's own bug" in one.stderr
+    assert "PeerLost: rank 0 lost rank 1" in zero.stderr
+
+
+def test_interrupt_ends_a_rank_though_its_lane_waits_for_a_peer() -> None:
+    """Rank 1 lives on and never comes to the step; rank 0's lane waits for it when rank 0 is interrupted."""
+    ending = """
+    if rank == 1:
+        sys.stdin.read()  # until rank 0 has ended
+        os._exit(7)
+    from gradwire.bucket import Bucket
+    attachment.scheme.reduce(Bucket.from_tensor(torch.ones(1000), step=9))
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    while True:
+        time.sleep(0.1)
+    """
+    zero, one = run_script(ending, "truncate")
+    assert zero.returncode == -signal.SIGINT, zero.stderr
+    assert "KeyboardInterrupt" in zero.stderr
+    assert one.returncode == 7
+
+
+def test_torchrun_trains_with_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT
+        + textwrap.dedent("""
+    stats = attachment.stats()
+    sums = [None, None]
+    dist.all_gather_object(sums, float(sum(p.double().sum() for p in model.parameters())))
+    assert sums[0] == sums[1], sums
+    attachment.close()
+    dist.destroy_process_group()
+    if rank == 0:
+        print("trained", stats["world_size"], stats["n_steps"], gradwire.thread_count())
+    """)
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "SCHEME": "gcomp"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    n_threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"trained 2 3 {n_threads}\n"

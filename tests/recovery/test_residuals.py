@@ -1,0 +1,147 @@
+"""Residuals conserve the gradient: to the bit through a bucket rebuild, to rounding through another world size."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gradwire.bucket import Bucket
+from gradwire.errors import InvalidArgument
+from gradwire.residual import Residual, redistribute
+
+SIZES = [7, 0, 12, 1, 30]
+
+
+def parameters() -> list[torch.Tensor]:
+    return [torch.zeros(size) for size in SIZES]
+
+
+def bucket_of(chosen: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Bucket:
+    offsets = [sum(p.numel() for p in chosen[:i]) for i in range(len(chosen))]
+    return Bucket(torch.cat(list(gradients)) if gradients else torch.zeros(0), chosen, offsets)
+
+
+def cut(bucket: Bucket) -> torch.Tensor:
+    """Stand-in for a lossy codec: float32 to bfloat16, in place; returns what was left out (exact in float32)."""
+    kept = bucket.buffer.bfloat16().float()
+    left_out = bucket.buffer - kept
+    bucket.buffer.copy_(kept)
+    return left_out
+
+
+def test_rebuilt_buckets_get_the_bits_that_the_old_ones_left_out() -> None:
+    torch.manual_seed(0)
+    model, residual = parameters(), Residual()
+    gradients = [torch.randn(size) for size in SIZES]
+    bucket = bucket_of(model, gradients)
+    residual.stage(bucket, cut(bucket))
+    residual.commit()
+    sent = {
+        parameter: bucket.buffer[o : o + parameter.numel()] for parameter, o in zip(model, bucket.offsets, strict=True)
+    }
+    for chosen in ([4, 1, 0], [3, 2]):  # DDP's next buckets: another order, and two of them
+        rebuilt = bucket_of([model[i] for i in chosen], [torch.zeros(SIZES[i]) for i in chosen])
+        residual.add_to(rebuilt)
+        for i, offset in zip(chosen, rebuilt.offsets, strict=True):
+            kept = rebuilt.buffer[offset : offset + SIZES[i]]
+            assert torch.equal(kept + sent[model[i]], gradients[i])
+
+
+def test_what_was_sent_and_what_is_left_add_up_to_what_was_given_over_many_steps() -> None:
+    torch.manual_seed(0)
+    model, residual = parameters(), Residual()
+    given = torch.zeros(sum(SIZES), dtype=torch.float64)
+    sent = torch.zeros_like(given)
+    for _ in range(50):
+        bucket = bucket_of(model, [torch.randn(size) for size in SIZES])
+        given += bucket.buffer.double()
+        residual.add_to(bucket)
+        left_out = cut(bucket)
+        sent += bucket.buffer.double()
+        residual.stage(bucket, left_out)
+        residual.commit()
+    rest = bucket_of(model, [torch.zeros(size) for size in SIZES])
+    residual.add_to(rest)
+    assert torch.allclose(sent + rest.buffer.double(), given, rtol=0, atol=1e-5)
+
+
+def test_discarded_step_changes_nothing() -> None:
+    model, residual = parameters(), Residual()
+    bucket = bucket_of(model, [torch.full((size,), 0.1) for size in SIZES])
+    residual.stage(bucket, cut(bucket))
+    residual.commit()
+    names = {parameter: str(i) for i, parameter in enumerate(model)}
+    before = residual.state_by_name(names)
+    residual.stage(bucket, torch.full_like(bucket.buffer, float("nan")))
+    residual.discard()
+    residual.commit()
+    after = residual.state_by_name(names)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_residual_is_free_of_the_loss_scale() -> None:
+    model, residual = parameters(), Residual()
+    bucket = bucket_of(model, [torch.full((size,), 8.0) for size in SIZES])
+    residual.stage(bucket, bucket.buffer.clone(), loss_scale=8.0)
+    residual.commit()
+    after = bucket_of(model, [torch.zeros(size) for size in SIZES])
+    residual.add_to(after, loss_scale=4.0)
+    assert torch.equal(after.buffer, torch.full((sum(SIZES),), 4.0))
+
+
+def test_two_tensors_a_parameter_change_places_and_none_is_made_once_warm() -> None:
+    model, residual = parameters(), Residual()
+    bucket = bucket_of(model, [torch.ones(size) for size in SIZES])
+    places = []
+    for _ in range(6):
+        residual.stage(bucket, bucket.buffer)
+        residual.commit()
+        places.append(residual._current[model[0]].data_ptr())
+    assert len(set(places[2:])) == 2
+    assert places[2:4] == places[4:6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("old_world", "new_world"), [(4, 2), (2, 4), (3, 1), (1, 3)])
+def test_redistribution_keeps_the_mean(dtype: torch.dtype, old_world: int, new_world: int) -> None:
+    torch.manual_seed(0)
+    states = [{"a": torch.randn(50).to(dtype), "b": torch.randn(3).to(dtype)} for _ in range(old_world)]
+    if old_world > 1:
+        del states[0]["b"]  # a rank that has left nothing out for it yet
+    new = redistribute(states, new_world)
+    unit = torch.finfo(dtype).eps
+    for name in ("a", "b"):
+        mean = sum(state[name].double() for state in states if name in state) / old_world
+        assert new[name].dtype == dtype
+        assert torch.allclose(new[name].double(), torch.as_tensor(mean), rtol=unit, atol=unit)  # the same on every rank
+
+
+def test_redistribution_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="pass the state of every old rank"):
+        redistribute([], 2)
+    with pytest.raises(InvalidArgument, match="world_size must be at least 1"):
+        redistribute([{}], 0)
+
+
+def test_state_comes_back_by_name_and_misfits_are_refused() -> None:
+    model, residual = parameters(), Residual()
+    names = {parameter: f"layer.{i}" for i, parameter in enumerate(model)}
+    bucket = bucket_of(model, [torch.randn(size) for size in SIZES])
+    residual.stage(bucket, bucket.buffer)
+    residual.commit()
+    file = io.BytesIO()
+    torch.save(residual.state_by_name(names), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other = Residual()
+    other.load_by_name(state, names)
+    loaded = bucket_of(model, [torch.zeros(size) for size in SIZES])
+    other.add_to(loaded)
+    assert torch.equal(loaded.buffer, bucket.buffer)
+    for misfit in ({"layer.9": torch.zeros(3)}, {"layer.0": torch.zeros(3)}):
+        with pytest.raises(InvalidArgument, match="Load the checkpoint into the model that wrote it"):
+            other.load_by_name(misfit, names)
+    assert other.state_by_name(names).keys() == state.keys()  # what it held is still there

@@ -107,6 +107,10 @@ class Optimistic(Scheme):
             "options, model and step: a message was altered on its way; restart from the last checkpoint"
         )
 
+    def close(self) -> None:
+        """The model is let go: what is bound again begins anew, without residuals."""
+        self._residual = Residual()
+
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:

@@ -34,7 +34,6 @@ class PowerSgd(LowRank):
         if "overlap" in options:
             raise TypeError("overlap is the difference between power-sgd and power-sgd-overlap; choose one of them")
         super().__init__(rank=rank, buffer_mb=buffer_mb, overlap=type(self) is PowerSgdOverlap, **options)
-        self._awaiting_q: list[Work] = []
         self._new_q: dict[Group, torch.Tensor] = {}
 
     def _compress(self, works: list[Work], is_last: bool) -> None:
@@ -100,6 +99,10 @@ class PowerSgd(LowRank):
             for factor, key in zip(group.q, group.keys, strict=True):
                 factor.copy_(draw_factor(self.seed, key, step + 1, *factor.shape))
         group.commit_factors(group.q)
+
+    def close(self) -> None:
+        super().close()
+        self._new_q.clear()
 
     def _make_plan(self, bucket: Any) -> Any:
         plan = super()._make_plan(bucket)

@@ -284,6 +284,12 @@ class LowRank(Scheme):
     def _end_of_commit(self) -> None:
         """After all groups of a step are committed."""
 
+    def close(self) -> None:
+        """The model is let go: what is bound again begins anew, without residuals."""
+        self._plans = Plans(self._shape_of, lambda _: None)
+        self._works.clear()
+        self._open.clear()
+
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import torch
 
 from gradwire.bucket import Bucket
 from gradwire.communicator import Communicator, ring_bytes
-from gradwire.errors import RankMismatch
+from gradwire.errors import InvalidArgument, RankMismatch
 from gradwire.preamble import Preamble, compare_preambles
 from gradwire.schemes.low_rank.plan import Plan
 
@@ -57,6 +58,7 @@ class _FusedBuffer:
             part.copy_(parcel.values)
         self.sum: torch.futures.Future
         self.started_ns = self.ended_ns = 0
+        self.is_taken = False
 
     def parts(self, flat: torch.Tensor) -> list[tuple[Parcel, torch.Tensor]]:
         pieces = flat.split([parcel.values.numel() for parcel in self.parcels])
@@ -99,7 +101,9 @@ class Fusion:
 
         def note_end(_: torch.futures.Future) -> None:
             buffer.ended_ns = time.perf_counter_ns()
-            self._communicator.submit(self.finish_summed)
+            if not buffer.is_taken:  # the lane may have waited for it, and even be closed since
+                with contextlib.suppress(InvalidArgument):
+                    self._communicator.submit(self.finish_summed)
 
         buffer.sum.add_done_callback(note_end)
 
@@ -125,6 +129,7 @@ class Fusion:
 
     def _finish_first(self) -> None:
         buffer = self._started.popleft()
+        buffer.is_taken = True
         self._communicator.finish(buffer.sum)
         self._count(buffer)
         mean = buffer.data.to(torch.float32).div_(self._communicator.world_size)

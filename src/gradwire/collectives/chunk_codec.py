@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -10,6 +11,10 @@ from gradwire.codecs import Codec
 from gradwire.collectives.parts import Parts
 from gradwire.communicator import Communicator
 from gradwire.telemetry.recorder import BucketRecord
+
+# (start, end) -> (end - start,) uint8: the importance bytes of these elements of the bucket, for the codec to encode by.
+# Each element is asked for once in a collective; the result is used before the next call.
+Importance = Callable[[int, int], torch.Tensor]
 
 
 class ChunkCodec:
@@ -21,7 +26,7 @@ class ChunkCodec:
         codec: Codec,
         buffer: torch.Tensor,
         parts: Parts,
-        importance: torch.Tensor | None,
+        importance: Importance | None,
         record: BucketRecord,
     ) -> None:
         self._codec, self._buffer, self._parts, self._importance, self._record = (
@@ -42,7 +47,7 @@ class ChunkCodec:
 
     def encode(self, values: torch.Tensor, part: int, chunk: int, out: torch.Tensor) -> int:
         """Encode `values` that stand for a chunk, with that chunk's importance."""
-        importance = None if self._importance is None else self._parts.slice_of(self._importance, part, chunk)
+        importance = None if self._importance is None else self._importance(*self._parts.bounds(part, chunk))
         started = time.perf_counter_ns()
         n_bytes = self._codec.encode(values, out, importance)
         self._record.add("encode", started, time.perf_counter_ns())

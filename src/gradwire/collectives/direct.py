@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.codecs import Codec
-from gradwire.collectives.chunk_codec import ChunkCodec
+from gradwire.collectives.chunk_codec import ChunkCodec, Importance
 from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender, frame_bytes_for
 from gradwire.collectives.parts import CHUNK_ELEMENTS, Parts
 from gradwire.communicator import Communicator
@@ -24,7 +24,7 @@ def direct_mean(
     buffer: torch.Tensor,
     facts: Facts,
     record: BucketRecord,
-    importance: torch.Tensor | None = None,
+    importance: Importance | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> None:
     """Replace `buffer` (n,) by the mean over the ranks, each message through `codec`; runs on the lane.
@@ -32,7 +32,7 @@ def direct_mean(
     Rank r owns part r: it adds the decoded parts of all ranks, its own unencoded, in rank order.
 
     Args:
-        importance: (n,) uint8, passed to the codec chunk by chunk.
+        importance: asked for each chunk's importance bytes when it is encoded.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.
     Cost: sends 2 (N-1)/N of the encoded buffer, to N-1 peers; every element is encoded once.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.codecs import Codec
-from gradwire.collectives.chunk_codec import ChunkCodec
+from gradwire.collectives.chunk_codec import ChunkCodec, Importance
 from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender, frame_bytes_for
 from gradwire.collectives.parts import CHUNK_ELEMENTS, Parts
 from gradwire.communicator import Communicator
@@ -26,13 +26,13 @@ def ring_mean(
     buffer: torch.Tensor,
     facts: Facts,
     record: BucketRecord,
-    importance: torch.Tensor | None = None,
+    importance: Importance | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> None:
     """Replace `buffer` (n,) by the mean over the ranks, each message through `codec`; runs on the lane.
 
     Args:
-        importance: (n,) uint8, passed to the codec chunk by chunk.
+        importance: asked for each chunk's importance bytes when it is encoded.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.
     Cost: sends 2 (N-1)/N of the encoded buffer, padding aside; every element is encoded once.
     """

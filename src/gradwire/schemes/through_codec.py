@@ -9,6 +9,7 @@ import torch
 from gradwire import codecs
 from gradwire.bucket import Bucket
 from gradwire.codecs import Codec
+from gradwire.collectives.chunk_codec import Importance
 from gradwire.collectives.direct import direct_mean
 from gradwire.collectives.parts import CHUNK_ELEMENTS
 from gradwire.collectives.ring import ring_mean
@@ -51,7 +52,7 @@ class ThroughCodec(Scheme):
         if self.session.communicator.world_size > 1:
             self._reduce_with(self.codec, bucket, importance=None)
 
-    def _reduce_with(self, codec: Codec, bucket: Bucket, importance: torch.Tensor | None) -> None:
+    def _reduce_with(self, codec: Codec, bucket: Bucket, importance: Importance | None) -> None:
         _TOPOLOGIES[self.topology](
             self.session.communicator,
             codec,

@@ -78,24 +78,40 @@ class QuantisationMetric:
             memory layout than itself excepted). Not to be called from two threads at once.
         """
         _require_bytes(out)
-        if not (math.isfinite(loss_scale) and loss_scale > 0):
-            raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
         if len(parameters) != len(offsets):
             raise InvalidArgument(f"one offset per parameter: {len(parameters)} parameters, {len(offsets)} offsets")
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            if not 0 <= offset <= out.numel() - parameter.numel():
+                raise InvalidArgument(
+                    f"{parameter.numel()} elements at {offset} do not fit in out, which has {out.numel()}"
+                )
+        self.write_window(parameters, offsets, 0, out, loss_scale, gradient_dtype)
+
+    def write_window(
+        self,
+        parameters: Sequence[Tensor],
+        offsets: Sequence[int],
+        start: int,
+        out: Tensor,
+        loss_scale: float = 1.0,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Like `write_importance`, for the elements from `start` on that `out` has room for: one chunk of a bucket."""
+        if not (math.isfinite(loss_scale) and loss_scale > 0):
+            raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         for parameter, offset in zip(parameters, offsets, strict=True):
-            n_elements = parameter.numel()
-            if not 0 <= offset <= out.numel() - n_elements:
-                raise InvalidArgument(f"{n_elements} elements at {offset} do not fit in out, which has {out.numel()}")
-            if n_elements == 0:
+            begin, end = max(offset, start), min(offset + parameter.numel(), start + out.numel())
+            if begin >= end:
                 continue
-            destination = out[offset : offset + n_elements]
+            destination = out[begin - start : end - start]
             terms = self._read_terms(parameter, groups.get(parameter))
             if terms is None:
                 destination.zero_()
                 continue
             gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
-            self._write(parameter, terms, self._world_factor * loss_scale * 2.0**gap, destination)
+            factor = self._world_factor * loss_scale * 2.0**gap
+            self._write(parameter, terms, factor, slice(begin - offset, end - offset), destination)
 
     def _read_terms(self, parameter: Tensor, group: dict[str, Any] | None) -> Terms | None:
         if group is None:
@@ -111,19 +127,20 @@ class QuantisationMetric:
                 "as if an option had been switched on after the first step; make a new optimizer, or: " + _ADVICE
             ) from missing
 
-    def _write(self, parameter: Tensor, terms: Terms, factor: float, out: Tensor) -> None:
+    def _write(self, parameter: Tensor, terms: Terms, factor: float, part: slice, out: Tensor) -> None:
+        """The bytes of one part of a parameter, in its memory order."""
         a, b, c = terms.a * factor, terms.b * factor, terms.c * factor
         if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
             out.zero_()  # a step size beyond float32 (eta below 1e-38, say, or NaN): drop nothing
             return
-        theta = _flatten_like(parameter, parameter)
-        second = None if terms.second_moment is None else _flatten_like(terms.second_moment, parameter)
-        first = None if terms.first_moment is None else _flatten_like(terms.first_moment, parameter)
+        theta = _flatten_like(parameter, parameter)[part]
+        second = None if terms.second_moment is None else _flatten_like(terms.second_moment, parameter)[part]
+        first = None if terms.first_moment is None else _flatten_like(terms.first_moment, parameter)[part]
         if terms.mean is None and terms.shift is None and all(map(_is_plain, (theta, second, first))):
             _native.importance(theta, second, first, a, b, c, out)
             return
-        mean = None if terms.mean is None else _flatten_like(terms.mean[1], parameter)
-        shift = None if terms.shift is None else _flatten_like(terms.shift[1], parameter)
+        mean = None if terms.mean is None else _flatten_like(terms.mean[1], parameter)[part]
+        shift = None if terms.shift is None else _flatten_like(terms.shift[1], parameter)[part]
         for begin in range(0, out.numel(), _TILE_ELEMENTS):
             tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
             theta_tile = self._tiles.load(0, theta, tile)

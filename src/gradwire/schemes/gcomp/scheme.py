@@ -14,6 +14,7 @@ import torch
 
 from gradwire.bucket import Bucket
 from gradwire.codecs.gcomp import GComp as GCompCodec
+from gradwire.collectives.chunk_codec import Importance
 from gradwire.collectives.parts import CHUNK_ELEMENTS
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Session
@@ -81,8 +82,11 @@ class GComp(ThroughCodec):
         codec = self._tables.counting_codec if self._tables.counts_in(bucket.step) else self._codec
         self._reduce_with(codec, bucket, self._importance_of(bucket))
 
-    def _importance_of(self, bucket: Bucket) -> torch.Tensor | None:
-        """(n,) uint8: for every value, how large it may be before its low bits matter; None if all values are alike."""
+    def _importance_of(self, bucket: Bucket) -> Importance | None:
+        """Says how large each value of a chunk may be before its low bits matter; None if all values are alike.
+
+        Asked chunk by chunk, just before a chunk is encoded: so this work, too, overlaps with what is on the wire.
+        """
         if self._metric is None:
             return None
         if not bucket.parameters:
@@ -90,12 +94,15 @@ class GComp(ThroughCodec):
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
             )
-        started = time.perf_counter_ns()
-        importance = self.session.communicator.scratch("importance", bucket.n_elements)
-        self._metric.write_importance(
-            bucket.parameters, bucket.offsets, importance, self.session.loss_scale(), bucket.buffer.dtype
-        )
-        bucket.record.add("importance", started, time.perf_counter_ns())
+        metric, loss_scale = self._metric, self.session.loss_scale()
+
+        def importance(start: int, end: int) -> torch.Tensor:
+            started = time.perf_counter_ns()
+            out = self.session.communicator.scratch("importance", end - start)
+            metric.write_window(bucket.parameters, bucket.offsets, start, out, loss_scale, bucket.buffer.dtype)
+            bucket.record.add("importance", started, time.perf_counter_ns())
+            return out
+
         return importance
 
     def end_step(self, step: int) -> None:

@@ -18,8 +18,11 @@
 #include "huffman/code_lengths.hpp"
 #include "huffman/streams.hpp"
 #include "huffman/table.hpp"
+#include "low_rank/factors.hpp"
 #include "parallel/thread_pool.hpp"
+#include "signs/votes.hpp"
 #include "simd/dispatch.hpp"
+#include "top_k/select.hpp"
 
 namespace nb = nanobind;
 using namespace gradwire;
@@ -191,6 +194,59 @@ void bind_gcomp(nb::module_& m) {
       nb::arg("message"));
 }
 
+// Low-rank factors, sign votes and top-k selection: float32 arrays, words as uint32, indices as int32.
+void bind_comparators(nb::module_& m) {
+  using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  using ConstFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  using Words = nb::ndarray<std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  using Indices = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  const auto dtype_of_signs = [](int code) {
+    if (code < 0 || code >= signs::kDtypes) throw InvalidArgument("unknown dtype code");
+    return static_cast<signs::Dtype>(code);
+  };
+  m.def(
+      "multiply_factors",
+      [](const ConstFloats& left, const ConstFloats& right, std::size_t rank, bool subtract, const Floats& matrix) {
+        const nb::gil_scoped_release unlocked;
+        low_rank::multiply_factors({left.data(), left.size()}, {right.data(), right.size()}, rank, subtract,
+                                   {matrix.data(), matrix.size()});
+      },
+      nb::arg("left"), nb::arg("right"), nb::arg("rank"), nb::arg("subtract"), nb::arg("matrix"));
+  m.def(
+      "orthogonalise_factors",
+      [](const Floats& factors, std::size_t n_factors, std::size_t rank) {
+        const nb::gil_scoped_release unlocked;
+        low_rank::orthogonalise_factors({factors.data(), factors.size()}, n_factors, rank);
+      },
+      nb::arg("factors"), nb::arg("n_factors"), nb::arg("rank"));
+  m.def(
+      "pack_signs",
+      [dtype_of_signs](const ConstBytes& values, int dtype, const Words& words) {
+        const signs::Dtype known = dtype_of_signs(dtype);
+        const nb::gil_scoped_release unlocked;
+        return signs::pack_signs(span_of(values), known, {words.data(), words.size()});
+      },
+      nb::arg("values"), nb::arg("dtype"), nb::arg("words"));
+  m.def(
+      "write_majority",
+      [dtype_of_signs](const Words& words, std::size_t n_ranks, int dtype, std::uint32_t scale_bits,
+                       bool ties_are_positive, const Bytes& values) {
+        const signs::Dtype known = dtype_of_signs(dtype);
+        const nb::gil_scoped_release unlocked;
+        signs::write_majority({words.data(), words.size()}, n_ranks, known, scale_bits, ties_are_positive,
+                              span_of(values));
+      },
+      nb::arg("words"), nb::arg("n_ranks"), nb::arg("dtype"), nb::arg("scale_bits"), nb::arg("ties_are_positive"),
+      nb::arg("values"));
+  m.def(
+      "select_largest",
+      [](const ConstFloats& values, const Indices& indices) {
+        const nb::gil_scoped_release unlocked;
+        return top_k::select_largest({values.data(), values.size()}, {indices.data(), indices.size()});
+      },
+      nb::arg("values"), nb::arg("indices"));
+}
+
 // gradwire.errors holds the Python classes, so that errors raised here and there are the same.
 void translate_errors() {
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
@@ -261,4 +317,5 @@ NB_MODULE(_native, m) {
       nb::arg("c"), nb::arg("out"));
   bind_huffman(m);
   bind_gcomp(m);
+  bind_comparators(m);
 }

@@ -100,6 +100,9 @@ class Communicator:
         return future
 
     def _run_lane(self) -> None:
+        # A new thread takes torch's thread count over when it first asks for it. Before that torch.bmm wakes as many
+        # threads as there are cores, and 2 us become 1,400 (3 x 24 x 24, two busy cores).
+        torch.get_num_threads()
         while (item := self._tasks.get()) is not None:
             future, task, args = item
             try:

@@ -30,6 +30,27 @@ class Residual:
             if residual is not None:
                 gradient.add_(residual, alpha=loss_scale)
 
+    def write_sum(self, bucket: Bucket, out: torch.Tensor, loss_scale: float = 1.0) -> None:
+        """out (n,) float32 = bucket.buffer + residual x loss_scale; the bucket stays as it is, to be sent plainly.
+
+        A parameter whose gradient is all zero (unused on this rank) keeps its residual: out is zero there. If the
+        parameter is unused on every rank, DDP throws its result away, and the residual would go with it.
+        """
+        out.copy_(bucket.buffer)
+        for parameter, part in _split(out, bucket):
+            residual = self._current.get(parameter)
+            if residual is not None and part.any():
+                part.add_(residual, alpha=loss_scale)
+
+    def keep_unused(self, bucket: Bucket, left_out: torch.Tensor, loss_scale: float = 1.0) -> None:
+        """Put back into `left_out` what `write_sum` kept, before it is staged."""
+        for (parameter, gradient), (_, part) in zip(
+            _split(bucket.buffer, bucket), _split(left_out, bucket), strict=True
+        ):
+            residual = self._current.get(parameter)
+            if residual is not None and not gradient.any():
+                part.add_(residual, alpha=loss_scale)
+
     def stage(self, bucket: Bucket, left_out: torch.Tensor, loss_scale: float = 1.0) -> None:
         """Keep left_out / loss_scale, where left_out (n,) is aligned with the bucket, from the next `commit` on."""
         for parameter, part in _split(left_out, bucket):

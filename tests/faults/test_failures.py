@@ -59,7 +59,18 @@ def train_with_death(rank: int, world_size: int, scheme: str, options: dict) -> 
 
 @pytest.mark.parametrize(
     ("world_size", "scheme", "options"),
-    [(2, "plain", {}), (3, "gcomp", {}), (4, "gcomp", {}), (3, "gcomp", {"topology": "direct"})],
+    [
+        (2, "plain", {}),
+        (3, "gcomp", {}),
+        (4, "gcomp", {}),
+        (3, "gcomp", {"topology": "direct"}),
+        (3, "acp-sgd", {}),
+        (2, "power-sgd", {}),
+        (3, "power-sgd-overlap", {}),
+        (2, "sign-sgd", {}),
+        (3, "top-k", {}),
+        (2, "random-k", {}),
+    ],
 )
 def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme: str, options: dict) -> None:
     outcomes = try_ranks(train_with_death, world_size, scheme, options)

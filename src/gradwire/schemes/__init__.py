@@ -12,9 +12,15 @@ __all__ = ["Scheme", "Session", "by_name", "names"]
 
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: dict[str, str] = {
+    "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
     "periodic": "gradwire.schemes.periodic:Periodic",
     "plain": "gradwire.schemes.plain:Plain",
+    "power-sgd": "gradwire.schemes.power_sgd:PowerSgd",
+    "power-sgd-overlap": "gradwire.schemes.power_sgd:PowerSgdOverlap",
+    "random-k": "gradwire.schemes.random_k:RandomK",
+    "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
+    "top-k": "gradwire.schemes.top_k:TopK",
     "truncate": "gradwire.schemes.through_codec:Truncate",
     "zlib": "gradwire.schemes.through_codec:Zlib",
     "zstd": "gradwire.schemes.through_codec:Zstd",

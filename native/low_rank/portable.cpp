@@ -1,0 +1,7 @@
+#include "low_rank/loops.hpp"
+
+namespace gradwire::low_rank {
+
+const Kernels kPortable = {multiply_block, orthogonalise};
+
+}  // namespace gradwire::low_rank

@@ -1,0 +1,27 @@
+// Sign-SGD's messages: one bit an element, 32 to a word, and the majority of what several ranks sent.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace gradwire::signs {
+
+enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+inline constexpr int kDtypes = 3;
+inline constexpr std::size_t kMaxRanks = 255;  // votes are counted in bytes
+
+constexpr std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+constexpr std::size_t words_for(std::size_t n_elements) { return (n_elements + 31) / 32; }
+
+// Bit i of word w is 1 where element 32 w + i is below zero; -0.0 is not. Bits past the end are 0. Returns whether all
+// elements are finite. Throws InvalidArgument if sizes do not fit.
+bool pack_signs(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::uint32_t> words);
+
+// Of `n_ranks` messages, one after another in `words`: +1 where more than half of the bits are 0, -1 where more than
+// half are 1, and where halves are equal +1 if `ties_are_positive`, else 0; times `scale`, itself of `dtype`, as bits.
+// Throws InvalidArgument if sizes do not fit.
+void write_majority(std::span<const std::uint32_t> words, std::size_t n_ranks, Dtype dtype, std::uint32_t scale_bits,
+                    bool ties_are_positive, std::span<std::uint8_t> values);
+
+}  // namespace gradwire::signs

@@ -1,0 +1,317 @@
+"""The frame of the low-rank schemes: which buckets are compressed when, what happens to non-finite ones, what is kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import zlib
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from gradwire.bucket import Bucket
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.base import Scheme, Session
+from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
+from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
+from gradwire.schemes.low_rank.plan import Plan, Plans
+from gradwire.schemes.low_rank.state import load_states, states_by_name
+from gradwire.schemes.plain import all_reduce_plainly
+
+_log = logging.getLogger(__name__)
+_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MAX_RANKS_BFLOAT16 = 256  # fingerprints are counts of ranks, and bfloat16 holds integers up to here
+_MIB = float(1 << 20)
+_FALLBACK = "non-finite gradient: this bucket was sent uncompressed"
+
+
+class LowRank(Scheme):
+    """Options and life cycle that ACP-SGD and Power-SGD share.
+
+    Args:
+        rank: of the approximation; a matrix with fewer rows or columns uses that many.
+        min_compression_rate: a matrix n x m is sent as it is if n m / ((n + m) rank) is below. 0: compress all.
+        start_step: steps before this one are reduced plainly.
+        error_feedback: add what compression left out to the next gradient.
+        reuse: begin with the factor of the step before; False draws a new one every step.
+        overlap: compress during the backward pass; False waits for its end, so that nothing competes with it.
+        buffer_mb: tensor fusion: buffers are summed when they hold what stands for this much gradient (MiB x the
+            model's compression rate). 0: every tensor alone; inf: all at the end. Buffers join successive buckets, and
+            what fills early is sent early; for compression in smaller portions lower DDP's own bucket_cap_mb.
+        factor_dtype: "float32" or "bfloat16", of everything on the wire. Rounding of factors is fed back,
+            that of uncompressed parameters is not.
+        seed: of the factors that training starts with; the same on all ranks.
+    """
+
+    state_is_per_world = True
+
+    def __init__(
+        self,
+        rank: int = 4,
+        min_compression_rate: float = 2.0,
+        start_step: int = 0,
+        error_feedback: bool = True,
+        reuse: bool = True,
+        overlap: bool = True,
+        buffer_mb: float = 25.0,
+        factor_dtype: str = "float32",
+        seed: int = 0,
+    ) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise InvalidArgument(f"rank must be an integer of at least 1, got {rank!r}")
+        if not min_compression_rate >= 0:
+            raise InvalidArgument(f"min_compression_rate must be at least 0 (compress all), got {min_compression_rate}")
+        if start_step < 0:
+            raise InvalidArgument(f"start_step must be at least 0, got {start_step}")
+        if math.isnan(buffer_mb) or buffer_mb < 0:
+            raise InvalidArgument(f"buffer_mb must be 0 (no fusion), a size or inf, got {buffer_mb}")
+        if factor_dtype not in _WIRE_DTYPES:
+            raise InvalidArgument(f"factor_dtype is one of {', '.join(_WIRE_DTYPES)}, not {factor_dtype!r}")
+        self.rank = rank
+        self.min_compression_rate = float(min_compression_rate)
+        self.start_step = start_step
+        self.error_feedback = error_feedback
+        self.reuse = reuse
+        self.overlap = overlap
+        self.buffer_mb = float(buffer_mb)
+        self.factor_dtype = factor_dtype
+        self.seed = seed
+        self._wire_dtype = _WIRE_DTYPES[factor_dtype]
+        self._open: list[Work] = []  # buckets of this step whose futures are not done
+        self._uncompressed: list[Work] = []  # of these, the ones that wait for the end of the backward pass
+        self._works: list[Work] = []  # all compressed buckets of this step, in order
+        self._unfinite: list[Work] = []
+        self._is_concluded = False
+        self._n_redone = 0
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "min_compression_rate": self.min_compression_rate,
+            "start_step": self.start_step,
+            "error_feedback": self.error_feedback,
+            "reuse": self.reuse,
+            "overlap": self.overlap,
+            "buffer_mb": self.buffer_mb,
+            "factor_dtype": self.factor_dtype,
+            "seed": self.seed,
+        }
+
+    def bind(self, session: Session) -> None:
+        """Raises: Unsupported (more ranks than bfloat16 can count)."""
+        communicator = session.communicator
+        if self._wire_dtype == torch.bfloat16 and communicator.world_size > _MAX_RANKS_BFLOAT16:
+            raise Unsupported(
+                f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks, this run has '
+                f'{communicator.world_size}; use factor_dtype="float32"'
+            )
+        super().bind(session)
+        self._plans = Plans(self._shape_of, lambda parameter: session.names.get(parameter))
+        self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)
+
+    def _shape_of(self, parameter: torch.Tensor) -> MatrixShape | None:
+        return matrix_shape(parameter, self.rank, self.min_compression_rate)
+
+    # ---- one bucket
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
+        work = Work(bucket, torch.futures.Future())
+        if bucket.index == 0:
+            self._open.clear()  # of a backward pass that was given up half-way; nobody waits for those
+        self._open.append(work)
+
+        def fail_all_open(taken: torch.futures.Future) -> None:
+            try:
+                taken.wait()
+            except Exception as error:
+                self._fusion.drop()
+                for waiting in list(self._open):
+                    if not waiting.done.done():
+                        waiting.done.set_exception(error)
+
+        self.session.communicator.submit(self._take, work).add_done_callback(fail_all_open)
+        return work.done
+
+    def _take(self, work: Work) -> None:
+        bucket = work.bucket
+        if bucket.index == 0:
+            self._begin_step()
+        if self.session.communicator.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
+            self._close(work)
+            return
+        if bucket.step < self.start_step:
+            self._all_reduce_plainly(work)
+            return
+        work.plan = self._plans.find(bucket) or self._make_plan(bucket)
+        self._works.append(work)
+        self._uncompressed.append(work)
+        if self.overlap or bucket.is_last:
+            self._compress(self._uncompressed, bucket.is_last)
+            self._uncompressed.clear()
+        if bucket.is_last:
+            self._conclude()
+
+    def _begin_step(self) -> None:
+        """Nothing of a backward pass that was given up half-way may live on."""
+        self._uncompressed.clear()
+        self._unfinite.clear()
+        self._works.clear()
+        self._is_concluded = False
+        self._fusion.drop()
+
+    @abstractmethod
+    def _compress(self, works: list[Work], is_last: bool) -> None:
+        """Compress these buckets and start their sums; on `is_last` finish everything."""
+
+    @abstractmethod
+    def _on_arrival(self, work: Work) -> None:
+        """Everything that was sent for `work` has been summed."""
+
+    @abstractmethod
+    def _incoming(self, group: Group) -> torch.Tensor:
+        """(k, rank, n): the factors that `group` is compressed with next."""
+
+    def _make_plan(self, bucket: Bucket) -> Plan:
+        plan = self._plans.make(bucket)
+        for group in plan.groups:
+            incoming = self._incoming(group)
+            for state, key, factor in zip(group.states, group.keys, incoming, strict=True):
+                if state.factor is None:
+                    factor.copy_(draw_factor(self.seed, key, 0, *factor.shape))
+                    self._prepare(factor[None])
+                else:
+                    factor.copy_(state.factor)
+                state.factor = factor
+        plan.sign_factors(self._incoming)
+        return plan
+
+    def _prepare(self, factors: torch.Tensor) -> None:
+        """What is done to factors (k, rank, n), in place, before they come in."""
+        orthogonalise(factors)
+
+    # ---- pieces of `_compress`
+
+    def _send_uncompressed_part(self, work: Work, cap_bytes: float) -> None:
+        """The fingerprint and the dense parameters."""
+        work.is_sent = False
+        work.dense = torch.empty(work.plan.n_dense)
+        work.fingerprint = fingerprint_of(self._facts_of(work))
+        self._fusion.add(Parcel(work, work.fingerprint, work.fingerprint, joins_next=True), cap_bytes)
+        done = 0
+        for start, end in work.plan.dense:
+            target = work.dense[done : done + end - start]
+            self._fusion.add(Parcel(work, work.bucket.buffer[start:end], target), cap_bytes)
+            done += end - start
+
+    def _send_factors(self, work: Work, factors: torch.Tensor, cap_bytes: float) -> None:
+        """Sum (k, rank, n) over the ranks, in place; first rounded to what the wire carries."""
+        if self._wire_dtype != torch.float32:
+            factors.copy_(factors.to(self._wire_dtype))
+        for factor in factors:
+            flat = factor.view(-1)
+            self._fusion.add(Parcel(work, flat, flat), cap_bytes)
+
+    def _finish(self, work: Work) -> None:
+        """Write what was not compressed, and let DDP have the bucket; matrices are in it already."""
+        done = 0
+        for start, end in work.plan.dense:
+            work.bucket.buffer[start:end].copy_(work.dense[done : done + end - start])
+            done += end - start
+        self._close(work)
+
+    def _close(self, work: Work) -> None:
+        """Complete the bucket's future; that of the last one stands for the whole step, and waits for `_conclude`."""
+        if work in self._works and work.bucket.is_last and not self._is_concluded:
+            return
+        self._open.remove(work)
+        work.done.set_result(work.bucket.buffer)
+
+    def _cap_bytes(self, side: str) -> float:
+        """The size of a fused buffer: buffer_mb of gradient, times how much of it this side's factors are."""
+        rate = self._plans.rate_of(side) * self._wire_dtype.itemsize / 4
+        return self.buffer_mb * _MIB * rate
+
+    def _facts_of(self, work: Work) -> int:
+        facts = (self.configuration_hash, work.bucket.layout_hash, work.bucket.step, work.plan.factor_crc)
+        return zlib.crc32(repr(facts).encode())
+
+    # ---- the end of a step
+
+    def _conclude(self) -> None:
+        """After the last sum, at a point that all ranks share: compare fingerprints, redo what was not finite."""
+        for work in self._works:
+            if not ranks_agree(work.fingerprint):
+                name_mismatch(self.session.communicator, self.preamble(work.bucket), work)
+        for work in self._unfinite:
+            if not self._n_redone:
+                _log.warning("gradwire %s: %s (step %d)", self.name, _FALLBACK, work.bucket.step)
+            self._n_redone += 1
+            work.bucket.record.fallbacks.append(_FALLBACK)
+            self._all_reduce_plainly(work)
+        self._is_concluded = True
+        self._close(self._works[-1])
+
+    def _all_reduce_plainly(self, work: Work) -> None:
+        all_reduce_plainly(self.session.communicator, work.bucket)
+        self._close(work)
+
+    def end_step(self, step: int) -> None:
+        """Make residuals and factors of this step those of the next, unless a bucket was not finite on some rank."""
+        if step < self.start_step or self.session.communicator.world_size == 1 or self._unfinite:
+            return
+        record = self.session.recorder.open_bucket(step, -1, 0)
+        started = time.perf_counter_ns()
+        plans = [work.plan for work in self._works]
+        for plan in plans:
+            for group in plan.groups:
+                if self.error_feedback:
+                    group.commit_residuals()
+                self._commit_factors(group, step)
+        self._end_of_commit()
+        for plan in plans:
+            plan.sign_factors(self._incoming)
+        record.add("encode", started, time.perf_counter_ns())
+        self.session.recorder.close_bucket(record)
+
+    @abstractmethod
+    def _commit_factors(self, group: Group, step: int) -> None:
+        """Take over the factors of this step, ready to come in next."""
+
+    def _end_of_commit(self) -> None:
+        """After all groups of a step are committed."""
+
+    def close(self) -> None:
+        """The model is let go: what is bound again begins anew, without residuals."""
+        self._plans = Plans(self._shape_of, lambda _: None)
+        self._works.clear()
+        self._open.clear()
+
+    # ---- between steps
+
+    def stats(self) -> dict[str, Any]:
+        """Matrices compressed, elements sent / elements by side, buffers summed, buckets redone uncompressed."""
+        return {
+            "n_matrices": len(self._plans.states),
+            "compression_rate_p": self._plans.rate_of("p"),
+            "compression_rate_q": self._plans.rate_of("q"),
+            "n_fused_buffers": self._fusion.n_buffers,
+            "n_buckets_redone": self._n_redone,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return states_by_name(self._plans.states, self.session.names)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument (another model or rank, fields missing)."""
+        states = load_states(state, self.session.names, self._shape_of, self._sides_in(state))
+        self._plans.states.clear()
+        self._plans.states.update(states)
+        self._plans.forget_layouts()
+
+    def _sides_in(self, state: dict[str, Any]) -> str:
+        """Which factor a state holds: "p" or "q"."""
+        return "q"

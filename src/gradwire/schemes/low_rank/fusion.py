@@ -1,0 +1,181 @@
+"""Tensor fusion: what is to be summed is collected into buffers and summed by one all-reduce each, while work goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from gradwire.bucket import Bucket
+from gradwire.communicator import Communicator, ring_bytes
+from gradwire.errors import InvalidArgument, RankMismatch
+from gradwire.preamble import Preamble, compare_preambles
+from gradwire.schemes.low_rank.plan import Plan
+
+_FINGERPRINT_BITS = 32
+
+
+class Work:
+    """One bucket on its way through compression, sums and decompression.
+
+    Attributes:
+        done: what DDP waits for.
+        dense: (n,) float32, the means of what is not compressed, until it is known that all of the bucket is finite.
+        n_awaited: parcels that have not been summed yet.
+        is_finite: no sum so far held Inf or NaN.
+    """
+
+    def __init__(self, bucket: Bucket, done: torch.futures.Future) -> None:
+        self.bucket = bucket
+        self.done = done
+        self.plan: Plan
+        self.dense = torch.empty(0)
+        self.n_awaited = 0
+        self.is_finite = True
+        self.is_sent = False
+        self.fingerprint = torch.empty(0)
+
+
+class Parcel:
+    """Values of one tensor on their way; their mean is written to `target`."""
+
+    __slots__ = ("joins_next", "target", "values", "work")
+
+    def __init__(self, work: Work, values: torch.Tensor, target: torch.Tensor, joins_next: bool = False) -> None:
+        self.work, self.values, self.target, self.joins_next = work, values, target, joins_next
+
+
+class _FusedBuffer:
+    """Parcels that share one all-reduce."""
+
+    def __init__(self, parcels: list[Parcel], dtype: torch.dtype) -> None:
+        self.parcels = parcels
+        self.data = torch.empty(sum(parcel.values.numel() for parcel in parcels), dtype=dtype)
+        for parcel, part in self.parts(self.data):
+            part.copy_(parcel.values)
+        self.sum: torch.futures.Future
+        self.started_ns = self.ended_ns = 0
+        self.is_taken = False
+
+    def parts(self, flat: torch.Tensor) -> list[tuple[Parcel, torch.Tensor]]:
+        pieces = flat.split([parcel.values.numel() for parcel in self.parcels])
+        return list(zip(self.parcels, pieces, strict=True))
+
+
+class Fusion:
+    """Fused buffers of one scheme, in the order in which all ranks start them. Used on the lane.
+
+    Args:
+        dtype: of the sums: float32 or bfloat16.
+        on_arrival: called with a work whose last awaited parcel has been summed.
+    """
+
+    def __init__(self, communicator: Communicator, dtype: torch.dtype, on_arrival: Callable[[Work], None]) -> None:
+        self._communicator, self._dtype, self._on_arrival = communicator, dtype, on_arrival
+        self._pending: list[Parcel] = []
+        self._pending_bytes = 0
+        self._started: deque[_FusedBuffer] = deque()
+        self.n_buffers = 0
+
+    def add(self, parcel: Parcel, cap_bytes: float) -> None:
+        """Take a parcel; a buffer that has `cap_bytes` is summed."""
+        parcel.work.n_awaited += 1
+        self._pending.append(parcel)
+        self._pending_bytes += parcel.values.numel() * self._dtype.itemsize
+        if self._pending_bytes >= cap_bytes and not parcel.joins_next:
+            self.flush()
+
+    def flush(self) -> None:
+        """Start to sum what is left."""
+        if not self._pending:
+            return
+        buffer = _FusedBuffer(self._pending, self._dtype)
+        self._pending, self._pending_bytes = [], 0
+        self._started.append(buffer)
+        self.n_buffers += 1
+        buffer.started_ns = time.perf_counter_ns()
+        buffer.sum = self._communicator.start_all_reduce(buffer.data)
+
+        def note_end(_: torch.futures.Future) -> None:
+            buffer.ended_ns = time.perf_counter_ns()
+            if not buffer.is_taken:  # the lane may have waited for it, and even be closed since
+                with contextlib.suppress(InvalidArgument):
+                    self._communicator.submit(self.finish_summed)
+
+        buffer.sum.add_done_callback(note_end)
+
+    def finish_summed(self) -> None:
+        """Hand out the buffers, from the first on, that are summed already."""
+        while self._started and self._started[0].sum.done():
+            self._finish_first()
+
+    def finish_for(self, work: Work) -> None:
+        """Hand out buffers, from the first on, until nothing of `work` is awaited."""
+        while work.n_awaited:
+            self._finish_first()
+
+    def finish_all(self) -> None:
+        """Hand out all started buffers."""
+        while self._started:
+            self._finish_first()
+
+    def drop(self) -> None:
+        """Forget everything, after a failure."""
+        self._pending, self._pending_bytes = [], 0
+        self._started.clear()
+
+    def _finish_first(self) -> None:
+        buffer = self._started.popleft()
+        buffer.is_taken = True
+        self._communicator.finish(buffer.sum)
+        self._count(buffer)
+        mean = buffer.data.to(torch.float32).div_(self._communicator.world_size)
+        # The same bits on all ranks, so all ranks come to the same verdict.
+        all_finite = bool(mean.isfinite().all())
+        for parcel, part in buffer.parts(mean):
+            parcel.target.copy_(part)
+            work = parcel.work
+            work.is_finite = work.is_finite and (all_finite or bool(part.isfinite().all()))
+            work.n_awaited -= 1
+            if work.n_awaited == 0 and work.is_sent:
+                self._on_arrival(work)
+
+    def _count(self, buffer: _FusedBuffer) -> None:
+        record = buffer.parcels[-1].work.bucket.record
+        record.add("communicate", buffer.started_ns, max(buffer.ended_ns, buffer.started_ns))
+        sizes: dict[Work, int] = {}
+        for parcel in buffer.parcels:
+            sizes[parcel.work] = sizes.get(parcel.work, 0) + parcel.values.numel() * self._dtype.itemsize
+        for work, n_bytes in sizes.items():
+            n_ring_bytes = ring_bytes(n_bytes, self._communicator.world_size)
+            work.bucket.record.count_sent(n_ring_bytes)
+            work.bucket.record.count_received(n_ring_bytes)
+
+
+def fingerprint_of(facts: int) -> torch.Tensor:
+    """(32,) float32: the bits of `facts`, which ranks sum along with their gradients.
+
+    A mean of 0 or 1 says that all ranks have the same bit; anything else, on all ranks, that they have not. Counts up
+    to 256 are exact even in bfloat16.
+    """
+    return torch.tensor([float(facts >> bit & 1) for bit in range(_FINGERPRINT_BITS)])
+
+
+def ranks_agree(mean_fingerprint: torch.Tensor) -> bool:
+    """Whether the mean of the ranks' fingerprints is that of equal ones."""
+    return bool(((mean_fingerprint == 0) | (mean_fingerprint == 1)).all())
+
+
+def name_mismatch(communicator: Communicator, preamble: Preamble, work: Work) -> None:
+    """The full exchange after fingerprints differed; every rank calls it. Raises: RankMismatch, with field and ranks."""
+    bucket = work.bucket
+    compare_preambles(communicator, preamble, bucket.record)
+    crcs = communicator.all_gather(torch.tensor([work.plan.factor_crc])).view(-1).tolist()
+    listing = ", ".join(f"rank {rank}: {crc:08x}" for rank, crc in enumerate(crcs))
+    raise RankMismatch(
+        f"ranks hold different factors before bucket {bucket.index} of step {bucket.step} ({listing}). What to do: "
+        "resume every rank from the same checkpoint; if this is no resumed run, report it with the machines' types."
+    )

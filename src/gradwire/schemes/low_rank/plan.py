@@ -1,0 +1,107 @@
+"""How one bucket is compressed: its matrices in groups of one shape, and the rest, which travels as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from gradwire import _native
+from gradwire.bucket import Bucket
+from gradwire.schemes.low_rank.matrices import Group, MatrixShape, MatrixState
+
+
+class DenseRange(NamedTuple):
+    """Elements of a bucket that are not compressed."""
+
+    start: int
+    end: int
+
+
+class Plan:
+    """The groups and dense ranges of one bucket layout."""
+
+    def __init__(self, bucket: Bucket, groups: list[Group], dense: list[DenseRange]) -> None:
+        self.parameter_ids = tuple(id(parameter) for parameter in bucket.parameters)
+        self.layout_hash = bucket.layout_hash
+        self.groups = groups
+        self.dense = dense
+        self.n_dense = sum(end - start for start, end in dense)
+        self.factor_crc = 0
+
+    def sign_factors(self, incoming: Callable[[Group], torch.Tensor]) -> None:
+        """Note the checksum of what comes in next, for ranks to compare."""
+        crc = 0
+        for group in self.groups:
+            crc = _native.crc32c(incoming(group).view(-1).view(torch.uint8), crc)
+        self.factor_crc = crc
+
+
+class Plans:
+    """A plan for every bucket layout in use, and the state of every matrix: by parameter, as buckets are rebuilt.
+
+    Also how much the model shrinks, for the size of fused buffers.
+    """
+
+    def __init__(
+        self, shape_of: Callable[[torch.Tensor], MatrixShape | None], key_of: Callable[[torch.Tensor], str | None]
+    ) -> None:
+        self._shape_of, self._key_of = shape_of, key_of
+        self._plans: list[Plan] = []
+        self._keys: dict[torch.Tensor, str] = {}
+        self.states: dict[torch.Tensor, MatrixState] = {}
+        self.n_elements = 0
+        self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
+
+    @property
+    def in_use(self) -> list[Plan]:
+        """The plans of the current layouts."""
+        return list(self._plans)
+
+    def find(self, bucket: Bucket) -> Plan | None:
+        """The plan of this bucket, if it has one."""
+        ids = tuple(id(parameter) for parameter in bucket.parameters)
+        for plan in self._plans:
+            if plan.parameter_ids == ids and plan.layout_hash == bucket.layout_hash:
+                return plan
+        return None
+
+    def make(self, bucket: Bucket) -> Plan:
+        """A new plan; plans that share a parameter with it are of an old layout, and go."""
+        groups: dict[MatrixShape, list[tuple[torch.Tensor, int, str, MatrixState]]] = {}
+        dense: list[DenseRange] = []
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            shape = self._shape_of(parameter)
+            key = self._count(parameter, shape)
+            if shape is not None:
+                state = self.states.setdefault(parameter, MatrixState())
+                groups.setdefault(shape, []).append((parameter, offset, key, state))
+            elif parameter.numel():
+                dense.append(DenseRange(offset, offset + parameter.numel()))
+        if not bucket.parameters and bucket.n_elements:  # a plain tensor
+            dense.append(DenseRange(0, bucket.n_elements))
+        plan = Plan(bucket, [Group(shape, members) for shape, members in groups.items()], dense)
+        ids = set(plan.parameter_ids)
+        self._plans = [old for old in self._plans if ids.isdisjoint(old.parameter_ids) and old.parameter_ids]
+        self._plans.append(plan)
+        return plan
+
+    def forget_layouts(self) -> None:
+        """Build all plans anew from the states."""
+        self._plans.clear()
+
+    def rate_of(self, side: str) -> float:
+        """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
+        return self.n_factor_elements[side] / self.n_elements if self.n_elements else 1.0
+
+    def _count(self, parameter: torch.Tensor, shape: MatrixShape | None) -> str:
+        key = self._keys.get(parameter)
+        if key is None:
+            # Without names: the order in which parameters first appear, which is the same on all ranks.
+            key = self._keys[parameter] = self._key_of(parameter) or f"#{len(self._keys)}"
+            n = parameter.numel()
+            self.n_elements += n
+            self.n_factor_elements["p"] += shape.rank * shape.n_rows if shape else n
+            self.n_factor_elements["q"] += shape.rank * shape.n_columns if shape else n
+        return key

@@ -1,0 +1,64 @@
+"""Residuals and factors as a checkpoint holds them: by parameter name, free of the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from gradwire.errors import InvalidArgument
+from gradwire.schemes.low_rank.matrices import MatrixShape, MatrixState
+
+
+def states_by_name(
+    states: Mapping[torch.Tensor, MatrixState], names: Mapping[torch.Tensor, str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Copies: {"residuals": {name: (n_rows, n_columns)}, "factors": {name: (rank, n)}}, float32."""
+    residuals, factors = {}, {}
+    for parameter, state in states.items():
+        if state.residual is not None:
+            residuals[names[parameter]] = state.residual / state.residual_scale
+        if state.factor is not None:
+            factors[names[parameter]] = state.factor.clone()
+    return {"residuals": residuals, "factors": factors}
+
+
+def load_states(
+    saved: Mapping[str, Any],
+    names: Mapping[torch.Tensor, str],
+    shape_of: Callable[[torch.Tensor], MatrixShape | None],
+    side: str,
+) -> dict[torch.Tensor, MatrixState]:
+    """The inverse. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
+    if not isinstance(saved.get("residuals"), Mapping) or not isinstance(saved.get("factors"), Mapping):
+        raise InvalidArgument("this is not the state of a low-rank scheme: it lacks residuals or factors")
+    parameters = {name: parameter for parameter, name in names.items()}
+    states: dict[torch.Tensor, MatrixState] = {}
+    for name in sorted({*saved["residuals"], *saved["factors"]}):
+        parameter = parameters.get(name)
+        shape = None if parameter is None else shape_of(parameter)
+        if parameter is None or shape is None:
+            has = "has no such parameter" if parameter is None else "does not compress it"
+            raise InvalidArgument(
+                f"the checkpoint holds low-rank state for {name!r}, but this run {has}; load the checkpoint into the "
+                "model that wrote it"
+            )
+        state = states[parameter] = MatrixState()
+        if name in saved["residuals"]:
+            expected = (shape.n_rows, shape.n_columns)
+            state.residual = _checked(saved["residuals"][name], expected, name, "residual")
+        if name in saved["factors"]:
+            expected = (shape.rank, shape.n_rows if side == "p" else shape.n_columns)
+            state.factor = _checked(saved["factors"][name], expected, name, "factor")
+    return states
+
+
+def _checked(tensor: Any, expected: tuple[int, int], name: str, what: str) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != expected or tensor.dtype != torch.float32:
+        found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise InvalidArgument(
+            f"the checkpoint's {what} of {name!r} is {found}, expected {expected} torch.float32; attach the scheme with "
+            "the rank, and load into the model, of the saved run"
+        )
+    return tensor.clone()

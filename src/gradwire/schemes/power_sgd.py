@@ -1,0 +1,143 @@
+"""The schemes `power-sgd` and `power-sgd-overlap` (Vogels et al., NeurIPS 2019), which acp-sgd is measured against.
+
+With E what compression has left out so far, every step, for every gradient matrix M:
+
+    P <- (M + E) Q;  P <- orthogonal(mean(P));  Q <- mean((M + E)^T P);  gradient = P Q^T;  E <- (M + E) - gradient
+
+Two sums, the second of which waits for the first: Q cannot be computed before P has been summed.
+
+When not to use these: acp-sgd sends half as much and waits for nothing. The error is taken against the aggregated
+product, as published: where ranks see different data each rank's own E grows, though the mean of them does not.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from gradwire.schemes.low_rank.base import LowRank
+from gradwire.schemes.low_rank.fusion import Work
+from gradwire.schemes.low_rank.matrices import Group, draw_factor, orthogonalise, redraw_zero_factors
+
+
+class PowerSgd(LowRank):
+    """Mean over the ranks, in low rank; everything is compressed and sent after the backward pass, packed.
+
+    Options: see LowRank, but for `overlap`, which is what `power-sgd-overlap` is for; `buffer_mb` is inf by default.
+    """
+
+    name = "power-sgd"
+
+    def __init__(self, rank: int = 4, buffer_mb: float = float("inf"), **options: Any) -> None:
+        if "overlap" in options:
+            raise TypeError("overlap is the difference between power-sgd and power-sgd-overlap; choose one of them")
+        super().__init__(rank=rank, buffer_mb=buffer_mb, overlap=type(self) is PowerSgdOverlap, **options)
+        self._new_q: dict[Group, torch.Tensor] = {}
+
+    def _compress(self, works: list[Work], is_last: bool) -> None:
+        """Packed: all of P, then all of Q."""
+        for work in works:
+            self._send_p(work)
+        self._fusion.flush()
+        for work in works:
+            self._fusion.finish_for(work)
+            self._send_q(work)
+        self._fusion.flush()
+        self._fusion.finish_all()
+
+    def _send_p(self, work: Work) -> None:
+        started = time.perf_counter_ns()
+        cap_bytes, loss_scale = self._cap_bytes("p"), self.session.loss_scale()
+        self._send_uncompressed_part(work, cap_bytes)
+        for group in work.plan.groups:
+            group.correct(work.bucket, loss_scale)
+            torch.bmm(group.q, group.corrected.mT, out=group.p)
+            self._send_factors(work, group.p, cap_bytes)
+        work.bucket.record.add("encode", started, time.perf_counter_ns())
+
+    def _send_q(self, work: Work) -> None:
+        """All ranks skip a bucket whose first sum was not finite."""
+        work.is_sent = True
+        if not work.is_finite or not work.plan.groups:
+            self._on_arrival(work)
+            return
+        started = time.perf_counter_ns()
+        for group in work.plan.groups:
+            orthogonalise(group.p)
+            if group not in self._new_q:
+                self._new_q[group] = torch.empty_like(group.q)
+            new_q = self._new_q[group]
+            torch.bmm(group.p, group.corrected, out=new_q)
+            self._send_factors(work, new_q, self._cap_bytes("q"))
+        work.bucket.record.add("encode", started, time.perf_counter_ns())
+
+    def _on_arrival(self, work: Work) -> None:
+        if not work.is_finite:
+            self._unfinite.append(work)
+            return
+        started = time.perf_counter_ns()
+        for group in work.plan.groups:
+            group.write_product(work.bucket.buffer, self._new_q[group])
+            if self.error_feedback:
+                group.subtract_result(work.bucket.buffer)
+        work.bucket.record.add("decode", started, time.perf_counter_ns())
+        self._finish(work)
+
+    def _incoming(self, group: Group) -> torch.Tensor:
+        return group.q
+
+    def _prepare(self, factors: torch.Tensor) -> None:
+        """Power-SGD takes Q as it was summed."""
+
+    def _commit_factors(self, group: Group, step: int) -> None:
+        group.q, self._new_q[group] = self._new_q[group], group.q
+        if self.reuse:
+            redraw_zero_factors(group.q, group.keys, self.seed, step + 1)
+        else:
+            for factor, key in zip(group.q, group.keys, strict=True):
+                factor.copy_(draw_factor(self.seed, key, step + 1, *factor.shape))
+        group.commit_factors(group.q)
+
+    def close(self) -> None:
+        super().close()
+        self._new_q.clear()
+
+    def _make_plan(self, bucket: Any) -> Any:
+        plan = super()._make_plan(bucket)
+        live = {group for other in self._plans.in_use for group in other.groups}
+        self._new_q = {group: factors for group, factors in self._new_q.items() if group in live}
+        return plan
+
+
+class PowerSgdOverlap(PowerSgd):
+    """Power-SGD bucket by bucket inside the backward pass: what PyTorch's own powerSGD_hook does.
+
+    The second sum of a bucket starts when the next bucket has come, so that all ranks keep one order of sums.
+    """
+
+    name = "power-sgd-overlap"
+
+    _previous: Work | None = None
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._previous = None
+
+    def _compress(self, works: list[Work], is_last: bool) -> None:
+        for work in works:
+            self._send_p(work)
+            self._fusion.flush()
+            if self._previous is not None:
+                self._turn_to_q(self._previous)
+            self._previous = work
+        if is_last and self._previous is not None:
+            self._turn_to_q(self._previous)
+            self._previous = None
+            self._fusion.finish_all()
+
+    def _turn_to_q(self, work: Work) -> None:
+        self._fusion.finish_for(work)
+        self._send_q(work)
+        self._fusion.flush()

@@ -1,0 +1,63 @@
+"""A scheme at work on buckets made by hand: no DDP, so that a test chooses every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.bucket import Bucket
+from gradwire.communicator import Communicator
+from gradwire.schemes import Scheme, Session
+from gradwire.telemetry.recorder import Recorder
+
+
+class Driver:
+    """One rank's end of a scheme that reduces `parameters`, cut into buckets of `bucket_sizes` parameters each."""
+
+    def __init__(
+        self, scheme: Scheme, parameters: Sequence[torch.Tensor], bucket_sizes: Sequence[int] | None = None
+    ) -> None:
+        self.scheme = scheme
+        self.communicator = Communicator(timeout_s=20)
+        self.recorder = Recorder(self.communicator.rank, self.communicator.world_size)
+        self.parameters = list(parameters)
+        self.loss_scale = 1.0
+        self.step = 0
+        self.bucket_sizes = list(bucket_sizes or [len(self.parameters)])
+        names = {parameter: f"p{i}" for i, parameter in enumerate(self.parameters)}
+        scheme.bind(Session(self.communicator, self.recorder, None, names, lambda: self.loss_scale))
+
+    def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One step: the means of `gradients`, one per parameter, in its shape."""
+        buckets, first = [], 0
+        for index, size in enumerate(self.bucket_sizes):
+            mine = range(first, first + size)
+            offsets = [sum(self.parameters[j].numel() for j in range(first, i)) for i in mine]
+            flat = torch.cat([gradients[i].reshape(-1) for i in mine])
+            buckets.append(
+                Bucket(
+                    flat,
+                    [self.parameters[i] for i in mine],
+                    offsets,
+                    index=index,
+                    step=self.step,
+                    is_last=index == len(self.bucket_sizes) - 1,
+                )
+            )
+            first += size
+        futures = [self.scheme.reduce(bucket) for bucket in buckets]
+        for future in futures:
+            future.wait()
+        self.communicator.submit(self.scheme.end_step, self.step).wait()
+        self.step += 1
+        self.last_buckets = buckets
+        return [
+            bucket.buffer[offset : offset + parameter.numel()].view(parameter.shape).clone()
+            for bucket in buckets
+            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.scheme.close()
+        self.communicator.close()

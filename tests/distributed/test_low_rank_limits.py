@@ -1,0 +1,104 @@
+"""Low-rank schemes serve ranks with uneven inputs, and refuse options out of range and states that do not fit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import schemes
+from ranks import run_ranks
+
+SCHEMES = ("acp-sgd", "power-sgd", "power-sgd-overlap")
+
+
+def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24)))
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.02)
+
+
+def run_steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 24, generator=torch.Generator().manual_seed(9 * step + rank))).square().mean().backward()
+        optimizer.step()
+
+
+def train_unevenly(rank: int, world_size: int, scheme: str) -> torch.Tensor:
+    """Rank r has 3 + r batches; those that are done shadow the reductions of the others."""
+    ddp, optimizer = build()
+    attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
+    with ddp.join():
+        run_steps(ddp, optimizer, rank, range(3 + rank))
+    assert attachment.step == 3 + world_size - 1
+    attachment.close()
+    return torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ranks_with_fewer_batches_join_and_end_with_the_same_parameters(scheme: str) -> None:
+    first, *others = run_ranks(train_unevenly, 3, scheme)
+    assert first.isfinite().all()
+    for other in others:
+        assert torch.equal(other, first)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    ddp, optimizer = build()
+    attachment = gradwire.attach(ddp, optimizer, schemes.by_name("acp-sgd", rank=3))
+    run_steps(ddp, optimizer, rank, range(2))
+    saved = attachment.state_dict()
+    attachment.close()
+
+    def load(model: DistributedDataParallel, scheme: Any, state: dict, match: str) -> None:
+        other = gradwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), scheme)
+        with pytest.raises(gradwire.InvalidArgument, match=match):
+            other.load_state_dict(state)
+        other.close()
+
+    load(build()[0], schemes.by_name("acp-sgd", rank=4), saved, "rank: 3 saved, 4 now")
+    load(build()[0], "power-sgd", saved, "written by scheme 'acp-sgd'")
+    wider = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Tanh(), nn.Linear(24, 24)))
+    load(wider, schemes.by_name("acp-sgd", rank=3), saved, "has no such parameter")
+    reshaped = copy.deepcopy(saved)
+    residuals = reshaped["state"]["residuals"]
+    residuals["0.weight"] = torch.zeros(3, 3)
+    load(build()[0], schemes.by_name("acp-sgd", rank=3), reshaped, "expected \\(24, 24\\)")
+    load(build()[0], schemes.by_name("acp-sgd", rank=3), {**saved, "state": {}}, "lacks is_step_for_p")
+
+
+def test_state_of_another_rank_scheme_or_model_is_refused() -> None:
+    run_ranks(refuse, 2)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"rank": 0}, "rank must be"),
+        ({"rank": -1}, "rank must be"),
+        ({"rank": 2.0}, "rank must be"),
+        ({"rank": True}, "rank must be"),
+        ({"min_compression_rate": -1}, "min_compression_rate"),
+        ({"min_compression_rate": float("nan")}, "min_compression_rate"),
+        ({"start_step": -1}, "start_step"),
+        ({"buffer_mb": -1}, "buffer_mb"),
+        ({"buffer_mb": float("nan")}, "buffer_mb"),
+        ({"factor_dtype": "float16"}, "float32, bfloat16"),
+        ({"ranks": 3}, "ranks"),
+    ],
+)
+def test_options_out_of_range_are_refused(scheme: str, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(gradwire.InvalidArgument, match=match):
+        schemes.by_name(scheme, **options)
+
+
+def test_overlap_of_power_sgd_is_a_scheme_of_its_own() -> None:
+    with pytest.raises(gradwire.InvalidArgument, match="power-sgd-overlap"):
+        schemes.by_name("power-sgd", overlap=True)

@@ -1,0 +1,83 @@
+"""Selection by histogram against torch.topk, and against the paper's search for a threshold in rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire import _native
+from gradwire.errors import InvalidArgument
+
+
+def select(values: torch.Tensor, k: int) -> torch.Tensor:
+    indices = torch.full((k,), -1, dtype=torch.int32)
+    assert _native.select_largest(values, indices) == int((~values.isfinite()).sum())
+    return indices.long()
+
+
+def exact(values: torch.Tensor, k: int) -> torch.Tensor:
+    """The k largest magnitudes; of equal ones the first: a stable sort keeps their order."""
+    return values.abs().sort(descending=True, stable=True).indices[:k].sort().values
+
+
+def multiple_sampling(values: torch.Tensor, k: int, n_rounds: int) -> torch.Tensor:
+    """Top-k as the paper's comparator has it (Shi et al., MLSys 2021): bisection between mean and largest magnitude."""
+    magnitudes = values.abs()
+    low, high = float(magnitudes.mean()), float(magnitudes.max())
+    above, below = (0, high), (magnitudes.numel(), 0.0)  # the tightest counts on both sides of k, with thresholds
+    for _ in range(n_rounds):
+        threshold = (low + high) / 2
+        count = int((magnitudes >= threshold).sum())
+        if count <= k:
+            high = threshold
+            if count >= above[0]:
+                above = (count, threshold)
+        else:
+            low = threshold
+            if count <= below[0]:
+                below = (count, threshold)
+    certain = (magnitudes >= above[1]).nonzero().view(-1)[:k]
+    between = ((magnitudes >= below[1]) & (magnitudes < above[1])).nonzero().view(-1)
+    return torch.cat([certain, between[: k - certain.numel()]])
+
+
+GRADIENTS = {
+    "normal": lambda g: torch.randn(300_000, generator=g),
+    "heavy tails": lambda g: torch.randn(200_000, generator=g) ** 7,
+    "few bits": lambda g: torch.randn(250_000, generator=g).to(torch.bfloat16).float(),
+    "mostly zero": lambda g: torch.randn(250_000, generator=g) * (torch.rand(250_000, generator=g) < 1e-3),
+    "all equal": lambda g: torch.full((200_000,), -0.25),
+    "all zero": lambda g: torch.zeros(200_000),
+    "subnormal": lambda g: torch.randn(100_000, generator=g) * 1e-42,
+    "one": lambda g: torch.ones(1),
+    "with inf and nan": lambda g: torch.cat(
+        [torch.randn(1_000, generator=g), torch.tensor([float("inf"), float("nan"), -float("inf")])]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("share", [0.0, 1e-5, 1e-3, 0.1, 0.7, 1.0])
+def test_selection_is_that_of_an_exact_sort(kind: str, share: float) -> None:
+    values = GRADIENTS[kind](torch.Generator().manual_seed(3))
+    k = round(share * values.numel())
+    chosen = select(values, k)
+    if kind == "with inf and nan":
+        assert chosen.unique().numel() == k
+        assert set(range(1_000, 1_003)) <= set(chosen.tolist()) or k < 3
+    else:
+        assert torch.equal(chosen, exact(values, k))
+
+
+def test_selection_is_at_least_as_good_as_multiple_sampling() -> None:
+    values = torch.randn(300_000, generator=torch.Generator().manual_seed(4))
+    chosen, sampled = select(values, 300), multiple_sampling(values, 300, 20)
+    assert sampled.unique().numel() == 300
+    assert values[chosen].abs().sum() >= values[sampled].abs().sum()
+    assert values[chosen].abs().sum() == pytest.approx(float(values[sampled].abs().sum()), rel=0.01)
+
+
+def test_empty_gradient_has_an_empty_selection_and_too_many_raise() -> None:
+    assert select(torch.empty(0), 0).numel() == 0
+    with pytest.raises(InvalidArgument, match="more elements"):
+        select(torch.ones(3), 4)

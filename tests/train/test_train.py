@@ -54,7 +54,8 @@ def test_plain_scheme_trains_as_ddp_does_and_runs_repeat() -> None:
     assert plain.losses == ddp.losses == again.losses
     assert plain.parameters_sha256 == ddp.parameters_sha256 == again.parameters_sha256
     assert other.parameters_sha256 != plain.parameters_sha256
-    assert plain.summary["wire_bytes"] == ddp.summary["wire_bytes"]
+    # plain also compares steps and layouts over the ranks: tens of bytes a step.
+    assert 0 < plain.summary["wire_bytes"] - ddp.summary["wire_bytes"] < 200
     assert (plain.summary["wire_bytes_origin"], ddp.summary["wire_bytes_origin"]) == ("counted", "computed for a ring")
 
 
@@ -178,7 +179,8 @@ def test_records_hold_what_a_report_needs(tmp_path: Path) -> None:
     assert {"rate_bps", "iteration_s", "compute_s", "codec_s", "exposed_s", "wire_bytes", "loss"} <= summary.keys()
     for line in (tmp_path / "steps.jsonl").read_text().splitlines():
         record = json.loads(line)
-        assert record["bytes_sent"] == record["original_bytes"]  # two ranks: 2 (N-1)/N = 1
+        # Two ranks: 2 (N-1)/N = 1; and what they compare, tens of bytes.
+        assert 0 < record["bytes_sent"] - record["original_bytes"] < 200
         for key in ("loss", "iteration_s", "elapsed_s", "exposed_s", "encode_s", "decode_s", "ratio"):
             assert record[key] >= 0
 

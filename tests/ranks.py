@@ -9,12 +9,13 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from gradwire.rank_environment import find_free_port
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo comes with a rank's first optimizer: 0.8 s of a rank's time, where its test takes 0.1 s.
@@ -52,7 +53,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Outcome]:
     """Like run_ranks, but errors and deaths of ranks are returned. A rank that hangs is killed and fails the test."""
-    port = _free_port()
+    port = find_free_port()
     results: Any = _context.SimpleQueue()
     processes = [
         _context.Process(
@@ -115,9 +116,3 @@ def _run_rank(
     if outcome.error is None:
         dist.destroy_process_group()
     os._exit(0)  # a failed group's threads must not hold up the process
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

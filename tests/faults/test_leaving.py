@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from gradwire.rank_environment import find_free_port
 
 SCRIPT = """
 import os, signal, sys, time
@@ -40,14 +41,11 @@ for _ in range(3):
 
 def run_script(ending: str, scheme: str, world_size: int = 2) -> list[subprocess.CompletedProcess[str]]:
     """Start `world_size` ranks of SCRIPT + `ending`; how each of them ended. A rank that hangs fails the test."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(find_free_port()),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": "lo",

@@ -8,7 +8,7 @@ import torch
 # to send at 1 Gb/s, so the pipeline starts soon and calls stay rare.
 CHUNK_ELEMENTS = 1 << 18
 # A part is cut at least so often, unless its chunks would be too small to be worth a call each: work space is some
-# chunks beside one part and the importance bytes, and so stays within twice the bucket for every world size.
+# chunks beside one part, and so stays within twice the bucket for every world size.
 _MIN_CHUNKS = 5
 _MIN_CHUNK_ELEMENTS = 1 << 12
 

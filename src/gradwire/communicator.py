@@ -156,6 +156,13 @@ class Communicator:
             self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
         return gathered
 
+    def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
+        """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""
+        received = torch.empty_like(shards)
+        with self._naming_peer(None):
+            self._group.alltoall_base(received, shards.contiguous(), [], []).wait()
+        return received
+
     def next_stream(self) -> int:
         """A tag for one collective's messages; ranks call this in the same order, so they get the same numbers."""
         self._n_streams = (self._n_streams + 1) % _SILENT_TAG

@@ -2,4 +2,3 @@
 
 No I/O and no clock: times are arguments, in seconds on any clock of the caller's that does not run backwards.
 """
-"""Pure control laws: what a scheme decides from numbers. No clocks, no I/O: times are arguments."""

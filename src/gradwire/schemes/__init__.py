@@ -20,6 +20,7 @@ _REGISTRY: dict[str, str] = {
     "power-sgd-overlap": "gradwire.schemes.power_sgd:PowerSgdOverlap",
     "random-k": "gradwire.schemes.random_k:RandomK",
     "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
+    "slimgc": "gradwire.schemes.slimgc:SlimGC",
     "top-k": "gradwire.schemes.top_k:TopK",
     "truncate": "gradwire.schemes.through_codec:Truncate",
     "zlib": "gradwire.schemes.through_codec:Zlib",

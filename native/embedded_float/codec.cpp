@@ -80,24 +80,37 @@ void unpack(const std::uint8_t* from, std::size_t n, planes::Range range, std::u
   planes::kernels().unpack(buffer, 4 * n_groups, n_groups, range, keep, codes);
 }
 
-// Writes the escapes of a partition where `to` is given: indices, then `words_at` after them the words. Returns how many
-// values all 32 planes do not hold: finite ones too small beside the largest of their partition.
-std::size_t find_escapes(const Kernels& kernels, const void* values, const std::uint32_t* codes, std::size_t n,
-                         std::uint32_t exponent, std::size_t first, std::uint8_t* indices, std::uint8_t* words) {
-  std::uint32_t exact[kMaxPartition], from_codes[kMaxPartition];
-  kernels.load(values, n, exact);
-  kernels.to_words(codes, n, exponent, kPlanes, from_codes);
-  std::size_t n_escapes = 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (exact[i] == from_codes[i]) continue;
-    if (indices != nullptr) {
-      gradwire::store(indices + 2 * n_escapes, static_cast<std::uint16_t>(first + i));
-      gradwire::store(words + 4 * n_escapes, exact[i]);
-    }
-    ++n_escapes;
+// Values that all 32 planes do not hold: finite ones too small beside the largest of their partition.
+class EscapeFinder {
+ public:
+  EscapeFinder(const Kernels& kernels, const void* values, const std::uint32_t* codes, std::size_t n,
+               std::uint32_t exponent)
+      : n_(n) {
+    kernels.load(values, n, exact_);
+    kernels.to_words(codes, n, exponent, kPlanes, from_codes_);
   }
-  return n_escapes;
-}
+
+  std::uint32_t count() const {
+    std::uint32_t n_escapes = 0;
+    for (std::size_t i = 0; i < n_; ++i) n_escapes += exact_[i] != from_codes_[i];
+    return n_escapes;
+  }
+
+  // Writes and moves on; `first` is the index of the partition's first value in its chunk.
+  void write(std::size_t first, std::uint8_t*& indices, std::uint8_t*& words) const {
+    for (std::size_t i = 0; i < n_; ++i) {
+      if (exact_[i] == from_codes_[i]) continue;
+      gradwire::store(indices, static_cast<std::uint16_t>(first + i));
+      gradwire::store(words, exact_[i]);
+      indices += 2;
+      words += 4;
+    }
+  }
+
+ private:
+  std::size_t n_;
+  std::uint32_t exact_[kMaxPartition], from_codes_[kMaxPartition];
+};
 
 [[noreturn]] void fail(std::size_t chunk, const char* what) {
   throw CorruptMessage("embedded-float message: chunk " + std::to_string(chunk) + ": " + what);
@@ -220,8 +233,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, Dtype dtype, std::siz
       if (exponent == kRawExponent)
         holds_nonfinite.store(true, std::memory_order_relaxed);
       else if (header.is_last())
-        entry.n_escapes += static_cast<std::uint32_t>(
-            find_escapes(kernels, from, codes, n, exponent, first, nullptr, nullptr));
+        entry.n_escapes += EscapeFinder(kernels, from, codes, n, exponent).count();
       if (exponents != nullptr) exponents[index] = static_cast<std::uint8_t>(exponent);
       pack(codes, n, range, planes_out);
       planes_out += plane_bytes * static_cast<std::size_t>(range.n);
@@ -242,10 +254,8 @@ std::uint64_t encode(std::span<const std::uint8_t> values, Dtype dtype, std::siz
         std::uint32_t codes[kMaxPartition];
         const void* const from = values.data() + (chunk.first + first) * value_bytes;
         const std::uint32_t exponent = kernels.to_codes(from, n, padded(n), codes);
-        if (exponent == kRawExponent) return;
-        const std::size_t found = find_escapes(kernels, from, codes, n, exponent, first, indices, words);
-        indices += 2 * found;
-        words += 4 * found;
+        if (exponent != kRawExponent)
+          EscapeFinder(kernels, from, codes, n, exponent).write(first, indices, words);
       });
       entry.checksum = crc32c({begin, entry.n_escapes * kEscapeBytes}, entry.checksum);
       write_entry(entry, chunk.index, message);

@@ -47,7 +47,7 @@ void to_words(const std::uint32_t* __restrict codes, std::size_t n, std::uint32_
   constexpr std::uint32_t kLargest = 0x7FFFFF80;  // 24 ones: no encoder writes more
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t known = codes[i] & kMagnitude;
-    const std::uint32_t centred = known == 0 ? 0 : known + middle;
+    const std::uint32_t centred = known + (middle & (0u - static_cast<std::uint32_t>(known != 0)));
     const auto magnitude = static_cast<std::int32_t>(centred < kLargest ? centred : kLargest);
     words[i] = (codes[i] & kSign) | std::bit_cast<std::uint32_t>(static_cast<float>(magnitude) * weight);
   }

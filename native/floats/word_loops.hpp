@@ -16,8 +16,10 @@ namespace {
 
 constexpr std::uint32_t kSign = 0x80000000, kMagnitude = 0x7FFFFFFF, kInfinity = 0x7F800000, kQuietNan = 0x7FC00000;
 
-// a or b without a branch.
-inline std::uint32_t choose(bool first, std::uint32_t a, std::uint32_t b) { return first ? a : b; }
+// a if `first`, else b. Spelt out: a conditional would become a branch around floating-point operations.
+inline std::uint32_t choose(bool first, std::uint32_t a, std::uint32_t b) {
+  return b ^ ((a ^ b) & (0u - static_cast<std::uint32_t>(first)));
+}
 
 // float16 to the float32 of equal value; Inf and NaN keep their kind and mantissa.
 inline std::uint32_t widen(std::uint16_t half) {

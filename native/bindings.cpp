@@ -28,6 +28,7 @@ namespace nb = nanobind;
 using namespace gradwire;
 
 void bind_floats(nb::module_& m);  // bindings_floats.cpp
+void bind_quantisers(nb::module_& m);  // bindings_quantisers.cpp
 
 namespace {
 
@@ -321,4 +322,5 @@ NB_MODULE(_native, m) {
   bind_gcomp(m);
   bind_comparators(m);
   bind_floats(m);
+  bind_quantisers(m);
 }

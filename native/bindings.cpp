@@ -27,6 +27,8 @@
 namespace nb = nanobind;
 using namespace gradwire;
 
+void bind_switch(nb::module_& m);
+
 namespace {
 
 // A one-dimensional, contiguous CPU buffer: torch tensors and numpy arrays alike.
@@ -264,6 +266,12 @@ void translate_errors() {
       raise("CorruptMessage", error.what());
     } catch (const IncompatibleVersion& error) {
       raise("IncompatibleVersion", error.what());
+    } catch (const PeerLost& error) {
+      raise("PeerLost", error.what());
+    } catch (const RankMismatch& error) {
+      raise("RankMismatch", error.what());
+    } catch (const Unsupported& error) {
+      raise("Unsupported", error.what());
     }
   });
 }
@@ -318,4 +326,5 @@ NB_MODULE(_native, m) {
   bind_huffman(m);
   bind_gcomp(m);
   bind_comparators(m);
+  bind_switch(m);
 }

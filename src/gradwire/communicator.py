@@ -193,6 +193,14 @@ class Communicator:
         if self._failure is not None:
             raise self._failure
 
+    def raise_if_peer_failed(self) -> None:
+        """Raise what a peer has noted that it failed of: for waits outside the group, which its breaking does not end."""
+        self.raise_if_failed()
+        noted: list[bool] = []
+        _try_for(_NOTE_WAIT_S, lambda: noted.append(self._store.check([self._name + "/failure"])))
+        if any(noted):
+            raise self.fail(PeerLost("a peer has failed"))
+
     def fail(self, error: Exception) -> GradwireError:
         """Mark the group as failed, tell every peer why, and return the error to raise here.
 

@@ -13,6 +13,7 @@ __all__ = ["Codec", "by_name", "names"]
 
 # name: "module:class". A new codec is one file and one line here.
 _REGISTRY: dict[str, str] = {
+    "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
     "gcomp": "gradwire.codecs.gcomp:GComp",
     "truncate": "gradwire.codecs.gcomp:Truncate",
     "raw": "gradwire.codecs.general:RawCodec",

@@ -16,6 +16,7 @@ _REGISTRY: dict[str, str] = {
     "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
     "gcomp": "gradwire.codecs.gcomp:GComp",
     "truncate": "gradwire.codecs.gcomp:Truncate",
+    "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",
     "raw": "gradwire.codecs.general:RawCodec",
     "zlib": "gradwire.codecs.general:ZlibCodec",
     "zstd": "gradwire.codecs.general:ZstdCodec",

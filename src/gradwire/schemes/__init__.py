@@ -23,6 +23,7 @@ _REGISTRY: dict[str, str] = {
     "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
     "top-k": "gradwire.schemes.top_k:TopK",
     "truncate": "gradwire.schemes.through_codec:Truncate",
+    "truncated-float": "gradwire.schemes.through_codec:TruncatedFloat",
     "zlib": "gradwire.schemes.through_codec:Zlib",
     "zstd": "gradwire.schemes.through_codec:Zstd",
 }

@@ -20,6 +20,7 @@ _REGISTRY: dict[str, str] = {
     "ternary": "gradwire.codecs.ternary:Ternary",
     "truncate": "gradwire.codecs.gcomp:Truncate",
     "two-bit": "gradwire.codecs.two_bit:TwoBit",
+    "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",
     "raw": "gradwire.codecs.general:RawCodec",
     "zlib": "gradwire.codecs.general:ZlibCodec",
     "zstd": "gradwire.codecs.general:ZstdCodec",

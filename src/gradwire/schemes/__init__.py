@@ -26,6 +26,7 @@ _REGISTRY: dict[str, str] = {
     "slimgc": "gradwire.schemes.slimgc:SlimGC",
     "top-k": "gradwire.schemes.top_k:TopK",
     "truncate": "gradwire.schemes.through_codec:Truncate",
+    "truncated-float": "gradwire.schemes.through_codec:TruncatedFloat",
     "zlib": "gradwire.schemes.through_codec:Zlib",
     "zstd": "gradwire.schemes.through_codec:Zstd",
 }

@@ -16,6 +16,7 @@ __all__ = ["Aggregator", "Sum", "by_name", "names"]
 # name: "module:class". A new aggregator is one file and one line here.
 _REGISTRY: dict[str, str] = {
     "process-group": "gradwire.aggregators.process_group:ProcessGroup",
+    "switch": "gradwire.aggregators.switch:Switch",
 }
 
 

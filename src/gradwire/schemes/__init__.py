@@ -17,6 +17,7 @@ _REGISTRY: dict[str, str] = {
     "aqgb": "gradwire.schemes.aqgb.scheme:Aqgb",
     "broadcast": "gradwire.schemes.aqgb.scheme:Broadcast",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
+    "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",
     "periodic": "gradwire.schemes.periodic:Periodic",
     "plain": "gradwire.schemes.plain:Plain",
     "power-sgd": "gradwire.schemes.power_sgd:PowerSgd",

@@ -14,6 +14,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "gradwire.bench.fidelity",
         "how far compression moves the loss, and what it sends: GComp's figures 9, 13a, 18-20",
     ),
+    "acp-figures": (
+        "gradwire.bench.acp_figures",
+        "the ACP-SGD paper's tables and figures about time and volume, from training on shaped links",
+    ),
     "compression-cost": (
         "gradwire.bench.compression_cost",
         "time to compress a step's gradient, without a network, beside PyTorch's powerSGD_hook",

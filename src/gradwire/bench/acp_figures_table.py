@@ -118,7 +118,7 @@ def _comparator_rows() -> tuple[Row, ...]:
 
 
 PLANS: tuple[Plan, ...] = (
-    Plan("iteration", "Table III, Figs. 8 and 13: iteration time and its split by method, model and bandwidth", _iteration_rows()),
+    Plan("iteration", "Table III, Figs. 8 and 13: iteration time and its split, by method and bandwidth", _iteration_rows()),
     Plan("methods", "Figs. 2 and 3: the three kinds of compression beside S-SGD", _comparator_rows()),
     Plan("optimisations", "Fig. 9: without and with wait-free backward and tensor fusion", _optimisation_rows()),
     Plan("buffers", "Fig. 10: size of the fused buffers", _buffer_rows()),

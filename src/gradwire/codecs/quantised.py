@@ -13,6 +13,7 @@ from gradwire.errors import BufferTooSmall, InvalidArgument
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SEED_LIMIT = 1 << 64
+_HEADER_BYTES = 32
 
 
 class Quantised:
@@ -144,9 +145,12 @@ def describe(message: Tensor) -> dict[str, Any]:
     return _native.quantiser_describe(bytes_of(message))
 
 
-def holds_nonfinite(message: Tensor) -> bool:
-    """Whether a quantiser's message stands for a gradient with Inf or NaN. Raises: as `describe`."""
-    return not describe(message)["is_finite"]
+def is_nonfinite_message(message: Tensor, n_elements: int) -> bool:
+    """Whether a message stands for a gradient of `n_elements` with Inf or NaN: by its length, which is the header's.
+
+    `decode` checks the rest of it.
+    """
+    return message.numel() == _HEADER_BYTES and n_elements > 0
 
 
 def dtype_code(dtype: torch.dtype) -> int:

@@ -14,14 +14,17 @@ __all__ = ["Scheme", "Session", "by_name", "names"]
 _REGISTRY: dict[str, str] = {
     "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
+    "one-bit": "gradwire.schemes.one_bit:OneBit",
     "periodic": "gradwire.schemes.periodic:Periodic",
     "plain": "gradwire.schemes.plain:Plain",
     "power-sgd": "gradwire.schemes.power_sgd:PowerSgd",
     "power-sgd-overlap": "gradwire.schemes.power_sgd:PowerSgdOverlap",
+    "qsgd": "gradwire.schemes.qsgd:Qsgd",
     "random-k": "gradwire.schemes.random_k:RandomK",
     "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
     "top-k": "gradwire.schemes.top_k:TopK",
     "truncate": "gradwire.schemes.through_codec:Truncate",
+    "two-bit": "gradwire.schemes.two_bit:TwoBit",
     "zlib": "gradwire.schemes.through_codec:Zlib",
     "zstd": "gradwire.schemes.through_codec:Zstd",
 }

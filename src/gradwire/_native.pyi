@@ -94,3 +94,40 @@ def write_ternary_counts(
     values: Any, dtype: int, scale: float, seed: int, step: int, field_bits: int, codes: Any
 ) -> None: ...
 def read_ternary_counts(codes: Any, field_bits: int, n_ranks: int, scale: float, dtype: int, values: Any) -> None: ...
+
+# THC: blocks of 1,024 rotated values, padded; norms float32, one a block; codes the table's values as uint8, sums of them
+# uint8 or (wide) 16 bits.
+def thc_padded_elements(n_elements: int) -> int: ...
+def thc_max_bytes(n_elements: int) -> int: ...
+def thc_write_norms(values: Any, dtype: int, residual: Any | None, residual_scale: float, norms: Any) -> None: ...
+def thc_write_codes(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    seed: int,
+    step: int,
+    codes: Any,
+) -> None: ...
+def thc_read_sums(
+    sums: Any, wide: bool, n_ranks: int, norms: Any, clip: float, sign_seed: int, sign_step: int, dtype: int, values: Any
+) -> None: ...
+def thc_encode(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    seed: int,
+    step: int,
+    out: Any,
+) -> int: ...
+def thc_decode(message: Any, dtype: int, values: Any) -> None: ...

@@ -9,7 +9,7 @@ import torch
 
 from buckets import Driver
 from gradwire import InvalidArgument, codecs, schemes
-from gradwire.schemes.quantised import stream_of
+from gradwire.schemes.usage import stream_of
 from quantiser_oracles import decode, encode
 from ranks import run_ranks
 

@@ -17,6 +17,7 @@ _REGISTRY: dict[str, str] = {
     "one-bit": "gradwire.codecs.one_bit:OneBit",
     "qsgd": "gradwire.codecs.qsgd:Qsgd",
     "ternary": "gradwire.codecs.ternary:Ternary",
+    "thc": "gradwire.codecs.hadamard:Thc",
     "truncate": "gradwire.codecs.gcomp:Truncate",
     "two-bit": "gradwire.codecs.two_bit:TwoBit",
     "raw": "gradwire.codecs.general:RawCodec",

@@ -22,6 +22,8 @@ _REGISTRY: dict[str, str] = {
     "qsgd": "gradwire.schemes.qsgd:Qsgd",
     "random-k": "gradwire.schemes.random_k:RandomK",
     "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
+    "terngrad": "gradwire.schemes.terngrad:TernGrad",
+    "thc": "gradwire.schemes.thc:Thc",
     "top-k": "gradwire.schemes.top_k:TopK",
     "truncate": "gradwire.schemes.through_codec:Truncate",
     "two-bit": "gradwire.schemes.two_bit:TwoBit",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
-
-import torch
 
 from gradwire.bucket import Bucket
 from gradwire.codecs.quantised import Quantised
@@ -13,6 +10,7 @@ from gradwire.collectives.parts import CHUNK_ELEMENTS
 from gradwire.collectives.quantised import Exchange, quantised_mean
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.optimistic import Optimistic
+from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero, stream_of
 
 _PULLS = ("compressed", "raw")
 
@@ -54,12 +52,9 @@ class QuantisedDirect(Optimistic):
         if communicator.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to leave out
             return True
         residual, new_residual = self._residual.flat_pair(bucket) if self.error_feedback else (None, None)
-        spans = [
-            (offset, offset + parameter.numel())
-            for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
-        ]
-        is_used = [_holds_nonzero(bucket.buffer[start:end]) for start, end in spans]
-        withheld = _Withheld(spans, is_used, residual)
+        spans = bucket_spans(bucket)
+        is_used = [holds_nonzero(bucket.buffer[start:end]) for start, end in spans]
+        withheld = Withheld(spans, is_used, residual)
         results = communicator.scratch("quantised results", bucket.original_bytes).view(bucket.buffer.dtype)
         exchange = Exchange(
             bucket.buffer,
@@ -90,43 +85,3 @@ class QuantisedDirect(Optimistic):
         """The part whose sums this rank sends, as the collective cuts it."""
         world, rank = self.session.communicator.world_size, self.session.communicator.rank
         return bucket.n_elements * rank // world, bucket.n_elements * (rank + 1) // world
-
-
-class _Withheld:
-    """The residuals of parameters that this rank did not use in this step: they wait.
-
-    If no rank used a parameter, DDP throws its result away, and a residual sent for it would be lost.
-    """
-
-    def __init__(self, spans: list[tuple[int, int]], is_used: list[bool], residual: torch.Tensor | None) -> None:
-        self._kept: dict[int, tuple[int, int, torch.Tensor]] = {}
-        if residual is None:
-            return
-        for place, ((start, end), used) in enumerate(zip(spans, is_used, strict=True)):
-            if not used:
-                self._kept[place] = start, end, residual[start:end].clone()
-                residual[start:end] = 0
-
-    def put_back(self, residual: torch.Tensor | None) -> None:
-        for start, end, values in self._kept.values():
-            assert residual is not None
-            residual[start:end] = values
-
-    def keep(self, new_residual: torch.Tensor, used_by_any: list[bool], owned: tuple[int, int]) -> None:
-        """Let them stand as they were; in the owned part, beside what the message left out of the others' sum."""
-        for place, (start, end, values) in self._kept.items():
-            first, last = max(start, owned[0]), min(end, owned[1])
-            if used_by_any[place] and first < last:
-                values[first - start : last - start] += new_residual[first:last]
-            new_residual[start:end] = values
-
-
-def stream_of(bucket: Bucket, rank: int, *place: object) -> int:
-    """64 bits to draw by, different for every step, bucket, rank and place in it."""
-    text = repr((bucket.step, bucket.index, rank, *place))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _holds_nonzero(gradient: torch.Tensor) -> bool:
-    # A used parameter shows at its first values, and spares the sweep.
-    return bool(gradient[:64].any()) or bool(gradient.any())

@@ -18,6 +18,7 @@ _REGISTRY: dict[str, str] = {
     "one-bit": "gradwire.codecs.one_bit:OneBit",
     "qsgd": "gradwire.codecs.qsgd:Qsgd",
     "ternary": "gradwire.codecs.ternary:Ternary",
+    "thc": "gradwire.codecs.hadamard:Thc",
     "truncate": "gradwire.codecs.gcomp:Truncate",
     "two-bit": "gradwire.codecs.two_bit:TwoBit",
     "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
                 (span["ts"], span["ts"] + span["dur"]) for span in spans if (span["pid"], span["tid"]) == (process, row)
             ]
             assert times
-            assert all(end <= start + 1e-3 for (_, end), (start, _) in zip(times, times[1:], strict=False))
+            assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
         ["--rate", "0gbit"],
         ["--rate", "none"],
         ["--workers", "0"],
-        ["--trace", "-1=1gbit"],
+        ["--trace=-1=1gbit"],
         ["--workload", "alexnet"],
         ["--figure", "fig99"],
         ["--plot", "a.txt"],

@@ -34,8 +34,7 @@ class Aqgb(Scheme):
     Args:
         floor: the least share of its bits that a value is sent with in the first stage.
         messages_per_block: the ratio is decided anew for every message.
-        exchange_s: how often workers tell each other when they will need each block, beside what they say at the
-            start of a block's forward pass and at a gradient.
+        exchange_s: how old may be what a worker knows of when the others will need a block.
         overhead_bits_per_value: what the codec adds (headers, shared exponents).
     """
 
@@ -73,7 +72,7 @@ class Aqgb(Scheme):
         told_s, moment_s = self._board[block]
         # One look at everybody's word serves all workers until the next exchange: without it, asking would cost as many
         # steps as there are workers.
-        if told_s < 0 or now_s - told_s >= self.exchange_s or len(self._workers) == 1:
+        if told_s < 0 or now_s - told_s >= self.exchange_s:
             remaining_s = self.deadlines.remaining_s(block, now_s)
             moment_s = None if remaining_s is None else now_s + remaining_s
             self._board[block] = (now_s, moment_s)

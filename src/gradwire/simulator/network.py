@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import simpy
-from simpy.core import EventPriority
+from simpy.events import EventPriority
 
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.fairness import share_max_min

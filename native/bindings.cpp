@@ -27,6 +27,8 @@
 namespace nb = nanobind;
 using namespace gradwire;
 
+void bind_quantisers(nb::module_& m);  // bindings_quantisers.cpp
+
 namespace {
 
 // A one-dimensional, contiguous CPU buffer: torch tensors and numpy arrays alike.
@@ -318,4 +320,5 @@ NB_MODULE(_native, m) {
   bind_huffman(m);
   bind_gcomp(m);
   bind_comparators(m);
+  bind_quantisers(m);
 }

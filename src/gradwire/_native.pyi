@@ -63,3 +63,34 @@ def write_majority(
 
 # The indices of the largest magnitudes, ascending; returns how many values are Inf or NaN.
 def select_largest(values: Any, indices: Any) -> int: ...
+
+# Philox4x32-10: uint32 numbers of groups of 64 elements, a function of (seed, step, place).
+def random_numbers(seed: int, step: int, first_group: int, out: Any) -> None: ...
+
+# Quantisers. kind: 0 one-bit, 1 two-bit, 2 ternary, 3 qsgd, 4 thc; rule: 0 fixed, 1 mean, 2 two-means; dtype as above;
+# values as uint8, residuals as float32. Encoding returns the bytes written.
+def quantiser_max_bytes(kind: int, levels: int, block: int, n_elements: int) -> int: ...
+def quantiser_encode(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    kind: int,
+    rule: int,
+    parameter: float,
+    levels: int,
+    block: int,
+    seed: int,
+    step: int,
+    out: Any,
+) -> int: ...
+def quantiser_decode(message: Any, kind: int, dtype: int, values: Any) -> None: ...
+def quantiser_describe(message: Any) -> dict[str, Any]: ...
+
+# Ternary values that ranks sum: the scale of one rank, fields of 4 or 8 bits with 0, 1, 2 for -, 0, +, and their sums.
+def ternary_scale(values: Any, dtype: int, clip: float) -> float: ...
+def write_ternary_counts(
+    values: Any, dtype: int, scale: float, seed: int, step: int, field_bits: int, codes: Any
+) -> None: ...
+def read_ternary_counts(codes: Any, field_bits: int, n_ranks: int, scale: float, dtype: int, values: Any) -> None: ...

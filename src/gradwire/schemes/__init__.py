@@ -13,6 +13,7 @@ __all__ = ["Scheme", "Session", "by_name", "names"]
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: dict[str, str] = {
     "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
+    "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloat",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
     "periodic": "gradwire.schemes.periodic:Periodic",
     "plain": "gradwire.schemes.plain:Plain",

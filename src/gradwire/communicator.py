@@ -60,6 +60,7 @@ class Communicator:
         if not timeout_s > 0:
             raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
+        self._parent = group
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = members.index(dist.get_rank())
         self.world_size = len(members)
@@ -85,6 +86,10 @@ class Communicator:
         self._lane = threading.Thread(target=self._run_lane, name="gradwire-lane", daemon=True)
         self._lane.start()
         _open_communicators.add(self)
+
+    def twin(self) -> Communicator:
+        """Another communicator over the same ranks, with a lane of its own. Collective."""
+        return Communicator(self._parent, self.timeout_s)
 
     # ---- the lane
 

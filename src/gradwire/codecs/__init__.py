@@ -13,8 +13,13 @@ __all__ = ["Codec", "by_name", "names"]
 
 # name: "module:class". A new codec is one file and one line here.
 _REGISTRY: dict[str, str] = {
+    "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
     "gcomp": "gradwire.codecs.gcomp:GComp",
+    "one-bit": "gradwire.codecs.one_bit:OneBit",
+    "qsgd": "gradwire.codecs.qsgd:Qsgd",
+    "ternary": "gradwire.codecs.ternary:Ternary",
     "truncate": "gradwire.codecs.gcomp:Truncate",
+    "two-bit": "gradwire.codecs.two_bit:TwoBit",
     "raw": "gradwire.codecs.general:RawCodec",
     "zlib": "gradwire.codecs.general:ZlibCodec",
     "zstd": "gradwire.codecs.general:ZstdCodec",

@@ -13,13 +13,16 @@ __all__ = ["Scheme", "Session", "by_name", "names"]
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: dict[str, str] = {
     "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
+    "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloat",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
+    "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",
     "periodic": "gradwire.schemes.periodic:Periodic",
     "plain": "gradwire.schemes.plain:Plain",
     "power-sgd": "gradwire.schemes.power_sgd:PowerSgd",
     "power-sgd-overlap": "gradwire.schemes.power_sgd:PowerSgdOverlap",
     "random-k": "gradwire.schemes.random_k:RandomK",
     "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
+    "slimgc": "gradwire.schemes.slimgc:SlimGC",
     "top-k": "gradwire.schemes.top_k:TopK",
     "truncate": "gradwire.schemes.through_codec:Truncate",
     "zlib": "gradwire.schemes.through_codec:Zlib",

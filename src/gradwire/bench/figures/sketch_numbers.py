@@ -156,19 +156,21 @@ def _time_one(n_elements: int, density: float, pattern: str, n_rounds: int) -> d
         if sketch.recover(cells, 1.0, out) is Outcome.FOREIGN:
             raise CorruptMessage("a sketch did not fit its own index: the timing would mean nothing")
 
+    def refill() -> None:
+        cells.copy_(summed)
+
     def compress() -> None:
         write_index(gradient, own)
         sketch.add(gradient, own, cells)
 
-    once = 0.0  # recovery uses the cells up: a sample is one call
     tasks = {
         "index": Task(lambda: write_index(gradient, own)),
         "compress": Task(compress),
         "structure": Task(structure),
     }
     times = time_interleaved(tasks, n_rounds)
-    alone = {"replay": Task(replay, before=lambda: cells.copy_(summed) and None, after=verify)}
-    times |= time_interleaved(alone, n_rounds, min_sample_s=once)
+    # Recovery uses the cells up, so a sample is one call.
+    times |= time_interleaved({"replay": Task(replay, before=refill, after=verify)}, n_rounds, min_sample_s=0.0)
     n_bytes = 4 * n_elements
 
     def gb_per_s(*names: str) -> float:

@@ -14,6 +14,8 @@ __all__ = ["Scheme", "Session", "by_name", "names"]
 _REGISTRY: dict[str, str] = {
     "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
     "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloat",
+    "aqgb": "gradwire.schemes.aqgb.scheme:Aqgb",
+    "broadcast": "gradwire.schemes.aqgb.scheme:Broadcast",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
     "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",
     "periodic": "gradwire.schemes.periodic:Periodic",

@@ -134,6 +134,7 @@ class SwitchClient:
 
 # 0: a packet of this version; 1: foreign or damaged; 2: of another version.
 def switch_check_packet(datagram: Any) -> int: ...
+
 # Truncated floats: format: 0 native, 1 fp16, 2 fp8-e4m3, 3 fp8-e5m2, 4 fp4-e2m1; seed None: truncated, not rounded.
 def truncated_float_max_bytes(n_elements: int, dtype: int, format: int, n_bits: int, partition: int) -> int: ...
 def truncated_float_encode(
@@ -141,6 +142,7 @@ def truncated_float_encode(
 ) -> int: ...
 def truncated_float_decode(message: Any, dtype: int, values: Any) -> None: ...
 def truncated_float_header(message: Any) -> dict[str, Any]: ...
+
 # THC: blocks of 1,024 rotated values, padded; norms float32, one a block; codes the table's values as uint8, sums of them
 # uint8 or (wide) 16 bits.
 def thc_padded_elements(n_elements: int) -> int: ...
@@ -161,7 +163,15 @@ def thc_write_codes(
     codes: Any,
 ) -> None: ...
 def thc_read_sums(
-    sums: Any, wide: bool, n_ranks: int, norms: Any, clip: float, sign_seed: int, sign_step: int, dtype: int, values: Any
+    sums: Any,
+    wide: bool,
+    n_ranks: int,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    dtype: int,
+    values: Any,
 ) -> None: ...
 def thc_encode(
     values: Any,

@@ -26,7 +26,9 @@ def read_kernel(interface: str) -> tuple[int, int]:
 
 def train(scheme: str, interface: str) -> dict[str, float]:
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 700), nn.Linear(700, 512)))
+    ddp = DistributedDataParallel(
+        nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 700), nn.Linear(700, 512))
+    )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
     attachment = gradwire.attach(ddp, optimizer, scheme)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -43,6 +43,12 @@ def names() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def owns_step(name: str) -> bool:
+    """Whether the scheme called `name` takes the optimizer's step itself, and so needs DDP, a model and an optimizer."""
+    module_path, class_name = _REGISTRY[name].split(":")
+    return bool(getattr(importlib.import_module(module_path), class_name).owns_step)
+
+
 def by_name(name: str, **options: Any) -> Scheme:
     """A new scheme by its registry name.
 

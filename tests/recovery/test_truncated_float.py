@@ -90,7 +90,9 @@ def test_every_finite_16_bit_value_keeps_its_first_bits(dtype: torch.dtype) -> N
 
 def test_all_bits_keep_non_finite_values_too() -> None:
     for dtype in DTYPES:
-        raw = torch.randint(0, 256, (5000 * dtype.itemsize,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+        raw = torch.randint(0, 256, (5000 * dtype.itemsize,), generator=torch.Generator().manual_seed(1)).to(
+            torch.uint8
+        )
         gradient = raw.view(dtype)
         for rounding in ("truncate", "stochastic"):
             assert same_bits(there_and_back(TruncatedFloat(8 * dtype.itemsize, rounding=rounding), gradient), gradient)

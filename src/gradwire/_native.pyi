@@ -77,6 +77,64 @@ def embedded_float_add(codes: Any, exponents: Any, dtype: int, partition: int, n
 def embedded_float_quantise(values: Any, dtype: int, partition: int, n_known: int, out: Any) -> None: ...
 def embedded_float_header(message: Any) -> dict[str, Any]: ...
 
+# Philox4x32-10: uint32 numbers of groups of 64 elements, a function of (seed, step, place).
+def random_numbers(seed: int, step: int, first_group: int, out: Any) -> None: ...
+
+# Quantisers. kind: 0 one-bit, 1 two-bit, 2 ternary, 3 qsgd, 4 thc; rule: 0 fixed, 1 mean, 2 two-means; dtype as above;
+# values as uint8, residuals as float32. Encoding returns the bytes written.
+def quantiser_max_bytes(kind: int, levels: int, block: int, n_elements: int) -> int: ...
+def quantiser_encode(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    kind: int,
+    rule: int,
+    parameter: float,
+    levels: int,
+    block: int,
+    seed: int,
+    step: int,
+    out: Any,
+) -> int: ...
+def quantiser_decode(message: Any, kind: int, dtype: int, values: Any) -> None: ...
+def quantiser_describe(message: Any) -> dict[str, Any]: ...
+
+# Ternary values that ranks sum: the scale of one rank, fields of 4 or 8 bits with 0, 1, 2 for -, 0, +, and their sums.
+def ternary_scale(values: Any, dtype: int, clip: float) -> float: ...
+def write_ternary_counts(
+    values: Any, dtype: int, scale: float, seed: int, step: int, field_bits: int, codes: Any
+) -> None: ...
+def read_ternary_counts(codes: Any, field_bits: int, n_ranks: int, scale: float, dtype: int, values: Any) -> None: ...
+
+# The switch emulation (docs/switch.md). Operations: 1 add, 2 or, 3 maximum. All but `stop` from one thread at a time.
+SWITCH_LANES: int
+SWITCH_HEADER_BYTES: int
+SWITCH_MAX_WORKERS: int
+
+class SwitchServer:
+    def __init__(self, address: str, port: int, n_slots: int, lease_s: float) -> None: ...
+    def run(self, seconds: float) -> None: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    def counters(self) -> dict[str, int]: ...
+
+class SwitchClient:
+    def __init__(self, address: str, port: int, job: int, worker: int, n_workers: int, wanted_slots: int) -> None: ...
+    def join(self, timeout_s: float) -> None: ...
+    def reduce(self, values: Any, operation: int, timeout_s: float) -> None: ...
+    def leave(self) -> None: ...
+    def stop(self) -> None: ...
+    @property
+    def n_slots(self) -> int: ...
+    def counters(self) -> dict[str, Any]: ...
+
+# 0: a packet of this version; 1: foreign or damaged; 2: of another version.
+def switch_check_packet(datagram: Any) -> int: ...
+
 # Truncated floats: format: 0 native, 1 fp16, 2 fp8-e4m3, 3 fp8-e5m2, 4 fp4-e2m1; seed None: truncated, not rounded.
 def truncated_float_max_bytes(n_elements: int, dtype: int, format: int, n_bits: int, partition: int) -> int: ...
 def truncated_float_encode(
@@ -84,3 +142,48 @@ def truncated_float_encode(
 ) -> int: ...
 def truncated_float_decode(message: Any, dtype: int, values: Any) -> None: ...
 def truncated_float_header(message: Any) -> dict[str, Any]: ...
+
+# THC: blocks of 1,024 rotated values, padded; norms float32, one a block; codes the table's values as uint8, sums of them
+# uint8 or (wide) 16 bits.
+def thc_padded_elements(n_elements: int) -> int: ...
+def thc_max_bytes(n_elements: int) -> int: ...
+def thc_write_norms(values: Any, dtype: int, residual: Any | None, residual_scale: float, norms: Any) -> None: ...
+def thc_write_codes(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    seed: int,
+    step: int,
+    codes: Any,
+) -> None: ...
+def thc_read_sums(
+    sums: Any,
+    wide: bool,
+    n_ranks: int,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    dtype: int,
+    values: Any,
+) -> None: ...
+def thc_encode(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    seed: int,
+    step: int,
+    out: Any,
+) -> int: ...
+def thc_decode(message: Any, dtype: int, values: Any) -> None: ...

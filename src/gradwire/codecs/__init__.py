@@ -15,7 +15,12 @@ __all__ = ["Codec", "by_name", "names"]
 _REGISTRY: dict[str, str] = {
     "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
     "gcomp": "gradwire.codecs.gcomp:GComp",
+    "one-bit": "gradwire.codecs.one_bit:OneBit",
+    "qsgd": "gradwire.codecs.qsgd:Qsgd",
+    "ternary": "gradwire.codecs.ternary:Ternary",
+    "thc": "gradwire.codecs.hadamard:Thc",
     "truncate": "gradwire.codecs.gcomp:Truncate",
+    "two-bit": "gradwire.codecs.two_bit:TwoBit",
     "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",
     "raw": "gradwire.codecs.general:RawCodec",
     "zlib": "gradwire.codecs.general:ZlibCodec",

@@ -26,6 +26,7 @@ def direct_mean(
     record: BucketRecord,
     importance: Importance | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
+    left_out: torch.Tensor | None = None,
 ) -> None:
     """Replace `buffer` (n,) by the mean over the ranks, each message through `codec`; runs on the lane.
 
@@ -33,6 +34,8 @@ def direct_mean(
 
     Args:
         importance: asked for each chunk's importance bytes when it is encoded.
+        left_out: (n,) for error feedback: what this rank's encodings lost. N x result + the sum of all ranks'
+            left_out = the sum of their gradients.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.
     Cost: sends 2 (N-1)/N of the encoded buffer, to N-1 peers; every element is encoded once.
     """
@@ -40,7 +43,7 @@ def direct_mean(
     if world == 1 or buffer.numel() == 0:
         return
     parts = Parts(buffer, world, chunk_elements)
-    chunks = ChunkCodec(communicator, codec, buffer, parts, importance, record)
+    chunks = ChunkCodec(communicator, codec, buffer, parts, importance, record, left_out)
     n_chunks = parts.n_chunks
     # The owner's final messages wait here from the reduction of their chunk until the gathering begins.
     finals = communicator.scratch("direct finals", n_chunks * chunks.max_message_bytes).view(n_chunks, -1)
@@ -49,14 +52,18 @@ def direct_mean(
     total_memory = communicator.scratch("direct total", parts.max_chunk_elements * buffer.element_size())
     total_memory = total_memory.view(buffer.dtype)
 
-    tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes)
+    tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes, chunks.max_message_bytes)
+    n_messages = 2 * n_chunks
     ahead = min(_CHUNKS_AHEAD, n_chunks - 1)
     unread_bytes = (ahead + 1) * (chunks.max_message_bytes + 4)
     # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
     peers = [(rank + distance) % world for distance in range(1, world)]
-    senders = {peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, record) for peer in peers}
+    senders = {
+        peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, n_messages, record)
+        for peer in peers
+    }
     receivers = {
-        peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, chunks.max_message_bytes, record)
+        peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, chunks.max_message_bytes, n_messages, record)
         for peer in peers
     }
 
@@ -68,8 +75,6 @@ def direct_mean(
             else:
                 n_bytes = chunks.encode_own(peer, chunk, message)
                 senders[peer].write(message[:n_bytes], may_lag=ahead)
-            if number == 2 * n_chunks - 1:
-                senders[peer].flush()
 
     def read(number: int) -> None:
         gathering, chunk = divmod(number, n_chunks)
@@ -80,9 +85,6 @@ def direct_mean(
             total = reduce_chunk(chunk)
             final_bytes[chunk] = chunks.encode(total, rank, chunk, finals[chunk])
             chunks.adopt_mean(finals[chunk, : final_bytes[chunk]], rank, chunk)
-        if number + 1 < 2 * n_chunks:
-            for receiver in receivers.values():
-                receiver.expect_frame()
 
     def reduce_chunk(chunk: int) -> torch.Tensor:
         own = parts.slice_of(buffer, rank, chunk)
@@ -94,10 +96,8 @@ def direct_mean(
                 chunks.add_decoded(receivers[source].read(), total)
         return total
 
-    for receiver in receivers.values():
-        receiver.expect_frame()
-    for number in range(2 * n_chunks + ahead):
-        if number < 2 * n_chunks:
+    for number in range(n_messages + ahead):
+        if number < n_messages:
             write(number)
         if number >= ahead:
             read(number - ahead)

@@ -1,0 +1,306 @@
+#include "quantisers/codec.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "errors.hpp"
+#include "quantisers/sweep.hpp"
+
+namespace gradwire::quantisers {
+namespace {
+
+constexpr float kLargestFloat = std::numeric_limits<float>::max();
+
+std::size_t blocks_of(std::size_t n) { return (n + kBlock - 1) / kBlock; }
+
+Fields fields_of(int levels) { return levels <= 7 ? Fields::nibbles : Fields::bytes; }
+
+// Payload bytes of up to kBlock values, norms apart.
+std::size_t code_bytes(Kind kind, std::size_t n, int levels) {
+  switch (kind) {
+    case Kind::one_bit:
+      return 4 * ((n + 31) / 32);
+    case Kind::two_bit:
+    case Kind::ternary:
+      return 4 * ((n + 15) / 16);
+    default:
+      return bytes_for(n, fields_of(levels));
+  }
+}
+
+std::uint64_t norm_bytes(const Header& header) {
+  return header.kind == Kind::qsgd ? 4 * ((header.n_elements + header.block - 1) / header.block) : 0;
+}
+
+std::uint64_t payload_bytes(const Header& header) {
+  const std::uint64_t n_full = header.n_elements / kBlock, rest = header.n_elements % kBlock;
+  return norm_bytes(header) + n_full * code_bytes(header.kind, kBlock, header.levels) +
+         code_bytes(header.kind, rest, header.levels);
+}
+
+float narrowed(double value) { return static_cast<float>(std::min<double>(value, kLargestFloat)); }
+
+// 2^24 / scale: below 2^-100 it would overflow, and the values count as zeros.
+float draws_per_unit(float scale) { return scale >= 0x1p-100f ? 0x1p24f / scale : 0.0f; }
+
+// Messages are bytes at any address; words are packed beside them.
+struct alignas(32) Codes {
+  std::array<std::uint8_t, kBlock> bytes;
+  std::uint32_t* words() { return reinterpret_cast<std::uint32_t*>(bytes.data()); }
+};
+
+// ---- between one block and its part of the payload
+
+// How a QSGD block is cut: the step between two levels of each norm.
+float step_of(float norm, int levels) { return norm / static_cast<float>(levels); }
+
+void pack_block(const Header& header, const random::Stream& stream, const float* values, std::size_t block,
+                std::size_t n, std::uint8_t* payload, std::atomic<bool>& is_finite) {
+  const Kernels& on = kernels();
+  Codes codes;
+  const std::uint64_t first_group = block * (kBlock / kGroup);
+  switch (header.kind) {
+    case Kind::one_bit:
+      on.pack_signs(values, n, codes.words());
+      break;
+    case Kind::two_bit:
+      on.pack_beyond(values, n, header.first, codes.words());
+      break;
+    case Kind::ternary:
+      on.pack_drawn(values, n, draws_per_unit(header.first), stream, first_group, codes.words());
+      break;
+    default:
+      for (std::size_t begin = 0; begin < n; begin += header.block) {
+        const std::size_t count = std::min<std::size_t>(header.block, n - begin);
+        const Squares sums = on.squares(values + begin, count);
+        const double wide = std::sqrt(sums.squares);
+        if (sums.largest >= kInfinity || wide > kLargestFloat) is_finite.store(false, std::memory_order_relaxed);
+        float norm = narrowed(wide), per_unit = static_cast<float>(header.levels / wide);
+        if (norm < 0x1p-100f) norm = per_unit = 0;
+        std::memcpy(payload + 4 * ((block * kBlock + begin) / header.block), &norm, sizeof norm);
+        if (!is_finite.load(std::memory_order_relaxed))
+          return;  // conversions of what is not finite are undefined
+        on.pack_levels(values + begin, count, per_unit, header.levels, stream, first_group + begin / kGroup,
+                       fields_of(header.levels), codes.bytes.data() + bytes_for(begin, fields_of(header.levels)));
+      }
+  }
+  std::memcpy(payload + norm_bytes(header) + block * code_bytes(header.kind, kBlock, header.levels),
+              codes.bytes.data(), code_bytes(header.kind, n, header.levels));
+}
+
+// Returns false if the payload holds what no encoder writes.
+bool unpack_block(const Header& header, const std::uint8_t* payload, std::size_t block, std::size_t n, float* out) {
+  const Kernels& on = kernels();
+  Codes codes;
+  std::memcpy(codes.bytes.data(), payload + norm_bytes(header) + block * code_bytes(header.kind, kBlock, header.levels),
+              code_bytes(header.kind, n, header.levels));
+  bool valid = true;
+  switch (header.kind) {
+    case Kind::one_bit:
+      on.unpack_signs(codes.words(), n, header.first, -header.second, out);
+      return true;
+    case Kind::two_bit:
+    case Kind::ternary:
+      return on.unpack_ternary(codes.words(), n, header.first, out);
+    default:
+      for (std::size_t begin = 0; begin < n; begin += header.block) {
+        const std::size_t count = std::min<std::size_t>(header.block, n - begin);
+        float norm;
+        std::memcpy(&norm, payload + 4 * ((block * kBlock + begin) / header.block), sizeof norm);
+        if (std::bit_cast<std::uint32_t>(norm) >= kInfinity) return false;
+        valid &= on.unpack_levels(codes.bytes.data() + bytes_for(begin, fields_of(header.levels)), count,
+                                  step_of(norm, header.levels), header.levels, fields_of(header.levels), out + begin);
+      }
+      return valid;
+  }
+}
+
+// ---- what the whole message is quantised by
+
+struct Sums {
+  double positive = 0, negative = 0, squares = 0;
+  std::uint64_t n_negative = 0;
+  std::uint32_t largest = 0;
+};
+
+// In the blocks' order, whatever the threads did.
+Sums measure(const Source& source, bool wants_squares) {
+  static thread_local std::vector<Sums> kept;
+  std::vector<Sums>& parts = kept;
+  parts.assign(blocks_of(source.n_elements()), {});
+  for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
+    Sums& part = parts[block];
+    if (wants_squares) {
+      const Squares found = kernels().squares(values, n);
+      part.squares = found.squares, part.largest = found.largest;
+    } else {
+      const Magnitudes found = kernels().magnitudes(values, n);
+      part.positive = found.positive, part.negative = found.negative;
+      part.n_negative = found.n_negative, part.largest = found.largest;
+    }
+  });
+  Sums all;
+  for (const Sums& part : parts) {
+    all.positive += part.positive, all.negative += part.negative, all.squares += part.squares;
+    all.n_negative += part.n_negative;
+    all.largest = std::max(all.largest, part.largest);
+  }
+  return all;
+}
+
+// The deviation is taken from zero, not from the mean: values that are all alike are not clipped to nothing.
+float clipped_scale(const Sums& sums, std::size_t n, float clip) {
+  const float largest = std::bit_cast<float>(sums.largest);
+  if (n == 0 || !(largest >= 0x1p-100f)) return 0.0f;
+  return std::min(largest, narrowed(clip * std::sqrt(sums.squares / static_cast<double>(n))));
+}
+
+void choose_scales(const Options& options, const Source& source, Header& header) {
+  const std::size_t n = source.n_elements();
+  if (options.kind == Kind::qsgd) return;  // block by block, as they are packed
+  const Sums sums = measure(source, options.kind == Kind::ternary);
+  header.is_finite = sums.largest < kInfinity;
+  if (!header.is_finite) return;
+  const auto mean_of = [](double sum, std::uint64_t count) {
+    return count == 0 ? 0.0f : narrowed(sum / static_cast<double>(count));
+  };
+  const float mean = mean_of(sums.positive + sums.negative, n);
+  using Rule = Options::Rule;
+  if (options.kind == Kind::one_bit) {
+    const bool two = options.rule == Rule::two_means, fixed = options.rule == Rule::fixed;
+    header.first = fixed ? options.parameter : two ? mean_of(sums.positive, n - sums.n_negative) : mean;
+    header.second = two ? mean_of(sums.negative, sums.n_negative) : header.first;
+  } else if (options.kind == Kind::two_bit) {
+    header.first = options.rule == Rule::fixed ? options.parameter : narrowed(double{options.parameter} * mean);
+  } else {
+    header.first = options.rule == Rule::fixed ? options.parameter : clipped_scale(sums, n, options.parameter);
+    if (header.first < 0x1p-100f) header.first = 0;
+  }
+}
+
+Header header_for(const Options& options, std::uint64_t n_elements) {
+  const bool is_qsgd = options.kind == Kind::qsgd;
+  if (is_qsgd && (options.levels < 1 || options.levels > 127))
+    throw InvalidArgument("qsgd: levels are 1 to 127, not " + std::to_string(options.levels));
+  if (is_qsgd && (options.block < 128 || options.block > kBlock || !std::has_single_bit(options.block)))
+    throw InvalidArgument("qsgd: blocks are 128, 256, ..., 4096 values, not " + std::to_string(options.block));
+  if (options.kind == Kind::thc) throw InvalidArgument("thc has an encoder of its own");
+  if (!(options.parameter >= 0 && options.parameter <= kLargestFloat))
+    throw InvalidArgument("a scale, threshold or clip is finite and not negative, not " +
+                          std::to_string(options.parameter));
+  return {options.kind, true, is_qsgd ? options.levels : 0, is_qsgd ? options.block : 0, n_elements, 0, 0};
+}
+
+void check_source(const Source& source) {
+  if (source.values.size() % bytes_of(source.dtype) != 0) throw InvalidArgument("the gradient's bytes are no whole values");
+  if (!source.residual.empty() && source.residual.size() != source.n_elements())
+    throw InvalidArgument("the residual has " + std::to_string(source.residual.size()) + " values, the gradient " +
+                          std::to_string(source.n_elements()));
+}
+
+}  // namespace
+
+std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements) {
+  return kHeaderBytes + payload_bytes(header_for(options, n_elements));
+}
+
+std::uint64_t encode(const Options& options, const Source& source, std::span<float> new_residual,
+                     std::span<std::uint8_t> out) {
+  check_source(source);
+  const std::size_t n_elements = source.n_elements();
+  if (!new_residual.empty() && new_residual.size() != n_elements)
+    throw InvalidArgument("new_residual has another size than the gradient");
+  Header header = header_for(options, n_elements);
+  std::uint64_t message_bytes = kHeaderBytes + payload_bytes(header);
+  if (out.size() < message_bytes)
+    throw BufferTooSmall(std::string(name_of(options.kind)) + ": out has " + std::to_string(out.size()) +
+                         " bytes; the message takes " + std::to_string(message_bytes));
+  choose_scales(options, source, header);
+  std::atomic<bool> is_finite{header.is_finite};
+  std::uint8_t* const payload = out.data() + kHeaderBytes;
+  if (header.is_finite) {
+    // QSGD learns only here whether values are finite; then the residual is put back below, so it must not be lost.
+    const bool writes_along = !new_residual.empty() && options.kind != Kind::qsgd;
+    const auto subtract_decoded = [&](std::size_t block, const float* values, std::size_t n) {
+      alignas(32) float decoded[kBlock];
+      unpack_block(header, payload, block, n, decoded);
+      kernels().subtract(values, decoded, 1 / source.residual_scale, n, new_residual.data() + block * kBlock);
+    };
+    for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
+      pack_block(header, options.stream, values, block, n, payload, is_finite);
+      if (writes_along) subtract_decoded(block, values, n);
+    });
+    if (!new_residual.empty() && !writes_along && is_finite.load()) for_blocks(source, subtract_decoded);
+  }
+  header.is_finite = is_finite.load();
+  if (!header.is_finite) {
+    message_bytes = kHeaderBytes;
+    header.first = header.second = 0;
+    if (source.residual.empty())
+      std::fill(new_residual.begin(), new_residual.end(), 0.0f);
+    else if (!new_residual.empty() && new_residual.data() != source.residual.data())
+      std::copy(source.residual.begin(), source.residual.end(), new_residual.begin());
+  }
+  write_header(header, out.first(message_bytes));
+  return message_bytes;
+}
+
+void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out) {
+  const Header header = read_header(message);
+  const auto fail = [&](const std::string& what) {
+    throw CorruptMessage(std::string(name_of(kind)) + " message: " + what);
+  };
+  if (header.kind != kind) fail(std::string("it is one of ") + name_of(header.kind));
+  const std::uint64_t n_elements = out.size() / bytes_of(dtype);
+  if (header.n_elements != n_elements)
+    fail("number of values: expected " + std::to_string(n_elements) + ", got " + std::to_string(header.n_elements));
+  const std::uint64_t expected = kHeaderBytes + (header.is_finite ? payload_bytes(header) : 0);
+  if (message.size() != expected)
+    fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));
+  std::atomic<bool> valid{true};
+  write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
+    if (!header.is_finite)
+      std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
+    else if (!unpack_block(header, message.data() + kHeaderBytes, block, n, values))
+      valid.store(false, std::memory_order_relaxed);
+  });
+  if (!valid) fail("it holds a code that no encoder writes");
+}
+
+float ternary_scale(const Source& source, float clip) {
+  check_source(source);
+  const Sums sums = measure(source, true);
+  if (sums.largest >= kInfinity) return std::numeric_limits<float>::infinity();
+  const float scale = clipped_scale(sums, source.n_elements(), clip);
+  return scale >= 0x1p-100f ? scale : 0.0f;
+}
+
+void write_ternary_counts(const Source& source, float scale, const random::Stream& stream, Fields fields,
+                          std::span<std::uint8_t> codes) {
+  check_source(source);
+  if (codes.size() != bytes_for(source.n_elements(), fields))
+    throw InvalidArgument("ternary counts: codes have to hold whole groups of 64 fields");
+  for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
+    kernels().count_drawn(values, n, draws_per_unit(scale), stream, block * (kBlock / kGroup), fields,
+                          codes.data() + block * bytes_for(kBlock, fields));
+  });
+}
+
+void read_ternary_counts(std::span<const std::uint8_t> codes, Fields fields, int n_ranks, float scale, Dtype dtype,
+                         std::span<std::uint8_t> out) {
+  if (codes.size() != bytes_for(out.size() / bytes_of(dtype), fields))
+    throw InvalidArgument("ternary counts: codes have to hold whole groups of 64 fields");
+  const float step = scale / static_cast<float>(n_ranks);
+  write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
+    kernels().unpack_counts(codes.data() + block * bytes_for(kBlock, fields), n, fields, n_ranks, step, values);
+  });
+}
+
+}  // namespace gradwire::quantisers

@@ -1,0 +1,38 @@
+"""The codec `one-bit`: the sign of every value, and one or two scales for all of them (Seide et al., Interspeech 2014)."""
+
+from __future__ import annotations
+
+from gradwire.codecs.quantised import Quantised, check_positive
+from gradwire.errors import InvalidArgument
+
+_RULES = {"fixed": 0, "mean": 1, "two-means": 2}
+
+
+class OneBit(Quantised):
+    """Values from zero up (and -0.0) decode to +scale, values below zero to -scale. 1/32 of float32.
+
+    Fused form for error feedback: `encode_with_residual(gradient, residual, out, step)`, which is
+    residual += gradient; encode(residual); residual -= decoded, in one sweep.
+
+    Args:
+        scale: "mean": the mean magnitude, so that the sum of magnitudes is kept; "two-means": the mean of the values
+            from zero up for the one sign, of those below for the other, which is the smallest squared error that one
+            bit can have; "fixed": `threshold` for every message, as in SlimGC's experiments.
+        threshold: only with "fixed"; 0.5 if not given, which is in units of a gradient *summed* over the batch: with a
+            mean loss, divide it by the batch size.
+    Raises: InvalidArgument.
+    When not to use this: without error feedback; every value decodes to the same magnitude, zeros included.
+    """
+
+    name = "one-bit"
+    _kind = 0
+
+    def __init__(self, scale: str = "mean", threshold: float | None = None) -> None:
+        if scale not in _RULES:
+            raise InvalidArgument(f"scale is one of {', '.join(_RULES)}, not {scale!r}")
+        if threshold is not None and scale != "fixed":
+            raise InvalidArgument(f'threshold={threshold} means nothing with scale="{scale}": use scale="fixed"')
+        self.scale = scale
+        self.threshold = check_positive("threshold", 0.5 if threshold is None else threshold)
+        self._rule = _RULES[scale]
+        self._parameter = self.threshold if scale == "fixed" else 0.0

@@ -1,0 +1,218 @@
+"""What the quantisers' codecs share: checks, the native calls, error feedback in the same sweep as encoding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire import _native
+from gradwire.errors import BufferTooSmall, InvalidArgument
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SEED_LIMIT = 1 << 64
+_HEADER_BYTES = 32
+
+
+class Quantised:
+    """A codec that keeps a few bits of every value (docs/format.md#quantised).
+
+    Messages do not say the dtype of what was encoded: they decode to float32, rounded to the dtype of `out`. A gradient
+    with Inf or NaN becomes a message that says so and decodes to NaN everywhere.
+    """
+
+    name: ClassVar[str]
+    # Whether what a message leaves out has to be sent later for training to converge.
+    needs_error_feedback: ClassVar[bool] = True
+    _kind: ClassVar[int]
+    # What the native encoder is told; see native/quantisers/codec.hpp.
+    _rule = 1
+    _parameter = 0.0
+    _levels = 0
+    _block = 0
+    seed = 0
+
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+        """Bytes of a message of `n_elements` finite values; no message is longer.
+
+        Raises: InvalidArgument (dtype, negative n_elements).
+        """
+        dtype_code(dtype)
+        if n_elements < 0:
+            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        return _native.quantiser_max_bytes(self._kind, self._levels, self._block, n_elements)
+
+    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int:
+        """Write `gradient` as one message.
+
+        Args:
+            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; any n from 0.
+            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous, CPU.
+            importance: not used.
+            step: what stochastic rounding draws by, beside the codec's seed: from 0 to 2^64 - 1. Messages whose errors
+                have to be independent (of other steps, ranks, chunks) need steps of their own.
+        Returns: bytes written.
+        Raises: InvalidArgument (shape, dtype, device, step), BufferTooSmall.
+        Cost: one or two passes, no allocation once warm, releases the GIL.
+        """
+        return self._encode(gradient, None, 1.0, None, out, step)
+
+    def encode_with_residual(
+        self,
+        gradient: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        step: int = 0,
+        *,
+        new_residual: Tensor | None = None,
+        residual_scale: float = 1.0,
+    ) -> int:
+        """Error feedback in one sweep: encode gradient + residual, and keep what the message left out of it.
+
+        Args:
+            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; not changed.
+            residual: (n,) float32, contiguous, CPU: what earlier messages left out, divided by `residual_scale`.
+            out, step: as in `encode`.
+            new_residual: (n,) float32: where the new residual goes; `residual` itself if not given. Given another
+                tensor, `residual` is not changed, so that a step may still be thrown away.
+            residual_scale: what the gradient is multiplied by and the residual is not (AMP's loss scale); positive.
+        Returns: bytes written. If a value is not finite, the message says only that, and the residual stays.
+        Raises: InvalidArgument, BufferTooSmall.
+        Cost: as `encode`; the sums, the decoded values and their difference stay in the first-level cache.
+        """
+        check_tensor("residual", residual, torch.float32, gradient.numel())
+        target = residual if new_residual is None else new_residual
+        check_tensor("new_residual", target, torch.float32, gradient.numel())
+        if not (residual_scale > 0 and math.isfinite(residual_scale)):
+            raise InvalidArgument(f"residual_scale must be positive and finite, got {residual_scale}")
+        return self._encode(gradient, residual, residual_scale, target, out, step)
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Read exactly one message of this quantiser, whatever options it was written with, into `out`.
+
+        Args:
+            message: (n_bytes,) uint8, contiguous, CPU.
+            out: (n,) float32, bfloat16 or float16, contiguous, CPU; n is the sender's. Undefined after an error.
+        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
+        Cost: one pass, no allocation, releases the GIL.
+        """
+        check_tensor("message", message, torch.uint8)
+        dtype_code(out.dtype)
+        check_tensor("out", out)
+        self._decode_checked(message, out)
+
+    def _encode(
+        self,
+        gradient: Tensor,
+        residual: Tensor | None,
+        residual_scale: float,
+        new_residual: Tensor | None,
+        out: Tensor,
+        step: int,
+    ) -> int:
+        dtype_code(gradient.dtype)
+        check_tensor("gradient", gradient)
+        check_tensor("out", out, torch.uint8)
+        n_needed = self.max_encoded_bytes(gradient.numel(), gradient.dtype)
+        if out.numel() < n_needed:
+            raise BufferTooSmall(f"{self.name}: out has {out.numel()} bytes, the message takes {n_needed}")
+        return self._encode_checked(gradient, residual, residual_scale, new_residual, out, check_step(step))
+
+    def _encode_checked(
+        self,
+        gradient: Tensor,
+        residual: Tensor | None,
+        residual_scale: float,
+        new_residual: Tensor | None,
+        out: Tensor,
+        step: int,
+    ) -> int:
+        return _native.quantiser_encode(
+            bytes_of(gradient),
+            dtype_code(gradient.dtype),
+            residual,
+            residual_scale,
+            new_residual,
+            self._kind,
+            self._rule,
+            self._parameter,
+            self._levels,
+            self._block,
+            self.seed,
+            step,
+            bytes_of(out),
+        )
+
+    def _decode_checked(self, message: Tensor, out: Tensor) -> None:
+        _native.quantiser_decode(bytes_of(message), self._kind, dtype_code(out.dtype), bytes_of(out))
+
+
+def describe(message: Tensor) -> dict[str, Any]:
+    """What a quantiser's message says of itself, as plain values; the codes are checked against the checksum only.
+
+    Keys: codec, format_version, n_elements, message_bytes, is_finite, levels, block, first_scale, second_scale.
+    Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
+    """
+    check_tensor("message", message, torch.uint8)
+    return _native.quantiser_describe(bytes_of(message))
+
+
+def is_nonfinite_message(message: Tensor, n_elements: int) -> bool:
+    """Whether a message stands for a gradient of `n_elements` with Inf or NaN: by its length, which is the header's.
+
+    `decode` checks the rest of it.
+    """
+    return message.numel() == _HEADER_BYTES and n_elements > 0
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The native number of a dtype. Raises: InvalidArgument."""
+    code = DTYPE_CODES.get(dtype)
+    if code is None:
+        raise InvalidArgument(f"quantisers take float32, bfloat16 and float16, not {dtype}: convert the gradient")
+    return code
+
+
+def check_positive(what: str, value: float, *, zero_allowed: bool = False) -> float:
+    """`value` as a finite float above zero. Raises: InvalidArgument."""
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed) or number > 3e38:
+        raise InvalidArgument(f"{what} must be a positive number, got {value!r}")
+    return number
+
+
+def check_seed(seed: int) -> int:
+    """`seed` if it fits 64 bits. Raises: InvalidArgument."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT:
+        raise InvalidArgument(f"seed must be an integer from 0 to 2^64 - 1, got {seed!r}")
+    return seed
+
+
+def check_step(step: int) -> int:
+    """`step` if it fits 64 bits. Raises: InvalidArgument."""
+    if not 0 <= step < _SEED_LIMIT:
+        raise InvalidArgument(f"step must be from 0 to 2^64 - 1, got {step}")
+    return step
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's memory; a contiguous tensor of one value or none may have any stride, which a view refuses."""
+    flat = tensor.detach()
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+
+def check_tensor(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_elements: int | None = None) -> None:
+    """Raise InvalidArgument unless it is one contiguous dimension on the CPU, of this dtype and length."""
+    if dtype is not None and tensor.dtype != dtype:
+        raise InvalidArgument(f"{what}: expected {dtype}, got {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise InvalidArgument(f"{what}: expected a CPU tensor, got one on {tensor.device}: copy it first")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"{what}: expected one contiguous dimension, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}: pass tensor.contiguous().view(-1)"
+        )
+    if n_elements is not None and tensor.numel() != n_elements:
+        raise InvalidArgument(f"{what}: has {tensor.numel()} values, the gradient {n_elements}")

@@ -27,7 +27,9 @@
 namespace nb = nanobind;
 using namespace gradwire;
 
+void bind_floats(nb::module_& m);  // bindings_floats.cpp
 void bind_quantisers(nb::module_& m);  // bindings_quantisers.cpp
+void bind_switch(nb::module_& m);
 
 namespace {
 
@@ -266,6 +268,12 @@ void translate_errors() {
       raise("CorruptMessage", error.what());
     } catch (const IncompatibleVersion& error) {
       raise("IncompatibleVersion", error.what());
+    } catch (const PeerLost& error) {
+      raise("PeerLost", error.what());
+    } catch (const RankMismatch& error) {
+      raise("RankMismatch", error.what());
+    } catch (const Unsupported& error) {
+      raise("Unsupported", error.what());
     }
   });
 }
@@ -320,5 +328,7 @@ NB_MODULE(_native, m) {
   bind_huffman(m);
   bind_gcomp(m);
   bind_comparators(m);
+  bind_floats(m);
   bind_quantisers(m);
+  bind_switch(m);
 }

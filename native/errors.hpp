@@ -17,5 +17,14 @@ struct CorruptMessage : std::runtime_error {
 struct IncompatibleVersion : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+struct PeerLost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct RankMismatch : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct Unsupported : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 }  // namespace gradwire

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import checkpoint
+from gradwire import checkpoint, schemes
 from gradwire.communicator import DEFAULT_TIMEOUT_S
 from gradwire.errors import Unsupported
 from gradwire.hook import HookState, ddp_hook
@@ -63,6 +63,14 @@ class Attachment:
             **self._state.scheme.stats(),
         }
 
+    def flush(self) -> None:
+        """Take every optimizer step that was called for, so that parameters can be read directly.
+
+        Needed with schemes that own the step (their `owns_step` is true), and only where gradwire cannot see the reading:
+        evaluation, `state_dict` of model and optimizer, and `close` flush by themselves. Others have nothing to flush.
+        """
+        self._state.flush()
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between two steps: tensors and plain values only. Save one per rank."""
         return checkpoint.state_of(self._state)
@@ -107,6 +115,12 @@ def attach(
     Raises: Unsupported (not DDP, a wrapper or optimizer that is not supported), InvalidArgument.
     """
     model = _checked_ddp(ddp, optimizer)
+    scheme = schemes.by_name(scheme) if isinstance(scheme, str) else scheme
+    if getattr(scheme, "owns_step", False) and model is not ddp:
+        raise Unsupported(
+            f"scheme {scheme.name!r} steps parameters inside the forward pass, which torch.compile would trace: attach it to "
+            "a model that is not compiled, or a scheme that leaves the step to the optimizer"
+        )
     door = _doors.get(model)
     if door is not None and not door.state.closed:
         raise Unsupported(

@@ -13,6 +13,7 @@ _FIELDS = {"version": int, "scheme": str, "configuration": dict, "world_size": i
 
 def state_of(hook_state: HookState) -> dict[str, Any]:
     """Tensors and plain values only, so that torch.load(weights_only=True) reads it."""
+    hook_state.flush()
     hook_state.wait_until_idle()
     if hook_state.module is None:
         raise InvalidArgument(

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("gradwire.train", "train a workload with a scheme, on this machine or under torchrun"),
     "bench": ("gradwire.bench.cli", "measure codecs, all-reduce and training against their rivals"),
     "netlab": ("gradwire.netlab.cli", "run a command in ranks with shaped links between them"),
+    "switch": ("gradwire.switch", "run the emulation of a programmable switch that sums packets of integers"),
     "report": ("gradwire.telemetry.report", "one self-contained HTML page from training runs and benchmark results"),
     "inspect": ("gradwire.inspection", "say what a message, run, benchmark result, checkpoint or gradient file holds"),
 }

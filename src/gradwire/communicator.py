@@ -60,6 +60,7 @@ class Communicator:
         if not timeout_s > 0:
             raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
+        self._parent = group
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = members.index(dist.get_rank())
         self.world_size = len(members)
@@ -85,6 +86,10 @@ class Communicator:
         self._lane = threading.Thread(target=self._run_lane, name="gradwire-lane", daemon=True)
         self._lane.start()
         _open_communicators.add(self)
+
+    def twin(self) -> Communicator:
+        """Another communicator over the same ranks, with a lane of its own. Collective."""
+        return Communicator(self._parent, self.timeout_s)
 
     # ---- the lane
 
@@ -156,6 +161,13 @@ class Communicator:
             self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
         return gathered
 
+    def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
+        """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""
+        received = torch.empty_like(shards)
+        with self._naming_peer(None):
+            self._group.alltoall_base(received, shards.contiguous(), [], []).wait()
+        return received
+
     def next_stream(self) -> int:
         """A tag for one collective's messages; ranks call this in the same order, so they get the same numbers."""
         self._n_streams = (self._n_streams + 1) % _SILENT_TAG
@@ -180,6 +192,14 @@ class Communicator:
         """Raise what this group failed of, if it has."""
         if self._failure is not None:
             raise self._failure
+
+    def raise_if_peer_failed(self) -> None:
+        """Raise what a peer has noted that it failed of: for waits outside the group, which its breaking does not end."""
+        self.raise_if_failed()
+        noted: list[bool] = []
+        _try_for(_NOTE_WAIT_S, lambda: noted.append(self._store.check([self._name + "/failure"])))
+        if any(noted):
+            raise self.fail(PeerLost("a peer has failed"))
 
     def fail(self, error: Exception) -> GradwireError:
         """Mark the group as failed, tell every peer why, and return the error to raise here.

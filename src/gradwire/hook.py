@@ -67,9 +67,12 @@ class HookState:
             optimizer,
             names_of(module),
             (lambda: 1.0) if scaler is None else (lambda: float(scaler.get_scale())),
+            module,
+            scaler is not None,
         )
         try:
             self.scheme.bind(self.session)
+            self.scheme.take_over()
         except Exception as error:
             communicator.fail(error)  # the other ranks, which may have bound theirs, would wait for this one
             communicator.close()
@@ -167,6 +170,7 @@ class HookState:
         self._close_step(self.step - 1, time.perf_counter_ns() - self._waiting_since_ns)
 
     def _close_step(self, step: int, exposed_ns: int) -> None:
+        exposed_ns += self.scheme.end_backward(step)
         self.recorder.close_step(step, exposed_ns)
         if self._error is not None:
             raise self._error
@@ -182,17 +186,24 @@ class HookState:
         if self._error is not None:
             raise self._error
 
+    def flush(self) -> None:
+        """Take every optimizer step that was called for. Raises: what the group failed of."""
+        if not self._closed:
+            self.scheme.flush()
+
     def switch(self, scheme: Scheme | str) -> None:
         """Use another scheme from the next step on; every rank calls it between the same two steps.
 
         The next bucket of every layout begins with a full preamble again, so ranks that disagree get RankMismatch.
         """
         successor = _free_scheme(scheme)
+        self.flush()
         self.wait_until_idle()
         successor.bind(self.session)  # the old scheme stays if this raises
         self.scheme.close()
         self.scheme.unbind()
         self.scheme = successor
+        successor.take_over()
         self._layouts.clear()
 
     def close(self) -> None:
@@ -204,11 +215,13 @@ class HookState:
             return
         self._closed = True
         self.communicator.close()
-        self.scheme.close()
-        self.scheme.unbind()
-        self.recorder.close()
-        self.module = None
-        self.session = replace(self.session, optimizer=None, names={}, loss_scale=lambda: 1.0)
+        try:
+            self.scheme.close()
+        finally:
+            self.scheme.unbind()
+            self.recorder.close()
+            self.module = None
+            self.session = replace(self.session, optimizer=None, names={}, loss_scale=lambda: 1.0, module=None)
 
     def _all_reduce_as_ddp_does(self, ddp_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = ddp_bucket.buffer().mul_(1.0 / dist.get_world_size(self._group))

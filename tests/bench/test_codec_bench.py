@@ -130,3 +130,19 @@ def test_importance_from_the_paper_without_state_says_what_is_missing(tmp_path: 
     file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
     with pytest.raises(InvalidArgument, match="no 'parameter' and no optimizer state"):
         contenders.by_spec("gcomp:importance=paper", file, 1)
+
+
+def test_bound_is_the_exponents_entropy_and_the_other_bits(tmp_path: Path) -> None:
+    gradient = adamw_arrays()["gradient"]
+    contender = contenders.by_spec(
+        "gcomp:importance=none", load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1
+    )
+    assert contender is not None
+    contender.encode()
+    _, counts = np.unique(np.frexp(gradient[gradient != 0])[1], return_counts=True)
+    share = np.append(counts, (gradient == 0).sum()) / gradient.size
+    share = share[share > 0]
+    exponents = -(share * np.log2(share)).sum() * gradient.size
+    bound = contender.bound_bytes()
+    assert bound == pytest.approx((exponents + 24 * (gradient != 0).sum()) / 8, abs=1)
+    assert bound < contender.encoded_bytes

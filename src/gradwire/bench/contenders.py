@@ -53,6 +53,10 @@ class Contender(ABC):
         """Bits a value of the message's exponent part, or None where a message has no such part."""
         return None
 
+    def bound_bytes(self) -> float | None:
+        """The sum of the bounds of the message's parts, or None where a message has no such parts."""
+        return None
+
     def verify(self) -> None:
         """Judge the last round trip. Raises: CorruptMessage, with the first value that is wrong."""
         values, decoded = self.file.gradient, self.decoded()

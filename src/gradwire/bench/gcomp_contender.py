@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gradwire.bench.contenders import CodecContender
-from gradwire.bench.exponents import exponent_histogram
+from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.gradients import GradientFile
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 from gradwire.bench.live_optimizer import make_optimizer
@@ -65,6 +65,12 @@ class GCompContender(CodecContender):
 
     def exponent_bits(self) -> float | None:
         return float(describe(self.message())["exponent_bits"])
+
+    def bound_bytes(self) -> float:
+        """Exponents at their entropy over the whole gradient; levels, signs and mantissas at the bits chosen for them."""
+        parts = describe(self.message())
+        exponent_bits = entropy_bits(exponent_histogram(self.file.gradient)) * self.file.gradient.size
+        return exponent_bits / 8 + float(parts["level_bytes"] + parts["mantissa_bytes"])
 
     def _changeable_bits(self) -> np.ndarray | int:
         """How many low mantissa bits of each value the codec may clear; for "uniform" how many it rounds away."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench.link_changes import LinkChanges
 from gradwire.bench.records import RecordLog, write_csv, write_json
 from gradwire.errors import InvalidArgument
 from gradwire.launch import start_ranks
@@ -58,22 +59,25 @@ def run_in_ranks(bench: str, args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
         command = [sys.executable, "-m", "gradwire.cli", "bench", bench, *args.arguments, "--log", str(log.path)]
+        changes = LinkChanges(log.path)
+
+        def take_line(rank: int, line: str) -> None:
+            if not changes.take(line):
+                print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
+
         for rate in rates:
             each: Any = rate.split(",") if "," in rate else rate
             with (
                 end_on_signals(),
-                start_ranks(command, args.ranks or DEFAULT_RANKS, each, on_line=_print_line) as launch,
+                start_ranks(command, args.ranks or DEFAULT_RANKS, each, on_line=take_line) as launch,
             ):
+                changes.serve(launch)
                 try:
                     result = launch.wait()
                 finally:
                     write_results(args, log.read())
             result.raise_if_failed()
     return 0
-
-
-def _print_line(rank: int, line: str) -> None:
-    print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
 
 
 def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:

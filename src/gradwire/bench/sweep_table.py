@@ -114,6 +114,19 @@ ROWS: tuple[Row, ...] = (
         for rate in ("none", "1gbit")
     ),
     _train("gpt-8-ranks", "--workload", "gpt", "--ranks", "8", "--rate", "1gbit", "--steps", "20", estimate_s=900),
+    _train(
+        "resnet-changes",
+        "--workload",
+        "resnet",
+        "--rate",
+        "1gbit",
+        "--then",
+        "100mbit",
+        "1gbit,1gbit,1gbit,100mbit",
+        "--steps",
+        "10",
+        estimate_s=400,
+    ),
     _train("gpt-straggler", "--workload", "gpt", "--rate", _STRAGGLER, "--steps", "20", estimate_s=600),
 )
 

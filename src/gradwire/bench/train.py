@@ -11,9 +11,10 @@ from rich.table import Table
 from gradwire import workloads
 from gradwire.bench import train_contenders
 from gradwire.bench.console import make_console
-from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
+from gradwire.bench.launching import DEFAULT_RANKS, add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
 from gradwire.bench.specs import choose_specs
 from gradwire.errors import InvalidArgument
+from gradwire.netlab import parse_rate
 
 YARDSTICK = "ddp"
 
@@ -31,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt)")
     add_rank_arguments(parser)
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps a scheme that count (30)")
+    parser.add_argument(
+        "--then",
+        nargs="+",
+        default=[],
+        metavar="RATE",
+        help="rates to change every link to in mid-run, --steps steps at each: what a scheme makes of another network",
+    )
     parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps before them (5)")
     parser.add_argument(
         "--compute",
@@ -51,9 +59,25 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(f"no workload is called {args.workload!r}; there are: {', '.join(workloads.names())}")
     specs = choose_specs(args.scheme, train_contenders.names())
     check_rank_arguments(args)
+    check_changes(args)
     if not is_rank():
         return run_in_ranks("train", args)
     return _run_rank(args, specs)
+
+
+def check_changes(args: argparse.Namespace) -> None:
+    """Raises: InvalidArgument (`--then` without links that can be changed, or with what is no rate)."""
+    if not args.then:
+        return
+    n_ranks = args.ranks or DEFAULT_RANKS
+    if args.log is None and (is_rank() or not args.rate or "none" in args.rate):
+        raise InvalidArgument("--then changes the links of the test network: give the rate to begin with, --rate RATE")
+    for rates in args.then:
+        each = [parse_rate(word) for word in rates.split(",")]
+        if None in each or len(each) not in (1, n_ranks):
+            raise InvalidArgument(
+                f"--then {rates}: expected one rate such as 100mbit, or {n_ranks} with commas between"
+            )
 
 
 def _run_rank(args: argparse.Namespace, specs: Sequence[str]) -> int:
@@ -69,7 +93,8 @@ def _run_rank(args: argparse.Namespace, specs: Sequence[str]) -> int:
         bench = TrainBench(args, workload, specs)
         records = bench.run()
         if bench.rank == 0:
-            make_console().print(make_table(records))
+            for phase in range(1 + len(args.then)):
+                make_console().print(make_table([record for record in records if record["phase"] == phase]))
     finally:
         dist.destroy_process_group()
     return 0
@@ -78,7 +103,9 @@ def _run_rank(args: argparse.Namespace, specs: Sequence[str]) -> int:
 def make_table(records: Sequence[dict[str, Any]]) -> Table:
     """The records of one network, for people."""
     first = records[0]
-    network = f"{first['rate_bps'] / 1e6:g} Mb/s" if first["rate_bps"] else f"not shaped ({first['network']})"
+    network = first["rates"] if first["rate_bps"] else f"not shaped ({first['network']})"
+    if first["phase"]:
+        network = f"then {network}"
     marks = [f"computation {first['compute']}"] if first["compute"] != "real" else []
     marks += ["contenders one after another"] if not first["is_interleaved"] and len(records) > 1 else []
     table = Table(

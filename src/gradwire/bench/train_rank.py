@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ import torch.distributed as dist
 
 from gradwire.bench import kernel_counters
 from gradwire.bench.launching import write_results
+from gradwire.bench.link_changes import change_links
 from gradwire.bench.records import RecordLog
 from gradwire.bench.timing import Timing
 from gradwire.bench.train_contenders import RIVALS, StepTimes, TrainContender, describe
 from gradwire.communicator import ring_bytes
 from gradwire.errors import Unsupported
-from gradwire.network import current_network
+from gradwire.netlab.rate import format_rate, parse_rate
+from gradwire.network import Network, current_network
 from gradwire.telemetry.environment import describe_environment
 from gradwire.workloads import Workload
 
@@ -41,6 +44,10 @@ class TrainBench:
         self._environment = describe_environment()
         self._shared_s: float | None = None
         self._records: list[dict[str, Any]] = []
+        # What every link, or each, is set to in each phase; the first is as the launcher made them.
+        self._phases: list[str] = [_describe(current_network()), *args.then]
+        self._rates = self._phases[0]
+        self._n_changes = 0
 
     def run(self) -> list[dict[str, Any]]:
         """Train every contender; returns the records, on every rank."""
@@ -76,22 +83,20 @@ class TrainBench:
         return bool(fits.item())
 
     def _train(self, contenders: Sequence[TrainContender], is_interleaved: bool) -> list[dict[str, Any]]:
-        n_total = self.args.warmup + self.args.steps
-        counters: list[_Counter] = [_Counter(contender) for contender in contenders]
-        done = 0
-        while done < n_total:
-            # A block never straddles the end of the warm-up, where counting starts.
-            end = self.args.warmup if done < self.args.warmup else n_total
-            n_steps = min(BLOCK_STEPS, end - done)
-            for counter in counters:
-                counter.run_block(n_steps, is_counted=done >= self.args.warmup)
-            done += n_steps
+        self._run_blocks([_Counter(contender) for contender in contenders], self.args.warmup)
+        by_phase: list[list[_Counter]] = []
+        for phase, rates in enumerate(self._phases):
+            self._change_links(rates)
+            by_phase.append([_Counter(contender, phase) for contender in contenders])
+            self._run_blocks(by_phase[-1], self.args.steps)
+        self._change_links(self._phases[0])
         losses = [self._mean_over_ranks(contender.losses) for contender in contenders]
         clocks = [self._wall_clock(contender) for contender in contenders]
         # Run one after another, later contenders are compared at the end of the first, usually DDP.
         shared_s = self._shared_s = self._shared_s or min(clock[-1] for clock in clocks)
         records = [
             self._record(counter, loss, clock, shared_s, is_interleaved)
+            for counters in by_phase
             for counter, loss, clock in zip(counters, losses, clocks, strict=True)
         ]
         for contender in contenders:
@@ -103,6 +108,19 @@ class TrainBench:
             else:
                 write_results(self.args, self._records)
         return records
+
+    def _run_blocks(self, counters: Sequence[_Counter], n_steps: int) -> None:
+        for done in range(0, n_steps, BLOCK_STEPS):
+            for counter in counters:
+                counter.run_block(min(BLOCK_STEPS, n_steps - done))
+
+    def _change_links(self, rates: str) -> None:
+        if rates == self._rates:
+            return
+        if self.rank == 0:
+            change_links(self.args.log, self._n_changes, rates)
+        self._rates, self._n_changes = rates, self._n_changes + 1
+        dist.barrier()
 
     def _mean_over_ranks(self, values: Sequence[float]) -> list[float]:
         summed = torch.tensor(values, dtype=torch.float64)
@@ -118,8 +136,11 @@ class TrainBench:
     def _record(
         self, counter: _Counter, losses: list[float], clock: list[float], shared_s: float, is_interleaved: bool
     ) -> dict[str, Any]:
-        contender, times = counter.contender, counter.contender.times[self.args.warmup :]
-        steps_s = [end - start for start, end in zip([0.0, *clock], clock, strict=False)][self.args.warmup :]
+        contender = counter.contender
+        first = self.args.warmup + counter.phase * self.args.steps
+        counted = slice(first, first + self.args.steps)
+        times = contender.times[counted]
+        steps_s = [end - start for start, end in zip([0.0, *clock], clock, strict=False)][counted]
         timing = Timing.of(steps_s)
         split = self._split(times)
         wire, kernel = self._mean_over_ranks([counter.sent_bytes / len(times), counter.kernel_bytes / len(times)])
@@ -127,12 +148,18 @@ class TrainBench:
         n_bytes = 4 * contender.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
         network = current_network()
+        rates = self._phases[counter.phase]
+        if counter.phase:
+            each = tuple(parse_rate(word) for word in rates.split(","))
+            network = dataclasses.replace(network, rates_bps=each)
         described = self.workload.describe()
         return {
             "scheme": contender.name,
             "options": describe(contender),
             "ranks": self.world_size,
             "rate_bps": network.rate_bps,
+            "rates": _describe(network),
+            "phase": counter.phase,
             "iteration_s": timing.median_s,
             "iteration_s_low": timing.low_s,
             "iteration_s_high": timing.high_s,
@@ -143,7 +170,7 @@ class TrainBench:
             "kernel_bytes": kernel if counter.has_kernel else None,
             "wire_ratio": wire / ring if ring else 1.0,
             "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
-            "loss": statistics.fmean(losses[-_LOSS_STEPS:]),
+            "loss": statistics.fmean(losses[: counted.stop][-_LOSS_STEPS:]),
             "loss_at_s": shared_s,
             "loss_after_s": _loss_at(losses, clock, shared_s),
             "n_steps": len(times),
@@ -154,6 +181,7 @@ class TrainBench:
             "shaped": network.shaped,
             **described,
             **self._environment,
+            "network": str(network),
         }
 
     def _split(self, times: Sequence[StepTimes]) -> dict[str, float]:
@@ -174,16 +202,16 @@ class TrainBench:
 
 
 class _Counter:
-    """Bytes and codec time of one contender's counted blocks, on this rank."""
+    """Bytes and codec time of one contender's blocks in one phase (between changes of the links), on this rank."""
 
-    def __init__(self, contender: TrainContender) -> None:
-        self.contender = contender
+    def __init__(self, contender: TrainContender, phase: int = 0) -> None:
+        self.contender, self.phase = contender, phase
         self.sent_bytes = 0.0
         self.kernel_bytes = 0.0
         self.has_kernel = kernel_counters.sent_bytes() is not None
-        self.codec_s = contender.codec_s()
+        self.codec_s = None if contender.codec_s() is None else 0.0
 
-    def run_block(self, n_steps: int, is_counted: bool) -> None:
+    def run_block(self, n_steps: int) -> None:
         """Run steps, all ranks starting together, and count what they took."""
         contender = self.contender
         dist.barrier()
@@ -191,12 +219,17 @@ class _Counter:
         for _ in range(n_steps):
             contender.run_step()
         dist.barrier()  # now everything sent has arrived, so the kernel has counted it
-        if is_counted:
-            self.sent_bytes += contender.sent_bytes() - sent
-            self.kernel_bytes += (kernel_counters.sent_bytes() or 0) - (kernel or 0)
-            spent_s = contender.codec_s()
-            if self.codec_s is not None and spent_s is not None and codec_s is not None:
-                self.codec_s += spent_s - codec_s
+        self.sent_bytes += contender.sent_bytes() - sent
+        self.kernel_bytes += (kernel_counters.sent_bytes() or 0) - (kernel or 0)
+        spent_s = contender.codec_s()
+        if self.codec_s is not None and spent_s is not None and codec_s is not None:
+            self.codec_s += spent_s - codec_s
+
+
+def _describe(network: Network) -> str:
+    """The links' rates as `--rate` takes them: one for all, or one a rank."""
+    words = [format_rate(rate) for rate in network.rates_bps]
+    return ",".join(words[:1] if len(set(words)) == 1 else words)
 
 
 def _loss_at(losses: Sequence[float], clock: Sequence[float], moment_s: float) -> float:

@@ -13,6 +13,7 @@ __all__ = ["Codec", "by_name", "names"]
 
 # name: "module:class". A new codec is one file and one line here.
 _REGISTRY: dict[str, str] = {
+    "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
     "gcomp": "gradwire.codecs.gcomp:GComp",
     "one-bit": "gradwire.codecs.one_bit:OneBit",
     "qsgd": "gradwire.codecs.qsgd:Qsgd",

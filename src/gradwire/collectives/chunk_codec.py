@@ -28,7 +28,10 @@ class ChunkCodec:
         parts: Parts,
         importance: Importance | None,
         record: BucketRecord,
+        left_out: torch.Tensor | None = None,
     ) -> None:
+        """`left_out` (n,), of the buffer's dtype: where what an encoding loses is written; each value is encoded once."""
+        self._left_out = left_out
         self._codec, self._buffer, self._parts, self._importance, self._record = (
             codec,
             buffer,
@@ -50,6 +53,10 @@ class ChunkCodec:
         importance = None if self._importance is None else self._importance(*self._parts.bounds(part, chunk))
         started = time.perf_counter_ns()
         n_bytes = self._codec.encode(values, out, importance)
+        if self._left_out is not None:
+            left_out = self._parts.slice_of(self._left_out, part, chunk)
+            self._codec.decode(out[:n_bytes], left_out)
+            torch.sub(values, left_out, out=left_out)
         self._record.add("encode", started, time.perf_counter_ns())
         return n_bytes
 

@@ -26,6 +26,7 @@ def direct_mean(
     record: BucketRecord,
     importance: Importance | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
+    left_out: torch.Tensor | None = None,
 ) -> None:
     """Replace `buffer` (n,) by the mean over the ranks, each message through `codec`; runs on the lane.
 
@@ -33,6 +34,8 @@ def direct_mean(
 
     Args:
         importance: asked for each chunk's importance bytes when it is encoded.
+        left_out: (n,) for error feedback: what this rank's encodings lost. N x result + the sum of all ranks'
+            left_out = the sum of their gradients.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.
     Cost: sends 2 (N-1)/N of the encoded buffer, to N-1 peers; every element is encoded once.
     """
@@ -40,7 +43,7 @@ def direct_mean(
     if world == 1 or buffer.numel() == 0:
         return
     parts = Parts(buffer, world, chunk_elements)
-    chunks = ChunkCodec(communicator, codec, buffer, parts, importance, record)
+    chunks = ChunkCodec(communicator, codec, buffer, parts, importance, record, left_out)
     n_chunks = parts.n_chunks
     # The owner's final messages wait here from the reduction of their chunk until the gathering begins.
     finals = communicator.scratch("direct finals", n_chunks * chunks.max_message_bytes).view(n_chunks, -1)
@@ -49,7 +52,7 @@ def direct_mean(
     total_memory = communicator.scratch("direct total", parts.max_chunk_elements * buffer.element_size())
     total_memory = total_memory.view(buffer.dtype)
 
-    tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes)
+    tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes, chunks.max_message_bytes)
     ahead = min(_CHUNKS_AHEAD, n_chunks - 1)
     unread_bytes = (ahead + 1) * (chunks.max_message_bytes + 4)
     # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.

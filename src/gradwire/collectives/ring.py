@@ -28,11 +28,14 @@ def ring_mean(
     record: BucketRecord,
     importance: Importance | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
+    left_out: torch.Tensor | None = None,
 ) -> None:
     """Replace `buffer` (n,) by the mean over the ranks, each message through `codec`; runs on the lane.
 
     Args:
         importance: asked for each chunk's importance bytes when it is encoded.
+        left_out: (n,) for error feedback: what this rank's encodings lost. N x result + the sum of all ranks'
+            left_out = the sum of their gradients.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.
     Cost: sends 2 (N-1)/N of the encoded buffer, padding aside; every element is encoded once.
     """
@@ -40,7 +43,7 @@ def ring_mean(
     if world == 1 or buffer.numel() == 0:
         return
     parts = Parts(buffer, world, chunk_elements)
-    chunks = ChunkCodec(communicator, codec, buffer, parts, importance, record)
+    chunks = ChunkCodec(communicator, codec, buffer, parts, importance, record, left_out)
     n_chunks = parts.n_chunks
     n_messages = 2 * (world - 1) * n_chunks
     first_gathered = (world - 1) * n_chunks
@@ -48,7 +51,7 @@ def ring_mean(
     outbox = communicator.scratch("ring outbox", n_chunks * chunks.max_message_bytes).view(n_chunks, -1)
     outbox_bytes = [0] * n_chunks
 
-    tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes)
+    tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes, chunks.max_message_bytes)
     ahead = min(_MESSAGES_AHEAD, n_chunks - 1)
     sender = FrameSender(
         communicator,

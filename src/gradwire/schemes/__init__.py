@@ -13,6 +13,8 @@ __all__ = ["Scheme", "Session", "by_name", "names"]
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: dict[str, str] = {
     "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
+    "dgc": "gradwire.schemes.dgc:Dgc",
+    "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloat",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
     "one-bit": "gradwire.schemes.one_bit:OneBit",
     "periodic": "gradwire.schemes.periodic:Periodic",
@@ -22,6 +24,7 @@ _REGISTRY: dict[str, str] = {
     "qsgd": "gradwire.schemes.qsgd:Qsgd",
     "random-k": "gradwire.schemes.random_k:RandomK",
     "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
+    "slimgc": "gradwire.schemes.slimgc:SlimGC",
     "terngrad": "gradwire.schemes.terngrad:TernGrad",
     "thc": "gradwire.schemes.thc:Thc",
     "top-k": "gradwire.schemes.top_k:TopK",

@@ -26,6 +26,8 @@ class Session:
         optimizer: the user's, read live and never changed; None if gradwire was not given it.
         names: parameter -> its name in the module; empty if gradwire was not given the module.
         loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
+        module: the DDP model; None if gradwire was not given it.
+        has_scaler: whether there is a GradScaler.
     """
 
     communicator: Communicator
@@ -33,6 +35,8 @@ class Session:
     optimizer: torch.optim.Optimizer | None
     names: Mapping[torch.Tensor, str]
     loss_scale: Callable[[], float]
+    module: torch.nn.Module | None = None
+    has_scaler: bool = False
 
 
 class Scheme(ABC):
@@ -47,6 +51,9 @@ class Scheme(ABC):
     state_is_per_world: ClassVar[bool] = False
     # Whether ranks may end a step with different results, by definition of the scheme; all but `periodic` may not.
     replicas_may_differ: ClassVar[bool] = False
+
+    # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
+    owns_step: ClassVar[bool] = False
 
     session: Session
 
@@ -69,12 +76,25 @@ class Scheme(ABC):
         self.session = session
         self.configuration_hash = hash_configuration(self.name, self.configuration)
 
+    def take_over(self) -> None:
+        """Called once bound and alone: a scheme that owns the step puts itself before the optimizer. Raises: Unsupported."""
+
     @abstractmethod
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start replacing bucket.buffer by its mean over the ranks; the future is done when it is. Never blocks."""
 
     def end_step(self, step: int) -> None:
         """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""
+
+    def end_backward(self, step: int) -> int:
+        """Called on the training thread when DDP has ended a backward pass.
+
+        Returns: how long the training thread stood still for this scheme outside of the backward pass, in ns.
+        """
+        return 0
+
+    def flush(self) -> None:
+        """Take every optimizer step that was called for; only schemes that own the step have any outstanding."""
 
     def stats(self) -> dict[str, Any]:
         """Figures of this scheme's own, as plain values."""

@@ -31,7 +31,7 @@ class Plain(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start the all-reduce on the lane and leave it to the backend, so that buckets overlap as they do in DDP."""
-        communicator, record = self.session.communicator, bucket.record
+        communicator = self.session.communicator
         done: torch.futures.Future = torch.futures.Future()
 
         def start() -> None:
@@ -39,25 +39,16 @@ class Plain(Scheme):
                 done.set_result(bucket.buffer)
                 return
             if bucket.is_last:
-                self._check.start(self.preamble(bucket), record)
-            # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
-            bucket.buffer.mul_(1.0 / communicator.world_size)
-            started = time.perf_counter_ns()
-            summed = communicator.start_all_reduce(bucket.buffer)
+                self._check.start(self.preamble(bucket), bucket.record)
+            start_plain_mean(communicator, bucket).add_done_callback(finish)
 
-            def finish(summed: torch.futures.Future) -> None:
-                try:
-                    communicator.finish(summed)
-                except Exception as error:
-                    done.set_exception(communicator.fail(error))
-                    return
-                record.add("communicate", started, time.perf_counter_ns())
-                n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
-                record.count_sent(n_bytes)
-                record.count_received(n_bytes)
+        def finish(finished: torch.futures.Future) -> None:
+            try:
+                finished.wait()
+            except Exception as error:
+                done.set_exception(error)
+            else:
                 done.set_result(bucket.buffer)
-
-            summed.add_done_callback(finish)
 
         def forward_error(started: torch.futures.Future) -> None:
             try:
@@ -67,6 +58,30 @@ class Plain(Scheme):
 
         communicator.submit(start).add_done_callback(forward_error)
         return done
+
+
+def start_plain_mean(communicator: Communicator, bucket: Bucket) -> torch.futures.Future:
+    """Start the mean as this scheme takes it, on the lane, which need not wait: the future is done when it is there."""
+    done: torch.futures.Future = torch.futures.Future()
+    # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
+    bucket.buffer.mul_(1.0 / communicator.world_size)
+    started = time.perf_counter_ns()
+    summed = communicator.start_all_reduce(bucket.buffer)
+
+    def finish(summed: torch.futures.Future) -> None:
+        try:
+            communicator.finish(summed)
+        except Exception as error:
+            done.set_exception(communicator.fail(error))
+            return
+        bucket.record.add("communicate", started, time.perf_counter_ns())
+        n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
+        bucket.record.count_sent(n_bytes)
+        bucket.record.count_received(n_bytes)
+        done.set_result(bucket.buffer)
+
+    summed.add_done_callback(finish)
+    return done
 
 
 def all_reduce_plainly(communicator: Communicator, bucket: Bucket) -> None:

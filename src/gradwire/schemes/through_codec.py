@@ -80,6 +80,16 @@ class Truncate(_Named):
     name: ClassVar[str] = "truncate"
 
 
+class EmbeddedFloat(_Named):
+    """`bits` bits (8 by default) of every value, with an exponent shared by a `partition` (256 values).
+
+    When not to use this: beside AQGB, which sends the same bits and more where there is time; below 8 bits without
+    error feedback, where small values of a partition vanish.
+    """
+
+    name: ClassVar[str] = "embedded-float"
+
+
 class Zstd(_Named):
     """Lossless: zstd on the bytes (`level`, 1 by default).
 

@@ -1,0 +1,398 @@
+#include "embedded_float/codec.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "bits/bit_io.hpp"
+#include "checksum/crc32c.hpp"
+#include "embedded_float/kernels.hpp"
+#include "errors.hpp"
+#include "parallel/thread_pool.hpp"
+#include "simd/dispatch.hpp"
+
+namespace gradwire::embedded_float {
+namespace {
+
+const Kernels& kernels_for(Dtype dtype) {
+#if defined(__x86_64__)
+  if (simd_level() >= SimdLevel::avx2) return kAvx2[static_cast<int>(dtype)];
+#endif
+  return kPortable[static_cast<int>(dtype)];
+}
+
+constexpr std::size_t padded(std::size_t n) { return (n + planes::kGroup - 1) / planes::kGroup * planes::kGroup; }
+
+// Values of a chunk, and where its exponents and planes lie in a message.
+struct Chunk {
+  std::size_t index, first, n;
+  std::uint64_t begin, end;
+  std::size_t n_partitions;
+};
+
+Chunk chunk_at(std::size_t index, std::uint64_t n_elements, std::size_t partition, planes::Range range) {
+  const std::size_t first = index * kChunkValues;
+  const std::size_t n = std::min<std::uint64_t>(kChunkValues, n_elements - first);
+  const std::uint64_t begin =
+      table_end(chunks_of(n_elements)) + index * payload_bytes(kChunkValues, partition, range);
+  return {index, first, n, begin, begin + payload_bytes(n, partition, range), partitions_of(n, partition)};
+}
+
+// Calls body(partition index, first value, values in it, bytes of one plane), all counted from the chunk's begin.
+template <class Body>
+void for_partitions(const Chunk& chunk, std::size_t partition, const Body& body) {
+  for (std::size_t index = 0; index < chunk.n_partitions; ++index) {
+    const std::size_t first = index * partition, n = std::min(partition, chunk.n - first);
+    body(index, first, n, (n + 7) / 8);
+  }
+}
+
+template <class Body>
+void for_chunks(std::uint64_t n_elements, std::size_t partition, planes::Range range, const Body& body) {
+  parallel_for(chunks_of(n_elements), [&](std::size_t index) { body(chunk_at(index, n_elements, partition, range)); });
+}
+
+// The planes of one partition; a last, short one goes through a buffer of whole groups.
+void pack(const std::uint32_t* codes, std::size_t n, planes::Range range, std::uint8_t* out) {
+  const std::size_t plane_bytes = (n + 7) / 8, n_groups = padded(n) / planes::kGroup;
+  if (plane_bytes == 4 * n_groups) {
+    planes::kernels().pack(codes, n_groups, range, out, plane_bytes);
+    return;
+  }
+  std::uint8_t buffer[kPlanes * kMaxPartition / 8];
+  planes::kernels().pack(codes, n_groups, range, buffer, 4 * n_groups);
+  for (std::size_t plane = 0; plane < static_cast<std::size_t>(range.n); ++plane)
+    std::memcpy(out + plane * plane_bytes, buffer + plane * 4 * n_groups, plane_bytes);
+}
+
+// Whole groups are written to `codes`: up to 31 words past n.
+void unpack(const std::uint8_t* from, std::size_t n, planes::Range range, std::uint32_t keep, std::uint32_t* codes) {
+  const std::size_t plane_bytes = (n + 7) / 8, n_groups = padded(n) / planes::kGroup;
+  if (plane_bytes == 4 * n_groups) {
+    planes::kernels().unpack(from, plane_bytes, n_groups, range, keep, codes);
+    return;
+  }
+  std::uint8_t buffer[kPlanes * kMaxPartition / 8] = {};
+  for (std::size_t plane = 0; plane < static_cast<std::size_t>(range.n); ++plane)
+    std::memcpy(buffer + plane * 4 * n_groups, from + plane * plane_bytes, plane_bytes);
+  planes::kernels().unpack(buffer, 4 * n_groups, n_groups, range, keep, codes);
+}
+
+// Values that all 32 planes do not hold: finite ones too small beside the largest of their partition.
+class EscapeFinder {
+ public:
+  EscapeFinder(const Kernels& kernels, const void* values, const std::uint32_t* codes, std::size_t n,
+               std::uint32_t exponent)
+      : n_(n) {
+    kernels.load(values, n, exact_);
+    kernels.to_words(codes, n, exponent, kPlanes, from_codes_);
+  }
+
+  std::uint32_t count() const {
+    std::uint32_t n_escapes = 0;
+    for (std::size_t i = 0; i < n_; ++i) n_escapes += exact_[i] != from_codes_[i];
+    return n_escapes;
+  }
+
+  // Writes and moves on; `first` is the index of the partition's first value in its chunk.
+  void write(std::size_t first, std::uint8_t*& indices, std::uint8_t*& words) const {
+    for (std::size_t i = 0; i < n_; ++i) {
+      if (exact_[i] == from_codes_[i]) continue;
+      gradwire::store(indices, static_cast<std::uint16_t>(first + i));
+      gradwire::store(words, exact_[i]);
+      indices += 2;
+      words += 4;
+    }
+  }
+
+ private:
+  std::size_t n_;
+  std::uint32_t exact_[kMaxPartition], from_codes_[kMaxPartition];
+};
+
+[[noreturn]] void fail(std::size_t chunk, const char* what) {
+  throw CorruptMessage("embedded-float message: chunk " + std::to_string(chunk) + ": " + what);
+}
+
+struct Escapes {
+  const std::uint8_t* begin;
+  std::size_t n;
+
+  std::size_t index(std::size_t i) const { return load<std::uint16_t>(begin + 2 * i); }
+  std::uint32_t word(std::size_t i) const { return load<std::uint32_t>(begin + 2 * n + 4 * i); }
+};
+
+// Where every chunk's escapes begin: after all payloads, in order.
+std::vector<std::uint64_t> escape_offsets(const std::uint8_t* message, std::uint64_t n_elements, std::size_t partition,
+                                          planes::Range range) {
+  const std::uint64_t n_chunks = chunks_of(n_elements);
+  std::vector<std::uint64_t> offsets(n_chunks + 1);
+  offsets[0] = table_end(n_chunks) + payload_bytes(n_elements, partition, range);
+  for (std::size_t chunk = 0; chunk < n_chunks; ++chunk)
+    offsets[chunk + 1] = offsets[chunk] + load_entry(message, chunk).n_escapes * kEscapeBytes;
+  return offsets;
+}
+
+// A message whose header is right, for a receiver of `dtype` and `n_elements`.
+class Reader {
+ public:
+  Reader(std::span<const std::uint8_t> message, Dtype dtype, std::uint64_t n_elements)
+      : header(read_header(message)), message_(message.data()) {
+    if (header.dtype != dtype)
+      throw CorruptMessage(std::string("embedded-float message: dtype: expected ") + floats::name_of(dtype) +
+                           ", got " + floats::name_of(header.dtype));
+    if (header.n_elements != n_elements)
+      throw CorruptMessage("embedded-float message: number of values: expected " + std::to_string(n_elements) +
+                           ", got " + std::to_string(header.n_elements));
+    if (header.is_last()) offsets_ = escape_offsets(message_, n_elements, header.partition, header.range);
+  }
+
+  const std::uint8_t* payload(const Chunk& chunk) const { return message_ + chunk.begin; }
+  const std::uint8_t* planes(const Chunk& chunk) const {
+    return payload(chunk) + (header.holds_exponents() ? chunk.n_partitions : 0);
+  }
+  Escapes escapes(const Chunk& chunk) const {
+    if (!header.is_last()) return {nullptr, 0};
+    return {message_ + offsets_[chunk.index], load_entry(message_, chunk.index).n_escapes};
+  }
+
+  // Checksum, exponents, order of escapes. Exponents come from the message or, later, from `known`.
+  void check(const Chunk& chunk, const std::uint8_t* exponents) const {
+    const Escapes extra = escapes(chunk);
+    const std::uint32_t crc = crc32c({payload(chunk), chunk.end - chunk.begin});
+    if (crc32c({extra.begin, extra.n * kEscapeBytes}, crc) != load_entry(message_, chunk.index).checksum)
+      fail(chunk.index, "the checksum does not match: bytes were changed on the way");
+    bool is_raw = false;
+    for (std::size_t i = 0; i < chunk.n_partitions; ++i) {
+      if (exponents[i] < kMinExponent) fail(chunk.index, "a shared exponent is below 31");
+      is_raw |= exponents[i] == kRawExponent;
+    }
+    if (is_raw && (header.flags & kFlagNonfinite) == 0) fail(chunk.index, "a non-finite partition that the header denies");
+    for (std::size_t i = 0; i < extra.n; ++i) {
+      const std::size_t index = extra.index(i);
+      if (index >= chunk.n || (i > 0 && index <= extra.index(i - 1))) fail(chunk.index, "escapes out of order");
+      if (exponents[index / header.partition] == kRawExponent) fail(chunk.index, "an escape in a raw partition");
+      if ((extra.word(i) & 0x7F800000) == 0x7F800000) fail(chunk.index, "an escape that is not finite");
+    }
+  }
+
+  const Header header;
+
+ private:
+  const std::uint8_t* const message_;
+  std::vector<std::uint64_t> offsets_;
+};
+
+void write_partition(const Kernels& kernels, const std::uint32_t* codes, std::size_t n, std::uint32_t exponent,
+                     int n_known, void* values) {
+  if (exponent == kRawExponent && n_known < kPlanes) {
+    kernels.fill_nan(n, values);  // which value is not finite, the first planes do not tell
+  } else if (n_known == kPlanes) {
+    kernels.store(codes, n, exponent == kRawExponent, values);
+  } else {
+    std::uint32_t words[kMaxPartition];
+    kernels.to_words(codes, n, exponent, n_known, words);
+    kernels.store(words, n, false, values);
+  }
+}
+
+// Codes of which all 32 bits are known to words, but for escapes.
+void finish(const Kernels& kernels, std::uint32_t* codes, std::size_t n, std::uint32_t exponent) {
+  if (exponent == kRawExponent) return;
+  std::uint32_t words[kMaxPartition];
+  kernels.to_words(codes, n, exponent, kPlanes, words);
+  std::memcpy(codes, words, 4 * n);
+}
+
+}  // namespace
+
+std::uint64_t encode(std::span<const std::uint8_t> values, Dtype dtype, std::size_t partition, planes::Range range,
+                     std::span<std::uint8_t> out) {
+  check_settings(partition, range);
+  const std::size_t value_bytes = floats::bytes_of(dtype);
+  if (values.size() % value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
+  const std::uint64_t n_elements = values.size() / value_bytes;
+  const std::uint64_t max_bytes = max_message_bytes(n_elements, partition, range);
+  if (out.size() < max_bytes)
+    throw BufferTooSmall("embedded-float: out has " + std::to_string(out.size()) + " bytes; a message may need " +
+                         std::to_string(max_bytes));
+  Header header{dtype, range, 0, partition, n_elements, max_bytes};
+  const Kernels& kernels = kernels_for(dtype);
+  std::uint8_t* const message = out.data();
+  std::atomic<bool> holds_nonfinite{false};
+  for_chunks(n_elements, partition, range, [&](const Chunk& chunk) {
+    std::uint8_t* exponents = header.holds_exponents() ? message + chunk.begin : nullptr;
+    std::uint8_t* planes_out = message + chunk.begin + (exponents != nullptr ? chunk.n_partitions : 0);
+    ChunkEntry entry{0, 0};
+    for_partitions(chunk, partition, [&](std::size_t index, std::size_t first, std::size_t n, std::size_t plane_bytes) {
+      std::uint32_t codes[kMaxPartition];
+      const void* const from = values.data() + (chunk.first + first) * value_bytes;
+      const std::uint32_t exponent = kernels.to_codes(from, n, padded(n), codes);
+      if (exponent == kRawExponent)
+        holds_nonfinite.store(true, std::memory_order_relaxed);
+      else if (header.is_last())
+        entry.n_escapes += EscapeFinder(kernels, from, codes, n, exponent).count();
+      if (exponents != nullptr) exponents[index] = static_cast<std::uint8_t>(exponent);
+      pack(codes, n, range, planes_out);
+      planes_out += plane_bytes * static_cast<std::size_t>(range.n);
+    });
+    entry.checksum = crc32c({message + chunk.begin, chunk.end - chunk.begin});
+    write_entry(entry, chunk.index, message);
+  });
+  if (header.is_last()) {
+    // Their number had to be known before any could be put in place.
+    const std::vector<std::uint64_t> offsets = escape_offsets(message, n_elements, partition, range);
+    for_chunks(n_elements, partition, range, [&](const Chunk& chunk) {
+      ChunkEntry entry = load_entry(message, chunk.index);
+      std::uint8_t* const begin = message + offsets[chunk.index];
+      std::uint8_t* indices = begin;
+      std::uint8_t* words = begin + 2 * std::size_t{entry.n_escapes};
+      if (entry.n_escapes == 0) return;
+      for_partitions(chunk, partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
+        std::uint32_t codes[kMaxPartition];
+        const void* const from = values.data() + (chunk.first + first) * value_bytes;
+        const std::uint32_t exponent = kernels.to_codes(from, n, padded(n), codes);
+        if (exponent != kRawExponent)
+          EscapeFinder(kernels, from, codes, n, exponent).write(first, indices, words);
+      });
+      entry.checksum = crc32c({begin, entry.n_escapes * kEscapeBytes}, entry.checksum);
+      write_entry(entry, chunk.index, message);
+    });
+    header.message_bytes = offsets.back();
+  }
+  if (holds_nonfinite.load()) header.flags = kFlagNonfinite;
+  write_header(header, message);
+  return header.message_bytes;
+}
+
+void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> values) {
+  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const Reader reader(message, dtype, values.size() / value_bytes);
+  const Header& header = reader.header;
+  if (!header.holds_exponents())
+    throw CorruptMessage("embedded-float message: it begins with plane " + std::to_string(header.range.first) +
+                         ": it refines what came before, and is nothing by itself");
+  const Kernels& kernels = kernels_for(dtype);
+  for_chunks(header.n_elements, header.partition, header.range, [&](const Chunk& chunk) {
+    const std::uint8_t* const exponents = reader.payload(chunk);
+    reader.check(chunk, exponents);
+    const Escapes escapes = reader.escapes(chunk);
+    std::size_t escape = 0;
+    const std::uint8_t* from = reader.planes(chunk);
+    for_partitions(chunk, header.partition,
+                   [&](std::size_t index, std::size_t first, std::size_t n, std::size_t plane_bytes) {
+                     std::uint32_t codes[kMaxPartition];
+                     unpack(from, n, header.range, 0, codes);
+                     from += plane_bytes * static_cast<std::size_t>(header.range.n);
+                     if (header.is_last()) {
+                       finish(kernels, codes, n, exponents[index]);
+                       for (; escape < escapes.n && escapes.index(escape) < first + n; ++escape)
+                         codes[escapes.index(escape) - first] = escapes.word(escape);
+                     }
+                     write_partition(kernels, codes, n, exponents[index], header.range.n,
+                                     values.data() + (chunk.first + first) * value_bytes);
+                   });
+  });
+}
+
+int refine(std::span<const std::uint8_t> message, const Known& known) {
+  const Reader reader(message, known.dtype, known.codes.size());
+  const Header& header = reader.header;
+  if (header.partition != known.partition)
+    throw CorruptMessage("embedded-float message: partitions of " + std::to_string(header.partition) +
+                         " values, expected " + std::to_string(known.partition));
+  if (header.range.first != known.n_known)
+    throw CorruptMessage("embedded-float message: it begins with plane " + std::to_string(header.range.first) +
+                         "; the next one to come is " + std::to_string(known.n_known));
+  const std::size_t partitions_a_chunk = kChunkValues / header.partition;
+  const auto exponents_of = [&](const Chunk& chunk) -> const std::uint8_t* {
+    return header.holds_exponents() ? reader.payload(chunk) : known.exponents.data() + chunk.index * partitions_a_chunk;
+  };
+  for_chunks(header.n_elements, header.partition, header.range,
+             [&](const Chunk& chunk) { reader.check(chunk, exponents_of(chunk)); });
+  const Kernels& kernels = kernels_for(known.dtype);
+  for_chunks(header.n_elements, header.partition, header.range, [&](const Chunk& chunk) {
+    const std::uint8_t* const exponents = exponents_of(chunk);
+    const std::uint8_t* from = reader.planes(chunk);
+    std::uint32_t* const codes = known.codes.data() + chunk.first;
+    const std::uint32_t keep = header.holds_exponents() ? 0 : ~std::uint32_t{0};
+    for_partitions(chunk, header.partition,
+                   [&](std::size_t index, std::size_t first, std::size_t n, std::size_t plane_bytes) {
+                     if (n == padded(n)) {
+                       unpack(from, n, header.range, keep, codes + first);
+                     } else {  // the last values of all: no room for a whole group
+                       std::uint32_t buffer[kMaxPartition] = {};
+                       std::memcpy(buffer, codes + first, 4 * n);
+                       unpack(from, n, header.range, keep, buffer);
+                       std::memcpy(codes + first, buffer, 4 * n);
+                     }
+                     from += plane_bytes * static_cast<std::size_t>(header.range.n);
+                     if (header.is_last()) finish(kernels, codes + first, n, exponents[index]);
+                   });
+    const Escapes escapes = reader.escapes(chunk);
+    for (std::size_t i = 0; i < escapes.n; ++i) codes[escapes.index(i)] = escapes.word(i);
+    if (header.holds_exponents())
+      std::memcpy(known.exponents.data() + chunk.index * partitions_a_chunk, exponents, chunk.n_partitions);
+  });
+  return header.range.first + header.range.n;
+}
+
+void write(const Known& known, std::span<std::uint8_t> values) {
+  const Kernels& kernels = kernels_for(known.dtype);
+  const std::size_t value_bytes = floats::bytes_of(known.dtype);
+  for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const Chunk& chunk) {
+    for_partitions(chunk, known.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
+      const std::size_t at = chunk.first + first;
+      write_partition(kernels, known.codes.data() + at, n, known.exponents[at / known.partition], known.n_known,
+                      values.data() + at * value_bytes);
+    });
+  });
+}
+
+void add(const Known& known, std::span<float> sums) {
+  const Kernels& kernels = kernels_for(known.dtype);
+  const Kernels& to_float32 = kernels_for(Dtype::float32);
+  for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const Chunk& chunk) {
+    for_partitions(chunk, known.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
+      const std::size_t at = chunk.first + first;
+      const std::uint32_t exponent = known.exponents[at / known.partition];
+      const std::uint32_t* const codes = known.codes.data() + at;
+      float* const to = sums.data() + at;
+      std::uint32_t words[kMaxPartition];
+      if (exponent == kRawExponent) {
+        to_float32.fill_nan(n, to);
+      } else if (known.n_known == kPlanes) {
+        kernels.add(codes, n, to);
+      } else {
+        kernels.to_words(codes, n, exponent, known.n_known, words);
+        kernels.add(words, n, to);
+      }
+    });
+  });
+}
+
+void quantise(std::span<const std::uint8_t> values, Dtype dtype, std::size_t partition, int n_known,
+              std::span<std::uint8_t> out) {
+  check_settings(partition, {0, n_known});
+  if (out.size() != values.size()) throw InvalidArgument("embedded-float: quantise: out has another size");
+  if (n_known == kPlanes) {
+    if (out.data() != values.data()) std::memcpy(out.data(), values.data(), values.size());
+    return;
+  }
+  const Kernels& kernels = kernels_for(dtype);
+  const std::size_t value_bytes = floats::bytes_of(dtype);
+  const std::uint32_t mask = ~std::uint32_t{0} << (32 - n_known);
+  for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const Chunk& chunk) {
+    for_partitions(chunk, partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
+      std::uint32_t codes[kMaxPartition];
+      const std::size_t at = (chunk.first + first) * value_bytes;
+      const std::uint32_t exponent = kernels.to_codes(values.data() + at, n, n, codes);
+      for (std::size_t i = 0; i < n; ++i) codes[i] &= mask;
+      write_partition(kernels, codes, n, exponent, n_known, out.data() + at);
+    });
+  });
+}
+
+}  // namespace gradwire::embedded_float

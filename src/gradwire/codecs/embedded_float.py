@@ -1,0 +1,184 @@
+"""Embedded floats: any first bits decode, any further bits refine (docs/format.md#embedded-float)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradwire import _native
+from gradwire.codecs.buffers import bytes_of, dtype_code, require_buffer, require_room
+from gradwire.errors import InvalidArgument
+
+__all__ = ["EmbeddedFloat", "EmbeddedValues", "describe"]
+
+N_BITS = 32
+DEFAULT_PARTITION = 256
+
+
+class EmbeddedFloat:
+    """Shared exponent a partition, sign and magnitude in bit planes, the most significant first.
+
+    With L bits of 2 to 31 known, a value x of a partition whose largest magnitude has the binary exponent e (it lies in
+    [2^e, 2^(e+1))) decodes to within 2^(e + 2 - L): the midpoint of all magnitudes with these bits, or 0 where the bits
+    are all 0 (then within that bound too). e is at least -96. After all 32 bits every value is bit-exact: what 31 bits
+    of magnitude do not hold (values more than 2^7 below their partition's largest, with low bits set; subnormals)
+    follows raw in the last message. float16 and bfloat16 are converted to float32 first, which is exact, and rounded
+    back to the nearest.
+
+    Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN until all 32
+    bits are known, when they are exact again.
+
+    Stateless, thread-safe; the same bytes for every thread count and instruction set. AQGB (Luo et al.), section 4.4,
+    in the form that float32's exponent allows to refine.
+
+    When not to use it: where values of one partition span many binades that all matter (use `truncated-float`), or
+    where one message is all there will be and 4 to 8 bits with a scale would do (`truncated-float`, `qsgd`).
+    """
+
+    name = "embedded-float"
+
+    def __init__(self, bits: int = 8, partition: int = DEFAULT_PARTITION) -> None:
+        """
+        Args:
+            bits: of every value, 2 to 32, that `encode` writes; `encode_planes` writes any.
+            partition: values that share an exponent of one byte: a power of two from 32 to 1024.
+        Raises: InvalidArgument.
+        """
+        if not 2 <= bits <= N_BITS:
+            raise InvalidArgument(f"bits is from 2 to 32, not {bits}")
+        if not 32 <= partition <= 1024 or partition & (partition - 1):
+            raise InvalidArgument(f"partition is a power of two from 32 to 1024, not {partition}")
+        self.bits = bits
+        self.partition = partition
+
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+        """Bytes that no message of `encode` exceeds; exactly that many below 32 bits. Raises: InvalidArgument."""
+        return self.max_plane_bytes(n_elements, dtype, 0, self.bits)
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        """Write the first `bits` bits of `gradient`; see `encode_planes`. `importance` is ignored."""
+        return self.encode_planes(gradient, 0, self.bits, out)
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Read a message that begins with bit 0, of any number of bits, into `out`.
+
+        Args:
+            message: exactly one message, uint8, contiguous, CPU.
+            out: (n,) of the sender's dtype and size, contiguous, CPU; undefined after an error.
+        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
+        Cost: one pass, no allocation, releases the GIL.
+        """
+        code = dtype_code(out.dtype)
+        require_buffer("message", message, torch.uint8)
+        require_buffer("out", out)
+        _native.embedded_float_decode(bytes_of(message), code, bytes_of(out))
+
+    def max_plane_bytes(self, n_elements: int, dtype: torch.dtype, first_bit: int, n_bits: int) -> int:
+        """Bytes that no message with bits [first_bit, first_bit + n_bits) of `n_elements` values exceeds.
+
+        Exactly that many unless it ends with bit 31, when up to 6 bytes a value of escapes come on top: 5 % of the values
+        of a gradient, as a rule. Raises: InvalidArgument.
+        """
+        dtype_code(dtype)
+        if n_elements < 0:
+            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        return _native.embedded_float_max_bytes(n_elements, self.partition, first_bit, n_bits)
+
+    def encode_planes(self, gradient: torch.Tensor, first_bit: int, n_bits: int, out: torch.Tensor) -> int:
+        """Write bits [first_bit, first_bit + n_bits) of every value as one message.
+
+        Bit 0 is the sign, bit 1 the most significant of the magnitude. The gradient must be the same at every call.
+
+        Args:
+            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; any n from 0.
+            first_bit, n_bits: 0 <= first_bit, 1 <= n_bits <= 32 - first_bit.
+            out: (>= max_plane_bytes(n, dtype, first_bit, n_bits),) uint8, contiguous, CPU.
+        Returns: bytes written.
+        Raises: InvalidArgument, BufferTooSmall.
+        Cost: one pass, no allocation below bit 31, releases the GIL.
+        """
+        code = dtype_code(gradient.dtype)
+        require_buffer("gradient", gradient)
+        n_needed = self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits)
+        require_room(out, n_needed, gradient.numel())
+        return _native.embedded_float_encode(
+            bytes_of(gradient), code, self.partition, first_bit, n_bits, bytes_of(out)
+        )
+
+    def quantise(self, gradient: torch.Tensor, n_bits: int, out: torch.Tensor) -> None:
+        """Put into `out` what every receiver of the first `n_bits` bits (1 to 32) of `gradient` has, bit for bit.
+
+        Args: gradient, out: (n,), equal dtypes, contiguous, CPU; may be the same tensor.
+        Raises: InvalidArgument. Cost: one pass, no allocation, releases the GIL.
+        """
+        code = dtype_code(gradient.dtype)
+        require_buffer("gradient", gradient)
+        require_buffer("out", out, gradient.dtype)
+        _native.embedded_float_quantise(bytes_of(gradient), code, self.partition, n_bits, bytes_of(out))
+
+    def receive(self, n_elements: int, dtype: torch.dtype) -> EmbeddedValues:
+        """An empty receiver for the messages of one gradient. Raises: InvalidArgument."""
+        return EmbeddedValues(n_elements, dtype, self.partition)
+
+
+class EmbeddedValues:
+    """What a receiver knows of one gradient: 4 bytes a value and one a partition, refined message by message.
+
+    Attributes:
+        n_bits: bits known of every value, 0 to 32.
+    """
+
+    def __init__(self, n_elements: int, dtype: torch.dtype, partition: int = DEFAULT_PARTITION) -> None:
+        """See `EmbeddedFloat.receive`."""
+        if n_elements < 0:
+            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        self.n_bits = 0
+        self.n_elements = n_elements
+        self.dtype = dtype
+        self.partition = partition
+        self._dtype_code = dtype_code(dtype)
+        self._codes = torch.empty(n_elements, dtype=torch.int32)
+        self._exponents = torch.empty(-(-n_elements // partition), dtype=torch.uint8)
+
+    def reset(self) -> None:
+        """Know nothing again: the next message begins with bit 0. Keeps the memory."""
+        self.n_bits = 0
+
+    def add_planes(self, message: torch.Tensor) -> int:
+        """Take in the message with the bits that follow; returns `n_bits` after it.
+
+        Raises: InvalidArgument, CorruptMessage (also: other bits than the next ones, another size, dtype or
+            partition), IncompatibleVersion; nothing has changed then.
+        Cost: one pass over the codes, no allocation below bit 31, releases the GIL.
+        """
+        require_buffer("message", message, torch.uint8)
+        self.n_bits = _native.embedded_float_refine(
+            bytes_of(message), self._codes, self._exponents, self._dtype_code, self.partition, self.n_bits
+        )
+        return self.n_bits
+
+    def write(self, out: torch.Tensor) -> None:
+        """Put the values as they are known into `out`, (n,) of the sender's dtype. Raises: InvalidArgument."""
+        require_buffer("out", out, self.dtype)
+        _native.embedded_float_write(*self._known(), bytes_of(out))
+
+    def add_to(self, sums: torch.Tensor) -> None:
+        """sums += the values as they are known; (n,) float32, one rounding a value. Raises: InvalidArgument."""
+        require_buffer("sums", sums, torch.float32)
+        _native.embedded_float_add(*self._known(), sums.detach())
+
+    def _known(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
+        if self.n_bits == 0:
+            raise InvalidArgument("no message has come yet: add_planes first")
+        return self._codes, self._exponents, self._dtype_code, self.partition, self.n_bits
+
+
+def describe(message: torch.Tensor) -> dict[str, Any]:
+    """What a message says of itself, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
+    n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
+
+    Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.
+    """
+    require_buffer("message", message, torch.uint8)
+    return _native.embedded_float_header(bytes_of(message))

@@ -1,0 +1,195 @@
+"""Push and pull between ranks that each own a part: a parameter server with one shard beside every worker.
+
+Push: every rank sends every owner its values of the owner's part. The owner adds them up in rank order, itself included,
+and answers all with one result, which everyone adopts. It moves the bytes of a reduce-scatter and an all-gather, in two
+hops. This module moves messages and nothing else: what they hold is the business of `Ends`.
+
+The unit that travels is a group: neighbouring pieces of one part, none of which crosses from one tensor into another,
+so that whatever a codec derives from its values (a scale) belongs to one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from gradwire.collectives.frames import HEADER_BYTES, Facts, FrameReceiver, FrameSender
+from gradwire.communicator import Communicator
+from gradwire.telemetry.recorder import BucketRecord
+
+# Groups that may be on their way while this rank works: group k+1 is encoded while k travels while k-1 is decoded.
+_GROUPS_AHEAD = 2
+_MAX_FRAME_BYTES = 1 << 18  # as in frames.py
+
+
+class Piece(NamedTuple):
+    """Values [start, end) of the flat buffer, all of one tensor."""
+
+    start: int
+    end: int
+
+
+Group = tuple[Piece, ...]
+
+
+class Cut:
+    """How a flat buffer of tensors is cut: one part for every rank, parts into groups, groups into pieces.
+
+    Args:
+        ends: where each tensor ends; the last one ends the buffer.
+        world_size: parts.
+        group_elements: values that travel together, at most.
+
+    Attributes:
+        groups: by part, the groups in order. Parts differ by one element at most; a small buffer has empty ones.
+    """
+
+    def __init__(self, ends: Sequence[int], world_size: int, group_elements: int) -> None:
+        n_elements = ends[-1] if ends else 0
+        self.n_elements = n_elements
+        self.groups: list[list[Group]] = []
+        self.max_group_elements = 0
+        self.max_group_pieces = 0
+        for part in range(world_size):
+            start, end = n_elements * part // world_size, n_elements * (part + 1) // world_size
+            n_groups = -(-(end - start) // group_elements)
+            edges = [start + (end - start) * i // n_groups for i in range(n_groups + 1)] if n_groups else []
+            groups = [_pieces(ends, edges[i], edges[i + 1]) for i in range(n_groups)]
+            self.groups.append(groups)
+            for group in groups:
+                self.max_group_elements = max(self.max_group_elements, group[-1].end - group[0].start)
+                self.max_group_pieces = max(self.max_group_pieces, len(group))
+
+
+def _pieces(ends: Sequence[int], start: int, end: int) -> Group:
+    inner = [edge for edge in ends if start < edge < end]
+    edges = [start, *inner, end]
+    return tuple(Piece(edges[i], edges[i + 1]) for i in range(len(edges) - 1) if edges[i] < edges[i + 1])
+
+
+class Ends(Protocol):
+    """What a rank does with the messages: it encodes what it pushes, sums what it owns, and adopts what it pulls."""
+
+    max_push_bytes: int  # of one group
+    max_pull_bytes: int
+
+    def encode_push(self, part: int, group: int, out: torch.Tensor) -> int:
+        """Write this rank's values of a group that another rank owns; the bytes written."""
+        ...
+
+    def add_pushed(self, source: int, group: int, message: torch.Tensor | None) -> None:
+        """Add what `source` pushed (None: this rank's own values) to a group of this rank's part; in rank order."""
+        ...
+
+    def encode_pull(self, group: int, out: torch.Tensor) -> int:
+        """Write the result of a group of this rank's part, and adopt it; the bytes written."""
+        ...
+
+    def adopt(self, part: int, group: int, message: torch.Tensor) -> None:
+        """Take over the owner's result of a group."""
+        ...
+
+
+def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, record: BucketRecord) -> None:
+    """Carry all groups to their owners and the results back; runs on the lane.
+
+    Raises: PeerLost, RankMismatch, CorruptMessage, and whatever `ends` raises.
+    Cost: sends (N-1)/N of the pushed and of the pulled messages, in frames that fit one group.
+    """
+    world, rank = communicator.world_size, communicator.rank
+    n_groups = [len(groups) for groups in cut.groups]
+    n_rounds = max(n_groups)
+    if world == 1 or n_rounds == 0:
+        return
+    n_own = n_groups[rank]
+    ahead = min(_GROUPS_AHEAD, n_rounds - 1)
+    # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
+    peers = [(rank + distance) % world for distance in range(1, world)]
+    pushes = _Streams(communicator, "push", peers, facts, ends.max_push_bytes, ahead, record)
+    pulls = _Streams(communicator, "pull", peers, facts, ends.max_pull_bytes, ahead, record)
+    pushed = communicator.scratch("pushed message", ends.max_push_bytes)
+    # The owner's results wait here from the sum of their group until the pulling begins.
+    results = communicator.scratch("pulled messages", n_own * ends.max_pull_bytes).view(n_own, -1) if n_own else None
+    result_bytes = [0] * n_own
+
+    def write(number: int) -> None:
+        is_pull, group = divmod(number, n_rounds)
+        for peer in peers:
+            if is_pull:
+                if group < n_own:
+                    assert results is not None
+                    pulls.write(peer, results[group, : result_bytes[group]], is_last=group == n_own - 1)
+            elif group < n_groups[peer]:
+                n_bytes = ends.encode_push(peer, group, pushed)
+                pushes.write(peer, pushed[:n_bytes], is_last=group == n_groups[peer] - 1)
+
+    def read(number: int) -> None:
+        is_pull, group = divmod(number, n_rounds)
+        if is_pull:
+            for peer in reversed(peers):
+                if group < n_groups[peer]:
+                    ends.adopt(peer, group, pulls.read(peer, is_last=group == n_groups[peer] - 1))
+        elif group < n_own:
+            assert results is not None
+            for source in range(world):
+                message = None if source == rank else pushes.read(source, is_last=group == n_own - 1)
+                ends.add_pushed(source, group, message)
+            result_bytes[group] = ends.encode_pull(group, results[group])
+
+    for peer in peers:
+        if n_own:
+            pushes.receivers[peer].expect_frame()
+        if n_groups[peer]:
+            pulls.receivers[peer].expect_frame()
+    for number in range(2 * n_rounds + ahead):
+        if number < 2 * n_rounds:
+            write(number)
+        if number >= ahead:
+            read(number - ahead)
+    pushes.finish()
+    pulls.finish()
+
+
+class _Streams:
+    """One stream to and one from every peer, in frames that fit one group's message, or a few frames for a large one."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        name: str,
+        peers: Sequence[int],
+        facts: Facts,
+        max_message_bytes: int,
+        ahead: int,
+        record: BucketRecord,
+    ) -> None:
+        tag = communicator.next_stream()
+        framed_bytes = max_message_bytes + 4  # the length before every message in a stream
+        n_frames = -(-framed_bytes // _MAX_FRAME_BYTES)
+        frame_bytes = HEADER_BYTES + -(-framed_bytes // (64 * n_frames)) * 64
+        unread_bytes = (ahead + 1) * framed_bytes
+        self._ahead = ahead
+        self._senders = {
+            peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, record, name) for peer in peers
+        }
+        self.receivers = {
+            peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, max_message_bytes, record, name)
+            for peer in peers
+        }
+
+    def write(self, peer: int, message: torch.Tensor, is_last: bool) -> None:
+        self._senders[peer].write(message, may_lag=self._ahead)
+        if is_last:
+            self._senders[peer].flush()
+
+    def read(self, peer: int, is_last: bool) -> torch.Tensor:
+        message = self.receivers[peer].read()
+        if not is_last:
+            self.receivers[peer].expect_frame()
+        return message
+
+    def finish(self) -> None:
+        for sender in self._senders.values():
+            sender.finish()

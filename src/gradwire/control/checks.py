@@ -1,0 +1,29 @@
+"""What control laws demand of the numbers they are given."""
+
+from __future__ import annotations
+
+import math
+
+from gradwire.errors import InvalidArgument
+
+
+def finite(name: str, value: float, at_least: float = -math.inf) -> float:
+    """`value` if it is finite and not below `at_least`. Raises: InvalidArgument."""
+    if not math.isfinite(value) or value < at_least:
+        bound = "" if at_least == -math.inf else f" and at least {at_least:g}"
+        raise InvalidArgument(f"{name} must be finite{bound}, got {value}")
+    return float(value)
+
+
+def share(name: str, value: float) -> float:
+    """`value` if it is in (0, 1]. Raises: InvalidArgument."""
+    if not 0 < value <= 1:
+        raise InvalidArgument(f"{name} must be more than 0 and at most 1, got {value}")
+    return float(value)
+
+
+def whole(name: str, value: int, low: int, high: int) -> int:
+    """`value` if it is in low..high. Raises: InvalidArgument."""
+    if not low <= value <= high:
+        raise InvalidArgument(f"{name} must be in {low}..{high}, got {value}")
+    return value

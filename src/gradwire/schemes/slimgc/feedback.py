@@ -1,0 +1,119 @@
+"""SlimGC's error feedback: residuals by parameter, in host memory, flushed when a tensor stops being compressed.
+
+What a rank's encodings lose goes back into its own next gradient. That covers both ends: an owner that compresses the
+sum it answers with keeps what that loses as its own, so that mean(result) + mean(residual) = mean(gradient + old
+residual) at every step, whichever rank owned a value before. New residuals are staged, and count from `commit` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gradwire.errors import InvalidArgument
+from gradwire.schemes.slimgc.plan import Plan, Span
+
+
+class Feedback:
+    """The residuals of one rank: float32, free of the loss scale, a view of one flat buffer per bucket."""
+
+    def __init__(self) -> None:
+        self._current: dict[torch.Tensor, torch.Tensor] = {}
+        self._staged: dict[torch.Tensor, torch.Tensor | None] = {}  # None: flushed
+        # Two buffers a bucket that change places: what is staged never overwrites what counts.
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def holds_any(self, spans: tuple[Span, ...]) -> bool:
+        """Whether a residual waits to be flushed into one of these tensors."""
+        return bool(self._current) and any(span.parameter in self._current for span in spans)
+
+    def buffer_for(self, bucket: int, plan: Plan) -> torch.Tensor:
+        """(plan.n_compressed,) float32 to write what is left out into; `stage` takes it."""
+        buffers = self._buffers.get(bucket)
+        if buffers is None or buffers[0].numel() != plan.n_compressed:
+            buffers = (torch.empty(plan.n_compressed), torch.empty(plan.n_compressed))
+        self._buffers[bucket] = buffers
+        used = {
+            r.untyped_storage().data_ptr() for r in (self._current.get(p) for p in plan.parameters) if r is not None
+        }
+        for buffer in buffers:
+            if buffer.untyped_storage().data_ptr() not in used:
+                return buffer
+        fresh = torch.empty(plan.n_compressed)  # parameters moved between buckets: both still hold some that count
+        self._buffers[bucket] = (fresh, buffers[0])
+        return fresh
+
+    def write_sum(self, span: Span, gradient: torch.Tensor, out: torch.Tensor, loss_scale: float) -> None:
+        """out (n,) = gradient + residual x loss_scale.
+
+        A parameter whose gradient is all zero (unused on this rank) keeps its residual: out is zero there. If the
+        parameter is unused on every rank, DDP throws its result away, and the residual would go with it.
+        """
+        residual = None if span.parameter is None else self._current.get(span.parameter)
+        if residual is None or not _any(gradient):
+            out.copy_(gradient)
+        elif gradient.dtype == out.dtype == residual.dtype:
+            torch.add(gradient, residual, alpha=loss_scale, out=out)
+        else:
+            out.copy_(gradient)
+            out.add_(residual, alpha=loss_scale)
+
+    def stage(self, plan: Plan, bucket: torch.Tensor, left_out: torch.Tensor, loss_scale: float) -> None:
+        """Keep `left_out`, which `buffer_for` gave, from the next `commit` on; `bucket`: the gradients, still as they were."""
+        if loss_scale != 1.0:
+            left_out.div_(loss_scale)
+        for span in plan.compressed:
+            if span.parameter is None:
+                continue
+            mine = span.in_fused(left_out)
+            kept = self._current.get(span.parameter)
+            if kept is not None and not _any(span.in_bucket(bucket)):
+                mine.add_(kept)
+            self._staged[span.parameter] = mine
+
+    def stage_flushed(self, spans: tuple[Span, ...], bucket: torch.Tensor) -> None:
+        """The residuals of these tensors went out with their raw gradients; `bucket`: the gradients before that."""
+        for span in spans:
+            if span.parameter in self._current and _any(span.in_bucket(bucket)):
+                self._staged[span.parameter] = None
+
+    def commit(self) -> None:
+        """Make what was staged in this step count."""
+        for parameter, residual in self._staged.items():
+            if residual is None:
+                self._current.pop(parameter, None)
+            else:
+                self._current[parameter] = residual
+        self._staged.clear()
+
+    def discard(self) -> None:
+        """Forget what was staged in this step."""
+        self._staged.clear()
+
+    def state_by_name(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+        """Copies of the residuals, by parameter name."""
+        return {names[parameter]: residual.clone() for parameter, residual in self._current.items()}
+
+    def load_by_name(self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+        """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size or dtype)."""
+        parameters = {name: parameter for parameter, name in names.items()}
+        loaded = {}
+        for name, residual in state.items():
+            parameter = parameters.get(name)
+            if (
+                not isinstance(residual, torch.Tensor)
+                or parameter is None
+                or (residual.dtype, residual.numel()) != (torch.float32, parameter.numel())
+            ):
+                raise InvalidArgument(
+                    f"the checkpoint's residual for {name!r} does not fit this model; load it into the model that wrote it"
+                )
+            loaded[parameter] = residual.detach().clone().view(-1)
+        self._current, self._buffers = loaded, {}
+        self._staged.clear()
+
+
+def _any(values: torch.Tensor) -> bool:
+    """Whether a value is not zero; of a gradient in use, one of the first is."""
+    return bool(values[:64].any()) or bool(values.any())

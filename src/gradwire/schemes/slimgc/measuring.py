@@ -1,0 +1,239 @@
+"""The communication threshold table in a live run: measured while the training warms up, agreed, and watched after that.
+
+Warm-up (algorithm 1 of the paper): even steps send every gradient compressed, odd steps raw. Inside a fused bucket sizes
+cannot be told apart, so after each of these steps every size also travels once by itself, in that step's mode, timed by
+the recorder's clock. Ranks take the slowest rank's times, so that one table holds for all (algorithm 2 broadcasts one
+rank's threshold; the slowest rank is the one that a step waits for).
+
+Watching, which the paper leaves out: every `drift_every` steps the ranks compare how long their steps communicate, by
+the rank that waits least for others, with what it was when the table was made. A change beyond `drift_factor`, either
+way, or a request by any rank, has all sizes measured again between two steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.communicator import Communicator, ring_bytes
+from gradwire.control.threshold import Measurement, ThresholdTable, has_drifted, log_spaced
+from gradwire.errors import InvalidArgument
+from gradwire.telemetry.recorder import BucketRecord
+
+# DDP's first step has one bucket for the whole model and every buffer is new: nothing in it is typical.
+_COLD_STEPS = 2
+# Sizes that get a row: enough for a line over five decades, and a probe of each takes milliseconds.
+_MAX_SIZES = 12
+# Larger tensors follow the fitted line: at 100 Mb/s 8 MiB take a second already.
+_MAX_PROBE_BYTES = 8 << 20
+# Small transfers are repeated, for their time is mostly latency, which jitters; large ones average by themselves.
+_REPEATED_BELOW_BYTES, _REPEATS = 256 << 10, 3
+
+# (values (n,) of the gradient's dtype, is_compressed, record) -> None: one tensor's exchange, results thrown away.
+Probe = Callable[[torch.Tensor, bool, BucketRecord], None]
+# (raw, compressed, codec) seconds, of one size; None where it was not measured in that mode.
+_Times = tuple[float | None, float | None, float | None]
+
+
+class Measuring:
+    """Everything that decides the threshold of a run. Used on the lane only, but for `request` and `stats`.
+
+    Args:
+        warmup_steps: steps to measure in; even, at least 4.
+        method: "fit" or "measured" (`gradwire.control.threshold`).
+        drift_every: steps between two looks at the network; 0: never.
+        drift_factor: how much slower or faster a step's communication must become to measure again.
+    Raises: InvalidArgument.
+    """
+
+    def __init__(self, warmup_steps: int, method: str, drift_every: int, drift_factor: float) -> None:
+        if warmup_steps < _COLD_STEPS + 2:
+            raise InvalidArgument(
+                f"warmup_steps is at least {_COLD_STEPS + 2}: the first {_COLD_STEPS} are not typical, and one "
+                f"compressed and one raw step must follow; got {warmup_steps}"
+            )
+        if drift_every < 0:
+            raise InvalidArgument(f"drift_every is 0 (never) or a number of steps, got {drift_every}")
+        ThresholdTable([Measurement(1, 1.0, 1.0, 1.0)]).threshold_bytes(method)
+        has_drifted(1.0, 1.0, drift_factor)
+        self.warmup_steps, self.method = warmup_steps, method
+        self.drift_every, self.drift_factor = drift_every, drift_factor
+        self.table: ThresholdTable | None = None
+        self.n_measured = 0
+        self._first_step: int | None = None
+        self._sizes: set[int] = set()  # values of each tensor of the model
+        self._sample = torch.empty(0)
+        self._times: dict[int, list[_Times]] = {}
+        self._communicate_s: deque[float] = deque(maxlen=max(1, drift_every))
+        self._reference_s: float | None = None
+        self._is_requested = False
+
+    # ---- what a step asks
+
+    def is_warming_up(self, step: int) -> bool:
+        """Whether `step` belongs to the warm-up, which begins with the first step that is asked about."""
+        if self._first_step is None:
+            self._first_step = step
+        return self.table is None and step < self._first_step + self.warmup_steps
+
+    def is_compressed_warmup(self, step: int) -> bool:
+        """In the warm-up: whether this step sends everything compressed; the first does, and every other one."""
+        assert self._first_step is not None
+        return (step - self._first_step) % 2 == 0
+
+    def see(self, tensors: list[torch.Tensor]) -> None:
+        """Note the sizes of a bucket's tensors, and keep the largest as what is sent in probes."""
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            self._sizes.add(tensor.numel())
+            n = min(tensor.numel(), _MAX_PROBE_BYTES // tensor.element_size())
+            if n > self._sample.numel():
+                self._sample = torch.nan_to_num(tensor[:n].clone(), nan=0.0, posinf=0.0, neginf=0.0)
+
+    def request(self) -> None:
+        """Measure again at the next look at the network. Any rank may ask; all ranks then measure."""
+        self._is_requested = True
+
+    # ---- after a step, on the lane of every rank
+
+    def end_step(
+        self,
+        step: int,
+        communicate_s: float,
+        communicator: Communicator,
+        open_record: Callable[[], BucketRecord],
+        probe: Probe,
+    ) -> bool:
+        """Probe, agree, or look at the network, as the step has it; whether there is a new table."""
+        if self.is_warming_up(step):
+            assert self._first_step is not None
+            done = step - self._first_step + 1
+            if done > _COLD_STEPS:
+                self._measure(communicator, open_record(), probe, (self.is_compressed_warmup(step),))
+            return done == self.warmup_steps and self._agree(communicator)
+        if self.table is None:
+            return False
+        self._communicate_s.append(communicate_s)
+        if not self.drift_every or (step + 1) % self.drift_every:
+            return False
+        return self._look(communicator, open_record, probe)
+
+    def _look(self, communicator: Communicator, open_record: Callable[[], BucketRecord], probe: Probe) -> bool:
+        facts = torch.tensor([statistics.median(self._communicate_s), -float(self._is_requested)], dtype=torch.float64)
+        communicator.all_reduce(facts, dist.ReduceOp.MIN)
+        current_s, is_requested = float(facts[0]), facts[1] < 0
+        self._communicate_s.clear()
+        if self._reference_s is None:
+            self._reference_s = current_s
+        if not is_requested and not has_drifted(self._reference_s, current_s, self.drift_factor):
+            return False
+        self._is_requested = False
+        self._reference_s = None  # the next look begins anew: what is compressed may change now
+        record = open_record()
+        for is_compressed in (True, False):
+            self._measure(communicator, record, probe, (is_compressed,))
+        return self._agree(communicator)
+
+    def _measure(self, communicator: Communicator, record: BucketRecord, probe: Probe, modes: tuple[bool, ...]) -> None:
+        element_bytes = self._sample.element_size()
+        largest = self._sample.numel()
+        for n in log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES):
+            repeats = _REPEATS if n * element_bytes < _REPEATED_BELOW_BYTES else 1
+            for is_compressed in modes:
+                timed = [self._time(n, is_compressed, communicator, record, probe) for _ in range(repeats)]
+                total_s = statistics.median(total for total, _ in timed)
+                codec_s = min(total_s, statistics.median(codec for _, codec in timed))
+                times = (None, total_s - codec_s, codec_s) if is_compressed else (total_s, None, None)
+                self._times.setdefault(n * element_bytes, []).append(times)
+
+    def _time(
+        self, n: int, is_compressed: bool, communicator: Communicator, record: BucketRecord, probe: Probe
+    ) -> tuple[float, float]:
+        """(seconds of the exchange, of it in the codec) of one tensor of `n` values by itself."""
+        communicator.all_reduce(torch.zeros(1))  # ranks start together: waiting for a slow one is not communication
+        busy_ns = record.encode_ns + record.decode_ns
+        started = time.perf_counter_ns()
+        probe(self._sample[:n], is_compressed, record)
+        total_ns = time.perf_counter_ns() - started
+        return total_ns / 1e9, (record.encode_ns + record.decode_ns - busy_ns) / 1e9
+
+    def _agree(self, communicator: Communicator) -> bool:
+        """Make the table that all ranks share."""
+        sizes = sorted(self._times)
+        if not sizes:
+            return False
+        rows = torch.tensor([[_mean(self._times[size], i) for i in range(3)] for size in sizes], dtype=torch.float64)
+        communicator.all_reduce(rows, dist.ReduceOp.MAX)
+        self._times.clear()
+        self.table = ThresholdTable(
+            Measurement(size, *(float(value) for value in row)) for size, row in zip(sizes, rows, strict=True)
+        )
+        self.n_measured += 1
+        return True
+
+    # ---- between steps
+
+    def stats(self) -> dict[str, Any]:
+        """The table and how often it was made."""
+        return {
+            "threshold_table": [] if self.table is None else self.table.as_rows(),
+            "threshold_measured": self.n_measured,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "table": None if self.table is None else self.table.as_rows(),
+            "n_measured": self.n_measured,
+            "first_step": self._first_step,
+            "sizes": sorted(self._sizes),
+            "sample": self._sample.clone(),
+            "times": {size: [list(times) for times in rows] for size, rows in self._times.items()},
+            "communicate_s": list(self._communicate_s),
+            "reference_s": self._reference_s,
+            "is_requested": self._is_requested,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is changed if it raises. Raises: InvalidArgument."""
+        try:
+            table = None if state["table"] is None else ThresholdTable.from_rows(state["table"])
+            times = {int(size): [_as_times(row) for row in rows] for size, rows in state["times"].items()}
+            sample, sizes = state["sample"], {int(size) for size in state["sizes"]}
+            n_measured, first_step, reference_s = state["n_measured"], state["first_step"], state["reference_s"]
+            communicate_s, is_requested = [float(s) for s in state["communicate_s"]], bool(state["is_requested"])
+            if not isinstance(sample, torch.Tensor) or not isinstance(n_measured, int):
+                raise TypeError("sample is a tensor and n_measured a number")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidArgument(
+                f"this is not the state of scheme slimgc: its threshold table does not read ({error!r}); "
+                "pass what state_dict() returned"
+            ) from error
+        self.table, self._times, self._sample, self._sizes = table, times, sample.clone(), sizes
+        self.n_measured, self._first_step, self._reference_s = n_measured, first_step, reference_s
+        self._communicate_s.clear()
+        self._communicate_s.extend(communicate_s)
+        self._is_requested = is_requested
+
+
+def count_small_messages(n_bytes: int, record: BucketRecord, world_size: int) -> None:
+    """Count an all-reduce of `n_bytes` that belongs to no gradient."""
+    record.count_sent(ring_bytes(n_bytes, world_size))
+    record.count_received(ring_bytes(n_bytes, world_size))
+
+
+def _mean(rows: list[_Times], index: int) -> float:
+    values = [value for row in rows if (value := row[index]) is not None]
+    # A clock that does not resolve a transfer still says that it took some time.
+    return max(statistics.fmean(values), 1e-9) if values else 0.0
+
+
+def _as_times(row: Any) -> _Times:
+    raw, compressed, codec = (None if value is None else float(value) for value in row)
+    return raw, compressed, codec

@@ -1,0 +1,85 @@
+"""Which tensors of a bucket travel raw and which compressed, and where each lies in the two buffers they are fused in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from gradwire.bucket import Bucket
+from gradwire.collectives.push_pull import Cut
+
+
+class Span(NamedTuple):
+    """One tensor: `n_elements` values from `offset` of the bucket and from `fused` of the buffer it is fused in.
+
+    `parameter` is None in a bucket that has none: the whole of it counts as one tensor, without error feedback.
+    """
+
+    parameter: torch.Tensor | None
+    offset: int
+    n_elements: int
+    fused: int
+
+    def in_bucket(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Its view of the bucket's buffer."""
+        return buffer[self.offset : self.offset + self.n_elements]
+
+    def in_fused(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Its view of the fused buffer, fp_buf or bit_buf."""
+        return buffer[self.fused : self.fused + self.n_elements]
+
+
+class Plan:
+    """The decision for one bucket layout and one threshold; the same on all ranks.
+
+    Attributes:
+        raw, compressed: the tensors of each kind, in the bucket's order.
+        n_raw, n_compressed: values of each kind.
+        raw_runs: the raw tensors, neighbours joined into one run: what is copied at a time.
+        cut: how the compressed values are cut over the ranks.
+    """
+
+    def __init__(self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int) -> None:
+        element_bytes = bucket.buffer.element_size()
+        raw: list[Span] = []
+        compressed: list[Span] = []
+        self.n_raw = self.n_compressed = 0
+        for parameter, offset, n_elements in tensors_of(bucket):
+            if n_elements and n_elements * element_bytes >= threshold_bytes:
+                compressed.append(Span(parameter, offset, n_elements, self.n_compressed))
+                self.n_compressed += n_elements
+            else:
+                raw.append(Span(parameter, offset, n_elements, self.n_raw))
+                self.n_raw += n_elements
+        self.raw, self.compressed = tuple(raw), tuple(compressed)
+        self.raw_runs = tuple(_join(raw))
+        self.cut = Cut([span.fused + span.n_elements for span in compressed], world_size, group_elements)
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """The compressed parameters; with `offsets`, where they lie in the fused buffer."""
+        return tuple(span.parameter for span in self.compressed if span.parameter is not None)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offset in the fused buffer of each compressed parameter."""
+        return tuple(span.fused for span in self.compressed if span.parameter is not None)
+
+
+def tensors_of(bucket: Bucket) -> Sequence[tuple[torch.Tensor | None, int, int]]:
+    """(parameter, offset, number of values) of each tensor of the bucket."""
+    if not bucket.parameters:
+        return [(None, 0, bucket.n_elements)]
+    return [(p, offset, p.numel()) for p, offset in zip(bucket.parameters, bucket.offsets, strict=True)]
+
+
+def _join(spans: Sequence[Span]) -> list[Span]:
+    runs: list[Span] = []
+    for span in spans:
+        if runs and runs[-1].offset + runs[-1].n_elements == span.offset:
+            runs[-1] = runs[-1]._replace(parameter=None, n_elements=runs[-1].n_elements + span.n_elements)
+        elif span.n_elements:
+            runs.append(span._replace(parameter=None))
+    return runs

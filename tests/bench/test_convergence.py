@@ -1,0 +1,108 @@
+"""bench convergence: one run a seed, trained once, and means and spreads that say what the runs hold."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire import cli, train
+from gradwire.bench import convergence
+from gradwire.bench.fidelity_runs import FinishedRun
+from gradwire.bench.figures import convergence_numbers as numbers
+from gradwire.errors import InvalidArgument
+from gradwire.training import TrainConfig
+from gradwire.training.run_files import RunFiles
+
+
+def make_run(name: str, seed: int, loss: float, accuracy: float, n_steps: int = 12) -> FinishedRun:
+    steps = [{"step": step, "loss": loss, "ratio": 0.5} for step in range(n_steps)]
+    summary = {"seed": seed, "ranks": 4, "batch_size": 8, "optimizer": "adamw", "learning_rate": 0.1}
+    summary |= {"loss_last_10": loss, "accuracy": accuracy, "iteration_s": 0.5, "replicas_equal": True}
+    return FinishedRun(name, "resnet", summary, steps)
+
+
+def test_mean_and_spread_are_over_seeds_and_worse_is_against_the_same_seeds_of_the_first_scheme() -> None:
+    runs = {
+        "plain": [make_run("plain", seed, loss, 0.9) for seed, loss in ((0, 1.0), (1, 2.0), (2, 3.0))],
+        "top-k": [make_run("top-k", seed, loss, 0.8) for seed, loss in ((0, 1.5), (1, 2.5))],
+        "sign-sgd": [make_run("sign-sgd", seed, 3.5, 0.95) for seed in (0, 1, 2)],
+    }
+    plain, top_k, sign = numbers.describe_convergence(runs, "plain")
+    assert (plain["loss_last_10"], plain["loss_last_10_sd"], plain["loss_last_10_min"]) == (2.0, 1.0, 1.0)
+    assert plain["loss_last_10_worse_by"] == 0.0
+    assert (top_k["n_seeds"], top_k["seeds"]) == (2, "0 1")
+    assert top_k["loss_last_10_worse_by"] == 0.5, "seed 2, which it has not run, does not count"
+    assert top_k["loss_last_10_within"], "2.0 is no worse than plain's worst seed"
+    assert not sign["loss_last_10_within"]
+    assert top_k["accuracy_worse_by"] == pytest.approx(0.1)
+    assert not top_k["accuracy_within"], "of accuracy less is worse"
+    assert sign["accuracy_within"]
+    assert top_k["held_out_loss"] is None is top_k["held_out_loss_within"]
+    assert numbers.describe_convergence({"top-k": runs["top-k"]}, "plain")[0]["loss_last_10_within"] is None
+    assert [record["loss_max"] for record in numbers.describe_steps(runs)][:12] == [3.0] * 12
+    table = numbers.to_markdown([plain, top_k, sign])
+    assert "| top-k | 2 | 2.0000 ± 0.7071 | 0.5000 | yes |" in table
+    assert "held out" not in table
+
+
+def pretend_to_train(config: TrainConfig, n_ranks: int, rate: str = "none", **options: Any) -> dict[str, Any]:
+    """A run folder as a real run leaves it, with losses that depend on seed and learning rate."""
+    learning_rate = config.workload_options.get("learning_rate", 1e-3)
+    summary = {
+        "scheme": config.scheme, "scheme_options": config.scheme_options, "workload": config.workload,
+        "workload_options": config.workload_options, "ranks": n_ranks, "rate_bps": None, "steps": config.steps,
+        "start_step": 0, "seed": config.seed, "deterministic": True, "batch_size": config.batch_size,
+        "optimizer": "adamw", "learning_rate": learning_rate, "loss_last_10": config.seed + learning_rate,
+        "held_out_loss": 1.0, "iteration_s": 0.1, "replicas_equal": True,
+    }  # fmt: skip
+    files = RunFiles(config.out, {})
+    for step in range(config.steps):
+        files.add_step({"step": step, "loss": 2.0 + config.seed - 0.1 * step, "ratio": 1.0})
+    files.finish(summary)
+    return summary
+
+
+def test_runs_are_trained_once_by_scheme_workload_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, dict[str, Any], int]] = []
+
+    def counting(config: TrainConfig, *args: Any, **options: Any) -> dict[str, Any]:
+        started.append((config.scheme, config.workload_options, config.seed))
+        return pretend_to_train(config, *args, **options)
+
+    monkeypatch.setattr(train, "run_ranks", counting)
+    command = ["bench", "convergence", "--workload", "gpt:n_layers=1", "--steps", "12", "--batch-size", "2",
+               "--scheme", "ddp", "sign-sgd:ties=positive,workload.learning_rate=1e-4", "--seeds", "0", "7",
+               "--out", str(tmp_path)]  # fmt: skip
+    assert cli.main([*command, "--no-train"]) == 1
+    assert cli.main(command) == 0
+    layers = {"n_layers": 1}
+    expected = [("ddp", layers), ("sign-sgd", {**layers, "learning_rate": 1e-4})]
+    assert started == [(*one, seed) for seed in (0, 7) for one in expected]
+    records = json.loads((tmp_path / "convergence.json").read_text())
+    assert [record["loss_last_10"] for record in records] == pytest.approx([3.501, 3.5001])
+    assert all(isinstance(value, str | int | float | bool | None) for record in records for value in record.values())
+    for name in ("convergence_losses.svg", "convergence_ends.png", "convergence.md", "convergence.csv"):
+        assert (tmp_path / name).stat().st_size > 0, name
+    with (tmp_path / "steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 24
+    assert (float(rows[0]["loss_min"]), float(rows[0]["loss_max"])) == (2.0, 9.0)
+    assert cli.main(command) == 0
+    assert len(started) == 4, "a finished run was trained again"
+    assert cli.main([*command, "--seeds", "0", "7", "8"]) == 0
+    assert [seed for _, _, seed in started[4:]] == [8, 8]
+
+
+def test_wrong_names_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    for words in (["--scheme", "pwr-sgd"], ["--workload", "gtp"], ["--scheme", "acp-sgd:rank=0"], ["--ranks", "0"],
+                  ["--scheme", "plain", "acp-sgd:workload.speed=3"]):  # fmt: skip
+        parser = argparse.ArgumentParser()
+        convergence.add_arguments(parser)
+        with pytest.raises(InvalidArgument):
+            convergence.run(parser.parse_args([*words, "--out", str(tmp_path / "runs")]))
+    assert not any(tmp_path.iterdir())

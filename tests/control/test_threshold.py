@@ -1,0 +1,182 @@
+"""The threshold law: the paper's table, its corrections, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.control.threshold import (
+    NEVER,
+    LinearCost,
+    Measurement,
+    ThresholdTable,
+    check_threshold,
+    crossing_bytes,
+    has_drifted,
+    log_spaced,
+)
+from gradwire.errors import InvalidArgument
+
+# Fig. 6: size in MB, t_c, t_c^q, t_p^q in ms.
+FIGURE_6 = [(1.0, 28.5, 24.3, 6.3), (1.6, 30.5, 25.3, 6.5), (2.2, 40.2, 28.3, 6.8), (4.0, 75.5, 37.3, 8.5)]
+
+
+def figure_6() -> ThresholdTable:
+    return ThresholdTable(
+        Measurement(int(mb * 1e6), raw / 1e3, compressed / 1e3, codec / 1e3) for mb, raw, compressed, codec in FIGURE_6
+    )
+
+
+def times(sizes: list[int], raw: LinearCost, compressed: LinearCost) -> ThresholdTable:
+    return ThresholdTable(
+        Measurement(size, raw.at(size), 0.75 * compressed.at(size), 0.25 * compressed.at(size)) for size in sizes
+    )
+
+
+def test_figure_6_of_the_paper_gives_its_benefits_and_its_threshold() -> None:
+    table = figure_6()
+    # The printed 1.15 and 1.65 are 40.2/35.1 = 1.145 and 75.5/45.8 = 1.648.
+    assert [round(row.benefit, 2) for row in table.rows] == [0.93, 0.96, 1.15, 1.65]
+    assert table.threshold_bytes("measured") == 2_200_000
+    assert 1_000_000 < table.threshold_bytes("fit") < 2_200_000
+
+
+def test_threshold_is_the_smallest_size_above_which_all_sizes_win() -> None:
+    wins_in_between = [
+        Measurement(1_000, 2.0, 1.0, 0.5),
+        Measurement(10_000, 2.0, 2.0, 0.5),
+        Measurement(100_000, 9.0, 2.0, 0.5),
+        Measurement(1_000_000, 90.0, 5.0, 0.5),
+    ]
+    assert ThresholdTable(wins_in_between).threshold_bytes("measured") == 100_000
+    loses_at_the_end = [*wins_in_between, Measurement(10_000_000, 90.0, 90.0, 1.0)]
+    assert ThresholdTable(loses_at_the_end).threshold_bytes("measured") == NEVER
+    even = [Measurement(10, 1.0, 0.5, 0.5)]  # a benefit of exactly 1 is none
+    assert ThresholdTable(even).threshold_bytes("measured") == NEVER
+    assert ThresholdTable(even).threshold_bytes("fit") == NEVER
+
+
+@given(
+    st.floats(0, 1e-2), st.floats(1e-10, 1e-7), st.floats(0, 1e-2), st.floats(1e-10, 1e-7),
+)  # fmt: skip
+def test_fit_finds_the_crossing_of_two_lines_from_their_points(
+    raw_alpha: float, raw_beta: float, alpha: float, beta: float
+) -> None:
+    raw, compressed = LinearCost(raw_alpha, raw_beta), LinearCost(alpha, beta)
+    table = times([400, 4_000, 40_000, 400_000, 4_000_000], raw, compressed)
+    fitted = table.threshold_bytes("fit")
+    assert table.raw.alpha_s == pytest.approx(raw.alpha_s, rel=1e-6, abs=1e-9)
+    assert table.compressed.beta_s_per_byte == pytest.approx(compressed.beta_s_per_byte, rel=1e-6, abs=1e-14)
+    assert 0 <= fitted <= NEVER
+    for size in (400, 4_000, 40_000, 400_000, 4_000_000, 40_000_000):
+        gap = raw.at(size) - compressed.at(size)
+        if size >= fitted:
+            assert gap > -1e-6 * raw.at(size)
+    if 0 < fitted < NEVER:
+        below = fitted - 1
+        assert raw.at(below) - compressed.at(below) < 1e-6 * raw.at(below)
+
+
+def test_crossing_at_the_edges() -> None:
+    assert crossing_bytes(LinearCost(1.0, 1.0), LinearCost(0.5, 0.5)) == 0
+    assert crossing_bytes(LinearCost(1.0, 1.0), LinearCost(0.5, 1.0)) == 0
+    assert crossing_bytes(LinearCost(1.0, 1.0), LinearCost(1.0, 1.0)) == NEVER
+    assert crossing_bytes(LinearCost(1.0, 0.5), LinearCost(0.5, 1.0)) == NEVER  # wins for small sizes only
+    assert crossing_bytes(LinearCost(0.0, 1.0), LinearCost(10.0, 0.5)) == 21  # at 20 bytes both cost the same
+    assert crossing_bytes(LinearCost(0.0, 1e-300), LinearCost(1.0, 0.0)) == NEVER
+
+
+def test_fit_keeps_both_coefficients_from_being_negative() -> None:
+    falling = LinearCost.fit([10, 1_000], [2.0, 1.0])
+    assert falling.beta_s_per_byte == 0
+    assert falling.alpha_s > 0
+    assert LinearCost.fit([10, 1_000], [1e-9, 1.0]).alpha_s == 0
+    assert LinearCost.fit([500], [1.0]) == LinearCost(0.0, 0.002)
+    assert LinearCost.fit([500, 5_000], [0.0, 0.0]) == LinearCost(0.0, 0.0)
+
+
+def test_noise_at_the_largest_size_does_not_move_the_start_up_cost() -> None:
+    exact = [1e-3 + 1e-8 * size for size in (400, 40_000, 4_000_000)]
+    noisy = LinearCost.fit([400, 40_000, 4_000_000], [*exact[:2], 1.5 * exact[2]])
+    assert noisy.alpha_s == pytest.approx(1e-3, rel=0.1)
+
+
+def test_measurements_of_one_size_are_averaged_and_sorted() -> None:
+    table = ThresholdTable(
+        [Measurement(8, 4.0, 1.0, 1.0), Measurement(4, 1.0, 1.0, 1.0), Measurement(8, 2.0, 3.0, 2.0)]
+    )
+    assert table.rows == (Measurement(4, 1.0, 1.0, 1.0), Measurement(8, 3.0, 2.0, 1.5))
+
+
+def test_table_survives_its_plain_values() -> None:
+    table = figure_6()
+    assert ThresholdTable.from_rows(table.as_rows()).rows == table.rows
+    with pytest.raises(InvalidArgument):
+        ThresholdTable.from_rows([{"size_bytes": 4}])
+    with pytest.raises(InvalidArgument):
+        ThresholdTable.from_rows([3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("size", "raw", "compressed", "codec"),
+    [
+        (0, 1.0, 1.0, 1.0),
+        (-4, 1.0, 1.0, 1.0),
+        (4.5, 1.0, 1.0, 1.0),
+        (True, 1.0, 1.0, 1.0),
+        (4, 0.0, 1.0, 1.0),
+        (4, -1.0, 1.0, 1.0),
+        (4, 1.0, math.nan, 1.0),
+        (4, 1.0, 1.0, math.inf),
+        (4, 1.0, "1", 1.0),
+    ],
+)
+def test_impossible_measurements_are_refused(size: Any, raw: Any, compressed: Any, codec: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        Measurement(size, raw, compressed, codec)
+
+
+def test_other_bad_input_is_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        ThresholdTable([])
+    with pytest.raises(InvalidArgument):
+        figure_6().threshold_bytes("best")
+    for bad in (-1, 0.5, math.nan, math.inf, "4096", True, None, NEVER + 1):
+        with pytest.raises(InvalidArgument):
+            check_threshold(bad)
+    assert [check_threshold(good) for good in (0, 1500, 2e6, NEVER)] == [0, 1500, 2_000_000, NEVER]
+    for sizes, seconds in (([], []), ([1], [1.0, 2.0]), ([0], [1.0]), ([1], [-1.0]), ([math.nan], [1.0])):
+        with pytest.raises(InvalidArgument):
+            LinearCost.fit(sizes, seconds)
+    for reference, current, factor in ((1.0, 1.0, 1.0), (-1.0, 1.0, 2.0), (1.0, math.nan, 2.0)):
+        with pytest.raises(InvalidArgument):
+            has_drifted(reference, current, factor)
+    with pytest.raises(InvalidArgument):
+        log_spaced([4, 8], 1)
+    with pytest.raises(InvalidArgument):
+        log_spaced([0, 8], 4)
+
+
+def test_drift_is_a_change_in_either_direction_beyond_the_factor() -> None:
+    assert not has_drifted(1.0, 1.5, 1.5)
+    assert has_drifted(1.0, 1.51, 1.5)
+    assert not has_drifted(1.5, 1.0, 1.5)
+    assert has_drifted(1.52, 1.0, 1.5)
+    assert not has_drifted(0.0, 5.0, 1.5)
+
+
+def test_chosen_sizes_span_all_of_them_evenly_in_logarithm() -> None:
+    assert log_spaced([40, 4, 400, 4], 8) == [4, 40, 400]
+    sizes = [4 * n for n in range(1, 10_000)]
+    chosen = log_spaced(sizes, 5)
+    assert chosen[0] == 4
+    assert chosen[-1] == 4 * 9_999
+    assert chosen == sorted(set(chosen))
+    ratios = [b / a for a, b in itertools.pairwise(chosen)]
+    assert max(ratios) / min(ratios) < 1.2
+    assert log_spaced([], 4) == []

@@ -1,0 +1,193 @@
+"""SlimGC: what it conserves, what ranks agree on, and how the threshold table comes about."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from buckets import Driver
+from gradwire.control.threshold import NEVER
+from gradwire.schemes.slimgc import SlimGC
+from gradwire.schemes.slimgc.measuring import Measuring
+from ranks import run_ranks
+
+SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,), (300,)]
+LAYOUT = [3, 4]
+COARSE = {"codec": "truncate", "bits": 22}  # one bit of mantissa: every value loses something
+
+
+def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+
+
+def driver_of(scheme: SlimGC, dtype: torch.dtype = torch.float32) -> Driver:
+    return Driver(scheme, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], LAYOUT)
+
+
+def residuals_of(driver: Driver) -> Tensor:
+    state = driver.scheme.state_dict()["residuals"]
+    return flat([state.get(f"p{i}", torch.zeros(math.prod(shape))) for i, shape in enumerate(SHAPES)])
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    summed = values.double()
+    torch.distributed.all_reduce(summed)
+    return summed / torch.distributed.get_world_size()
+
+
+def agree(values: Tensor) -> bool:
+    raw = values.contiguous().view(-1).view(torch.uint8)
+    gathered = [torch.empty_like(raw) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, raw)
+    return all(torch.equal(raw, other) for other in gathered)
+
+
+# ---- one spawned run a world, many promises
+
+
+def check_conservation(rank: int, world_size: int) -> None:
+    """Through the warm-up every tensor changes mode at every step; after it some are compressed and some are not."""
+    cases: list[dict[str, Any]] = [
+        {"topology": topology, "pull": pull, "group_elements": group, "warmup_steps": 4}
+        for topology, pull, group in (
+            ("server", "compressed", 1 << 18),
+            ("server", "compressed", 50),
+            ("server", "raw", 50),
+            ("all-reduce", "compressed", 50),
+        )
+    ]
+    for options in cases:
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+            driver = driver_of(SlimGC(**COARSE, **options), dtype)
+            old = torch.zeros(flat(gradients_of(0, 0)).numel())
+            kinds = set()
+            for step in range(8):
+                driver.loss_scale = 4.0 if step % 3 else 1.0
+                if step == 4:
+                    driver.scheme._threshold = 1_000 if dtype == torch.float32 else 500
+                if step == 6:
+                    driver.bucket_sizes = [len(SHAPES)]  # as DDP rebuilds them
+                gradients = gradients_of(rank, step, dtype)
+                if step == 5:
+                    gradients[0].zero_()  # unused: DDP throws its result away, so what was left out of it stays
+                result = driver.reduce([gradient * driver.loss_scale for gradient in gradients])
+                assert agree(flat(result)), (options, dtype, step)
+                new = residuals_of(driver)
+                is_compressed = bool(new.any())
+                kinds.add(is_compressed)
+                expected = mean_over_ranks(flat(gradients) + old)
+                found = flat(result).double() / driver.loss_scale + mean_over_ranks(new)
+                assert torch.allclose(found, expected, atol=tolerance, rtol=tolerance), (options, dtype, step)
+                if step in (1, 3):
+                    assert not is_compressed, "a raw step flushes every residual"
+                if step == 5:
+                    assert torch.equal(new[: 24 * 18], old[: 24 * 18])
+                    assert not result[0].any()
+                old = new
+            assert kinds == ({True, False} if world_size > 1 else {False})
+            driver.close()
+
+
+def check_one_table(rank: int, world_size: int) -> None:
+    """Ranks that measured different times end with one table, the slowest rank's."""
+    original = Measuring._time
+
+    def timed(self: Measuring, n: int, is_compressed: bool, *args: Any) -> tuple[float, float]:
+        original(self, n, is_compressed, *args)
+        line = (1e-3, 1e-6) if is_compressed else (1e-4, 4e-6)
+        return line[0] + line[1] * n * (1 + 0.1 * rank), 1e-4 if is_compressed else 0.0
+
+    Measuring._time = timed  # type: ignore[method-assign]
+    try:
+        driver = driver_of(SlimGC(**COARSE, warmup_steps=4, drift_every=5))
+        for step in range(4):
+            driver.reduce(gradients_of(rank, step))
+        stats = driver.scheme.stats()
+        assert [row["size_bytes"] for row in stats["threshold_table"]] == [4, 28, 200, 1200, 1320, 1728]
+        worst = 1 + 0.1 * (world_size - 1)
+        assert math.isclose(stats["threshold_table"][-1]["raw_s"], 1e-4 + 4e-6 * 432 * worst)
+        # 1e-4 + 4e-6 n w = 1e-3 + 1e-6 n w at n = 300 / w values of 4 bytes.
+        assert abs(stats["threshold_bytes"] - 1200 / worst) <= 8, stats["threshold_bytes"]
+        assert agree(torch.tensor(stats["threshold_bytes"]))
+        driver.reduce(gradients_of(rank, 4))
+        stats = driver.scheme.stats()
+        assert stats["n_tensors_compressed"] == 3
+        assert stats["n_tensors_raw"] == 4
+        assert 0.9 < stats["share_compressed"] < 1
+        # Any one rank's request makes all of them measure again, at the same step.
+        if rank == world_size - 1:
+            driver.scheme.remeasure()
+        counts = []
+        for step in range(5, 11):
+            driver.reduce(gradients_of(rank, step))
+            counts.append(driver.scheme.stats()["threshold_measured"])
+        assert counts == [1, 1, 1, 1, 2, 2]
+        # The network becomes slower: the first look after the table was made is what later ones are compared with. The
+        # rank that waits least says how slow the network is, and here only that rank changes.
+        measuring = driver.scheme._measuring
+        end_step, seconds = measuring.end_step, [1.0 + rank]
+        measuring.end_step = lambda step, _, *args: end_step(step, seconds[0], *args)
+        measured = []
+        for step in range(11, 30):
+            if step == 20:
+                seconds[0] = 1.6 + rank
+            driver.reduce(gradients_of(rank, step))
+            measured.append(driver.scheme.stats()["threshold_measured"])
+        assert measured == [2] * 13 + [3] * 6
+        driver.close()
+    finally:
+        Measuring._time = original  # type: ignore[method-assign]
+
+
+def check_non_finite(rank: int, world_size: int) -> None:
+    """A NaN in a compressed or a raw tensor of one rank: all ranks see it, and no residual changes."""
+    for tensor in (0, 1):
+        driver = driver_of(SlimGC(**COARSE, threshold_bytes=400))
+        driver.reduce(gradients_of(rank, 0))
+        before = residuals_of(driver)
+        assert before.any()
+        gradients = gradients_of(rank, 1)
+        if rank == world_size - 1:
+            gradients[tensor].view(-1)[2] = math.nan
+        result = driver.reduce(gradients)
+        assert result[tensor].isnan().any()
+        assert torch.equal(residuals_of(driver), before)
+        assert driver.scheme.stats()["n_buckets_redone"] == (1 if tensor == 0 else 0)
+        after = driver.reduce(gradients_of(rank, 2))
+        assert flat(after).isfinite().all()
+        driver.close()
+
+
+def check_all_compressed_and_none(rank: int, world_size: int) -> None:
+    """A threshold of 0 compresses all; NEVER nothing, which is the mean itself."""
+    for threshold, n_compressed in ((0, 6), (NEVER, 0)):
+        driver = driver_of(SlimGC(codec="raw", threshold_bytes=threshold))
+        result = flat(driver.reduce(gradients_of(rank, 0)))
+        expected = mean_over_ranks(flat(gradients_of(rank, 0))).float()
+        assert torch.allclose(result, expected, atol=1e-6)
+        assert driver.scheme.stats()["n_tensors_compressed"] == n_compressed
+        assert not residuals_of(driver).any()
+        driver.close()
+
+
+def check_everything(rank: int, world_size: int) -> None:
+    check_conservation(rank, world_size)
+    check_one_table(rank, world_size)
+    check_non_finite(rank, world_size)
+    check_all_compressed_and_none(rank, world_size)
+
+
+def test_gradients_are_conserved_tables_are_shared_and_non_finite_steps_change_nothing_two_ranks() -> None:
+    run_ranks(check_everything, 2)
+
+
+def test_gradients_are_conserved_tables_are_shared_and_non_finite_steps_change_nothing_three_ranks() -> None:
+    run_ranks(check_everything, 3)

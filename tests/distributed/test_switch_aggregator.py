@@ -1,0 +1,160 @@
+"""The aggregator `switch` between real ranks: exact integers, counted bytes, and errors that reach every rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, try_ranks
+from switch_cases import Serving
+
+from gradwire import aggregators
+from gradwire.communicator import Communicator
+from gradwire.errors import CorruptMessage, InvalidArgument, PeerLost, Unsupported
+from gradwire.telemetry.recorder import Recorder
+
+
+def values_of(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Over the whole range of the dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, (n,), dtype=dtype, generator=generator)
+
+
+def reduce_everything(rank: int, world_size: int, address: str) -> dict[str, Any]:
+    communicator, recorder = Communicator(timeout_s=30), Recorder(rank, world_size)
+    aggregator = aggregators.by_name("switch", address=address, slots=64)
+    aggregator.bind(communicator, recorder)
+
+    def on_lane() -> dict[str, Any]:
+        record = recorder.open_bucket(0, 0, 4)
+        results: dict[str, Any] = {}
+        for n in (0, 1, 1000, 70_001):
+            words, largest = values_of(rank, n, torch.int32), values_of(rank, n, torch.int32)
+            aggregator.or_words(words, record)
+            aggregator.max_int32(largest, record)
+            short, long = values_of(rank, n, torch.int32), values_of(rank, n, torch.int64)
+            long_too = values_of(rank + 50, n, torch.int64)
+            sums = [aggregator.start_sum(values, record) for values in (short, long, long_too)]
+            for one in sums:
+                one.wait()
+                one.wait()  # the second does nothing
+            results[str(n)] = (words, largest, short, long, long_too)
+        results["record"] = (record.bytes_sent, record.bytes_received)
+        results["stats"] = aggregator.stats()
+        with pytest.raises(Unsupported, match="integers only"):
+            aggregator.start_sum(torch.zeros(4), record)
+        with pytest.raises(InvalidArgument):
+            aggregator.start_sum(torch.zeros((2, 2), dtype=torch.int32), record)
+        return results
+
+    results = communicator.submit(on_lane).wait()
+    aggregator.close()
+    results["after"] = aggregator.stats()
+    aggregator.bind(communicator, recorder)  # again: a new job of the same ranks
+    again = values_of(rank, 300, torch.int32)
+    communicator.submit(lambda: aggregator.start_sum(again, recorder.open_bucket(1, 0, 4)).wait()).wait()
+    results["again"] = again
+    aggregator.close()
+    communicator.close()
+    return results
+
+
+def test_sums_ors_and_maxima_of_ranks_are_exact_and_their_bytes_are_counted() -> None:
+    world_size = 3
+    with Serving() as serving:
+        results = run_ranks(reduce_everything, world_size, f"localhost:{serving.port}")
+        counters = serving.counters()
+    assert counters["n_jobs"] == 0
+    assert counters["jobs_admitted"] == 2
+    for n in (0, 1, 1000, 70_001):
+        short = [values_of(rank, n, torch.int32) for rank in range(world_size)]
+        wide = [[values_of(rank + more, n, torch.int64) for rank in range(world_size)] for more in (0, 50)]
+        wanted = (
+            short[0] | short[1] | short[2],
+            torch.stack(short).amax(0),
+            (short[0].long() + short[1] + short[2]).to(torch.int32),
+            *(one[0] + one[1] + one[2] for one in wide),
+        )
+        for rank in range(world_size):
+            for got, expected in zip(results[rank][str(n)], wanted, strict=True):
+                assert torch.equal(got, expected), (rank, n)
+    for result in results:
+        stats = result["stats"]
+        assert stats["switch"] == "emulation"
+        # Everything but the packets that join and leave lies in some record.
+        assert 0 <= stats["bytes_sent"] - result["record"][0] < 1000
+        assert 0 <= stats["bytes_received"] - result["record"][1] < 1000
+        n_packets = 3 * (1 + 4 + 274) + 2 * (1 + 12 + 821)
+        assert result["record"][0] == 1064 * (n_packets + stats["packets_resent"])
+        assert result["after"]["packets_sent"] == stats["packets_sent"]
+    assert len({result["again"].numpy().tobytes() for result in results}) == 1
+
+
+def fail_while_others_wait(rank: int, world_size: int, address: str) -> None:
+    communicator, recorder = Communicator(timeout_s=60), Recorder(rank, world_size)
+    aggregator = aggregators.by_name("switch", address=address)
+    aggregator.bind(communicator, recorder)
+    record = recorder.open_bucket(0, 0, 4)
+
+    def on_lane() -> None:
+        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), record).wait()
+        if rank == 1:
+            raise CorruptMessage("a sketch of rank 1 was damaged")
+        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), record).wait()
+
+    communicator.submit(on_lane).wait()
+
+
+def test_a_rank_that_fails_outside_the_switch_ends_the_others_sums_with_its_error() -> None:
+    with Serving() as serving:
+        outcomes = try_ranks(fail_while_others_wait, 2, f"127.0.0.1:{serving.port}")
+    assert isinstance(outcomes[1].error, CorruptMessage)
+    assert isinstance(outcomes[0].error, CorruptMessage)
+    assert "rank 1 raised: a sketch of rank 1 was damaged" in str(outcomes[0].error)
+
+
+def die_while_others_wait(rank: int, world_size: int, address: str) -> None:
+    communicator, recorder = Communicator(timeout_s=3), Recorder(rank, world_size)
+    aggregator = aggregators.by_name("switch", address=address)
+    aggregator.bind(communicator, recorder)
+    record = recorder.open_bucket(0, 0, 4)
+
+    def on_lane() -> None:
+        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), record).wait()
+        if rank == 1:
+            os._exit(3)
+        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), record).wait()
+
+    communicator.submit(on_lane).wait()
+
+
+def test_a_rank_that_dies_is_named_when_the_time_is_up() -> None:
+    with Serving() as serving:
+        outcomes = try_ranks(die_while_others_wait, 3, f"127.0.0.1:{serving.port}")
+    assert outcomes[1].exit_code == 3
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, PeerLost), outcomes[rank].traceback
+        assert "rank 1 sent nothing" in str(outcomes[rank].error)
+
+
+def test_addresses_that_lead_nowhere_are_refused_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two:
+        world_size = 2
+
+    class Many:
+        world_size = 33
+
+    monkeypatch.delenv("GRADWIRE_SWITCH", raising=False)
+    for address in (None, "", "host", "host:", ":1", "host:0", "host:65536", "host:x"):
+        with pytest.raises(InvalidArgument, match=r"host:port"):
+            aggregators.by_name("switch", address=address).bind(Two(), None)  # type: ignore[arg-type]
+    monkeypatch.setenv("GRADWIRE_SWITCH", "127.0.0.1:4790")
+    aggregators.by_name("switch").bind(Two(), None)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="process-group"):
+        aggregators.by_name("switch").bind(Many(), None)  # type: ignore[arg-type]
+    for slots in (0, 3, 1 << 21):
+        with pytest.raises(InvalidArgument):
+            aggregators.by_name("switch", slots=slots)

@@ -1,0 +1,216 @@
+"""A switch or a rank that dies, is restarted, leaves or disagrees: a typed error that says so, on every rank, in time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from switch_cases import ADD, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw, try_at_once
+
+from gradwire import _native
+from gradwire.errors import IncompatibleVersion, InvalidArgument, PeerLost, RankMismatch, Unsupported
+
+
+def make_client(port: int, worker: int = 0, n_workers: int = 1, job: int = 7, slots: int = 16) -> Any:
+    return _native.SwitchClient("127.0.0.1", port, job, worker, n_workers, slots)
+
+
+def test_a_switch_that_was_never_there_raises_peer_lost() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(PeerLost, match="did not answer"):
+            make_client(silent.getsockname()[1]).join(0.3)
+        port = silent.getsockname()[1]
+    with pytest.raises(PeerLost, match="did not answer"):
+        make_client(port).join(0.3)
+
+
+def test_ranks_may_come_before_the_switch() -> None:
+    with Serving() as serving:
+        port = serving.port
+    clients_of_it = [make_client(port, worker, 2) for worker in range(2)]
+
+    def start_late() -> Serving:
+        time.sleep(0.2)
+        return Serving(port=port)
+
+    *_, late = at_once([*(lambda one=one: one.join(10.0) for one in clients_of_it), start_late])
+    with late:
+        assert_reduced(clients_of_it, 1000, ADD, seed=0)
+
+
+def test_a_switch_that_dies_in_mid_sum_raises_peer_lost_on_every_rank() -> None:
+    serving = Serving()
+    with clients(serving.port, 3) as workers:
+        assert_reduced(workers, 1000, ADD, seed=0)
+        arrays = draw(3, 1000, seed=1)
+        # Rank 2 keeps out, so that the sum cannot end before the switch does.
+        calls = [lambda w=w, a=a: w.reduce(a, ADD, 30.0) for w, a in zip(workers[:2], arrays, strict=False)]
+        outcomes = try_at_once([*calls, lambda: (time.sleep(0.2), serving.end())])
+        for outcome in outcomes[:2]:
+            assert isinstance(outcome, PeerLost)
+            assert "nobody listens there any more" in str(outcome)
+
+
+def test_a_switch_that_falls_silent_raises_peer_lost_after_the_time_out() -> None:
+    with Serving() as serving, Relay(serving.port, Trouble(), seed=0) as relay, clients(relay.port, 2) as workers:
+        assert_reduced(workers, 1000, ADD, seed=0)
+        relay._trouble = Trouble(lost=1.0)
+        outcomes = try_at_once([lambda w=w: w.reduce(draw(1, 1000, 1)[0], ADD, 0.5) for w in workers])
+        relay._trouble = Trouble()
+        for outcome in outcomes:
+            assert isinstance(outcome, PeerLost)
+            assert "did not answer for 0.5 s" in str(outcome)
+
+
+def test_a_restarted_switch_raises_peer_lost_that_says_so() -> None:
+    serving = Serving()
+    with clients(serving.port, 2) as workers:
+        assert_reduced(workers, 1000, ADD, seed=0)
+        epoch, port = serving.server.epoch, serving.port
+        serving.end()
+        with Serving(port=port) as again:
+            assert again.server.epoch != epoch
+            outcomes = try_at_once([lambda w=w: w.reduce(draw(1, 1000, 1)[0], ADD, 30.0) for w in workers])
+            for outcome in outcomes:
+                assert isinstance(outcome, PeerLost)
+                assert "restarted" in str(outcome)
+
+
+def test_a_rank_that_sends_nothing_is_named_by_the_others() -> None:
+    with Serving() as serving, clients(serving.port, 4) as workers:
+        assert_reduced(workers, 1000, ADD, seed=0)
+        outcomes = try_at_once(
+            [lambda w=w: w.reduce(draw(1, 9000, 1)[0], ADD, 0.7) for w in workers if w is not workers[2]]
+        )
+        for outcome in outcomes:
+            assert isinstance(outcome, PeerLost)
+            assert "rank 2 sent nothing" in str(outcome)
+
+
+def test_a_slow_rank_is_waited_for_without_sending_everything_again() -> None:
+    with Serving() as serving, clients(serving.port, 2, slots=1024) as workers:
+        assert_reduced(workers, 1000, ADD, seed=0)
+        arrays = draw(2, 256 * 1000, seed=1)
+        wanted = (arrays[0].astype(np.int64) + arrays[1]).astype(np.int32)
+
+        def come_late() -> None:
+            time.sleep(1.0)
+            workers[1].reduce(arrays[1], ADD, 20.0)
+
+        at_once([lambda: workers[0].reduce(arrays[0], ADD, 20.0), come_late])
+        assert np.array_equal(arrays[0], wanted)
+        assert np.array_equal(arrays[1], wanted)
+
+
+def test_a_rank_that_leaves_in_mid_sum_is_named_by_the_others_at_once() -> None:
+    with Serving() as serving, clients(serving.port, 3) as workers:
+        assert_reduced(workers, 1000, ADD, seed=0)
+        outcomes = try_at_once(
+            [
+                *(lambda w=w: w.reduce(draw(1, 1000, 1)[0], ADD, 60.0) for w in workers[:2]),
+                lambda: (time.sleep(0.1), workers[2].leave()),
+            ]
+        )
+        for outcome in outcomes[:2]:
+            assert isinstance(outcome, PeerLost)
+            assert "rank 2 has left" in str(outcome)
+
+
+def test_a_rank_that_leaves_after_a_sum_takes_no_result_from_the_others() -> None:
+    trouble = Trouble(lost=0.3)
+    with (
+        Serving() as serving,
+        Relay(serving.port, trouble, seed=3) as relay,
+        clients(relay.port, 2, slots=4) as workers,
+    ):
+        arrays = draw(2, 2_000, seed=1)
+        wanted = (arrays[0].astype(np.int64) + arrays[1]).astype(np.int32)
+
+        def run(worker: Any, array: Any) -> None:
+            worker.reduce(array, ADD, 20.0)
+            worker.leave()
+
+        at_once([lambda w=w, a=a: run(w, a) for w, a in zip(workers, arrays, strict=True)])
+        assert np.array_equal(arrays[0], wanted)
+        assert np.array_equal(arrays[1], wanted)
+
+
+def test_ranks_in_different_calls_raise_rank_mismatch() -> None:
+    with Serving() as serving, clients(serving.port, 2) as workers:
+        outcomes = try_at_once(
+            [
+                lambda: workers[0].reduce(draw(1, 1000, 1)[0], ADD, 1.0),
+                lambda: workers[1].reduce(draw(1, 1000, 1)[0], OR, 1.0),
+            ]
+        )
+        # Whoever comes second is told; the other hears of it through the process group, or when its time is up.
+        kinds = {type(outcome) for outcome in outcomes}
+        assert RankMismatch in kinds
+        assert kinds <= {RankMismatch, PeerLost}
+
+
+def test_a_job_that_finds_no_slots_is_refused_until_another_ends() -> None:
+    with Serving(n_slots=16) as serving:
+        with clients(serving.port, 1, job=1, slots=16):
+            with pytest.raises(Unsupported, match="no slots left"):
+                make_client(serving.port, job=2).join(5.0)
+        with clients(serving.port, 1, job=2, slots=64) as workers:
+            assert workers[0].n_slots == 16  # fewer than it asked for, rather than none
+            assert_reduced(workers, 5000, ADD, seed=0)
+
+
+def test_a_silent_job_loses_its_slots_only_after_its_lease_and_is_told() -> None:
+    with Serving(n_slots=16, lease_s=0.2) as serving, clients(serving.port, 1, job=1, slots=16) as old:
+        time.sleep(0.3)
+        with clients(serving.port, 1, job=2, slots=16) as new:
+            assert_reduced(new, 100, ADD, seed=0)
+            with pytest.raises(PeerLost, match="silent"):
+                old[0].reduce(draw(1, 100, 1)[0], ADD, 5.0)
+        assert serving.counters()["jobs_evicted"] == 1
+
+
+def test_a_second_process_in_a_ranks_place_and_another_world_size_are_refused() -> None:
+    with Serving() as serving, clients(serving.port, 2):
+        for worker, n_workers in ((0, 2), (0, 3)):
+            with pytest.raises(Unsupported, match="refused"):
+                make_client(serving.port, worker, n_workers).join(5.0)
+
+
+def test_a_switch_of_another_version_raises_incompatible_version() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind(("127.0.0.1", 0))
+
+        def answer() -> None:
+            _, sender = other.recvfrom(4096)
+            other.sendto(b"GWSW\x02\x02" + bytes(34), sender)
+
+        outcome, _ = try_at_once([lambda: make_client(other.getsockname()[1]).join(5.0), answer])
+        assert isinstance(outcome, IncompatibleVersion)
+        assert "version 2" in str(outcome)
+
+
+def test_a_rank_of_another_version_is_told_by_the_switch() -> None:
+    with Serving() as serving, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as rank:
+        rank.settimeout(5.0)
+        rank.sendto(b"GWSW\x02\x01" + bytes(34), ("127.0.0.1", serving.port))
+        answer = rank.recv(4096)
+        assert answer[:6] == b"GWSW\x01\x03"
+        assert answer[8:16] == bytes(8)
+
+
+def test_a_stopped_client_ends_its_sum() -> None:
+    with Serving() as serving, clients(serving.port, 2) as workers:
+        outcome, _ = try_at_once(
+            [lambda: workers[0].reduce(draw(1, 1000, 1)[0], ADD, 60.0), lambda: (time.sleep(0.1), workers[0].stop())]
+        )
+        assert isinstance(outcome, PeerLost)
+
+
+@pytest.mark.parametrize(("worker", "n_workers", "slots"), [(0, 33, 16), (2, 2, 16), (0, 0, 16), (0, 1, 3), (0, 1, 0)])
+def test_what_a_bitmap_or_a_mask_cannot_hold_is_refused(worker: int, n_workers: int, slots: int) -> None:
+    with pytest.raises(InvalidArgument):
+        _native.SwitchClient("127.0.0.1", 4790, 1, worker, n_workers, slots)

@@ -1,0 +1,121 @@
+"""A network that loses, doubles, reorders and damages packets costs time, never a bit of a result."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+from switch_cases import ADD, MAXIMUM, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw
+
+from gradwire import _native
+
+LENGTHS = (0, 1, 255, 256, 257, 5_000)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("slots", [1, 4, 256])
+def test_sums_ors_and_maxima_are_exact_for_every_world_length_and_window(n_workers: int, slots: int) -> None:
+    with Serving(n_slots=256) as serving, clients(serving.port, n_workers, slots=slots) as workers:
+        for n in LENGTHS:
+            for operation in (ADD, OR, MAXIMUM):
+                assert_reduced(workers, n, operation, seed=n)
+        assert all(worker.n_slots == slots for worker in workers)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Trouble(lost=0.1),
+        Trouble(doubled=0.3, hold=300),
+        Trouble(held=0.3, hold=100),
+        Trouble(lost=0.05, doubled=0.1, held=0.2, damaged=0.05),
+    ],
+    ids=["lost", "doubled", "reordered", "everything"],
+)
+def test_results_are_exact_over_a_network_that_misbehaves(n_workers: int, trouble: Trouble) -> None:
+    # 8 slots: stragglers of a round come when their slot is in the next one, or the one after that.
+    with Serving() as serving, Relay(serving.port, trouble, seed=n_workers) as relay:
+        with clients(relay.port, n_workers, slots=8) as workers:
+            for call, n in enumerate((3_000, 100, 8_000)):
+                assert_reduced(workers, n, (ADD, OR, MAXIMUM)[call], seed=call)
+            resent = sum(worker.counters()["packets_resent"] for worker in workers)
+        counters = serving.counters()
+        if trouble.lost:
+            assert resent > 0
+        if trouble.doubled:
+            assert counters["duplicates"] + counters["stale"] > 0
+        if trouble.damaged:
+            assert counters["foreign"] > 0
+
+
+def test_two_jobs_at_once_do_not_touch_each_other() -> None:
+    trouble = Trouble(lost=0.03, doubled=0.1, held=0.1)
+    with Serving(n_slots=32) as serving, Relay(serving.port, trouble, seed=1) as relay:
+        with clients(relay.port, 2, job=1, slots=16) as first, clients(relay.port, 3, job=2, slots=16) as second:
+            assert serving.counters()["n_free_slots"] == 0
+            at_once(
+                [
+                    lambda: [assert_reduced(first, 6_000, ADD, seed) for seed in range(3)],
+                    lambda: [assert_reduced(second, 4_000, OR, seed) for seed in range(3, 6)],
+                ]
+            )
+        assert serving.counters()["n_free_slots"] == 32
+
+
+def test_a_flood_of_foreign_packets_changes_no_result() -> None:
+    numbers = np.random.default_rng(5)
+    with Serving(n_slots=64) as serving, clients(serving.port, 3, job=99, slots=32) as workers:
+        is_over = threading.Event()
+
+        def flood() -> None:
+            """Noise, packets of ours with a wrong sender, and others' jobs that ask for slots and send values."""
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+                stranger.setblocking(False)
+                to = ("127.0.0.1", serving.port)
+                spoofed = _native.SwitchClient("127.0.0.1", serving.port, 99, 0, 3, 32)  # another process as worker 0
+                while not is_over.is_set():
+                    for size in (0, 1, 39, 40, 41, 1063, 1064, 1065, 9000):
+                        stranger.sendto(numbers.bytes(size), to)
+                    stranger.sendto(b"GWSW\x01" + numbers.bytes(1059), to)
+                    try:
+                        spoofed.join(0.001)
+                    except Exception as error:
+                        assert type(error).__name__ in ("Unsupported", "PeerLost")
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            for seed in range(4):
+                assert_reduced(workers, 30_000, ADD, seed)
+        finally:
+            is_over.set()
+            thread.join()
+        assert serving.counters()["foreign"] > 0
+        assert serving.counters()["n_jobs"] == 1
+
+
+def test_what_a_stranger_sends_to_a_rank_is_not_taken_for_a_result() -> None:
+    with Serving() as serving, clients(serving.port, 2) as workers:
+        arrays = draw(2, 50_000, seed=1)
+        is_over = threading.Event()
+
+        def flood() -> None:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+                while not is_over.is_set():
+                    for port in range(32_768, 61_000, 97):  # the ranks' sockets are connected: the kernel turns it away
+                        stranger.sendto(os.urandom(64), ("127.0.0.1", port))
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            wanted = (arrays[0].astype(np.int64) + arrays[1]).astype(np.int32)
+            at_once([lambda w=w, a=a: w.reduce(a, ADD, 20.0) for w, a in zip(workers, arrays, strict=True)])
+        finally:
+            is_over.set()
+            thread.join()
+        assert np.array_equal(arrays[0], wanted)
+        assert np.array_equal(arrays[1], wanted)

@@ -1,0 +1,62 @@
+"""`bench train --then`: links that change in mid-run, for every contender at the same step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.link_changes import change_links
+from gradwire.cli import main
+from gradwire.errors import GradwireError
+
+
+@pytest.mark.root
+def test_links_change_between_the_phases_and_records_say_so(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--workload", "resnet", "--ranks", "2", "--steps", "2", "--warmup", "1", "--batch-size", "4"]
+    command = [sys.executable, "-m", "gradwire.cli", "bench", "train", "--scheme", "ddp", "plain", *options]
+    changes = ["--rate", "1gbit", "--then", "20mbit", "1gbit,20mbit"]
+    result = subprocess.run(
+        [*command, *changes, "--json", str(out)], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "change links" not in result.stdout, "questions to the launcher are not for people"
+    records = json.loads(out.read_text())
+    assert [(record["phase"], record["rates"], record["scheme"]) for record in records] == [
+        (phase, rates, scheme)
+        for phase, rates in enumerate(["1gbit", "20mbit", "1gbit,20mbit"])
+        for scheme in ("ddp", "plain")
+    ]
+    assert all(record["n_steps"] == 2 for record in records)
+    by_phase = {record["phase"]: record for record in records if record["scheme"] == "plain"}
+    # 4.9 MB at 20 Mb/s take 2 s and at 1 Gb/s 0.04 s: the order holds on any machine.
+    assert by_phase[0]["iteration_s"] < by_phase[1]["iteration_s"]
+    assert by_phase[0]["iteration_s"] < by_phase[2]["iteration_s"]
+    assert by_phase[2]["network"] == "netlab 1000000000,20000000"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--then", "100mbit"], "give the rate to begin with"),
+        (["--rate", "none", "--then", "100mbit"], "give the rate to begin with"),
+        (["--rate", "1gbit", "--then", "none"], "expected one rate"),
+        (["--rate", "1gbit", "--then", "1gbit,1gbit"], "4 with commas between"),
+        (["--rate", "1gbit", "--then", "fast"], "is no rate"),
+    ],
+)
+def test_change_that_cannot_be_is_refused_before_a_rank_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "train", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_launcher_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.bench.link_changes._PATIENCE_S", 0.1)
+    with pytest.raises(GradwireError, match="did not change the links"):
+        change_links(tmp_path / "log.jsonl", 0, "100mbit")

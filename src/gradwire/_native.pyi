@@ -72,12 +72,11 @@ def embedded_float_decode(message: Any, dtype: int, values: Any) -> None: ...
 def embedded_float_refine(
     message: Any, codes: Any, exponents: Any, dtype: int, partition: int, n_known: int
 ) -> int: ...
-def embedded_float_write(
-    codes: Any, exponents: Any, dtype: int, partition: int, n_known: int, values: Any
-) -> None: ...
+def embedded_float_write(codes: Any, exponents: Any, dtype: int, partition: int, n_known: int, values: Any) -> None: ...
 def embedded_float_add(codes: Any, exponents: Any, dtype: int, partition: int, n_known: int, sums: Any) -> None: ...
 def embedded_float_quantise(values: Any, dtype: int, partition: int, n_known: int, out: Any) -> None: ...
 def embedded_float_header(message: Any) -> dict[str, Any]: ...
+
 # Philox4x32-10: uint32 numbers of groups of 64 elements, a function of (seed, step, place).
 def random_numbers(seed: int, step: int, first_group: int, out: Any) -> None: ...
 
@@ -133,7 +132,15 @@ def thc_write_codes(
     codes: Any,
 ) -> None: ...
 def thc_read_sums(
-    sums: Any, wide: bool, n_ranks: int, norms: Any, clip: float, sign_seed: int, sign_step: int, dtype: int, values: Any
+    sums: Any,
+    wide: bool,
+    n_ranks: int,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    dtype: int,
+    values: Any,
 ) -> None: ...
 def thc_encode(
     values: Any,
@@ -149,6 +156,7 @@ def thc_encode(
     out: Any,
 ) -> int: ...
 def thc_decode(message: Any, dtype: int, values: Any) -> None: ...
+
 # The switch emulation (docs/switch.md). Operations: 1 add, 2 or, 3 maximum. All but `stop` from one thread at a time.
 SWITCH_LANES: int
 SWITCH_HEADER_BYTES: int

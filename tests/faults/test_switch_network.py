@@ -8,9 +8,9 @@ import threading
 
 import numpy as np
 import pytest
-from switch_cases import ADD, MAXIMUM, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw
 
 from gradwire import _native
+from switch_cases import ADD, MAXIMUM, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw
 
 LENGTHS = (0, 1, 255, 256, 257, 5_000)
 

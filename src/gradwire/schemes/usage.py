@@ -31,9 +31,7 @@ class Withheld:
             assert residual is not None
             residual[start:end] = values
 
-    def keep(
-        self, new_residual: torch.Tensor, used_by_any: list[bool], sent: tuple[int, int] | None = None
-    ) -> None:
+    def keep(self, new_residual: torch.Tensor, used_by_any: list[bool], sent: tuple[int, int] | None = None) -> None:
         """Let them stand in `new_residual` (n,) as they were, and beside them what messages left out of nothing.
 
         Args:

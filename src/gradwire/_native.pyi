@@ -72,12 +72,11 @@ def embedded_float_decode(message: Any, dtype: int, values: Any) -> None: ...
 def embedded_float_refine(
     message: Any, codes: Any, exponents: Any, dtype: int, partition: int, n_known: int
 ) -> int: ...
-def embedded_float_write(
-    codes: Any, exponents: Any, dtype: int, partition: int, n_known: int, values: Any
-) -> None: ...
+def embedded_float_write(codes: Any, exponents: Any, dtype: int, partition: int, n_known: int, values: Any) -> None: ...
 def embedded_float_add(codes: Any, exponents: Any, dtype: int, partition: int, n_known: int, sums: Any) -> None: ...
 def embedded_float_quantise(values: Any, dtype: int, partition: int, n_known: int, out: Any) -> None: ...
 def embedded_float_header(message: Any) -> dict[str, Any]: ...
+
 # Philox4x32-10: uint32 numbers of groups of 64 elements, a function of (seed, step, place).
 def random_numbers(seed: int, step: int, first_group: int, out: Any) -> None: ...
 
@@ -108,6 +107,7 @@ def write_ternary_counts(
     values: Any, dtype: int, scale: float, seed: int, step: int, field_bits: int, codes: Any
 ) -> None: ...
 def read_ternary_counts(codes: Any, field_bits: int, n_ranks: int, scale: float, dtype: int, values: Any) -> None: ...
+
 # The switch emulation (docs/switch.md). Operations: 1 add, 2 or, 3 maximum. All but `stop` from one thread at a time.
 SWITCH_LANES: int
 SWITCH_HEADER_BYTES: int
@@ -134,3 +134,56 @@ class SwitchClient:
 
 # 0: a packet of this version; 1: foreign or damaged; 2: of another version.
 def switch_check_packet(datagram: Any) -> int: ...
+
+# Truncated floats: format: 0 native, 1 fp16, 2 fp8-e4m3, 3 fp8-e5m2, 4 fp4-e2m1; seed None: truncated, not rounded.
+def truncated_float_max_bytes(n_elements: int, dtype: int, format: int, n_bits: int, partition: int) -> int: ...
+def truncated_float_encode(
+    values: Any, dtype: int, format: int, n_bits: int, partition: int, seed: int | None, stream: int, out: Any
+) -> int: ...
+def truncated_float_decode(message: Any, dtype: int, values: Any) -> None: ...
+def truncated_float_header(message: Any) -> dict[str, Any]: ...
+
+# THC: blocks of 1,024 rotated values, padded; norms float32, one a block; codes the table's values as uint8, sums of them
+# uint8 or (wide) 16 bits.
+def thc_padded_elements(n_elements: int) -> int: ...
+def thc_max_bytes(n_elements: int) -> int: ...
+def thc_write_norms(values: Any, dtype: int, residual: Any | None, residual_scale: float, norms: Any) -> None: ...
+def thc_write_codes(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    seed: int,
+    step: int,
+    codes: Any,
+) -> None: ...
+def thc_read_sums(
+    sums: Any,
+    wide: bool,
+    n_ranks: int,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    dtype: int,
+    values: Any,
+) -> None: ...
+def thc_encode(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    seed: int,
+    step: int,
+    out: Any,
+) -> int: ...
+def thc_decode(message: Any, dtype: int, values: Any) -> None: ...

@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if workload_name not in workloads.names():
         raise InvalidArgument(f"no workload is called {workload_name!r}; there are: {', '.join(workloads.names())}")
     specs = choose_specs(args.scheme, train_contenders.names())
+    for spec in specs:
+        train_contenders.check_rival_options(*parse_spec(spec))
     check_rank_arguments(args)
     check_changes(args)
     if not is_rank():

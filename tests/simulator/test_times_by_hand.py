@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gradwire.collectives.parts import CHUNK_ELEMENTS
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.jitter import Uniform
 from gradwire.simulator.schemes.aqgb import Aqgb
@@ -100,7 +101,7 @@ def test_codec_times_count_where_the_lane_says(lane: str, expected_s: float) -> 
 
 
 def test_a_pipeline_of_many_chunks_hides_the_shorter_of_codec_and_wire() -> None:
-    n_values = 2 * 10 * 262_144  # ten chunks in each of two parts
+    n_values = 2 * 10 * CHUNK_ELEMENTS  # ten chunks in each of two parts
     workload = Workload("big", (Block("a", n_values, 1.0, 2.0),), "by hand")
     cost = Cost(32.0, 1 / n_values, 1 / n_values, lane="pipelined")
     made = ends(lambda s: Collective(s, cost), workload, 2, 32.0 * n_values / 10, rounds=1)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import simpy
 
+from gradwire.collectives.parts import count_chunks
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.network import FlowClass
 from gradwire.simulator.schemes.base import Scheme
@@ -16,9 +17,6 @@ from gradwire.simulator.simulation import Group, Simulation
 
 Lane = Literal["pipelined", "in turn", "asynchronous"]
 LANES: tuple[Lane, ...] = ("pipelined", "in turn", "asynchronous")
-
-# gradwire's collectives encode, send and decode this many values at a time (docs/architecture.md).
-CHUNK_VALUES = 262_144
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Cost:
     Attributes:
         sent_bits_per_value: on a worker's link, each way, all hops together.
         encode_s_per_value, decode_s_per_value: of the bucket's values, all hops together.
-        n_hops: messages that wait for each other; each pays the latency.
+        n_hops: messages that wait for each other; each pays the latency, and where the lane is pipelined each of its chunks.
         lane: "pipelined" if chunks are encoded, sent and decoded side by side; "in turn" if a bucket is encoded, sent and
             decoded before the next; "asynchronous" if the next bucket is encoded while this one is sent.
     """
@@ -100,7 +98,7 @@ class Collective(Scheme):
         codec_s = (self.cost.encode_s_per_value + self.cost.decode_s_per_value) * n_values
         yield from self._send(round_number, block)
         wire_s = self.environment.now - started_s
-        n_chunks = max(1, -(-n_values // self.simulation.setting.n_workers // CHUNK_VALUES))
+        n_chunks = self._n_chunks(block)
         yield self.environment.timeout(max(0.0, codec_s - wire_s) + min(codec_s, wire_s) / n_chunks)
         self._finish(round_number, block)
 
@@ -114,7 +112,9 @@ class Collective(Scheme):
     def _send(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
         bits, started_s = self.cost.sent_bits_per_value * self._n_values(block), self.environment.now
         yield self.network.start(self._flow_class, bits).done
-        latency_s = self.cost.n_hops * self.simulation.setting.latency_s
+        # A ring of frames posts the receive of a message when it has read the one before: each costs a round trip.
+        n_messages = self._n_chunks(block) if self.cost.lane == "pipelined" else 1
+        latency_s = self.cost.n_hops * n_messages * self.simulation.setting.latency_s
         if latency_s:
             yield self.environment.timeout(latency_s)
         self._note(round_number, block, bits, started_s, "reduce")
@@ -128,6 +128,10 @@ class Collective(Scheme):
             del self._n_left[round_number]
             for index in range(n_blocks):
                 self.simulation.gates.open(round_number, index)
+
+    def _n_chunks(self, block: int) -> int:
+        part_values = -(-self._n_values(block) // self.simulation.setting.n_workers)
+        return count_chunks(part_values)
 
     def _n_values(self, block: int) -> int:
         return self.simulation.setting.workload.blocks[block].n_values

@@ -17,11 +17,12 @@ from gradwire.simulator.simulation import Simulation
 
 MakeScheme = Callable[[Simulation], Scheme]
 
-# name: one-line help. `plain` is the uncompressed ring.
+# name: what it is.
 _OWN = {
     "plain": "uncompressed ring all-reduce",
     "broadcast-32": "every gradient to all, uncompressed; -K for K bits a value",
     "broadcast-4": "the same with 4 bits a value",
+    "broadcast": "gradwire's scheme of this name: option bits, 4 by default",
     "aqgb": "adaptive quantised gradient broadcast",
     "direct-32": "uncompressed direct all-reduce",
     "parameter-server": "uncompressed, one server",
@@ -59,6 +60,9 @@ def by_name(
             raise InvalidArgument(f"{name}: expected 1 to 32 bits a value")
         make = FixedBroadcast
         options = {"bits_per_value": float(bits), **options}
+    elif name == "broadcast":
+        make = FixedBroadcast
+        options = {"bits_per_value": float(options.pop("bits", 4)), **options}
     elif name == "aqgb":
         make = Aqgb
     elif name == "plain":

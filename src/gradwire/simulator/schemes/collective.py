@@ -76,17 +76,21 @@ class Collective(Scheme):
                 self._is_lane_busy = True
                 self.environment.process(self._run_lane())
 
+    def cost_of(self, block: int) -> Cost:
+        """What the reduction of `block` takes."""
+        return self.cost
+
     def _run_lane(self) -> Generator[simpy.Event, Any, None]:
         while self._waiting:
             round_number, block = self._waiting.popleft()
-            if self.cost.lane == "pipelined":
+            cost = self.cost_of(block)
+            if cost.lane == "pipelined":
                 yield from self._reduce_pipelined(round_number, block)
                 continue
-            n_values = self._n_values(block)
-            encode_s = self.cost.encode_s_per_value * n_values
+            encode_s = cost.encode_s_per_value * self._n_values(block)
             if encode_s:
                 yield self.environment.timeout(encode_s)
-            if self.cost.lane == "in turn":
+            if cost.lane == "in turn":
                 yield from self._send_and_decode(round_number, block)
             else:
                 self.environment.process(self._send_and_decode(round_number, block))
@@ -94,8 +98,8 @@ class Collective(Scheme):
 
     def _reduce_pipelined(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
         """Codec and wire side by side; what cannot overlap is one chunk's share of the shorter of the two."""
-        n_values, started_s = self._n_values(block), self.environment.now
-        codec_s = (self.cost.encode_s_per_value + self.cost.decode_s_per_value) * n_values
+        cost, started_s = self.cost_of(block), self.environment.now
+        codec_s = (cost.encode_s_per_value + cost.decode_s_per_value) * self._n_values(block)
         yield from self._send(round_number, block)
         wire_s = self.environment.now - started_s
         n_chunks = self._n_chunks(block)
@@ -104,17 +108,18 @@ class Collective(Scheme):
 
     def _send_and_decode(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
         yield from self._send(round_number, block)
-        decode_s = self.cost.decode_s_per_value * self._n_values(block)
+        decode_s = self.cost_of(block).decode_s_per_value * self._n_values(block)
         if decode_s:
             yield self.environment.timeout(decode_s)
         self._finish(round_number, block)
 
     def _send(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
-        bits, started_s = self.cost.sent_bits_per_value * self._n_values(block), self.environment.now
+        cost, started_s = self.cost_of(block), self.environment.now
+        bits = cost.sent_bits_per_value * self._n_values(block)
         yield self.network.start(self._flow_class, bits).done
         # A ring of frames posts the receive of a message when it has read the one before: each costs a round trip.
-        n_messages = self._n_chunks(block) if self.cost.lane == "pipelined" else 1
-        latency_s = self.cost.n_hops * n_messages * self.simulation.setting.latency_s
+        n_messages = self._n_chunks(block) if cost.lane == "pipelined" else 1
+        latency_s = cost.n_hops * n_messages * self.simulation.setting.latency_s
         if latency_s:
             yield self.environment.timeout(latency_s)
         self._note(round_number, block, bits, started_s, "reduce")

@@ -13,6 +13,7 @@ from gradwire.simulator.schemes.base import Scheme
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
 from gradwire.simulator.schemes.collective import Collective, Cost, ParameterServer
 from gradwire.simulator.schemes.measured import MeasuredTable, lane_of
+from gradwire.simulator.schemes.slimgc import SlimGc
 from gradwire.simulator.simulation import Simulation
 
 MakeScheme = Callable[[Simulation], Scheme]
@@ -46,7 +47,7 @@ def by_name(
     """What builds the scheme on a simulation.
 
     Args:
-        options: floor, messages_per_block, exchange_s (aqgb); n_servers, rate_bps (parameter-server).
+        options: floor, messages_per_block, exchange_s (aqgb); n_servers, rate_bps (parameter-server); threshold_bytes (slimgc).
         measured_on: the workload whose measured sizes and codec times to take.
         with_codec_times: False for a codec that takes no time: what the network alone allows.
     Raises: InvalidArgument (an unknown name or option, a scheme that was not measured).
@@ -74,12 +75,14 @@ def by_name(
     elif name in live.names():
         found = (table or MeasuredTable.load()).fit(name, measured_on)
 
-        def make(simulation: Simulation, **unknown: Any) -> Scheme:
-            if unknown:
-                raise TypeError("its sizes are as measured: it takes no options")
+        def make(simulation: Simulation, **given: Any) -> Scheme:
             cost = found.cost(simulation.setting.n_workers, lane_of(name))
             if not with_codec_times:
                 cost = Cost(cost.sent_bits_per_value, n_hops=cost.n_hops, lane=cost.lane)
+            if name == "slimgc":
+                return SlimGc(simulation, cost, **given)
+            if given:
+                raise TypeError("its sizes are as measured: it takes no options")
             return Collective(simulation, cost)
 
     else:

@@ -13,6 +13,11 @@ _MIN_CHUNKS = 5
 _MIN_CHUNK_ELEMENTS = 1 << 12
 
 
+def count_chunks(part_elements: int, chunk_elements: int = CHUNK_ELEMENTS) -> int:
+    """Into how many chunks a part of `part_elements` is cut."""
+    return max(1, -(-part_elements // chunk_elements), min(_MIN_CHUNKS, part_elements // _MIN_CHUNK_ELEMENTS))
+
+
 class Parts:
     """The cut of `buffer` (n,): `world_size` parts, each of `n_chunks` chunks; sizes differ by one element at most.
 
@@ -23,9 +28,7 @@ class Parts:
         self._buffer = buffer
         self._world_size = world_size
         largest_part = -(-buffer.numel() // world_size)
-        self.n_chunks = max(
-            1, -(-largest_part // chunk_elements), min(_MIN_CHUNKS, largest_part // _MIN_CHUNK_ELEMENTS)
-        )
+        self.n_chunks = count_chunks(largest_part, chunk_elements)
         self.max_chunk_elements = -(-largest_part // self.n_chunks)
         self.part_bytes = largest_part * buffer.element_size()
 

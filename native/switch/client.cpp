@@ -231,8 +231,8 @@ void Client::send_due(Call& call, double now) {
   for (std::uint32_t index = call.first_done; index < call.next; ++index) {
     Flight& flight = flights_[(next_sequence_ + index) & (n_slots() - 1)];
     if (flight.is_done) continue;
-    const bool is_overtaken =
-        flight.n_sent == 1 && call.highest > index + kOvertaken && now - flight.sent_at > overtaken_s;
+    const bool is_overtaken = flight.n_sent == 1 && call.highest > index + kOvertaken &&
+                              now - std::max(flight.sent_at, call.moving_since) > overtaken_s;
     if (now < flight.due_at && !is_overtaken) continue;
     if (is_stalled && n_resent >= kProbes) break;
     n_resent += flight.n_sent > 0;  // 0: the queue had no room for it
@@ -316,7 +316,15 @@ void Client::take_result(Call& call, const Header& header, const std::uint8_t* p
   }
   const std::size_t at = std::size_t{index} * kLanes;
   std::memcpy(&call.values[at], payload, 4 * std::min(kLanes, call.values.size() - at));
-  if (flight.n_sent == 1) measure(now_s() - flight.sent_at);
+  // A result that ends a wait for a slow rank says nothing of the network, and neither do timers that ran meanwhile.
+  if (now - call.last_progress > timer_s(0)) {
+    call.moving_since = now;
+    for (std::uint32_t other = call.first_done; other < call.next; ++other) {
+      Flight& waiting = flights_[(next_sequence_ + other) & (n_slots() - 1)];
+      waiting.due_at = std::max(waiting.due_at, now + timer_s(waiting.n_sent));
+    }
+  }
+  if (flight.n_sent == 1 && flight.sent_at >= call.moving_since) measure(now_s() - flight.sent_at);
   flight.is_done = true;
   ++counters_.results;
   call.highest = std::max(call.highest, index + 1);

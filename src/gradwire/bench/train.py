@@ -12,7 +12,7 @@ from gradwire import workloads
 from gradwire.bench import train_contenders
 from gradwire.bench.console import make_console
 from gradwire.bench.launching import DEFAULT_RANKS, add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
-from gradwire.bench.specs import choose_specs
+from gradwire.bench.specs import choose_specs, parse_spec
 from gradwire.errors import InvalidArgument
 from gradwire.netlab import parse_rate
 
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.workload not in workloads.names():
         raise InvalidArgument(f"no workload is called {args.workload!r}; there are: {', '.join(workloads.names())}")
     specs = choose_specs(args.scheme, train_contenders.names())
+    for spec in specs:
+        train_contenders.check_rival_options(*parse_spec(spec))
     check_rank_arguments(args)
     check_changes(args)
     if not is_rank():

@@ -187,6 +187,7 @@ def thc_encode(
     out: Any,
 ) -> int: ...
 def thc_decode(message: Any, dtype: int, values: Any) -> None: ...
+
 # Count sketches (docs/format.md#count-sketch). dtype: 0 float32, 1 bfloat16; cell_kind: 0 float32, 1 int32, 2 int64; values
 # and cells as uint8, words as uint32, positions as int64. An index pass returns the number of non-zeros and the bits of
 # the largest magnitude; recovery returns 0 complete, 1 not finite, 2 foreign.

@@ -13,6 +13,8 @@ from gradwire import codecs, workloads
 from gradwire.bench.figures.numbers import Records
 from gradwire.bench.gradients import GradientFile
 from gradwire.bench.specs import parse_spec
+from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import InvalidArgument
 from gradwire.workloads.base import step_generator
 
@@ -57,8 +59,10 @@ class Method:
             n_max = codec.max_encoded_bytes(gradient.numel(), gradient.dtype)
             if self._message.numel() < n_max:
                 self._message = torch.empty(n_max, dtype=torch.uint8)
-            options = {"step": step << 16 | worker} if _draws(codec) else {}
-            n_bytes = codec.encode(gradient, self._message, **options)  # type: ignore[call-arg]
+            if isinstance(codec, Quantised | TruncatedFloat):
+                n_bytes = codec.encode(gradient, self._message, step=step << 16 | worker)
+            else:
+                n_bytes = codec.encode(gradient, self._message)
             result = torch.empty_like(gradient)
             codec.decode(self._message[:n_bytes], result)
             results.append(result)
@@ -75,10 +79,6 @@ class Method:
 def _make_codec(spec: str) -> codecs.Codec:
     name, options = parse_spec(spec)
     return codecs.by_name(name, **options)
-
-
-def _draws(codec: codecs.Codec) -> bool:
-    return codec.name in ("qsgd", "ternary", "truncated-float")
 
 
 def measure_errors(files: Sequence[GradientFile], methods: Sequence[str]) -> Records:

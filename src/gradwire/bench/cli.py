@@ -33,6 +33,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "sweep": ("gradwire.bench.sweep", "all of it by one table, resumable; --quick is what `make bench` runs"),
     "dump-gradients": ("gradwire.bench.dump_gradients", "gradient files for the others, from a short training"),
     "sketch": ("gradwire.bench.sketch", "count sketches against the bound (Fig. 2), recovery (Fig. 3), codec speed"),
+    "tfp-figures": (
+        "gradwire.bench.tfp_figures",
+        "truncated and embedded floats beside QSGD and 1 bit, on gradients and in training: AQGB's Fig. 2",
+    ),
     "gcomp-figures": ("gradwire.bench.gcomp_figures", "the GComp paper's figures 2, 3, 12, 13 and 14, from gradients"),
 }
 

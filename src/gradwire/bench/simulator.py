@@ -283,20 +283,19 @@ def _measure_table(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     content = _read_table(args.table)
     for workload in args.workload or ["resnet50"]:
         name, options = parse_spec(workload)
-        cells = {
-            (n_ranks, spec): Cell(
-                f"{name}-{n_ranks}-{spec.replace(':', '-')}",
+        cells = [
+            Cell(
+                f"{name}-{n_ranks}-{'-'.join(parse_spec(spec)[0] for spec in args.scheme or ['all'])}",
                 "train",
                 (
-                    *("--compute", "emulate", "--workload", workload, "--scheme", spec, "--ranks", str(n_ranks)),
+                    *("--compute", "emulate", "--workload", workload, "--scheme", *specs, "--ranks", str(n_ranks)),
                     *("--steps", str(args.steps or 4), "--warmup", "2"),
                 ),
             )
             for n_ranks in args.ranks or (2, 3, 4)
-            for spec in specs
-        }
-        found = measuring.run(list(cells.values()))
-        records = [record for cell in cells.values() for record in found.get(cell.key, [])]
+        ]
+        found = measuring.run(cells)
+        records = [record for cell in cells for record in found.get(cell.key, [])]
         entry = content["workloads"].setdefault(name, {"schemes": {}})
         for spec in specs:
             rows = [_row(record) for record in records if record["scheme"] == parse_spec(spec)[0]]

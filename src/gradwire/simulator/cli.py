@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trace-workers", nargs="+", type=int, metavar="N", help="whose links the trace is of (all)")
     parser.add_argument(
-        "--measured-on", default="resnet50", metavar="NAME", help="workload of the measured sizes (resnet50)"
+        "--measured-on", metavar="NAME", help="workload of the measured sizes (resnet50's, else resnet's)"
     )
     parser.add_argument(
         "--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows"

@@ -82,6 +82,7 @@ class TrainContender:
         else:
             scheme = schemes.by_name(self.name, **self.options)
             self._attachment = gradwire.attach(self._model, self._optimizer, scheme)
+        self._owns_step = self._attachment is not None and self._attachment.scheme.owns_step
         self._steps = 0
         self.losses: list[float] = []
         self.times: list[StepTimes] = []
@@ -102,9 +103,24 @@ class TrainContender:
         if self._scheduler is not None:
             self._scheduler.step()
         ended = time.perf_counter()
-        self.times.append(StepTimes(self._last_gradient_s - started, reduced - self._last_gradient_s, ended - reduced))
+        waiting_s = reduced - self._last_gradient_s
+        local_s = self._last_gradient_s - started
+        if self._attachment is not None and self._owns_step:
+            # The forward pass, too, stood still for blocks of the step before.
+            forward_wait_s = max(0.0, self._attachment.recorder.steps[-1].exposed_ns / 1e9 - waiting_s)
+            local_s, waiting_s = local_s - forward_wait_s, waiting_s + forward_wait_s
+        self.times.append(StepTimes(local_s, waiting_s, ended - reduced))
         self.losses.append(self._workload.reported_loss(loss))
         self._steps += 1
+
+    def finish_block(self) -> None:
+        """End of a turn: what a scheme has put off is done before the next contender's turn, on the last step's account."""
+        if self._attachment is None or not self._owns_step:
+            return
+        started = time.perf_counter()
+        self._attachment.flush()
+        last = self.times[-1]
+        self.times[-1] = StepTimes(last.local_s, last.waiting_s + time.perf_counter() - started, last.update_s)
 
     def _note_gradient(self, _: torch.Tensor) -> None:
         # Runs when a gradient is in `.grad` and before DDP's reducer hears of it: the last call of a step is the end of

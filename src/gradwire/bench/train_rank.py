@@ -222,6 +222,7 @@ class _Counter:
         decode_s = contender.decode_s()
         for _ in range(n_steps):
             contender.run_step()
+        contender.finish_block()
         dist.barrier()  # now everything sent has arrived, so the kernel has counted it
         self.sent_bytes += contender.sent_bytes() - sent
         self.kernel_bytes += (kernel_counters.sent_bytes() or 0) - (kernel or 0)

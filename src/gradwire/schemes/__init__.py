@@ -15,6 +15,7 @@ _REGISTRY: dict[str, str] = {
     "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
     "aqgb": "gradwire.schemes.aqgb.scheme:Aqgb",
     "broadcast": "gradwire.schemes.aqgb.scheme:Broadcast",
+    "dgc": "gradwire.schemes.dgc:Dgc",
     "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloat",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
     "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",
@@ -41,6 +42,12 @@ _REGISTRY: dict[str, str] = {
 def names() -> list[str]:
     """The registered schemes, sorted."""
     return sorted(_REGISTRY)
+
+
+def owns_step(name: str) -> bool:
+    """Whether the scheme called `name` takes the optimizer's step itself, and so needs DDP, a model and an optimizer."""
+    module_path, class_name = _REGISTRY[name].split(":")
+    return bool(getattr(importlib.import_module(module_path), class_name).owns_step)
 
 
 def by_name(name: str, **options: Any) -> Scheme:

@@ -65,9 +65,12 @@ def draw(wanted: Sequence[str], out: Path, seed: int = 0) -> int:
             do_all(figure.make_runs(seed), lambda text: console.print(f"  {text}", highlight=False, markup=False))
         )
         table = figure.show(results, out / f"{name}.png")
-        write_json(out / f"{name}.json", [record for _, record in results])
         console.print(table)
-        console.print(f"{out / name}.png, {out / name}.json")
+        written = [f"{out / name}.png"]
+        if results:
+            written.append(f"{out / name}.json")
+            write_json(out / f"{name}.json", [record for _, record in results])
+        console.print(", ".join(written))
     return 0
 
 

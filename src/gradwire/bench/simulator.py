@@ -298,9 +298,11 @@ def _measure_table(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         records = [record for cell in cells for record in found.get(cell.key, [])]
         entry = content["workloads"].setdefault(name, {"schemes": {}})
         for spec in specs:
-            rows = [_row(record) for record in records if record["scheme"] == parse_spec(spec)[0]]
+            scheme = parse_spec(spec)[0]
+            rows = {row["ranks"]: row for row in entry["schemes"].get(scheme, [])}
+            rows |= {record["ranks"]: _row(record) for record in records if record["scheme"] == scheme}
             if rows:
-                entry["schemes"][parse_spec(spec)[0]] = rows
+                entry["schemes"][scheme] = [rows[n_ranks] for n_ranks in sorted(rows)]
         if records:
             entry["provenance"] = {
                 "command": f"gradwire bench simulator --measure --workload {name}"

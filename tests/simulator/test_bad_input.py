@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.simulator import workloads
 from gradwire.simulator.bandwidth import make_trace, parse_trace
@@ -127,6 +128,19 @@ def test_a_scheme_measured_at_several_worlds_keeps_its_shape() -> None:
     assert gather.cost(9, "in turn").decode_s_per_value == pytest.approx(8e-6)
     with pytest.raises(InvalidArgument):
         fit([Measurement(1, 1000, 0.0, 0.0, 0.0)])
+
+
+def test_every_registered_scheme_is_simulated_or_says_how_it_will_be() -> None:
+    for name in live.names():
+        try:
+            make = registry.by_name(name)
+        except InvalidArgument as error:
+            assert "gradwire bench simulator --measure" in str(error)
+            continue
+        simulation = Simulation(Setting(PAPER, 4, 1e9), make)
+        metrics = simulation.run(rounds=2)
+        assert metrics.utilisation > 0
+        assert name in registry.names()
 
 
 def test_a_trace_needs_spans(tmp_path: Path) -> None:

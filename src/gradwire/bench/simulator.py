@@ -307,7 +307,7 @@ def _measure_table(args: argparse.Namespace, say: Callable[[str], None]) -> int:
             entry["provenance"] = {
                 "command": f"gradwire bench simulator --measure --workload {name}"
                 + "".join(f" ({key}={Path(str(value)).name})" for key, value in options.items()),
-                **{key: records[0].get(key) for key in ("gradients", "cpu", "n_cores", "torch", "commit", "date")},
+                **{key: records[0].get(key) for key in ("gradients", "cpu", "n_cores", "torch")},
             }
     write_text(args.table, json.dumps(content, indent=1, allow_nan=False) + "\n")
     say(f"table: {args.table}")
@@ -322,6 +322,8 @@ def _row(record: Record) -> Record:
         "sent_bytes": record["wire_bytes"],
         "encode_s": max(0.0, (record["codec_s"] or 0.0) - decode_s),
         "decode_s": decode_s,
+        "commit": record["commit"],
+        "date": record["date"],
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,16 @@ def test_wrong_arguments_end_with_one_line(arguments: list[str], capsys: pytest.
     error = capsys.readouterr().err
     assert error.startswith("gradwire simulate: InvalidArgument: ")
     assert error.count("\n") == 1
+
+
+def test_without_simpy_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("gradwire.simulator")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["simulate"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "gradwire simulate: Unsupported: the simulator needs simpy; pip install 'gradwire[sim]'\n"
+    )

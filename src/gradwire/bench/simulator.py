@@ -27,7 +27,7 @@ Record = dict[str, Any]
 # What is compared, where it is registered: a scheme of each kind of lane, and the two broadcasts.
 _COMPARED = ("ddp", "plain", "gcomp", "acp-sgd", "broadcast", "broadcast:bits=32", "aqgb")
 # The small set runs a small model at rates that make it wait as a large one does at ten times these.
-_QUICK = ("gpt:step_ms=100", ("50mbit", "100mbit", "200mbit"), 12, 4)
+_QUICK = ("gpt:step_ms=100", ("50mbit", "100mbit", "200mbit"), 9, 4)
 _FULL = ("resnet50", ("500mbit", "1gbit", "2gbit"), 10, 4)
 _GOAL = 0.1
 # A reduction of so few bytes takes its hops' latency and nothing else.

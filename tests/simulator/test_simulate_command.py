@@ -36,6 +36,29 @@ def test_records_of_a_sweep_have_their_fields(tmp_path: Path, capsys: pytest.Cap
     assert "aqgb" in capsys.readouterr().out
 
 
+def test_details_hold_every_round_link_and_worker(tmp_path: Path) -> None:
+    out = tmp_path / "details.json"
+    command = [
+        "simulate",
+        "--scheme",
+        "plain",
+        "--workers",
+        "4",
+        "--racks",
+        "2",
+        "--rounds",
+        "4",
+        "--jitter",
+        "per-worker",
+    ]
+    assert main([*command, "--details", str(out)]) == 0
+    details = json.loads(out.read_text(encoding="utf-8"))
+    count = {kind: sum(one["of"] == kind for one in details) for kind in ("round", "link", "worker")}
+    # Racks of two workers: up and down of each rack's workers and of each rack; the last round's gradients are not used.
+    assert count == {"round": 3, "link": 8, "worker": 4}
+    assert all(one["scheme"] == "plain" and one["workers"] == 4 for one in details)
+
+
 def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     command = ["simulate", "--scheme", "aqgb", "--workers", "3", "--rounds", "4", "--jitter", "per-worker"]

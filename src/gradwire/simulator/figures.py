@@ -33,8 +33,8 @@ _PAPER_ROUNDS = {"broadcast-32": 39, "broadcast-4": 130, "aqgb": 127}
 _PAPER_SPEED_UPS = {"broadcast-32": 1.0, "broadcast-4": 2.54, "aqgb": 3.15}
 # Percent more rounds than broadcast-32 (section 5.2.5).
 _PAPER_STRAGGLERS = {"broadcast-4": 125.6, "aqgb": 118.0}
-# Small models whose gradients stand for the large ones': a ResNet under SGD, a transformer under AdamW.
-_MEASURED_ON = {"resnet50": "resnet", "bert-base": "gpt"}
+# Whose gradients stand for them: a ResNet's under SGD, and a small transformer's under AdamW.
+_MEASURED_ON = {"resnet50": "resnet50", "bert-base": "gpt"}
 _GCOMP_WORKERS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 

@@ -326,6 +326,8 @@ def _show_scaling(results: Results, path: Path) -> Table:
         panel.set_ylabel("samples/s")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
+        rates = [record["samples_per_s"] for record in records]
+        panel.set_ylim(min(rates) / 2, max(rates) * 4)
         panel.legend(fontsize=8, frameon=False)
         for record in records:
             plain = next(one for one in records if one["scheme"] == "plain" and one["workers"] == record["workers"])

@@ -19,7 +19,7 @@ from gradwire.simulator.simulation import Simulation
 MakeScheme = Callable[[Simulation], Scheme]
 
 # Workloads whose measurements stand for others'.
-_PREFERRED = ("resnet50", "resnet")
+_PREFERRED = ("resnet50", "resnet", "gpt")
 
 # name: what it is.
 _OWN = {
@@ -52,7 +52,7 @@ def by_name(
     Args:
         options: floor, messages_per_block, exchange_s (aqgb); n_servers, rate_bps (parameter-server); threshold_bytes (slimgc).
         measured_on: the workload whose measured sizes and codec times to take; None: ResNet-50's where the scheme was
-            measured on it (low rank depends on the shapes), else the small ResNet's.
+            measured on it (low rank depends on the shapes), else the small ResNet's or GPT's.
         with_codec_times: False for a codec that takes no time: what the network alone allows.
     Raises: InvalidArgument (an unknown name or option, a scheme that was not measured).
     """
@@ -79,7 +79,7 @@ def by_name(
     elif name in live.names():
         measured = table or MeasuredTable.load()
         if measured_on is None:
-            measured_on = next((on for on in _PREFERRED if name in measured.schemes(on)), _PREFERRED[-1])
+            measured_on = next((on for on in _PREFERRED if name in measured.schemes(on)), _PREFERRED[0])
         found = measured.fit(name, measured_on)
 
         def make(simulation: Simulation, **given: Any) -> Scheme:

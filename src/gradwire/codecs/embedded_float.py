@@ -102,9 +102,7 @@ class EmbeddedFloat:
         require_buffer("gradient", gradient)
         n_needed = self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits)
         require_room(out, n_needed, gradient.numel())
-        return _native.embedded_float_encode(
-            bytes_of(gradient), code, self.partition, first_bit, n_bits, bytes_of(out)
-        )
+        return _native.embedded_float_encode(bytes_of(gradient), code, self.partition, first_bit, n_bits, bytes_of(out))
 
     def quantise(self, gradient: torch.Tensor, n_bits: int, out: torch.Tensor) -> None:
         """Put into `out` what every receiver of the first `n_bits` bits (1 to 32) of `gradient` has, bit for bit.

@@ -53,7 +53,7 @@ class Scheme(ABC):
     replicas_may_differ: ClassVar[bool] = False
 
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
-    owns_step: ClassVar[bool] = False
+    owns_step: bool = False
 
     session: Session
 

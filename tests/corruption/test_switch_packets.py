@@ -6,10 +6,10 @@ import random
 import socket
 
 import numpy as np
-from switch_cases import ADD, Serving, assert_reduced, clients
 
 from gradwire import _native
 from gradwire.errors import GradwireError
+from switch_cases import ADD, Serving, assert_reduced, clients
 
 GOOD, FOREIGN, OTHER_VERSION = 0, 1, 2
 

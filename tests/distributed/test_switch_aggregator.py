@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks, try_ranks
-from switch_cases import Serving
 
 from gradwire import aggregators
 from gradwire.communicator import Communicator
 from gradwire.errors import CorruptMessage, InvalidArgument, PeerLost, Unsupported
 from gradwire.telemetry.recorder import Recorder
+from ranks import run_ranks, try_ranks
+from switch_cases import Serving
 
 
 def values_of(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:

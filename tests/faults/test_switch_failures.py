@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from switch_cases import ADD, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw, try_at_once
 
 from gradwire import _native
 from gradwire.errors import IncompatibleVersion, InvalidArgument, PeerLost, RankMismatch, Unsupported
+from switch_cases import ADD, OR, Relay, Serving, Trouble, assert_reduced, at_once, clients, draw, try_at_once
 
 
 def make_client(port: int, worker: int = 0, n_workers: int = 1, job: int = 7, slots: int = 16) -> Any:
@@ -155,9 +155,8 @@ def test_ranks_in_different_calls_raise_rank_mismatch() -> None:
 
 def test_a_job_that_finds_no_slots_is_refused_until_another_ends() -> None:
     with Serving(n_slots=16) as serving:
-        with clients(serving.port, 1, job=1, slots=16):
-            with pytest.raises(Unsupported, match="no slots left"):
-                make_client(serving.port, job=2).join(5.0)
+        with clients(serving.port, 1, job=1, slots=16), pytest.raises(Unsupported, match="no slots left"):
+            make_client(serving.port, job=2).join(5.0)
         with clients(serving.port, 1, job=2, slots=64) as workers:
             assert workers[0].n_slots == 16  # fewer than it asked for, rather than none
             assert_reduced(workers, 5000, ADD, seed=0)

@@ -33,6 +33,11 @@ BENCHES: dict[str, tuple[str, str]] = {
     "sweep": ("gradwire.bench.sweep", "all of it by one table, resumable; --quick is what `make bench` runs"),
     "dump-gradients": ("gradwire.bench.dump_gradients", "gradient files for the others, from a short training"),
     "sketch": ("gradwire.bench.sketch", "count sketches against the bound (Fig. 2), recovery (Fig. 3), codec speed"),
+    "slimgc-accuracy": (
+        "gradwire.bench.slimgc_accuracy",
+        "what SlimGC's strategies give back of the accuracy that few bits cost: figures 9 to 11",
+    ),
+    "slimgc-speed": ("gradwire.bench.slimgc_speed", "SlimGC's throughput and time split: figures 12, 13 and table 3"),
     "gcomp-figures": ("gradwire.bench.gcomp_figures", "the GComp paper's figures 2, 3, 12, 13 and 14, from gradients"),
 }
 

@@ -178,10 +178,12 @@ class LookAhead:
         if self._n_taken <= self._options.sync_steps:
             self._settle()
             return
+        self._n_ahead += 1
+        if not frozen.parameters:
+            return  # nothing will move: there is nothing to back up
         self.loc_buf.back_up()
         self._step_locally(frozen)
         self.loc_buf.note_local()
-        self._n_ahead += 1
 
     @torch.no_grad()
     def drop_step(self) -> None:

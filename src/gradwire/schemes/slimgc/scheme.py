@@ -31,7 +31,6 @@ from gradwire.schemes.slimgc.feedback import Feedback
 from gradwire.schemes.slimgc.measuring import Measuring
 from gradwire.schemes.slimgc.plan import Plan, tensors_of
 from gradwire.schemes.slimgc.reduction import Reduction
-from gradwire.schemes.through_codec import ThroughCodec
 from gradwire.step_check import StepCheck
 from gradwire.stepping.look_ahead import LookAhead
 from gradwire.stepping.peeking import LookAheadOptions
@@ -50,7 +49,7 @@ class SlimGC(Scheme):
     and `plain` does the same with less to carry.
 
     Args:
-        codec: a codec's registry name, a codec, or a scheme that is one codec in a ring (GComp()).
+        codec: a codec's registry name, a codec, or a scheme that is one (OneBit(), GComp()).
         threshold_bytes: tensors of fewer bytes travel raw. None: measured, in `warmup_steps` steps. 0 compresses all.
         topology: "server" (every rank owns a part: push to it, pull from it; a scale belongs to one tensor) or
             "all-reduce" (a ring over all compressed tensors of a bucket, encoded anew at every hop).
@@ -72,7 +71,7 @@ class SlimGC(Scheme):
 
     def __init__(
         self,
-        codec: str | Codec | ThroughCodec = "one-bit",
+        codec: str | Codec | Scheme = "one-bit",
         threshold_bytes: int | None = None,
         topology: str = "server",
         pull: str = "compressed",
@@ -322,10 +321,10 @@ def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
         return codecs.by_name(codec, **options)
     if options:
         raise InvalidArgument(f"{', '.join(options)}: options are for a codec given by name; make the codec with them")
-    inner = codec.codec if isinstance(codec, ThroughCodec) else codec
+    inner = getattr(codec, "codec", None) if isinstance(codec, Scheme) else codec
     if not all(callable(getattr(inner, method, None)) for method in ("encode", "decode", "max_encoded_bytes")):
         raise InvalidArgument(
-            f"codec is a name ({', '.join(codecs.names())}), a codec, or a scheme that is a codec in a ring, "
+            f"codec is a name ({', '.join(codecs.names())}), a codec, or a scheme that is one, "
             f"not {type(codec).__name__}"
         )
     checked: Codec = inner

@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folds", type=int, default=5, metavar="N", help="folds of the digits (5)")
     parser.add_argument("--seeds", type=int, default=10, metavar="N", help="seeds a fold (10)")
     parser.add_argument("--gpt-seeds", type=int, default=3, metavar="N", help="seeds of every other workload (3)")
+    parser.add_argument("--sweep-seeds", type=int, default=2, metavar="N", help="seeds a fold in figures 10 and 11 (2)")
     parser.add_argument("--threshold-bytes", type=int, default=15_000, metavar="N",
                         help="communication threshold of figures 9 and 10 (15000, the paper's best)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/slimgc-accuracy"), metavar="DIR")
@@ -73,6 +74,8 @@ def plan(args: argparse.Namespace) -> list[Case]:
             for fold in range(args.folds if is_folded else 1):
                 spec = _with(workload, f"folds={args.folds},fold={fold}") if is_folded and args.folds > 1 else workload
                 for part in args.part:
+                    if part != "strategies" and seed >= args.sweep_seeds:
+                        continue
                     for group, name, scheme in configurations(part, args.threshold_bytes):
                         case = Case(part, group, name, scheme, spec, seed)
                         cases.setdefault(f"{part}|{group}|{name}|{case.key}", case)
@@ -107,7 +110,7 @@ def configurations(part: str, threshold_bytes: int) -> list[tuple[str, str, str]
 
 def run(args: argparse.Namespace) -> int:
     """Train as a rank, or start the ranks and report."""
-    for name in ("steps", "folds", "seeds", "gpt_seeds"):
+    for name in ("steps", "folds", "seeds", "gpt_seeds", "sweep_seeds"):
         if getattr(args, name) < 1:
             raise InvalidArgument(f"--{name.replace('_', '-')} counts from 1")
     for spec in args.workload:

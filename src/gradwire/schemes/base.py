@@ -55,6 +55,9 @@ class Scheme(ABC):
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
     owns_step: bool = False
 
+    # Whether it reduces device buckets by their copies in host memory, waiting for each tensor's (`Bucket.wait_for`).
+    stages_device_buckets: ClassVar[bool] = False
+
     session: Session
 
     @property

@@ -98,6 +98,7 @@ class LookAhead:
         if bucket.index == 0:
             self._begin(bucket.step)
         assert self._arriving is not None
+        bucket.wait_for_all()
         if self._flags is not None and not bool(torch.isfinite(bucket.buffer).all()):
             self._is_finite = False
         copied = self._copy(bucket)
@@ -105,7 +106,8 @@ class LookAhead:
         self._arriving.done.append(self._send(copied))
         done: torch.futures.Future = torch.futures.Future()
         if bucket.is_last and self._flags is not None:
-            self._flags.submit(self._share_finiteness, bucket.buffer).add_done_callback(lambda f: _forward(f, done))
+            shared = bucket.buffer if bucket.staged is None else bucket.staged.on_device
+            self._flags.submit(self._share_finiteness, shared).add_done_callback(lambda f: _forward(f, done))
         else:
             done.set_result(bucket.buffer)
         return done
@@ -214,7 +216,7 @@ class LookAhead:
         if pending is not None:
             assert pending.frozen is not None
             gradients = {
-                parameter: bucket.buffer[offset : offset + parameter.numel()].view(parameter.shape)
+                parameter: bucket.buffer[offset : offset + parameter.numel()].view(parameter.shape).to(parameter.device)
                 for bucket in pending.buckets
                 for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
             }

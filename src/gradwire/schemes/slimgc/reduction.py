@@ -66,6 +66,7 @@ class Reduction:
 
     def _start_raw(self, bucket: Bucket, plan: Plan) -> torch.futures.Future:
         """Nothing is worth compressing: the backend's all-reduce, which the lane does not wait for."""
+        bucket.wait_for_all()
         if self.feedback.holds_any(plan.raw):
             loss_scale = self._session.loss_scale()
             self.feedback.stage_flushed(plan.raw, bucket.buffer)
@@ -94,6 +95,7 @@ class Reduction:
         started = time.perf_counter_ns()
         bit_buf = communicator.scratch("bit_buf", 4 * plan.n_compressed).view(torch.float32)
         for span in plan.compressed:
+            bucket.wait_for(span.position)
             self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
         is_finite = _is_finite(bit_buf)
         fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
@@ -127,6 +129,8 @@ class Reduction:
         """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last a flag, for what is not finite."""
         communicator, element_bytes = self._session.communicator, bucket.buffer.element_size()
         fp_buf = communicator.scratch("fp_buf", (plan.n_raw + 1) * element_bytes).view(bucket.buffer.dtype)
+        for span in plan.raw:
+            bucket.wait_for(span.position)
         if self.feedback.holds_any(plan.raw):
             for span in plan.raw:
                 self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(fp_buf), loss_scale)

@@ -68,6 +68,7 @@ class SlimGC(Scheme):
 
     name = "slimgc"
     state_is_per_world = True
+    stages_device_buckets = True
 
     def __init__(
         self,
@@ -202,6 +203,7 @@ class SlimGC(Scheme):
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
         if self.threshold_bytes is None and self._measuring.is_warming_up(bucket.step):
+            bucket.wait_for_all()
             self._measuring.see([bucket.buffer[offset : offset + n] for _, offset, n in tensors_of(bucket)])
             threshold = 0 if self._measuring.is_compressed_warmup(bucket.step) else NEVER
         known = self._plans.get(bucket.index)

@@ -215,7 +215,6 @@ def _train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     mean_loss = torch.tensor([statistics.fmean(losses[-10:])], dtype=torch.float64)
     dist.all_reduce(mean_loss)
     evaluation = workload.evaluate(model) if rank == 0 else {}
-    evaluation = {name: value if math.isfinite(value) else None for name, value in evaluation.items()}
     stats = attachment.stats()
     attachment.close()
     dist.barrier()
@@ -229,7 +228,7 @@ def _train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "loss": float(mean_loss) / world_size if bool(mean_loss.isfinite()) else None,
         "ratio": stats["ratio"],
         "share_compressed": stats.get("share_compressed"),
-        **evaluation,
+        **{name: value if math.isfinite(value) else None for name, value in evaluation.items()},
     }
 
 

@@ -26,15 +26,16 @@ def summarize(cases: Sequence[Case], results: Mapping[str, Mapping[str, Any]]) -
     """One flat record for every configuration of every figure and workload that has finished trainings.
 
     `gain` is the mean difference from the bare quantiser (figure 9: of the same bits) over the folds and seeds that both
-    have (trainings that diverged are counted, not averaged), `gain_low` and `gain_high` its paired 95 % interval; `to_full` the same against full precision. In points of
-    accuracy, or for workloads without one in nats of held-out loss, where less is better and the sign is turned.
+    have, `gain_low` and `gain_high` its paired 95 % interval; `to_full` the same against full precision. Trainings that
+    diverged are counted, not averaged. In points of accuracy, or for workloads without one in nats of held-out loss,
+    where less is better and the sign is turned.
     """
     values: dict[tuple[str, str, str, str], dict[tuple[str, int], float]] = defaultdict(dict)
     schemes: dict[tuple[str, str, str, str], str] = {}
     n_diverged: Counter[tuple[str, str, str, str]] = Counter()
     for case in cases:
         if case.key in results:
-            name, options = parse_spec(case.workload)
+            name, _ = parse_spec(case.workload)
             place = (case.part, name, case.group, case.name)
             figure = _figure(results[case.key])
             schemes[place] = case.scheme
@@ -88,7 +89,7 @@ def _half_interval(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     n = len(values) - 1
-    quantile = _T[max((k for k in _T if k <= n))]  # the next smaller number of degrees: never too narrow
+    quantile = _T[max(k for k in _T if k <= n)]  # the next smaller number of degrees: never too narrow
     return quantile * _deviation(values) / math.sqrt(len(values))
 
 

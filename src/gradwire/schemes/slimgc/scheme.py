@@ -323,7 +323,7 @@ def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
         return codecs.by_name(codec, **options)
     if options:
         raise InvalidArgument(f"{', '.join(options)}: options are for a codec given by name; make the codec with them")
-    inner = getattr(codec, "codec", None) if isinstance(codec, Scheme) else codec
+    inner: Any = getattr(codec, "codec", None) if isinstance(codec, Scheme) else codec
     if not all(callable(getattr(inner, method, None)) for method in ("encode", "decode", "max_encoded_bytes")):
         raise InvalidArgument(
             f"codec is a name ({', '.join(codecs.names())}), a codec, or a scheme that is one, "

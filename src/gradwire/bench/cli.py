@@ -37,6 +37,11 @@ BENCHES: dict[str, tuple[str, str]] = {
         "gradwire.bench.tfp_figures",
         "truncated and embedded floats beside QSGD and 1 bit, on gradients and in training: AQGB's Fig. 2",
     ),
+    "slimgc-accuracy": (
+        "gradwire.bench.slimgc_accuracy",
+        "what SlimGC's strategies give back of the accuracy that few bits cost: figures 9 to 11",
+    ),
+    "slimgc-speed": ("gradwire.bench.slimgc_speed", "SlimGC's throughput and time split: figures 12, 13 and table 3"),
     "gcomp-figures": ("gradwire.bench.gcomp_figures", "the GComp paper's figures 2, 3, 12, 13 and 14, from gradients"),
 }
 

@@ -53,7 +53,10 @@ class Scheme(ABC):
     replicas_may_differ: ClassVar[bool] = False
 
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
-    owns_step: ClassVar[bool] = False
+    owns_step: bool = False
+
+    # Whether it reduces device buckets by their copies in host memory, waiting for each tensor's (`Bucket.wait_for`).
+    stages_device_buckets: ClassVar[bool] = False
 
     session: Session
 

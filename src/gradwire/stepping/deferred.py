@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ class DeferredScheme(Scheme):
             have arrived, so the next forward pass then waits for all of them.
     """
 
-    owns_step: ClassVar[bool] = True
+    owns_step: bool = True
 
     def __init__(self, blocks: Division = 4, max_grad_norm: float | None = None) -> None:
         self._division = check_division(blocks)

@@ -9,7 +9,9 @@
 
 #include "errors.hpp"
 #include "quantisers/codec.hpp"
+#include "quantisers/thc.hpp"
 #include "random/counter.hpp"
+#include "top_k/select.hpp"
 
 namespace nb = nanobind;
 using namespace gradwire;
@@ -20,6 +22,7 @@ using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Indices = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::span<const std::uint8_t> span_of(const ConstBytes& array) { return {array.data(), array.size()}; }
@@ -58,9 +61,79 @@ quantisers::Fields fields_of(int bits) {
   return static_cast<quantisers::Fields>(bits);
 }
 
+// THC: norms of one rank, codes by the norms of all, sums of codes; and messages of one rank.
+void bind_thc(nb::module_& m) {
+  m.def("thc_padded_elements", &quantisers::padded_elements, nb::arg("n_elements"));
+  m.def("thc_max_bytes", &quantisers::max_thc_bytes, nb::arg("n_elements"));
+  m.def(
+      "thc_write_norms",
+      [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual, double residual_scale,
+         const Floats& norms) {
+        const quantisers::Source source = source_of(values, dtype, residual, residual_scale);
+        const nb::gil_scoped_release unlocked;
+        quantisers::write_norms(source, {norms.data(), norms.size()});
+      },
+      nb::arg("values"), nb::arg("dtype"), nb::arg("residual").none(), nb::arg("residual_scale"), nb::arg("norms"));
+  m.def(
+      "thc_write_codes",
+      [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual, double residual_scale,
+         const std::optional<Floats>& new_residual, const ConstFloats& norms, double clip, std::uint64_t sign_seed,
+         std::uint64_t sign_step, std::uint64_t seed, std::uint64_t step, const Bytes& codes) {
+        const quantisers::Source source = source_of(values, dtype, residual, residual_scale);
+        const quantisers::Rotation rotation{{sign_seed, sign_step}, {seed, step}, static_cast<float>(clip)};
+        const nb::gil_scoped_release unlocked;
+        quantisers::write_codes(source, {norms.data(), norms.size()}, rotation, span_of(new_residual), span_of(codes));
+      },
+      nb::arg("values"), nb::arg("dtype"), nb::arg("residual").none(), nb::arg("residual_scale"),
+      nb::arg("new_residual").none(), nb::arg("norms"), nb::arg("clip"), nb::arg("sign_seed"), nb::arg("sign_step"),
+      nb::arg("seed"), nb::arg("step"), nb::arg("codes"));
+  m.def(
+      "thc_read_sums",
+      [](const ConstBytes& sums, bool wide, int n_ranks, const ConstFloats& norms, double clip,
+         std::uint64_t sign_seed, std::uint64_t sign_step, int dtype, const Bytes& values) {
+        const quantisers::Rotation rotation{{sign_seed, sign_step}, {}, static_cast<float>(clip)};
+        const quantisers::Dtype type = dtype_of(dtype);
+        const nb::gil_scoped_release unlocked;
+        quantisers::read_code_sums(span_of(sums), wide, n_ranks, {norms.data(), norms.size()}, rotation, type,
+                                   span_of(values));
+      },
+      nb::arg("sums"), nb::arg("wide"), nb::arg("n_ranks"), nb::arg("norms"), nb::arg("clip"), nb::arg("sign_seed"),
+      nb::arg("sign_step"), nb::arg("dtype"), nb::arg("values"));
+  m.def(
+      "thc_encode",
+      [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual, double residual_scale,
+         const std::optional<Floats>& new_residual, double clip, std::uint64_t sign_seed, std::uint64_t sign_step,
+         std::uint64_t seed, std::uint64_t step, const Bytes& out) {
+        const quantisers::Source source = source_of(values, dtype, residual, residual_scale);
+        const quantisers::Rotation rotation{{sign_seed, sign_step}, {seed, step}, static_cast<float>(clip)};
+        const nb::gil_scoped_release unlocked;
+        return quantisers::encode_thc(source, rotation, span_of(new_residual), span_of(out));
+      },
+      nb::arg("values"), nb::arg("dtype"), nb::arg("residual").none(), nb::arg("residual_scale"),
+      nb::arg("new_residual").none(), nb::arg("clip"), nb::arg("sign_seed"), nb::arg("sign_step"), nb::arg("seed"),
+      nb::arg("step"), nb::arg("out"));
+  m.def(
+      "thc_decode",
+      [](const ConstBytes& message, int dtype, const Bytes& values) {
+        const quantisers::Dtype type = dtype_of(dtype);
+        const nb::gil_scoped_release unlocked;
+        quantisers::decode_thc(span_of(message), type, span_of(values));
+      },
+      nb::arg("message"), nb::arg("dtype"), nb::arg("values"));
+}
+
 }  // namespace
 
 void bind_quantisers(nb::module_& m) {
+  bind_thc(m);
+  m.def(
+      "select_from",
+      [](const ConstFloats& values, double threshold, const Indices& indices) {
+        const nb::gil_scoped_release unlocked;
+        return top_k::select_from({values.data(), values.size()}, static_cast<float>(threshold),
+                                  {indices.data(), indices.size()});
+      },
+      nb::arg("values"), nb::arg("threshold"), nb::arg("indices"));
   m.def(
       "random_numbers",
       [](std::uint64_t seed, std::uint64_t step, std::uint64_t first_group, const Numbers& out) {

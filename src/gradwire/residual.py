@@ -22,6 +22,9 @@ class Residual:
         self._current: dict[torch.Tensor, torch.Tensor] = {}
         self._next: dict[torch.Tensor, torch.Tensor] = {}
         self._staged: set[torch.Tensor] = set()
+        # For schemes that write residuals in the codec's own sweep: by layout, two flat tensors, of which the above
+        # then hold views.
+        self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def add_to(self, bucket: Bucket, loss_scale: float = 1.0) -> None:
         """bucket.buffer += residual x loss_scale."""
@@ -59,6 +62,41 @@ class Residual:
             torch.div(part, loss_scale, out=self._next[parameter])
             self._staged.add(parameter)
 
+    def flat_pair(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """(current, next), each (n,) float32 and aligned with the bucket, to read and to write in one sweep.
+
+        What is written into `next` counts from `stage_flat` and `commit` on. Without parameters nothing is kept.
+        """
+        pair = self._flat.get(bucket.layout_hash)
+        for current, following in (pair, pair[::-1]) if pair else ():
+            if all(self._holds(current, *place) for place in zip(bucket.parameters, bucket.offsets, strict=True)):
+                return current, following
+        flat, following = torch.zeros(bucket.n_elements), torch.zeros(bucket.n_elements)
+        for parameter, part in _split(flat, bucket):
+            if parameter in self._current:
+                part.copy_(self._current[parameter])
+            self._current[parameter] = part
+        for parameter, part in _split(following, bucket):
+            self._next[parameter] = part
+        # Pairs of earlier layouts go as soon as no parameter lies in them.
+        self._flat = {
+            layout: kept
+            for layout, kept in self._flat.items()
+            if any(_lies_in(residual, flat) for residual in self._current.values() for flat in kept)
+        }
+        self._flat[bucket.layout_hash] = flat, following
+        return flat, following
+
+    def stage_flat(self, bucket: Bucket) -> None:
+        """Keep what `next` of `flat_pair` holds, from the next `commit` on."""
+        self._staged.update(bucket.parameters)
+
+    def _holds(self, flat: torch.Tensor, parameter: torch.Tensor, offset: int) -> bool:
+        residual = self._current.get(parameter)
+        return residual is not None and (
+            residual.numel() == 0 or residual.data_ptr() == flat.data_ptr() + offset * flat.element_size()
+        )
+
     def commit(self) -> None:
         """Make what was staged in this step the residual."""
         for parameter in self._staged:
@@ -89,7 +127,7 @@ class Residual:
                     "Load the checkpoint into the model that wrote it."
                 )
             loaded[parameter] = residual.clone()
-        self._current, self._next = loaded, {}
+        self._current, self._next, self._flat = loaded, {}, {}
         self._staged.clear()
 
 
@@ -115,3 +153,7 @@ def _split(flat: torch.Tensor, bucket: Bucket) -> Iterator[tuple[torch.Tensor, t
     """Each parameter of the bucket with its part of `flat`."""
     for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
         yield parameter, flat[offset : offset + parameter.numel()]
+
+
+def _lies_in(part: torch.Tensor, flat: torch.Tensor) -> bool:
+    return part.numel() > 0 and part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()

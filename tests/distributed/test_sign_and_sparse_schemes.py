@@ -1,4 +1,4 @@
-"""sign-sgd, top-k and random-k: against their definitions in torch, and under DDP."""
+"""sign-sgd, top-k and random-k: against their definitions in torch; these and the quantisers under DDP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,20 @@ from ranks import run_ranks
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
 LAYOUT = [2, 4]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OPTIONS: dict[str, dict[str, Any]] = {"top-k": {"share": 0.05}, "random-k": {"share": 0.05}, "sign-sgd": {}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "top-k": {"share": 0.05},
+    "random-k": {"share": 0.05},
+    "sign-sgd": {},
+    "one-bit": {},
+    "two-bit": {},
+    "qsgd": {"block": 128},
+    "terngrad": {},
+    "thc": {},
+    "dgc": {"share": 0.05},
+}
+# Their drawing depends on the step's number.
+STOCHASTIC = ("random-k", "qsgd", "terngrad", "thc", "dgc")
+LEARNING_RATES = {"sign-sgd": 1e-3, "qsgd": 0.1, "terngrad": 0.1, "dgc": 0.03}
 
 
 def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -103,7 +116,7 @@ def test_sparse_scheme_follows_its_float64_transcription(scheme: str, world_size
 
 def conserve(rank: int, world_size: int, scheme: str, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
     driver = Driver(
-        schemes.by_name(scheme, share=0.1), [torch.zeros(shape, dtype=dtype) for shape in SHAPES], [len(SHAPES)]
+        schemes.by_name(scheme, **OPTIONS[scheme]), [torch.zeros(shape, dtype=dtype) for shape in SHAPES], [len(SHAPES)]
     )
     history = []
     old = torch.zeros(flat(gradients_of(0, 0)).numel())
@@ -124,7 +137,7 @@ def conserve(rank: int, world_size: int, scheme: str, dtype: torch.dtype) -> lis
     return history
 
 
-@pytest.mark.parametrize("scheme", ["top-k", "random-k"])
+@pytest.mark.parametrize("scheme", ["top-k", "random-k", "one-bit", "two-bit", "thc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_and_residuals_conserve_the_gradients_across_a_rebuild(scheme: str, dtype: torch.dtype) -> None:
     histories = run_ranks(conserve, 3, scheme, dtype)
@@ -170,7 +183,7 @@ def parameters_of(ddp: nn.Module) -> torch.Tensor:
 
 def train(rank: int, world_size: int, scheme: str) -> tuple[torch.Tensor, list[float], dict]:
     ddp, optimizer = build()
-    optimizer.param_groups[0]["lr"] = 1e-3 if scheme == "sign-sgd" else 0.3
+    optimizer.param_groups[0]["lr"] = LEARNING_RATES.get(scheme, 0.3)
     attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, **OPTIONS[scheme]))
     losses = run_steps(ddp, optimizer, rank, range(100))
     stats = attachment.stats()
@@ -203,11 +216,11 @@ def overflow(rank: int, world_size: int, scheme: str) -> None:
             assert not parameters_of(ddp).isfinite().all()
             torch.nn.utils.vector_to_parameters(kept, ddp.parameters())
             after = attachment.state_dict()["state"]
-            for name, residual in before.get("residuals", {}).items():
-                assert torch.equal(residual, after["residuals"][name])
+            for kind in ("residuals", "momenta"):
+                for name, kept_value in before.get(kind, {}).items():
+                    assert torch.equal(kept_value, after[kind][name])
             assert attachment.stats()["n_fallbacks"] == attachment.stats()["n_buckets_redone"] > 0
-        # random-k draws by step: the same number of steps on both sides.
-        elif scheme == "random-k":
+        elif scheme in STOCHASTIC:  # the same number of steps on both sides
             attachment._state.step += 1
         run_steps(ddp, optimizer, rank, range(3, 6))
         runs.append(parameters_of(ddp))

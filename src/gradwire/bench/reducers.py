@@ -110,5 +110,5 @@ class SchemeReducer(Reducer):
 
 
 def names() -> list[str]:
-    """The rivals, then every scheme of the registry."""
-    return [*RIVALS, *schemes.names()]
+    """The rivals, then every scheme of the registry that reduces without a model around it."""
+    return [*RIVALS, *(name for name in schemes.names() if not schemes.owns_step(name))]

@@ -13,6 +13,7 @@ from gradwire.errors import BufferTooSmall, InvalidArgument
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SEED_LIMIT = 1 << 64
+_HEADER_BYTES = 32
 
 
 class Quantised:
@@ -81,9 +82,9 @@ class Quantised:
         Raises: InvalidArgument, BufferTooSmall.
         Cost: as `encode`; the sums, the decoded values and their difference stay in the first-level cache.
         """
-        _check_tensor("residual", residual, torch.float32, gradient.numel())
+        check_tensor("residual", residual, torch.float32, gradient.numel())
         target = residual if new_residual is None else new_residual
-        _check_tensor("new_residual", target, torch.float32, gradient.numel())
+        check_tensor("new_residual", target, torch.float32, gradient.numel())
         if not (residual_scale > 0 and math.isfinite(residual_scale)):
             raise InvalidArgument(f"residual_scale must be positive and finite, got {residual_scale}")
         return self._encode(gradient, residual, residual_scale, target, out, step)
@@ -97,10 +98,10 @@ class Quantised:
         Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
         Cost: one pass, no allocation, releases the GIL.
         """
-        _check_tensor("message", message, torch.uint8)
-        code = dtype_code(out.dtype)
-        _check_tensor("out", out)
-        _native.quantiser_decode(bytes_of(message), self._kind, code, bytes_of(out))
+        check_tensor("message", message, torch.uint8)
+        dtype_code(out.dtype)
+        check_tensor("out", out)
+        self._decode_checked(message, out)
 
     def _encode(
         self,
@@ -111,15 +112,26 @@ class Quantised:
         out: Tensor,
         step: int,
     ) -> int:
-        code = dtype_code(gradient.dtype)
-        _check_tensor("gradient", gradient)
-        _check_tensor("out", out, torch.uint8)
+        dtype_code(gradient.dtype)
+        check_tensor("gradient", gradient)
+        check_tensor("out", out, torch.uint8)
         n_needed = self.max_encoded_bytes(gradient.numel(), gradient.dtype)
         if out.numel() < n_needed:
             raise BufferTooSmall(f"{self.name}: out has {out.numel()} bytes, the message takes {n_needed}")
+        return self._encode_checked(gradient, residual, residual_scale, new_residual, out, check_step(step))
+
+    def _encode_checked(
+        self,
+        gradient: Tensor,
+        residual: Tensor | None,
+        residual_scale: float,
+        new_residual: Tensor | None,
+        out: Tensor,
+        step: int,
+    ) -> int:
         return _native.quantiser_encode(
             bytes_of(gradient),
-            code,
+            dtype_code(gradient.dtype),
             residual,
             residual_scale,
             new_residual,
@@ -129,9 +141,12 @@ class Quantised:
             self._levels,
             self._block,
             self.seed,
-            check_step(step),
+            step,
             bytes_of(out),
         )
+
+    def _decode_checked(self, message: Tensor, out: Tensor) -> None:
+        _native.quantiser_decode(bytes_of(message), self._kind, dtype_code(out.dtype), bytes_of(out))
 
 
 def describe(message: Tensor) -> dict[str, Any]:
@@ -140,13 +155,16 @@ def describe(message: Tensor) -> dict[str, Any]:
     Keys: codec, format_version, n_elements, message_bytes, is_finite, levels, block, first_scale, second_scale.
     Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
     """
-    _check_tensor("message", message, torch.uint8)
+    check_tensor("message", message, torch.uint8)
     return _native.quantiser_describe(bytes_of(message))
 
 
-def holds_nonfinite(message: Tensor) -> bool:
-    """Whether a quantiser's message stands for a gradient with Inf or NaN. Raises: as `describe`."""
-    return not describe(message)["is_finite"]
+def is_nonfinite_message(message: Tensor, n_elements: int) -> bool:
+    """Whether a message stands for a gradient of `n_elements` with Inf or NaN: by its length, which is the header's.
+
+    `decode` checks the rest of it.
+    """
+    return message.numel() == _HEADER_BYTES and n_elements > 0
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -185,7 +203,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
-def _check_tensor(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_elements: int | None = None) -> None:
+def check_tensor(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_elements: int | None = None) -> None:
+    """Raise InvalidArgument unless it is one contiguous dimension on the CPU, of this dtype and length."""
     if dtype is not None and tensor.dtype != dtype:
         raise InvalidArgument(f"{what}: expected {dtype}, got {tensor.dtype}")
     if tensor.device.type != "cpu":

@@ -1,0 +1,206 @@
+#include "quantisers/thc.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "bits/bit_io.hpp"
+#include "errors.hpp"
+#include "quantisers/sweep.hpp"
+#include "simd/dispatch.hpp"
+
+namespace gradwire::quantisers {
+namespace {
+
+static_assert(kBlock % kTransform == 0);
+constexpr std::size_t kKeyBytes = 16;  // seed and step of the signs
+constexpr int kMaxRanks = 2'000;       // sums of 30 in 16 bits
+
+const RotationKernels& rotation_kernels() {
+#if defined(__x86_64__)
+  if (simd_level() >= SimdLevel::avx2) return kRotationAvx2;
+#endif
+  return kRotationPortable;
+}
+
+// How far apart a block's whole numbers lie, and how many of them go into one.
+struct Steps {
+  float step, per_unit;
+};
+
+Steps steps_for(float norm, float clip, std::size_t size) {
+  const double range = static_cast<double>(clip) * norm / std::sqrt(static_cast<double>(size));
+  if (!(range >= 0x1p-100) || range > std::numeric_limits<float>::max()) return {0, 0};
+  return {static_cast<float>(range / kTableMiddle), static_cast<float>(kTableMiddle / range)};
+}
+
+// body(number, begin, n, size) for each transform block of the sweep's block, begin counting from the latter's first.
+template <typename Body>
+void for_transforms(std::size_t block, std::size_t n, const Body& body) {
+  for (std::size_t begin = 0; begin < n; begin += kTransform) {
+    const std::size_t count = std::min(kTransform, n - begin);
+    body((block * kBlock + begin) / kTransform, begin, count, transform_size(count));
+  }
+}
+
+std::size_t code_offset(std::size_t number, Fields fields) { return bytes_for(number * kTransform, fields); }
+
+void write_fields(const Source& source, std::span<const float> norms, const Rotation& rotation, Fields fields,
+                  std::span<float> new_residual, std::uint8_t* codes) {
+  const RotationKernels& on = rotation_kernels();
+  for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
+    for_transforms(block, n, [&](std::size_t number, std::size_t begin, std::size_t count, std::size_t size) {
+      alignas(32) float rotated[kTransform];
+      std::copy_n(values + begin, count, rotated);
+      std::fill(rotated + count, rotated + size, 0.0f);
+      Signs signs;
+      on.draw_signs(rotation.signs, number, signs);
+      on.rotate(rotated, size, signs);
+      const Steps steps = steps_for(norms[number], rotation.clip, size);
+      std::uint8_t* const to = codes + code_offset(number, fields);
+      on.quantise(rotated, size, steps.per_unit, rotation.draws, number * (kTransform / kGroup), fields, to);
+      if (new_residual.empty()) return;
+      on.expand(to, size, fields, steps.step, rotated);
+      on.unrotate(rotated, size, signs);
+      kernels().subtract(values + begin, rotated, 1 / source.residual_scale, count,
+                         new_residual.data() + block * kBlock + begin);
+    });
+  });
+}
+
+void check_sizes(const Source& source, std::span<const float> norms, std::span<float> new_residual) {
+  const std::size_t n = source.n_elements();
+  if (source.values.size() % bytes_of(source.dtype) != 0 || (!source.residual.empty() && source.residual.size() != n) ||
+      (!new_residual.empty() && new_residual.size() != n))
+    throw InvalidArgument("thc: gradient and residuals have to be of one size");
+  if (norms.size() != transform_blocks(n)) throw InvalidArgument("thc: one norm for every 1,024 values");
+}
+
+void check_clip(float clip) {
+  if (!(clip > 0 && clip <= std::numeric_limits<float>::max()))
+    throw InvalidArgument("thc: clip is positive and finite, not " + std::to_string(clip));
+}
+
+}  // namespace
+
+void write_norms(const Source& source, std::span<float> norms) {
+  check_sizes(source, norms, {});
+  for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
+    for_transforms(block, n, [&](std::size_t number, std::size_t begin, std::size_t count, std::size_t) {
+      const Squares found = kernels().squares(values + begin, count);
+      const bool is_finite = found.largest < kInfinity;
+      norms[number] = is_finite ? static_cast<float>(std::sqrt(found.squares)) : std::numeric_limits<float>::infinity();
+    });
+  });
+}
+
+void write_codes(const Source& source, std::span<const float> norms, const Rotation& rotation,
+                 std::span<float> new_residual, std::span<std::uint8_t> codes) {
+  check_sizes(source, norms, new_residual);
+  check_clip(rotation.clip);
+  if (codes.size() != padded_elements(source.n_elements())) throw InvalidArgument("thc: codes have another size");
+  write_fields(source, norms, rotation, Fields::bytes, new_residual, codes.data());
+}
+
+void read_code_sums(std::span<const std::uint8_t> sums, bool wide, int n_ranks, std::span<const float> norms,
+                    const Rotation& rotation, Dtype dtype, std::span<std::uint8_t> out) {
+  const std::size_t n_elements = out.size() / bytes_of(dtype);
+  if (norms.size() != transform_blocks(n_elements)) throw InvalidArgument("thc: one norm for every 1,024 values");
+  if (sums.size() != padded_elements(n_elements) * (wide ? 2 : 1)) throw InvalidArgument("thc: sums have another size");
+  if (n_ranks < 1 || n_ranks > (wide ? kMaxRanks : 255 / kTableLargest)) throw InvalidArgument("thc: too many ranks");
+  const RotationKernels& on = rotation_kernels();
+  write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
+    for_transforms(block, n, [&](std::size_t number, std::size_t begin, std::size_t count, std::size_t size) {
+      alignas(32) float rotated[kTransform];
+      const float step = steps_for(norms[number], rotation.clip, size).step / static_cast<float>(n_ranks);
+      const std::size_t place = number * kTransform;
+      if (wide)
+        on.expand_wide_sums(reinterpret_cast<const std::uint16_t*>(sums.data()) + place, size, n_ranks, step, rotated);
+      else
+        on.expand_sums(sums.data() + place, size, n_ranks, step, rotated);
+      Signs signs;
+      on.draw_signs(rotation.signs, number, signs);
+      on.unrotate(rotated, size, signs);
+      std::copy_n(rotated, count, values + begin);
+    });
+  });
+}
+
+std::uint64_t max_thc_bytes(std::uint64_t n_elements) {
+  return kHeaderBytes + kKeyBytes + 4 * transform_blocks(n_elements) +
+         bytes_for(padded_elements(n_elements), Fields::nibbles);
+}
+
+std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::span<float> new_residual,
+                         std::span<std::uint8_t> out) {
+  static thread_local std::vector<float> kept;
+  std::vector<float>& norms = kept;
+  const std::size_t n_elements = source.n_elements();
+  norms.resize(transform_blocks(n_elements));
+  check_sizes(source, norms, new_residual);
+  check_clip(rotation.clip);
+  std::uint64_t message_bytes = max_thc_bytes(n_elements);
+  if (out.size() < message_bytes)
+    throw BufferTooSmall("thc: out has " + std::to_string(out.size()) + " bytes; the message takes " +
+                         std::to_string(message_bytes));
+  write_norms(source, norms);
+  const bool is_finite = std::all_of(norms.begin(), norms.end(), [](float norm) {
+    return std::bit_cast<std::uint32_t>(norm) < kInfinity;
+  });
+  if (is_finite) {
+    std::uint8_t* const payload = out.data() + kHeaderBytes;
+    store(payload, rotation.signs.seed);
+    store(payload + 8, rotation.signs.step);
+    std::memcpy(payload + kKeyBytes, norms.data(), 4 * norms.size());
+    write_fields(source, norms, rotation, Fields::nibbles, new_residual, payload + kKeyBytes + 4 * norms.size());
+  } else {
+    message_bytes = kHeaderBytes;
+    if (source.residual.empty())
+      std::fill(new_residual.begin(), new_residual.end(), 0.0f);
+    else if (!new_residual.empty() && new_residual.data() != source.residual.data())
+      std::copy(source.residual.begin(), source.residual.end(), new_residual.begin());
+  }
+  write_header({Kind::thc, is_finite, 0, 0, n_elements, is_finite ? rotation.clip : 0, 0}, out.first(message_bytes));
+  return message_bytes;
+}
+
+void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out) {
+  const Header header = read_header(message);
+  const auto fail = [&](const std::string& what) { throw CorruptMessage("thc message: " + what); };
+  if (header.kind != Kind::thc) fail(std::string("it is one of ") + name_of(header.kind));
+  const std::uint64_t n_elements = out.size() / bytes_of(dtype);
+  if (header.n_elements != n_elements)
+    fail("number of values: expected " + std::to_string(n_elements) + ", got " + std::to_string(header.n_elements));
+  const std::uint64_t expected = header.is_finite ? max_thc_bytes(n_elements) : kHeaderBytes;
+  if (message.size() != expected)
+    fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));
+  const std::uint8_t* const payload = message.data() + kHeaderBytes;
+  const std::size_t n_norms = transform_blocks(n_elements);
+  if (header.is_finite)
+    for (std::size_t number = 0; number < n_norms; ++number)
+      if (load<std::uint32_t>(payload + kKeyBytes + 4 * number) >= kInfinity) fail("a norm is negative or not finite");
+  const RotationKernels& on = rotation_kernels();
+  write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
+    if (!header.is_finite) {
+      std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
+      return;
+    }
+    const random::Stream stream{load<std::uint64_t>(payload), load<std::uint64_t>(payload + 8)};
+    for_transforms(block, n, [&](std::size_t number, std::size_t begin, std::size_t count, std::size_t size) {
+      alignas(32) float rotated[kTransform];
+      const float norm = load<float>(payload + kKeyBytes + 4 * number);
+      const std::uint8_t* const codes = payload + kKeyBytes + 4 * n_norms + code_offset(number, Fields::nibbles);
+      on.expand(codes, size, Fields::nibbles, steps_for(norm, header.first, size).step, rotated);
+      Signs signs;
+      on.draw_signs(stream, number, signs);
+      on.unrotate(rotated, size, signs);
+      std::copy_n(rotated, count, values + begin);
+    });
+  });
+}
+
+}  // namespace gradwire::quantisers

@@ -1,0 +1,35 @@
+"""The scheme `one-bit`: the sign of every value and a scale, with error feedback (Seide et al., Interspeech 2014).
+
+When not to use this: where the network is not the bottleneck, with few steps (what one bit leaves out arrives late), or
+under Adam's first hundred steps, whose second moments then see the quantiser's noise: train those plainly and `switch`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.codecs.one_bit import OneBit as OneBitCodec
+from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.schemes.quantised import QuantisedDirect
+
+
+class OneBit(QuantisedDirect):
+    """See `gradwire.codecs.one_bit.OneBit` for scale and threshold, `QuantisedDirect` for the rest."""
+
+    name = "one-bit"
+
+    def __init__(
+        self,
+        scale: str = "mean",
+        threshold: float | None = None,
+        error_feedback: bool = True,
+        pull: str = "compressed",
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
+        codec = OneBitCodec(scale, threshold)
+        super().__init__(codec, error_feedback, pull, chunk_elements)
+        self._options = {"scale": codec.scale, "threshold": codec.threshold}
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {**super().configuration, **self._options}

@@ -1,0 +1,35 @@
+"""The scheme `two-bit`: +t, 0 or -t for every value, with error feedback: the 2-bit quantiser that SlimGC improves.
+
+When not to use this: where the network is not the bottleneck; with an absolute threshold that has not been fitted to the
+gradient's scale, which sends nothing for many steps or noise in all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.codecs.two_bit import TwoBit as TwoBitCodec
+from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.schemes.quantised import QuantisedDirect
+
+
+class TwoBit(QuantisedDirect):
+    """See `gradwire.codecs.two_bit.TwoBit` for threshold and relative, `QuantisedDirect` for the rest."""
+
+    name = "two-bit"
+
+    def __init__(
+        self,
+        threshold: float | None = None,
+        relative: bool = True,
+        error_feedback: bool = True,
+        pull: str = "compressed",
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
+        codec = TwoBitCodec(threshold, relative)
+        super().__init__(codec, error_feedback, pull, chunk_elements)
+        self._options = {"threshold": codec.threshold, "relative": codec.relative}
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {**super().configuration, **self._options}

@@ -1,0 +1,196 @@
+"""one-bit, two-bit and qsgd among ranks: push, sum at the owner, pull, against a transcription that knows all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from buckets import Driver
+from gradwire import InvalidArgument, codecs, schemes
+from gradwire.schemes.usage import stream_of
+from quantiser_oracles import decode, encode
+from ranks import run_ranks
+
+SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
+LAYOUT = [2, 4]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("one-bit", {}),
+    ("one-bit", {"scale": "two-means", "pull": "raw"}),
+    ("one-bit", {"scale": "fixed", "chunk_elements": 64}),
+    ("one-bit", {"error_feedback": False}),
+    ("two-bit", {"chunk_elements": 100}),
+    ("two-bit", {"threshold": 1.0, "relative": False, "pull": "raw"}),
+    ("qsgd", {"seed": 5, "chunk_elements": 128}),
+    ("qsgd", {"levels": 127, "block": 128, "pull": "raw"}),
+]
+OF_SCHEMES = ("error_feedback", "pull", "chunk_elements")
+
+
+def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def cut(n: int, pieces: int, piece: int) -> slice:
+    return slice(n * piece // pieces, n * (piece + 1) // pieces)
+
+
+class AllRanks:
+    """Every rank's residuals of one bucket, and what the scheme makes of every rank's gradient."""
+
+    def __init__(self, name: str, options: dict[str, Any], n: int, world_size: int, index: int) -> None:
+        self.codec: Any = codecs.by_name(name, **{key: v for key, v in options.items() if key not in OF_SCHEMES})
+        self.feeds_back = name != "qsgd" and options.get("error_feedback", True)
+        self.pulls_raw = options.get("pull") == "raw"
+        self.chunk_elements = options.get("chunk_elements", 1 << 18)
+        self.is_stochastic = name == "qsgd"
+        self.n, self.world_size, self.index = n, world_size, index
+        self.residuals = [torch.zeros(n) for _ in range(world_size)]
+
+    def quantise(self, values: torch.Tensor, stream: int) -> torch.Tensor:
+        step = {"step": stream} if self.is_stochastic else {}
+        return decode(self.codec, encode(self.codec, values, **step), values.numel())
+
+    def reduce(self, gradients: list[torch.Tensor], step: int) -> torch.Tensor:
+        bucket: Any = type("Bucket", (), {"step": step, "index": self.index})
+        result, world = torch.empty(self.n), self.world_size
+        largest_part = -(-self.n // world)
+        n_chunks = max(1, -(-largest_part // self.chunk_elements), min(5, largest_part // 4096))
+        for owner in range(world):
+            part = cut(self.n, world, owner)
+            for chunk in range(n_chunks):
+                inner = cut(part.stop - part.start, n_chunks, chunk)
+                place = slice(part.start + inner.start, part.start + inner.stop)
+                total = torch.zeros(place.stop - place.start)
+                for rank in range(world):
+                    if rank == owner:
+                        total += gradients[rank][place]
+                        continue
+                    corrected = gradients[rank][place] + self.residuals[rank][place]
+                    sent = self.quantise(corrected, stream_of(bucket, rank, owner, chunk, False))
+                    total += sent
+                    if self.feeds_back:
+                        self.residuals[rank][place] = corrected - sent
+                total = total + self.residuals[owner][place]
+                stream = stream_of(bucket, owner, owner, chunk, True)
+                sent = total if self.pulls_raw else self.quantise(total, stream)
+                if self.feeds_back:
+                    self.residuals[owner][place] = total - sent
+                result[place] = sent / world
+        return result
+
+
+def follow(rank: int, world_size: int) -> None:
+    for name, options in CASES:
+        scheme = schemes.by_name(name, **options)
+        driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+        sizes = [flat(gradients_of(0, 0)[:2]).numel(), flat(gradients_of(0, 0)[2:]).numel()]
+        followed = [AllRanks(name, options, size, world_size, index) for index, size in enumerate(sizes)]
+        for step in range(4):
+            driver.loss_scale = 2.0**step
+            everyone = [gradients_of(other, step) for other in range(world_size)]
+            found = driver.reduce([gradient * driver.loss_scale for gradient in everyone[rank]])
+            if options.get("scale") == "fixed" or options.get("relative") is False:
+                # A fixed scale is in units of what it is given: the scaled gradient.
+                break
+            for index, tensors in enumerate((found[:2], found[2:])):
+                gradients = [flat(one[:2] if index == 0 else one[2:]) for one in everyone]
+                expected = followed[index].reduce(gradients, step)
+                assert torch.allclose(flat(tensors) / driver.loss_scale, expected, atol=1e-5), (name, options, step)
+        state = scheme.state_dict()
+        if followed[0].feeds_back and step == 3:
+            kept = torch.cat([state["residuals"][f"p{i}"] for i in range(len(SHAPES))])
+            assert torch.allclose(kept, torch.cat([one.residuals[rank] for one in followed]), atol=1e-4), name
+        driver.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_scheme_follows_its_transcription(world_size: int) -> None:
+    run_ranks(follow, world_size)
+
+
+def keep_everything(rank: int, world_size: int) -> list[list[tuple[torch.Tensor, ...]]]:
+    """[(result, new residual, gradient, old residual) of each step] of each case; some parameters unused on the way."""
+    histories = []
+    for name, options in CASES[:3] + CASES[4:6]:
+        scheme = schemes.by_name(name, **options)
+        driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+        old, history = torch.zeros(flat(gradients_of(0, 0)).numel()), []
+        for step in range(6):
+            gradients = gradients_of(rank, step)
+            if step == 2:
+                gradients[0].zero_()  # unused everywhere
+            if step in (3, 4) and rank == 1:
+                gradients[2].zero_()  # unused on one rank
+            if step == 4:
+                driver.bucket_sizes = [len(SHAPES)]
+            result = driver.reduce(gradients)
+            residuals = scheme.state_dict()["residuals"]
+            new = torch.cat([residuals[f"p{i}"] for i in range(len(SHAPES))])
+            if step == 2:
+                assert torch.equal(new[: 24 * 18], old[: 24 * 18])
+                assert not result[0].any()
+            history.append((flat(result), new, flat(gradients), old))
+            old = new
+        driver.close()
+        histories.append(history)
+    return histories
+
+
+def test_nothing_is_lost_when_parameters_go_unused_or_buckets_are_rebuilt() -> None:
+    ranks = run_ranks(keep_everything, 3)
+    for histories in zip(*ranks, strict=True):
+        for steps in zip(*histories, strict=True):
+            result = steps[0][0]
+            assert all(torch.equal(other[0], result) for other in steps)
+            new, gradient, old = (torch.stack([step[i] for step in steps]).double().mean(0) for i in (1, 2, 3))
+            # Residuals of unused parameters are not part of what is sent; they are the same on both sides.
+            assert torch.allclose(result.double() + new, gradient + old, atol=1e-5)
+
+
+def meet_nonfinite(rank: int, world_size: int) -> None:
+    for name, options in CASES:
+        for bad, offender, place in ((float("inf"), 1, 0), (float("nan"), 0, 2), (3e38, 2, 5)):
+            scheme = schemes.by_name(name, **options)
+            driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+            driver.reduce(gradients_of(rank, 0))
+            before = scheme.state_dict().get("residuals", {})
+            gradients = gradients_of(rank, 1)
+            if rank == offender or bad == 3e38:  # sums that overflow are no different
+                gradients[place].fill_(bad)
+            found = flat(driver.reduce(gradients))
+            after = scheme.state_dict().get("residuals", {})
+            if not found.isfinite().all():
+                assert scheme.stats()["n_buckets_redone"] == 1
+                assert driver.last_buckets[int(place >= 2)].record.fallbacks
+                for key, residual in before.items():
+                    assert torch.equal(residual, after[key])
+            else:
+                assert bad == 3e38
+            driver.close()
+
+
+def test_nonfinite_value_anywhere_has_its_bucket_redone_plainly_on_all_ranks() -> None:
+    run_ranks(meet_nonfinite, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("one-bit", {"pull": "half"}, "compressed, raw"),
+        ("one-bit", {"scale": "median"}, "two-means"),
+        ("two-bit", {"threshold": -1.0}, "threshold"),
+        ("two-bit", {"chunk_elements": 0}, "chunk_elements"),
+        ("qsgd", {"levels": 300}, "levels"),
+        ("qsgd", {"error_feedback": True}, "error_feedback"),
+    ],
+)
+def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidArgument, match=match):
+        schemes.by_name(name, **options)

@@ -229,7 +229,7 @@ class Homomorphic(Optimistic):
                 f"altered on its way through the aggregator {self.aggregator.name!r}; restart from the last checkpoint"
             )
         if core_mean is not None:
-            out[core] = core_mean.to(out.dtype)
+            out[core] = core_mean.float().to(out.dtype)  # rounded as the others are
         if self.error_feedback:
             self._keep_what_was_left_out(bucket, values, left_out, out, core if estimate else None)
         if not is_direct:

@@ -273,10 +273,10 @@ def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -
         else:
             break
         # As published by a factor, until it has been passed on both sides.
-        if highest == math.inf:
-            threshold = lowest * _MOST
+        if lowest and highest < math.inf:
+            threshold = (lowest + highest) / 2
         else:
-            threshold = (lowest + highest) / 2 if lowest else highest * _FEWEST
+            threshold = lowest * _MOST or highest * _FEWEST
         count = _native.select_from(values, threshold, found)
     if count > found.numel() or (count < _FEWEST * k and threshold > 0):
         found = torch.empty(k, dtype=torch.int32)

@@ -273,10 +273,8 @@ def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -
         else:
             break
         # As published by a factor, until it has been passed on both sides.
-        if lowest and highest < math.inf:
-            threshold = (lowest + highest) / 2
-        else:
-            threshold = lowest * _MOST or highest * _FEWEST
+        is_bracketed = lowest > 0 and highest < math.inf
+        threshold = (lowest + highest) / 2 if is_bracketed else lowest * _MOST or highest * _FEWEST
         count = _native.select_from(values, threshold, found)
     if count > found.numel() or (count < _FEWEST * k and threshold > 0):
         found = torch.empty(k, dtype=torch.int32)

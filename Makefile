@@ -61,7 +61,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) | $(BIN)/pytho
 	@echo '[2/3] installing torch and the build tools (the longest part where they have to be downloaded)'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy scikit-build-core nanobind cmake ninja
 	@echo '[3/3] building gradwire and installing the packages of its extras'
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,report,tensorboard,dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[bench,report,sim,tensorboard,dev]'
 	@touch $@
 
 # For work on the native core: rebuild the extension in place and use it with PYTHONPATH=src.

@@ -27,8 +27,9 @@
 namespace nb = nanobind;
 using namespace gradwire;
 
-void bind_floats(nb::module_& m);  // bindings_floats.cpp
+void bind_floats(nb::module_& m);      // bindings_floats.cpp
 void bind_quantisers(nb::module_& m);  // bindings_quantisers.cpp
+void bind_sketch(nb::module_& m);      // bindings_sketch.cpp
 void bind_switch(nb::module_& m);
 
 namespace {
@@ -330,5 +331,6 @@ NB_MODULE(_native, m) {
   bind_comparators(m);
   bind_floats(m);
   bind_quantisers(m);
+  bind_sketch(m);
   bind_switch(m);
 }

@@ -1,14 +1,16 @@
 // Python's face of the float codecs: embedded-float and truncated-float.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
-#include "bits/planes.hpp"
 #include "embedded_float/codec.hpp"
 #include "errors.hpp"
+#include "truncated_float/codec.hpp"
 
 namespace nb = nanobind;
 using namespace gradwire;
@@ -35,8 +37,11 @@ embedded_float::Known known_of(const Words& codes, const Bytes& exponents, int d
     throw InvalidArgument("embedded-float: one exponent for every partition");
   if (n_known < 0 || n_known > embedded_float::kPlanes) throw InvalidArgument("embedded-float: 0 to 32 known planes");
   // Signed and unsigned words may stand for each other.
-  return {{reinterpret_cast<std::uint32_t*>(codes.data()), codes.size()}, span_of(exponents), dtype_of(dtype),
-          partition, n_known};
+  return {{reinterpret_cast<std::uint32_t*>(codes.data()), codes.size()},
+          span_of(exponents),
+          dtype_of(dtype),
+          partition,
+          n_known};
 }
 
 void bind_embedded_float(nb::module_& m) {
@@ -125,6 +130,63 @@ void bind_embedded_float(nb::module_& m) {
       nb::arg("message"));
 }
 
+truncated_float::Settings settings_of(int dtype, int format, int n_bits, std::size_t partition) {
+  if (format < 0 || format >= truncated_float::kFormats) throw InvalidArgument("unknown format code");
+  const truncated_float::Settings settings{dtype_of(dtype), static_cast<truncated_float::Format>(format), n_bits,
+                                           partition};
+  truncated_float::check_settings(settings);
+  return settings;
+}
+
+void bind_truncated_float(nb::module_& m) {
+  m.def(
+      "truncated_float_max_bytes",
+      [](std::uint64_t n_elements, int dtype, int format, int n_bits, std::size_t partition) {
+        return truncated_float::max_message_bytes(n_elements, settings_of(dtype, format, n_bits, partition));
+      },
+      nb::arg("n_elements"), nb::arg("dtype"), nb::arg("format"), nb::arg("n_bits"), nb::arg("partition"));
+  m.def(
+      "truncated_float_encode",
+      [](const ConstBytes& values, int dtype, int format, int n_bits, std::size_t partition,
+         std::optional<std::uint64_t> seed, std::uint64_t stream, const Bytes& out) {
+        const truncated_float::Settings settings = settings_of(dtype, format, n_bits, partition);
+        std::optional<random::Stream> numbers;
+        if (seed) numbers = random::Stream{*seed, stream};
+        const nb::gil_scoped_release unlocked;
+        return truncated_float::encode(span_of(values), settings, numbers, span_of(out));
+      },
+      nb::arg("values"), nb::arg("dtype"), nb::arg("format"), nb::arg("n_bits"), nb::arg("partition"),
+      nb::arg("seed").none(), nb::arg("stream"), nb::arg("out"));
+  m.def(
+      "truncated_float_decode",
+      [](const ConstBytes& message, int dtype, const Bytes& values) {
+        const floats::Dtype known = dtype_of(dtype);
+        const nb::gil_scoped_release unlocked;
+        truncated_float::decode(span_of(message), known, span_of(values));
+      },
+      nb::arg("message"), nb::arg("dtype"), nb::arg("values"));
+  m.def(
+      "truncated_float_header",
+      [](const ConstBytes& message) {
+        const truncated_float::Header header = truncated_float::read_header(span_of(message));
+        nb::dict result;
+        result["codec"] = "truncated-float";
+        result["format_version"] = truncated_float::kVersion;
+        result["dtype"] = floats::name_of(header.settings.dtype);
+        result["format"] = truncated_float::name_of(header.settings.format);
+        result["bits"] = header.settings.n_bits;
+        result["partition"] = header.settings.partition;
+        result["n_elements"] = header.n_elements;
+        result["holds_nonfinite"] = header.holds_nonfinite();
+        result["message_bytes"] = message.size();
+        return result;
+      },
+      nb::arg("message"));
+}
+
 }  // namespace
 
-void bind_floats(nb::module_& m) { bind_embedded_float(m); }
+void bind_floats(nb::module_& m) {
+  bind_embedded_float(m);
+  bind_truncated_float(m);
+}

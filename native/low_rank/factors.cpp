@@ -17,20 +17,23 @@ constexpr std::size_t kTaskRows = 64;
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
+  if (simd_level() >= SimdLevel::avx512) return kAvx512;
   if (simd_level() >= SimdLevel::avx2) return kAvx2;
 #endif
   return kPortable;
 }
 
-// (rank, n_columns) to panels of (rank, kPanelColumns), the last one padded: what the kernel reads, in order.
-std::vector<float> pack_panels(std::span<const float> right, std::size_t rank, std::size_t n_columns) {
-  const std::size_t n_panels = (n_columns + kPanelColumns - 1) / kPanelColumns;
-  std::vector<float> panels(n_panels * rank * kPanelColumns);
+// (rank, n_columns) to panels of (rank, width), the last one padded: what the kernel reads, in order.
+void pack_panels(std::span<const float> right, std::size_t rank, std::size_t n_columns, std::size_t width,
+                 std::vector<float>& panels) {
+  const std::size_t n_panels = (n_columns + width - 1) / width;
+  panels.resize(n_panels * rank * width);
   float* to = panels.data();
-  for (std::size_t begin = 0; begin < n_columns; begin += kPanelColumns)
-    for (std::size_t k = 0; k < rank; ++k, to += kPanelColumns)
-      std::copy_n(right.data() + k * n_columns + begin, std::min(kPanelColumns, n_columns - begin), to);
-  return panels;
+  for (std::size_t begin = 0; begin < n_columns; begin += width) {
+    const std::size_t n = std::min(width, n_columns - begin);
+    for (std::size_t k = 0; k < rank; ++k, to += width)
+      std::fill(std::copy_n(right.data() + k * n_columns + begin, n, to), to + width, 0.0f);
+  }
 }
 
 // By a power of two, so that squares neither overflow nor vanish; spans do not depend on it.
@@ -54,14 +57,18 @@ void multiply_factors(std::span<const float> left, std::span<const float> right,
   const std::size_t n_rows = left.size() / rank, n_columns = right.size() / rank;
   if (matrix.size() != n_rows * n_columns) throw InvalidArgument("multiply_factors: the matrix has another size");
   const Kernels& use = kernels();
-  const std::vector<float> panels = pack_panels(right, rank, n_columns);
+  // Work space outlives the call, so that nothing is allocated once warm.
+  thread_local std::vector<float> packed;
+  pack_panels(right, rank, n_columns, use.panel_columns, packed);
+  const std::vector<float>& panels = packed;  // the caller's, in all threads
   parallel_for((n_rows + kTaskRows - 1) / kTaskRows, [&](std::size_t task) {
-    std::vector<float> block(rank * kBlockRows);
+    thread_local std::vector<float> block;
+    block.resize(rank * use.block_rows);
     const std::size_t end = std::min(n_rows, (task + 1) * kTaskRows);
-    for (std::size_t row = task * kTaskRows; row < end; row += kBlockRows) {
-      const std::size_t n = std::min(kBlockRows, end - row);
+    for (std::size_t row = task * kTaskRows; row < end; row += use.block_rows) {
+      const std::size_t n = std::min(use.block_rows, end - row);
       for (std::size_t k = 0; k < rank; ++k)
-        for (std::size_t i = 0; i < n; ++i) block[k * kBlockRows + i] = left[k * n_rows + row + i];
+        for (std::size_t i = 0; i < n; ++i) block[k * use.block_rows + i] = left[k * n_rows + row + i];
       use.multiply_block(block.data(), panels.data(), rank, n, n_columns, subtract, matrix.data() + row * n_columns);
     }
   });

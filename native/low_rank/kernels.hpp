@@ -1,17 +1,16 @@
-// The inner loops of low-rank compression; portable.cpp and avx2.cpp compile the same source (loops.hpp) to the same
-// bits.
+// The inner loops of low-rank compression; portable.cpp, loops_avx2.cpp and loops_avx512.cpp compile the same source
+// (loops.hpp) to the same bits.
 #pragma once
 
 #include <cstddef>
 
 namespace gradwire::low_rank {
 
-inline constexpr std::size_t kBlockRows = 4;      // 4 x 16 sums: 8 of AVX2's 16 registers, the rest for operands
-inline constexpr std::size_t kPanelColumns = 16;  // a cache line of float32
-
 struct Kernels {
-  // out[i][j] = sum over k of left[k][i] panel[k][j], k ascending, for kBlockRows rows and one panel's columns; or
-  // out -= that sum. left: (rank, kBlockRows), panels: (rank, kPanelColumns) each, padded; out: rows of n_columns.
+  // What one call of the innermost loop sums: this many rows by this many columns, all in registers.
+  std::size_t block_rows, panel_columns;
+  // out[i][j] = sum over k of left[k][i] panel[k][j], k ascending, for `n_rows` up to block_rows; or out -= that sum.
+  // left: (rank, block_rows), panels: (rank, panel_columns) each, padded; out: rows of n_columns.
   void (*multiply_block)(const float* left, const float* panels, std::size_t rank, std::size_t n_rows,
                          std::size_t n_columns, bool subtract, float* out);
   // Rows of `factor` (rank, n) become orthonormal and span what they spanned. magnitudes: at most about 1.
@@ -20,5 +19,6 @@ struct Kernels {
 
 extern const Kernels kPortable;
 extern const Kernels kAvx2;
+extern const Kernels kAvx512;
 
 }  // namespace gradwire::low_rank

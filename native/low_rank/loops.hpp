@@ -1,6 +1,6 @@
-// Included by portable.cpp and avx2.cpp, which differ in the instruction set alone. Every sum has an order of its own:
-// lanes and their reduction are spelt out, products and sums round separately (-ffp-contract=off), so that all machines
-// get the same bits.
+// Included by portable.cpp, loops_avx2.cpp and loops_avx512.cpp, which differ in the instruction set alone. Every sum
+// has an order of its own: lanes and their reduction are spelt out, products and sums round separately
+// (-ffp-contract=off), so that all machines get the same bits.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,32 +18,62 @@ constexpr std::size_t kLanes = 8;
 inline void load(Lanes& lanes, const float* from) { std::memcpy(&lanes, from, sizeof(Lanes)); }
 inline void store(const Lanes& lanes, float* to) { std::memcpy(to, &lanes, sizeof(Lanes)); }
 
-void multiply_block(const float* left, const float* panels, std::size_t rank, std::size_t n_rows, std::size_t n_columns,
-                    bool subtract, float* out) {
+#if defined(__AVX512F__)
+constexpr std::size_t kWide = 16, kBlockRows = 8;  // 8 x 2 sums of 32 registers, the rest for operands
+#else
+constexpr std::size_t kWide = 8, kBlockRows = 4;  // 4 x 2 of AVX2's 16
+#endif
+using Wide = float __attribute__((vector_size(4 * kWide)));
+constexpr std::size_t kPanelColumns = 2 * kWide;
+
+inline void load(Wide& lanes, const float* from, std::size_t index) {
+  std::memcpy(&lanes, from + index * kWide, sizeof(Wide));
+}
+
+template <bool kSubtract>
+void multiply_panels(const float* left, const float* panels, std::size_t rank, std::size_t n_rows,
+                     std::size_t n_columns, float* out) {
   for (std::size_t begin = 0; begin < n_columns; begin += kPanelColumns, panels += rank * kPanelColumns) {
-    Lanes sums[kBlockRows][2] = {};
+    Wide sums[kBlockRows][2] = {};
     for (std::size_t k = 0; k < rank; ++k) {
-      Lanes low, high;
-      load(low, panels + k * kPanelColumns);
-      load(high, panels + k * kPanelColumns + kLanes);
+      Wide low, high;
+      load(low, panels + k * kPanelColumns, 0);
+      load(high, panels + k * kPanelColumns, 1);
       for (std::size_t i = 0; i < kBlockRows; ++i) {
         sums[i][0] += low * left[k * kBlockRows + i];
         sums[i][1] += high * left[k * kBlockRows + i];
       }
     }
     const std::size_t n = std::min(kPanelColumns, n_columns - begin);
+    if (n == kPanelColumns && n_rows == kBlockRows) {
+      for (std::size_t i = 0; i < kBlockRows; ++i) {
+        float* const row = out + i * n_columns + begin;
+        for (std::size_t half = 0; half < 2; ++half) {
+          if constexpr (kSubtract) {
+            Wide before;
+            load(before, row, half);
+            sums[i][half] = before - sums[i][half];
+          }
+          std::memcpy(row + half * kWide, &sums[i][half], sizeof(Wide));
+        }
+      }
+      continue;
+    }
+    float values[kBlockRows][kPanelColumns];
+    std::memcpy(values, sums, sizeof(values));
     for (std::size_t i = 0; i < n_rows; ++i) {
       float* const row = out + i * n_columns + begin;
-      float values[kPanelColumns];
-      store(sums[i][0], values);
-      store(sums[i][1], values + kLanes);
-      if (n == kPanelColumns) {  // a constant trip count: vectors again
-        for (std::size_t j = 0; j < kPanelColumns; ++j) row[j] = subtract ? row[j] - values[j] : values[j];
-      } else {
-        for (std::size_t j = 0; j < n; ++j) row[j] = subtract ? row[j] - values[j] : values[j];
-      }
+      for (std::size_t j = 0; j < n; ++j) row[j] = kSubtract ? row[j] - values[i][j] : values[i][j];
     }
   }
+}
+
+void multiply_block(const float* left, const float* panels, std::size_t rank, std::size_t n_rows, std::size_t n_columns,
+                    bool subtract, float* out) {
+  if (subtract)
+    multiply_panels<true>(left, panels, rank, n_rows, n_columns, out);
+  else
+    multiply_panels<false>(left, panels, rank, n_rows, n_columns, out);
 }
 
 // sums[c] = sum over i of v[i] rows[c][i]: sixteen running sums, the remainder to the first of them, then halves added.

@@ -3,7 +3,7 @@
 
 namespace gradwire::low_rank {
 
-const Kernels kAvx2 = {multiply_block, orthogonalise};
+const Kernels kAvx2 = {kBlockRows, kPanelColumns, multiply_block, orthogonalise};
 
 }  // namespace gradwire::low_rank
 #endif

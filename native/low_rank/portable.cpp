@@ -2,6 +2,6 @@
 
 namespace gradwire::low_rank {
 
-const Kernels kPortable = {multiply_block, orthogonalise};
+const Kernels kPortable = {kBlockRows, kPanelColumns, multiply_block, orthogonalise};
 
 }  // namespace gradwire::low_rank

@@ -64,6 +64,7 @@ class Client {
     std::uint32_t next = 0;        // the first that was never sent
     std::uint32_t highest = 0;     // one past the highest that is done
     double last_progress = 0;
+    double moving_since = 0;           // the end of the last wait for a slow rank
     double last_answer = 0;            // of any kind
     std::uint32_t pending = 0;         // whose values the switch has for the oldest slot; 0 if it has not said
     std::vector<std::int32_t> tail{};  // the last packet, filled up with zeros

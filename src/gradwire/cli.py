@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "netlab": ("gradwire.netlab.cli", "run a command in ranks with shaped links between them"),
     "switch": ("gradwire.switch", "run the emulation of a programmable switch that sums packets of integers"),
     "report": ("gradwire.telemetry.report", "one self-contained HTML page from training runs and benchmark results"),
+    "simulate": ("gradwire.simulator.cli", "predict training on a network that you do not have"),
     "inspect": ("gradwire.inspection", "say what a message, run, benchmark result, checkpoint or gradient file holds"),
 }
 

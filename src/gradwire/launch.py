@@ -14,6 +14,7 @@ from gradwire.supervisor import LaunchResult, RankSet, end_on_signals
 
 if TYPE_CHECKING:
     from gradwire.netlab import LinkCounters, Netlab
+    from gradwire.netlab.switch_host import SwitchHost
 
 __all__ = ["Launch", "launch_ranks", "start_ranks"]
 
@@ -21,8 +22,11 @@ __all__ = ["Launch", "launch_ranks", "start_ranks"]
 class Launch:
     """Started ranks, and their lab if they have one. Leaving the with statement ends what still runs."""
 
-    def __init__(self, ranks: RankSet, network: Network, lab: Netlab | None = None) -> None:
+    def __init__(
+        self, ranks: RankSet, network: Network, lab: Netlab | None = None, switch: SwitchHost | None = None
+    ) -> None:
         self.ranks = ranks
+        self._switch = switch  # on loopback; a lab holds its own
         self.network = network
         self.lab = lab  # None on loopback
 
@@ -44,6 +48,8 @@ class Launch:
         try:
             self.ranks.end()
         finally:
+            if self._switch is not None:
+                self._switch.close()
             if self.lab is not None:
                 self.lab.close()
 
@@ -64,6 +70,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     grace_s: float = 10.0,
     on_line: Callable[[int, str], None] | None = None,
+    switch: bool = False,
     **lab_options: Any,
 ) -> Launch:
     """Start `command` in `n_ranks` processes: on loopback for rate None or "none", else in a `Netlab`.
@@ -72,6 +79,7 @@ def start_ranks(
         rate: as `Netlab` takes it; a sequence gives each rank's.
         env: variables on top of this process's environment.
         grace_s, on_line: see `RankSet`.
+        switch: also run the emulation of an aggregating switch, which ranks find in GRADWIRE_SWITCH; see `Netlab`.
         lab_options: `Netlab`'s: mtu, queue_ms, require_shaping.
     Returns: a handle to use in a with statement.
     Raises: InvalidArgument, Unsupported.
@@ -86,15 +94,24 @@ def start_ranks(
         ranks = RankSet(grace_s, on_line)
         network = Network("loopback", (), n_ranks)
         port = find_free_port()
+        host: SwitchHost | None = None
         try:
+            more = dict(env or {})
+            if switch:
+                from gradwire.netlab.switch_host import SWITCH_VARIABLE, SwitchHost
+
+                host = SwitchHost("127.0.0.1", find_free_port())
+                more = {SWITCH_VARIABLE: host.address, **more}
             for rank in range(n_ranks):
                 variables = rank_environment(rank, n_ranks, network, address="127.0.0.1", port=port, interface="lo")
-                ranks.start(command, variables | dict(env or {}))
+                ranks.start(command, variables | more)
         except BaseException:
             ranks.end()
+            if host is not None:
+                host.close()
             raise
-        return Launch(ranks, network)
-    lab = Netlab(n_ranks, rate, **lab_options)
+        return Launch(ranks, network, switch=host)
+    lab = Netlab(n_ranks, rate, switch=switch, **lab_options)
     lab.__enter__()
     try:
         return Launch(lab.start(command, env, grace_s=grace_s, on_line=on_line), lab.network, lab)

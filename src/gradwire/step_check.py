@@ -21,6 +21,7 @@ class StepCheck:
         self._communicator = communicator
         # The largest of x and of -x over the ranks: ranks agree where the two are each other's negative.
         self._extremes = torch.zeros((2, 3), dtype=torch.int64)
+        self._smallest = torch.zeros(3, dtype=torch.int64)
         self._pending: torch.futures.Future | None = None
         self._mine: Preamble | None = None
 
@@ -29,8 +30,8 @@ class StepCheck:
         if self._communicator.world_size == 1:
             return
         self._read(record)
-        facts = torch.tensor([mine.step, mine.layout, mine.configuration])
-        self._extremes[0], self._extremes[1] = facts, -facts
+        for index, fact in enumerate((mine.step, mine.layout, mine.configuration)):
+            self._extremes[0, index], self._extremes[1, index] = fact, -fact
         self._mine = mine
         self._pending = self._communicator.start_all_reduce(self._extremes, dist.ReduceOp.MAX)
         n_bytes = ring_bytes(self._extremes.numel() * self._extremes.element_size(), self._communicator.world_size)
@@ -42,5 +43,6 @@ class StepCheck:
             return
         self._communicator.finish(self._pending)
         self._pending = None
-        if not torch.equal(self._extremes[0], -self._extremes[1]):
+        torch.neg(self._extremes[1], out=self._smallest)
+        if not torch.equal(self._extremes[0], self._smallest):
             compare_preambles(self._communicator, self._mine, record)

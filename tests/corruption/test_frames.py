@@ -28,15 +28,18 @@ class Wire:
 
     def __init__(self) -> None:
         self.frames: deque[torch.Tensor] = deque()
+        self.n_sends = self.n_receives = 0
         self._scratch: dict[str, torch.Tensor] = {}
 
     def scratch(self, name: str, n_bytes: int) -> torch.Tensor:
         return self._scratch.setdefault(name, torch.zeros(n_bytes, dtype=torch.uint8))[:n_bytes]
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        self.n_sends += 1
         self.frames.append(tensor.clone())
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        self.n_receives += 1
         return tensor
 
     def wait(self, work: Any, peer: int) -> None:
@@ -54,21 +57,36 @@ def messages() -> list[torch.Tensor]:
 def written() -> Wire:
     wire = Wire()
     record = Recorder(0, 2).open_bucket(0, 0, 0)
-    sender = FrameSender(wire, 1, 7, FACTS, FRAME_BYTES, 4_000, record)  # type: ignore[arg-type]
+    sender = FrameSender(wire, 1, 7, FACTS, FRAME_BYTES, 4_000, len(messages()), record)  # type: ignore[arg-type]
     for message in messages():
         sender.write(message, may_lag=1)
-    sender.flush()
     return wire
 
 
 def read_all(wire: Wire, facts: Facts = FACTS) -> list[torch.Tensor]:
     record = Recorder(0, 2).open_bucket(0, 0, 0)
-    receiver = FrameReceiver(wire, 1, 7, facts, FRAME_BYTES, MAX_MESSAGE_BYTES, record)  # type: ignore[arg-type]
+    receiver = FrameReceiver(wire, 1, 7, facts, FRAME_BYTES, MAX_MESSAGE_BYTES, len(messages()), record)  # type: ignore[arg-type]
     return [receiver.read().clone() for _ in messages()]
 
 
 def test_messages_of_any_length_arrive_as_they_were() -> None:
     assert all(torch.equal(a, b) for a, b in zip(read_all(written()), messages(), strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths=st.lists(st.integers(0, 2_000), min_size=1, max_size=30), lag=st.integers(0, 5))
+def test_every_promised_frame_comes_and_no_reader_waits_for_bytes_held_back(lengths: list[int], lag: int) -> None:
+    wire, record = Wire(), Recorder(0, 2).open_bucket(0, 0, 0)
+    n = len(lengths)
+    sender = FrameSender(wire, 1, 7, FACTS, FRAME_BYTES, 2_004 * (lag + 1), n, record)  # type: ignore[arg-type]
+    receiver = FrameReceiver(wire, 1, 7, FACTS, FRAME_BYTES, MAX_MESSAGE_BYTES, n, record)  # type: ignore[arg-type]
+    sent = [torch.full((length,), index, dtype=torch.uint8) for index, length in enumerate(lengths)]
+    for number in range(n + lag):
+        if number < n:
+            sender.write(sent[number], may_lag=lag)
+        if number >= lag:
+            assert torch.equal(receiver.read(), sent[number - lag])
+    assert wire.n_receives == wire.n_sends, "a receive that nothing answers would hang, a frame that nobody takes too"
 
 
 # Offsets in the header: docs/format.md#frame.

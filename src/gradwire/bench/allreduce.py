@@ -14,7 +14,7 @@ from gradwire.bench.console import make_console
 from gradwire.bench.gradients import load_gradients
 from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
 from gradwire.bench.sources import PATTERNS, Source
-from gradwire.bench.specs import choose_specs
+from gradwire.bench.specs import choose_specs, needs_switch
 from gradwire.errors import InvalidArgument
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["all"],
         metavar="NAME",
-        help="schemes and rivals (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one (default)",
+        help="schemes and rivals (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one (default) "
+        "but dense-switch, the emulated switch without compression",
     )
     add_rank_arguments(parser)
     parser.add_argument("--n-bytes", nargs="+", type=int, metavar="N", help="sizes of the float32 gradient")
@@ -52,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
     args.budget = args.budget or (3.0 if args.quick else 20.0)
     if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
         raise InvalidArgument("--rounds counts from 1, --n-bytes from 4 (one float32)")
-    specs = choose_specs(args.scheme, reducers.names())
+    specs = choose_specs(args.scheme, reducers.names(), reducers.IN_NETWORK)
     file = load_gradients(args.gradients) if args.gradients else None
     source = Source(file, args.density, args.pattern)
     check_rank_arguments(args)
     if not is_rank():
-        return run_in_ranks("allreduce", args)
+        return run_in_ranks("allreduce", args, switch=needs_switch(specs))
     return _run_rank(args, source, specs)
 
 

@@ -29,15 +29,20 @@ class Exact:
     n_ranks: int
 
 
-def error_bound(name: str, options: dict[str, Any], exact: Exact, state: OptimizerState | None) -> Float64Array | None:
+def error_bound(
+    name: str, options: dict[str, Any], exact: Exact, state: OptimizerState | None, quantum: float | None = None
+) -> Float64Array | None:
     """The largest allowed |result - mean| of each checked element; None where a scheme promises none.
 
-    Every scheme of sums pays one rounding a rank and one for the division; GComp adds N truncations of partial sums.
+    Every scheme of sums pays one rounding a rank and one for the division; GComp adds N truncations of partial sums;
+    fixed point rounds each rank's value to a multiple of `quantum`.
     """
     n_roundings = exact.n_ranks + 1
     sums = n_roundings * _FLOAT32_ROUNDING * exact.mean_magnitude + _SMALLEST_NORMAL
     if name in ("ddp", "plain", "zstd", "zlib"):
         return sums
+    if name == "dense-switch" and quantum is not None:
+        return sums + 0.5 * quantum
     if name == "ddp-bf16":
         return 2 * n_roundings * _BFLOAT16_ROUNDING * exact.mean_magnitude + _SMALLEST_NORMAL
     if name == "truncate":

@@ -149,7 +149,7 @@ class AllReduceBench:
         result = buffer.numpy()
         checksums = self._gather(float(zlib.crc32(result.data)))
         error = np.abs(result[exact.positions].astype(np.float64) - exact.mean)
-        bound = error_bound(reducer.name, reducer.options, exact, state)
+        bound = error_bound(reducer.name, reducer.options, exact, state, reducer.quantum)
         n_wrong = int((~np.isfinite(error)).sum() if bound is None else (~(error <= bound)).sum())
         n_wrong_by_rank = self._gather(float(n_wrong))
         drifts_by_design = reducer.name == "periodic"  # its replicas meet only every few steps
@@ -212,6 +212,10 @@ def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | 
     name, options = parse_spec(spec)
     if name in RIVALS:
         return BackendReducer(name)
+    if name == "dense-switch":
+        from gradwire.bench.dense_switch import DenseSwitchReducer
+
+        return DenseSwitchReducer(communicator)
     if name == "gcomp" and state is None:
         # Its default reads an optimizer; a gradient without one can still be sent without loss.
         options = {"importance": "none", **options}

@@ -14,12 +14,25 @@ BENCHES: dict[str, tuple[str, str]] = {
         "gradwire.bench.fidelity",
         "how far compression moves the loss, and what it sends: GComp's figures 9, 13a, 18-20",
     ),
+    "acp-figures": (
+        "gradwire.bench.acp_figures",
+        "the ACP-SGD paper's tables and figures about time and volume, from training on shaped links",
+    ),
+    "compression-cost": (
+        "gradwire.bench.compression_cost",
+        "time to compress a step's gradient, without a network, beside PyTorch's powerSGD_hook",
+    ),
     "convergence": (
         "gradwire.bench.convergence",
         "where training ends under each scheme, over several seeds: ACP-SGD's figures 6 and 7",
     ),
+    "simulator": (
+        "gradwire.bench.simulator",
+        "predicted against measured iteration times in the test network; --measure makes the simulator's table",
+    ),
     "sweep": ("gradwire.bench.sweep", "all of it by one table, resumable; --quick is what `make bench` runs"),
     "dump-gradients": ("gradwire.bench.dump_gradients", "gradient files for the others, from a short training"),
+    "sketch": ("gradwire.bench.sketch", "count sketches against the bound (Fig. 2), recovery (Fig. 3), codec speed"),
     "gcomp-figures": ("gradwire.bench.gcomp_figures", "the GComp paper's figures 2, 3, 12, 13 and 14, from gradients"),
 }
 
@@ -27,7 +40,7 @@ BENCHES: dict[str, tuple[str, str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's name, and everything after it, which its own parser reads in `run`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:15} {summary}" for name, (_, summary) in BENCHES.items())
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:17} {summary}" for name, (_, summary) in BENCHES.items())
     parser.add_argument("bench", choices=list(BENCHES), metavar="BENCH", help="one of the benchmarks below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options; `BENCH --help` lists them")
 

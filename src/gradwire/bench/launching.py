@@ -50,8 +50,10 @@ def check_rank_arguments(args: argparse.Namespace) -> None:
             raise InvalidArgument(f"--rate {rate}: {len(each)} rates for {args.ranks or DEFAULT_RANKS} ranks")
 
 
-def run_in_ranks(bench: str, args: argparse.Namespace) -> int:
+def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) -> int:
     """Run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`; results so far outlive a failure.
+
+    With `switch`, the emulation of an aggregating switch runs beside them.
 
     Raises: PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
     """
@@ -69,7 +71,7 @@ def run_in_ranks(bench: str, args: argparse.Namespace) -> int:
             each: Any = rate.split(",") if "," in rate else rate
             with (
                 end_on_signals(),
-                start_ranks(command, args.ranks or DEFAULT_RANKS, each, on_line=take_line) as launch,
+                start_ranks(command, args.ranks or DEFAULT_RANKS, each, on_line=take_line, switch=switch) as launch,
             ):
                 changes.serve(launch)
                 try:

@@ -17,6 +17,8 @@ from gradwire.schemes.base import Session
 from gradwire.telemetry.recorder import Recorder
 
 RIVALS = ("ddp", "ddp-bf16")
+# Measured when asked for by name: they need a switch beside the ranks.
+IN_NETWORK = ("dense-switch",)
 
 
 class Reducer(ABC):
@@ -27,6 +29,7 @@ class Reducer(ABC):
         self.options = options or {}
         self.sent_bytes = 0  # by this rank, in all calls since the last reset
         self.period = 1  # calls after which everything repeats; a sample is made of whole periods
+        self.quantum: float | None = None  # of the last reduction, where it was one in fixed point
 
     @abstractmethod
     def reduce(self, buffer: torch.Tensor) -> None:
@@ -107,5 +110,5 @@ class SchemeReducer(Reducer):
 
 
 def names() -> list[str]:
-    """The rivals, then every scheme of the registry."""
-    return [*RIVALS, *schemes.names()]
+    """The rivals, then every scheme of the registry that reduces without a model around it."""
+    return [*RIVALS, *(name for name in schemes.names() if not schemes.owns_step(name))]

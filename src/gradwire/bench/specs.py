@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gradwire.errors import InvalidArgument
@@ -31,10 +32,20 @@ def _parse_value(text: str) -> Any:
     return {"true": True, "false": False, "none": "none"}.get(text.lower(), text)
 
 
-def choose_specs(asked: list[str], known: list[str]) -> list[str]:
-    """`all` spelt out to `known`, doubles dropped. Raises: InvalidArgument (a name that is not in `known`)."""
+def choose_specs(asked: list[str], known: list[str], more: Sequence[str] = ()) -> list[str]:
+    """`all` spelt out to `known`, doubles dropped; `more` are names that `all` does not mean.
+
+    Raises: InvalidArgument (a name that is in neither).
+    """
     for spec in asked:
         name = parse_spec(spec)[0]
-        if name not in ("all", *known):
-            raise InvalidArgument(f"nothing to measure is called {name!r}; there are: all, {', '.join(known)}")
+        if name not in ("all", *known, *more):
+            listing = ", ".join([*known, *more])
+            raise InvalidArgument(f"nothing to measure is called {name!r}; there are: all, {listing}")
     return list(dict.fromkeys(one for spec in asked for one in (known if spec == "all" else [spec])))
+
+
+def needs_switch(specs: Sequence[str]) -> bool:
+    """Whether one of them sums in the network: `dense-switch`, or any scheme with `aggregator=switch`."""
+    parsed = [parse_spec(spec) for spec in specs]
+    return any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,13 @@ from gradwire import schemes
 from gradwire.bench import gloo_hooks
 from gradwire.bench.specs import parse_spec
 from gradwire.communicator import ring_bytes
+from gradwire.errors import InvalidArgument
 from gradwire.workloads import Workload
 
 RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8")
+# Options that rivals take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
+# `start`: steps that powerSGD_hook leaves to the plain all-reduce; its constructor takes no less than 2.
+_RIVAL_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
 # These hooks start collectives from the callbacks of others. With several buckets under way Gloo runs the callbacks of
 # each rank in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So
 # they get all gradients in one bucket, and overlap nothing.
@@ -63,7 +68,10 @@ class TrainContender:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
         ddp_options = workload.ddp_options()
         if self.name in _ONE_BUCKET:
-            ddp_options["bucket_cap_mb"] = 1 + 4 * self.n_parameters // (1 << 20)
+            ddp_options["bucket_cap_mb"] = self._whole_model_mb()
+        elif self.name in RIVALS and "bucket_mb" in self.options:
+            # The least that DDP takes for a size still lets no two tensors share a bucket.
+            ddp_options["bucket_cap_mb"] = min(max(float(self.options["bucket_mb"]), 1e-6), self._whole_model_mb())
         self._model = DistributedDataParallel(module, **ddp_options)
         self._optimizer = workload.build_optimizer(self._model)
         self._scheduler = workload.build_scheduler(self._optimizer)
@@ -74,6 +82,7 @@ class TrainContender:
         else:
             scheme = schemes.by_name(self.name, **self.options)
             self._attachment = gradwire.attach(self._model, self._optimizer, scheme)
+        self._owns_step = self._attachment is not None and self._attachment.scheme.owns_step
         self._steps = 0
         self.losses: list[float] = []
         self.times: list[StepTimes] = []
@@ -94,9 +103,24 @@ class TrainContender:
         if self._scheduler is not None:
             self._scheduler.step()
         ended = time.perf_counter()
-        self.times.append(StepTimes(self._last_gradient_s - started, reduced - self._last_gradient_s, ended - reduced))
+        waiting_s = reduced - self._last_gradient_s
+        local_s = self._last_gradient_s - started
+        if self._attachment is not None and self._owns_step:
+            # The forward pass, too, stood still for blocks of the step before.
+            forward_wait_s = max(0.0, self._attachment.recorder.steps[-1].exposed_ns / 1e9 - waiting_s)
+            local_s, waiting_s = local_s - forward_wait_s, waiting_s + forward_wait_s
+        self.times.append(StepTimes(local_s, waiting_s, ended - reduced))
         self.losses.append(self._workload.reported_loss(loss))
         self._steps += 1
+
+    def finish_block(self) -> None:
+        """End of a turn: what a scheme has put off is done before the next contender's turn, on the last step's account."""
+        if self._attachment is None or not self._owns_step:
+            return
+        started = time.perf_counter()
+        self._attachment.flush()
+        last = self.times[-1]
+        self.times[-1] = StepTimes(last.local_s, last.waiting_s + time.perf_counter() - started, last.update_s)
 
     def _note_gradient(self, _: torch.Tensor) -> None:
         # Runs when a gradient is in `.grad` and before DDP's reducer hears of it: the last call of a step is the end of
@@ -114,6 +138,12 @@ class TrainContender:
         if self._attachment is not None:
             stats = self._attachment.stats()
             return float(sum(stats[f"{kind}_s"] for kind in ("encode", "decode", "importance", "table")))
+        return 0.0 if self.name == "ddp" else None
+
+    def decode_s(self) -> float | None:
+        """What of `codec_s` was decoding: it grows with the messages received, the rest with those sent."""
+        if self._attachment is not None:
+            return float(self._attachment.stats()["decode_s"])
         return 0.0 if self.name == "ddp" else None
 
     def memory_bytes(self) -> int:
@@ -141,6 +171,7 @@ class TrainContender:
                 matrix_approximation_rank=self.options.get("rank", _POWER_SGD_RANK),
                 start_powerSGD_iter=_POWER_SGD_START,
             )
+            state.iter = _POWER_SGD_START - self._power_sgd_start  # the hook's own count of steps so far
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             self._rival_bytes = lambda: float(self._power_sgd_bytes(state))
             return
@@ -151,10 +182,31 @@ class TrainContender:
             return
         self._rival_bytes = lambda: float(self._steps * ring_bytes(element_bytes * n_elements, world_size))
 
+    def _whole_model_mb(self) -> int:
+        return 1 + 4 * self.n_parameters // (1 << 20)
+
+    @property
+    def _power_sgd_start(self) -> int:
+        return int(self.options.get("start", _POWER_SGD_START))
+
     def _power_sgd_bytes(self, state: powerSGD_hook.PowerSGDState) -> int:
-        before = min(self._steps, _POWER_SGD_START)  # these steps it leaves to the plain all-reduce
+        before = min(self._steps, self._power_sgd_start)  # these steps it leaves to the plain all-reduce
         n_elements = before * self.n_parameters + state.total_numel_after_compression
         return ring_bytes(4 * n_elements, self._world_size)
+
+
+def check_rival_options(name: str, options: dict[str, Any]) -> None:
+    """Raises: InvalidArgument (what a rival does not take); schemes check their own options."""
+    if name not in RIVALS:
+        return
+    known = _RIVAL_OPTIONS.get(name, ())
+    for key, value in options.items():
+        if key not in known:
+            raise InvalidArgument(f"{name} takes {', '.join(known) or 'no options'} here, not {key}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise InvalidArgument(f"{name}:{key}={value}: expected a number of 0 or more")
+    if options.get("start", 0) > _POWER_SGD_START or options.get("rank", 1) < 1:
+        raise InvalidArgument(f"{name}: expected start from 0 to {_POWER_SGD_START} and rank from 1")
 
 
 def names() -> list[str]:

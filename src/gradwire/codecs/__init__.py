@@ -21,6 +21,7 @@ _REGISTRY: dict[str, str] = {
     "thc": "gradwire.codecs.hadamard:Thc",
     "truncate": "gradwire.codecs.gcomp:Truncate",
     "two-bit": "gradwire.codecs.two_bit:TwoBit",
+    "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",
     "raw": "gradwire.codecs.general:RawCodec",
     "zlib": "gradwire.codecs.general:ZlibCodec",
     "zstd": "gradwire.codecs.general:ZstdCodec",

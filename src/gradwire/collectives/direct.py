@@ -53,13 +53,17 @@ def direct_mean(
     total_memory = total_memory.view(buffer.dtype)
 
     tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes, chunks.max_message_bytes)
+    n_messages = 2 * n_chunks
     ahead = min(_CHUNKS_AHEAD, n_chunks - 1)
     unread_bytes = (ahead + 1) * (chunks.max_message_bytes + 4)
     # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
     peers = [(rank + distance) % world for distance in range(1, world)]
-    senders = {peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, record) for peer in peers}
+    senders = {
+        peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, n_messages, record)
+        for peer in peers
+    }
     receivers = {
-        peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, chunks.max_message_bytes, record)
+        peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, chunks.max_message_bytes, n_messages, record)
         for peer in peers
     }
 
@@ -71,8 +75,6 @@ def direct_mean(
             else:
                 n_bytes = chunks.encode_own(peer, chunk, message)
                 senders[peer].write(message[:n_bytes], may_lag=ahead)
-            if number == 2 * n_chunks - 1:
-                senders[peer].flush()
 
     def read(number: int) -> None:
         gathering, chunk = divmod(number, n_chunks)
@@ -83,9 +85,6 @@ def direct_mean(
             total = reduce_chunk(chunk)
             final_bytes[chunk] = chunks.encode(total, rank, chunk, finals[chunk])
             chunks.adopt_mean(finals[chunk, : final_bytes[chunk]], rank, chunk)
-        if number + 1 < 2 * n_chunks:
-            for receiver in receivers.values():
-                receiver.expect_frame()
 
     def reduce_chunk(chunk: int) -> torch.Tensor:
         own = parts.slice_of(buffer, rank, chunk)
@@ -97,10 +96,8 @@ def direct_mean(
                 chunks.add_decoded(receivers[source].read(), total)
         return total
 
-    for receiver in receivers.values():
-        receiver.expect_frame()
-    for number in range(2 * n_chunks + ahead):
-        if number < 2 * n_chunks:
+    for number in range(n_messages + ahead):
+        if number < n_messages:
             write(number)
         if number >= ahead:
             read(number - ahead)

@@ -2,8 +2,10 @@
 
 Point-to-point receives must know their size beforehand, compressed messages do not have one beforehand. So a stream
 travels in frames of a size that both ends derive from what they share; each frame says how many of its bytes count and
-how many more frames are certain to follow: so many receives may be posted ahead. A frame is closed early, and padded,
-only when the peer would otherwise wait for bytes that lie in it.
+how many more frames are certain to follow: so many receives may be posted ahead. Gloo sends nothing before the receive
+is posted, so without that the wire rests while a receiver decodes; the sender therefore promises a few frames beyond what
+it has written. A frame is closed early, and padded, only when the peer would otherwise wait for bytes that lie in it, or
+to keep a promise.
 
 Frame: a 40-byte header (docs/format.md#frame), then payload, then padding that is sent but not read.
 """
@@ -31,6 +33,7 @@ HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _LENGTH = struct.Struct("<I")  # every message in the stream is preceded by its length
 # Receives posted ahead of the one being read: enough that the network never waits for this rank's lane to wake up.
 _RECEIVES_AHEAD = 4
+
 _MAX_FRAME_BYTES = 1 << 18
 
 
@@ -49,6 +52,15 @@ _ADVICE = {
     "step": "resume every rank from the same checkpoint and call backward equally often on all of them",
     "bucket": "every rank must run the same backward pass",
 }
+
+
+def promised_frames(n_messages: int) -> int:
+    """How many frames the sender of a stream keeps promised ahead of what it has sent.
+
+    Promises end up as frames that are closed early, each half padding: one for every eighth message stays at a few per
+    cent of the stream.
+    """
+    return min(n_messages, _RECEIVES_AHEAD, max(1, n_messages // 8))
 
 
 def frame_bytes_for(raw_part_bytes: int, max_message_bytes: int = _MAX_FRAME_BYTES) -> int:
@@ -76,18 +88,21 @@ class FrameSender:
         facts: Facts,
         frame_bytes: int,
         unread_bytes: int,
+        n_messages: int,
         record: BucketRecord,
         name: str = "",
     ) -> None:
         """
         Args:
             unread_bytes: what the peer may leave unread for now; as many bytes can be sent without waiting.
+            n_messages: how many will be written; the last one leaves at once.
             name: tells streams to one peer apart that are under way at the same time.
         """
         self._communicator, self._peer, self._tag, self._facts, self._record = communicator, peer, tag, facts, record
         self._frame_bytes = frame_bytes
         self._payload_bytes = frame_bytes - HEADER_BYTES
-        n_slots = unread_bytes // self._payload_bytes + 2
+        # Frames that are closed early to keep a promise come on top of those that the bytes fill.
+        n_slots = unread_bytes // self._payload_bytes + 2 + promised_frames(n_messages)
         memory = communicator.scratch(f"frames to {peer} {name}", n_slots * frame_bytes)
         self._free = deque(memory[i * frame_bytes : (i + 1) * frame_bytes] for i in range(n_slots))
         self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -95,17 +110,24 @@ class FrameSender:
         self._used = 0
         self._n_sent = 0
         self._unsent_messages: deque[int] = deque()  # how many bytes of each lie in the open frame, or 0
+        # Never more frames are owed than there are messages whose end is not sent: each can be made to end a frame.
+        self._n_unwritten = n_messages
+        self._n_promised = promised_frames(n_messages)
+        self._n_owed = self._n_promised
 
     def write(self, message: torch.Tensor, may_lag: int) -> None:
         """Append one message, (n,) uint8. Frames leave as they fill; of messages before the last `may_lag`, all leave.
 
         A peer that reads `may_lag` messages behind what this rank writes thus never waits for bytes that are held back.
         """
+        self._n_unwritten -= 1
         self._append(message)
         self._unsent_messages.append(self._used)
         while len(self._unsent_messages) > may_lag:
             if self._unsent_messages.popleft():
-                self.flush()
+                self._flush()
+        if self._n_owed > self._n_unwritten:
+            self._flush()
 
     def _append(self, message: torch.Tensor) -> None:
         length = torch.frombuffer(bytearray(_LENGTH.pack(message.numel())), dtype=torch.uint8)
@@ -123,8 +145,7 @@ class FrameSender:
                 if self._used == self._payload_bytes:
                     self._send(n_pending)
 
-    def flush(self) -> None:
-        """Send what is written and not sent yet."""
+    def _flush(self) -> None:
         if self._used:
             self._send(0)
 
@@ -151,7 +172,9 @@ class FrameSender:
         """Send the open frame; `n_pending` bytes of the message being written will follow in further frames."""
         frame, self._frame = self._frame, None
         assert frame is not None
-        n_following = -(-n_pending // self._payload_bytes)
+        promise = min(self._n_promised, self._n_unwritten + (n_pending > 0))
+        n_following = max(-(-n_pending // self._payload_bytes), promise)
+        self._n_owed = max(self._n_owed - 1, n_following)
         header = _HEADER.pack(
             _MAGIC, FRAME_VERSION, 0, self._used, n_following, self._n_sent, *self._facts, self._frame_bytes
         )
@@ -175,6 +198,7 @@ class FrameReceiver:
         facts: Facts,
         frame_bytes: int,
         max_message_bytes: int,
+        n_messages: int,
         record: BucketRecord,
         name: str = "",
     ) -> None:
@@ -184,18 +208,15 @@ class FrameReceiver:
         self._free = deque(memory[i * frame_bytes : (i + 1) * frame_bytes] for i in range(_RECEIVES_AHEAD))
         # One for all streams of the communicator: a message is used up before the next one is read.
         self._message = communicator.scratch("message", max(max_message_bytes, _LENGTH.size))
-        self._max_following = -(-(max_message_bytes + _LENGTH.size) // (frame_bytes - HEADER_BYTES))
+        needed = -(-(max_message_bytes + _LENGTH.size) // (frame_bytes - HEADER_BYTES))
+        self._max_following = max(needed, promised_frames(n_messages))
         self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._n_certain = 0  # frames that are certain to come and have no receive posted yet
+        # Frames that are certain to come and have no receive posted yet.
+        self._n_certain = promised_frames(n_messages)
         self._unread: torch.Tensor | None = None  # payload of the last frame, from where reading goes on
         self._n_received = 0
         self._frame: torch.Tensor | None = None
-
-    def expect_frame(self) -> None:
-        """Post a receive ahead: the caller knows that at least one more message will come."""
-        if self._unread is None and not self._posted and self._n_certain == 0:
-            self._n_certain = 1
-            self._post()
+        self._post()
 
     def read(self) -> torch.Tensor:
         """The next message, (n,) uint8, valid until the next read of any stream of this communicator.
@@ -236,7 +257,6 @@ class FrameReceiver:
 
     def _receive(self) -> torch.Tensor:
         """Wait for the next frame; its payload."""
-        self.expect_frame()
         work, frame = self._posted.popleft()
         started = time.perf_counter_ns()
         self._communicator.wait(work, self._peer)

@@ -10,7 +10,7 @@ so that whatever a codec derives from its values (a scale) belongs to one tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,8 +107,9 @@ def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, re
     ahead = min(_GROUPS_AHEAD, n_rounds - 1)
     # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
     peers = [(rank + distance) % world for distance in range(1, world)]
-    pushes = _Streams(communicator, "push", peers, facts, ends.max_push_bytes, ahead, record)
-    pulls = _Streams(communicator, "pull", peers, facts, ends.max_pull_bytes, ahead, record)
+    theirs, ours = {peer: n_groups[peer] for peer in peers}, dict.fromkeys(peers, n_own)
+    pushes = _Streams(communicator, "push", theirs, ours, facts, ends.max_push_bytes, ahead, record)
+    pulls = _Streams(communicator, "pull", ours, theirs, facts, ends.max_pull_bytes, ahead, record)
     pushed = communicator.scratch("pushed message", ends.max_push_bytes)
     # The owner's results wait here from the sum of their group until the pulling begins.
     results = communicator.scratch("pulled messages", n_own * ends.max_pull_bytes).view(n_own, -1) if n_own else None
@@ -120,29 +121,24 @@ def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, re
             if is_pull:
                 if group < n_own:
                     assert results is not None
-                    pulls.write(peer, results[group, : result_bytes[group]], is_last=group == n_own - 1)
+                    pulls.write(peer, results[group, : result_bytes[group]])
             elif group < n_groups[peer]:
                 n_bytes = ends.encode_push(peer, group, pushed)
-                pushes.write(peer, pushed[:n_bytes], is_last=group == n_groups[peer] - 1)
+                pushes.write(peer, pushed[:n_bytes])
 
     def read(number: int) -> None:
         is_pull, group = divmod(number, n_rounds)
         if is_pull:
             for peer in reversed(peers):
                 if group < n_groups[peer]:
-                    ends.adopt(peer, group, pulls.read(peer, is_last=group == n_groups[peer] - 1))
+                    ends.adopt(peer, group, pulls.read(peer))
         elif group < n_own:
             assert results is not None
             for source in range(world):
-                message = None if source == rank else pushes.read(source, is_last=group == n_own - 1)
+                message = None if source == rank else pushes.read(source)
                 ends.add_pushed(source, group, message)
             result_bytes[group] = ends.encode_pull(group, results[group])
 
-    for peer in peers:
-        if n_own:
-            pushes.receivers[peer].expect_frame()
-        if n_groups[peer]:
-            pulls.receivers[peer].expect_frame()
     for number in range(2 * n_rounds + ahead):
         if number < 2 * n_rounds:
             write(number)
@@ -159,7 +155,8 @@ class _Streams:
         self,
         communicator: Communicator,
         name: str,
-        peers: Sequence[int],
+        n_written: Mapping[int, int],  # peer: messages to it
+        n_read: Mapping[int, int],  # peer: messages from it
         facts: Facts,
         max_message_bytes: int,
         ahead: int,
@@ -172,23 +169,19 @@ class _Streams:
         unread_bytes = (ahead + 1) * framed_bytes
         self._ahead = ahead
         self._senders = {
-            peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, record, name) for peer in peers
+            peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, n, record, name)
+            for peer, n in n_written.items()
         }
-        self.receivers = {
-            peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, max_message_bytes, record, name)
-            for peer in peers
+        self._receivers = {
+            peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, max_message_bytes, n, record, name)
+            for peer, n in n_read.items()
         }
 
-    def write(self, peer: int, message: torch.Tensor, is_last: bool) -> None:
+    def write(self, peer: int, message: torch.Tensor) -> None:
         self._senders[peer].write(message, may_lag=self._ahead)
-        if is_last:
-            self._senders[peer].flush()
 
-    def read(self, peer: int, is_last: bool) -> torch.Tensor:
-        message = self.receivers[peer].read()
-        if not is_last:
-            self.receivers[peer].expect_frame()
-        return message
+    def read(self, peer: int) -> torch.Tensor:
+        return self._receivers[peer].read()
 
     def finish(self) -> None:
         for sender in self._senders.values():

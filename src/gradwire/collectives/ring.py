@@ -60,10 +60,11 @@ def ring_mean(
         facts,
         frame_bytes,
         (ahead + 1) * (chunks.max_message_bytes + 4),
+        n_messages,
         record,
     )
     receiver = FrameReceiver(
-        communicator, (rank - 1) % world, tag, facts, frame_bytes, chunks.max_message_bytes, record
+        communicator, (rank - 1) % world, tag, facts, frame_bytes, chunks.max_message_bytes, n_messages, record
     )
 
     def write(number: int) -> None:
@@ -71,15 +72,11 @@ def ring_mean(
         if hop == 0:
             outbox_bytes[chunk] = chunks.encode_own(rank, chunk, outbox[chunk])
         sender.write(outbox[chunk, : outbox_bytes[chunk]], may_lag=ahead)
-        if number == n_messages - 1:
-            sender.flush()
 
     def read(number: int) -> None:
         hop, chunk = divmod(number, n_chunks)
         part = (rank - 1 - hop) % world  # both phases go on in the same order round the ring
         message = receiver.read()
-        if number + 1 < n_messages:
-            receiver.expect_frame()
         if number < first_gathered:
             total = chunks.decode_plus_own(message, part, chunk)
             outbox_bytes[chunk] = chunks.encode(total, part, chunk, outbox[chunk])
@@ -91,7 +88,6 @@ def ring_mean(
                 outbox_bytes[chunk] = message.numel()
             chunks.adopt_mean(message, part, chunk)
 
-    receiver.expect_frame()
     for number in range(n_messages + ahead):
         if number < n_messages:
             write(number)

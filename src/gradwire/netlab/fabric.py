@@ -94,7 +94,10 @@ def bucket_parameters(rate_bps: int | None, queue_ms: float) -> dict[str, int]:
 
 
 class Fabric:
-    """A switch namespace with a bridge, and a namespace a rank with `eth0` at 10.77.0.(rank + 1)/16 behind it."""
+    """A switch namespace with a bridge, and a namespace a rank with `eth0` at 10.77.0.(rank + 1)/16 behind it.
+
+    An aggregating switch, where there is one, is one more host like the ranks, after the last of them.
+    """
 
     def __init__(self, rates_bps: list[int | None], mtu: int, queue_ms: float) -> None:
         from pyroute2 import IPRoute

@@ -19,6 +19,7 @@ from typing import Any
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.netlab.rate import format_rate, parse_rate
 from gradwire.netlab.stale import LAB_VARIABLE, lab_identity
+from gradwire.netlab.switch_host import SWITCH_VARIABLE, SwitchHost, switch_rate_bps
 from gradwire.network import Network
 from gradwire.rank_environment import find_free_port, rank_environment
 from gradwire.supervisor import LaunchResult, RankSet
@@ -71,6 +72,8 @@ class Netlab:
         mtu: of the links in bytes, 1280 to 65535.
         queue_ms: what each direction's queue holds at its rate, in milliseconds.
         require_shaping: raise Unsupported instead of falling back to loopback.
+        switch: put one more host beside the ranks, whose link carries what all of theirs carry together, and start the
+            emulation of an aggregating switch there (`gradwire switch`); ranks find it in GRADWIRE_SWITCH.
     Raises: InvalidArgument; Unsupported (pyroute2 is missing; not Linux).
     Cost: 0.5 s, nearly all of it the start of one Python process.
     """
@@ -83,6 +86,7 @@ class Netlab:
         mtu: int = MTU,
         queue_ms: float = QUEUE_MS,
         require_shaping: bool = False,
+        switch: bool = False,
     ) -> None:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
             raise InvalidArgument(f"ranks is {ranks!r}; it must be a whole number from 1 to {MAX_RANKS}")
@@ -95,7 +99,10 @@ class Netlab:
             raise InvalidArgument(f"queue_ms is {queue_ms}; it must be from 1 to 10000 milliseconds")
         self._n_ranks = ranks
         self._rates_bps = [parse_rate(one) for one in rates]
-        self._settings = {"rates_bps": self._rates_bps, "mtu": mtu, "queue_ms": queue_ms}
+        hosts_bps = [*self._rates_bps, *([switch_rate_bps(self._rates_bps)] if switch else [])]
+        self._settings = {"rates_bps": hosts_bps, "mtu": mtu, "queue_ms": queue_ms}
+        self._has_switch = switch
+        self._switch: SwitchHost | None = None
         self._require_shaping = require_shaping
         self._fabric: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -135,7 +142,7 @@ class Netlab:
             )
         self._channel.settimeout(_ANSWER_S)
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, self._n_ranks + 2)
+            packet, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, self._n_ranks + 3)
         except OSError as error:
             raise GradwireError(f"the lab's network process did not answer within {_ANSWER_S:.0f} s") from error
         answer = json.loads(packet or '{"unavailable": "the network process ended; its message is above"}')
@@ -161,6 +168,9 @@ class Netlab:
             if self._ranks is not None:
                 self._ranks.end()
                 self._ranks = None
+            if self._switch is not None:
+                self._switch.close()
+                self._switch = None
         finally:
             self._close_fabric()
 
@@ -246,6 +256,8 @@ class Netlab:
         )
         if self.shaped and "TORCH_CPP_LOG_LEVEL" not in os.environ:
             lab["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses without names make c10d warn once a rank and connection
+        if self._has_switch:
+            lab[SWITCH_VARIABLE] = self._start_switch(lab).address
         for rank in range(self._n_ranks):
             variables = rank_environment(
                 rank, self._n_ranks, self.network, address=address, port=port, interface=interface
@@ -253,6 +265,20 @@ class Netlab:
             variables |= {**lab, **(env or {})}
             self._ranks.start(command, variables, self._enter[rank] if self.shaped else ())
         return self._ranks
+
+    def _start_switch(self, variables: Mapping[str, str]) -> SwitchHost:
+        """The lab's switch, started unless it is there from an earlier run. It may come after the ranks: they ask again."""
+        if self._switch is None:
+            number = self._n_ranks + 1  # the host after the last rank's
+            place = (f"10.77.{number >> 8}.{number & 255}",) if self.shaped else ("127.0.0.1", find_free_port())
+            self._switch = SwitchHost(*place, namespaces=self._enter[-1] if self.shaped else (), env=variables)
+        return self._switch
+
+    def signal_switch(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the switch: it dies, or with SIGSTOP falls silent. Raises: InvalidArgument (there is none)."""
+        if self._switch is None:
+            raise InvalidArgument("no switch runs: open the lab with switch=True, and start the ranks first")
+        self._switch.send_signal(number)
 
     def wait(self, timeout_s: float | None = None) -> LaunchResult:
         """Wait for the ranks that `start` started; see `RankSet.wait`."""
@@ -289,7 +315,13 @@ class Netlab:
 
     def counters(self) -> list[LinkCounters]:
         """Each rank's counters since the lab was opened. Raises: Unsupported (loopback carries all ranks)."""
-        return [LinkCounters(*row) for row in self._ask("counters")]
+        return [LinkCounters(*row) for row in self._ask("counters")][: self._n_ranks]
+
+    def switch_counters(self) -> LinkCounters:
+        """The link counters of the aggregating switch. Raises: Unsupported (loopback), InvalidArgument (there is none)."""
+        if not self._has_switch:
+            raise InvalidArgument("this lab has no switch: open it with switch=True")
+        return LinkCounters(*self._ask("counters")[self._n_ranks])
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to all processes of a rank."""

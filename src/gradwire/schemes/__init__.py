@@ -13,9 +13,12 @@ __all__ = ["Scheme", "Session", "by_name", "names"]
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: dict[str, str] = {
     "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
+    "aqgb": "gradwire.schemes.aqgb.scheme:Aqgb",
+    "broadcast": "gradwire.schemes.aqgb.scheme:Broadcast",
     "dgc": "gradwire.schemes.dgc:Dgc",
     "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloat",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
+    "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",
     "one-bit": "gradwire.schemes.one_bit:OneBit",
     "periodic": "gradwire.schemes.periodic:Periodic",
     "plain": "gradwire.schemes.plain:Plain",
@@ -29,6 +32,7 @@ _REGISTRY: dict[str, str] = {
     "thc": "gradwire.schemes.thc:Thc",
     "top-k": "gradwire.schemes.top_k:TopK",
     "truncate": "gradwire.schemes.through_codec:Truncate",
+    "truncated-float": "gradwire.schemes.through_codec:TruncatedFloat",
     "two-bit": "gradwire.schemes.two_bit:TwoBit",
     "zlib": "gradwire.schemes.through_codec:Zlib",
     "zstd": "gradwire.schemes.through_codec:Zstd",
@@ -38,6 +42,12 @@ _REGISTRY: dict[str, str] = {
 def names() -> list[str]:
     """The registered schemes, sorted."""
     return sorted(_REGISTRY)
+
+
+def owns_step(name: str) -> bool:
+    """Whether the scheme called `name` takes the optimizer's step itself, and so needs DDP, a model and an optimizer."""
+    module_path, class_name = _REGISTRY[name].split(":")
+    return bool(getattr(importlib.import_module(module_path), class_name).owns_step)
 
 
 def by_name(name: str, **options: Any) -> Scheme:

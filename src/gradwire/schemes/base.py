@@ -48,7 +48,7 @@ class Scheme(ABC):
 
     name: ClassVar[str]
     # Whether its state depends on how many ranks there are (residuals do, code tables do not).
-    state_is_per_world: ClassVar[bool] = False
+    state_is_per_world: bool = False
     # Whether ranks may end a step with different results, by definition of the scheme; all but `periodic` may not.
     replicas_may_differ: ClassVar[bool] = False
 

@@ -9,6 +9,7 @@ import torch
 from gradwire import codecs
 from gradwire.bucket import Bucket
 from gradwire.codecs import Codec
+from gradwire.codecs.truncated_float import TruncatedFloat as TruncatedFloatCodec
 from gradwire.collectives.chunk_codec import Importance
 from gradwire.collectives.direct import direct_mean
 from gradwire.collectives.parts import CHUNK_ELEMENTS
@@ -88,6 +89,27 @@ class EmbeddedFloat(_Named):
     """
 
     name: ClassVar[str] = "embedded-float"
+
+
+class TruncatedFloat(_Named):
+    """The first `bits` bits (8 by default) of every value, of `format` "auto", "native", "fp16", "fp8-e4m3", "fp8-e5m2" or
+    "fp4-e2m1", with `rounding` "truncate" or "stochastic" (`seed`): AQGB's TFP in an ordered all-reduce.
+
+    Every hop truncates its partial sum anew; the sums' order is fixed by part and world size. Stochastic rounding draws
+    from a stream of its own for every message of every rank, bucket and step.
+
+    When not to use this: with "truncate" at few bits and many ranks, where N roundings towards zero add up: "stochastic",
+    or topology "direct", which rounds twice.
+    """
+
+    name: ClassVar[str] = "truncated-float"
+
+    def _reduce_on_lane(self, bucket: Bucket) -> None:
+        communicator = self.session.communicator
+        if communicator.world_size > 1:
+            assert isinstance(self.codec, TruncatedFloatCodec)
+            codec = self.codec.streams(communicator.rank, bucket.step, bucket.index)
+            self._reduce_with(codec, bucket, importance=None)
 
 
 class Zstd(_Named):

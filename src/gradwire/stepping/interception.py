@@ -194,7 +194,7 @@ class Interceptor:
             raise Unsupported(
                 "pass the GradScaler to attach(..., scaler=scaler): ranks must agree on non-finite gradients"
             )
-        return scale  # type: ignore[no-any-return]
+        return scale
 
     def _step_others(self, frozen: FrozenStep) -> None:
         """Parameters of the optimizer that DDP does not reduce are stepped at once, from their own `.grad`."""

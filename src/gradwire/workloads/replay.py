@@ -96,6 +96,11 @@ class ReplayModel(nn.Module):
             owned = [tensors[p.name] for p in layer.parameters]
             self._layers.append(_Layer(layer.forward_s * scale, layer.backward_s * scale, owned, views))
 
+    @property
+    def layers(self) -> tuple[_Layer, ...]:
+        """In the order of the forward pass."""
+        return tuple(self._layers)
+
     def forward(self, inputs: Tensor) -> Tensor:
         self._clock.restart()
         x = torch.tensor(self._loss)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.codecs import Codec
+from gradwire.codecs.quantised import Quantised
 from gradwire.collectives.chunk_codec import Importance
 from gradwire.collectives.frames import Facts
 from gradwire.collectives.push_pull import Cut, Group, push_pull
@@ -83,6 +84,9 @@ class _ServerEnds:
         self.max_push_bytes = _max_group_bytes(self._codec, cut)
         self.max_pull_bytes = _max_group_bytes(self._pull_codec, cut)
         n_bytes = 4 * cut.max_group_elements
+        self._draw = _first_draw(communicator, record)
+        # The sums are taken already; a codec that keeps what it leaves out takes them as gradients without a residual.
+        self._nothing = communicator.scratch("server nothing", n_bytes).view(torch.float32).zero_()
         self._total = communicator.scratch("server total", n_bytes).view(torch.float32)
         self._decoded = communicator.scratch("server decoded", n_bytes).view(torch.float32)
 
@@ -139,16 +143,30 @@ class _ServerEnds:
         for start, end in pieces:
             importance = None if self._importance is None else self._importance(start, end)
             values = values_of(start, end)
-            started = time.perf_counter_ns()
-            n_bytes = codec.encode(values, out[at + _LENGTH.size :], importance)
-            out[at : at + _LENGTH.size] = torch.frombuffer(bytearray(_LENGTH.pack(n_bytes)), dtype=torch.uint8)
-            at += _LENGTH.size
             left_out = self._left_out[start:end]
-            codec.decode(out[at : at + n_bytes], left_out)
-            torch.sub(values, left_out, out=left_out)
-            at += n_bytes
+            started = time.perf_counter_ns()
+            n_bytes = self._encode_piece(codec, start, values, out[at + _LENGTH.size :], importance, left_out)
+            out[at : at + _LENGTH.size] = torch.frombuffer(bytearray(_LENGTH.pack(n_bytes)), dtype=torch.uint8)
+            at += _LENGTH.size + n_bytes
             self._record.add("encode", started, time.perf_counter_ns())
         return at
+
+    def _encode_piece(
+        self,
+        codec: Codec,
+        start: int,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        importance: torch.Tensor | None,
+        left_out: torch.Tensor,
+    ) -> int:
+        if isinstance(codec, Quantised):
+            nothing = self._nothing[: values.numel()]
+            return codec.encode_with_residual(values, nothing, out, self._draw + start, new_residual=left_out)
+        n_bytes = codec.encode(values, out, importance)
+        codec.decode(out[:n_bytes], left_out)
+        torch.sub(values, left_out, out=left_out)
+        return n_bytes
 
     def _decode(self, codec: Codec, pieces: Group, message: torch.Tensor, out: torch.Tensor, at: int) -> None:
         """Decode a group's messages into `out`, whose first value is number `at` of the fused buffer."""
@@ -169,6 +187,26 @@ class _ServerEnds:
                 f"a group of {len(pieces)} pieces has {message.numel() - read} bytes too many; check that all ranks run "
                 "the same gradwire, and the host's memory and network"
             )
+
+
+class _Drawing:
+    """A quantiser in a ring, each of whose messages rounds by random numbers of its own."""
+
+    def __init__(self, codec: Quantised, first_draw: int) -> None:
+        self.name = codec.name
+        self.max_encoded_bytes = codec.max_encoded_bytes
+        self.decode = codec.decode
+        self._codec, self._draw = codec, first_draw
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        self._draw += 1
+        return self._codec.encode(gradient, out, step=self._draw)
+
+
+def _first_draw(communicator: Communicator, record: BucketRecord) -> int:
+    """Where this rank's random numbers of this bucket and step begin: no other rank's, step's or bucket's are the same."""
+    of_step = (record.step * communicator.world_size + communicator.rank) & 0xFFFFFF
+    return (of_step << 40) | ((record.bucket & 0x3F) << 34)  # below that, 2^34 pieces or values of one bucket
 
 
 def _max_group_bytes(codec: Codec, cut: Cut) -> int:

@@ -26,7 +26,7 @@ from gradwire.collectives.push_pull import Cut
 from gradwire.communicator import ring_bytes
 from gradwire.control.threshold import NEVER, check_threshold
 from gradwire.errors import InvalidArgument
-from gradwire.preamble import Preamble
+from gradwire.preamble import Preamble, compare_preambles
 from gradwire.schemes.base import Scheme, Session
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
@@ -71,7 +71,7 @@ class SlimGC(Scheme):
 
     def __init__(
         self,
-        codec: str | Codec | ThroughCodec = "truncate",
+        codec: str | Codec | ThroughCodec = "one-bit",
         threshold_bytes: int | None = None,
         topology: str = "server",
         pull: str = "compressed",
@@ -107,6 +107,7 @@ class SlimGC(Scheme):
         self._under_way: list[torch.futures.Future] = []
         self._records: list[BucketRecord] = []
         self._is_step_finite = True
+        self._has_loaded = False
         self._n_redone = 0
         self._metric: QuantisationMetric | None = None
 
@@ -149,33 +150,40 @@ class SlimGC(Scheme):
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         done: torch.futures.Future = torch.futures.Future()
 
-        def forward_error(started: torch.futures.Future) -> None:
+        def forward(finished: torch.futures.Future) -> None:
             try:
-                started.wait()
+                later = finished.wait()
             except Exception as error:
                 done.set_exception(error)
+                return
+            if isinstance(later, torch.futures.Future):
+                later.add_done_callback(forward)
+            else:
+                done.set_result(bucket.buffer)
 
-        self.session.communicator.submit(self._reduce_on_lane, bucket, done).add_done_callback(forward_error)
+        self.session.communicator.submit(self._reduce_on_lane, bucket).add_done_callback(forward)
         return done
 
-    def _reduce_on_lane(self, bucket: Bucket, done: torch.futures.Future) -> None:
+    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | None:
+        """Replace the bucket by its mean; a future where the lane need not wait for it."""
         if bucket.index == 0:
             self._feedback.discard()
             self._is_step_finite = True
             self._records.clear()
         communicator = self.session.communicator
         if communicator.world_size == 1 or bucket.n_elements == 0:
-            done.set_result(bucket.buffer)
-            return
+            return None
         self._records.append(bucket.record)
+        if self._has_loaded:  # the layout may have been compared before, with the table that was there then
+            self._has_loaded = False
+            compare_preambles(communicator, self.preamble(bucket), bucket.record)
         if bucket.is_last:
             self._check.start(self.preamble(bucket), bucket.record)
         plan = self._plan_of(bucket)
-        if plan.compressed:
-            self._reduce_compressed(bucket, plan)
-            done.set_result(bucket.buffer)
-        else:
-            self._start_raw(bucket, plan, done)
+        if not plan.compressed:
+            return self._start_raw(bucket, plan)
+        self._reduce_compressed(bucket, plan)
+        return None
 
     def _plan_of(self, bucket: Bucket) -> Plan:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
@@ -189,7 +197,7 @@ class SlimGC(Scheme):
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 
-    def _start_raw(self, bucket: Bucket, plan: Plan, done: torch.futures.Future) -> None:
+    def _start_raw(self, bucket: Bucket, plan: Plan) -> torch.futures.Future:
         """Nothing is worth compressing: the backend's all-reduce, which the lane does not wait for."""
         if self._feedback.holds_any(plan.raw):
             loss_scale = self.session.loss_scale()
@@ -197,8 +205,7 @@ class SlimGC(Scheme):
             for span in plan.raw:
                 gradient = span.in_bucket(bucket.buffer)
                 self._feedback.write_sum(span, gradient, gradient, loss_scale)
-        finished = start_plain_mean(self.session.communicator, bucket)
-        self._under_way.append(done)
+        done: torch.futures.Future = torch.futures.Future()
 
         def note(finished: torch.futures.Future) -> None:
             try:
@@ -209,9 +216,11 @@ class SlimGC(Scheme):
             # The sum is the same on all ranks, so all of them see the same.
             if not _is_finite(bucket.buffer):
                 self._is_step_finite = False
-            done.set_result(bucket.buffer)
+            done.set_result(None)
 
-        finished.add_done_callback(note)
+        start_plain_mean(self.session.communicator, bucket).add_done_callback(note)
+        self._under_way.append(done)
+        return done
 
     def _reduce_compressed(self, bucket: Bucket, plan: Plan) -> None:
         communicator, record, loss_scale = self.session.communicator, bucket.record, self.session.loss_scale()
@@ -392,6 +401,7 @@ class SlimGC(Scheme):
         self._measuring.load_state_dict(measuring)
         self._feedback, self._threshold = feedback, threshold
         self._plans.clear()
+        self._has_loaded = True
 
     def close(self) -> None:
         """The model is let go; the table stays, to be read. What is bound again begins anew, without both."""

@@ -1,0 +1,190 @@
+#include "sketch/plan.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "errors.hpp"
+#include "parallel/thread_pool.hpp"
+#include "simd/dispatch.hpp"
+#include "sketch/kernels.hpp"
+
+namespace gradwire::sketch {
+namespace {
+
+// A block of so many non-zeros has 42,600 cells of 8 bytes while it is peeled, and lists of 4: within a second-level cache
+// of 1 MiB, as one core here has.
+constexpr std::size_t kBlockNonzeros = 1 << 15;
+// Fewer batches share too few rows: below 1,024 of them a block loses recoveries (docs/results.md, count sketch).
+constexpr std::size_t kMinBlockBatches = 1024;
+// Batches are smaller where a table would have fewer rows than this.
+constexpr std::size_t kMinTableRows = 32;
+// So few are sent densely, without a table.
+constexpr std::size_t kMaxDenseNonzeros = 64;
+constexpr std::size_t kIndexChunk = 1 << 18;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+  if (simd_level() >= SimdLevel::avx2) return kAvx2;
+#endif
+  return kPortable;
+}
+
+// The index as granules of 16 bits: halves of words, in order on little-endian machines, which gradwire requires.
+const std::uint16_t* granules_of(std::span<const std::uint32_t> words) {
+  return reinterpret_cast<const std::uint16_t*>(words.data());
+}
+
+void check_words(std::span<const std::uint32_t> words, std::size_t n_elements) {
+  if (words.size() != words_for(n_elements))
+    throw InvalidArgument("the index of " + std::to_string(n_elements) + " values has " +
+                          std::to_string(words_for(n_elements)) + " words, not " + std::to_string(words.size()));
+}
+
+}  // namespace
+
+IndexFacts write_index(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::uint32_t> words) {
+  const std::size_t n = values.size() / bytes_of(dtype);
+  check_words(words, n);
+  const std::size_t n_chunks = (n + kIndexChunk - 1) / kIndexChunk;
+  std::atomic<std::size_t> n_nonzeros{0};
+  std::atomic<std::uint32_t> max_magnitude{0};
+  const auto index = kernels().index[static_cast<int>(dtype)];
+  parallel_for(n_chunks, [&](std::size_t chunk) {
+    const std::size_t first = chunk * kIndexChunk, end = std::min(n, first + kIndexChunk);
+    const IndexFacts facts = index(values.data(), first, end, words.data() + first / 32);
+    n_nonzeros += facts.n_nonzeros;
+    std::uint32_t seen = max_magnitude.load();
+    while (seen < facts.max_magnitude && !max_magnitude.compare_exchange_weak(seen, facts.max_magnitude)) {
+    }
+  });
+  return {n_nonzeros.load(), max_magnitude.load()};
+}
+
+std::size_t count_index(std::span<const std::uint32_t> words, std::size_t n_elements) {
+  check_words(words, n_elements);
+  if (n_elements % 32 != 0 && words.back() >> (n_elements % 32) != 0)
+    throw CorruptMessage("the index has bits set past its " + std::to_string(n_elements) +
+                         " values: it is of another gradient, or was altered on its way");
+  return kernels().count_bits(granules_of(words), (n_elements + kGranuleValues - 1) / kGranuleValues);
+}
+
+void Plan::prepare(std::span<const std::uint32_t> words, std::size_t n_elements, const Options& options) {
+  if (n_elements > std::numeric_limits<std::uint32_t>::max())
+    throw InvalidArgument("a sketch takes up to 2^32 - 1 values; reduce the bucket size");
+  if (!std::has_single_bit(options.max_batch_values) || options.max_batch_values < kMinBatchValues ||
+      options.max_batch_values > kMaxBatchValues)
+    throw InvalidArgument("a batch has 16 to 1,024 values, a power of two");
+  if (!(options.gamma >= 1.0) || !(options.gamma <= 100.0)) throw InvalidArgument("gamma is 1 to 100");
+  is_peeled_ = false;
+  n_nonzeros_ = count_index(words, n_elements);
+  n_cells_ = 0;
+  key_ = key_of(options.seed, options.salt);
+  blocks_.clear();
+  entries_.clear();
+
+  double wanted = options.gamma * static_cast<double>(n_nonzeros_);
+  if (options.max_cells != 0) wanted = std::min(wanted, static_cast<double>(options.max_cells));
+  std::size_t c = options.max_batch_values;
+  while (c > kMinBatchValues && wanted < static_cast<double>(kMinTableRows * c)) c /= 2;
+  geometry_ = Geometry(n_elements, c);
+  if (n_nonzeros_ == 0) return;
+  const std::size_t n_blocks =
+      std::max<std::size_t>(1, std::min(n_nonzeros_ / kBlockNonzeros, geometry_.n_batches / kMinBlockBatches));
+  blocks_.resize(n_blocks);
+  const std::uint16_t* const granules = granules_of(words);
+  const auto count_bits = kernels().count_bits;
+  const bool has_table = n_nonzeros_ > kMaxDenseNonzeros && wanted >= kRows * kMinBatchValues;
+  std::size_t n_rows = 0, n_entries = 0;
+  for (std::size_t k = 0; k < n_blocks; ++k) {
+    Block& block = blocks_[k];
+    block = {geometry_.n_batches * k / n_blocks, geometry_.n_batches * (k + 1) / n_blocks, 0, 0, n_entries, 0, 0, 0};
+    for (std::size_t slot = 0; slot < geometry_.slots(); ++slot) {
+      const std::size_t first = std::min(geometry_.n_granules, geometry_.granule(block.first_batch, slot));
+      const std::size_t end = std::min(geometry_.n_granules, geometry_.granule(block.end_batch, slot));
+      block.n_entries += count_bits(granules + first, end - first);
+    }
+    n_entries += block.n_entries;
+    if (has_table && block.n_entries != 0) {
+      const double share = wanted * static_cast<double>(block.n_entries) / static_cast<double>(n_nonzeros_);
+      block.first_row = static_cast<std::uint32_t>(n_rows);
+      block.n_rows = static_cast<std::uint32_t>(std::max(3.0, std::ceil(share / static_cast<double>(c))));
+      n_rows += block.n_rows;
+    }
+  }
+  n_cells_ = n_rows * c;
+  if (n_cells_ >= kNegative) throw InvalidArgument("a sketch has fewer than 2^31 cells; reduce the bucket size");
+}
+
+int Plan::n_rounds() const {
+  int most = 0;
+  for (const Block& block : blocks_) most = std::max(most, block.n_rounds);
+  return most;
+}
+
+void Plan::add(std::span<const std::uint8_t> values, Dtype dtype, std::span<const std::uint32_t> own_words, Cells kind,
+               int shift, std::int64_t limit, std::span<std::uint8_t> cells) const {
+  if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
+  check_words(own_words, geometry_.n_elements);
+  if (cells.size() != n_cells_ * bytes_of(kind)) throw InvalidArgument("the cells do not fit the plan");
+  const Source source{values.data(), granules_of(own_words)};
+  const Quantiser quantiser{std::ldexp(1.0, shift), limit};
+  const auto add_block = kernels().add[static_cast<int>(kind)][static_cast<int>(dtype)];
+  std::atomic<bool> fits{true};
+  parallel_for(blocks_.size(), [&](std::size_t k) {
+    if (blocks_[k].n_rows != 0 && !add_block(geometry_, blocks_[k], key_, source, quantiser, cells.data())) fits = false;
+  });
+  if (!fits)
+    throw InvalidArgument("a value does not fit the fixed point: the exponent is not that of the largest value of all ranks");
+}
+
+std::size_t Plan::peel(std::span<const std::uint32_t> words) {
+  check_words(words, geometry_.n_elements);
+  if (count_index(words, geometry_.n_elements) != n_nonzeros_)
+    throw InvalidArgument("this is not the index that the sketch was planned for");
+  entries_.resize(n_nonzeros_);
+  const auto peel_block = kernels().peel;
+  parallel_for(blocks_.size(), [&](std::size_t k) {
+    peel_block(geometry_, blocks_[k], key_, granules_of(words), entries_.data() + blocks_[k].first_entry);
+  });
+  is_peeled_ = true;
+  std::size_t n_core = 0;
+  for (const Block& block : blocks_) n_core += block.n_entries - block.n_peeled;
+  return n_core;
+}
+
+void Plan::write_core(std::span<std::int64_t> positions) const {
+  std::size_t n = 0;
+  for (const Block& block : blocks_)
+    for (std::size_t i = block.n_peeled; i < block.n_entries; ++i, ++n)
+      if (n < positions.size()) positions[n] = entries_[block.first_entry + i].position;
+  if (!is_peeled_ || n != positions.size()) throw InvalidArgument("the core has another size");
+}
+
+Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, bool estimate,
+                      std::span<std::uint8_t> values, Dtype dtype) const {
+  if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
+  if (cells.size() != n_cells_ * bytes_of(kind))
+    throw CorruptMessage("the sketch has " + std::to_string(cells.size() / bytes_of(kind)) + " cells, its index asks for " +
+                         std::to_string(n_cells_) + ": they do not belong together");
+  if (!is_peeled_) throw InvalidArgument("peel() comes before recover()");
+  if (blocks_.empty()) {
+    std::fill(values.begin(), values.end(), std::uint8_t{0});
+    return Outcome::complete;
+  }
+  const auto recover_block = kernels().recover[static_cast<int>(kind)][static_cast<int>(dtype)];
+  std::atomic<int> worst{0};
+  parallel_for(blocks_.size(), [&](std::size_t k) {
+    const int outcome = static_cast<int>(recover_block(geometry_, blocks_[k], entries_.data() + blocks_[k].first_entry,
+                                                       scale, estimate, cells.data(), values.data()));
+    int seen = worst.load();
+    // "Not finite" comes before "foreign": sums that overflowed leave nothing that could be compared.
+    while ((seen == 0 || outcome == 1) && outcome != 0 && !worst.compare_exchange_weak(seen, outcome)) {
+    }
+  });
+  return static_cast<Outcome>(worst.load());
+}
+
+}  // namespace gradwire::sketch

@@ -1,0 +1,192 @@
+#include "truncated_float/codec.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <string>
+
+#include "bits/bit_io.hpp"
+#include "checksum/crc32c.hpp"
+#include "errors.hpp"
+#include "parallel/thread_pool.hpp"
+#include "simd/dispatch.hpp"
+#include "truncated_float/kernels.hpp"
+
+namespace gradwire::truncated_float {
+namespace {
+
+constexpr std::uint32_t kInfinity = 0x7F800000;
+constexpr std::size_t kMaxPartitionsAChunk = kChunkValues / kMinPartition;
+
+const Kernels& kernels_for(Dtype dtype) {
+#if defined(__x86_64__)
+  if (simd_level() >= SimdLevel::avx2) return kAvx2[static_cast<int>(dtype)];
+#endif
+  return kPortable[static_cast<int>(dtype)];
+}
+
+// Values of a chunk and where its bytes lie.
+struct Chunk {
+  std::size_t index, first, n;
+  std::uint64_t begin, end;
+  std::size_t n_partitions;
+};
+
+Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
+  const std::size_t first = index * kChunkValues;
+  const std::size_t n = std::min<std::uint64_t>(kChunkValues, n_elements - first);
+  const std::uint64_t begin = table_end(chunks_of(n_elements)) + index * payload_bytes(kChunkValues, settings);
+  return {index, first, n, begin, begin + payload_bytes(n, settings), partitions_of(n, settings.partition)};
+}
+
+// Runs of at most 256 values that share a scale, within a block of packed codes: body(partition, first in block, n).
+template <class Body>
+void for_runs(std::size_t first, std::size_t n_block, std::size_t partition, const Body& body) {
+  const std::size_t run = std::min(partition, word_packing::kBlock);
+  for (std::size_t at = 0; at < n_block; at += run) body((first + at) / partition, at, std::min(run, n_block - at));
+}
+
+// The number that the largest code of these settings stands for, as a float32: the last of a binade of few.
+float largest_number(const Settings& settings) {
+  const Layout& layout = settings.layout();
+  const int cut = layout.width - settings.n_bits;
+  const std::uint32_t magnitude = layout.largest >> cut << cut;  // its exponent field is not 0: n_bits is 2 or more
+  return std::bit_cast<float>((magnitude << (23 - layout.mantissa_bits)) +
+                              (static_cast<std::uint32_t>(127 - layout.bias) << 23));
+}
+
+// The scale that takes `largest` to at most the largest number: a power of two, so that it costs no precision, or for
+// FP4, of whose 8 magnitudes none may lie idle, the next bfloat16 above the quotient.
+std::uint32_t scale_for(std::uint32_t largest, const Settings& settings, float number) {
+  if (largest >> 23 == 0) return kMinScale;
+  const auto quotient = std::bit_cast<std::uint32_t>(std::bit_cast<float>(largest) / number);
+  const std::uint32_t below = settings.format == Format::fp4_e2m1 ? 0xFFFF : 0x7FFFFF;
+  return std::max((quotient + below) & ~below, kMinScale);
+}
+
+[[noreturn]] void fail(std::size_t chunk, const char* what) {
+  throw CorruptMessage("truncated-float message: chunk " + std::to_string(chunk) + ": " + what);
+}
+
+}  // namespace
+
+std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& settings,
+                     const std::optional<random::Stream>& stream, std::span<std::uint8_t> out) {
+  check_settings(settings);
+  const std::size_t value_bytes = floats::bytes_of(settings.dtype);
+  if (values.size() % value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
+  const std::uint64_t n_elements = values.size() / value_bytes;
+  if (out.size() < max_message_bytes(n_elements, settings))
+    throw BufferTooSmall("truncated-float: out has " + std::to_string(out.size()) + " bytes; a message may need " +
+                         std::to_string(max_message_bytes(n_elements, settings)));
+  const Kernels& kernels = kernels_for(settings.dtype);
+  const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);
+  const float number = settings.has_scales() ? largest_number(settings) : 1.0F;
+  const bool is_random = stream.has_value() && !settings.is_exact();
+  std::uint8_t* const message = out.data();
+  std::uint8_t* const marks = message + payload_end(n_elements, settings);
+  std::atomic<bool> holds_nonfinite{false};
+  parallel_for(chunks_of(n_elements), [&](std::size_t index) {
+    const Chunk chunk = chunk_at(index, n_elements, settings);
+    const std::uint8_t* const from = values.data() + chunk.first * value_bytes;
+    std::uint8_t* to = message + chunk.begin;
+    std::uint32_t scales[kMaxPartitionsAChunk];
+    if (!settings.is_exact()) {
+      // Chunks have whole bytes of marks: their partitions are a multiple of 16, but for the last one's.
+      std::uint8_t* const chunk_marks = marks + chunk.first / settings.partition / 8;
+      std::memset(chunk_marks, 0, (chunk.n_partitions + 7) / 8);
+      for (std::size_t i = 0; i < chunk.n_partitions; ++i) {
+        const std::size_t first = i * settings.partition, n = std::min(settings.partition, chunk.n - first);
+        const std::uint32_t largest = kernels.find_largest(from + first * value_bytes, n);
+        if (largest >= kInfinity) {
+          scales[i] = 0;
+          chunk_marks[i / 8] |= static_cast<std::uint8_t>(1u << i % 8);
+          holds_nonfinite.store(true, std::memory_order_relaxed);
+        } else {
+          scales[i] = settings.has_scales() ? scale_for(largest, settings, number) : kUnitScale;
+        }
+        if (settings.has_scales()) {
+          store(to, static_cast<std::uint16_t>((scales[i] == 0 ? kUnitScale : scales[i]) >> 16));
+          to += kScaleBytes;
+        }
+      }
+    } else {
+      std::fill_n(scales, chunk.n_partitions, kUnitScale);
+    }
+    for (std::size_t first = 0; first < chunk.n; first += word_packing::kBlock) {
+      const std::size_t n_block = std::min(word_packing::kBlock, chunk.n - first);
+      std::uint32_t codes[word_packing::kBlock], numbers[word_packing::kBlock];
+      if (is_random)
+        for (std::size_t at = 0; at < n_block; at += random::kGroup)
+          kernels.draw(*stream, (chunk.first + first + at) / random::kGroup, numbers + at);
+      for_runs(first, n_block, settings.partition, [&](std::size_t partition, std::size_t at, std::size_t n) {
+        const std::uint8_t* const run = from + (first + at) * value_bytes;
+        if (scales[partition] == 0)  // marked: its values decode as NaN
+          std::memset(codes + at, 0, 4 * n);
+        else if (is_random)
+          kernels.round(run, n, settings, scales[partition], numbers + at, codes + at);
+        else
+          kernels.truncate(run, n, settings, scales[partition], codes + at);
+      });
+      if (n_block == word_packing::kBlock)
+        packing.pack(codes, to);
+      else
+        word_packing::pack_rest(codes, n_block, settings.n_bits, to);
+      to += word_packing::packed_bytes(n_block, settings.n_bits);
+    }
+    store(message + table_end(index), crc32c({message + chunk.begin, chunk.end - chunk.begin}));
+  });
+  return write_header({settings, holds_nonfinite.load() ? kFlagNonfinite : std::uint16_t{0}, n_elements}, message);
+}
+
+void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> values) {
+  const Header header = read_header(message);
+  const Settings& settings = header.settings;
+  const std::size_t value_bytes = floats::bytes_of(dtype);
+  if (settings.dtype != dtype)
+    throw CorruptMessage(std::string("truncated-float message: dtype: expected ") + floats::name_of(dtype) + ", got " +
+                         floats::name_of(settings.dtype));
+  if (header.n_elements != values.size() / value_bytes)
+    throw CorruptMessage("truncated-float message: number of values: expected " +
+                         std::to_string(values.size() / value_bytes) + ", got " + std::to_string(header.n_elements));
+  const Kernels& kernels = kernels_for(dtype);
+  const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);
+  const std::uint8_t* const marks =
+      header.holds_nonfinite() ? message.data() + payload_end(header.n_elements, settings) : nullptr;
+  parallel_for(chunks_of(header.n_elements), [&](std::size_t index) {
+    const Chunk chunk = chunk_at(index, header.n_elements, settings);
+    const std::uint8_t* from = message.data() + chunk.begin;
+    if (crc32c({from, chunk.end - chunk.begin}) != load<std::uint32_t>(message.data() + table_end(index)))
+      fail(index, "the checksum does not match: bytes were changed on the way");
+    std::uint32_t scales[kMaxPartitionsAChunk];
+    for (std::size_t i = 0; i < chunk.n_partitions; ++i) {
+      scales[i] = kUnitScale;
+      if (settings.has_scales()) {
+        scales[i] = std::uint32_t{load<std::uint16_t>(from)} << 16;
+        from += kScaleBytes;
+        if (scales[i] < kMinScale || scales[i] >= kInfinity) fail(index, "a scale is out of range");
+      }
+    }
+    std::uint8_t* const to = values.data() + chunk.first * value_bytes;
+    for (std::size_t first = 0; first < chunk.n; first += word_packing::kBlock) {
+      const std::size_t n_block = std::min(word_packing::kBlock, chunk.n - first);
+      std::uint32_t codes[word_packing::kBlock];
+      if (n_block == word_packing::kBlock)
+        packing.unpack(from, codes);
+      else
+        word_packing::unpack_rest(from, n_block, settings.n_bits, codes);
+      from += word_packing::packed_bytes(n_block, settings.n_bits);
+      for_runs(first, n_block, settings.partition, [&](std::size_t partition, std::size_t at, std::size_t n) {
+        std::uint8_t* const run = to + (first + at) * value_bytes;
+        const std::size_t mark = chunk.first / settings.partition + partition;
+        if (marks != nullptr && (marks[mark / 8] >> mark % 8 & 1) != 0)
+          kernels.fill_nan(n, run);
+        else
+          kernels.to_values(codes + at, n, settings, scales[partition], run);
+      });
+    }
+  });
+}
+
+}  // namespace gradwire::truncated_float

@@ -1,0 +1,33 @@
+// The work on runs of at most 256 values; what codec.cpp and the two builds of the loops share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "random/counter.hpp"
+#include "truncated_float/format.hpp"
+
+namespace gradwire::truncated_float {
+
+inline constexpr std::uint32_t kUnitScale = 0x3F800000;  // 1.0
+
+struct Kernels {
+  // float32 word of the largest magnitude; at least that of Inf if any value is Inf or NaN.
+  std::uint32_t (*find_largest)(const void* values, std::size_t n);
+  // The first n_bits of every value, towards zero; compact formats round to their full width first.
+  void (*truncate)(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
+                   std::uint32_t* codes);
+  // The same, up or down at random: each number decides for one value.
+  void (*round)(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
+                const std::uint32_t* numbers, std::uint32_t* codes);
+  void (*to_values)(const std::uint32_t* codes, std::size_t n, const Settings& settings, std::uint32_t scale,
+                    void* values);
+  void (*fill_nan)(std::size_t n, void* values);
+  // Random numbers of 64 elements.
+  void (*draw)(const random::Stream& stream, std::uint64_t group, std::uint32_t* numbers);
+};
+
+extern const Kernels kPortable[floats::kDtypes];
+extern const Kernels kAvx2[floats::kDtypes];
+
+}  // namespace gradwire::truncated_float

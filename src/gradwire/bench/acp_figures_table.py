@@ -1,0 +1,133 @@
+"""What `bench acp-figures` measures, as one table: every row is one call of `gradwire bench train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradwire.bench.sweep_table import Row
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One figure's rows. `shows`: which of the paper's figures and tables it gives, and how."""
+
+    name: str
+    shows: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A workload as the rows run it: `rank` of the low-rank methods as in the paper, and whether 2 cores can compute it."""
+
+    workload: str
+    rank: int
+    is_emulated: bool
+    seconds: int  # of one row with the five methods, start of the ranks included, where the network is no bound
+
+
+_GPT = _Shape("gpt", 4, False, 60)
+_RESNET = _Shape("resnet", 4, False, 60)
+_RESNET50 = _Shape("resnet50", 4, True, 60)
+_BERT = _Shape("bert-base", 32, True, 120)
+
+_RATES = ("none", "1gbit", "500mbit", "100mbit")
+
+
+def _methods(rank: int) -> list[str]:
+    """Table III's, and PyTorch's own hook."""
+    hook = f"ddp-powersgd:rank={rank},start=0"
+    return ["ddp", f"acp-sgd:rank={rank}", f"power-sgd:rank={rank}", f"power-sgd-overlap:rank={rank}", hook]
+
+
+def _row(key: str, shape: _Shape, rate: str, schemes: Sequence[str], steps: int, warmup: int, seconds: float,
+         *more: str) -> Row:  # fmt: skip
+    arguments = ["--workload", shape.workload, "--rate", rate, "--steps", str(steps), "--warmup", str(warmup)]
+    arguments += ["--compute", "emulate"] * shape.is_emulated + [*more, "--scheme", *schemes]
+    return Row(key, "train", tuple(arguments), seconds)
+
+
+def _iteration_rows() -> tuple[Row, ...]:
+    rows = []
+    for shape in (_GPT, _RESNET50, _BERT):
+        for rate in _RATES:
+            # At 100 Mb/s one step of DDP takes 53 s with BERT's 440 MB.
+            steps, warmup = (20, 5) if not shape.is_emulated else (10, 3) if shape is _RESNET50 else (5, 2)
+            seconds = shape.seconds
+            if rate == "100mbit" and shape.is_emulated:
+                steps, warmup = (3, 2) if shape is _RESNET50 else (2, 1)
+                seconds = 150 if shape is _RESNET50 else 280
+            rows.append(
+                _row(f"iteration-{shape.workload}-{rate}", shape, rate, _methods(shape.rank), steps, warmup, seconds)
+            )
+    return tuple(rows)
+
+
+def _optimisation_rows() -> tuple[Row, ...]:
+    rows = []
+    for shape, steps in ((_RESNET50, 6), (_BERT, 3)):
+        r = f"rank={shape.rank}"
+        schemes = ["ddp:bucket_mb=inf", "ddp:bucket_mb=0", "ddp"]
+        schemes += [f"power-sgd:{r},buffer_mb=0", f"power-sgd-overlap:{r},buffer_mb=0", f"power-sgd-overlap:{r}"]
+        schemes += [f"acp-sgd:{r},overlap=false,buffer_mb=0", f"acp-sgd:{r},buffer_mb=0", f"acp-sgd:{r}"]
+        rows.append(_row(f"optimisations-{shape.workload}", shape, "1gbit", schemes, steps, 2, 2 * shape.seconds))
+    return tuple(rows)
+
+
+def _buffer_rows() -> tuple[Row, ...]:
+    rows = []
+    for rank in (32, 256):
+        schemes = [
+            f"{name}:rank={rank},buffer_mb={size}"
+            for size in ("0", "25", "50", "100", "inf")
+            for name in ("acp-sgd", "power-sgd-overlap")
+        ]
+        rows.append(_row(f"buffers-bert-base-r{rank}", _BERT, "1gbit", schemes, 2, 2, 250 if rank == 32 else 500))
+    return tuple(rows)
+
+
+def _batch_rows() -> tuple[Row, ...]:
+    return tuple(
+        _row(f"batch-resnet-{size}", _RESNET, "1gbit", _methods(4)[:4], 20, 5, 60, "--batch-size", str(size))
+        for size in (16, 32, 64)
+    )
+
+
+def _rank_rows() -> tuple[Row, ...]:
+    schemes = ["ddp"]
+    schemes += [f"{name}:rank={rank}" for rank in (4, 32, 64, 128, 256) for name in ("acp-sgd", "power-sgd-overlap")]
+    return (_row("ranks-bert-base", _BERT, "1gbit", schemes, 2, 2, 400),)
+
+
+def _world_rows() -> tuple[Row, ...]:
+    return tuple(
+        _row(f"world-resnet50-{n}", _RESNET50, "1gbit", _methods(4)[:4], 6, 2, 30 * n, "--ranks", str(n))
+        for n in (2, 4, 8)
+    )
+
+
+def _comparator_rows() -> tuple[Row, ...]:
+    return tuple(
+        _row(
+            f"methods-{shape.workload}", shape, "1gbit", ["ddp", "sign-sgd", "top-k", f"power-sgd:rank={shape.rank}"],
+            steps, 2, 1.5 * shape.seconds,
+        )
+        for shape, steps in ((_RESNET50, 6), (_BERT, 3))
+    )  # fmt: skip
+
+
+PLANS: tuple[Plan, ...] = (
+    Plan("iteration", "Table III, Figs. 8 and 13: iteration time and its split, by method and bandwidth", _iteration_rows()),
+    Plan("methods", "Figs. 2 and 3: the three kinds of compression beside S-SGD", _comparator_rows()),
+    Plan("optimisations", "Fig. 9: without and with wait-free backward and tensor fusion", _optimisation_rows()),
+    Plan("buffers", "Fig. 10: size of the fused buffers", _buffer_rows()),
+    Plan("batch", "Fig. 11a: samples a rank and step", _batch_rows()),
+    Plan("ranks", "Fig. 11b: rank of the approximation", _rank_rows()),
+    Plan("world", "Fig. 12: ranks in the world", _world_rows()),
+)  # fmt: skip
+
+
+def choose_plans(names: Sequence[str]) -> list[Plan]:
+    """The plans of these names, all without any."""
+    return [plan for plan in PLANS if not names or plan.name in names]

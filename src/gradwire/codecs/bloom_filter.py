@@ -1,0 +1,94 @@
+"""The index of non-zeros as a Bloom filter: smaller than a bitmap where few values are not zero (paper: section 3.3).
+
+A filter finds every non-zero again, and takes some zeros for non-zeros: the sketch then recovers zeros for them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from gradwire import _native
+from gradwire.errors import InvalidArgument
+
+__all__ = ["BloomShape", "insert", "query"]
+
+_ROW_WORDS = _native.SKETCH_BLOOM_ROW_WORDS
+_MAX_HASHES = 64
+_LN2 = 0.6931471805599453
+_VALUE_BITS = 32
+
+
+class BloomShape(NamedTuple):
+    """How large a filter is. All ranks compute the same from the same numbers: only +, -, x, / and comparisons.
+
+    Attributes:
+        n_hashes: rows that a non-zero sets a bit in.
+        n_words: of 32 bits; a multiple of 32.
+        expected_bits: of filter and sketch together, if the union has as many non-zeros as it was made for.
+    """
+
+    n_hashes: int
+    n_words: int
+    expected_bits: float
+
+    @classmethod
+    def fit(cls, n_nonzeros: int, n_elements: int, gamma: float) -> BloomShape:
+        """The paper's sizes for `n_nonzeros` of `n_elements`: 1/eps = ln(2)^2 gamma C lambda, log2(1/eps) hashes,
+        n / ln(2) x log2(1/eps) bits. Rounded to whole hashes and rows of 1,024 bits.
+        """
+        n_nonzeros = max(1, n_nonzeros)
+        n_zeros = max(0, n_elements - n_nonzeros)
+        n_hashes = min(_MAX_HASHES, max(1, _rounded_log2(_LN2 * _LN2 * gamma * _VALUE_BITS * n_zeros / n_nonzeros)))
+        n_rows = max(1, math.ceil(n_nonzeros * n_hashes / _LN2 / (32 * _ROW_WORDS)))
+        n_words = n_rows * _ROW_WORDS
+        n_candidates = n_nonzeros + n_zeros / 2**n_hashes
+        return cls(n_hashes, n_words, 32 * n_words + gamma * _VALUE_BITS * n_candidates)
+
+
+def insert(index: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> None:
+    """Write the filter of a bitmap.
+
+    Args:
+        index: (index_words(n_elements),) int32.
+        out: (shape.n_words,) int32.
+    Raises: InvalidArgument (sizes).
+    """
+    _check(out, shape)
+    _native.sketch_insert_bloom(index.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32))
+
+
+def query(bloom: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> tuple[int, int]:
+    """Write the bitmap of everything that the filter may hold.
+
+    Args:
+        bloom: (shape.n_words,) int32, ORed over the ranks.
+        out: (index_words(n_elements),) int32.
+    Returns: how many values that are, and how many of them are non-zeros, estimated from how full the filter is.
+    Raises: InvalidArgument (sizes).
+    """
+    _check(bloom, shape)
+    n_candidates = _native.sketch_query_bloom(
+        bloom.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32)
+    )
+    n_set = _native.sketch_count_index(bloom.view(torch.uint32), 32 * shape.n_words)
+    false_positives = 1.0
+    for _ in range(shape.n_hashes):
+        false_positives *= n_set / (32 * shape.n_words)
+    if false_positives >= 1:
+        return n_candidates, n_candidates
+    estimated = (n_candidates - false_positives * n_elements) / (1 - false_positives)
+    return n_candidates, min(n_candidates, max(0, round(estimated)))
+
+
+def _rounded_log2(x: float) -> int:
+    """The integer nearest to log2(x), without a library's logarithm, which may differ from machine to machine."""
+    mantissa, exponent = math.frexp(x)
+    return exponent if mantissa >= 0.7071067811865476 else exponent - 1
+
+
+def _check(bloom: torch.Tensor, shape: BloomShape) -> None:
+    if bloom.numel() != shape.n_words:
+        raise InvalidArgument(f"a filter of {shape.n_words} words was expected, got {bloom.numel()}")

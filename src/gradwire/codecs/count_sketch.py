@@ -1,0 +1,265 @@
+"""Count sketches that sum without being decompressed, and are peeled without loss (Li et al., ICML 2024).
+
+Not a `Codec`: what a sketch needs beside a gradient, the index of the non-zeros of *all* ranks, is itself summed (ORed).
+So there are two things to send, and the steps are, on every rank alike:
+
+    facts = write_index(gradient, own_index)               one pass; own_index goes through an OR over the ranks
+    sketch.prepare(index, n_elements)                      sizes and places, from the OR-ed index alone
+    sketch.add(gradient, own_index, cells)                 cells go through a sum over the ranks
+    sketch.peel(index)                                     which value stands alone where: no values needed
+    sketch.recover(cells, scale, gradient)                 the sum of all ranks' gradients, times scale
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import NamedTuple
+
+import torch
+
+from gradwire import _native
+from gradwire.errors import CorruptMessage, InvalidArgument
+
+__all__ = ["MAX_CORE", "CountSketch", "FixedPoint", "IndexFacts", "Outcome", "index_words", "write_index"]
+
+MIN_GAMMA = 1.3
+# A core of up to this many values is sent beside the sketch; a larger one is given another salt.
+MAX_CORE = 8
+# So many salts are tried with each gamma, and then 5 % more cells.
+_SALTS_PER_GAMMA = 8
+_GAMMA_STEP = 0.05
+# After so many tables (gamma has grown by 40 % then) all is sent as core.
+MAX_ATTEMPTS = 64
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_CELLS = {torch.float32: 0, torch.int32: 1, torch.int64: 2}
+_INFINITY_BITS = 0x7F800000
+
+
+class Outcome(enum.IntEnum):
+    """What a recovery came to."""
+
+    COMPLETE = 0
+    NONFINITE = 1  # sums of finite values have left the range of float32
+    FOREIGN = 2  # the sketch does not belong to the index, or was altered
+
+
+class IndexFacts(NamedTuple):
+    """What one pass over a gradient finds.
+
+    Attributes:
+        n_nonzeros: values that are neither 0.0 nor -0.0.
+        max_magnitude: of the values; inf if one of them is Inf or NaN.
+    """
+
+    n_nonzeros: int
+    max_magnitude: float
+
+
+class FixedPoint(NamedTuple):
+    """Values as integers: rint(value x 2^shift), at most `limit` in magnitude; their sums over the ranks are exact.
+
+    The rounding error of a value is at most 2^(-shift - 1), or 2^-shift for one that is rounded to 2^exponent itself.
+    """
+
+    dtype: torch.dtype
+    shift: int
+    limit: int
+
+    @classmethod
+    def fit(cls, exponent: int, world_size: int, dtype: torch.dtype) -> FixedPoint:
+        """The finest fixed point whose sums over `world_size` ranks cannot overflow.
+
+        Args:
+            exponent: every value of every rank is below 2^exponent in magnitude. Agree on it anew at every step.
+            dtype: int32 or int64.
+        Raises: InvalidArgument.
+        """
+        if dtype not in (torch.int32, torch.int64):
+            raise InvalidArgument(f"fixed point is int32 or int64, not {dtype}")
+        # 31 bits beside the sign, or 62: a float64 then holds every limit exactly.
+        bits = (31 if dtype is torch.int32 else 62) - (world_size - 1).bit_length()
+        return cls(dtype, bits - exponent, (1 << bits) - 1)
+
+    @property
+    def scale(self) -> float:
+        """What an integer is multiplied by to get its value."""
+        return math.ldexp(1.0, -self.shift)
+
+
+def index_words(n_elements: int) -> int:
+    """Words of 32 bits in the index of `n_elements` values."""
+    return (n_elements + 31) // 32
+
+
+def write_index(gradient: torch.Tensor, words: torch.Tensor) -> IndexFacts:
+    """Set bit i % 32 of word i / 32 where value i is not zero.
+
+    Args:
+        gradient: (n,) float32 or bfloat16, contiguous, CPU.
+        words: (index_words(n),) int32; bits past the end become 0.
+    Raises: InvalidArgument (dtype, size).
+    Cost: one pass, as fast as memory (docs/results.md), multi-threaded, no allocation, releases the GIL.
+    """
+    n_nonzeros, bits = _native.sketch_write_index(
+        gradient.view(torch.uint8), _dtype_code(gradient), words.view(torch.uint32)
+    )
+    return IndexFacts(n_nonzeros, _float_of(bits) if bits < _INFINITY_BITS else math.inf)
+
+
+class CountSketch:
+    """One count sketch at a time; keeps its work space for the next.
+
+    Args:
+        batch_values: c: values that share rows, signs and rotations; a power of two from 16 to 1,024. Gradients with few
+            non-zeros use smaller batches, so that a table has at least 32 rows.
+        gamma: cells for each non-zero of the union. Peeling needs 1.23 asymptotically, and 1.3 at finite size.
+        seed: of all hashes; ranks share it.
+    Raises: InvalidArgument.
+    Format: docs/format.md#count-sketch. Paper: Li et al., ICML 2024, sections 3.1 to 3.4.
+    """
+
+    name = "count-sketch"
+
+    def __init__(self, batch_values: int = 1024, gamma: float = MIN_GAMMA, seed: int = 0) -> None:
+        if batch_values not in (16, 32, 64, 128, 256, 512, 1024):
+            raise InvalidArgument(f"batch_values is a power of two from 16 to 1,024, not {batch_values}")
+        if not MIN_GAMMA <= gamma <= 10:
+            raise InvalidArgument(
+                f"gamma must be {MIN_GAMMA} to 10, got {gamma}; below {MIN_GAMMA} sketches of finite size do not peel. "
+                'For a smaller sketch at the price of exactness take mode="lossy"'
+            )
+        if not 0 <= seed < 2**64:
+            raise InvalidArgument(f"seed must be 0 to 2^64 - 1, got {seed}")
+        self.batch_values, self.gamma, self.seed = batch_values, float(gamma), int(seed)
+        self._plan = _native.SketchPlan()
+        self._n_elements = 0
+        self._n_core = 0
+
+    def prepare(self, index: torch.Tensor, n_elements: int, attempt: int = 0, max_cells: int = 0) -> int:
+        """Fit size, rows and rotations to the OR-ed index; returns the number of cells.
+
+        Args:
+            index: (index_words(n_elements),) int32.
+            attempt: 0 first; each further one has another salt, and every eighth one 5 % more cells. With MAX_ATTEMPTS
+                there are no cells, and all values are core.
+            max_cells: take no more than about so many (whole rows of each block), and lose values; 0: enough for all.
+        Raises: CorruptMessage (bits past the end), InvalidArgument (size).
+        Cost: two passes over the index; allocates as the number of blocks grows.
+        """
+        if attempt >= MAX_ATTEMPTS:
+            max_cells = 1
+        gamma = self.gamma * (1 + _GAMMA_STEP * (attempt // _SALTS_PER_GAMMA))
+        self._plan.prepare(
+            index.view(torch.uint32), n_elements, self.batch_values, gamma, self.seed, attempt, max_cells
+        )
+        self._n_elements = n_elements
+        return self.n_cells
+
+    @property
+    def n_nonzeros(self) -> int:
+        """Bits in the index."""
+        return int(self._plan.n_nonzeros)
+
+    @property
+    def n_cells(self) -> int:
+        """Cells of the sketch."""
+        return int(self._plan.n_cells)
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds of peeling, of the block that took most."""
+        return int(self._plan.n_rounds)
+
+    @property
+    def n_blocks(self) -> int:
+        """Tables with batches of their own; one thread peels one."""
+        return int(self._plan.n_blocks)
+
+    def add(
+        self, gradient: torch.Tensor, own_index: torch.Tensor, cells: torch.Tensor, fixed: FixedPoint | None = None
+    ) -> None:
+        """Write the sketch of this rank's gradient.
+
+        Args:
+            gradient: (n_elements,) float32 or bfloat16.
+            own_index: what `write_index` made of it, before the OR.
+            cells: (n_cells,) float32, or `fixed.dtype` with `fixed`; overwritten.
+        Raises: InvalidArgument (sizes, dtypes; a value that does not fit `fixed`).
+        Cost: reads only cache lines that hold non-zeros; multi-threaded by block; releases the GIL.
+        """
+        expected = torch.float32 if fixed is None else fixed.dtype
+        if cells.dtype != expected:
+            raise InvalidArgument(f"cells must be {expected}, got {cells.dtype}")
+        self._plan.add(
+            gradient.view(torch.uint8),
+            _dtype_code(gradient),
+            own_index.view(torch.uint32),
+            _CELLS[expected],
+            0 if fixed is None else fixed.shift,
+            0 if fixed is None else fixed.limit,
+            cells.view(torch.uint8),
+        )
+
+    def peel(self, index: torch.Tensor) -> int:
+        """Find the order in which values come out of the sketch; returns how many do not: the core.
+
+        Needs no values, so it runs while the sketch travels.
+
+        Args:
+            index: as given to `prepare`.
+        Raises: InvalidArgument (another index).
+        Cost: linear in non-zeros; multi-threaded by block; releases the GIL; 16 bytes of work space a non-zero.
+        """
+        self._n_core = int(self._plan.peel(index.view(torch.uint32)))
+        return self._n_core
+
+    def core(self) -> torch.Tensor:
+        """(n_core,) int64: positions of the values that do not come out, in the same order on all ranks."""
+        positions = torch.empty(self._n_core, dtype=torch.int64)
+        self._plan.write_core(positions)
+        return positions
+
+    def recover(self, cells: torch.Tensor, scale: float, out: torch.Tensor, estimate: bool = False) -> Outcome:
+        """Write sum x `scale` of every value; 0 where the index has no bit. In the order of `peel`, so all ranks get the
+        same bits from the same cells, with any number of threads.
+
+        Args:
+            cells: (n_cells,) float32, int32 or int64: the sum of all ranks' cells. Used up.
+            scale: 1 / world size gives the mean; for integers times FixedPoint.scale.
+            out: (n_elements,) float32 or bfloat16.
+            estimate: write the median of a core value's three cells in its place (the paper's lossy mode); otherwise 0,
+                for the caller to fill in.
+        Returns: COMPLETE; FOREIGN if what has come out does not leave the cells empty (never with a core).
+        Raises: CorruptMessage (another number of cells), InvalidArgument.
+        """
+        return Outcome(
+            self._plan.recover(
+                cells.view(torch.uint8), _CELLS[cells.dtype], scale, estimate, out.view(torch.uint8), _dtype_code(out)
+            )
+        )
+
+    def recover_all(self, cells: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+        """`recover` for callers without a core: raises where it is not complete.
+
+        Raises: CorruptMessage (foreign or altered sketch), InvalidArgument (there is a core).
+        """
+        if self._n_core:
+            raise InvalidArgument(f"{self._n_core} values do not come out of this sketch; prepare another attempt")
+        outcome = self.recover(cells, scale, out)
+        if outcome is not Outcome.COMPLETE:
+            raise CorruptMessage(
+                f"the sketch of {self._n_elements} values is not that of its index ({outcome.name.lower()}): ranks "
+                "differ in seed or batch size, or it was altered on its way"
+            )
+
+
+def _dtype_code(tensor: torch.Tensor) -> int:
+    if tensor.dtype not in _DTYPES:
+        raise InvalidArgument(f"a count sketch takes float32 and bfloat16, not {tensor.dtype}; convert it first")
+    return _DTYPES[tensor.dtype]
+
+
+def _float_of(bits: int) -> float:
+    return float(torch.tensor([bits], dtype=torch.int32).view(torch.float32))

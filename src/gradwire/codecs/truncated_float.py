@@ -1,0 +1,173 @@
+"""Truncated floats: the first bits of every value (docs/format.md#truncated-float)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from gradwire import _native
+from gradwire.codecs.buffers import WIDTHS, bytes_of, dtype_code, require_buffer, require_room
+from gradwire.errors import InvalidArgument
+
+__all__ = ["RandomStreams", "TruncatedFloat", "describe"]
+
+_FORMATS = {"native": 0, "fp16": 1, "fp8-e4m3": 2, "fp8-e5m2": 3, "fp4-e2m1": 4}
+_FORMAT_WIDTHS = {"fp16": 16, "fp8-e4m3": 8, "fp8-e5m2": 8, "fp4-e2m1": 4}
+# The format that leaves the most mantissa bits among the first k: native float32 has k - 9, FP16 k - 6, E4M3 k - 5.
+_AUTO = (("fp4-e2m1", 4), ("fp8-e4m3", 8), ("fp16", 16))
+_ROUNDINGS = ("truncate", "stochastic")
+
+
+class TruncatedFloat:
+    """TFP of AQGB (Luo et al.), section 4.4: the first `bits` bits of every value's word.
+
+    Bits that are cut off decode as 0, so "truncate" rounds towards zero. A compact format is converted to first, to
+    nearest, with a scale a partition: without, gradients of 1e-5 would underflow in FP8. Scales are powers of two (for
+    FP4: bfloat16 numbers) that bring the partition's largest value just below the largest code, so that nothing
+    saturates; they cost 2 bytes a partition. "stochastic" rounds the value itself, without a conversion before, up with
+    probability (x - down) / (up - down): unbiased, with a carry out of the largest finite code held back.
+
+    Error, with m mantissa bits among the first `bits` (native: bits - 9, float16 and FP16: bits - 6): below 2^-m of
+    the value (half as much where the compact format is kept whole) and, in compact formats, of the smallest normal
+    number times the scale. Subnormal float32 values count as 0 in compact formats, and where native's exponent is cut.
+
+    Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN; where all
+    bits of the native word are kept, every value is exact instead.
+
+    Random numbers are Philox4x32-10's, a function of (seed, stream, index) alone (native/random/counter.hpp). The codec
+    is stateless and thread-safe; the same bytes for every thread count and instruction set.
+
+    When not to use it: where more bits may follow later (`embedded-float`); "truncate" in training without error
+    feedback at few bits, since it shrinks every value.
+    """
+
+    name = "truncated-float"
+
+    def __init__(
+        self,
+        bits: int = 8,
+        format: str = "auto",
+        rounding: str = "truncate",
+        seed: int = 0,
+        partition: int = 256,
+    ) -> None:
+        """
+        Args:
+            bits: kept of every value: 2 to 32, at most the format's width.
+            format: what is truncated: "native" (the value's own word), "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1", or
+                "auto": native where all its bits are kept or more than 16, else the smallest of FP4 E2M1, FP8 E4M3 and
+                FP16 that has as many bits.
+            rounding: "truncate" or "stochastic".
+            seed: of stochastic rounding, 0 to 2^64 - 1.
+            partition: values that share a scale: a power of two from 32 to 1024.
+        Raises: InvalidArgument.
+        """
+        if format not in ("auto", *_FORMATS):
+            raise InvalidArgument(f"format is one of auto, {', '.join(_FORMATS)}, not {format!r}")
+        widest = _FORMAT_WIDTHS.get(format, 32)
+        if not 2 <= bits <= widest:
+            raise InvalidArgument(f"bits is from 2 to {widest} with format {format!r}, not {bits}")
+        if rounding not in _ROUNDINGS:
+            raise InvalidArgument(f"rounding is one of {', '.join(_ROUNDINGS)}, not {rounding!r}")
+        if not 0 <= seed < 1 << 64:
+            raise InvalidArgument(f"seed is from 0 to 2^64 - 1, not {seed}")
+        if not 32 <= partition <= 1024 or partition & (partition - 1):
+            raise InvalidArgument(f"partition is a power of two from 32 to 1024, not {partition}")
+        self.bits = bits
+        self.format = format
+        self.rounding = rounding
+        self.seed = seed
+        self.partition = partition
+
+    def format_for(self, dtype: torch.dtype) -> str:
+        """The format that values of `dtype` are written in: what "auto" comes to. Raises: InvalidArgument."""
+        dtype_code(dtype)
+        if self.format != "auto":
+            return self.format
+        if self.bits >= WIDTHS[dtype]:
+            return "native"
+        return next((name for name, width in _AUTO if self.bits <= width), "native")
+
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+        """Bytes that no message exceeds; one bit a partition less where all values are finite. Raises: InvalidArgument."""
+        if n_elements < 0:
+            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        return _native.truncated_float_max_bytes(n_elements, *self._settings(dtype))
+
+    def encode(
+        self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None, stream: int = 0
+    ) -> int:
+        """Write `gradient` as one message.
+
+        Args:
+            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; any n from 0.
+            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous, CPU.
+            importance: ignored.
+            stream: which random numbers "stochastic" rounds with, 0 to 2^64 - 1: another one for every message of a
+                training; see `streams`.
+        Returns: bytes written.
+        Raises: InvalidArgument (shape, dtype, more bits than the dtype has), BufferTooSmall.
+        Cost: two passes, no allocation, releases the GIL.
+        """
+        settings = self._settings(gradient.dtype)
+        require_buffer("gradient", gradient)
+        require_room(out, self.max_encoded_bytes(gradient.numel(), gradient.dtype), gradient.numel())
+        seed = self.seed if self.rounding == "stochastic" else None
+        return _native.truncated_float_encode(bytes_of(gradient), *settings, seed, stream, bytes_of(out))
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Read `message`, whatever settings it was written with, into `out`.
+
+        Args:
+            message: exactly one message, uint8, contiguous, CPU.
+            out: (n,) of the sender's dtype and size, contiguous, CPU; undefined after an error.
+        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
+        Cost: one pass, no allocation, releases the GIL.
+        """
+        code = dtype_code(out.dtype)
+        require_buffer("message", message, torch.uint8)
+        require_buffer("out", out)
+        _native.truncated_float_decode(bytes_of(message), code, bytes_of(out))
+
+    def streams(self, *key: int) -> RandomStreams:
+        """This codec with a random stream of its own for every message, from streams named by `key` (rank, step, ...)."""
+        return RandomStreams(self, *key)
+
+    def _settings(self, dtype: torch.dtype) -> tuple[int, int, int, int]:
+        code, format_name = dtype_code(dtype), self.format_for(dtype)
+        if format_name == "native" and self.bits > WIDTHS[dtype]:
+            raise InvalidArgument(
+                f"bits={self.bits}, but {dtype} has {WIDTHS[dtype]}: bits={WIDTHS[dtype]} keeps all of it"
+            )
+        return code, _FORMATS[format_name], self.bits, self.partition
+
+
+class RandomStreams:
+    """A codec whose n-th message is rounded by stream (hash of the key) + n; for one thread, and one key, at a time."""
+
+    def __init__(self, codec: TruncatedFloat, *key: int) -> None:
+        """See `TruncatedFloat.streams`."""
+        self.name = codec.name
+        self._codec = codec
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+        self._next = int.from_bytes(digest, "little")
+        self.max_encoded_bytes = codec.max_encoded_bytes
+        self.decode = codec.decode
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        """As `TruncatedFloat.encode`, with the next stream."""
+        stream = self._next
+        self._next = (stream + 1) & 0xFFFFFFFFFFFFFFFF
+        return self._codec.encode(gradient, out, importance, stream)
+
+
+def describe(message: torch.Tensor) -> dict[str, Any]:
+    """What a message says of itself, as plain values: codec, format_version, dtype, format, bits, partition,
+    n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
+
+    Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.
+    """
+    require_buffer("message", message, torch.uint8)
+    return _native.truncated_float_header(bytes_of(message))

@@ -1,0 +1,29 @@
+"""What is known of one step while its blocks are under way."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.stepping.deferred import Slot
+from gradwire.telemetry.recorder import BucketRecord
+
+
+class Round:
+    """One step under way: who has ended what, and what waits to be sent. Lane and receivers hold on to their own."""
+
+    def __init__(self, step: int, n_blocks: int, world_size: int, records: list[BucketRecord | None]) -> None:
+        self.step, self.n_blocks, self.records = step, n_blocks, records
+        self.n_appeared = self.n_summed = 0
+        self.unsent: list[Slot] = []  # in the order in which they appeared
+        self.awaited: dict[int, torch.futures.Future] = {}  # of blocks that appeared and are not summed yet
+        self.ended = [[False] * n_blocks for _ in range(world_size)]  # [rank][block]
+        self.ending: set[int] = set()  # own blocks of which nothing follows; said with the next head
+        self.sequence = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.n_summed == self.n_blocks
+
+    @property
+    def has_all(self) -> bool:
+        return self.n_appeared == self.n_blocks

@@ -1,0 +1,108 @@
+"""The schemes `aqgb` and `broadcast`.
+
+Luo et al., "Approximate gradient synchronization with adaptive quantized gradient broadcast". The paper simulates; here
+the control law of gradwire.control.quantisation runs live.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+from gradwire.codecs.embedded_float import DEFAULT_PARTITION
+from gradwire.control.checks import share
+from gradwire.control.quantisation import DEFAULT_FLOOR, MIN_BITS, WORD_BITS
+from gradwire.errors import InvalidArgument
+from gradwire.schemes.aqgb.broadcasting import BlockBroadcast
+from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, Pacing
+from gradwire.stepping.blocks import Division
+
+
+class Aqgb(BlockBroadcast):
+    """Compress only as much as it takes for communication not to be waited for.
+
+    First stage: each block leaves when its gradient appears, newest first, with as many bits as pass until the next one
+    appears (the floor for the last). Second stage: what time is left before a block's next forward pass refines it. The
+    optimizer steps a block just before that pass; read parameters in between only after `Attachment.flush()`.
+
+    When not to use this: on more than about 8 ranks, since a broadcast sends every gradient to every rank (at 4 bits
+    a value and 16 ranks as much as an uncompressed ring); where a forward pass is too short to hide anything; where two runs
+    must give the same bits, as what is sent depends on the network's speed.
+
+    Args:
+        floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
+        blocks: how many, or lists of module names; DDP's buckets (`bucket_cap_mb`) should be no larger than a block.
+        max_grad_norm: clips the mean; every forward pass then waits for all blocks.
+        error_feedback: keep what was never sent for the next step (off in the paper).
+        topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
+        partition: values that share an exponent.
+        confidence: the share of the estimated rate that is planned with.
+        initial_bps: the rate to begin with; without it, the first steps are sent at the floor.
+        clock: seconds; must not run backwards.
+    """
+
+    name: ClassVar[str] = "aqgb"
+
+    def __init__(
+        self, floor: float = DEFAULT_FLOOR, ceiling: float = 1.0, blocks: Division = 4,
+        max_grad_norm: float | None = None, error_feedback: bool = False, topology: str = "fan-out",
+        partition: int = DEFAULT_PARTITION, confidence: float = DEFAULT_CONFIDENCE, initial_bps: float | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:  # fmt: skip
+        super().__init__(blocks, max_grad_norm, partition, topology, error_feedback, clock)
+        self.floor, self.ceiling = share("floor", floor), share("ceiling", ceiling)
+        if self.floor > self.ceiling or WORD_BITS * self.ceiling < MIN_BITS:
+            raise InvalidArgument(f"floor={floor} and ceiling={ceiling} leave no number of bits from {MIN_BITS} to 32")
+        self.confidence = share("confidence", confidence)
+        self.initial_bps = initial_bps
+        Pacing(0, 2, [1], clock, initial_bps=initial_bps)  # refuses a rate of zero here, where it was given
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return super().configuration | {"floor": self.floor, "ceiling": self.ceiling}
+
+    def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
+        return Pacing(
+            rank, world_size, block_elements, self._clock, self.floor, self.ceiling, self.confidence, self.initial_bps
+        )
+
+    def _first_bits(self, block: int, unsent_elements: int) -> int:
+        return self.pacing.bits_now(unsent_elements)
+
+    def _more_bits(self, block: int, sent_bits: int, extra_bytes: int) -> int:
+        return self.pacing.more_bits(block, sent_bits, extra_bytes)
+
+    def _more_bits_ever(self, sent_bits: int) -> int:
+        return self.pacing.most_bits - sent_bits
+
+
+class Broadcast(BlockBroadcast):
+    """Every gradient to every rank with `bits` of each value, 2 to 32; 32: as it is. What AQGB is measured against.
+
+    When not to use this: with more than 2 ranks uncompressed, since a ring sends 2/N as much; with few bits where `aqgb`
+    would find the time for more.
+    """
+
+    name: ClassVar[str] = "broadcast"
+
+    def __init__(
+        self, bits: int = 4, blocks: Division = 4, max_grad_norm: float | None = None, error_feedback: bool = False,
+        topology: str = "fan-out", partition: int = DEFAULT_PARTITION, clock: Clock = time.perf_counter,
+    ) -> None:  # fmt: skip
+        super().__init__(blocks, max_grad_norm, partition, topology, error_feedback, clock)
+        if not MIN_BITS <= bits <= WORD_BITS:
+            raise InvalidArgument(f"bits is from {MIN_BITS} to {WORD_BITS}, not {bits}")
+        self.bits = bits
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return super().configuration | {"bits": self.bits}
+
+    def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
+        return Pacing(rank, world_size, block_elements, self._clock)
+
+    def _first_bits(self, block: int, unsent_elements: int) -> int:
+        return self.bits
+
+    def _more_bits(self, block: int, sent_bits: int, extra_bytes: int) -> int:
+        return 0

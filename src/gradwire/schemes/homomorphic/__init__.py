@@ -1,0 +1,1 @@
+"""The scheme `homomorphic`: sketches that sum without being decompressed, recovered without loss."""

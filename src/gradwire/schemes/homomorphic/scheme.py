@@ -1,0 +1,362 @@
+"""The scheme `homomorphic`: lossless compression whose messages are summed as they are (Li et al., ICML 2024).
+
+    Phase I, compression                                                        Phase II, recovery
+    index B of X  --- OR over the ranks ---> B of sum X   (3.2, 3.3)            X <- peel(Y, B)        (3.2)
+    count sketch Y of X, as large as B asks for --- sum over the ranks ---> Y of sum X    (3.1, 3.4)
+
+Where this departs from the paper: Y is sized by the OR-ed index, which comes first, so peeling is known to succeed before
+a value is sent; the order of peeling is worked out while Y travels; the few values that do not peel are summed densely.
+
+When not to use this: for gradients that are not sparse. Bitmap and sketch are larger than the gradient from about 72 % of
+non-zeros on (float32), and such buckets are sent plainly. What counts is the union over the ranks: four ranks with 1 % at
+places of their own have 3.9 %. On networks faster than about 10 Gb/s the plain all-reduce is quicker than the sketch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from gradwire import _native, aggregators
+from gradwire.aggregators import Aggregator
+from gradwire.bucket import Bucket
+from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, MIN_GAMMA, CountSketch, FixedPoint, Outcome
+from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.schemes.base import Session
+from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
+from gradwire.schemes.optimistic import Optimistic, check_share, count_of
+from gradwire.schemes.plain import all_reduce_plainly
+
+_log = logging.getLogger(__name__)
+_MODES = ("lossless", "exact", "lossy")
+_INDICES = ("auto", "bitmap", "bloom")
+_SPARSIFIERS = (None, "top-k")
+_INTEGERS = {32: torch.int32, 64: torch.int64}
+_TOO_DENSE = "too dense to gain: this bucket was sent uncompressed"
+
+# Plain, if index and sketch together would take more than this share of it.
+_MAX_SHARE = 0.9
+# A bucket that was too dense is tried again in every so many steps: an index that tells nothing new costs 3 %.
+_STEPS_BETWEEN_TRIES = 16
+# Small tables may need another salt (5 in 100 of 1,000 non-zeros), so they are peeled before they are sent; larger ones
+# never have, and are peeled while they travel.
+_PEEL_FIRST_NONZEROS = 1 << 14
+# Sums in float32 cells stay finite if no value is above 2^_MAX_EXPONENT / world size: a cell holds fewer than 2^16 values.
+_MAX_EXPONENT = 110
+# 1 KiB, whatever the budget: a small bucket would be left with no table at all.
+_MIN_BUDGET_CELLS = 256
+# So few values are sent densely in lossy mode too.
+_MAX_DENSE_CORE = 64
+
+
+class Homomorphic(Optimistic):
+    """Mean over the ranks of gradients with many zeros, by OR and sum alone.
+
+    Args:
+        mode: "lossless": sums of float32, as exact as their rounding (relative error of the result 3e-7 to 7e-7 by
+            norms; a value that is small beside its cell-mates loses digits). "exact": sums of integers, each gradient
+            rounded once to fixed point with an exponent that all ranks share. "lossy": a sketch of `budget`; what does
+            not come out of it is estimated.
+        budget: lossy mode: size of the sketch as a share of the gradient's, in (0, 1]; the index comes on top.
+        integer_bits: exact mode: 32 (a value keeps 31 - ceil(log2 world size) bits below the largest one's exponent)
+            or 64.
+        sparsifier: "top-k" sends of each rank's gradient only its `density` of largest values, without gathering.
+        density: share of values that the sparsifier keeps, in (0, 1].
+        error_feedback: add what sparsifier and lossy mode left out to the next gradient. Default: with a sparsifier.
+        index: "bitmap", "bloom" (from each layout's second step on), or "auto", whichever is smaller.
+        batch_values, gamma, seed: see CountSketch.
+        aggregator: what sums: "process-group", "switch", or an Aggregator.
+    """
+
+    name = "homomorphic"
+
+    def __init__(
+        self,
+        mode: str = "lossless",
+        budget: float = 0.1,
+        integer_bits: int = 32,
+        sparsifier: str | None = None,
+        density: float = 0.01,
+        error_feedback: bool | None = None,
+        index: str = "auto",
+        batch_values: int = 1024,
+        gamma: float = MIN_GAMMA,
+        seed: int = 0,
+        aggregator: str | Aggregator = "process-group",
+    ) -> None:
+        for what, value, known in (
+            ("mode", mode, _MODES),
+            ("index", index, _INDICES),
+            ("sparsifier", sparsifier, _SPARSIFIERS),
+            ("integer_bits", integer_bits, tuple(_INTEGERS)),
+        ):
+            if value not in known:
+                raise InvalidArgument(f"{what} is one of {', '.join(map(str, known))}, not {value!r}")
+        leaves_out = sparsifier is not None or mode == "lossy"
+        if error_feedback and not leaves_out:
+            raise InvalidArgument('error_feedback needs something that is left out: a sparsifier, or mode="lossy"')
+        super().__init__(sparsifier is not None if error_feedback is None else error_feedback)
+        self.state_is_per_world = self.error_feedback
+        self.mode, self.budget, self.integer_bits = mode, check_share("budget", budget), integer_bits
+        self.sparsifier, self.density = sparsifier, check_share("density", density)
+        self.aggregator = aggregators.by_name(aggregator) if isinstance(aggregator, str) else aggregator
+        self._sketch = CountSketch(batch_values, gamma, seed)
+        self._index = SharedIndex(index, gamma, seed)
+        self._tries_in: dict[str, int] = {}  # steps until a bucket that was too dense is tried again
+        self._next_tries_in: dict[str, int] = {}  # after this step
+        self._n_too_dense = self._n_resent = self._n_core = 0
+        self._is_aggregator_bound = False
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        sketch = self._sketch
+        return {
+            "mode": self.mode,
+            "budget": self.budget if self.mode == "lossy" else None,
+            "integer_bits": self.integer_bits if self.mode == "exact" else None,
+            "sparsifier": self.sparsifier,
+            "density": self.density if self.sparsifier else None,
+            "error_feedback": self.error_feedback,
+            "index": self._index.kind,
+            "batch_values": sketch.batch_values,
+            "gamma": sketch.gamma,
+            "seed": sketch.seed,
+            "aggregator": self.aggregator.name,
+        }
+
+    def bind(self, session: Session) -> None:
+        """Raises: Unsupported (an aggregator that cannot sum what this mode sends)."""
+        if not self.aggregator.sums_floats and (self.mode, self.integer_bits) != ("exact", 32):
+            raise Unsupported(
+                f"the aggregator {self.aggregator.name!r} adds 32-bit integers only; "
+                'use homomorphic(mode="exact", integer_bits=32) with it, or aggregator="process-group"'
+            )
+        self.aggregator.bind(session.communicator, session.recorder)
+        self._is_aggregator_bound = True
+        super().bind(session)
+
+    # ---- one bucket
+
+    def _send(self, bucket: Bucket) -> bool:
+        if self.session.communicator.world_size == 1:  # the mean of one is itself: nothing to send or to leave out
+            return True
+        key = f"{bucket.index}:{bucket.layout_hash:08x}"
+        if self._is_known_as_dense(key):
+            return self._send_plainly(bucket)
+        values, left_out = self._values_to_send(bucket)
+        union = self._index.agree(
+            values, self._facts_of(bucket), key, bucket, self.session.communicator, self.aggregator
+        )
+        if not union.ranks_agree:
+            self._name_mismatch(bucket)
+        if not union.is_finite or self._may_overflow(union):
+            return False
+        n_cells = self._sketch.prepare(union.words, bucket.n_elements, max_cells=self._max_cells(bucket))
+        self._index.remember(key, self._sketch.n_nonzeros)
+        cell_bytes = 8 if self.mode == "exact" and self.integer_bits == 64 else 4
+        if cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes and n_cells:
+            self._next_tries_in[key] = _STEPS_BETWEEN_TRIES
+            return self._send_plainly(bucket)
+        self._send_sketch(bucket, values, left_out, union)
+        return True
+
+    def _values_to_send(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(n,) float32 or bfloat16 to be summed, and (n,) float32, scratch, that the sparsifier left out of it."""
+        started = time.perf_counter_ns()
+        if self.error_feedback or self.sparsifier:
+            corrected = self._corrected(bucket)
+            if not self.sparsifier:
+                bucket.record.add("encode", started, time.perf_counter_ns())
+                return corrected, None
+            kept = self.session.communicator.scratch("kept", corrected.numel() * 4).view(torch.float32).zero_()
+            largest = torch.empty(count_of(self.density, corrected.numel()), dtype=torch.int32)
+            if _native.select_largest(corrected, largest) == 0:
+                places = largest.long()
+                kept[places] = corrected[places]
+                corrected[places] = 0
+            else:
+                kept[0] = float("nan")  # not finite: this bucket is going to be redone
+            bucket.record.add("encode", started, time.perf_counter_ns())
+            return kept, corrected
+        if bucket.buffer.dtype == torch.float16:
+            values = self.session.communicator.scratch("values", 4 * bucket.n_elements).view(torch.float32)
+            return values.copy_(bucket.buffer), None
+        return bucket.buffer, None
+
+    def _send_sketch(self, bucket: Bucket, values: torch.Tensor, left_out: torch.Tensor | None, union: Union) -> None:
+        """Sum the sketch, peel it while it travels, and put the mean into the bucket."""
+        sketch, record, communicator = self._sketch, bucket.record, self.session.communicator
+        fixed = self._fixed_point(union)
+        dtype = torch.float32 if fixed is None else fixed.dtype
+        peel_first = sketch.n_nonzeros < _PEEL_FIRST_NONZEROS
+        attempt = 0
+        while True:
+            n_core = self._peel(bucket, union) if peel_first else 0
+            if self._has_to_try_again(n_core, attempt):
+                attempt += 1
+                sketch.prepare(union.words, bucket.n_elements, attempt)
+                continue
+            cells = communicator.scratch("cells", dtype.itemsize * sketch.n_cells).view(dtype)
+            started = time.perf_counter_ns()
+            sketch.add(values, union.own, cells, fixed)
+            record.add("encode", started, time.perf_counter_ns())
+            if cells.numel():
+                total = self.aggregator.start_sum(cells, record)
+                if not peel_first:
+                    n_core = self._peel(bucket, union)
+                total.wait()
+            if not self._has_to_try_again(n_core, attempt):
+                break
+            self._n_resent += 1
+            attempt += 1
+            sketch.prepare(union.words, bucket.n_elements, attempt)
+
+        estimate = self.mode == "lossy" and n_core > _MAX_DENSE_CORE
+        core = sketch.core()
+        scale = (1.0 if fixed is None else fixed.scale) / communicator.world_size
+        core_mean = None if estimate or not n_core else self._sum_core(bucket, values, core, fixed) * scale
+        is_direct = not self.error_feedback and bucket.buffer.dtype in (torch.float32, torch.bfloat16)
+        started = time.perf_counter_ns()
+        out = bucket.buffer
+        if not is_direct:
+            out = communicator.scratch("mean", 4 * bucket.n_elements).view(torch.float32)
+        if sketch.recover(cells, scale, out, estimate) is not Outcome.COMPLETE:
+            raise CorruptMessage(
+                f"the summed sketch of bucket {bucket.index} in step {bucket.step} is not that of its index: it was "
+                f"altered on its way through the aggregator {self.aggregator.name!r}; restart from the last checkpoint"
+            )
+        if core_mean is not None:
+            out[core] = core_mean.to(out.dtype)
+        if self.error_feedback:
+            self._keep_what_was_left_out(bucket, values, left_out, out, core if estimate else None)
+        if not is_direct:
+            bucket.buffer.copy_(out)
+        record.add("decode", started, time.perf_counter_ns())
+
+    def _peel(self, bucket: Bucket, union: Union) -> int:
+        started = time.perf_counter_ns()
+        n_core = self._sketch.peel(union.words)
+        bucket.record.add("decode", started, time.perf_counter_ns())
+        return n_core
+
+    def _has_to_try_again(self, n_core: int, attempt: int) -> bool:
+        return n_core > MAX_CORE and self._sketch.n_cells > 0 and attempt < MAX_ATTEMPTS and self.mode != "lossy"
+
+    def _sum_core(
+        self, bucket: Bucket, values: torch.Tensor, core: torch.Tensor, fixed: FixedPoint | None
+    ) -> torch.Tensor:
+        """(n_core,) float64 sums over the ranks of what the sketch does not give back."""
+        own = values[core]
+        if fixed is None:
+            own = own.float()
+        else:
+            own = torch.clamp(
+                torch.round(torch.ldexp(own.double(), torch.tensor(fixed.shift))), -fixed.limit, fixed.limit
+            )
+            own = own.to(fixed.dtype)
+        self.aggregator.start_sum(own, bucket.record).wait()
+        self._n_core += core.numel()
+        return own.double()
+
+    def _keep_what_was_left_out(
+        self,
+        bucket: Bucket,
+        values: torch.Tensor,
+        left_out: torch.Tensor | None,
+        mean: torch.Tensor,
+        estimated: torch.Tensor | None,
+    ) -> None:
+        """Stage the residual: what the sparsifier kept back, and for an estimate the distance to it.
+
+        The ranks' distances add up to what all of them together sent, less what all of them got.
+        """
+        if left_out is None:
+            left_out = self.session.communicator.scratch("kept", 4 * bucket.n_elements).view(torch.float32).zero_()
+        if estimated is not None:
+            left_out[estimated] += values[estimated] - mean[estimated]
+        self._stage(bucket, left_out)
+
+    # ---- what all ranks decide alike
+
+    def _fixed_point(self, union: Union) -> FixedPoint | None:
+        if self.mode != "exact":
+            return None
+        exponent = union.exponent if union.exponent is not None else 0
+        return FixedPoint.fit(exponent, self.session.communicator.world_size, _INTEGERS[self.integer_bits])
+
+    def _may_overflow(self, union: Union) -> bool:
+        bits_of_world = self.session.communicator.world_size.bit_length()
+        return self.mode != "exact" and union.exponent is not None and union.exponent + bits_of_world > _MAX_EXPONENT
+
+    def _max_cells(self, bucket: Bucket) -> int:
+        if self.mode != "lossy":
+            return 0
+        return max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
+
+    def _is_known_as_dense(self, key: str) -> bool:
+        steps = self._tries_in.get(key, 0)
+        self._next_tries_in[key] = max(0, steps - 1)
+        return steps > 1
+
+    def _send_plainly(self, bucket: Bucket) -> bool:
+        if not self._n_too_dense:
+            _log.info("gradwire %s: %s (step %d)", self.name, _TOO_DENSE, bucket.step)
+        self._n_too_dense += 1
+        bucket.record.fallbacks.append(_TOO_DENSE)
+        all_reduce_plainly(self.session.communicator, bucket)
+        if self.error_feedback and not bool(bucket.buffer.isfinite().all()):
+            self._is_step_finite = False  # the other buckets' residuals are not to be kept
+        return True
+
+    # ---- between steps
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
+            self._index.counts.update(self._index.next_counts)
+            self._tries_in.update(self._next_tries_in)
+        self._index.next_counts.clear()
+        self._next_tries_in.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Buckets redone (not finite) and sent plainly (too dense), filters used and given up, sketches sent again,
+        values summed beside a sketch."""
+        return {
+            **super().stats(),
+            "n_buckets_too_dense": self._n_too_dense,
+            "n_bloom_indices": self._index.n_blooms,
+            "n_bloom_fallbacks": self._index.n_bloom_fallbacks,
+            "n_sketches_resent": self._n_resent,
+            "n_core_values": self._n_core,
+            **{f"aggregator_{name}": value for name, value in self.aggregator.stats().items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "n_nonzeros": dict(self._index.counts),
+            "dense_for_steps": dict(self._tries_in),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        for name in ("n_nonzeros", "dense_for_steps"):
+            counts = state.get(name)
+            if not isinstance(counts, dict) or not all(
+                isinstance(key, str) and isinstance(value, int) and value >= 0 for key, value in counts.items()
+            ):
+                raise InvalidArgument(f"this is not the state of scheme homomorphic: it lacks {name}")
+        super().load_state_dict(state)
+        self._index.counts = dict(state["n_nonzeros"])
+        self._tries_in = dict(state["dense_for_steps"])
+
+    def close(self) -> None:
+        super().close()
+        self._index.counts.clear()
+        self._tries_in.clear()
+        if self._is_aggregator_bound:
+            self.aggregator.close()
+            self._is_aggregator_bound = False

@@ -1,0 +1,146 @@
+"""The index that all ranks end up with: one OR, which also carries what they must agree on before any value is sent.
+
+A message is `_HEADER_WORDS` words, then a bitmap or a Bloom filter. An OR can say more than it seems: it tells that ranks
+differ (a bit and its complement are both set), that one of them has an Inf or NaN, and the largest exponent of all (each
+sets a bit for every exponent up to its own; the longest run survives).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.aggregators import Aggregator
+from gradwire.bucket import Bucket
+from gradwire.codecs import bloom_filter
+from gradwire.codecs.bloom_filter import BloomShape
+from gradwire.codecs.count_sketch import IndexFacts, index_words, write_index
+from gradwire.communicator import Communicator
+
+# facts, ~facts, flags, then a bit for each exponent: docs/format.md#count-sketch
+_HEADER_WORDS = 12
+_FLAG_NONFINITE = 1
+_FACTS_MASK = 0x7FFFFFFF
+# A float32 that is not zero is below 2^e for an e from -148 to 128.
+_SMALLEST_EXPONENT = -148
+_MIN_GAIN = 0.9  # a filter is worth its queries where it saves a tenth
+
+
+@dataclass(frozen=True)
+class Union:
+    """What all ranks know after the OR.
+
+    Attributes:
+        own: (words,) int32, scratch: this rank's non-zeros.
+        words: (words,) int32, scratch: those of all ranks, and with a Bloom filter some zeros.
+        exponent: every value of every rank is below 2^exponent; None if all are zero.
+        is_finite: no rank holds Inf or NaN; otherwise `words` means nothing.
+        ranks_agree: on scheme, options, layout and step.
+    """
+
+    own: torch.Tensor
+    words: torch.Tensor
+    exponent: int | None
+    is_finite: bool
+    ranks_agree: bool
+
+
+class SharedIndex:
+    """Finds the union, bucket by bucket; remembers how many non-zeros each had, to size the next step's Bloom filter."""
+
+    def __init__(self, kind: str, gamma: float, seed: int) -> None:
+        self.kind, self.gamma, self.seed = kind, gamma, seed
+        self.counts: dict[str, int] = {}  # of the last step that counts
+        self.next_counts: dict[str, int] = {}  # of this one
+        self.n_blooms = 0
+        self.n_bloom_fallbacks = 0
+
+    def agree(
+        self,
+        values: torch.Tensor,
+        facts: int,
+        key: str,
+        bucket: Bucket,
+        communicator: Communicator,
+        aggregator: Aggregator,
+    ) -> Union:
+        """The union of all ranks' non-zeros in `values` (n,) float32 or bfloat16."""
+        n_elements = values.numel()
+        n_words = index_words(n_elements)
+        own = communicator.scratch("own index", 4 * n_words).view(torch.int32)
+        started = time.perf_counter_ns()
+        found = write_index(values, own)
+        bucket.record.add("encode", started, time.perf_counter_ns())
+
+        shape = self._choose(key, n_elements)
+        if shape is not None:
+            message = self._message(communicator, "bloom", facts, found, shape.n_words)
+            started = time.perf_counter_ns()
+            bloom_filter.insert(own, n_elements, shape, self.seed, message[_HEADER_WORDS:])
+            bucket.record.add("encode", started, time.perf_counter_ns())
+            aggregator.or_words(message, bucket.record)
+            union = communicator.scratch("union", 4 * n_words).view(torch.int32)
+            started = time.perf_counter_ns()
+            n_candidates, n_nonzeros = bloom_filter.query(message[_HEADER_WORDS:], n_elements, shape, self.seed, union)
+            bucket.record.add("decode", started, time.perf_counter_ns())
+            self.next_counts[key] = n_nonzeros
+            result = _read(message, own, union)
+            if not result.is_finite or not result.ranks_agree or self._is_worth(n_candidates, n_nonzeros, n_elements):
+                self.n_blooms += 1
+                return result
+            self.n_bloom_fallbacks += 1
+            bucket.record.fallbacks.append("more non-zeros than the Bloom filter was made for: the bitmap was sent too")
+
+        message = self._message(communicator, "bitmap", facts, found, n_words)
+        message[_HEADER_WORDS:] = own
+        aggregator.or_words(message, bucket.record)
+        return _read(message, own, message[_HEADER_WORDS:])
+
+    def remember(self, key: str, n_nonzeros: int) -> None:
+        """Note how many bits a union had that came as a bitmap; a filter's were estimated from the filter."""
+        if self.kind != "bitmap":
+            self.next_counts.setdefault(key, n_nonzeros)
+
+    def _choose(self, key: str, n_elements: int) -> BloomShape | None:
+        """A filter, if this bucket's last count is known and promises that it is smaller than a bitmap."""
+        n_nonzeros = self.counts.get(key)
+        if self.kind == "bitmap" or n_nonzeros is None:
+            return None
+        shape = BloomShape.fit(n_nonzeros, n_elements, self.gamma)
+        bitmap_bits = n_elements + 32 * self.gamma * n_nonzeros
+        return shape if self.kind == "bloom" or shape.expected_bits < _MIN_GAIN * bitmap_bits else None
+
+    def _is_worth(self, n_candidates: int, n_nonzeros: int, n_elements: int) -> bool:
+        """Whether a sketch of all candidates is no larger than a bitmap and a sketch of the non-zeros."""
+        return 32 * self.gamma * n_candidates <= n_elements + 32 * self.gamma * n_nonzeros
+
+    @staticmethod
+    def _message(communicator: Communicator, name: str, facts: int, found: IndexFacts, n_words: int) -> torch.Tensor:
+        message = communicator.scratch(f"{name} message", 4 * (_HEADER_WORDS + n_words)).view(torch.int32)
+        header = [facts, ~facts & _FACTS_MASK, 0 if math.isfinite(found.max_magnitude) else _FLAG_NONFINITE]
+        if math.isfinite(found.max_magnitude) and found.max_magnitude > 0:
+            run = (1 << (math.frexp(found.max_magnitude)[1] - _SMALLEST_EXPONENT + 1)) - 1
+        else:
+            run = 0
+        header += [_as_int32(run >> 32 * i & 0xFFFFFFFF) for i in range(_HEADER_WORDS - 3)]
+        message[:_HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
+        return message
+
+
+def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor) -> Union:
+    facts, complement, flags, *run_words = message[:_HEADER_WORDS].tolist()
+    run = sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(run_words))
+    return Union(
+        own,
+        union,
+        run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None,
+        not flags & _FLAG_NONFINITE,
+        facts & complement == 0,
+    )
+
+
+def _as_int32(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word

@@ -1,0 +1,240 @@
+"""Predict training on a network that you do not have: rounds, waiting and utilisation of any scheme."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gradwire.bench.console import make_console
+from gradwire.bench.records import write_csv, write_json
+from gradwire.bench.specs import parse_spec
+from gradwire.errors import InvalidArgument
+from gradwire.simulator import figures, workloads
+from gradwire.simulator.bandwidth import parse_trace
+from gradwire.simulator.jitter import Jitter, Stragglers, Uniform
+from gradwire.simulator.plots import plot_sweep
+from gradwire.simulator.runs import Run
+from gradwire.simulator.schemes import registry
+from gradwire.simulator.schemes.measured import MeasuredTable
+from gradwire.simulator.simulation import Setting
+from gradwire.simulator.trace import write_trace
+
+_JITTERS = ("common", "per-worker", "stragglers", "none")
+DEFAULT_SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `gradwire simulate`."""
+    parser.add_argument(
+        "--scheme",
+        nargs="+",
+        default=DEFAULT_SCHEMES,
+        metavar="NAME",
+        help="what to simulate, options as NAME:option=value,...; `all` is everything (broadcast-32 broadcast-4 aqgb plain)",
+    )
+    parser.add_argument(
+        "--workers", nargs="+", type=int, default=[16], metavar="N", help="how many (16); several sweep"
+    )
+    parser.add_argument(
+        "--rate", nargs="+", default=["2.5gbit"], metavar="RATE", help="of each link (2.5gbit); several sweep"
+    )
+    parser.add_argument(
+        "--workload",
+        nargs="+",
+        default=["resnet50-4blocks"],
+        metavar="NAME",
+        help=f"{', '.join(workloads.names())}; several sweep (resnet50-4blocks)",
+    )
+    parser.add_argument(
+        "--step-ms", type=float, metavar="MS", help="forward and backward pass take this (the workload's own)"
+    )
+    parser.add_argument("--seconds", type=float, metavar="S", help="simulated seconds (200, unless --rounds is given)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="end after so many synchronised rounds")
+    parser.add_argument("--jitter", choices=_JITTERS, default="common", help="of the computation times (common)")
+    parser.add_argument("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the jitter (0)")
+    parser.add_argument(
+        "--racks", type=int, default=1, metavar="N", help="a two-level tree of so many racks (1: one switch)"
+    )
+    parser.add_argument(
+        "--core-rate", metavar="RATE", help="of each rack's link to the core (as fast as its workers' links)"
+    )
+    parser.add_argument(
+        "--latency-us", type=float, default=0.0, metavar="US", help="of every message that is waited for (0)"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="rates over time: lines `seconds,rate`, or 0=2.5gbit,60=1gbit on the spot"
+    )
+    parser.add_argument("--trace-workers", nargs="+", type=int, metavar="N", help="whose links the trace is of (all)")
+    parser.add_argument(
+        "--measured-on", default="resnet50", metavar="NAME", help="workload of the measured sizes (resnet50)"
+    )
+    parser.add_argument(
+        "--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows"
+    )
+    parser.add_argument(
+        "--figure", nargs="+", metavar="NAME", help=f"figures of the papers: {', '.join(figures.names())}, all"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/simulate"), metavar="DIR", help="folder of --figure's results"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
+    parser.add_argument("--plot", nargs="+", type=Path, metavar="FILE", help="draw the records: PNG or SVG")
+    parser.add_argument(
+        "--chrome-trace", type=Path, metavar="FILE", help="spans of a single run's rounds, for Perfetto"
+    )
+    parser.add_argument("--trace-rounds", type=int, default=5, metavar="N", help="how many rounds of it (5)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate what was asked and print a table. Raises: InvalidArgument, GradwireError."""
+    if args.figure:
+        return figures.draw(args.figure, args.out, args.seed)
+    runs = make_runs(args)
+    if args.chrome_trace and len(runs) > 1:
+        raise InvalidArgument(
+            f"a Chrome trace shows one run, and these are {len(runs)}: name one scheme, rate and size"
+        )
+    for path in args.plot or ():
+        if path.suffix not in (".png", ".svg"):
+            raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
+    records: list[dict[str, Any]] = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    console = make_console()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("simulating", total=float(len(runs)))
+        for index, one in enumerate(runs):
+            progress.update(task, description=f"{one.scheme}, {one.setting.n_workers} workers")
+
+            def show(n_rounds: int, now_s: float, one: Run = one, index: int = index) -> None:
+                share = now_s / one.seconds if one.seconds else n_rounds / (one.rounds or 1)
+                progress.update(task, completed=index + min(1.0, share))
+
+            simulation, record = one.do(show)
+            records.append(record)
+    if args.json:
+        write_json(args.json, records)
+    if args.csv:
+        write_csv(args.csv, records)
+    if args.chrome_trace:
+        n_events = write_trace(args.chrome_trace, simulation, n_rounds=args.trace_rounds)
+        console.print(f"{n_events} events in {args.chrome_trace}: open it at ui.perfetto.dev")
+    console.print(make_table(records))
+    for path in args.plot or ():
+        plot_sweep(records, path)
+        console.print(f"plot: {path}")
+    return 0
+
+
+def make_runs(args: argparse.Namespace) -> list[Run]:
+    """Every combination of scheme, workers, rate and workload. Raises: InvalidArgument."""
+    table = MeasuredTable.load()
+    specs = [name for spec in args.scheme for name in (registry.names(table) if spec == "all" else [spec])]
+    trace = parse_trace(args.trace) if args.trace else None
+    seconds = args.seconds if args.seconds is not None or args.rounds is not None else 200.0
+    runs = []
+    for workload_name, n_workers, rate, spec in itertools.product(args.workload, args.workers, args.rate, specs):
+        workload = workloads.by_name(workload_name)
+        if args.step_ms is not None:
+            workload = workload.scaled(args.step_ms / 1e3)
+        name, options = parse_spec(spec)
+        setting = Setting(
+            workload,
+            n_workers,
+            parse_link_rate(rate),
+            trace=trace,
+            traced_workers=tuple(args.trace_workers) if args.trace_workers else None,
+            jitter=make_jitter(args.jitter, args.seed, args.sigma),
+            racks=args.racks,
+            core_bps=parse_link_rate(args.core_rate) if args.core_rate else None,
+            latency_s=args.latency_us / 1e6,
+        )
+        registry.by_name(name, options, args.measured_on, not args.no_codec_times, table)  # a wrong name fails at once
+        runs.append(
+            Run(
+                name,
+                setting,
+                seconds,
+                args.rounds,
+                options,
+                args.measured_on,
+                not args.no_codec_times,
+                keep_spans=args.chrome_trace is not None,
+            )
+        )
+    return runs
+
+
+def make_jitter(kind: str, seed: int, sigma: float = 1.5) -> Jitter:
+    """By its name on the command line. Raises: InvalidArgument."""
+    if kind == "stragglers":
+        return Stragglers(sigma, seed)
+    if kind not in _JITTERS:
+        raise InvalidArgument(f"no jitter is called {kind!r}; there are: {', '.join(_JITTERS)}")
+    return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)
+
+
+def parse_link_rate(text: str) -> float:
+    """Bits a second. Raises: InvalidArgument (none: a simulated link has a rate)."""
+    from gradwire.netlab.rate import parse_rate
+
+    rate_bps = parse_rate(text)
+    if rate_bps is None:
+        raise InvalidArgument(f"--rate {text}: a simulated link needs a rate")
+    return float(rate_bps)
+
+
+def make_table(records: Sequence[dict[str, Any]]) -> Table:
+    """The records, for people."""
+    table = Table(
+        title=f"simulated: {records[0]['jitter']} jitter",
+        caption="wait: mean of a worker and round; ROW, OSF: means over rounds; bits: sent of each value, all copies one",
+    )
+    headings = (
+        "workers",
+        "Gb/s",
+        "workload",
+        "seconds",
+        "rounds",
+        "round s",
+        "utilisation",
+        "wait s",
+        "ROW",
+        "OSF",
+        "bits",
+    )
+    table.add_column("scheme")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for record in records:
+        table.add_row(
+            record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+            str(record["workers"]),
+            f"{record['rate_bps'] / 1e9:g}",
+            record["workload"],
+            f"{record['seconds']:.0f}",
+            str(record["rounds"]),
+            _number(record["round_s"], 3),
+            f"{100 * record['utilisation']:.1f} %",
+            _number(record["wait_s"], 3),
+            _number(record["row"], 2),
+            _number(record["osf"], 3),
+            _number(record["bits_per_value"], 2),
+        )
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

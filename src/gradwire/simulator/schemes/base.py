@@ -1,0 +1,28 @@
+"""What a simulated scheme is told, and what it has to do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradwire.simulator.simulation import Group, Simulation
+
+
+class Scheme(ABC):
+    """Synchronises gradients: takes each as it appears, and opens the gates when every worker has them all."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.environment = simulation.environment
+        self.network = simulation.network
+
+    @abstractmethod
+    def on_gradient(self, group: Group, round_number: int, block: int) -> None:
+        """The workers of `group` have the gradient of `block` (index in the order of the forward pass)."""
+
+    def on_forward(self, group: Group, round_number: int, block: int) -> None:
+        """The workers of `group` begin the forward pass of `block`."""
+
+    def on_forward_end(self, group: Group, round_number: int, block: int) -> None:
+        """They end it."""

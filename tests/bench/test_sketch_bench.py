@@ -1,0 +1,77 @@
+"""`gradwire bench sketch`: sizes obey the paper's bound, and the command writes numbers and plots."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.figures import sketch_numbers
+from gradwire.cli import main
+from gradwire.codecs import sketch_sizes
+
+DENSITIES = [10 ** (exponent / 5) for exponent in range(-25, 0)] + [0.7, 0.9, 0.99]
+
+
+@pytest.mark.parametrize("value_bits", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("density", DENSITIES)
+def test_the_smaller_of_both_indices_is_within_1_6_times_the_bound_and_never_below_it(
+    value_bits: int, density: float
+) -> None:
+    bound = sketch_sizes.bound_bits(1e6, density, value_bits)
+    best = min(sketch_sizes.bitmap_bits(1e6, density, value_bits), sketch_sizes.bloom_bits(1e6, density, value_bits))
+    assert bound < best < 1.6 * bound
+
+
+def test_the_bound_is_that_of_counting_all_gradients() -> None:
+    # log2 of how many gradients of 60 values of 3 bits have exactly 6 non-zeros, against the formula's limit for many.
+    exact = math.log2(math.comb(60_000, 6_000)) + 6_000 * math.log2(7)
+    assert sketch_sizes.bound_bits(60_000, 0.1, 3) == pytest.approx(exact, rel=1e-3)
+
+
+def test_the_filters_rate_of_false_positives_is_where_filter_and_sketch_are_smallest() -> None:
+    for density in (0.001, 0.01, 0.05):
+        share = sketch_sizes.false_positive_rate(density, 32)
+
+        def size(share: float, density: float = density) -> float:
+            return density / math.log(2) * math.log2(1 / share) + 1.23 * 32 * (density + share * (1 - density))
+
+        assert sketch_sizes.bloom_bits(1.0, density, 32) == pytest.approx(size(share))
+        assert size(share) < min(size(0.9 * share), size(1.1 * share))
+    assert sketch_sizes.false_positive_rate(0.99, 2) == 1.0
+    assert sketch_sizes.bloom_bits(1000, 0.0, 32) == 0
+
+
+@pytest.mark.parametrize("pattern", ["element", "row", "batch"])
+def test_built_sketches_and_indices_are_as_large_as_the_formulas_say(pattern: str) -> None:
+    for record in sketch_numbers.built_sizes(1 << 18, (0.01, 0.1), pattern):
+        assert record["bound_share"] < record["bitmap_share"]
+        assert record["bitmap_over_formula"] < 1.05
+        assert record["bloom_over_formula"] < 1.1
+
+
+def test_recovery_is_complete_from_gamma_on_and_only_partial_below() -> None:
+    below, above = sketch_numbers.recovery_over_size(1 << 17, 0.1, [0.08, 0.15], "element")
+    assert below["recovery_rate"] < 0.5
+    assert below["relative_error"] > 0.5
+    assert above["recovery_rate"] == 1.0
+    assert above["relative_error"] < 1e-4
+
+
+def test_the_command_writes_numbers_and_plots(tmp_path: Path) -> None:
+    words = ["bench", "sketch", "--n-elements", "65536", "--rounds", "1", "--density", "0.02", "--out", str(tmp_path)]
+    assert main(words) == 0
+    records = json.loads((tmp_path / "sketch.json").read_text())
+    assert {record["figure"] for record in records} == {"size_formulas", "built_sizes", "recovery", "speed"}
+    assert all(record["recover_gb_per_s"] > 0 for record in records if record["figure"] == "speed")
+    for name in ("fig02_size_and_bound", "fig03_recovery_over_size", "sketch_speed"):
+        for kind in ("svg", "png"):
+            assert (tmp_path / f"{name}.{kind}").stat().st_size > 1000
+
+
+def test_options_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sketch", "--n-elements", "10"]) == 1
+    assert main(["bench", "sketch", "--density", "1.5"]) == 1
+    assert "InvalidArgument" in capsys.readouterr().err

@@ -1,0 +1,248 @@
+"""What goes wrong ends in an error with its own type on every rank, within the time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch, Unsupported
+from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
+from gradwire.stepping.blocks import find_blocks
+from ranks import run_ranks
+
+TIMEOUT_S = 3.0
+
+
+def make(**options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+    ddp = DistributedDataParallel(model, **options)
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+
+def attach(scheme: Any, **options: Any) -> tuple[Any, Any, Any]:
+    ddp, optimizer = make()
+    return ddp, optimizer, gradwire.attach(ddp, optimizer, scheme, timeout_s=TIMEOUT_S, **options)
+
+
+def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    ddp(torch.ones(3, 8)).sum().backward()
+    optimizer.step()
+
+
+# ---- misuse, one rank: refused before anything is lost
+
+
+def clip(ddp: Any, optimizer: Any) -> None:
+    ddp(torch.ones(3, 8)).sum().backward()
+    nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+    optimizer.step()
+
+
+def replace_gradient(ddp: Any, optimizer: Any) -> None:
+    ddp(torch.ones(3, 8)).sum().backward()
+    for parameter in ddp.parameters():
+        parameter.grad = parameter.grad * 0.5
+    optimizer.step()
+
+
+def step_with_closure(ddp: Any, optimizer: Any) -> None:
+    ddp(torch.ones(3, 8)).sum().backward()
+    optimizer.step(lambda: 0.0)
+
+
+def step_twice(ddp: Any, optimizer: Any) -> None:
+    ddp(torch.ones(3, 8)).sum().backward()
+    optimizer.step()
+    optimizer.step()
+
+
+def step_without_reduction(ddp: Any, optimizer: Any) -> None:
+    with ddp.no_sync():
+        ddp(torch.ones(3, 8)).sum().backward()
+    optimizer.step()
+
+
+def accumulate_without_no_sync(ddp: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        ddp(torch.ones(3, 8)).sum().backward()
+    optimizer.step()
+
+
+def unscale(ddp: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(ddp(torch.ones(3, 8)).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def scale_without_telling(ddp: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(ddp(torch.ones(3, 8)).sum()).backward()
+    scaler.step(optimizer)
+
+
+def join(ddp: Any, optimizer: Any) -> None:
+    with ddp.join():
+        step(ddp, optimizer)
+
+
+MISUSES: dict[Callable[[Any, Any], None], str] = {
+    clip: "max_grad_norm",
+    replace_gradient: "max_grad_norm",
+    step_with_closure: "without one",
+    step_twice: "once for each reduction",
+    step_without_reduction: "once for each reduction",
+    accumulate_without_no_sync: "no_sync",
+    unscale: "max_grad_norm",
+    scale_without_telling: "scaler=scaler",
+    join: "ddp.join",
+}
+
+
+def misuse_all(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    for misuse, told in MISUSES.items():
+        ddp, optimizer, attachment = attach(Aqgb())
+        step(ddp, optimizer)
+        optimizer.zero_grad()
+        try:
+            misuse(ddp, optimizer)
+            wrong.append(f"{misuse.__name__}: not refused")
+        except Unsupported as error:
+            if told not in str(error):
+                wrong.append(f"{misuse.__name__}: {error}")
+        try:
+            attachment.close()
+        except Unsupported:
+            assert misuse in (join, accumulate_without_no_sync)  # refused in the backward pass: the group has failed
+        if "train" in vars(ddp) or "step" in vars(optimizer) or ddp.module[0]._forward_pre_hooks:
+            wrong.append(f"{misuse.__name__}: hooks are left behind")
+    wrong += refuse_to_attach()
+    return wrong
+
+
+def refuse_to_attach() -> list[str]:
+    wrong = []
+    ddp, optimizer = make()
+    half = torch.optim.SGD(ddp.module[0].parameters(), lr=0.1)
+    replaced = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    replaced.step = lambda: None
+    for name, call in {
+        "compiled": lambda: gradwire.attach(torch.compile(ddp), optimizer, Aqgb()),
+        "strays": lambda: gradwire.attach(ddp, half, "aqgb"),
+        "replaced step": lambda: gradwire.attach(ddp, replaced, "aqgb"),
+        "no model": lambda: gradwire.HookState("aqgb"),
+        "unknown module": lambda: gradwire.attach(ddp, optimizer, Aqgb(blocks=[["nowhere"]])),
+    }.items():
+        try:
+            call()
+            wrong.append(f"{name}: not refused")
+        except (Unsupported, InvalidArgument):
+            pass
+    return wrong
+
+
+def test_what_would_go_lost_is_refused():
+    assert run_ranks(misuse_all, 1) == [[]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Aqgb(floor=0.0),
+        lambda: Aqgb(floor=1.5),
+        lambda: Aqgb(floor=0.5, ceiling=0.25),
+        lambda: Aqgb(floor=0.03, ceiling=0.03),
+        lambda: Aqgb(confidence=0.0),
+        lambda: Aqgb(initial_bps=0.0),
+        lambda: Aqgb(partition=100),
+        lambda: Aqgb(topology="tree"),
+        lambda: Aqgb(blocks=0),
+        lambda: Aqgb(blocks=[]),
+        lambda: Aqgb(blocks=[[1]]),
+        lambda: Aqgb(max_grad_norm=0.0),
+        lambda: Broadcast(bits=1),
+        lambda: Broadcast(bits=33),
+    ],
+)
+def test_options_out_of_range_are_refused(call):
+    with pytest.raises(InvalidArgument):
+        call()
+
+
+def test_blocks_are_of_about_equal_size_and_cover_everything_once():
+    model = nn.Sequential(*[nn.Linear(400, 400) for _ in range(10)])
+    blocks = find_blocks(model, model.parameters(), 4)
+    assert len(blocks) == 4
+    assert [p for block in blocks for p in block.parameters] == list(model.parameters())
+    assert max(block.n_elements for block in blocks) <= 3 * 400 * 401
+    assert len(find_blocks(nn.Linear(3, 3), nn.Linear(3, 3).parameters(), 4)) <= 1
+    with pytest.raises(InvalidArgument, match="name it once"):
+        find_blocks(model, model.parameters(), [["0"], ["0"]])
+
+
+# ---- between ranks
+
+
+class Jumping:
+    """A clock that jumps back an hour."""
+
+    def __init__(self) -> None:
+        self.n_calls = 0
+
+    def __call__(self) -> float:
+        self.n_calls += 1
+        return time.perf_counter() - (3_600 if self.n_calls > 40 else 0)
+
+
+class StopsBetweenStages(Aqgb):
+    """Sends the first stage of its third step, and never the end."""
+
+    def _more_bits(self, block: int, sent_bits: int, extra_bytes: int) -> int:
+        if extra_bytes:
+            return 1  # something will follow ...
+        if self._round.step == 2:
+            time.sleep(3 * TIMEOUT_S)  # ... some day
+        return 0
+
+
+CASES: dict[str, tuple[Callable[[int], Any], tuple[type[GradwireError], ...]]] = {
+    "options": (lambda rank: Broadcast(4 + rank), (RankMismatch,)),
+    "block order": (lambda rank: Aqgb(blocks=[["0"], ["2"]] if rank else [["2"], ["0"]]), (RankMismatch,)),
+    "schemes": (lambda rank: Aqgb() if rank else Broadcast(), (RankMismatch,)),
+    "clock": (lambda rank: Aqgb(clock=Jumping()) if rank else Aqgb(), (InvalidArgument,)),
+    "stops": (lambda rank: StopsBetweenStages() if rank else Aqgb(), (PeerLost,)),
+}
+
+
+def fail_together(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
+    seen = {}
+    for name, (scheme, _) in CASES.items():
+        ddp, optimizer, attachment = attach(scheme(rank))
+        started = time.monotonic()
+        try:
+            for _ in range(30):
+                step(ddp, optimizer)
+            attachment.flush()
+            seen[name] = ("nothing", 0.0)
+        except GradwireError as error:
+            seen[name] = (type(error).__name__, time.monotonic() - started)
+        time.sleep(0.2)  # both have read the note
+    return seen
+
+
+def test_every_rank_gets_the_same_typed_error_in_time():
+    for rank, seen in enumerate(run_ranks(fail_together, 2)):
+        for name, (_, expected) in CASES.items():
+            got, after_s = seen[name]
+            assert got in {kind.__name__ for kind in expected}, (name, seen)
+            assert after_s < 3 * TIMEOUT_S or (rank, name) == (1, "stops")  # the one that sleeps

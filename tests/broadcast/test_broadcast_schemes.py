@@ -1,0 +1,202 @@
+"""The broadcast schemes: the same bits on every rank, DDP's bits where nothing is left out, and resumable state."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import schemes
+from gradwire.schemes import Scheme
+from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
+from ranks import run_ranks
+from training_runs import CASES, find_differences
+
+THREE_BLOCKS = [["0"], ["2"], ["4"]]
+
+
+def build(scheme: Scheme | None, seed: int = 1, **options: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 3))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20, **options) if scheme else None
+    return ddp, optimizer, attachment
+
+
+def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    batch = torch.randn(4, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
+    optimizer.zero_grad()
+    loss = (ddp(batch) - batch[:, :3]).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def values(ddp: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
+
+
+def hash_of(ddp: nn.Module) -> str:
+    return hashlib.sha256(values(ddp).numpy().tobytes()).hexdigest()
+
+
+# ---- the same on every rank
+
+
+def train_under_delays(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    options = {"topology": "ring"} if world_size == 3 else {}
+    ddp, optimizer, attachment = build(Aqgb(blocks=THREE_BLOCKS, error_feedback=world_size == 4, **options))
+    delays, hashes, bits = random.Random(rank), [], []
+    for step in range(300):
+        if delays.random() < 0.1:
+            time.sleep(0.005 * delays.random())  # a slow forward pass, a late gradient
+        take_step(ddp, optimizer, rank, step)
+        if delays.random() < 0.1:
+            time.sleep(0.005 * delays.random())
+        if step % 100 == 99:
+            attachment.flush()
+            hashes.append(hash_of(ddp))
+    bits = [bits for one in attachment.scheme.figures.rounds for bits in one["bits"]]
+    attachment.close()
+    return hashes, bits
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(world_size):
+    results = run_ranks(train_under_delays, world_size)
+    assert all(hashes == results[0][0] for hashes, _ in results)
+    assert len(set(results[0][0])) == 3
+    for _, bits in results:
+        assert 4 <= min(bits) <= max(bits) <= 32
+
+
+# ---- features
+
+
+def compare_with_ddp(rank: int, world_size: int) -> list[str]:
+    names = (
+        "momentum, one cycle", "adamw, cosine", "schedule before attach", "unused", "bucket views", "static graph",
+        "accumulation", "amp", "clipped", "evaluation", "state_dict", "flush", "automatic blocks",
+    )  # fmt: skip
+    return find_differences(
+        rank, {name: CASES[name] for name in names}, lambda blocks, norm: Broadcast(32, blocks, norm)
+    )
+
+
+def test_all_32_bits_train_as_ddp_does():
+    for wrong in run_ranks(compare_with_ddp, 2):
+        assert wrong == []
+
+
+def train_features(rank: int, world_size: int) -> dict[str, Any]:
+    """Several runs in one group: what they must have in common is checked by the test."""
+    seen: dict[str, Any] = {}
+    for name, make in {
+        "plain": lambda: None,
+        "exact": lambda: Aqgb(floor=1.0, blocks=THREE_BLOCKS),
+        "coarse": lambda: Broadcast(3, THREE_BLOCKS),
+        "fed back": lambda: Broadcast(3, THREE_BLOCKS, error_feedback=True),
+        "ring": lambda: Broadcast(3, THREE_BLOCKS, topology="ring"),
+        "bits of the codec": lambda: Broadcast(31, THREE_BLOCKS),
+    }.items():
+        ddp, optimizer, attachment = build(make())
+        losses = [take_step(ddp, optimizer, rank, step) for step in range(40)]
+        if attachment is not None:
+            seen[name + " stats"] = attachment.stats()
+            attachment.close()
+        seen[name] = values(ddp)
+        seen[name + " loss"] = sum(losses[-10:])
+    # A step that is not taken, and then the next one.
+    ddp, optimizer, attachment = build(Broadcast(8, THREE_BLOCKS, error_feedback=True))
+    take_step(ddp, optimizer, rank, 0)
+    optimizer.zero_grad()
+    ddp(torch.ones(2, 20)).sum().backward()
+    take_step(ddp, optimizer, rank, 2)
+    # A gradient that is not finite, on one rank.
+    optimizer.zero_grad()
+    (ddp(torch.ones(2, 20)).sum() * (torch.inf if rank == 1 else 1.0)).backward()
+    optimizer.step()
+    attachment.flush()
+    seen["not finite"] = values(ddp).isfinite()
+    residuals = attachment.state_dict()["state"]["residuals"]
+    seen["residuals"] = all(bool(residual.isfinite().all()) for residual in residuals.values())
+    # Another scheme in its place.
+    ddp.load_state_dict({key: torch.ones_like(value) / 10 for key, value in ddp.state_dict().items()})
+    optimizer.state.clear()
+    attachment.switch(schemes.by_name("plain"))
+    take_step(ddp, optimizer, rank, 3)
+    attachment.switch(Aqgb(blocks=2))
+    take_step(ddp, optimizer, rank, 4)
+    attachment.close()
+    seen["switched"] = values(ddp)
+    return seen
+
+
+def test_fewer_bits_stay_near_and_all_ranks_agree():
+    results = run_ranks(train_features, 3)
+    first = results[0]
+    for name in ("plain", "exact", "coarse", "fed back", "ring", "bits of the codec", "not finite", "switched"):
+        assert all(torch.equal(result[name], first[name]) for result in results), name
+    assert torch.equal(first["ring"], first["coarse"])  # the way there changes nothing
+    torch.testing.assert_close(first["exact"], first["plain"], rtol=0, atol=1e-6)  # but for the order of the sum
+    torch.testing.assert_close(first["bits of the codec"], first["plain"], rtol=0, atol=1e-5)
+    distance = {name: float((first[name] - first["plain"]).norm()) for name in ("coarse", "fed back")}
+    assert 0 < distance["fed back"] < distance["coarse"]
+    assert not first["not finite"].all()
+    assert first["residuals"]
+    stats = first["coarse stats"]
+    assert set(stats["bits_per_value"].values()) == {3.0}
+    assert 0 < stats["osf"] <= 1
+    assert 0 <= stats["utilisation"] <= 1
+    assert stats["row"] >= 0
+    assert stats["rate_bps"] > 0
+    assert 0 < stats["bytes_sent"] < first["exact stats"]["bytes_sent"]
+    assert stats["encode_s"] > 0 < stats["decode_s"]
+
+
+# ---- resuming
+
+
+def resume(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    def begin(saved: dict[str, Any] | None = None) -> tuple[Any, Any, Any]:
+        ddp, optimizer, attachment = build(
+            Broadcast(4, THREE_BLOCKS, error_feedback=True), seed=1 if saved is None else 2
+        )
+        if saved is not None:
+            ddp.module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            attachment.load_state_dict(saved["gradwire"])
+        return ddp, optimizer, attachment
+
+    ddp, optimizer, attachment = begin()
+    for step in range(4):
+        take_step(ddp, optimizer, rank, step)
+    path = f"/tmp/gradwire-resume-{dist.get_rank()}-{time.monotonic_ns()}.pt"
+    torch.save(
+        {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict(), "gradwire": attachment.state_dict()},
+        path,
+    )
+    for step in range(4, 8):
+        take_step(ddp, optimizer, rank, step)
+    attachment.close()
+    uninterrupted = values(ddp)
+    ddp, optimizer, attachment = begin(torch.load(path, weights_only=True))
+    assert attachment.step == 4
+    for step in range(4, 8):
+        take_step(ddp, optimizer, rank, step)
+    attachment.close()
+    return uninterrupted, values(ddp)
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits():
+    for uninterrupted, resumed in run_ranks(resume, 2):
+        assert torch.equal(uninterrupted, resumed)

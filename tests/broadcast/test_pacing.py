@@ -1,0 +1,128 @@
+"""How many bits a rank sends, from injected times and acknowledgements: no network, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.errors import InvalidArgument
+from gradwire.schemes.aqgb.pacing import Pacing
+
+N = 100_000  # values of each of two blocks
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 10.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Rig:
+    """One rank of two: gradients of block 1 and 0 appear 0.1 s apart, then 0.1 s pass until the forward pass, in which
+    block 0 takes 0.2 s."""
+
+    def __init__(self, **options: object) -> None:
+        self.clock = Clock()
+        self.pacing = Pacing(0, 2, [N, N], self.clock, confidence=1.0, **options)
+        self.acknowledged = [0, 0]
+
+    def at(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    def acknowledge(self, rate_bps: float, seconds: float = 1.0) -> None:
+        self.acknowledged[0] += int(rate_bps * seconds / 8)
+        self.acknowledged[1] += int(seconds * 1e6)
+        self.pacing.hear(1, *self.acknowledged, None)
+
+    def run_backward(self) -> list[int]:
+        """Both blocks appear and are sent; their bits."""
+        self.pacing.begin_step()
+        bits = []
+        for block in (1, 0):
+            self.pacing.note_gradient(block)
+            bits.append(self.pacing.bits_now(N))
+            self.at(0.1)
+        return bits
+
+    def run_forward(self) -> None:
+        self.pacing.begin_forward()
+        for block in (0, 1):
+            self.pacing.note_forward(block, self.pacing.now(), 0.0)
+            self.at(0.2)
+
+
+def test_the_first_rounds_are_sent_at_the_floor():
+    rig = Rig()
+    assert rig.run_backward() == [4, 4]
+    assert rig.pacing.more_bits(1, 4) == 0
+
+
+def test_bits_follow_the_rate_that_is_acknowledged():
+    rig = Rig()
+    for _ in range(2):
+        rig.run_backward()
+        rig.run_forward()
+    bits = {}
+    for rate_bps in (1e9, 7.9e6, 15.9e6, 1e9, 1e6):
+        rig.acknowledge(rate_bps, seconds=10.0)
+        bits[rate_bps] = rig.run_backward()[0]
+        rig.run_forward()
+    # 0.1 s until the next block, N values: 8 Mb/s is 8 bits a value, rounded up.
+    assert bits == {1e9: 32, 7.9e6: 8, 15.9e6: 16, 1e6: 4}
+
+
+def test_the_second_stage_uses_the_time_until_the_block_is_needed():
+    rig = Rig()
+    for _ in range(2):
+        rig.run_backward()
+        rig.run_forward()
+    rig.acknowledge(10e6, seconds=10.0)
+    rig.run_backward()  # ends at the time of the forward pass: nothing for block 0, 0.2 s for block 1
+    assert rig.pacing.more_bits(0, 4) == 0
+    assert rig.pacing.more_bits(1, 4) == 20
+    assert rig.pacing.more_bits(1, 32) == 0
+    rig.pacing.sent(10_000_000 // 8 // 10)  # 0.1 s of it is taken by what is on its way
+    assert rig.pacing.more_bits(1, 4) == 10
+    rig.at(0.3)
+    assert rig.pacing.more_bits(1, 4) == 0
+
+
+def test_the_latest_rank_sets_the_deadline():
+    rig = Rig()
+    for _ in range(2):
+        rig.run_backward()
+        rig.run_forward()
+    rig.acknowledge(10e6, seconds=10.0)
+    rig.run_backward()
+    rig.pacing.hear(1, *rig.acknowledged, [0.1, 0.25])
+    assert rig.pacing.more_bits(0, 4) == 10
+    assert rig.pacing.more_bits(1, 4) == 25
+
+
+def test_nothing_acknowledged_means_the_floor_and_no_second_stage():
+    rig = Rig()
+    for _ in range(3):
+        rig.run_backward()
+        rig.run_forward()
+        rig.acknowledge(0.0, seconds=1.0)
+    assert rig.run_backward() == [4, 4]
+    assert rig.pacing.more_bits(1, 4) == 0
+
+
+def test_floor_and_ceiling_bound_the_bits():
+    rig = Rig(floor=0.375, ceiling=0.5, initial_bps=1e12)
+    for _ in range(2):
+        rig.run_backward()
+        rig.run_forward()
+    assert rig.run_backward() == [16, 12]  # the last block of a round always goes at the floor
+    assert rig.pacing.more_bits(1, 12) == 4
+
+
+@pytest.mark.parametrize("jump", [-1.0, float("nan"), float("inf")])
+def test_a_clock_that_jumps_is_refused(jump):
+    rig = Rig()
+    rig.run_backward()
+    rig.at(jump)
+    with pytest.raises(InvalidArgument, match="clock"):
+        rig.pacing.begin_forward()

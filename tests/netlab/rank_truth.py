@@ -1,0 +1,59 @@
+"""A rank for the tests: trains a few steps under each scheme named; prints what it counted and what the kernel sent."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+
+N_WARM, N_STEPS = 4, 8  # periodic sends in every 8th step
+
+
+def read_kernel(interface: str) -> tuple[int, int]:
+    """(bytes, packets) that this rank's interface has sent."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, columns = line.partition(":")
+        if name.strip() == interface:
+            return int(columns.split()[8]), int(columns.split()[9])
+    raise SystemExit(f"no interface {interface}")
+
+
+def train(scheme: str, interface: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(
+        nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 700), nn.Linear(700, 512))
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
+    attachment = gradwire.attach(ddp, optimizer, scheme)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def take_steps(n_steps: int) -> None:
+        for _ in range(n_steps):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 512, generator=generator)).square().mean().backward()
+            optimizer.step()
+
+    take_steps(N_WARM)
+    counted = attachment.stats()["bytes_sent"]
+    dist.barrier()
+    before = read_kernel(interface)
+    take_steps(N_STEPS)
+    counted = attachment.stats()["bytes_sent"] - counted
+    dist.barrier()  # now everything sent has arrived, so the kernel has counted it
+    after = read_kernel(interface)
+    attachment.close()
+    return {"counted": counted, "kernel": after[0] - before[0], "packets": after[1] - before[1]}
+
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+for name in sys.argv[1:]:
+    found = train(name, os.environ["GLOO_SOCKET_IFNAME"])
+    print(json.dumps({"rank": dist.get_rank(), "scheme": name, **found}), flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""A lab with an aggregating switch: a host of its own, a link of its own, found by every rank."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwire.errors import InvalidArgument
+from gradwire.launch import start_ranks
+from gradwire.netlab import Netlab
+from gradwire.netlab.switch_host import switch_rate_bps
+
+RANK = [sys.executable, str(Path(__file__).with_name("rank_switch_sum.py"))]
+
+
+def test_the_switch_has_the_rate_of_all_ranks_together() -> None:
+    assert switch_rate_bps([200_000_000] * 4) == 800_000_000
+    assert switch_rate_bps([100_000_000, 300_000_000]) == 400_000_000
+    assert switch_rate_bps([100_000_000, None]) is None
+    assert switch_rate_bps([20_000_000_000] * 4) is None
+
+
+@pytest.mark.root
+def test_ranks_in_a_lab_sum_through_the_switch_and_its_link_counts_what_all_send() -> None:
+    lines: list[str] = []
+    n_values = 300_000
+    with Netlab(3, "100mbit", switch=True, require_shaping=True) as lab:
+        lab.start([*RANK, str(n_values)], on_line=lambda rank, line: lines.append(line))
+        lab.wait(100).raise_if_failed()
+        ranks, switch = lab.counters(), lab.switch_counters()
+        assert len(ranks) == 3
+        host = lab._switch
+        assert host is not None
+    told = [json.loads(line) for line in lines]
+    assert sorted(one["rank"] for one in told) == [0, 1, 2]
+    assert all(one["is_exact"] for one in told)
+    assert {one["address"] for one in told} == {"10.77.0.4:4790"}
+    # Each rank sends every value once, and the switch each sum to everyone: headers, and a little again.
+    for counters in ranks:
+        assert 4 * n_values < counters.sent_bytes < 1.6 * 4 * n_values
+    assert 3 * 4 * n_values < switch.received_bytes < 1.6 * 3 * 4 * n_values
+    counters_at_the_end = json.loads(host.lines[-1])
+    assert counters_at_the_end["switch"] == "emulation"
+    assert counters_at_the_end["n_jobs"] == 0
+
+
+@pytest.mark.root
+def test_a_switch_that_is_killed_in_mid_run_raises_peer_lost_in_every_rank() -> None:
+    lines: list[str] = []
+    killed: list[int] = []
+    with Netlab(2, "20mbit", switch=True, require_shaping=True) as lab:
+
+        def on_line(rank: int, line: str) -> None:
+            lines.append(line)
+            if "joined" in line and not killed:
+                killed.append(rank)
+                lab.signal_switch(signal.SIGKILL)
+
+        lab.start([*RANK, "20000000"], on_line=on_line)  # 32 s at this rate
+        lab.wait(100)
+    assert killed
+    assert sorted(json.loads(line)["rank"] for line in lines if "PeerLost" in line) == [0, 1]
+
+
+def test_without_a_lab_the_switch_is_on_loopback() -> None:
+    lines: list[str] = []
+    with start_ranks([*RANK, "100000"], 2, None, switch=True, on_line=lambda rank, line: lines.append(line)) as launch:
+        launch.wait(100).raise_if_failed()
+    told = [json.loads(line) for line in lines]
+    assert all(one["is_exact"] and one["address"].startswith("127.0.0.1:") for one in told)
+    assert len(told) == 2
+
+
+def test_a_lab_without_a_switch_says_so() -> None:
+    lab = Netlab(1)
+    with pytest.raises(InvalidArgument, match="switch=True"):
+        lab.signal_switch()
+    with pytest.raises(InvalidArgument, match="switch=True"):
+        lab.switch_counters()

@@ -1,0 +1,33 @@
+"""What gradwire says it has sent is what the kernel has sent, for every scheme there is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwire import schemes
+from gradwire.netlab import Netlab
+
+pytestmark = pytest.mark.root
+
+N_RANKS = 3
+SCRIPT = Path(__file__).with_name("rank_truth.py")
+N_STEPS = 8
+HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with time stamps: of every packet, acknowledgements too
+# Gloo puts a header of its own before every message, and ends the counting with a barrier.
+BACKEND_BYTES_A_STEP = 700
+
+
+def test_counted_bytes_are_the_kernels_for_every_scheme() -> None:
+    lines: list[str] = []
+    with Netlab(N_RANKS, "1gbit") as lab:
+        command = [sys.executable, str(SCRIPT), *schemes.names()]
+        lab.run(command, on_line=lambda rank, line: lines.append(line), timeout_s=120).raise_if_failed()
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(found) == N_RANKS * len(schemes.names())
+    for one in found:
+        payload = one["kernel"] - HEADER_BYTES * one["packets"]
+        assert payload == pytest.approx(one["counted"], rel=0.05, abs=BACKEND_BYTES_A_STEP * N_STEPS), one

@@ -1,0 +1,171 @@
+"""Embedded floats: any first bits decode to the midpoint they stand for, any further bits refine, all bits are exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from float_messages import DTYPES, every_16_bit_value, finite_gradient, same_bits, there_and_back
+from gradwire.codecs.embedded_float import EmbeddedFloat, describe
+from gradwire.errors import BufferTooSmall, InvalidArgument
+
+SIZES = (0, 1, 2, 31, 32, 33, 255, 256, 257, 1000, 16384, 16385, 40_007)
+
+
+def oracle(gradient: torch.Tensor, n_bits: int, partition: int) -> torch.Tensor:
+    """In float64, value by value as docs/format.md says; n_bits below 32."""
+    values = gradient.to(torch.float64).numpy()
+    result = np.empty(values.size, np.float32)
+    for start in range(0, values.size, partition):
+        part = values[start : start + partition]
+        largest = np.abs(part).max()
+        exponent = max(-96, int(np.floor(np.log2(largest)))) if largest > 0 else -96
+        unit, n_unknown = 2.0 ** (exponent - 30), 32 - n_bits
+        known = np.floor(np.abs(part) / unit / 2.0**n_unknown) * 2.0**n_unknown
+        centred = np.where(known > 0, known + 2.0 ** (n_unknown - 1) - 1, 0)
+        result[start : start + partition] = np.copysign(np.float32(np.minimum(centred, 2.0**31 - 128) * unit), part)
+    if gradient.dtype == torch.float32:
+        return torch.from_numpy(result)
+    limit = torch.finfo(gradient.dtype).max
+    return torch.from_numpy(result).clamp(-limit, limit).to(gradient.dtype)
+
+
+def planes(codec: EmbeddedFloat, gradient: torch.Tensor, first_bit: int, n_bits: int) -> torch.Tensor:
+    n_max = codec.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits)
+    out = torch.full((n_max,), 0xA5, dtype=torch.uint8)
+    n_bytes = codec.encode_planes(gradient, first_bit, n_bits, out)
+    assert (out[n_bytes:] == 0xA5).all()
+    assert n_bytes == n_max or first_bit + n_bits == 32
+    return out[:n_bytes].clone()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_of_bits_decodes_to_what_the_format_says(dtype: torch.dtype) -> None:
+    for n, partition in [*((n, 256) for n in SIZES), (3000, 32), (3000, 64), (3000, 512), (3000, 1024)]:
+        gradient = finite_gradient(n, dtype)
+        for bits in (*range(2, 13), 16, 23, 24, 25, 26, 30, 31) if n in (257, 3000) else (2, 8, 13, 24):
+            found = there_and_back(EmbeddedFloat(bits, partition), gradient)
+            assert same_bits(found, oracle(gradient, bits, partition)), (n, partition, bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_bits_give_back_every_bit(dtype: torch.dtype) -> None:
+    for n in SIZES:
+        for kind in range(3):
+            generator = torch.Generator().manual_seed(n)
+            gradient = finite_gradient(n, dtype)
+            if kind == 1:  # any bits at all, Inf and NaN with payloads too
+                raw = torch.randint(0, 256, (n * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+                gradient = raw.view(dtype)
+            if kind == 2:
+                gradient = torch.zeros(n, dtype=dtype)
+                gradient[n // 3 :: 5] = 1e-30  # an escape beside zeros, in float32 and bfloat16
+            assert same_bits(there_and_back(EmbeddedFloat(32), gradient), gradient), (n, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_value_comes_back_exactly_and_finite_ones_within_the_bound(dtype: torch.dtype) -> None:
+    everything = every_16_bit_value(dtype)
+    assert same_bits(there_and_back(EmbeddedFloat(32), everything), everything)
+    finite = everything[everything.isfinite()]
+    finite = finite[finite.abs().to(torch.float32).argsort()]  # partitions of like values
+    for bits in (2, 5, 9, 16):
+        assert same_bits(there_and_back(EmbeddedFloat(bits), finite), oracle(finite, bits, 256))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 12, 16, 24, 31])
+def test_no_value_is_further_off_than_the_bound(bits: int) -> None:
+    gradient = finite_gradient(40_000, torch.float32)[:20_000]
+    found = there_and_back(EmbeddedFloat(bits), gradient).double()
+    for start in range(0, gradient.numel(), 256):
+        part = gradient[start : start + 256].double()
+        exponent = max(-96.0, float(torch.floor(torch.log2(part.abs().max()))))
+        assert (found[start : start + 256] - part).abs().max() <= 2.0 ** (exponent + 2 - bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cuts", [(32,), (8, 32), (2, 5, 6, 20, 32), tuple(range(1, 33)), (9, 31, 32), (4, 12)])
+def test_any_sequence_of_messages_refines_to_what_one_message_gives(dtype: torch.dtype, cuts: tuple[int, ...]) -> None:
+    for n in (0, 1, 33, 700, 16384 + 300):
+        codec, gradient = EmbeddedFloat(), finite_gradient(n, dtype)
+        receiver, before = codec.receive(n, dtype), 0
+        sums = torch.linspace(-1, 1, n)
+        for cut in cuts:
+            assert receiver.add_planes(planes(codec, gradient, before, cut - before)) == cut == receiver.n_bits
+            before = cut
+            found, expected, own = (torch.empty_like(gradient) for _ in range(3))
+            receiver.write(found)
+            codec.quantise(gradient, cut, own)
+            assert same_bits(found, own)
+            if cut >= 2:
+                codec.decode(planes(codec, gradient, 0, cut), expected)
+                assert same_bits(found, expected)
+        if dtype == torch.float32:
+            total = sums.clone()
+            receiver.add_to(total)
+            assert same_bits(total, sums + found)
+        assert before < 32 or same_bits(found, gradient)
+
+
+def test_a_receiver_starts_anew_after_reset() -> None:
+    codec, receiver = EmbeddedFloat(), EmbeddedFloat().receive(500, torch.float32)
+    found, expected = torch.empty(500), torch.empty(500)
+    for seed in range(3):
+        gradient = finite_gradient(500, torch.float32, seed)
+        receiver.reset()
+        receiver.add_planes(planes(codec, gradient, 0, 4))
+        receiver.add_planes(planes(codec, gradient, 4, 9))
+        receiver.write(found)
+        codec.quantise(gradient, 13, expected)
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_non_finite_value_is_flagged_and_makes_its_partition_nan_until_all_bits_are_known(
+    dtype: torch.dtype, value: float
+) -> None:
+    gradient = finite_gradient(2000, dtype)[:1000]
+    gradient[300] = value
+    codec = EmbeddedFloat(12)
+    message = planes(codec, gradient, 0, 12)
+    assert describe(message)["holds_nonfinite"]
+    assert not describe(planes(codec, gradient[512:], 0, 12))["holds_nonfinite"]
+    found = torch.empty_like(gradient)
+    codec.decode(message, found)
+    assert found[256:512].isnan().all()
+    assert found[:256].isfinite().all()
+    assert found[512:].isfinite().all()
+    receiver, sums = codec.receive(1000, dtype), torch.zeros(1000)
+    receiver.add_planes(message)
+    receiver.add_to(sums)
+    assert torch.equal(sums.isnan(), found.isnan())
+    receiver.add_planes(planes(codec, gradient, 12, 20))
+    receiver.write(found)
+    assert same_bits(found, gradient)
+
+
+def test_a_message_costs_its_bits_a_byte_a_partition_and_headers() -> None:
+    codec, n = EmbeddedFloat(8), 1_000_000
+    assert codec.max_encoded_bytes(n, torch.float32) == n + -(-n // 256) + 40 + 8 * -(-n // 16384)
+    assert codec.max_plane_bytes(n, torch.float32, 8, 3) == 3 * n // 8 + 40 + 8 * -(-n // 16384)
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for options in ({"bits": 1}, {"bits": 33}, {"partition": 16}, {"partition": 100}, {"partition": 2048}):
+        with pytest.raises(InvalidArgument, match=next(iter(options))):
+            EmbeddedFloat(**options)
+    codec, gradient, out = EmbeddedFloat(), torch.ones(100), torch.empty(1000, dtype=torch.uint8)
+    for first_bit, n_bits in ((-1, 4), (0, 0), (0, 33), (32, 1), (30, 3), (1 << 30, 1 << 30)):
+        with pytest.raises(InvalidArgument, match="planes"):
+            codec.encode_planes(gradient, first_bit, n_bits, out)
+    for wrong in (gradient.double(), gradient.view(10, 10), torch.ones(200)[::2]):
+        with pytest.raises(InvalidArgument):
+            codec.encode(wrong, out)
+    with pytest.raises(InvalidArgument, match="add_planes first"):
+        codec.receive(5, torch.float32).write(torch.empty(5))
+    with pytest.raises(InvalidArgument):
+        codec.max_encoded_bytes(-1, torch.float32)
+    with pytest.raises(BufferTooSmall, match="may need"):
+        codec.encode(gradient, out[:100])

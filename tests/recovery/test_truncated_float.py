@@ -1,0 +1,264 @@
+"""Truncated floats keep exactly the first bits; compact formats are those that torch knows; rounding is unbiased."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from float_messages import DTYPES, encode, every_16_bit_value, finite_gradient, same_bits, there_and_back
+from gcomp_gradients import tensor_of, words_of
+from gradwire.codecs.truncated_float import TruncatedFloat, describe
+from gradwire.errors import BufferTooSmall, InvalidArgument
+
+SIZES = (0, 1, 2, 31, 33, 255, 256, 257, 1000, 16384, 16385, 40_007)
+# width, exponent bits, bias, largest magnitude
+LAYOUTS = {
+    "fp16": (16, 5, 15, 0x7BFF),
+    "fp8-e4m3": (8, 4, 7, 0x7E),
+    "fp8-e5m2": (8, 5, 15, 0x7B),
+    "fp4-e2m1": (4, 2, 1, 0x7),
+}
+
+
+def magnitudes_of(format_name: str) -> np.ndarray:
+    """The numbers of all magnitudes up to the largest, float64."""
+    width, exponent_bits, bias, largest = LAYOUTS[format_name]
+    n_mantissa = width - 1 - exponent_bits
+    code = np.arange(largest + 1)
+    field, mantissa = code >> n_mantissa, code & ((1 << n_mantissa) - 1)
+    fraction = mantissa / (1 << n_mantissa)
+    return np.where(field == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (field - bias))
+
+
+def scale_of(largest: float, top: float, format_name: str) -> float:
+    if largest < 2.0**-126:
+        return 2.0**-100
+    quotient = float(np.float32(np.float32(largest) / np.float32(top)))
+    if format_name == "fp4-e2m1":
+        word = int(np.float32(quotient).view(np.uint32))
+        quotient = float(np.uint32((word + 0xFFFF) & 0xFFFF0000).view(np.float32))
+        return max(quotient, 2.0**-100)
+    return max(2.0 ** np.ceil(np.log2(quotient)), 2.0**-100)
+
+
+def oracle(gradient: torch.Tensor, bits: int, format_name: str, partition: int) -> torch.Tensor:
+    """Nearest of all numbers, ties to the even code, then the last bits cut off: in float64, by search."""
+    numbers, width = magnitudes_of(format_name), LAYOUTS[format_name][0]
+    cut = width - bits
+    kept = (np.arange(numbers.size) >> cut) << cut
+    values = gradient.to(torch.float32).numpy()
+    result = np.empty(values.size, np.float32)
+    for start in range(0, values.size, partition):
+        part = np.where(np.abs(values[start : start + partition]) < 2.0**-126, 0, values[start : start + partition])
+        scale = scale_of(float(np.abs(part).max()), numbers[kept[-1]], format_name)
+        # The quotient is a float32, as in the codec.
+        scaled = np.abs((part / np.float32(scale)).astype(np.float32)).astype(np.float64)
+        above = np.searchsorted(numbers, scaled).clip(1, numbers.size - 1)
+        below = above - 1
+        to_below, to_above = scaled - numbers[below], numbers[above] - scaled
+        code = np.where((to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above)
+        decoded = np.minimum(numbers[kept[code]] * scale, np.finfo(np.float32).max).astype(np.float32)
+        result[start : start + partition] = np.copysign(decoded, values[start : start + partition])
+    if gradient.dtype == torch.float32:
+        return torch.from_numpy(result)
+    limit = torch.finfo(gradient.dtype).max
+    return torch.from_numpy(result).clamp(-limit, limit).to(gradient.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_keeps_the_first_bits_of_the_word(dtype: torch.dtype) -> None:
+    width = 8 * dtype.itemsize
+    for n in SIZES:
+        gradient = finite_gradient(n, dtype)
+        words = words_of(gradient)
+        for bits in range(2, width + 1) if n in (257, 1000) else (2, 9, 15):
+            found = there_and_back(TruncatedFloat(bits, "native"), gradient)
+            expected = words & words.dtype.type(~((1 << (width - bits)) - 1) & ((1 << width) - 1))
+            assert same_bits(found, tensor_of(expected, dtype)), (n, bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_finite_16_bit_value_keeps_its_first_bits(dtype: torch.dtype) -> None:
+    gradient = every_16_bit_value(dtype)
+    gradient = gradient[gradient.isfinite()]
+    words = words_of(gradient)
+    for bits in range(2, 17):
+        expected = words & np.uint16(~((1 << (16 - bits)) - 1) & 0xFFFF)
+        assert same_bits(there_and_back(TruncatedFloat(bits, "native"), gradient), tensor_of(expected, dtype))
+
+
+def test_all_bits_keep_non_finite_values_too() -> None:
+    for dtype in DTYPES:
+        raw = torch.randint(0, 256, (5000 * dtype.itemsize,), generator=torch.Generator().manual_seed(1)).to(
+            torch.uint8
+        )
+        gradient = raw.view(dtype)
+        for rounding in ("truncate", "stochastic"):
+            assert same_bits(there_and_back(TruncatedFloat(8 * dtype.itemsize, rounding=rounding), gradient), gradient)
+
+
+@pytest.mark.parametrize("format_name", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compact_formats_are_the_nearest_number_with_its_last_bits_cut(dtype: torch.dtype, format_name: str) -> None:
+    for n, partition in ((257, 256), (5000, 256), (2000, 32), (3000, 1024)):
+        gradient = finite_gradient(n, dtype)
+        for bits in range(2, LAYOUTS[format_name][0] + 1):
+            found = there_and_back(TruncatedFloat(bits, format_name, partition=partition), gradient)
+            assert same_bits(found, oracle(gradient, bits, format_name, partition)), (n, partition, bits)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "other"),
+    [("fp16", torch.float16), ("fp8-e4m3", torch.float8_e4m3fn), ("fp8-e5m2", torch.float8_e5m2)],
+)
+def test_whole_compact_words_are_those_of_torch(format_name: str, other: torch.dtype) -> None:
+    """Every float16 value the format holds, and float32 values between them; the largest in each partition: scale 1."""
+    largest = torch.finfo(other).max
+    values = every_16_bit_value(torch.float16).float()
+    values = values[values.abs() <= largest]
+    values = torch.cat([values, values * 1.0003, values[values.abs() < 1] * 2.0**-9])
+    values = values[values.abs() <= largest]
+    partitions = values[: values.numel() // 255 * 255].view(-1, 255)
+    gradient = torch.cat([partitions, torch.full((partitions.shape[0], 1), largest)], 1).flatten()
+    found = there_and_back(TruncatedFloat(LAYOUTS[format_name][0], format_name), gradient)
+    assert same_bits(found, gradient.to(other).float())
+
+
+def test_auto_takes_the_smallest_format_that_has_as_many_bits() -> None:
+    expected = {2: "fp4-e2m1", 4: "fp4-e2m1", 5: "fp8-e4m3", 8: "fp8-e4m3", 9: "fp16", 16: "fp16", 17: "native"}
+    for bits, format_name in expected.items():
+        assert TruncatedFloat(bits).format_for(torch.float32) == format_name
+        assert describe(encode(TruncatedFloat(bits), torch.ones(3)))["format"] == format_name
+    assert TruncatedFloat(16).format_for(torch.bfloat16) == "native"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tiny_gradients_do_not_underflow_in_compact_formats(bits: int) -> None:
+    gradient = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    plain, tiny = (there_and_back(TruncatedFloat(bits), gradient * scale) for scale in (1.0, 2.0**-30))
+    assert same_bits(tiny, plain * 2.0**-30)
+    assert (plain - gradient).norm() / gradient.norm() < 0.2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", ["truncate", "stochastic"])
+def test_a_non_finite_value_is_flagged_and_makes_its_partition_nan(dtype: torch.dtype, rounding: str) -> None:
+    for value in (float("inf"), float("-inf"), float("nan")):
+        for bits, format_name in ((4, "auto"), (8, "auto"), (8, "native"), (15, "native"), (12, "auto")):
+            gradient = finite_gradient(40_000, dtype)[:20_000]
+            gradient[17_000] = value
+            codec = TruncatedFloat(bits, format_name, rounding)
+            message = encode(codec, gradient)
+            assert describe(message)["holds_nonfinite"]
+            assert not describe(encode(codec, gradient[:16000]))["holds_nonfinite"]
+            found = torch.empty_like(gradient)
+            codec.decode(message, found)
+            assert found[66 * 256 : 67 * 256].isnan().all()
+            assert found.isfinite().sum() == gradient.numel() - 256
+
+
+@pytest.mark.parametrize(
+    ("bits", "format_name", "dtype"),
+    [
+        (2, "fp4-e2m1", torch.float32),
+        (3, "fp4-e2m1", torch.float32),
+        (4, "fp4-e2m1", torch.float32),
+        (4, "fp8-e4m3", torch.float32),
+        (6, "fp8-e4m3", torch.float32),
+        (8, "fp8-e4m3", torch.bfloat16),
+        (5, "fp8-e5m2", torch.float32),
+        (8, "fp8-e5m2", torch.float16),
+        (9, "fp16", torch.float32),
+        (12, "fp16", torch.float32),
+        (8, "native", torch.float32),
+        (9, "native", torch.float32),
+        (12, "native", torch.float32),
+        (10, "native", torch.bfloat16),
+        (5, "native", torch.float16),
+        (9, "native", torch.float16),
+    ],
+)
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased(
+    bits: int, format_name: str, dtype: torch.dtype
+) -> None:
+    """Values of a few binades, each 4,096 times: the mean's standard error is 1/128 of the gap or less."""
+    n_copies = 4096
+    distinct = (torch.rand(24, generator=torch.Generator().manual_seed(bits)) * 3 + 0.02).to(dtype).float()
+    distinct[::2] *= -1
+    codec = TruncatedFloat(bits, format_name, "stochastic", seed=7)
+    gradient = torch.cat([distinct.repeat(n_copies), torch.tensor([3.1])]).to(dtype)
+    found = there_and_back(codec, gradient).double()[:-1].view(n_copies, -1)
+    for column, value in zip(found.T, distinct.double(), strict=True):
+        levels = column.unique()
+        assert levels.numel() <= 2, (value, levels)
+        if levels.numel() == 1:
+            assert (levels[0] - value).abs() <= 0.01 * value.abs()
+            continue
+        assert levels[0] < value < levels[1] or value in levels
+        share = (column == levels[1]).double().mean()
+        expected = (value - levels[0]) / (levels[1] - levels[0])
+        assert (share - expected).abs() < 5 * (expected * (1 - expected) / n_copies).sqrt() + 1e-3
+
+
+def test_values_on_the_grid_stay_where_they_are() -> None:
+    """FP4 apart, whose scale is no power of two: after truncation another one fits."""
+    for bits, format_name in ((8, "fp8-e4m3"), (8, "fp8-e5m2"), (12, "fp16"), (12, "native"), (5, "native")):
+        on_grid = there_and_back(TruncatedFloat(bits, format_name), finite_gradient(4096, torch.float32)[:2000])
+        again = there_and_back(TruncatedFloat(bits, format_name, "stochastic"), on_grid)
+        assert same_bits(again, on_grid), (bits, format_name)
+
+
+def test_a_carry_never_leaves_the_finite_numbers() -> None:
+    for dtype in DTYPES:
+        limit = torch.finfo(dtype).max
+        gradient = torch.tensor([limit, -limit] * 512, dtype=dtype)
+        for bits in range(2, 8 * dtype.itemsize):
+            for format_name in ("native", "auto"):
+                found = there_and_back(TruncatedFloat(bits, format_name, "stochastic"), gradient)
+                assert found.isfinite().all(), (dtype, bits, format_name)
+
+
+def test_seed_and_stream_choose_the_numbers_and_nothing_else_does() -> None:
+    gradient = finite_gradient(5000, torch.float32)
+
+    def message(seed: int, stream: int, n: int = 5000) -> torch.Tensor:
+        codec = TruncatedFloat(10, "native", "stochastic", seed)
+        out = torch.empty(codec.max_encoded_bytes(n, torch.float32), dtype=torch.uint8)
+        return out[: codec.encode(gradient[:n], out, stream=stream)]
+
+    assert torch.equal(message(1, 2), message(1, 2))
+    assert not torch.equal(message(1, 2), message(1, 3))
+    assert not torch.equal(message(1, 2), message(2, 2))
+    codec = TruncatedFloat(10, "native", "stochastic", 1)
+    assert same_bits(there_and_back(codec, gradient)[:700], there_and_back(codec, gradient[:700]))
+    streams, out = codec.streams(3, 1, 4), torch.empty(codec.max_encoded_bytes(5000, torch.float32), dtype=torch.uint8)
+    first, second = (out[: streams.encode(gradient, out)].clone() for _ in range(2))
+    assert not torch.equal(first, second)
+    again = codec.streams(3, 1, 4)
+    assert torch.equal(out[: again.encode(gradient, out)], first)
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for options in (
+        {"bits": 1},
+        {"bits": 33},
+        {"bits": 9, "format": "fp8-e4m3"},
+        {"bits": 5, "format": "fp4-e2m1"},
+        {"format": "fp6"},
+        {"rounding": "nearest"},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"partition": 48},
+        {"partition": 2048},
+    ):
+        with pytest.raises(InvalidArgument):
+            TruncatedFloat(**options)
+    codec, gradient, out = TruncatedFloat(24), torch.ones(100), torch.empty(1000, dtype=torch.uint8)
+    with pytest.raises(InvalidArgument, match="bits=16 keeps all"):
+        codec.encode(gradient.bfloat16(), out)
+    for wrong in (gradient.double(), gradient.view(10, 10), torch.ones(200)[::2]):
+        with pytest.raises(InvalidArgument):
+            codec.encode(wrong, out)
+    with pytest.raises(BufferTooSmall, match="may need"):
+        codec.encode(gradient, out[:300])

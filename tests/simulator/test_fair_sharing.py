@@ -1,0 +1,103 @@
+"""Links are shared max-min fairly: held against progressive filling flow by flow, in exact arithmetic."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+import simpy
+from explicit import broadcast_path, fair_rates, finish_times
+
+from gradwire.errors import InvalidArgument
+from gradwire.simulator.fairness import share_max_min
+from gradwire.simulator.network import Network
+from gradwire.simulator.topology import Topology
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rates_are_those_of_progressive_filling(seed: int) -> None:
+    chance = random.Random(seed)
+    capacities = [chance.randint(1, 20) for _ in range(chance.randint(1, 6))]
+    links = range(len(capacities))
+    paths = [frozenset(chance.sample(links, chance.randint(1, len(capacities)))) for _ in range(chance.randint(1, 8))]
+    exact = fair_rates({str(i): Fraction(c) for i, c in enumerate(capacities)}, [frozenset(map(str, p)) for p in paths])
+    found = share_max_min(capacities, [dict.fromkeys(path, 1.0) for path in paths])
+    assert found == pytest.approx([float(rate) for rate in exact], rel=1e-12)
+
+
+def test_a_class_of_n_flows_has_the_rate_of_n_single_flows() -> None:
+    single = share_max_min([10.0, 3.0], [{0: 1}, {0: 1}, {0: 1}, {0: 1, 1: 1}])
+    assert share_max_min([10.0, 3.0], [{0: 3}, {0: 1, 1: 1}]) == pytest.approx([single[0], single[3]])
+
+
+def test_no_link_carries_more_than_its_capacity_and_every_flow_has_a_full_link() -> None:
+    capacities = [7.0, 5.0, 11.0]
+    loads = [{0: 2.0, 1: 1.0}, {1: 3.0, 2: 1.0}, {2: 4.0}]
+    rates = share_max_min(capacities, loads)
+    carried = [sum(rate * load.get(link, 0) for rate, load in zip(rates, loads, strict=True)) for link in range(3)]
+    assert all(used <= capacity * (1 + 1e-12) for used, capacity in zip(carried, capacities, strict=True))
+    for load in loads:
+        assert any(carried[link] == pytest.approx(capacities[link]) for link in load)
+
+
+def test_a_flow_without_a_link_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="no link"):
+        share_max_min([1.0], [{}])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_broadcasts_end_when_they_would_one_by_one(seed: int) -> None:
+    """Random senders, sizes, moments, rates and racks; classes and progress against single flows on single links."""
+    chance = random.Random(seed)
+    n_workers = chance.randint(2, 7)
+    n_racks = chance.choice([1, 1, 2, min(3, n_workers)])
+    slow = chance.random() < 0.5
+    rates = [chance.choice([4, 10]) if slow else 10 for _ in range(n_workers)]
+    core = chance.choice([5, 15])
+    environment = simpy.Environment()
+    network = Network(environment)
+    topology = Topology(network, rates, n_racks, core if n_racks > 1 else None)
+    classes = {id(site): topology.broadcasts(site) for site in topology.sites}
+    racks = [worker * n_racks // n_workers for worker in range(n_workers)]
+    transfers, found = [], {}
+
+    def send(number: int, worker: int, at_s: Fraction, bits: int):  # type: ignore[no-untyped-def]
+        yield environment.timeout(float(at_s))
+        yield network.start(classes[id(topology.site_of(worker))], bits).done
+        found[number] = environment.now
+
+    for number, worker in enumerate(chance.sample(range(n_workers), chance.randint(1, n_workers))):
+        at_s, bits = Fraction(chance.randint(0, 8), 4), chance.randint(1, 60)
+        transfers.append((at_s, broadcast_path(worker, racks), Fraction(bits)))
+        environment.process(send(number, worker, at_s, bits))
+    environment.run()
+    capacities = {f"{way} {worker}": Fraction(rate) for worker, rate in enumerate(rates) for way in ("up", "down")}
+    if n_racks > 1:
+        capacities |= {f"rack {way} {rack}": Fraction(core) for rack in range(n_racks) for way in ("up", "down")}
+    exact = finish_times(capacities, transfers)
+    assert [found[number] for number in range(len(transfers))] == pytest.approx([float(end) for end in exact], rel=1e-9)
+
+
+def test_a_stopped_flow_tells_what_it_had_left_and_frees_its_share() -> None:
+    environment = simpy.Environment()
+    network = Network(environment)
+    topology = Topology(network, [10.0] * 3)
+    flows = topology.broadcasts(topology.sites[0])
+    first, second = network.start(flows, 100.0), network.start(flows, 100.0)
+    environment.run(until=4.0)  # both are on the third worker's link: 5 bits a second each
+    assert network.stop(first) == pytest.approx(80.0)
+    environment.run(second.done)
+    assert environment.now == pytest.approx(12.0)
+    assert network.stop(second) == 0.0
+
+
+def test_a_change_of_capacity_counts_from_its_moment_on() -> None:
+    environment = simpy.Environment()
+    network = Network(environment)
+    topology = Topology(network, [10.0, 10.0])
+    flow = network.start(topology.broadcasts(topology.sites[0]), 100.0)
+    environment.run(until=4.0)
+    network.set_capacity(topology.sites[0].up, 2.0)
+    environment.run(flow.done)
+    assert environment.now == pytest.approx(34.0)

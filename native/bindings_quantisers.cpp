@@ -41,7 +41,8 @@ quantisers::Dtype dtype_of(int code) { return checked<quantisers::Dtype>(code, q
 
 quantisers::Source source_of(const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual = {},
                              double residual_scale = 1) {
-  const auto left_out = residual ? std::span<const float>(residual->data(), residual->size()) : std::span<const float>();
+  const auto left_out =
+      residual ? std::span<const float>(residual->data(), residual->size()) : std::span<const float>();
   return {span_of(values), dtype_of(dtype), left_out, static_cast<float>(residual_scale)};
 }
 
@@ -89,8 +90,8 @@ void bind_thc(nb::module_& m) {
       nb::arg("seed"), nb::arg("step"), nb::arg("codes"));
   m.def(
       "thc_read_sums",
-      [](const ConstBytes& sums, bool wide, int n_ranks, const ConstFloats& norms, double clip,
-         std::uint64_t sign_seed, std::uint64_t sign_step, int dtype, const Bytes& values) {
+      [](const ConstBytes& sums, bool wide, int n_ranks, const ConstFloats& norms, double clip, std::uint64_t sign_seed,
+         std::uint64_t sign_step, int dtype, const Bytes& values) {
         const quantisers::Rotation rotation{{sign_seed, sign_step}, {}, static_cast<float>(clip)};
         const quantisers::Dtype type = dtype_of(dtype);
         const nb::gil_scoped_release unlocked;

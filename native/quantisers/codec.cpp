@@ -85,14 +85,13 @@ void pack_block(const Header& header, const random::Stream& stream, const float*
         float norm = narrowed(wide), per_unit = static_cast<float>(header.levels / wide);
         if (norm < 0x1p-100f) norm = per_unit = 0;
         std::memcpy(payload + 4 * ((block * kBlock + begin) / header.block), &norm, sizeof norm);
-        if (!is_finite.load(std::memory_order_relaxed))
-          return;  // conversions of what is not finite are undefined
+        if (!is_finite.load(std::memory_order_relaxed)) return;  // conversions of what is not finite are undefined
         on.pack_levels(values + begin, count, per_unit, header.levels, stream, first_group + begin / kGroup,
                        fields_of(header.levels), codes.bytes.data() + bytes_for(begin, fields_of(header.levels)));
       }
   }
-  std::memcpy(payload + norm_bytes(header) + block * code_bytes(header.kind, kBlock, header.levels),
-              codes.bytes.data(), code_bytes(header.kind, n, header.levels));
+  std::memcpy(payload + norm_bytes(header) + block * code_bytes(header.kind, kBlock, header.levels), codes.bytes.data(),
+              code_bytes(header.kind, n, header.levels));
 }
 
 // Returns false if the payload holds what no encoder writes.
@@ -199,7 +198,8 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
 }
 
 void check_source(const Source& source) {
-  if (source.values.size() % bytes_of(source.dtype) != 0) throw InvalidArgument("the gradient's bytes are no whole values");
+  if (source.values.size() % bytes_of(source.dtype) != 0)
+    throw InvalidArgument("the gradient's bytes are no whole values");
   if (!source.residual.empty() && source.residual.size() != source.n_elements())
     throw InvalidArgument("the residual has " + std::to_string(source.residual.size()) + " values, the gradient " +
                           std::to_string(source.n_elements()));

@@ -47,7 +47,8 @@ Header read_header(std::span<const std::uint8_t> message) {
   const std::uint8_t* const at = message.data();
   if (message.size() < kHeaderBytes)
     fail("truncated: " + std::to_string(message.size()) + " bytes, a header alone has 32");
-  if (load<std::uint32_t>(at) != kMagic) fail("it does not begin with GWQT: another kind of message, or bytes were lost");
+  if (load<std::uint32_t>(at) != kMagic)
+    fail("it does not begin with GWQT: another kind of message, or bytes were lost");
   if (at[4] != kVersion)
     throw IncompatibleVersion("quantised message of format version " + std::to_string(at[4]) +
                               "; this build reads version 1: use the same gradwire release on every rank");
@@ -55,13 +56,14 @@ Header read_header(std::span<const std::uint8_t> message) {
     fail("the checksum does not match: bytes were changed on the way");
   if (at[5] >= kKinds) fail("unknown quantiser " + std::to_string(at[5]));
   if ((at[6] & ~kFlagNonfinite) != 0) fail("unknown flags");
-  const Header header{static_cast<Kind>(at[5]),       (at[6] & kFlagNonfinite) == 0,  at[7],
-                      load<std::uint32_t>(at + 16),   load<std::uint64_t>(at + 8),    load<float>(at + 20),
+  const Header header{static_cast<Kind>(at[5]),     (at[6] & kFlagNonfinite) == 0, at[7],
+                      load<std::uint32_t>(at + 16), load<std::uint64_t>(at + 8),   load<float>(at + 20),
                       load<float>(at + 24)};
   for (const float scale : {header.first, header.second})
     if (std::bit_cast<std::uint32_t>(scale) >= kInfinity) fail("a scale is negative or not finite");
   if (header.kind == Kind::qsgd) {
-    if (header.levels < 1 || header.levels > 127) fail(std::to_string(header.levels) + " levels; 1 to 127 are possible");
+    if (header.levels < 1 || header.levels > 127)
+      fail(std::to_string(header.levels) + " levels; 1 to 127 are possible");
     if (header.block < 128 || header.block > kBlock || !std::has_single_bit(header.block))
       fail("blocks of " + std::to_string(header.block) + " values; 128, 256, ..., 4096 are possible");
   } else if (header.levels != 0 || header.block != 0) {

@@ -16,9 +16,9 @@ inline constexpr int kVersion = 1;
 
 struct Header {
   Kind kind;
-  bool is_finite;            // if not, the header is the whole message, and every value of it is NaN
-  int levels;                // qsgd: the largest level; 0 for others
-  std::uint32_t block;       // qsgd: values to a norm; 0 for others
+  bool is_finite;       // if not, the header is the whole message, and every value of it is NaN
+  int levels;           // qsgd: the largest level; 0 for others
+  std::uint32_t block;  // qsgd: values to a norm; 0 for others
   std::uint64_t n_elements;
   float first;   // one-bit: what stands for values from zero up; two-bit: threshold; ternary: scale; thc: clip
   float second;  // one-bit: what stands for values below zero, without its sign; 0 for others

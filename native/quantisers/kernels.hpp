@@ -36,8 +36,8 @@ constexpr std::size_t bytes_for(std::size_t n, Fields fields) {
   return (n + kGroup - 1) / kGroup * (fields == Fields::nibbles ? kGroup / 2 : kGroup);
 }
 
-// `group` is the number of the first group of 64 values within the stream; `n` may end inside a group, never begin there.
-// Codes past the end of the last group are zero.
+// `group` is the number of the first group of 64 values within the stream; `n` may end inside a group, never begin
+// there. Codes past the end of the last group are zero.
 struct Kernels {
   void (*widen)(const void* values, Dtype dtype, std::size_t n, float* out);
   void (*narrow)(const float* values, Dtype dtype, std::size_t n, void* out);

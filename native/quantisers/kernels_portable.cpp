@@ -91,7 +91,8 @@ void write_group(const std::uint8_t* codes, Fields fields, std::uint8_t* to) {
   if (fields == Fields::bytes)
     std::memcpy(to, codes, kGroup);
   else
-    for (std::size_t i = 0; i < kGroup / 2; ++i) to[i] = static_cast<std::uint8_t>(codes[i] | codes[kGroup / 2 + i] << 4);
+    for (std::size_t i = 0; i < kGroup / 2; ++i)
+      to[i] = static_cast<std::uint8_t>(codes[i] | codes[kGroup / 2 + i] << 4);
 }
 
 void read_group(const std::uint8_t* from, Fields fields, std::uint8_t* codes) {
@@ -162,9 +163,9 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
 
 }  // namespace
 
-const Kernels kPortable = {widen,       narrow,         add,         subtract,      magnitudes,  squares,      pack_signs,
-                           unpack_signs, pack_beyond,   pack_drawn,  unpack_ternary, count_drawn, unpack_counts,
-                           pack_levels, unpack_levels};
+const Kernels kPortable = {widen,          narrow,      add,           subtract,    magnitudes,
+                           squares,        pack_signs,  unpack_signs,  pack_beyond, pack_drawn,
+                           unpack_ternary, count_drawn, unpack_counts, pack_levels, unpack_levels};
 
 const Kernels& kernels() {
 #if defined(__x86_64__)

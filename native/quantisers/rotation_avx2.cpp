@@ -21,8 +21,8 @@ void draw_signs(const random::Stream& stream, std::uint64_t block, Signs& signs)
 // Sign bits of values 8 eight to 8 eight + 7, in place.
 __m256 sign_bits(const Signs& signs, std::size_t eight) {
   const std::uint32_t bits = signs[eight / 4] >> 8 * (eight % 4);
-  const __m256i spread = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(bits)),
-                                           _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24));
+  const __m256i spread =
+      _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(bits)), _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24));
   return _mm256_and_ps(_mm256_castsi256_ps(spread), _mm256_set1_ps(-0.0f));
 }
 
@@ -108,8 +108,9 @@ void quantise(const float* values, std::size_t size, float per_unit, const rando
       const __m256i low = _mm256_and_si256(interval, byte);
       const __m256i gap = _mm256_and_si256(_mm256_srli_epi32(interval, 8), byte);
       const __m256 fraction = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(lanes[part], 8)), unit);
-      const __m256i up = _mm256_castps_si256(_mm256_cmp_ps(_mm256_mul_ps(fraction, _mm256_cvtepi32_ps(gap)),
-                                                           _mm256_sub_ps(clamped, _mm256_cvtepi32_ps(low)), _CMP_LT_OQ));
+      const __m256i up =
+          _mm256_castps_si256(_mm256_cmp_ps(_mm256_mul_ps(fraction, _mm256_cvtepi32_ps(gap)),
+                                            _mm256_sub_ps(clamped, _mm256_cvtepi32_ps(low)), _CMP_LT_OQ));
       lanes[part] = fields == Fields::bytes ? _mm256_add_epi32(low, _mm256_and_si256(up, gap))
                                             : _mm256_sub_epi32(_mm256_srli_epi32(interval, 16), up);
     }

@@ -61,7 +61,8 @@ void quantise(const float* values, std::size_t size, float per_unit, const rando
     if (fields == Fields::bytes)
       std::copy_n(own, kGroup, codes);
     else
-      for (std::size_t i = 0; i < kGroup / 2; ++i) codes[i] = static_cast<std::uint8_t>(own[i] | own[kGroup / 2 + i] << 4);
+      for (std::size_t i = 0; i < kGroup / 2; ++i)
+        codes[i] = static_cast<std::uint8_t>(own[i] | own[kGroup / 2 + i] << 4);
     codes += bytes_for(kGroup, fields);
   }
 }

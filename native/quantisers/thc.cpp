@@ -148,9 +148,8 @@ std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::sp
     throw BufferTooSmall("thc: out has " + std::to_string(out.size()) + " bytes; the message takes " +
                          std::to_string(message_bytes));
   write_norms(source, norms);
-  const bool is_finite = std::all_of(norms.begin(), norms.end(), [](float norm) {
-    return std::bit_cast<std::uint32_t>(norm) < kInfinity;
-  });
+  const bool is_finite = std::all_of(norms.begin(), norms.end(),
+                                     [](float norm) { return std::bit_cast<std::uint32_t>(norm) < kInfinity; });
   if (is_finite) {
     std::uint8_t* const payload = out.data() + kHeaderBytes;
     store(payload, rotation.signs.seed);

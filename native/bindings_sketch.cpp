@@ -77,8 +77,8 @@ void bind_sketch(nb::module_& m) {
       .def(nb::init<>())
       .def(
           "prepare",
-          [](sketch::Plan& plan, const ConstWords& words, std::size_t n_elements, std::size_t batch_values, double gamma,
-             std::uint64_t seed, std::uint64_t salt, std::size_t max_cells) {
+          [](sketch::Plan& plan, const ConstWords& words, std::size_t n_elements, std::size_t batch_values,
+             double gamma, std::uint64_t seed, std::uint64_t salt, std::size_t max_cells) {
             const nb::gil_scoped_release unlocked;
             plan.prepare(span_of(words), n_elements, {batch_values, gamma, seed, salt, max_cells});
           },
@@ -108,7 +108,8 @@ void bind_sketch(nb::module_& m) {
           },
           nb::arg("words"))
       .def(
-          "write_core", [](const sketch::Plan& plan, const Positions& positions) { plan.write_core(span_of(positions)); },
+          "write_core",
+          [](const sketch::Plan& plan, const Positions& positions) { plan.write_core(span_of(positions)); },
           nb::arg("positions"))
       .def(
           "recover",

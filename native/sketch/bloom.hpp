@@ -1,5 +1,6 @@
-// The Bloom filter of section 3.3, batched like the sketch (section 3.4): a filter is a table of rows of 1,024 bits, and
-// the non-zeros of a batch, as 1,024 bits, are ORed into one row per hash, each time rotated by another number of bits.
+// The Bloom filter of section 3.3, batched like the sketch (section 3.4): a filter is a table of rows of 1,024 bits,
+// and the non-zeros of a batch, as 1,024 bits, are ORed into one row per hash, each time rotated by another number of
+// bits.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,9 @@
-// Where every value of a gradient lies in a count sketch (Li et al., ICML 2024, section 3.4). docs/format.md#count-sketch
+// Where every value of a gradient lies in a count sketch (Li et al., ICML 2024, section 3.4).
+// docs/format.md#count-sketch
 //
 // A batch of c values shares three rows, three signs and three rotations. It is made of granules of 16 values that lie
-// n_batches granules apart, so that a cluster of non-zeros (an embedding row, a dense layer) falls into as many batches as
-// it has granules: batches of consecutive values would peel or fail as one (docs/results.md, count sketch).
+// n_batches granules apart, so that a cluster of non-zeros (an embedding row, a dense layer) falls into as many batches
+// as it has granules: batches of consecutive values would peel or fail as one (docs/results.md, count sketch).
 #pragma once
 
 #include <bit>

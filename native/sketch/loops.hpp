@@ -170,9 +170,7 @@ Outcome recover_block(const Geometry& geometry, const Block& block, const Entry*
     else
       values[position] = bfloat16_of(value);
   };
-  const auto signed_cell = [&](std::uint32_t cell) {
-    return signed_by(cells[cell & ~kNegative], cell);
-  };
+  const auto signed_cell = [&](std::uint32_t cell) { return signed_by(cells[cell & ~kNegative], cell); };
   T largest = 0;
   bool all_finite = true;
   for (std::size_t i = 0; i < block.n_peeled; ++i) {

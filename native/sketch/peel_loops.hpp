@@ -9,9 +9,9 @@
 namespace gradwire::sketch {
 namespace {
 
-// A cell while peeling: the sum over the values in it of kOne + key, where a key (the value's place in the block) has 32
-// bits. Sums are exact modulo 2^64, so a cell with one value left holds kOne + its key, whatever went through it, and
-// a cell with m > 1 values has a count field of at least m (m < 2^24).
+// A cell while peeling: the sum over the values in it of kOne + key, where a key (the value's place in the block) has
+// 32 bits. Sums are exact modulo 2^64, so a cell with one value left holds kOne + its key, whatever went through it,
+// and a cell with m > 1 values has a count field of at least m (m < 2^24).
 constexpr std::uint64_t kOne = std::uint64_t{1} << 40;
 
 inline bool stands_alone(std::uint64_t cell) { return cell >> 40 == 1; }
@@ -154,8 +154,7 @@ class Peeling {
         found.bits[i] = static_cast<std::uint16_t>(found.bits[i] & ~gone[in_block * slots + found.slot[i]]);
       batches_.for_each(batch, found, [&](std::uint32_t position, std::size_t index) {
         for (int j = 0; j < kRows; ++j)
-          entry->cell[j] = block_.n_rows == 0 ? 0
-                                              : (first_cell_ + place.cell(j, position, c_ - 1)) | place.sign(j);
+          entry->cell[j] = block_.n_rows == 0 ? 0 : (first_cell_ + place.cell(j, position, c_ - 1)) | place.sign(j);
         entry->position = static_cast<std::uint32_t>(index);
         ++entry;
       });

@@ -14,8 +14,8 @@
 namespace gradwire::sketch {
 namespace {
 
-// A block of so many non-zeros has 42,600 cells of 8 bytes while it is peeled, and lists of 4: within a second-level cache
-// of 1 MiB, as one core here has.
+// A block of so many non-zeros has 42,600 cells of 8 bytes while it is peeled, and lists of 4: within a second-level
+// cache of 1 MiB, as one core here has.
 constexpr std::size_t kBlockNonzeros = 1 << 15;
 // Fewer batches share too few rows: below 1,024 of them a block loses recoveries (docs/results.md, count sketch).
 constexpr std::size_t kMinBlockBatches = 1024;
@@ -134,10 +134,12 @@ void Plan::add(std::span<const std::uint8_t> values, Dtype dtype, std::span<cons
   const auto add_block = kernels().add[static_cast<int>(kind)][static_cast<int>(dtype)];
   std::atomic<bool> fits{true};
   parallel_for(blocks_.size(), [&](std::size_t k) {
-    if (blocks_[k].n_rows != 0 && !add_block(geometry_, blocks_[k], key_, source, quantiser, cells.data())) fits = false;
+    if (blocks_[k].n_rows != 0 && !add_block(geometry_, blocks_[k], key_, source, quantiser, cells.data()))
+      fits = false;
   });
   if (!fits)
-    throw InvalidArgument("a value does not fit the fixed point: the exponent is not that of the largest value of all ranks");
+    throw InvalidArgument(
+        "a value does not fit the fixed point: the exponent is not that of the largest value of all ranks");
 }
 
 std::size_t Plan::peel(std::span<const std::uint32_t> words) {
@@ -167,8 +169,8 @@ Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, b
                       std::span<std::uint8_t> values, Dtype dtype) const {
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   if (cells.size() != n_cells_ * bytes_of(kind))
-    throw CorruptMessage("the sketch has " + std::to_string(cells.size() / bytes_of(kind)) + " cells, its index asks for " +
-                         std::to_string(n_cells_) + ": they do not belong together");
+    throw CorruptMessage("the sketch has " + std::to_string(cells.size() / bytes_of(kind)) +
+                         " cells, its index asks for " + std::to_string(n_cells_) + ": they do not belong together");
   if (!is_peeled_) throw InvalidArgument("peel() comes before recover()");
   if (blocks_.empty()) {
     std::fill(values.begin(), values.end(), std::uint8_t{0});

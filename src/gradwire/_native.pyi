@@ -194,48 +194,6 @@ def truncated_float_header(message: Any) -> dict[str, Any]: ...
 
 # THC: blocks of 1,024 rotated values, padded; norms float32, one a block; codes the table's values as uint8, sums of them
 # uint8 or (wide) 16 bits.
-def thc_padded_elements(n_elements: int) -> int: ...
-def thc_max_bytes(n_elements: int) -> int: ...
-def thc_write_norms(values: Any, dtype: int, residual: Any | None, residual_scale: float, norms: Any) -> None: ...
-def thc_write_codes(
-    values: Any,
-    dtype: int,
-    residual: Any | None,
-    residual_scale: float,
-    new_residual: Any | None,
-    norms: Any,
-    clip: float,
-    sign_seed: int,
-    sign_step: int,
-    seed: int,
-    step: int,
-    codes: Any,
-) -> None: ...
-def thc_read_sums(
-    sums: Any,
-    wide: bool,
-    n_ranks: int,
-    norms: Any,
-    clip: float,
-    sign_seed: int,
-    sign_step: int,
-    dtype: int,
-    values: Any,
-) -> None: ...
-def thc_encode(
-    values: Any,
-    dtype: int,
-    residual: Any | None,
-    residual_scale: float,
-    new_residual: Any | None,
-    clip: float,
-    sign_seed: int,
-    sign_step: int,
-    seed: int,
-    step: int,
-    out: Any,
-) -> int: ...
-def thc_decode(message: Any, dtype: int, values: Any) -> None: ...
 
 # Count sketches (docs/format.md#count-sketch). dtype: 0 float32, 1 bfloat16; cell_kind: 0 float32, 1 int32, 2 int64; values
 # and cells as uint8, words as uint32, positions as int64. An index pass returns the number of non-zeros and the bits of

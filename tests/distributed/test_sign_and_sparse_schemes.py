@@ -149,6 +149,33 @@ def test_results_and_residuals_conserve_the_gradients_across_a_rebuild(scheme: s
         assert torch.allclose(result + new, gradient + old, atol=1e-5 if dtype == torch.float32 else 0.02)
 
 
+def alter(rank: int, world_size: int, scheme: str) -> str:
+    """What this rank raises when rank 1 receives one bit of rank 0's payload turned."""
+    driver = Driver(schemes.by_name(scheme, **OPTIONS[scheme]), [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+    driver.reduce(gradients_of(rank, 0))
+    gather = driver.communicator.all_gather
+
+    def gather_altered(tensor: torch.Tensor) -> torch.Tensor:
+        messages = gather(tensor)
+        messages[0, -1] ^= 1 << 9
+        return messages
+
+    if rank == 1:
+        driver.communicator.all_gather = gather_altered
+    try:
+        driver.reduce(gradients_of(rank, 1))
+        driver.reduce(gradients_of(rank, 2))
+    except gradwire.CorruptMessage as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("scheme", ["top-k", "sign-sgd"])
+def test_altered_message_is_a_corrupt_message_on_every_rank(scheme: str) -> None:
+    for message in run_ranks(alter, 3, scheme):
+        assert "message of rank 0 for bucket 0 of step 1 was altered" in message
+
+
 # ---- under DDP
 
 

@@ -55,8 +55,9 @@ def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
         now_s += layer.backward_s
         arrivals += [(parameter, now_s) for parameter in reversed(layer.parameters)]
     parameters = [parameter for parameter, _ in arrivals]
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
-    indices, _ = dist._compute_bucket_assignment_by_size(parameters, limits, [False] * len(parameters))
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]  # type: ignore[attr-defined]
+    is_sparse = [False] * len(parameters)
+    indices, _ = dist._compute_bucket_assignment_by_size(parameters, limits, is_sparse)  # type: ignore[attr-defined]
     buckets = []
     for members in indices:
         values = sum(parameters[index].numel() for index in members)

@@ -101,20 +101,21 @@ class _QuantisedMean:
         # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
         self._peers = [(self._rank + distance) % self._world for distance in range(1, self._world)]
         tag = communicator.next_stream()
-        frame_bytes = _frame_bytes(n_chunks * (max(pushed_bytes, pulled_bytes) + 4) + self._opening.numel() + 4)
+        frame_bytes = _frame_bytes(n_chunks * (max(pushed_bytes, pulled_bytes) + 4) + self._opening.numel() + 4, max_bytes)
         unread_bytes = (self._ahead + 1) * (max_bytes + 4) + self._opening.numel() + 16
+        n_messages = 2 * n_chunks + 2  # with the opening and the closing one
         self._senders = {
-            peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, record) for peer in self._peers
+            peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, n_messages, record)
+            for peer in self._peers
         }
         self._receivers = {
-            peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, max_bytes, record) for peer in self._peers
+            peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, max_bytes, n_messages, record)
+            for peer in self._peers
         }
         self._is_used_by: dict[int, list[bool]] = {self._rank: exchange.is_used}
         self._is_finite = True
 
     def run(self) -> list[bool] | None:
-        for receiver in self._receivers.values():
-            receiver.expect_frame()
         for sender in self._senders.values():
             sender.write(self._opening, may_lag=1)
         for number in range(2 * self._n_chunks + self._ahead):
@@ -144,7 +145,6 @@ class _QuantisedMean:
                 sender.write(self._encode_push(peer, chunk), may_lag=self._ahead)
             if number == 2 * self._n_chunks - 1:
                 sender.write(torch.tensor([self._is_finite], dtype=torch.uint8), may_lag=self._ahead)
-                sender.flush()
 
     def _read(self, number: int) -> None:
         gathering, chunk = divmod(number, self._n_chunks)
@@ -159,9 +159,6 @@ class _QuantisedMean:
         else:
             self._final_bytes[chunk] = self._encode_final(self._reduce_chunk(chunk), chunk)
             self._adopt(self._finals[chunk, : self._final_bytes[chunk]], self._rank, chunk)
-        if number + 1 < 2 * self._n_chunks:
-            for receiver in self._receivers.values():
-                receiver.expect_frame()
 
     def _read_closing(self, peer: int) -> None:
         closing = self._receivers[peer].read().tolist()
@@ -263,9 +260,9 @@ class _QuantisedMean:
             self._is_finite = False
 
 
-def _frame_bytes(stream_bytes: int) -> int:
+def _frame_bytes(stream_bytes: int, max_message_bytes: int) -> int:
     """As for other streams, but no larger than all of one: messages of small buckets are shorter than a usual frame."""
-    return min(frame_bytes_for(stream_bytes), HEADER_BYTES + -(-stream_bytes // 64) * 64)
+    return min(frame_bytes_for(stream_bytes, max_message_bytes), HEADER_BYTES + -(-stream_bytes // 64) * 64)
 
 
 def _pack_bits(flags: list[bool]) -> Tensor:

@@ -270,8 +270,11 @@ class Netlab:
         """The lab's switch, started unless it is there from an earlier run. It may come after the ranks: they ask again."""
         if self._switch is None:
             number = self._n_ranks + 1  # the host after the last rank's
-            place = (f"10.77.{number >> 8}.{number & 255}",) if self.shaped else ("127.0.0.1", find_free_port())
-            self._switch = SwitchHost(*place, namespaces=self._enter[-1] if self.shaped else (), env=variables)
+            if self.shaped:
+                address = f"10.77.{number >> 8}.{number & 255}"
+                self._switch = SwitchHost(address, namespaces=self._enter[-1], env=variables)
+            else:
+                self._switch = SwitchHost("127.0.0.1", find_free_port(), env=variables)
         return self._switch
 
     def signal_switch(self, number: int = signal.SIGKILL) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from gradwire import _native
 from gradwire.bucket import Bucket
-from gradwire.errors import InvalidArgument, RankMismatch
+from gradwire.errors import CorruptMessage, InvalidArgument, RankMismatch
 from gradwire.preamble import compare_preambles
 from gradwire.residual import Residual
 from gradwire.schemes.base import Scheme
@@ -19,7 +20,7 @@ from gradwire.schemes.plain import all_reduce_plainly
 
 _log = logging.getLogger(__name__)
 _FALLBACK = "non-finite gradient: this bucket was sent uncompressed"
-_HEADER_WORDS = 2  # int32: checksum of what all ranks must share, 1 if the gradient is not finite
+_HEADER_WORDS = 3  # int32: checksum of what all ranks must share, 1 if the gradient is not finite, CRC32C of the rest
 
 
 class Optimistic(Scheme):
@@ -77,13 +78,15 @@ class Optimistic(Scheme):
     def _gather(self, bucket: Bucket, payload: torch.Tensor, is_finite: bool) -> torch.Tensor | None:
         """(world, n) int32: every rank's `payload` (n,) int32; None, on all ranks, if a rank's gradient is not finite.
 
-        Raises: RankMismatch if ranks disagree on scheme, options, model or step.
+        Raises: RankMismatch if ranks disagree on scheme, options, model or step; CorruptMessage if a payload is not
+        what its rank sent.
         """
         communicator = self.session.communicator
         message = torch.empty(_HEADER_WORDS + payload.numel(), dtype=torch.int32)
         message[0] = self._facts_of(bucket)
         message[1] = int(not is_finite)
         message[_HEADER_WORDS:] = payload
+        message[2] = _checksum(message[_HEADER_WORDS:])
         started = time.perf_counter_ns()
         messages = communicator.all_gather(message)
         bucket.record.add("communicate", started, time.perf_counter_ns())
@@ -92,6 +95,12 @@ class Optimistic(Scheme):
         bucket.record.count_received(n_bytes)
         if bool((messages[:, 0] != messages[0, 0]).any()):
             self._name_mismatch(bucket)
+        for rank, received in enumerate(messages):
+            if int(received[2]) != _checksum(received[_HEADER_WORDS:]):
+                raise CorruptMessage(
+                    f"the message of rank {rank} for bucket {bucket.index} of step {bucket.step} was altered on its way "
+                    "(checksum); restart from the last checkpoint"
+                )
         return None if bool(messages[:, 1].any()) else messages[:, _HEADER_WORDS:]
 
     def _facts_of(self, bucket: Bucket) -> int:
@@ -126,6 +135,12 @@ class Optimistic(Scheme):
             if not isinstance(state.get("residuals"), dict):
                 raise InvalidArgument(f"this is not the state of scheme {self.name}: it lacks residuals")
             self._residual.load_by_name(state["residuals"], self.session.names)
+
+
+def _checksum(payload: torch.Tensor) -> int:
+    """CRC32C of (n,) int32, as an int32 holds it."""
+    crc = _native.crc32c(payload.view(torch.uint8))
+    return crc - (1 << 32) if crc >> 31 else crc
 
 
 def check_share(name: str, share: float) -> float:

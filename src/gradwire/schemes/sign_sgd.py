@@ -2,7 +2,8 @@
 
 When not to use this: with the learning rate of another scheme. The result is +1, -1 or 0 for every element, so the
 learning rate alone says how far a parameter moves (1e-4 is a start for what trains at 0.1), and weak gradients count
-like strong ones. Each rank receives a bit of every other: past 32 ranks that is more than a plain all-reduce.
+like strong ones (`one-bit` sends as little, with error feedback). Each rank receives a bit of every other: past 32
+ranks that is more than a plain all-reduce.
 """
 
 from __future__ import annotations

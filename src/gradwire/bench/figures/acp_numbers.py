@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradwire.bench.acp_figures_table import YARDSTICK_ROW
 from gradwire.bench.figures.numbers import Records
 
 _MS = ("iteration_s", "iteration_s_low", "iteration_s_high", "compute_s", "codec_s", "exposed_s", "wait_s")
@@ -32,7 +33,7 @@ def describe_plan(name: str, records: Sequence[dict[str, Any]]) -> Records:
     for record in records:
         if str(record["row"]).split("-")[0] != name:
             continue
-        siblings = [other for other in records if other["row"] == record["row"]]
+        siblings = [other for other in records if _comparison(other) == _comparison(record)]
         options = options_of(record)
         network = "unshaped" if record["rate_bps"] is None else f"{record['rate_bps'] / 1e6:g} Mb/s"
         known = {**record, **options, "network": network}
@@ -54,6 +55,11 @@ def describe_plan(name: str, records: Sequence[dict[str, Any]]) -> Records:
             }
         )  # fmt: skip
     return found
+
+
+def _comparison(record: dict[str, Any]) -> str:
+    """The row's key, without what sets its yardstick apart."""
+    return str(record["row"]).removesuffix(YARDSTICK_ROW)
 
 
 def _ms(seconds: float | None) -> float | None:

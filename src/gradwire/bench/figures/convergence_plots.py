@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from gradwire.bench.figures.numbers import Records
 from gradwire.bench.figures.plots import COLOURS, STYLE, make_panels, save_figure
 
 _AVERAGED = 10  # steps in a point: a single batch's loss jumps more than the curves differ
+_LOGARITHMIC_FROM = 30  # greatest / least, where a linear axis would show all but the worst on one spot
 _STYLES = ("-", "--", ":", "-.")
 
 
@@ -31,9 +33,14 @@ def plot_losses(by_workload: Mapping[str, Seeds], folder: Path) -> None:
                 panel.fill_between(steps, means.min(axis=0), means.max(axis=0), color=colour, alpha=0.15, lw=0)
             first = next(iter(runs.values()))[0].summary
             panel.set(xlabel="step", ylabel=f"training loss, mean of {_AVERAGED} steps", yscale="log")
-            panel.set_title(f"{workload}, {first['optimizer']}, {first['ranks']} ranks", fontsize=8)
+            panel.set_title(_title(f"{workload}, {first['optimizer']}, {first['ranks']} ranks"), fontsize=7)
             panel.legend(fontsize=7)
         save_figure(figure, folder, "convergence_losses")
+
+
+def _title(words: str) -> str:
+    """Folded: a workload with options is longer than its panel."""
+    return "\n".join(textwrap.wrap(words.replace(",", ", "), 34))
 
 
 def plot_ends(records: Records, folder: Path) -> None:
@@ -55,5 +62,8 @@ def plot_ends(records: Records, folder: Path) -> None:
             panel.set_yticks(range(len(group)), [record["configuration"] for record in group], fontsize=7)
             panel.invert_yaxis()
             panel.set_xlabel(metric.replace("_", " "))
-            panel.set_title(workload, fontsize=8)
+            panel.set_title(_title(workload), fontsize=7)
+            least, greatest = (pick(record[f"{metric}_{pick.__name__}"] for record in group) for pick in (min, max))
+            if 0 < _LOGARITHMIC_FROM * least < greatest:
+                panel.set_xscale("log")
         save_figure(figure, folder, "convergence_ends")

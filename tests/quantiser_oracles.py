@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,7 @@ THC_TABLE = np.array([0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30]
 THC_SIGN_SEED = 0x9D8A_5C17_43E1_0B6F
 
 
+@functools.cache
 def hadamard(size: int) -> np.ndarray:
     """Orthonormal, by Sylvester's construction."""
     matrix = np.ones((1, 1))

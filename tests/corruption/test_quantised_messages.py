@@ -103,10 +103,9 @@ def test_lies_in_the_header_are_noticed(name: str, options: dict[str, Any]) -> N
         "infinite scale": altered(message, 20, 0, 0, 0x80, 0x7F),
         "scale that is no number": altered(message, 24, 1, 0, 0xC0, 0x7F),
     }
-    for what, lie in lies.items():
+    for lie in lies.values():
         with pytest.raises(CorruptMessage):
             decode(name, lie)
-            pytest.fail(what)
     with pytest.raises(IncompatibleVersion, match="version 2"):
         decode(name, altered(message, 4, 2))
     with pytest.raises(CorruptMessage):

@@ -101,7 +101,7 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
 
 # These allocate what they send anew every step, the size of the compressed gradient; their stacks of matrices and
 # residuals are kept. So they do not promise what the next test checks.
-ALLOCATES_MESSAGES = {"acp-sgd", "power-sgd", "power-sgd-overlap", "random-k", "sign-sgd", "top-k"}
+ALLOCATES_MESSAGES = {"acp-sgd", "dgc", "power-sgd", "power-sgd-overlap", "random-k", "sign-sgd", "top-k"}
 
 
 @pytest.mark.parametrize("name", sorted(set(schemes.names()) - ALLOCATES_MESSAGES))

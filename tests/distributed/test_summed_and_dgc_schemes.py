@@ -100,7 +100,7 @@ def test_thc_follows_its_transcription(world_size: int) -> None:
 
 
 def follow_dgc(rank: int, world_size: int) -> None:
-    """Six steps in float64, all ranks at once; buckets are so small that every element is sampled."""
+    """Six steps in float64, all ranks at once; in buckets this small every element is sampled, so the selection is exact."""
     for options in ({}, {"momentum": 0.5, "warmup_steps": 3}, {"max_norm": 4.0}):
         scheme = Dgc(share=0.05, **options)
         driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
@@ -217,7 +217,7 @@ def test_sampled_threshold_selects_about_as_many_of_the_largest_as_were_asked_fo
             chosen = select_by_sample(values, k, torch.Generator().manual_seed(1)).long()
             n_nonzero = int((values != 0).sum())
             assert len(chosen) <= k, kind
-            assert len(chosen) >= min(0.5 * k, 0.8 * n_nonzero), (kind, k, len(chosen))
+            assert len(chosen) >= min(0.8 * k, n_nonzero), (kind, k, len(chosen))
             assert (chosen[1:] > chosen[:-1]).all()
             rest = torch.ones(n, dtype=torch.bool)
             rest[chosen] = False

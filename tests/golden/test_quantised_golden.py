@@ -23,7 +23,7 @@ CHECKSUMS = {
     "v1_ternary": 0x5777AD8F,
     "v1_thc": 0x035DEF0A,
     "v1_two-bit_absolute": 0x44B9D025,
-    "v1_two-bit_relative": 0x7616489F,
+    "v1_two-bit_relative": 0x0E6C952A,
 }
 
 

@@ -37,7 +37,7 @@ def expect(name: str, options: dict[str, Any], x: np.ndarray, step: int = STEP) 
     if name == "one-bit":
         return oracle.one_bit(x, **{"scale": "mean", **options})
     if name == "two-bit":
-        return oracle.two_bit(x, options.get("threshold", 1.4), options.get("relative", True))
+        return oracle.two_bit(x, options.get("threshold", 1.25), options.get("relative", True))
     if name == "ternary":
         scale = oracle.ternary_scale(x, 2.5)
         return (oracle.ternary(x, scale, SEED, step) * scale).astype(np.float32)
@@ -181,7 +181,7 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
     ],
 )
 def test_stochastic_rounding_is_right_on_average(name: str, options: dict[str, Any]) -> None:
-    """2,000 steps: the mean is within 5 of its own standard deviations, for all values but one in a million."""
+    """2,000 steps, against Bernstein's bound: a right codec stays within it in all but one of 10^9 values."""
     codec, n, n_steps = codecs.by_name(name, seed=11, **options), 512, 2_000
     gradient = make_gradient(n)
     sum_, squares = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -189,11 +189,19 @@ def test_stochastic_rounding_is_right_on_average(name: str, options: dict[str, A
         decoded = decode(codec, encode(codec, gradient, step=step), n).double()
         sum_ += decoded
         squares += decoded.square()
-    mean = sum_ / n_steps
-    deviation = ((squares / n_steps - mean.square()).clamp(min=0) / n_steps).sqrt()
-    spread = float(deviation.max())
-    assert (mean - gradient.double()).abs().le(5 * deviation + 0.05 * spread).all()
-    assert spread > 0
+    mean, magnitude = sum_ / n_steps, gradient.abs().double()
+    if name == "thc":  # noise of all values of a block, mixed: as good as Gaussian
+        variance, widest = squares / n_steps - mean.square(), 0.0
+    else:  # one of two neighbours, `widest` apart
+        parts = magnitude.view(-1, options.get("block", n))
+        gap = magnitude.max() if name == "ternary" else parts.norm(dim=1).max() / options.get("levels", 7)
+        variance, widest = torch.minimum(magnitude * gap, gap.square() / 4), float(gap)
+    bound = (2 * variance * 21 / n_steps).sqrt() + 2 * widest * 21 / (3 * n_steps)
+    assert (mean - gradient).abs().le(bound + 1e-9).all()
+    assert bool((variance > 0).any())
+    # A bias in one direction, however small, would add up over all values.
+    aligned = float(((mean - gradient) * gradient.sign()).mean())
+    assert abs(aligned) < 5 * float(variance.mean() / n_steps / n) ** 0.5
     # Neighbouring steps draw independently.
     first, second = (decode(codec, encode(codec, gradient, step=step), n) - gradient for step in (0, 1))
     assert abs(float(torch.nn.functional.cosine_similarity(first, second, dim=0))) < 0.2
@@ -207,10 +215,10 @@ def test_two_bit_default_is_near_the_least_error() -> None:
         torch.randn(200_000, generator=generator),
     ):
         errors = {}
-        for threshold in (0.7, 1.1, 1.4, 1.8, 2.5):
+        for threshold in (0.7, 1.1, 1.25, 1.4, 1.8, 2.5):
             codec = codecs.by_name("two-bit", threshold=threshold)
             errors[threshold] = float((decode(codec, encode(codec, values), 200_000) - values).square().mean())
-        assert errors[1.4] < 1.05 * min(errors.values())
+        assert errors[1.25] < 1.03 * min(errors.values())
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 7, 8, 127])
@@ -303,10 +311,10 @@ def test_ternary_sums_refuse_what_would_overflow() -> None:
         codec.write_counts(torch.ones(1), float("inf"), 2, torch.empty(32, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 8, 9, 40])
+@pytest.mark.parametrize("n_ranks", [1, 8, 9])
 def test_thc_sums_are_rotated_back_to_the_mean_of_what_each_rank_rounded(n_ranks: int) -> None:
     codec = Thc(seed=SEED)
-    for n in (0, 1, 64, 700, 1_024, 3_000):
+    for n in (0, 1, 700, 1_024, 1_100):
         gradients = [make_gradient(n, seed=rank) for rank in range(n_ranks)]
         norms = torch.zeros(codec.n_norms(n))
         for gradient in gradients:

@@ -101,7 +101,7 @@ class _QuantisedMean:
         # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
         self._peers = [(self._rank + distance) % self._world for distance in range(1, self._world)]
         tag = communicator.next_stream()
-        frame_bytes = _frame_bytes(n_chunks * (max(pushed_bytes, pulled_bytes) + 4) + self._opening.numel() + 4)
+        frame_bytes = _frame_bytes(n_chunks * (max(pushed_bytes, pulled_bytes) + 4) + self._opening.numel() + 4, max_bytes)
         unread_bytes = (self._ahead + 1) * (max_bytes + 4) + self._opening.numel() + 16
         n_messages = 2 * n_chunks + 2  # with the opening and the closing one
         self._senders = {
@@ -260,9 +260,9 @@ class _QuantisedMean:
             self._is_finite = False
 
 
-def _frame_bytes(stream_bytes: int) -> int:
+def _frame_bytes(stream_bytes: int, max_message_bytes: int) -> int:
     """As for other streams, but no larger than all of one: messages of small buckets are shorter than a usual frame."""
-    return min(frame_bytes_for(stream_bytes), HEADER_BYTES + -(-stream_bytes // 64) * 64)
+    return min(frame_bytes_for(stream_bytes, max_message_bytes), HEADER_BYTES + -(-stream_bytes // 64) * 64)
 
 
 def _pack_bits(flags: list[bool]) -> Tensor:

@@ -29,6 +29,7 @@ from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero, stream
 _log = logging.getLogger(__name__)
 _MAX_ADAPTATIONS = 10
 _SAMPLED_SHARE = 0.01
+_MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below are selected from exactly
 # A threshold is good enough if it selects between these multiples of what was asked for.
 _FEWEST, _MOST = 0.8, 1.3
 
@@ -250,10 +251,11 @@ def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -
     """(at most k,) int32, ascending: the largest magnitudes of `values` (n,) float32, about k of them.
 
     A threshold is taken from a sample of 1 % (and at least of 2 n / k elements, so that two of the largest are in it), and
-    moved up to ten times until it selects from 0.8 k to 1.3 k elements; of too many, the k largest stay.
+    moved up to ten times until it selects from 0.8 k to 1.3 k elements; of too many, the k largest stay. A threshold that
+    never settles gives way to an exact one.
     """
     n = values.numel()
-    n_samples = max(math.ceil(_SAMPLED_SHARE * n), math.ceil(2 * n / k))
+    n_samples = max(math.ceil(_SAMPLED_SHARE * n), math.ceil(2 * n / k), _MIN_SAMPLES)
     if n_samples >= n:
         sample, n_top = values, k
     else:
@@ -261,19 +263,23 @@ def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -
         n_top = max(1, round(n_samples * k / n))
     threshold = float(sample.abs().topk(n_top).values[-1])
     found = torch.empty(min(n, 2 * k + 1), dtype=torch.int32)
+    lowest, highest = 0.0, math.inf  # thresholds known to select too many, too few
     count = _native.select_from(values, threshold, found)
     for _ in range(_MAX_ADAPTATIONS):
         if count > _MOST * k:
-            threshold = threshold * _MOST or torch.finfo(torch.float32).tiny
+            lowest = max(threshold, torch.finfo(torch.float32).tiny)
         elif count < _FEWEST * k and threshold > 0:
-            threshold *= _FEWEST
+            highest = threshold
         else:
             break
+        # As published by a factor, until it has been passed on both sides.
+        is_bracketed = lowest > 0 and highest < math.inf
+        threshold = (lowest + highest) / 2 if is_bracketed else lowest * _MOST or highest * _FEWEST
         count = _native.select_from(values, threshold, found)
-    if count > found.numel():  # many equal ones, or a threshold that never settled: exactly, by a histogram
-        exact = torch.empty(k, dtype=torch.int32)
-        _native.select_largest(values, exact)
-        return exact
+    if count > found.numel() or (count < _FEWEST * k and threshold > 0):
+        found = torch.empty(k, dtype=torch.int32)
+        _native.select_largest(values, found)
+        return found[values[found.long()] != 0]
     found = found[:count]
     if count > k:
         kept = values[found.long()].abs().topk(k).indices

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from array import array
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,15 @@ from gradwire.schemes.optimistic import Optimistic
 from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero
 
 _INFINITY = 0x7F80_0000  # float32: patterns from here on are not finite
+_FACT_WORDS = 2  # a checksum of what ranks must share, and its negative: their maxima cancel if all are alike
+
+
+class _Agreement(NamedTuple):
+    """One vector of words whose maxima over the ranks are taken, and views of it."""
+
+    words: torch.Tensor
+    flags: torch.Tensor  # for each parameter, whether it is used
+    scales: torch.Tensor
 
 
 class Summed(Optimistic):
@@ -31,19 +42,18 @@ class Summed(Optimistic):
         if communicator.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to leave out
             return True
         started = time.perf_counter_ns()
+        agreement = self._room_for(bucket)
         residual, new_residual = self._residual.flat_pair(bucket) if self.error_feedback else (None, None)
         spans = bucket_spans(bucket)
         is_used = [holds_nonzero(bucket.buffer[start:end]) for start, end in spans]
         withheld = Withheld(spans, is_used, residual)
         try:
-            scales = self._scales_of(bucket, residual)
+            self._write_scales(bucket, residual, agreement.scales)
             record.add("encode", started, time.perf_counter_ns())
-            agreed = self._agree(bucket, scales, is_used)
-            if agreed is None:
+            if not self._agree(bucket, agreement, is_used):
                 return False
-            scales, used_by_any = agreed
             started = time.perf_counter_ns()
-            codes = self._encode(bucket, scales, residual, new_residual)
+            codes = self._encode(bucket, agreement.scales, residual, new_residual)
             record.add("encode", started, time.perf_counter_ns())
         finally:
             withheld.put_back(residual)
@@ -52,10 +62,11 @@ class Summed(Optimistic):
         record.add("communicate", started, time.perf_counter_ns())
         self._count(bucket, codes.numel() * codes.element_size())
         started = time.perf_counter_ns()
+        used_by_any = [flag != 0 for flag in agreement.flags.tolist()]
         if new_residual is not None:
             withheld.keep(new_residual, used_by_any)
             self._residual.stage_flat(bucket)
-        self._decode(bucket, scales, codes)
+        self._decode(bucket, agreement.scales, codes)
         for (start, end), used in zip(spans, used_by_any, strict=True):
             if not used:
                 bucket.buffer[start:end] = 0
@@ -63,8 +74,12 @@ class Summed(Optimistic):
         return True
 
     @abstractmethod
-    def _scales_of(self, bucket: Bucket, residual: torch.Tensor | None) -> torch.Tensor:
-        """(n,) float32, not negative: this rank's own scales; not finite if the gradient is not."""
+    def _n_scales(self, bucket: Bucket) -> int:
+        """How many scales the bucket has: the same on all ranks."""
+
+    @abstractmethod
+    def _write_scales(self, bucket: Bucket, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out (_n_scales,) float32, not negative: this rank's own scales; not finite if the gradient is not."""
 
     @abstractmethod
     def _encode(
@@ -76,29 +91,29 @@ class Summed(Optimistic):
     def _decode(self, bucket: Bucket, scales: torch.Tensor, sums: torch.Tensor) -> None:
         """Sums to means, in the bucket."""
 
-    def _agree(
-        self, bucket: Bucket, scales: torch.Tensor, is_used: list[bool]
-    ) -> tuple[torch.Tensor, list[bool]] | None:
-        """The largest of all ranks' scales, and which parameters any rank used; None if a rank's are not finite.
+    def _room_for(self, bucket: Bucket) -> _Agreement:
+        n_flags, n_scales = len(bucket.parameters), self._n_scales(bucket)
+        n_words = _FACT_WORDS + n_flags + n_scales
+        words = self.session.communicator.scratch("agreement", 4 * n_words).view(torch.int32)
+        return _Agreement(words, words[_FACT_WORDS:][:n_flags], words[n_words - n_scales :].view(torch.float32))
+
+    def _agree(self, bucket: Bucket, agreement: _Agreement, is_used: list[bool]) -> bool:
+        """Leave in `agreement` what is largest of all ranks; False, on all of them, if a rank's scales are not finite.
 
         Floats that are not negative are ordered as their bits are, so one maximum of integers carries everything.
         Raises: RankMismatch if ranks disagree on scheme, options, model or step.
         """
-        communicator = self.session.communicator
+        communicator, words = self.session.communicator, agreement.words
         facts = self._facts_of(bucket)
-        n_flags = len(is_used)
-        flags = torch.tensor([facts, -facts, *is_used], dtype=torch.int32)
-        words = torch.cat([flags, scales.view(torch.int32)])
+        head = array("i", [facts, -facts, *is_used])
+        words[: len(head)].copy_(torch.frombuffer(head, dtype=torch.int32))
         started = time.perf_counter_ns()
         communicator.all_reduce(words, torch.distributed.ReduceOp.MAX)
         bucket.record.add("communicate", started, time.perf_counter_ns())
         self._count(bucket, 4 * words.numel())
         if int(words[0]) != -int(words[1]):
             self._name_mismatch(bucket)
-        shared = words[2 + n_flags :]
-        if bool((shared >= _INFINITY).any()):
-            return None
-        return shared.clone().view(torch.float32), [flag != 0 for flag in words[2 : 2 + n_flags].tolist()]
+        return int(agreement.scales.view(torch.int32).max()) < _INFINITY
 
     def _count(self, bucket: Bucket, n_bytes: int) -> None:
         on_the_wire = ring_bytes(n_bytes, self.session.communicator.world_size)

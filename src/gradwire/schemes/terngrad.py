@@ -44,8 +44,11 @@ class TernGrad(Summed):
         self.codec.field_bits(session.communicator.world_size)
         super().bind(session)
 
-    def _scales_of(self, bucket: Bucket, residual: torch.Tensor | None) -> torch.Tensor:
-        return torch.tensor([self.codec.scale_of(bucket.buffer)])
+    def _n_scales(self, bucket: Bucket) -> int:
+        return 1
+
+    def _write_scales(self, bucket: Bucket, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        out.fill_(self.codec.scale_of(bucket.buffer))
 
     def _encode(
         self, bucket: Bucket, scales: torch.Tensor, residual: torch.Tensor | None, new_residual: torch.Tensor | None

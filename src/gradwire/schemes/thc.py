@@ -44,10 +44,11 @@ class Thc(Summed):
         self.codec.sums_are_wide(session.communicator.world_size)
         super().bind(session)
 
-    def _scales_of(self, bucket: Bucket, residual: torch.Tensor | None) -> torch.Tensor:
-        norms = torch.empty(self.codec.n_norms(bucket.n_elements))
-        self.codec.norms_of(bucket.buffer, norms, residual, self.session.loss_scale())
-        return norms
+    def _n_scales(self, bucket: Bucket) -> int:
+        return self.codec.n_norms(bucket.n_elements)
+
+    def _write_scales(self, bucket: Bucket, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.codec.norms_of(bucket.buffer, out, residual, self.session.loss_scale())
 
     def _encode(
         self, bucket: Bucket, scales: torch.Tensor, residual: torch.Tensor | None, new_residual: torch.Tensor | None

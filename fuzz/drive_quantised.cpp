@@ -1,0 +1,74 @@
+// Drives fuzz_quantised_decode where the compiler has no libFuzzer (GCC): mutated encodings of random gradients, with
+// and without error feedback, and plain random bytes, from a fixed seed. Usage: fuzz_quantised_decode [N_RUNS [SEED]]
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "quantisers/codec.hpp"
+#include "quantisers/thc.hpp"
+#include "simd/dispatch.hpp"
+
+namespace quantisers = gradwire::quantisers;
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
+
+namespace {
+
+std::vector<std::uint8_t> make_message(std::mt19937_64& random, quantisers::Kind kind) {
+  const std::size_t n_values = random() % 8 == 0 ? 65'000 + random() % 2'000 : random() % 1'500;
+  std::vector<float> gradient(n_values), residual(n_values), new_residual(n_values);
+  for (float& value : gradient) {
+    const auto bits = static_cast<std::uint32_t>(random());
+    if (random() % 4096 == 0)
+      std::memcpy(&value, &bits, sizeof value);  // anything, Inf and NaN too
+    else
+      value = static_cast<float>(static_cast<std::int32_t>(bits)) * 0x1p-40f;
+  }
+  const bool feeds_back = random() % 2 == 0;
+  const auto* const raw = reinterpret_cast<const std::uint8_t*>(gradient.data());
+  quantisers::Source source{{raw, 4 * n_values}, quantisers::Dtype::float32, {}};
+  if (feeds_back) source.residual = residual;
+  const std::span<float> kept = feeds_back ? std::span<float>(new_residual) : std::span<float>();
+  std::vector<std::uint8_t> out;
+  if (kind == quantisers::Kind::thc) {
+    out.resize(quantisers::max_thc_bytes(n_values));
+    out.resize(quantisers::encode_thc(source, {{random(), random()}, {random(), random()}, 2.15f}, kept, out));
+    return out;
+  }
+  quantisers::Options options{kind};
+  options.rule = static_cast<quantisers::Options::Rule>(random() % 3);
+  options.parameter = 0.01f;
+  options.levels = 1 + static_cast<int>(random() % 127);
+  options.block = 128u << random() % 6;
+  options.stream = {random(), random()};
+  out.resize(quantisers::max_message_bytes(options, n_values));
+  out.resize(quantisers::encode(options, source, kept, out));
+  return out;
+}
+
+}  // namespace
+
+int main(int n_arguments, char** arguments) {
+  const long n_runs = n_arguments > 1 ? std::atol(arguments[1]) : 10'000;
+  std::mt19937_64 random(n_arguments > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1);
+  for (long run = 0; run < n_runs; ++run) {
+    std::vector<std::uint8_t> input = {static_cast<std::uint8_t>(random()), static_cast<std::uint8_t>(random())};
+    if (run % 8 == 0) {
+      for (std::size_t n = random() % 300; n > 0; --n) input.push_back(static_cast<std::uint8_t>(random()));
+    } else {
+      const std::vector<std::uint8_t> message =
+          make_message(random, static_cast<quantisers::Kind>(input[0] % quantisers::kKinds));
+      input.insert(input.end(), message.begin(), message.end());
+      const std::size_t reach = random() % 2 == 0 ? std::min<std::size_t>(input.size(), 40) : input.size();
+      for (std::size_t n = random() % 6; n > 0; --n)
+        input[2 + random() % (reach - 2)] = static_cast<std::uint8_t>(random());
+      if (random() % 8 == 0) input.resize(2 + random() % (input.size() - 1));
+    }
+    LLVMFuzzerTestOneInput(input.data(), input.size());
+  }
+  std::printf("%ld runs, nothing found\n", n_runs);
+}

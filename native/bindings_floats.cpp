@@ -37,8 +37,11 @@ embedded_float::Known known_of(const Words& codes, const Bytes& exponents, int d
     throw InvalidArgument("embedded-float: one exponent for every partition");
   if (n_known < 0 || n_known > embedded_float::kPlanes) throw InvalidArgument("embedded-float: 0 to 32 known planes");
   // Signed and unsigned words may stand for each other.
-  return {{reinterpret_cast<std::uint32_t*>(codes.data()), codes.size()}, span_of(exponents), dtype_of(dtype),
-          partition, n_known};
+  return {{reinterpret_cast<std::uint32_t*>(codes.data()), codes.size()},
+          span_of(exponents),
+          dtype_of(dtype),
+          partition,
+          n_known};
 }
 
 void bind_embedded_float(nb::module_& m) {

@@ -11,6 +11,7 @@
 #include "quantisers/codec.hpp"
 #include "quantisers/thc.hpp"
 #include "random/counter.hpp"
+#include "top_k/select.hpp"
 
 namespace nb = nanobind;
 using namespace gradwire;
@@ -21,6 +22,7 @@ using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Indices = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::span<const std::uint8_t> span_of(const ConstBytes& array) { return {array.data(), array.size()}; }
@@ -124,6 +126,14 @@ void bind_thc(nb::module_& m) {
 
 void bind_quantisers(nb::module_& m) {
   bind_thc(m);
+  m.def(
+      "select_from",
+      [](const ConstFloats& values, double threshold, const Indices& indices) {
+        const nb::gil_scoped_release unlocked;
+        return top_k::select_from({values.data(), values.size()}, static_cast<float>(threshold),
+                                  {indices.data(), indices.size()});
+      },
+      nb::arg("values"), nb::arg("threshold"), nb::arg("indices"));
   m.def(
       "random_numbers",
       [](std::uint64_t seed, std::uint64_t step, std::uint64_t first_group, const Numbers& out) {

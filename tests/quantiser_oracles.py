@@ -98,6 +98,71 @@ def qsgd(x: np.ndarray, levels: int, block: int, seed: int, step: int) -> np.nda
     return decoded
 
 
+THC_TABLE = np.array([0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30])
+THC_SIGN_SEED = 0x9D8A_5C17_43E1_0B6F
+
+
+def hadamard(size: int) -> np.ndarray:
+    """Orthonormal, by Sylvester's construction."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(size)
+
+
+def thc_blocks(n: int) -> list[tuple[int, int, int]]:
+    """(begin, values, padded size) of each block."""
+    blocks = []
+    for begin in range(0, n, 1_024):
+        count = min(1_024, n - begin)
+        blocks.append((begin, count, max(64, 1 << (count - 1).bit_length())))
+    return blocks
+
+
+def thc_rotation(block: int, size: int, seed: int, sign_step: int) -> np.ndarray:
+    """(size, size) float64: signs, then the transform."""
+    places = np.arange(8, dtype=np.uint64) + np.uint64(8 * block)
+    counter = np.zeros((8, 4), np.uint64)
+    counter[:, 0], counter[:, 2], counter[:, 3] = places, sign_step & 0xFFFFFFFF, sign_step >> 32
+    words = philox(counter, seed ^ THC_SIGN_SEED).T.reshape(-1)  # word 8 k + lane
+    bits = (words[np.arange(size) // 32] >> (np.arange(size) % 32).astype(np.uint32)) & 1
+    return hadamard(size) * (1 - 2.0 * bits)
+
+
+def thc_codes(x: np.ndarray, norms: np.ndarray, clip: float, seed: int, sign_step: int, step: int) -> np.ndarray:
+    """Table values of the rotated values, padded blocks one after another."""
+    codes = []
+    fractions = uniform(seed, step, (len(norms) + 1) * 1_024).astype(np.float64)
+    for block, (begin, count, size) in enumerate(thc_blocks(x.size)):
+        padded = np.zeros(size)
+        padded[:count] = x[begin : begin + count]
+        rotated = thc_rotation(block, size, seed, sign_step) @ padded
+        reach = clip * norms[block] / np.sqrt(size)
+        place = np.clip(rotated * 15 / reach + 15, 0, 30) if reach > 0 else np.full(size, 15.0)
+        index = np.searchsorted(THC_TABLE, np.floor(place), side="right") - 1
+        low, high = THC_TABLE[index], THC_TABLE[np.minimum(index + 1, 15)]
+        up = fractions[begin : begin + size] * (high - low) < place - low
+        codes.append(np.where(up, high, low))
+    return np.concatenate(codes) if codes else np.zeros(0)
+
+
+def thc_mean(
+    sums: np.ndarray, n: int, n_ranks: int, norms: np.ndarray, clip: float, seed: int, sign_step: int
+) -> np.ndarray:
+    """What sums of codes over `n_ranks` stand for, divided by n_ranks."""
+    out, first = np.zeros(n), 0
+    for block, (begin, count, size) in enumerate(thc_blocks(n)):
+        step = clip * norms[block] / np.sqrt(size) / 15 / n_ranks
+        rotated = (sums[first : first + size] - 15.0 * n_ranks) * step
+        out[begin : begin + count] = (thc_rotation(block, size, seed, sign_step).T @ rotated)[:count]
+        first += size
+    return out
+
+
+def thc_norms(x: np.ndarray) -> np.ndarray:
+    return np.array([np.sqrt(np.square(x[b : b + c].astype(np.float64)).sum()) for b, c, _ in thc_blocks(x.size)])
+
+
 def make_gradient(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """(n,): heavy tails, exact zeros, negative zeros."""
     generator = torch.Generator().manual_seed(seed + n)

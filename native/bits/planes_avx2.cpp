@@ -24,9 +24,8 @@ void split_bytes(const std::uint32_t* words, __m128i shift, __m256i* bytes) {
     const __m256i low = _mm256_packus_epi32(lanes[0], lanes[1]), high = _mm256_packus_epi32(lanes[2], lanes[3]);
     bytes[0] = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_order);
   } else {
-    const __m256i by_significance =
-        _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14,
-                         3, 7, 11, 15);
+    const __m256i by_significance = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
+                                                     1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (__m256i& part : lanes) part = _mm256_shuffle_epi8(part, by_significance);
     // Four words of four bytes in each half: transpose them.
     const __m256i low01 = _mm256_unpacklo_epi32(lanes[0], lanes[1]), low23 = _mm256_unpacklo_epi32(lanes[2], lanes[3]);
@@ -81,8 +80,7 @@ void unpack_bytes(const std::uint8_t* planes, std::size_t stride_bytes, std::siz
       byte = _mm256_sub_epi8(_mm256_add_epi8(byte, byte), is_set);
       from += stride_bytes;
     };
-    __m256i bytes[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
-                        _mm256_setzero_si256()};
+    __m256i bytes[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
     for (int byte = 0; byte < n_bytes - 1; ++byte)
       for (int plane = 0; plane < 8; ++plane) read(bytes[byte]);
     __m256i& last = bytes[n_bytes - 1];
@@ -91,7 +89,8 @@ void unpack_bytes(const std::uint8_t* planes, std::size_t stride_bytes, std::siz
     last = _mm256_and_si256(_mm256_sll_epi16(last, fill), _mm256_set1_epi8(static_cast<char>(0xFF << (8 - n_last))));
 
     __m256i parts[4];  // words 0-3 16-19, 4-7 20-23, 8-11 24-27, 12-15 28-31
-    const __m256i high_low = _mm256_unpacklo_epi8(bytes[1], bytes[0]), high_high = _mm256_unpackhi_epi8(bytes[1], bytes[0]);
+    const __m256i high_low = _mm256_unpacklo_epi8(bytes[1], bytes[0]),
+                  high_high = _mm256_unpackhi_epi8(bytes[1], bytes[0]);
     if constexpr (n_bytes <= 2) {
       const __m256i zero = _mm256_setzero_si256();
       parts[0] = _mm256_unpacklo_epi16(zero, high_low);
@@ -99,7 +98,8 @@ void unpack_bytes(const std::uint8_t* planes, std::size_t stride_bytes, std::siz
       parts[2] = _mm256_unpacklo_epi16(zero, high_high);
       parts[3] = _mm256_unpackhi_epi16(zero, high_high);
     } else {
-      const __m256i low_low = _mm256_unpacklo_epi8(bytes[3], bytes[2]), low_high = _mm256_unpackhi_epi8(bytes[3], bytes[2]);
+      const __m256i low_low = _mm256_unpacklo_epi8(bytes[3], bytes[2]),
+                    low_high = _mm256_unpackhi_epi8(bytes[3], bytes[2]);
       parts[0] = _mm256_unpacklo_epi16(low_low, high_low);
       parts[1] = _mm256_unpackhi_epi16(low_low, high_low);
       parts[2] = _mm256_unpacklo_epi16(low_high, high_high);

@@ -1,6 +1,7 @@
-// Codes of k bits, 1 to 32, packed without gaps. 256 codes make a block of 32 k bytes: eight streams side by side, one for
-// each lane of a 256-bit vector. Lane l holds codes l, 8 + l, 16 + l, ..., the first one in the lowest bits; word w of
-// lane l is the block's 32-bit word 8 w + l. The last codes, fewer than 256, are one stream, least significant bit first.
+// Codes of k bits, 1 to 32, packed without gaps. 256 codes make a block of 32 k bytes: eight streams side by side, one
+// for each lane of a 256-bit vector. Lane l holds codes l, 8 + l, 16 + l, ..., the first one in the lowest bits; word w
+// of lane l is the block's 32-bit word 8 w + l. The last codes, fewer than 256, are one stream, least significant bit
+// first.
 #pragma once
 
 #include <cstddef>

@@ -58,8 +58,12 @@ void unpack_block(const std::uint8_t* data, std::uint32_t* codes) {
 
 // One row a width; the row of 0 is never used.
 #define GRADWIRE_KERNEL(n) {pack_block<n>, unpack_block<n>}
-#define GRADWIRE_EIGHT_KERNELS(n)                                                                           \
-  GRADWIRE_KERNEL(n), GRADWIRE_KERNEL(n + 1), GRADWIRE_KERNEL(n + 2), GRADWIRE_KERNEL(n + 3),               \
-      GRADWIRE_KERNEL(n + 4), GRADWIRE_KERNEL(n + 5), GRADWIRE_KERNEL(n + 6), GRADWIRE_KERNEL(n + 7)
-#define GRADWIRE_KERNELS \
-  {{nullptr, nullptr}, GRADWIRE_EIGHT_KERNELS(1), GRADWIRE_EIGHT_KERNELS(9), GRADWIRE_EIGHT_KERNELS(17), GRADWIRE_EIGHT_KERNELS(25)}
+#define GRADWIRE_EIGHT_KERNELS(n)                                                                                     \
+  GRADWIRE_KERNEL(n), GRADWIRE_KERNEL(n + 1), GRADWIRE_KERNEL(n + 2), GRADWIRE_KERNEL(n + 3), GRADWIRE_KERNEL(n + 4), \
+      GRADWIRE_KERNEL(n + 5), GRADWIRE_KERNEL(n + 6), GRADWIRE_KERNEL(n + 7)
+#define GRADWIRE_KERNELS       \
+  {{nullptr, nullptr},         \
+   GRADWIRE_EIGHT_KERNELS(1),  \
+   GRADWIRE_EIGHT_KERNELS(9),  \
+   GRADWIRE_EIGHT_KERNELS(17), \
+   GRADWIRE_EIGHT_KERNELS(25)}

@@ -35,8 +35,7 @@ struct Chunk {
 Chunk chunk_at(std::size_t index, std::uint64_t n_elements, std::size_t partition, planes::Range range) {
   const std::size_t first = index * kChunkValues;
   const std::size_t n = std::min<std::uint64_t>(kChunkValues, n_elements - first);
-  const std::uint64_t begin =
-      table_end(chunks_of(n_elements)) + index * payload_bytes(kChunkValues, partition, range);
+  const std::uint64_t begin = table_end(chunks_of(n_elements)) + index * payload_bytes(kChunkValues, partition, range);
   return {index, first, n, begin, begin + payload_bytes(n, partition, range), partitions_of(n, partition)};
 }
 
@@ -141,8 +140,8 @@ class Reader {
   Reader(std::span<const std::uint8_t> message, Dtype dtype, std::uint64_t n_elements)
       : header(read_header(message)), message_(message.data()) {
     if (header.dtype != dtype)
-      throw CorruptMessage(std::string("embedded-float message: dtype: expected ") + floats::name_of(dtype) +
-                           ", got " + floats::name_of(header.dtype));
+      throw CorruptMessage(std::string("embedded-float message: dtype: expected ") + floats::name_of(dtype) + ", got " +
+                           floats::name_of(header.dtype));
     if (header.n_elements != n_elements)
       throw CorruptMessage("embedded-float message: number of values: expected " + std::to_string(n_elements) +
                            ", got " + std::to_string(header.n_elements));
@@ -169,7 +168,8 @@ class Reader {
       if (exponents[i] < kMinExponent) fail(chunk.index, "a shared exponent is below 31");
       is_raw |= exponents[i] == kRawExponent;
     }
-    if (is_raw && (header.flags & kFlagNonfinite) == 0) fail(chunk.index, "a non-finite partition that the header denies");
+    if (is_raw && (header.flags & kFlagNonfinite) == 0)
+      fail(chunk.index, "a non-finite partition that the header denies");
     for (std::size_t i = 0; i < extra.n; ++i) {
       const std::size_t index = extra.index(i);
       if (index >= chunk.n || (i > 0 && index <= extra.index(i - 1))) fail(chunk.index, "escapes out of order");
@@ -254,8 +254,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, Dtype dtype, std::siz
         std::uint32_t codes[kMaxPartition];
         const void* const from = values.data() + (chunk.first + first) * value_bytes;
         const std::uint32_t exponent = kernels.to_codes(from, n, padded(n), codes);
-        if (exponent != kRawExponent)
-          EscapeFinder(kernels, from, codes, n, exponent).write(first, indices, words);
+        if (exponent != kRawExponent) EscapeFinder(kernels, from, codes, n, exponent).write(first, indices, words);
       });
       entry.checksum = crc32c({begin, entry.n_escapes * kEscapeBytes}, entry.checksum);
       write_entry(entry, chunk.index, message);

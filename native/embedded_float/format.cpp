@@ -33,7 +33,8 @@ void check_settings(std::size_t partition, planes::Range range) {
 std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, planes::Range range) {
   const std::uint64_t n_full = n_values / partition * partition, n_rest = n_values - n_full;
   const std::uint64_t plane_bytes = n_full / 8 + (n_rest + 7) / 8;
-  return (range.first == 0 ? partitions_of(n_values, partition) : 0) + plane_bytes * static_cast<std::uint64_t>(range.n);
+  return (range.first == 0 ? partitions_of(n_values, partition) : 0) +
+         plane_bytes * static_cast<std::uint64_t>(range.n);
 }
 
 std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition, planes::Range range) {
@@ -71,7 +72,8 @@ Header read_header(std::span<const std::uint8_t> message) {
   const std::uint8_t* const at = message.data();
   if (message.size() < kHeaderBytes)
     fail("truncated: " + std::to_string(message.size()) + " bytes, a header alone has 40");
-  if (load<std::uint32_t>(at) != kMagic) fail("it does not begin with GWEF: no embedded-float message, or bytes were lost");
+  if (load<std::uint32_t>(at) != kMagic)
+    fail("it does not begin with GWEF: no embedded-float message, or bytes were lost");
   if (at[4] != kVersion)
     throw IncompatibleVersion("embedded-float message of format version " + std::to_string(at[4]) +
                               "; this build reads version 1: use the same gradwire release on every rank");
@@ -87,7 +89,7 @@ Header read_header(std::span<const std::uint8_t> message) {
   if (load<std::uint32_t>(at + kChecksumOffset) != header_checksum(at, n_chunks))
     fail("the header's checksum does not match: bytes were changed on the way");
   if (at[5] >= floats::kDtypes) fail("unknown dtype code " + std::to_string(at[5]));
-  const Header header{static_cast<Dtype>(at[5]),       {at[6], at[7]}, load<std::uint16_t>(at + 18),
+  const Header header{static_cast<Dtype>(at[5]),    {at[6], at[7]}, load<std::uint16_t>(at + 18),
                       load<std::uint16_t>(at + 16), n_elements,     message_bytes};
   if (header.range.n < 1 || header.range.first + header.range.n > kPlanes)
     fail("planes " + std::to_string(header.range.first) + " and " + std::to_string(header.range.n) + " more of 32");

@@ -40,8 +40,8 @@ void to_words(const std::uint32_t* __restrict codes, std::size_t n, std::uint32_
               std::uint32_t* __restrict words) {
   // 2^(exponent - 157), a normal number: exponent is at least 31.
   const float weight = std::bit_cast<float>((exponent - kMinExponent + 1) << 23);
-  // A magnitude stands for all that share its known bits: half of the unknown ones are added. One less, so that rounding
-  // to 24 bits never carries past the largest finite value.
+  // A magnitude stands for all that share its known bits: half of the unknown ones are added. One less, so that
+  // rounding to 24 bits never carries past the largest finite value.
   const std::uint32_t n_unknown = 32 - static_cast<std::uint32_t>(n_known);
   const std::uint32_t middle = n_unknown == 0 ? 0 : (1u << (n_unknown - 1)) - 1;
   constexpr std::uint32_t kLargest = 0x7FFFFF80;  // 24 ones: no encoder writes more

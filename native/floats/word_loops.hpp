@@ -26,8 +26,8 @@ inline std::uint32_t widen(std::uint16_t half) {
   const std::uint32_t magnitude = half & 0x7FFFu, exponent = magnitude >> 10;
   const std::uint32_t normal = (magnitude << 13) + (112u << 23);
   // Units of 2^-24, the smallest subnormal: exact, and normal as a float32.
-  const std::uint32_t small = std::bit_cast<std::uint32_t>(static_cast<float>(static_cast<std::int32_t>(magnitude)) *
-                                                           0x1p-24f);
+  const std::uint32_t small =
+      std::bit_cast<std::uint32_t>(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f);
   const std::uint32_t special = (magnitude << 13) | kInfinity;
   const std::uint32_t word = choose(exponent == 0, small, choose(exponent == 31, special, normal));
   return word | static_cast<std::uint32_t>(half & 0x8000u) << 16;
@@ -75,7 +75,8 @@ void store_words(const std::uint32_t* __restrict words, std::size_t n, void* val
     std::memcpy(values, words, 4 * n);
   } else {
     std::uint16_t* __restrict const to = static_cast<std::uint16_t*>(values);
-    for (std::size_t i = 0; i < n; ++i) to[i] = dtype == Dtype::bfloat16 ? narrow_to_bfloat16(words[i]) : narrow(words[i]);
+    for (std::size_t i = 0; i < n; ++i)
+      to[i] = dtype == Dtype::bfloat16 ? narrow_to_bfloat16(words[i]) : narrow(words[i]);
   }
 }
 

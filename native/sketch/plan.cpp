@@ -14,8 +14,9 @@
 namespace gradwire::sketch {
 namespace {
 
-// A block of so many non-zeros has 85 Ki cells of 8 bytes while it is peeled: 680 KiB, within a second-level cache of 1 MiB.
-constexpr std::size_t kBlockNonzeros = 1 << 16;
+// A block of so many non-zeros has 42,600 cells of 8 bytes while it is peeled, and lists of 4: within a second-level cache
+// of 1 MiB, as one core here has.
+constexpr std::size_t kBlockNonzeros = 1 << 15;
 // Fewer batches share too few rows: below 1,024 of them a block loses recoveries (docs/results.md, count sketch).
 constexpr std::size_t kMinBlockBatches = 1024;
 // Batches are smaller where a table would have fewer rows than this.

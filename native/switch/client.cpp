@@ -13,7 +13,12 @@
 namespace gradwire::innet {
 namespace {
 
-constexpr double kFirstTimerS = 0.1, kLeastTimerS = 0.01, kMostTimerS = 1.0;
+// Ranks and switch that share a machine's cores sleep for tens of milliseconds at a time: timers of 10 ms sent 3 to 6 %
+// of all packets again where none was lost (4 ranks, 2 cores, 200 Mb/s). A loss in mid-stream does not wait for a
+// timer.
+constexpr double kFirstTimerS = 0.1, kLeastTimerS = 0.05, kMostTimerS = 1.0;
+constexpr double kTickS = 0.0025;  // how often timers are looked at
+constexpr double kLeastOvertakenS = 0.01;
 // A packet is taken for lost when one so much later is done: a burst of the socket may overtake another.
 constexpr std::uint32_t kOvertaken = kMaxBurst;
 // Packets that ask again while nothing moves at all: one slow rank must not draw the others' whole windows.
@@ -185,12 +190,12 @@ void Client::reduce(std::span<std::int32_t> values, Operation operation, double 
     send_new(call, now);
     if (now >= next_check) {
       send_due(call, now);
-      next_check = now + kLeastTimerS / 4;
+      next_check = now + kTickS;
     }
     flush();
     // Within the timers' grain; a result that comes wakes at once.
     const bool is_stalled = now - call.last_progress > kSliceS;
-    socket_.receive(static_cast<int>(1000 * (is_stalled ? kSliceS / 5 : kLeastTimerS / 4)) + 1,
+    socket_.receive(static_cast<int>(1000 * (is_stalled ? kSliceS / 5 : kTickS)) + 1,
                     [&](std::span<const std::uint8_t> datagram, const Endpoint&) { take(call, datagram, now); });
     now = now_s();
     fail_if_late(call, now, timeout_s);
@@ -225,7 +230,7 @@ void Client::send_new(Call& call, double now) {
 }
 
 void Client::send_due(Call& call, double now) {
-  const double overtaken_s = std::max(1.25 * smoothed_s_, 0.002);
+  const double overtaken_s = std::max(1.25 * smoothed_s_, kLeastOvertakenS);
   const bool is_stalled = now - call.last_progress > timer_s(0);
   std::size_t n_resent = 0;
   for (std::uint32_t index = call.first_done; index < call.next; ++index) {

@@ -126,4 +126,12 @@ std::size_t select_largest(std::span<const float> values, std::span<std::int32_t
   return n_nonfinite;
 }
 
+std::size_t select_from(std::span<const float> values, float threshold, std::span<std::int32_t> indices) {
+  if (!(threshold >= 0)) throw InvalidArgument("select_from: a threshold is not negative");
+  if (values.size() >> 31 != 0) throw InvalidArgument("select_from: at most 2^31 - 1 elements");
+  const std::vector<std::int32_t> found = gather(values, std::max(magnitude_of(threshold), 1u), indices.size());
+  std::copy_n(found.begin(), std::min(found.size(), indices.size()), indices.begin());
+  return found.size();
+}
+
 }  // namespace gradwire::top_k

@@ -13,4 +13,8 @@ namespace gradwire::top_k {
 // Cost: two passes over `values`, one more where very many share the threshold's leading bits (12 of 31).
 std::size_t select_largest(std::span<const float> values, std::span<std::int32_t> indices);
 
+// The indices of all magnitudes from `threshold` up but zero, ascending, as far as `indices` has room for them; returns how
+// many there are. NaN counts as larger than any threshold. Throws InvalidArgument.
+std::size_t select_from(std::span<const float> values, float threshold, std::span<std::int32_t> indices);
+
 }  // namespace gradwire::top_k

@@ -44,8 +44,7 @@ Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& sett
 template <class Body>
 void for_runs(std::size_t first, std::size_t n_block, std::size_t partition, const Body& body) {
   const std::size_t run = std::min(partition, word_packing::kBlock);
-  for (std::size_t at = 0; at < n_block; at += run)
-    body((first + at) / partition, at, std::min(run, n_block - at));
+  for (std::size_t at = 0; at < n_block; at += run) body((first + at) / partition, at, std::min(run, n_block - at));
 }
 
 // The number that the largest code of these settings stands for, as a float32: the last of a binade of few.

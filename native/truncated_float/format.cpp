@@ -96,7 +96,8 @@ Header read_header(std::span<const std::uint8_t> message) {
   if (at[5] >= floats::kDtypes) fail("unknown dtype code " + std::to_string(at[5]));
   if (at[6] >= kFormats) fail("unknown format code " + std::to_string(at[6]));
   const Header header{{static_cast<Dtype>(at[5]), static_cast<Format>(at[6]), at[7], load<std::uint16_t>(at + 16)},
-                      load<std::uint16_t>(at + 18), load<std::uint64_t>(at + 8)};
+                      load<std::uint16_t>(at + 18),
+                      load<std::uint64_t>(at + 8)};
   const Settings& settings = header.settings;
   if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
     fail(std::to_string(settings.n_bits) + " bits of format " + name_of(settings.format));

@@ -32,9 +32,9 @@ inline constexpr std::size_t kChunkValues = 16384;  // of every chunk but the la
 inline constexpr std::size_t kMinPartition = 32, kMaxPartition = 1024;  // powers of two between; they divide a chunk
 inline constexpr std::size_t kHeaderBytes = 40;
 inline constexpr std::size_t kChunkEntryBytes = 4;
-inline constexpr std::size_t kScaleBytes = 2;       // a bfloat16
+inline constexpr std::size_t kScaleBytes = 2;           // a bfloat16
 inline constexpr std::uint32_t kMinScale = 0x0D800000;  // 2^-100: no product below meets subnormals
-inline constexpr std::uint16_t kFlagNonfinite = 1;  // some value is Inf or NaN, and bits are cut off
+inline constexpr std::uint16_t kFlagNonfinite = 1;      // some value is Inf or NaN, and bits are cut off
 
 struct Settings {
   Dtype dtype;

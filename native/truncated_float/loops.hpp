@@ -1,6 +1,6 @@
-// Included by portable.cpp and loops_avx2.cpp, which differ in the instruction set alone and define draw_group. Integers,
-// and single IEEE operations on normal numbers: all machines get the same bits. Conditions are spelt out as masks, or
-// the compiler would branch around floating-point operations.
+// Included by portable.cpp and loops_avx2.cpp, which differ in the instruction set alone and define draw_group.
+// Integers, and single IEEE operations on normal numbers: all machines get the same bits. Conditions are spelt out as
+// masks, or the compiler would branch around floating-point operations.
 #include <bit>
 #include <cstring>
 
@@ -99,14 +99,16 @@ void round_exponents(const std::uint32_t* __restrict words, std::size_t n, const
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t word = words[i], exponent = word >> 23 & 0xFF;
     const std::uint32_t code = excess(exponent, rebias) >> cut;
+    // Shares do not change where all three numbers are 2^64 times as large, and no difference is subnormal then.
+    const std::uint32_t lift = choose(exponent < 64, 64u << 23, 0);
     // Code 0 is zero; above it, code c is 2^((c << cut) - bias).
-    const std::uint32_t lower = (((code << cut) + rebias) << 23) & (0u - static_cast<std::uint32_t>(code != 0));
-    const std::uint32_t upper = (((code + 1) << cut) + rebias) << 23;
-    const std::uint32_t magnitude = (word & kMagnitude) & (0u - static_cast<std::uint32_t>(exponent != 0));
+    const std::uint32_t lower = choose(code == 0, 0, (((code << cut) + rebias) << 23) + lift);
+    const std::uint32_t upper = ((((code + 1) << cut) + rebias) << 23) + lift;
+    const std::uint32_t magnitude = choose(exponent == 0, 0, (word & kMagnitude) + lift);
     const float down = as_float(lower), x = as_float(magnitude), up = as_float(upper);
     // Less, not less or equal: a value on the grid stays where it is.
     const float number = static_cast<float>(static_cast<std::int32_t>(numbers[i] >> 8)) * 0x1p-24f;
-    const auto is_up = static_cast<std::uint32_t>(number < (x - down) / (up - down));
+    const auto is_up = static_cast<std::uint32_t>(number * (up - down) < x - down);
     codes[i] = smaller(code + is_up, largest) | (word >> sign_shift & sign_bit);
   }
 }
@@ -143,8 +145,7 @@ void round(const void* values, std::size_t n, const Settings& settings, std::uin
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t number = numbers[i];
     const std::uint32_t magnitude = round_magnitude(
-        words[i], target,
-        [number](std::uint32_t, std::uint32_t shift) { return number & ((1u << shift) - 1); });
+        words[i], target, [number](std::uint32_t, std::uint32_t shift) { return number & ((1u << shift) - 1); });
     codes[i] = magnitude | (words[i] >> sign_shift & sign_bit);
   }
 }
@@ -180,8 +181,8 @@ void to_values(const std::uint32_t* __restrict codes, std::size_t n, const Setti
 
 template <Dtype dtype>
 constexpr Kernels make_kernels() {
-  return {floats::largest_magnitude<dtype>, truncate<dtype>,          round<dtype>,
-          to_values<dtype>,                 floats::fill_nan<dtype>, draw_group};
+  return {floats::largest_magnitude<dtype>, truncate<dtype>, round<dtype>, to_values<dtype>,
+          floats::fill_nan<dtype>,          draw_group};
 }
 
 }  // namespace

@@ -108,6 +108,55 @@ def write_ternary_counts(
 ) -> None: ...
 def read_ternary_counts(codes: Any, field_bits: int, n_ranks: int, scale: float, dtype: int, values: Any) -> None: ...
 
+# The indices of magnitudes from a threshold up but zero, ascending, as many as there is room for; returns how many there
+# are.
+def select_from(values: Any, threshold: float, indices: Any) -> int: ...
+
+# THC: blocks of 1,024 rotated values, padded; norms float32, one a block; codes the table's values as uint8, sums of them
+# uint8 or (wide) 16 bits.
+def thc_padded_elements(n_elements: int) -> int: ...
+def thc_max_bytes(n_elements: int) -> int: ...
+def thc_write_norms(values: Any, dtype: int, residual: Any | None, residual_scale: float, norms: Any) -> None: ...
+def thc_write_codes(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    seed: int,
+    step: int,
+    codes: Any,
+) -> None: ...
+def thc_read_sums(
+    sums: Any,
+    wide: bool,
+    n_ranks: int,
+    norms: Any,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    dtype: int,
+    values: Any,
+) -> None: ...
+def thc_encode(
+    values: Any,
+    dtype: int,
+    residual: Any | None,
+    residual_scale: float,
+    new_residual: Any | None,
+    clip: float,
+    sign_seed: int,
+    sign_step: int,
+    seed: int,
+    step: int,
+    out: Any,
+) -> int: ...
+def thc_decode(message: Any, dtype: int, values: Any) -> None: ...
+
 # The switch emulation (docs/switch.md). Operations: 1 add, 2 or, 3 maximum. All but `stop` from one thread at a time.
 SWITCH_LANES: int
 SWITCH_HEADER_BYTES: int
@@ -187,3 +236,35 @@ def thc_encode(
     out: Any,
 ) -> int: ...
 def thc_decode(message: Any, dtype: int, values: Any) -> None: ...
+
+# Count sketches (docs/format.md#count-sketch). dtype: 0 float32, 1 bfloat16; cell_kind: 0 float32, 1 int32, 2 int64; values
+# and cells as uint8, words as uint32, positions as int64. An index pass returns the number of non-zeros and the bits of
+# the largest magnitude; recovery returns 0 complete, 1 not finite, 2 foreign.
+SKETCH_BLOOM_ROW_WORDS: int
+
+def sketch_write_index(values: Any, dtype: int, words: Any) -> tuple[int, int]: ...
+def sketch_count_index(words: Any, n_elements: int) -> int: ...
+def sketch_insert_bloom(words: Any, n_elements: int, n_hashes: int, seed: int, filter: Any) -> None: ...
+def sketch_query_bloom(filter: Any, n_elements: int, n_hashes: int, seed: int, words: Any) -> int: ...
+
+class SketchPlan:
+    def __init__(self) -> None: ...
+    def prepare(
+        self, words: Any, n_elements: int, batch_values: int, gamma: float, seed: int, salt: int, max_cells: int
+    ) -> None: ...
+    @property
+    def n_nonzeros(self) -> int: ...
+    @property
+    def n_cells(self) -> int: ...
+    @property
+    def batch_values(self) -> int: ...
+    @property
+    def n_blocks(self) -> int: ...
+    @property
+    def n_rounds(self) -> int: ...
+    def add(
+        self, values: Any, dtype: int, own_words: Any, cell_kind: int, shift: int, limit: int, cells: Any
+    ) -> None: ...
+    def peel(self, words: Any) -> int: ...
+    def write_core(self, positions: Any) -> None: ...
+    def recover(self, cells: Any, cell_kind: int, scale: float, estimate: bool, values: Any, dtype: int) -> int: ...

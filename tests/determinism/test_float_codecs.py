@@ -36,9 +36,9 @@ def _restore() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_messages_and_values_are_the_same_for_every_thread_count_and_instruction_set(dtype: torch.dtype) -> None:
-    gradients = [make_gradient(kind, 3 * 16384 + 4321, dtype) for kind in KINDS]
-    for codec in CODECS:
-        for gradient in gradients:
+    gradients = [make_gradient(kind, 16384 + 1321, dtype) for kind in KINDS]
+    for number, codec in enumerate(CODECS):
+        for gradient in (gradients[number % 4], gradients[(number + 1) % 4]):
             _native.set_thread_count(1)
             _native.limit_simd_level(False)
             message = encode(codec, gradient)
@@ -87,11 +87,11 @@ def test_refinements_are_the_same_on_every_instruction_set(dtype: torch.dtype) -
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this machine cannot flush subnormals")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_flushing_subnormals_changes_nothing(dtype: torch.dtype) -> None:
-    gradients = [finite_gradient(5000, dtype), make_gradient("random bits", 5000, dtype)]
+    gradients = [finite_gradient(3000, dtype), make_gradient("random bits", 3000, dtype)]
     if dtype != torch.float16:
-        gradients.append(make_gradient("gaussian", 5000, dtype) * 1e-36)
+        gradients.append(make_gradient("gaussian", 3000, dtype) * 1e-36)
     _native.set_thread_count(1)
-    for allowed in LEVELS.values():
+    for allowed in (LEVELS["portable"], LEVELS["avx2"]):
         _native.limit_simd_level(*allowed)
         for codec in CODECS:
             for gradient in gradients:

@@ -27,10 +27,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one-bit": {},
     "two-bit": {},
     "qsgd": {"block": 128},
+    "terngrad": {},
+    "thc": {},
+    "dgc": {"share": 0.05},
 }
 # Their drawing depends on the step's number.
-STOCHASTIC = ("random-k", "qsgd")
-LEARNING_RATES = {"sign-sgd": 1e-3, "qsgd": 0.1}
+STOCHASTIC = ("random-k", "qsgd", "terngrad", "thc", "dgc")
+LEARNING_RATES = {"sign-sgd": 1e-3, "qsgd": 0.1, "terngrad": 0.1, "dgc": 0.03}
 
 
 def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -134,7 +137,7 @@ def conserve(rank: int, world_size: int, scheme: str, dtype: torch.dtype) -> lis
     return history
 
 
-@pytest.mark.parametrize("scheme", ["top-k", "random-k", "one-bit", "two-bit"])
+@pytest.mark.parametrize("scheme", ["top-k", "random-k", "one-bit", "two-bit", "thc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_and_residuals_conserve_the_gradients_across_a_rebuild(scheme: str, dtype: torch.dtype) -> None:
     histories = run_ranks(conserve, 3, scheme, dtype)
@@ -213,8 +216,9 @@ def overflow(rank: int, world_size: int, scheme: str) -> None:
             assert not parameters_of(ddp).isfinite().all()
             torch.nn.utils.vector_to_parameters(kept, ddp.parameters())
             after = attachment.state_dict()["state"]
-            for name, residual in before.get("residuals", {}).items():
-                assert torch.equal(residual, after["residuals"][name])
+            for kind in ("residuals", "momenta"):
+                for name, kept_value in before.get(kind, {}).items():
+                    assert torch.equal(kept_value, after[kind][name])
             assert attachment.stats()["n_fallbacks"] == attachment.stats()["n_buckets_redone"] > 0
         elif scheme in STOCHASTIC:  # the same number of steps on both sides
             attachment._state.step += 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.jitter import Uniform
 from gradwire.simulator.schemes.aqgb import Aqgb
 from gradwire.simulator.schemes.base import Scheme
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
 from gradwire.simulator.schemes.collective import Collective, Cost, ParameterServer
+from gradwire.simulator.schemes.slimgc import SlimGc
 from gradwire.simulator.simulation import Setting, Simulation
 from gradwire.simulator.workloads import Block, Workload
 
@@ -100,7 +103,7 @@ def test_codec_times_count_where_the_lane_says(lane: str, expected_s: float) -> 
 
 
 def test_a_pipeline_of_many_chunks_hides_the_shorter_of_codec_and_wire() -> None:
-    n_values = 2 * 10 * 262_144  # ten chunks in each of two parts
+    n_values = 2 * 10 * CHUNK_ELEMENTS  # ten chunks in each of two parts
     workload = Workload("big", (Block("a", n_values, 1.0, 2.0),), "by hand")
     cost = Cost(32.0, 1 / n_values, 1 / n_values, lane="pipelined")
     made = ends(lambda s: Collective(s, cost), workload, 2, 32.0 * n_values / 10, rounds=1)
@@ -127,3 +130,17 @@ def test_a_worker_alone_waits_for_nobody() -> None:
 def test_a_lane_of_another_name_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="lane"):
         Cost(32.0, lane="fast")  # type: ignore[arg-type]
+
+
+def test_slimgc_compresses_from_its_threshold_on() -> None:
+    unequal = Workload("unequal", (Block("a", 100, 1.0, 2.0), Block("b", 10_000, 1.0, 2.0)), "by hand")
+    # One bit a value both ways, and a codec of 1 ms a value: worth it where 31 bits take longer than that.
+    cost = Cost(1.0, 1e-3, 0.0)
+    slow = Simulation(Setting(unequal, 2, 1000.0, jitter=STILL), lambda s: SlimGc(s, cost))
+    fast = Simulation(Setting(unequal, 2, 1e6, jitter=STILL), lambda s: SlimGc(s, cost))
+    assert (slow.scheme.threshold_bytes, fast.scheme.threshold_bytes) == (1, NEVER)  # type: ignore[attr-defined]
+    # Given: only b, 40,000 bytes, is compressed. b is there at 4 s, takes 10 s to encode, and from 14 s on a's 3,200 bits,
+    # which have waited for the lane, share the link with b's 10,000: 13,200 bits at 1,000 a second.
+    run = Simulation(Setting(unequal, 2, 1000.0, jitter=STILL), lambda s: SlimGc(s, cost, threshold_bytes=1000))
+    run.run(rounds=1)
+    assert run.round_ends_s == pytest.approx([4.0 + 10.0 + 13.2])

@@ -30,6 +30,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "gradwire.bench.convergence",
         "where training ends under each scheme, over several seeds: ACP-SGD's figures 6 and 7",
     ),
+    "simulator": (
+        "gradwire.bench.simulator",
+        "predicted against measured iteration times in the test network; --measure makes the simulator's table",
+    ),
     "sweep": ("gradwire.bench.sweep", "all of it by one table, resumable; --quick is what `make bench` runs"),
     "dump-gradients": ("gradwire.bench.dump_gradients", "gradient files for the others, from a short training"),
     "sketch": ("gradwire.bench.sketch", "count sketches against the bound (Fig. 2), recovery (Fig. 3), codec speed"),

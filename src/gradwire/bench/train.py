@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"schemes and rivals ({rivals}), with options as NAME:option=value,...; `all` is every one (default)",
     )
-    parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt)")
+    parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt); NAME:option=value,...")
     add_rank_arguments(parser)
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps a scheme that count (30)")
     parser.add_argument(
@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure as a rank, or start the ranks that do."""
     if args.steps < 1 or args.warmup < 1:
         raise InvalidArgument("--steps and --warmup count from 1 (DDP rebuilds its buckets after the first step)")
-    if args.workload not in workloads.names():
-        raise InvalidArgument(f"no workload is called {args.workload!r}; there are: {', '.join(workloads.names())}")
+    workload_name = parse_spec(args.workload)[0]
+    if workload_name not in workloads.names():
+        raise InvalidArgument(f"no workload is called {workload_name!r}; there are: {', '.join(workloads.names())}")
     specs = choose_specs(args.scheme, train_contenders.names())
     for spec in specs:
         train_contenders.check_rival_options(*parse_spec(spec))
@@ -88,10 +89,11 @@ def _run_rank(args: argparse.Namespace, specs: Sequence[str]) -> int:
     from gradwire.bench.train_rank import TrainBench
 
     options: dict[str, Any] = {"batch_size": args.batch_size, "optimizer": args.optimizer}
-    named = {key: value for key, value in options.items() if value is not None}
+    name, own_options = parse_spec(args.workload)
+    named = own_options | {key: value for key, value in options.items() if value is not None}
     dist.init_process_group("gloo")
     try:
-        workload = workloads.by_name(args.workload, compute=args.compute, **named)
+        workload = workloads.by_name(name, compute=args.compute, **named)
         bench = TrainBench(args, workload, specs)
         records = bench.run()
         if bench.rank == 0:

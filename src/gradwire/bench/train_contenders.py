@@ -141,6 +141,12 @@ class TrainContender:
             return float(sum(stats[f"{kind}_s"] for kind in ("encode", "decode", "importance", "table")))
         return 0.0 if self.name == "ddp" else None
 
+    def decode_s(self) -> float | None:
+        """What of `codec_s` was decoding: it grows with the messages received, the rest with those sent."""
+        if self._attachment is not None:
+            return float(self._attachment.stats()["decode_s"])
+        return 0.0 if self.name == "ddp" else None
+
     def memory_bytes(self) -> int:
         """What it holds on one rank: parameters, gradients, buckets, two optimizer moments, and a scratch."""
         return 6 * 4 * self.n_parameters

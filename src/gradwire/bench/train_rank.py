@@ -145,6 +145,7 @@ class TrainBench:
         split = self._split(times)
         wire, kernel = self._mean_over_ranks([counter.sent_bytes / len(times), counter.kernel_bytes / len(times)])
         codec_s = None if counter.codec_s is None else self._mean_over_ranks([counter.codec_s / len(times)])[0]
+        decode_s = None if counter.decode_s is None else self._mean_over_ranks([counter.decode_s / len(times)])[0]
         n_bytes = 4 * contender.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
         network = current_network()
@@ -165,6 +166,7 @@ class TrainBench:
             "iteration_s_high": timing.high_s,
             **split,
             "codec_s": codec_s,
+            "decode_s": decode_s,
             "wire_bytes": wire,
             "wire_bytes_origin": "computed" if contender.name in RIVALS else "counted",
             "kernel_bytes": kernel if counter.has_kernel else None,
@@ -210,12 +212,14 @@ class _Counter:
         self.kernel_bytes = 0.0
         self.has_kernel = kernel_counters.sent_bytes() is not None
         self.codec_s = None if contender.codec_s() is None else 0.0
+        self.decode_s = None if contender.decode_s() is None else 0.0
 
     def run_block(self, n_steps: int) -> None:
         """Run steps, all ranks starting together, and count what they took."""
         contender = self.contender
         dist.barrier()
         sent, codec_s, kernel = contender.sent_bytes(), contender.codec_s(), kernel_counters.sent_bytes()
+        decode_s = contender.decode_s()
         for _ in range(n_steps):
             contender.run_step()
         contender.finish_block()
@@ -225,6 +229,9 @@ class _Counter:
         spent_s = contender.codec_s()
         if self.codec_s is not None and spent_s is not None and codec_s is not None:
             self.codec_s += spent_s - codec_s
+        decoded_s = contender.decode_s()
+        if self.decode_s is not None and decoded_s is not None and decode_s is not None:
+            self.decode_s += decoded_s - decode_s
 
 
 def _describe(network: Network) -> str:

@@ -15,6 +15,7 @@ _REGISTRY: dict[str, str] = {
     "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
     "aqgb": "gradwire.schemes.aqgb.scheme:Aqgb",
     "broadcast": "gradwire.schemes.aqgb.scheme:Broadcast",
+    "dgc": "gradwire.schemes.dgc:Dgc",
     "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloat",
     "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
     "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",

@@ -198,14 +198,15 @@ def _show_fig9(results: Results, path: Path) -> Table:
     n_values = results[0][0].setting.workload.n_values
     shares = [(one.ended_s, (one.sent_bits or 0.0) / n_values / 32) for one in rounds]
     panel.plot(*zip(*shares, strict=True), "-", color="#0072B2", label="both stages, each round")
-    panel.set_ylim(0, 1.05)
+    panel.set_ylim(0, 1.3)  # room for the legend above what cannot exceed 1
+    panel.set_yticks([0, 0.25, 0.5, 0.75, 1])
     panel.set_xlabel("simulated time, s")
     panel.set_ylabel("share of bits sent (Q ratio)")
     right = panel.twinx()
     right.step(
         *zip(*_CHANGES_BPS, (100.0, _CHANGES_BPS[-1][1]), strict=True), where="post", color="#999999", label="link rate"
     )
-    right.set_ylim(0, 4.5e9)
+    right.set_ylim(0, 5.2e9)
     right.set_yticks([0, 1e9, 2e9, 3e9, 4e9], ["0", "1", "2", "3", "4"])
     right.set_ylabel("link rate, Gb/s")
     handles = [*panel.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
@@ -261,6 +262,7 @@ def _show_fig14(results: Results, path: Path) -> Table:
     split = [record for record in records if record["blocks"] > 1]
     for panel, field in zip(panels, ("rounds", "row"), strict=True):
         draw_lines(panel, split, "blocks", field, "blocks")
+        panel.set_xticks([3, 4, 5, 6])
     whole = next(record for record in records if record["blocks"] == 1 and record["scheme"] == "aqgb")
     ideal = _SECONDS / whole["compute_s"]
     panels[0].axhline(ideal, color="#999999", linewidth=1, linestyle="--", label="ideal: no waiting")

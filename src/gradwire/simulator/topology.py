@@ -25,10 +25,6 @@ class Site:
     down: Link
 
 
-def _always(n_flows: int) -> float:
-    return float(n_flows > 0)
-
-
 def _each(n_flows: int) -> float:
     return float(n_flows)
 
@@ -90,12 +86,16 @@ class Topology:
         """The site in which `worker` is."""
         return next(site for site in self.sites if worker < site.first_worker + site.n_workers)
 
-    def broadcasts(self, site: Site) -> FlowClass:
+    def broadcasts(self, site: Site, is_fan_out: bool = False) -> FlowClass:
         """Reliable broadcasts of a site's workers, at most one of each at a time, to all other workers.
 
         One copy on the sender's link, one up to the core, one down to every other rack, one on every receiver's link.
+
+        Args:
+            is_fan_out: the sender sends a copy to every receiver instead, as point-to-point calls do.
         """
         alike = site.n_workers
+        copies = self.n_workers - 1 if is_fan_out else 1
 
         def on_own_site(n_flows: int) -> float:
             # A worker does not receive its own broadcast: where all send, every link carries one less.
@@ -104,15 +104,19 @@ class Topology:
         def on_whole_own_site(n_flows: int) -> float:
             return float(n_flows * (alike - 1))
 
-        crossings = [Crossing(site.up, _always, _each)]
+        crossings = [Crossing(site.up, lambda n_flows: copies * float(n_flows > 0), _times(copies))]
         for other in self.sites:
             if other is site:
                 crossings.append(Crossing(other.down, on_own_site, on_whole_own_site))
             else:
                 crossings.append(Crossing(other.down, _each, _times(other.n_workers)))
         for rack, (up, down) in enumerate(zip(self._rack_up, self._rack_down, strict=True)):
-            link = up if rack == site.rack else down
-            crossings.append(Crossing(link, _each, _each))
+            if rack == site.rack:
+                leaving = _times(self.n_workers - self.rack_workers[rack] if is_fan_out else 1)
+                crossings.append(Crossing(up, leaving, leaving))
+            else:
+                entering = _times(self.rack_workers[rack] if is_fan_out else 1)
+                crossings.append(Crossing(down, entering, entering))
         return self.network.add_class(f"broadcasts of {site.up.name.removesuffix(' up')}", crossings)
 
     def ring(self) -> FlowClass:

@@ -108,6 +108,11 @@ class ReplayModel(nn.Module):
             holders = [self.get_submodule(path) for path in paths if path]
             self._layers.append(_Layer(layer.forward_s * scale, layer.backward_s * scale, owned, views, holders))
 
+    @property
+    def layers(self) -> tuple[_Layer, ...]:
+        """In the order of the forward pass."""
+        return tuple(self._layers)
+
     def forward(self, inputs: Tensor) -> Tensor:
         self._clock.restart()
         x = torch.tensor(self._loss)

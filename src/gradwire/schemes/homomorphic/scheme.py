@@ -46,6 +46,8 @@ _STEPS_BETWEEN_TRIES = 16
 _PEEL_FIRST_NONZEROS = 1 << 14
 # Sums in float32 cells stay finite if no value is above 2^_MAX_EXPONENT / world size: a cell holds fewer than 2^16 values.
 _MAX_EXPONENT = 110
+# 1 KiB, whatever the budget: a small bucket would be left with no table at all.
+_MIN_BUDGET_CELLS = 256
 # So few values are sent densely in lossy mode too.
 _MAX_DENSE_CORE = 64
 
@@ -104,6 +106,7 @@ class Homomorphic(Optimistic):
         self._sketch = CountSketch(batch_values, gamma, seed)
         self._index = SharedIndex(index, gamma, seed)
         self._tries_in: dict[str, int] = {}  # steps until a bucket that was too dense is tried again
+        self._next_tries_in: dict[str, int] = {}  # after this step
         self._n_too_dense = self._n_resent = self._n_core = 0
         self._is_aggregator_bound = False
 
@@ -155,7 +158,7 @@ class Homomorphic(Optimistic):
         self._index.remember(key, self._sketch.n_nonzeros)
         cell_bytes = 8 if self.mode == "exact" and self.integer_bits == 64 else 4
         if cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes and n_cells:
-            self._tries_in[key] = _STEPS_BETWEEN_TRIES
+            self._next_tries_in[key] = _STEPS_BETWEEN_TRIES
             return self._send_plainly(bucket)
         self._send_sketch(bucket, values, left_out, union)
         return True
@@ -289,15 +292,14 @@ class Homomorphic(Optimistic):
         return self.mode != "exact" and union.exponent is not None and union.exponent + bits_of_world > _MAX_EXPONENT
 
     def _max_cells(self, bucket: Bucket) -> int:
-        return max(1, int(self.budget * bucket.original_bytes / 4)) if self.mode == "lossy" else 0
+        if self.mode != "lossy":
+            return 0
+        return max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
 
     def _is_known_as_dense(self, key: str) -> bool:
         steps = self._tries_in.get(key, 0)
-        if steps > 1:
-            self._tries_in[key] = steps - 1
-            return True
-        self._tries_in.pop(key, None)
-        return False
+        self._next_tries_in[key] = max(0, steps - 1)
+        return steps > 1
 
     def _send_plainly(self, bucket: Bucket) -> bool:
         if not self._n_too_dense:
@@ -305,9 +307,19 @@ class Homomorphic(Optimistic):
         self._n_too_dense += 1
         bucket.record.fallbacks.append(_TOO_DENSE)
         all_reduce_plainly(self.session.communicator, bucket)
+        if self.error_feedback and not bool(bucket.buffer.isfinite().all()):
+            self._is_step_finite = False  # the other buckets' residuals are not to be kept
         return True
 
     # ---- between steps
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
+            self._index.counts.update(self._index.next_counts)
+            self._tries_in.update(self._next_tries_in)
+        self._index.next_counts.clear()
+        self._next_tries_in.clear()
 
     def stats(self) -> dict[str, Any]:
         """Buckets redone (not finite) and sent plainly (too dense), filters used and given up, sketches sent again,

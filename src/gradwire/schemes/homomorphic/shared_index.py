@@ -53,7 +53,8 @@ class SharedIndex:
 
     def __init__(self, kind: str, gamma: float, seed: int) -> None:
         self.kind, self.gamma, self.seed = kind, gamma, seed
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, int] = {}  # of the last step that counts
+        self.next_counts: dict[str, int] = {}  # of this one
         self.n_blooms = 0
         self.n_bloom_fallbacks = 0
 
@@ -85,7 +86,7 @@ class SharedIndex:
             started = time.perf_counter_ns()
             n_candidates, n_nonzeros = bloom_filter.query(message[_HEADER_WORDS:], n_elements, shape, self.seed, union)
             bucket.record.add("decode", started, time.perf_counter_ns())
-            self.counts[key] = n_nonzeros
+            self.next_counts[key] = n_nonzeros
             result = _read(message, own, union)
             if not result.is_finite or not result.ranks_agree or self._is_worth(n_candidates, n_nonzeros, n_elements):
                 self.n_blooms += 1
@@ -101,11 +102,11 @@ class SharedIndex:
     def remember(self, key: str, n_nonzeros: int) -> None:
         """Note how many bits a union had that came as a bitmap; a filter's were estimated from the filter."""
         if self.kind != "bitmap":
-            self.counts.setdefault(key, n_nonzeros)
+            self.next_counts.setdefault(key, n_nonzeros)
 
     def _choose(self, key: str, n_elements: int) -> BloomShape | None:
         """A filter, if this bucket's last count is known and promises that it is smaller than a bitmap."""
-        n_nonzeros = self.counts.pop(key, None)
+        n_nonzeros = self.counts.get(key)
         if self.kind == "bitmap" or n_nonzeros is None:
             return None
         shape = BloomShape.fit(n_nonzeros, n_elements, self.gamma)

@@ -36,6 +36,7 @@ class Aqgb(Scheme):
         messages_per_block: the ratio is decided anew for every message.
         exchange_s: how old may be what a worker knows of when the others will need a block.
         overhead_bits_per_value: what the codec adds (headers, shared exponents).
+        is_fan_out: a copy to every receiver instead of a multicast.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Aqgb(Scheme):
         messages_per_block: int = 8,
         exchange_s: float = 0.02,
         overhead_bits_per_value: float = 0.0,
+        is_fan_out: bool = False,
     ) -> None:
         super().__init__(simulation)
         self.floor = share("floor", floor)
@@ -53,7 +55,7 @@ class Aqgb(Scheme):
         self.exchange_s = exchange_s
         self.blocks = simulation.setting.workload.blocks
         self.deadlines = Deadlines(len(self.blocks), len(simulation.groups))
-        classes = {id(site): simulation.topology.broadcasts(site) for site in simulation.topology.sites}
+        classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
         self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
         self._board: list[tuple[float, float | None]] = [(-1.0, None)] * len(self.blocks)
 

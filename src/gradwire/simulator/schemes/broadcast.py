@@ -27,6 +27,7 @@ class FixedBroadcast(Scheme):
     Args:
         bits_per_value: what is sent of each value.
         encode_s_per_value, decode_s_per_value: on the sender before, and for each received copy after the transfer.
+        is_fan_out: a copy to every receiver instead of a multicast.
     """
 
     def __init__(
@@ -35,13 +36,14 @@ class FixedBroadcast(Scheme):
         bits_per_value: float,
         encode_s_per_value: float = 0.0,
         decode_s_per_value: float = 0.0,
+        is_fan_out: bool = False,
     ) -> None:
         super().__init__(simulation)
         if not 0 < bits_per_value < float("inf"):
             raise InvalidArgument(f"bits_per_value={bits_per_value}: expected more than 0")
         self._bits_per_value = bits_per_value
         self._encode_s, self._decode_s = encode_s_per_value, decode_s_per_value
-        classes = {id(site): simulation.topology.broadcasts(site) for site in simulation.topology.sites}
+        classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
         self._senders = [_Sender(self, group, classes[id(group.site)]) for group in simulation.groups]
 
     def on_gradient(self, group: Group, round_number: int, block: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import simpy
 
+from gradwire.collectives.parts import count_chunks
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.network import FlowClass
 from gradwire.simulator.schemes.base import Scheme
@@ -16,9 +17,6 @@ from gradwire.simulator.simulation import Group, Simulation
 
 Lane = Literal["pipelined", "in turn", "asynchronous"]
 LANES: tuple[Lane, ...] = ("pipelined", "in turn", "asynchronous")
-
-# gradwire's collectives encode, send and decode this many values at a time (docs/architecture.md).
-CHUNK_VALUES = 262_144
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Cost:
     Attributes:
         sent_bits_per_value: on a worker's link, each way, all hops together.
         encode_s_per_value, decode_s_per_value: of the bucket's values, all hops together.
-        n_hops: messages that wait for each other; each pays the latency.
+        n_hops: messages that wait for each other; each pays the latency, and where the lane is pipelined each of its chunks.
         lane: "pipelined" if chunks are encoded, sent and decoded side by side; "in turn" if a bucket is encoded, sent and
             decoded before the next; "asynchronous" if the next bucket is encoded while this one is sent.
     """
@@ -78,17 +76,21 @@ class Collective(Scheme):
                 self._is_lane_busy = True
                 self.environment.process(self._run_lane())
 
+    def cost_of(self, block: int) -> Cost:
+        """What the reduction of `block` takes."""
+        return self.cost
+
     def _run_lane(self) -> Generator[simpy.Event, Any, None]:
         while self._waiting:
             round_number, block = self._waiting.popleft()
-            if self.cost.lane == "pipelined":
+            cost = self.cost_of(block)
+            if cost.lane == "pipelined":
                 yield from self._reduce_pipelined(round_number, block)
                 continue
-            n_values = self._n_values(block)
-            encode_s = self.cost.encode_s_per_value * n_values
+            encode_s = cost.encode_s_per_value * self._n_values(block)
             if encode_s:
                 yield self.environment.timeout(encode_s)
-            if self.cost.lane == "in turn":
+            if cost.lane == "in turn":
                 yield from self._send_and_decode(round_number, block)
             else:
                 self.environment.process(self._send_and_decode(round_number, block))
@@ -96,25 +98,28 @@ class Collective(Scheme):
 
     def _reduce_pipelined(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
         """Codec and wire side by side; what cannot overlap is one chunk's share of the shorter of the two."""
-        n_values, started_s = self._n_values(block), self.environment.now
-        codec_s = (self.cost.encode_s_per_value + self.cost.decode_s_per_value) * n_values
+        cost, started_s = self.cost_of(block), self.environment.now
+        codec_s = (cost.encode_s_per_value + cost.decode_s_per_value) * self._n_values(block)
         yield from self._send(round_number, block)
         wire_s = self.environment.now - started_s
-        n_chunks = max(1, -(-n_values // self.simulation.setting.n_workers // CHUNK_VALUES))
+        n_chunks = self._n_chunks(block)
         yield self.environment.timeout(max(0.0, codec_s - wire_s) + min(codec_s, wire_s) / n_chunks)
         self._finish(round_number, block)
 
     def _send_and_decode(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
         yield from self._send(round_number, block)
-        decode_s = self.cost.decode_s_per_value * self._n_values(block)
+        decode_s = self.cost_of(block).decode_s_per_value * self._n_values(block)
         if decode_s:
             yield self.environment.timeout(decode_s)
         self._finish(round_number, block)
 
     def _send(self, round_number: int, block: int) -> Generator[simpy.Event, Any, None]:
-        bits, started_s = self.cost.sent_bits_per_value * self._n_values(block), self.environment.now
+        cost, started_s = self.cost_of(block), self.environment.now
+        bits = cost.sent_bits_per_value * self._n_values(block)
         yield self.network.start(self._flow_class, bits).done
-        latency_s = self.cost.n_hops * self.simulation.setting.latency_s
+        # A ring of frames posts the receive of a message when it has read the one before: each costs a round trip.
+        n_messages = self._n_chunks(block) if cost.lane == "pipelined" else 1
+        latency_s = cost.n_hops * n_messages * self.simulation.setting.latency_s
         if latency_s:
             yield self.environment.timeout(latency_s)
         self._note(round_number, block, bits, started_s, "reduce")
@@ -128,6 +133,10 @@ class Collective(Scheme):
             del self._n_left[round_number]
             for index in range(n_blocks):
                 self.simulation.gates.open(round_number, index)
+
+    def _n_chunks(self, block: int) -> int:
+        part_values = -(-self._n_values(block) // self.simulation.setting.n_workers)
+        return count_chunks(part_values)
 
     def _n_values(self, block: int) -> int:
         return self.simulation.setting.workload.blocks[block].n_values

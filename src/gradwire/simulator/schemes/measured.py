@@ -12,23 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from gradwire.schemes.through_codec import ThroughCodec
 from gradwire.simulator.schemes.collective import Cost, Lane
 
 TABLE = Path(__file__).with_name("measured.json")
 FORMAT = 1
 
-# How a scheme's lane goes about its buckets; this is how the code of src/gradwire/schemes is, and no measurement. What is
-# not named here encodes, sends and decodes a bucket before it begins the next.
-_LANES: dict[str, Lane] = {
-    "gcomp": "pipelined",
-    "truncate": "pipelined",
-    "zlib": "pipelined",
-    "zstd": "pipelined",
-    "plain": "asynchronous",
-    "periodic": "asynchronous",
-    "acp-sgd": "asynchronous",
-}
+# Schemes whose sums run on while the next bucket is compressed (schemes/low_rank/fusion.py, schemes/plain.py).
+_ASYNCHRONOUS = ("plain", "periodic", "acp-sgd")
 
 _SHAPES = {
     "ring": lambda n_ranks: 2 * (n_ranks - 1) / n_ranks,
@@ -83,8 +76,11 @@ class Fit:
 
 
 def lane_of(scheme: str) -> Lane:
-    """How `scheme` goes about its buckets."""
-    return _LANES.get(scheme, "in turn")
+    """How `scheme` goes about its buckets; this is how its code is, and no measurement."""
+    if scheme in _ASYNCHRONOUS or scheme not in live.names():
+        return "asynchronous"
+    # What sends its messages through a ring of frames encodes, sends and decodes side by side, chunk by chunk.
+    return "pipelined" if isinstance(live.by_name(scheme), ThroughCodec) else "in turn"
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:

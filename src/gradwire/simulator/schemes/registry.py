@@ -13,15 +13,17 @@ from gradwire.simulator.schemes.base import Scheme
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
 from gradwire.simulator.schemes.collective import Collective, Cost, ParameterServer
 from gradwire.simulator.schemes.measured import MeasuredTable, lane_of
+from gradwire.simulator.schemes.slimgc import SlimGc
 from gradwire.simulator.simulation import Simulation
 
 MakeScheme = Callable[[Simulation], Scheme]
 
-# name: one-line help. `plain` is the uncompressed ring.
+# name: what it is.
 _OWN = {
     "plain": "uncompressed ring all-reduce",
     "broadcast-32": "every gradient to all, uncompressed; -K for K bits a value",
     "broadcast-4": "the same with 4 bits a value",
+    "broadcast": "gradwire's scheme of this name: option bits, 4 by default",
     "aqgb": "adaptive quantised gradient broadcast",
     "direct-32": "uncompressed direct all-reduce",
     "parameter-server": "uncompressed, one server",
@@ -45,7 +47,7 @@ def by_name(
     """What builds the scheme on a simulation.
 
     Args:
-        options: floor, messages_per_block, exchange_s (aqgb); n_servers, rate_bps (parameter-server).
+        options: floor, messages_per_block, exchange_s (aqgb); n_servers, rate_bps (parameter-server); threshold_bytes (slimgc).
         measured_on: the workload whose measured sizes and codec times to take.
         with_codec_times: False for a codec that takes no time: what the network alone allows.
     Raises: InvalidArgument (an unknown name or option, a scheme that was not measured).
@@ -59,6 +61,9 @@ def by_name(
             raise InvalidArgument(f"{name}: expected 1 to 32 bits a value")
         make = FixedBroadcast
         options = {"bits_per_value": float(bits), **options}
+    elif name == "broadcast":
+        make = FixedBroadcast
+        options = {"bits_per_value": float(options.pop("bits", 4)), **options}
     elif name == "aqgb":
         make = Aqgb
     elif name == "plain":
@@ -70,12 +75,14 @@ def by_name(
     elif name in live.names():
         found = (table or MeasuredTable.load()).fit(name, measured_on)
 
-        def make(simulation: Simulation, **unknown: Any) -> Scheme:
-            if unknown:
-                raise TypeError("its sizes are as measured: it takes no options")
+        def make(simulation: Simulation, **given: Any) -> Scheme:
             cost = found.cost(simulation.setting.n_workers, lane_of(name))
             if not with_codec_times:
                 cost = Cost(cost.sent_bits_per_value, n_hops=cost.n_hops, lane=cost.lane)
+            if name == "slimgc":
+                return SlimGc(simulation, cost, **given)
+            if given:
+                raise TypeError("its sizes are as measured: it takes no options")
             return Collective(simulation, cost)
 
     else:

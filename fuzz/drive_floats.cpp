@@ -1,0 +1,71 @@
+// Drives fuzz_float_decode where the compiler has no libFuzzer (GCC): mutated encodings of random gradients and plain
+// random bytes, from a fixed seed. Usage: fuzz_float_decode [N_RUNS [SEED]]
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "embedded_float/codec.hpp"
+#include "truncated_float/codec.hpp"
+
+namespace embedded_float = gradwire::embedded_float;
+namespace floats = gradwire::floats;
+namespace planes = gradwire::planes;
+namespace truncated_float = gradwire::truncated_float;
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
+
+namespace {
+
+std::vector<std::uint8_t> make_message(std::mt19937_64& random, floats::Dtype dtype, bool is_embedded, int n_known) {
+  const std::size_t n_values = random() % 8 == 0 ? 16384 + random() % 600 : random() % 700;
+  std::vector<std::uint8_t> values(n_values * floats::bytes_of(dtype));
+  const bool clustered = random() % 4 != 0;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<std::uint8_t>(random());
+    const bool is_top = i % floats::bytes_of(dtype) == floats::bytes_of(dtype) - 1;
+    if (clustered && is_top) values[i] = static_cast<std::uint8_t>(0x34 + random() % 4);
+  }
+  const std::size_t partition = random() % 2 == 0 ? 256 : std::size_t{32} << random() % 6;
+  std::vector<std::uint8_t> out;
+  if (is_embedded) {
+    const int first = random() % 2 == 0 ? 0 : std::min(n_known, 31);
+    const planes::Range range{first, 1 + static_cast<int>(random() % static_cast<unsigned>(32 - first))};
+    out.resize(embedded_float::max_message_bytes(n_values, partition, range));
+    out.resize(embedded_float::encode(values, dtype, partition, range, out));
+  } else {
+    truncated_float::Settings settings{
+        dtype, static_cast<truncated_float::Format>(random() % truncated_float::kFormats), 2, partition};
+    settings.n_bits += static_cast<int>(random() % static_cast<unsigned>(settings.layout().width - 1));
+    out.resize(truncated_float::max_message_bytes(n_values, settings));
+    std::optional<gradwire::random::Stream> stream;
+    if (random() % 2 == 0) stream = gradwire::random::Stream{random(), random()};
+    out.resize(truncated_float::encode(values, settings, stream, out));
+  }
+  return out;
+}
+
+}  // namespace
+
+int main(int n_arguments, char** arguments) {
+  const long n_runs = n_arguments > 1 ? std::atol(arguments[1]) : 10'000;
+  std::mt19937_64 random(n_arguments > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1);
+  for (long run = 0; run < n_runs; ++run) {
+    std::vector<std::uint8_t> input = {static_cast<std::uint8_t>(random()), static_cast<std::uint8_t>(random())};
+    if (run % 8 == 0) {
+      for (std::size_t n = random() % 300; n > 0; --n) input.push_back(static_cast<std::uint8_t>(random()));
+    } else {
+      const auto dtype = static_cast<floats::Dtype>(input[0] % floats::kDtypes);
+      const std::vector<std::uint8_t> message = make_message(random, dtype, input[0] & 0x80, input[1] % 33);
+      input.insert(input.end(), message.begin(), message.end());
+      const std::size_t reach = random() % 2 == 0 ? std::min<std::size_t>(input.size(), 60) : input.size();
+      for (std::size_t n = random() % 6; n > 0; --n)
+        input[2 + random() % (reach - 2)] = static_cast<std::uint8_t>(random());
+      if (random() % 8 == 0) input.resize(2 + random() % (input.size() - 1));
+    }
+    LLVMFuzzerTestOneInput(input.data(), input.size());
+  }
+  std::printf("%ld runs, nothing found\n", n_runs);
+}

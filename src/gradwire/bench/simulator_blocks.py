@@ -1,0 +1,87 @@
+"""The workload of an emulated `bench train`, as the simulator takes it: when which bytes are ready in a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.errors import InvalidArgument
+from gradwire.simulator.workloads import Block, Workload
+from gradwire.stepping.blocks import find_blocks
+from gradwire.workloads import by_name
+from gradwire.workloads.replay import ReplayModel, ReplayWorkload
+
+# DDP's own, which `bench train` leaves as they are.
+_BUCKET_BYTES = 25 << 20
+# Of the live broadcasts.
+_N_BLOCKS = 4
+
+
+def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> Workload:
+    """DDP's buckets as blocks, the first to be used first. Raises: InvalidArgument (not an emulated workload)."""
+    _, model = _replay(name, options)
+    buckets = _buckets(model)
+    return _in_order([(values, ready_s) for values, ready_s, _ in buckets], f"{name}, DDP's buckets", model, step_s)
+
+
+def block_workload(name: str, options: dict[str, Any], step_s: float) -> Workload:
+    """The blocks of the schemes that broadcast; each is ready with the last bucket that holds any of it."""
+    _, model = _replay(name, options)
+    ready_s = {id(parameter): ready for _, ready, members in _buckets(model) for parameter in members}
+    blocks = find_blocks(model, model.parameters(), _N_BLOCKS)
+    pieces = [(block.n_elements, max(ready_s[id(parameter)] for parameter in block.parameters)) for block in blocks]
+    return _in_order(pieces, f"{name}, {len(blocks)} blocks", model, step_s)
+
+
+def _replay(name: str, options: dict[str, Any]) -> tuple[ReplayWorkload, ReplayModel]:
+    workload = by_name(name, compute="emulate", **options)
+    if not isinstance(workload, ReplayWorkload):
+        raise InvalidArgument(f"{name} cannot be replayed")
+    model = workload.make_model()
+    assert isinstance(model, ReplayModel)
+    return workload, model
+
+
+def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
+    """(values, seconds of backward pass until its gradient is there, parameters) of each bucket, the first one first.
+
+    As DDP rebuilds them after the first step, in the order in which gradients arrive.
+    """
+    arrivals: list[tuple[Any, float]] = []
+    now_s = 0.0
+    for layer in reversed(model.layers):
+        now_s += layer.backward_s
+        arrivals += [(parameter, now_s) for parameter in reversed(layer.parameters)]
+    parameters = [parameter for parameter, _ in arrivals]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+    indices, _ = dist._compute_bucket_assignment_by_size(parameters, limits, [False] * len(parameters))
+    buckets = []
+    for members in indices:
+        values = sum(parameters[index].numel() for index in members)
+        ready_s = max(arrivals[index][1] for index in members)
+        buckets.append((values, ready_s, [parameters[index] for index in members]))
+    return sorted(buckets, key=lambda bucket: bucket[1])
+
+
+def _in_order(pieces: Sequence[tuple[int, float]], origin: str, model: ReplayModel, step_s: float) -> Workload:
+    """Blocks that become ready one after another; the replay's whole forward pass waits for all of them."""
+    backward_s = sum(layer.backward_s for layer in model.layers)
+    total_s = backward_s + sum(layer.forward_s for layer in model.layers)
+    if total_s <= 0:
+        raise InvalidArgument(f"{origin}: a step without computation cannot be scaled; give step_ms=")
+    scale = step_s / total_s
+    blocks: list[Block] = []
+    before_s = 0.0
+    ordered = sorted(enumerate(pieces), key=lambda item: (item[1][1], -item[0]))
+    for number, (index, (n_values, ready_s)) in enumerate(ordered):
+        # What computes on behind the last gradient (there is nothing) or before the first counts to the next piece.
+        is_last = number == len(ordered) - 1
+        end_s = backward_s if is_last else ready_s
+        # The replay calls no module, so nothing of the forward pass begins before all blocks are there: it is all in the
+        # block that is used last.
+        forward_s = total_s - backward_s if number == 0 else 0.0
+        blocks.append(Block(f"{index}", n_values, forward_s * scale, (end_s - before_s) * scale))
+        before_s = end_s
+    return Workload(origin, tuple(reversed(blocks)), "emulated bench train")

@@ -1,0 +1,281 @@
+"""The scheme `dgc`: deep gradient compression (Lin et al., ICLR 2018): the largest accumulated updates of every rank.
+
+u = momentum x u + gradient; v = v + u; the largest of v are sent, and v and u are zero there (momentum correction and factor
+masking). One-dimensional parameters are sent whole, and get their momentum after the mean.
+
+When not to use this: with an optimizer that has momentum of its own (the mean that comes back is an update with momentum,
+for SGD(momentum=0)); with Adam; with many ranks, since each receives the elements of every other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+
+from gradwire import _native
+from gradwire.bucket import Bucket
+from gradwire.codecs.quantised import check_positive
+from gradwire.communicator import ring_bytes
+from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.residual import Residual
+from gradwire.schemes.base import Session
+from gradwire.schemes.optimistic import Optimistic, check_share, count_of
+from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero, stream_of
+
+_log = logging.getLogger(__name__)
+_MAX_ADAPTATIONS = 10
+_SAMPLED_SHARE = 0.01
+# A threshold is good enough if it selects between these multiples of what was asked for.
+_FEWEST, _MOST = 0.8, 1.3
+
+
+class Dgc(Optimistic):
+    """Mean over the ranks of each rank's largest accumulated updates. Its own state, u and v, is its error feedback.
+
+    With one rank nothing is left out: the result is the gradient with momentum.
+
+    Args:
+        share: of a bucket's elements that are sent after the warm-up, 0.001 in the paper; 0.1 in SlimGC's comparison.
+        momentum: 0.9, taken over from the optimizer, which then must have none.
+        warmup_steps: in how many steps the share falls exponentially to `share`.
+        max_norm: clip each parameter's gradient to this norm / sqrt(ranks) before it is added; None for no clipping.
+        seed: of the sample that the threshold is taken from.
+    """
+
+    name = "dgc"
+    state_is_per_world = True
+
+    def __init__(
+        self,
+        share: float = 0.001,
+        momentum: float = 0.9,
+        warmup_steps: int = 0,
+        max_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(error_feedback=True)
+        self.share = check_share("share", share)
+        if not 0 <= momentum < 1:
+            raise InvalidArgument(f"momentum must be from 0 to less than 1, got {momentum}")
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise InvalidArgument(f"warmup_steps must be a count, got {warmup_steps!r}")
+        if not isinstance(seed, int):
+            raise InvalidArgument(f"seed must be an integer, got {seed!r}")
+        self.momentum = float(momentum)
+        self.warmup_steps = warmup_steps
+        self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
+        self.seed = seed
+        self._momenta = Residual()
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {
+            "share": self.share,
+            "momentum": self.momentum,
+            "warmup_steps": self.warmup_steps,
+            "max_norm": self.max_norm,
+            "seed": self.seed,
+        }
+
+    def bind(self, session: Session) -> None:
+        super().bind(session)
+        groups = session.optimizer.param_groups if session.optimizer is not None else []
+        if self.momentum and any(group.get("momentum") or "betas" in group for group in groups):
+            _log.warning(
+                "gradwire dgc: its result already has momentum %g, and the optimizer adds its own: "
+                "use SGD(momentum=0), or dgc with momentum=0",
+                self.momentum,
+            )
+
+    def share_at(self, step: int) -> float:
+        """The share that is sent in `step`: share^((step + 1) / (warmup_steps + 1)) while it warms up."""
+        return self.share ** min(1.0, (step + 1) / (self.warmup_steps + 1))
+
+    def _send(self, bucket: Bucket) -> bool:
+        if bucket.index == 0:
+            self._momenta.discard()
+        communicator, scale = self.session.communicator, self.session.loss_scale()
+        started = time.perf_counter_ns()
+        momenta, new_momenta = self._momenta.flat_pair(bucket)
+        sums, new_sums = self._residual.flat_pair(bucket)
+        spans = bucket_spans(bucket)
+        whole = self._whole_spans(bucket, spans)
+        # What this rank did not use waits; the momentum of parameters that are sent whole is the same on all ranks.
+        is_used = [(start, end) in whole or holds_nonzero(bucket.buffer[start:end]) for start, end in spans]
+        waiting = [(Withheld(spans, is_used, state), state) for state in (momenta, sums)]
+        gradient = self._clipped(bucket, spans, scale)
+        torch.add(gradient, momenta, alpha=self.momentum, out=new_momenta)
+        torch.add(sums, new_momenta, out=new_sums)
+        for withheld, state in waiting:
+            withheld.put_back(state)
+        # One pass without a copy: the largest magnitude is NaN or Inf if anything is.
+        is_finite = all(
+            math.isfinite(float(torch.linalg.vector_norm(values, float("inf")))) for values in (gradient, new_sums)
+        )
+        dense = torch.cat([gradient[start:end] for start, end in whole]) if whole else None
+        for start, end in whole:
+            new_sums[start:end] = 0
+        indices, count = self._select(bucket, new_sums, sum(end - start for start, end in whole), is_finite)
+        values = torch.zeros(indices.numel())
+        values[:count] = new_sums[indices[:count].long()]
+        bucket.record.add("encode", started, time.perf_counter_ns())
+        messages: torch.Tensor | None = None
+        if communicator.world_size > 1:
+            payload = torch.cat([torch.tensor([count], dtype=torch.int32), indices, values.view(torch.int32)])
+            messages = self._gather(bucket, payload, is_finite)
+            if messages is None:
+                return False
+        elif not is_finite:
+            return False
+        started = time.perf_counter_ns()
+        for state in (new_momenta, new_sums):
+            state[indices[:count].long()] = 0
+        mean = self._mean_of(bucket, messages, gradient)
+        if dense is not None:
+            self._add_whole(bucket, whole, dense, mean, momenta, new_momenta)
+        for (withheld, _), new in zip(waiting, (new_momenta, new_sums), strict=True):
+            withheld.keep(new, [False] * len(spans))
+        self._momenta.stage_flat(bucket)
+        self._residual.stage_flat(bucket)
+        bucket.buffer.copy_(mean.mul_(scale))
+        bucket.record.add("decode", started, time.perf_counter_ns())
+        return True
+
+    def _whole_spans(self, bucket: Bucket, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Where what is sent whole lies: everything, with one rank."""
+        if self.session.communicator.world_size == 1:
+            return spans or [(0, bucket.n_elements)]
+        return [span for parameter, span in zip(bucket.parameters, spans, strict=True) if parameter.dim() < 2]
+
+    def _clipped(self, bucket: Bucket, spans: list[tuple[int, int]], scale: float) -> torch.Tensor:
+        """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""
+        scratch = self.session.communicator.scratch("dgc gradient", 4 * bucket.n_elements).view(torch.float32)
+        torch.div(bucket.buffer, scale, out=scratch) if bucket.buffer.dtype == torch.float32 else scratch.copy_(
+            bucket.buffer
+        ).div_(scale)
+        if self.max_norm is not None:
+            limit = self.max_norm / math.sqrt(self.session.communicator.world_size)
+            for start, end in spans:
+                norm = float(torch.linalg.vector_norm(scratch[start:end]))
+                if norm > limit:
+                    scratch[start:end].mul_(limit / norm)
+        return scratch
+
+    def _select(self, bucket: Bucket, sums: torch.Tensor, n_whole: int, is_finite: bool) -> tuple[torch.Tensor, int]:
+        """Room for as many indices as the share allows, and how many of them are used."""
+        n_sparse = bucket.n_elements - n_whole
+        k = count_of(self.share_at(bucket.step), n_sparse) if n_sparse else 0
+        indices = torch.zeros(k, dtype=torch.int32)
+        if not k or not is_finite:
+            return indices, 0
+        generator = torch.Generator().manual_seed(
+            stream_of(bucket, self.session.communicator.rank, self.seed) & 0x7FFF_FFFF_FFFF_FFFF
+        )
+        chosen = select_by_sample(sums, k, generator)
+        indices[: chosen.numel()] = chosen
+        return indices, chosen.numel()
+
+    def _mean_of(self, bucket: Bucket, messages: torch.Tensor | None, scratch: torch.Tensor) -> torch.Tensor:
+        """(n,) float32 in `scratch`: the mean of what was sent sparsely."""
+        mean = scratch.zero_()
+        if messages is None:
+            return mean
+        k = (messages.shape[1] - 1) // 2
+        for rank, message in enumerate(messages):  # in rank order: the same sum everywhere
+            count = int(message[0])
+            places = message[1 : 1 + k][: max(0, count)].long()
+            outside = count and (int(places.min()) < 0 or int(places.max()) >= bucket.n_elements)
+            if not 0 <= count <= k or outside:
+                raise CorruptMessage(
+                    f"rank {rank} sent {count} of at most {k} elements, or an index outside of bucket {bucket.index} "
+                    f"({bucket.n_elements} elements) in step {bucket.step}; restart from the last checkpoint"
+                )
+            mean.index_add_(0, places, message[1 + k :][:count].view(torch.float32))
+        return mean.div_(len(messages))
+
+    def _add_whole(
+        self,
+        bucket: Bucket,
+        whole: list[tuple[int, int]],
+        dense: torch.Tensor,
+        mean: torch.Tensor,
+        momenta: torch.Tensor,
+        new_momenta: torch.Tensor,
+    ) -> None:
+        """Parameters that are sent whole: their mean, then their momentum, alike on all ranks."""
+        communicator = self.session.communicator
+        if communicator.world_size > 1:
+            started = time.perf_counter_ns()
+            communicator.all_reduce(dense)
+            bucket.record.add("communicate", started, time.perf_counter_ns())
+            n_bytes = ring_bytes(4 * dense.numel(), communicator.world_size)
+            bucket.record.count_sent(n_bytes)
+            bucket.record.count_received(n_bytes)
+            dense.div_(communicator.world_size)
+        first = 0
+        for start, end in whole:
+            part = dense[first : first + end - start]
+            first += end - start
+            # Unused on all ranks: DDP throws the result away, so its momentum waits.
+            torch.add(part, momenta[start:end], alpha=self.momentum if part.any() else 1.0, out=new_momenta[start:end])
+            mean[start:end] = new_momenta[start:end] if part.any() else part
+
+    def end_step(self, step: int) -> None:
+        if self._is_step_finite:
+            self._momenta.commit()
+        else:
+            self._momenta.discard()
+        super().end_step(step)
+
+    def close(self) -> None:
+        super().close()
+        self._momenta = Residual()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "momenta": self._momenta.state_by_name(self.session.names)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        if not isinstance(state.get("momenta"), dict):
+            raise InvalidArgument("this is not the state of scheme dgc: it lacks momenta")
+        super().load_state_dict(state)
+        self._momenta.load_by_name(state["momenta"], self.session.names)
+
+
+def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:
+    """(at most k,) int32, ascending: the largest magnitudes of `values` (n,) float32, about k of them.
+
+    A threshold is taken from a sample of 1 % (and at least of 2 n / k elements, so that two of the largest are in it), and
+    moved up to ten times until it selects from 0.8 k to 1.3 k elements; of too many, the k largest stay.
+    """
+    n = values.numel()
+    n_samples = max(math.ceil(_SAMPLED_SHARE * n), math.ceil(2 * n / k))
+    if n_samples >= n:
+        sample, n_top = values, k
+    else:
+        sample = values[torch.randint(n, (n_samples,), generator=generator)]
+        n_top = max(1, round(n_samples * k / n))
+    threshold = float(sample.abs().topk(n_top).values[-1])
+    found = torch.empty(min(n, 2 * k + 1), dtype=torch.int32)
+    count = _native.select_from(values, threshold, found)
+    for _ in range(_MAX_ADAPTATIONS):
+        if count > _MOST * k:
+            threshold = threshold * _MOST or torch.finfo(torch.float32).tiny
+        elif count < _FEWEST * k and threshold > 0:
+            threshold *= _FEWEST
+        else:
+            break
+        count = _native.select_from(values, threshold, found)
+    if count > found.numel():  # many equal ones, or a threshold that never settled: exactly, by a histogram
+        exact = torch.empty(k, dtype=torch.int32)
+        _native.select_largest(values, exact)
+        return exact
+    found = found[:count]
+    if count > k:
+        kept = values[found.long()].abs().topk(k).indices
+        found = found[kept].sort().values
+    return found

@@ -231,6 +231,9 @@ class HookState:
         self.communicator.close()
         try:
             self.scheme.close()
+        except GradwireError:
+            if self._error is None:  # otherwise `backward` has raised it
+                raise
         finally:
             self.scheme.unbind()
             self.recorder.close()

@@ -7,6 +7,10 @@ import importlib
 
 # name: (module with `add_arguments` and `run`, one-line help); only the one that is called is imported.
 BENCHES: dict[str, tuple[str, str]] = {
+    "adaptation": (
+        "gradwire.bench.adaptation",
+        "how AQGB's bits follow the network in a run of `gradwire train`: Fig. 9",
+    ),
     "codec": ("gradwire.bench.codec", "ratio and speed of codecs and their rivals on real gradients"),
     "allreduce": ("gradwire.bench.allreduce", "time and bytes of every scheme's all-reduce beside the backend's own"),
     "train": ("gradwire.bench.train", "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks"),

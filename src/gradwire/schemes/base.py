@@ -99,6 +99,10 @@ class Scheme(ABC):
     def flush(self) -> None:
         """Take every optimizer step that was called for; only schemes that own the step have any outstanding."""
 
+    def step_figures(self) -> dict[str, float]:
+        """Figures of the last step that a training log keeps beside bytes and times; none by default."""
+        return {}
+
     def stats(self) -> dict[str, Any]:
         """Figures of this scheme's own, as plain values."""
         return {}

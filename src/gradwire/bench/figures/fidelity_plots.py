@@ -91,12 +91,20 @@ def plot_frontier(by_workload: Mapping[str, Runs], folder: Path) -> None:
             for name, run in runs.items()
             if name != BASELINE
         }
+        variants = [name for name in points if "importance=paper" in name]
         uniform = sorted(point for name, point in points.items() if "uniform" in name)
         panel.plot(*zip(*uniform, strict=True) if uniform else ((), ()), "-", color=COLOURS[4], lw=1)
         for name, (ratio, deviation) in points.items():
             colour = COLOURS[0] if name == PAPER else COLOURS[4] if "uniform" in name else COLOURS[1]
             panel.plot(ratio, deviation, "o", color=colour, ms=5)
-            panel.annotate(short_name(name), (ratio, deviation), (4, 4), textcoords="offset points", fontsize=7)
+            # GComp's own variants lie side by side: numbered here, named in the legend.
+            if name in variants:
+                panel.plot([], [], " ", label=f"{variants.index(name) + 1}: {short_name(name)}")
+            text = str(variants.index(name) + 1) if name in variants else short_name(name)
+            below = "uniform" in name
+            at, side = ((-4, -4), "top") if below else ((4, 4), "bottom")
+            panel.annotate(text, (ratio, deviation), at, textcoords="offset points", fontsize=7, va=side,
+                           ha="right" if below else "left")  # fmt: skip
         panel.axvline(float(runs[BASELINE].column("ratio").mean()), color="black", lw=0.8, ls=":", label="lossless")
         panel.set(yscale="log", xlabel="bytes sent / a float32 ring's", ylabel="mean |loss - baseline's|")
         panel.set_title(_title(workload, runs))

@@ -101,7 +101,9 @@ class _QuantisedMean:
         # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
         self._peers = [(self._rank + distance) % self._world for distance in range(1, self._world)]
         tag = communicator.next_stream()
-        frame_bytes = _frame_bytes(n_chunks * (max(pushed_bytes, pulled_bytes) + 4) + self._opening.numel() + 4, max_bytes)
+        frame_bytes = _frame_bytes(
+            n_chunks * (max(pushed_bytes, pulled_bytes) + 4) + self._opening.numel() + 4, max_bytes
+        )
         unread_bytes = (self._ahead + 1) * (max_bytes + 4) + self._opening.numel() + 16
         n_messages = 2 * n_chunks + 2  # with the opening and the closing one
         self._senders = {

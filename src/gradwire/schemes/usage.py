@@ -57,7 +57,8 @@ def holds_nonzero(gradient: torch.Tensor) -> bool:
     """Whether the parameter of this gradient was used."""
     # A used parameter shows at its first values, and spares the sweep. The norm allocates nothing, as any() would.
     return any(
-        part.numel() > 0 and float(torch.linalg.vector_norm(part, float("inf"))) != 0 for part in (gradient[:64], gradient)
+        part.numel() > 0 and float(torch.linalg.vector_norm(part, float("inf"))) != 0
+        for part in (gradient[:64], gradient)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,5 +69,5 @@ def sum_sketches(
 
 def quantise(gradient: torch.Tensor, fixed: FixedPoint) -> torch.Tensor:
     """The definition of FixedPoint, in float64."""
-    scaled = torch.ldexp(gradient.double(), torch.tensor(fixed.shift))
+    scaled = gradient.double() * math.ldexp(1.0, fixed.shift)
     return torch.clamp(torch.round(scaled), -fixed.limit, fixed.limit).to(torch.int64)

@@ -62,58 +62,103 @@ void pack(const std::uint32_t* words, std::size_t n_groups, Range range, std::ui
   by_bytes[(range.n - 1) / 8](words, n_groups, range, out, stride_bytes);
 }
 
+// One byte of the words of a group from `n` planes, the first one its highest bit; missing planes are zeros.
+__m256i read_byte(const std::uint8_t* from, std::size_t stride_bytes, int n) {
+  // Byte i of a vector takes byte i / 8 of the plane's word, and looks at bit i % 8 of it.
+  const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i bit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
+  __m256i byte = _mm256_setzero_si256();
+  for (int plane = 0; plane < n; ++plane, from += stride_bytes) {
+    const __m256i word = _mm256_set1_epi32(static_cast<int>(load<std::uint32_t>(from)));
+    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(word, spread), bit), bit);
+    byte = _mm256_sub_epi8(_mm256_add_epi8(byte, byte), is_set);
+  }
+  // A shift of pairs of bytes, and what crossed over taken off.
+  return _mm256_and_si256(_mm256_sll_epi16(byte, _mm_cvtsi32_si128(8 - n)),
+                          _mm256_set1_epi8(static_cast<char>(0xFF << (8 - n))));
+}
+
+// In every 64 bits, bit i of byte j and bit j of byte i change places (Warren, Hacker's Delight, 7-3).
+template <int shift>
+__m256i swap_bits(__m256i lanes, long long mask) {
+  const __m256i changed =
+      _mm256_and_si256(_mm256_xor_si256(lanes, _mm256_srli_epi64(lanes, shift)), _mm256_set1_epi64x(mask));
+  return _mm256_xor_si256(lanes, _mm256_xor_si256(changed, _mm256_slli_epi64(changed, shift)));
+}
+__m256i transpose_bits(__m256i lanes) {
+  return swap_bits<28>(swap_bits<14>(swap_bits<7>(lanes, 0x00AA00AA00AA00AA), 0x0000CCCC0000CCCC), 0x00000000F0F0F0F0);
+}
+
+// The same as read_byte for four groups at once, in half the time where n is 8: the bytes that hold the same eight
+// words' bits are brought together, then transposed.
+void read_byte_of_four(const std::uint8_t* from, std::size_t stride_bytes, int n, __m256i* groups) {
+  const auto row = [&](int plane) {
+    return plane < n ? _mm_loadu_si128(
+                           reinterpret_cast<const __m128i*>(from + static_cast<std::size_t>(plane) * stride_bytes))
+                     : _mm_setzero_si128();
+  };
+  // Planes 7 - j in the lower halves, 3 - j in the upper ones: byte j of the eight becomes bit j.
+  __m256i rows[4];
+  for (int j = 0; j < 4; ++j) rows[j] = _mm256_set_m128i(row(3 - j), row(7 - j));
+  const __m256i low01 = _mm256_unpacklo_epi8(rows[0], rows[1]), high01 = _mm256_unpackhi_epi8(rows[0], rows[1]);
+  const __m256i low23 = _mm256_unpacklo_epi8(rows[2], rows[3]), high23 = _mm256_unpackhi_epi8(rows[2], rows[3]);
+  const __m256i halves[4] = {_mm256_unpacklo_epi16(low01, low23), _mm256_unpackhi_epi16(low01, low23),
+                             _mm256_unpacklo_epi16(high01, high23), _mm256_unpackhi_epi16(high01, high23)};
+  const __m256i together = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int group = 0; group < 4; ++group)
+    groups[group] = transpose_bits(_mm256_permutevar8x32_epi32(halves[group], together));
+}
+
+// Words of a group from their bytes, bytes[0] the highest, shifted down to where the planes belong.
+template <int n_bytes>
+void join_bytes(const __m256i* bytes, __m128i shift, __m256i kept, std::uint32_t* words) {
+  const __m256i zero = _mm256_setzero_si256();
+  const __m256i second = n_bytes > 1 ? bytes[1] : zero;
+  const __m256i third = n_bytes > 2 ? bytes[2] : zero, fourth = n_bytes > 3 ? bytes[3] : zero;
+  const __m256i high_low = _mm256_unpacklo_epi8(second, bytes[0]), high_high = _mm256_unpackhi_epi8(second, bytes[0]);
+  const __m256i low_low = _mm256_unpacklo_epi8(fourth, third), low_high = _mm256_unpackhi_epi8(fourth, third);
+  // Words 0-3 16-19, 4-7 20-23, 8-11 24-27, 12-15 28-31.
+  const __m256i parts[4] = {_mm256_unpacklo_epi16(low_low, high_low), _mm256_unpackhi_epi16(low_low, high_low),
+                            _mm256_unpacklo_epi16(low_high, high_high), _mm256_unpackhi_epi16(low_high, high_high)};
+  const auto put = [&](int index, __m256i lanes) {
+    const __m256i old = _mm256_and_si256(load256(words + 8 * index), kept);
+    store256(words + 8 * index, _mm256_or_si256(old, _mm256_srl_epi32(lanes, shift)));
+  };
+  put(0, _mm256_permute2x128_si256(parts[0], parts[1], 0x20));
+  put(1, _mm256_permute2x128_si256(parts[2], parts[3], 0x20));
+  put(2, _mm256_permute2x128_si256(parts[0], parts[1], 0x31));
+  put(3, _mm256_permute2x128_si256(parts[2], parts[3], 0x31));
+}
+
 template <int n_bytes>
 void unpack_bytes(const std::uint8_t* planes, std::size_t stride_bytes, std::size_t n_groups, Range range,
                   std::uint32_t keep, std::uint32_t* words) {
   const __m128i shift = _mm_cvtsi32_si128(range.first);
   const __m256i kept = _mm256_set1_epi32(static_cast<int>(keep));
-  const int n_last = range.n - 8 * (n_bytes - 1);
-  const __m128i fill = _mm_cvtsi32_si128(8 - n_last);
-  // Byte i of a vector takes byte i / 8 of the plane's word, and looks at bit i % 8 of it.
-  const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-  const __m256i bit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
-  for (std::size_t group = 0; group < n_groups; ++group) {
-    const std::uint8_t* from = planes + 4 * group;
-    const auto read = [&](__m256i& byte) {
-      const __m256i word = _mm256_set1_epi32(static_cast<int>(load<std::uint32_t>(from)));
-      const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(word, spread), bit), bit);
-      byte = _mm256_sub_epi8(_mm256_add_epi8(byte, byte), is_set);
-      from += stride_bytes;
-    };
-    __m256i bytes[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
-    for (int byte = 0; byte < n_bytes - 1; ++byte)
-      for (int plane = 0; plane < 8; ++plane) read(bytes[byte]);
-    __m256i& last = bytes[n_bytes - 1];
-    for (int plane = 0; plane < n_last; ++plane) read(last);
-    // Missing planes are zeros at the bottom of each byte: a shift of pairs of bytes, and what crossed over taken off.
-    last = _mm256_and_si256(_mm256_sll_epi16(last, fill), _mm256_set1_epi8(static_cast<char>(0xFF << (8 - n_last))));
-
-    __m256i parts[4];  // words 0-3 16-19, 4-7 20-23, 8-11 24-27, 12-15 28-31
-    const __m256i high_low = _mm256_unpacklo_epi8(bytes[1], bytes[0]),
-                  high_high = _mm256_unpackhi_epi8(bytes[1], bytes[0]);
-    if constexpr (n_bytes <= 2) {
-      const __m256i zero = _mm256_setzero_si256();
-      parts[0] = _mm256_unpacklo_epi16(zero, high_low);
-      parts[1] = _mm256_unpackhi_epi16(zero, high_low);
-      parts[2] = _mm256_unpacklo_epi16(zero, high_high);
-      parts[3] = _mm256_unpackhi_epi16(zero, high_high);
-    } else {
-      const __m256i low_low = _mm256_unpacklo_epi8(bytes[3], bytes[2]),
-                    low_high = _mm256_unpackhi_epi8(bytes[3], bytes[2]);
-      parts[0] = _mm256_unpacklo_epi16(low_low, high_low);
-      parts[1] = _mm256_unpackhi_epi16(low_low, high_low);
-      parts[2] = _mm256_unpacklo_epi16(low_high, high_high);
-      parts[3] = _mm256_unpackhi_epi16(low_high, high_high);
+  const auto n_planes = [&](int byte) { return byte < n_bytes - 1 ? 8 : range.n - 8 * (n_bytes - 1); };
+  const std::size_t byte_stride = 8 * stride_bytes;
+  std::size_t group = 0;
+  for (; group + 4 <= n_groups; group += 4) {
+    __m256i bytes[4][n_bytes];
+    for (int byte = 0; byte < n_bytes; ++byte) {
+      const std::uint8_t* const from = planes + static_cast<std::size_t>(byte) * byte_stride + 4 * group;
+      const int n = n_planes(byte);
+      if (n > 4) {
+        __m256i four[4];
+        read_byte_of_four(from, stride_bytes, n, four);
+        for (int i = 0; i < 4; ++i) bytes[i][byte] = four[i];
+      } else {
+        for (int i = 0; i < 4; ++i) bytes[i][byte] = read_byte(from + 4 * i, stride_bytes, n);
+      }
     }
-    std::uint32_t* const to = words + kGroup * group;
-    const auto put = [&](int index, __m256i lanes) {
-      const __m256i old = _mm256_and_si256(load256(to + 8 * index), kept);
-      store256(to + 8 * index, _mm256_or_si256(old, _mm256_srl_epi32(lanes, shift)));
-    };
-    put(0, _mm256_permute2x128_si256(parts[0], parts[1], 0x20));
-    put(1, _mm256_permute2x128_si256(parts[2], parts[3], 0x20));
-    put(2, _mm256_permute2x128_si256(parts[0], parts[1], 0x31));
-    put(3, _mm256_permute2x128_si256(parts[2], parts[3], 0x31));
+    for (std::size_t i = 0; i < 4; ++i) join_bytes<n_bytes>(bytes[i], shift, kept, words + kGroup * (group + i));
+  }
+  for (; group < n_groups; ++group) {
+    __m256i bytes[n_bytes];
+    for (int byte = 0; byte < n_bytes; ++byte)
+      bytes[byte] =
+          read_byte(planes + static_cast<std::size_t>(byte) * byte_stride + 4 * group, stride_bytes, n_planes(byte));
+    join_bytes<n_bytes>(bytes, shift, kept, words + kGroup * group);
   }
 }
 

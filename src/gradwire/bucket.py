@@ -10,6 +10,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.staging import HostStaging, StagedBucket
 from gradwire.telemetry.recorder import BucketRecord
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,9 +28,10 @@ class Bucket:
         is_last: no bucket of this backward pass follows.
         layout_hash: 32 bits over dtype, shapes and offsets; equal on all ranks if their models are.
         record: where times and bytes of this bucket are noted.
+        staged: if the gradient comes from a device, its copy under way to `buffer`; see `wait_for`.
     """
 
-    __slots__ = ("buffer", "index", "is_last", "layout_hash", "offsets", "parameters", "record", "step")
+    __slots__ = ("buffer", "index", "is_last", "layout_hash", "offsets", "parameters", "record", "staged", "step")
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Bucket:
         step: int = 0,
         is_last: bool = True,
         record: BucketRecord | None = None,
+        staged: StagedBucket | None = None,
     ) -> None:
         check_gradient(buffer)
         self.buffer = buffer
@@ -52,14 +55,30 @@ class Bucket:
         self.record = record or BucketRecord(
             step, index, buffer.numel() * buffer.element_size(), trace=False, lock=threading.Lock()
         )
+        self.staged = staged
         self.layout_hash = hash_layout(buffer, self.parameters, self.offsets)
 
     @classmethod
-    def from_ddp(cls, bucket: GradBucket, step: int, record: BucketRecord | None = None) -> Bucket:
-        """The bucket of a DDP communication hook. Raises: Unsupported (device, sparse), InvalidArgument (dtype)."""
+    def from_ddp(
+        cls,
+        bucket: GradBucket,
+        step: int,
+        record: BucketRecord | None = None,
+        staging: HostStaging | None = None,
+    ) -> Bucket:
+        """The bucket of a DDP communication hook. Raises: Unsupported (device, sparse), InvalidArgument (dtype).
+
+        `staging`: for a bucket on a device; `buffer` is then its copy on the host, and on its way.
+        """
         buffer = bucket.buffer()
         start = buffer.storage_offset()
         offsets = [int(gradient.storage_offset() - start) for gradient in bucket.gradients()]
+        staged = None
+        if staging is not None:
+            sizes = [gradient.numel() for gradient in bucket.gradients()]
+            bounds = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+            staged = staging.stage(bucket.index(), buffer, bounds)
+            buffer = staged.on_host
         return cls(
             buffer,
             bucket.parameters(),
@@ -68,12 +87,23 @@ class Bucket:
             step=step,
             is_last=bucket.is_last(),
             record=record,
+            staged=staged,
         )
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, step: int = 0) -> Bucket:
         """A bucket without parameters, for benchmarks and for reducing a plain tensor."""
         return cls(tensor, step=step)
+
+    def wait_for(self, position: int) -> None:
+        """Return when the gradient of parameter number `position` may be read; at once, but for device gradients."""
+        if self.staged is not None:
+            self.staged.wait_for(position)
+
+    def wait_for_all(self) -> None:
+        """Return when all of `buffer` may be read."""
+        if self.staged is not None:
+            self.staged.wait_for_all()
 
     @property
     def n_elements(self) -> int:
@@ -92,8 +122,9 @@ def check_gradient(gradient: torch.Tensor) -> None:
         )
     if gradient.device.type != "cpu":
         raise Unsupported(
-            f"a bucket on {gradient.device} reached gradwire, which in this version reduces CPU buckets only; "
-            "train on the CPU with the gloo backend, or keep DDP's own all-reduce on this device"
+            f"a bucket on {gradient.device} reached gradwire, which with this scheme reduces CPU buckets "
+            "only; take slimgc, which stages them through the host, train on the CPU with the gloo backend, or keep DDP's own "
+            "all-reduce on this device"
         )
     if gradient.dtype not in SUPPORTED_DTYPES:
         raise InvalidArgument(

@@ -34,7 +34,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, (module_path, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == wanted:
-            module = importlib.import_module(module_path)
+            try:
+                module = importlib.import_module(module_path)
+            except GradwireError as error:  # a package of an extra that is not installed
+                print(f"gradwire {name}: {type(error).__name__}: {error}", file=sys.stderr)
+                return 1
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     if not arguments:

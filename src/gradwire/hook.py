@@ -19,6 +19,7 @@ from gradwire.communicator import DEFAULT_TIMEOUT_S, Communicator
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.preamble import compare_preambles
 from gradwire.schemes import Scheme, Session, by_name
+from gradwire.staging import CudaDevice, HostStaging
 from gradwire.telemetry.recorder import Recorder
 from gradwire.threads import use_fair_share_of_cores
 
@@ -55,6 +56,7 @@ class HookState:
         self.step = 0
         self._group = group
         self._error: GradwireError | None = None
+        self._staging: HostStaging | None = None
         self._layouts: set[tuple[int, int]] = set()  # bucket index and layout hash of what was compared
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._waiting_since_ns = 0
@@ -98,14 +100,14 @@ class HookState:
         # only the one in which DDP has all its buckets ends with DDP's waiting for them.
         if in_backward and ddp_bucket.is_last():
             torch.autograd.Variable._execution_engine.queue_callback(self._before_ddp_waits)
-        reduced: torch.futures.Future = torch.futures.Future()
+        buffer = ddp_bucket.buffer()
+        on_device = buffer.device.type == "cuda"
+        reduced: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if on_device else None)
         step = self.step
-        record = self.recorder.open_bucket(
-            step, ddp_bucket.index(), ddp_bucket.buffer().numel() * ddp_bucket.buffer().element_size()
-        )
+        record = self.recorder.open_bucket(step, ddp_bucket.index(), buffer.numel() * buffer.element_size())
         try:
             self._check_divisor()
-            bucket = Bucket.from_ddp(ddp_bucket, step, record)
+            bucket = Bucket.from_ddp(ddp_bucket, step, record, self._staging_for(buffer))
             if (bucket.index, bucket.layout_hash) not in self._layouts:
                 self._layouts.add((bucket.index, bucket.layout_hash))
                 self.communicator.submit(self._compare_layout, bucket)
@@ -113,9 +115,9 @@ class HookState:
         except Exception as error:
             self._error = self.communicator.fail(error)
             self.recorder.close_bucket(record)
-            reduced.set_result(ddp_bucket.buffer())
+            reduced.set_result(buffer)
         else:
-            done.add_done_callback(lambda future: self._finish_bucket(bucket, future, reduced))
+            done.add_done_callback(lambda future: self._finish_bucket(bucket, buffer, future, reduced))
         if not in_backward:
             self._shadows.append(reduced)
         if ddp_bucket.is_last():
@@ -143,14 +145,26 @@ class HookState:
     def _compare_layout(self, bucket: Bucket) -> None:
         compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record)
 
-    def _finish_bucket(self, bucket: Bucket, done: torch.futures.Future, reduced: torch.futures.Future) -> None:
+    def _staging_for(self, buffer: torch.Tensor) -> HostStaging | None:
+        """For a bucket on a device and a scheme that works on copies in host memory."""
+        if buffer.device.type != "cuda" or not self.scheme.stages_device_buckets:
+            return None
+        if self._staging is None:
+            self._staging = HostStaging(CudaDevice(buffer.device))
+        return self._staging
+
+    def _finish_bucket(
+        self, bucket: Bucket, buffer: torch.Tensor, done: torch.futures.Future, reduced: torch.futures.Future
+    ) -> None:
         """On the lane or the backend's thread: hand the mean, or whatever there is in case of an error, to DDP."""
         try:
             done.wait()
+            if bucket.staged is not None and not self.scheme.owns_step:  # which leaves DDP its own gradient
+                bucket.staged.copy_back()
         except Exception as error:
             self._error = self.communicator.fail(error)
         self.recorder.close_bucket(bucket.record)
-        reduced.set_result(bucket.buffer)
+        reduced.set_result(buffer)
 
     def _end_step(self, step: int) -> None:
         try:
@@ -217,6 +231,9 @@ class HookState:
         self.communicator.close()
         try:
             self.scheme.close()
+        except GradwireError:
+            if self._error is None:  # otherwise `backward` has raised it
+                raise
         finally:
             self.scheme.unbind()
             self.recorder.close()

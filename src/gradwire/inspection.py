@@ -136,6 +136,18 @@ def _inspect_general_message(path: Path) -> dict[str, Any]:
     return {"kind": "general message", **describe(_read_tensor(path))}
 
 
+def _inspect_embedded_message(path: Path) -> dict[str, Any]:
+    from gradwire.codecs.embedded_float import describe
+
+    return {"kind": "embedded-float message", **describe(_read_tensor(path))}
+
+
+def _inspect_truncated_message(path: Path) -> dict[str, Any]:
+    from gradwire.codecs.truncated_float import describe
+
+    return {"kind": "truncated-float message", **describe(_read_tensor(path))}
+
+
 def _inspect_table(path: Path) -> dict[str, Any]:
     from gradwire.codecs.huffman import HuffmanTable
 
@@ -239,8 +251,10 @@ def _show(value: Any) -> str:
 
 
 _BY_MAGIC: dict[bytes, Callable[[Path], dict[str, Any]]] = {
+    b"GWEF": _inspect_embedded_message,
     b"GWGC": _inspect_gcomp_message,
     b"GWGE": _inspect_general_message,
     b"GWHT": _inspect_table,
+    b"GWTF": _inspect_truncated_message,
     b"PK\x03\x04": _inspect_zip,
 }

@@ -6,11 +6,13 @@ import argparse
 import ast
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench.specs import parse_spec
 from gradwire.errors import InvalidArgument
 from gradwire.training import TrainConfig, TrainResult, train_rank
 from gradwire.training.display import ProgressDisplay, print_summary
@@ -31,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compute", choices=["real", "emulate"], default="real",
                         help="emulate: replay captured gradients behind calibrated waits")  # fmt: skip
     parser.add_argument("--scheme", nargs="+", default=["gcomp"], metavar="NAME",
-                        help="one or more, one run each; ddp is DDP without gradwire (default: gcomp)")  # fmt: skip
+                        help="one or more, one run each, options as NAME:option=value,...; ddp is DDP without gradwire "
+                        "(default: gcomp)")  # fmt: skip
     parser.add_argument("--scheme-option", action="append", default=[], metavar="K=V", help="such as importance=none")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes to start here (default: 4; torchrun's own)")
     parser.add_argument(
@@ -148,8 +151,7 @@ def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
     config = TrainConfig(
         workload=args.workload,
         workload_options=workload_options,
-        scheme=args.scheme[0],
-        scheme_options=parse_options(args.scheme_option, "--scheme-option"),
+        **schemes_of(args)[0],
         steps=args.steps,
         batch_size=args.batch_size,
         seed=args.seed,
@@ -170,10 +172,18 @@ def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
         return [config]
     if config.checkpoint is not None:
         raise InvalidArgument("--checkpoint is for one run: give one --scheme")
+    folders = [re.sub(r"[^A-Za-z0-9._]+", "-", spec) for spec in args.scheme]
     return [
-        replace(config, scheme=scheme, out=None if config.out is None else config.out / scheme)
-        for scheme in args.scheme
+        replace(config, **scheme, out=None if config.out is None else config.out / folder)
+        for scheme, folder in zip(schemes_of(args), folders, strict=True)
     ]
+
+
+def schemes_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Name and options of each `--scheme`: NAME, or NAME:option=value,..., which go before `--scheme-option`."""
+    shared = parse_options(args.scheme_option, "--scheme-option")
+    specs = [parse_spec(spec) for spec in args.scheme]
+    return [{"scheme": name, "scheme_options": shared | options} for name, options in specs]
 
 
 def parse_options(words: list[str], option: str) -> dict[str, Any]:

@@ -23,17 +23,18 @@ from training_runs import CASES, find_differences
 THREE_BLOCKS = [["0"], ["2"], ["4"]]
 
 
-def build(scheme: Scheme | None, seed: int = 1, **options: Any) -> tuple[Any, Any, Any]:
+def build(scheme: Scheme | None, seed: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 3))
+    model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20, **options) if scheme else None
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20) if scheme else None
     return ddp, optimizer, attachment
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
     batch = torch.randn(4, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
+    batch = batch.to(next(ddp.parameters()).dtype)
     optimizer.zero_grad()
     loss = (ddp(batch) - batch[:, :3]).square().mean()
     loss.backward()
@@ -115,6 +116,11 @@ def train_features(rank: int, world_size: int) -> dict[str, Any]:
             attachment.close()
         seen[name] = values(ddp)
         seen[name + " loss"] = sum(losses[-10:])
+    ddp, optimizer, attachment = build(Broadcast(16, THREE_BLOCKS), dtype=torch.bfloat16)
+    for step in range(3):
+        take_step(ddp, optimizer, rank, step)
+    attachment.close()
+    seen["bfloat16"] = values(ddp)
     # A step that is not taken, and then the next one.
     ddp, optimizer, attachment = build(Broadcast(8, THREE_BLOCKS, error_feedback=True))
     take_step(ddp, optimizer, rank, 0)
@@ -144,7 +150,17 @@ def train_features(rank: int, world_size: int) -> dict[str, Any]:
 def test_fewer_bits_stay_near_and_all_ranks_agree():
     results = run_ranks(train_features, 3)
     first = results[0]
-    for name in ("plain", "exact", "coarse", "fed back", "ring", "bits of the codec", "not finite", "switched"):
+    for name in (
+        "plain",
+        "exact",
+        "coarse",
+        "fed back",
+        "ring",
+        "bits of the codec",
+        "not finite",
+        "switched",
+        "bfloat16",
+    ):
         assert all(torch.equal(result[name], first[name]) for result in results), name
     assert torch.equal(first["ring"], first["coarse"])  # the way there changes nothing
     torch.testing.assert_close(first["exact"], first["plain"], rtol=0, atol=1e-6)  # but for the order of the sum

@@ -234,6 +234,9 @@ def test_any_codec_or_codec_scheme_can_be_wrapped() -> None:
     assert SlimGC("two-bit", threshold=0.25).configuration["codec_options"]["threshold"] == 0.25
     assert SlimGC(codecs.by_name("raw")).codec.name == "raw"
     assert SlimGC(schemes.by_name("gcomp", importance="none")).codec.name == "gcomp"
+    assert SlimGC(schemes.by_name("two-bit")).codec.name == "two-bit"
+    with pytest.raises(InvalidArgument):
+        SlimGC(schemes.by_name("top-k"))
 
 
 def test_remeasuring_a_given_threshold_is_refused() -> None:

@@ -219,13 +219,13 @@ def test_a_carry_never_leaves_the_finite_numbers() -> None:
                 assert found.isfinite().all(), (dtype, bits, format_name)
 
 
-def test_seed_and_stream_choose_the_numbers_and_nothing_else_does() -> None:
+def test_seed_and_step_choose_the_numbers_and_nothing_else_does() -> None:
     gradient = finite_gradient(5000, torch.float32)
 
-    def message(seed: int, stream: int, n: int = 5000) -> torch.Tensor:
+    def message(seed: int, step: int, n: int = 5000) -> torch.Tensor:
         codec = TruncatedFloat(10, "native", "stochastic", seed)
         out = torch.empty(codec.max_encoded_bytes(n, torch.float32), dtype=torch.uint8)
-        return out[: codec.encode(gradient[:n], out, stream=stream)]
+        return out[: codec.encode(gradient[:n], out, step=step)]
 
     assert torch.equal(message(1, 2), message(1, 2))
     assert not torch.equal(message(1, 2), message(1, 3))
@@ -260,5 +260,5 @@ def test_arguments_out_of_range_are_refused() -> None:
     for wrong in (gradient.double(), gradient.view(10, 10), torch.ones(200)[::2]):
         with pytest.raises(InvalidArgument):
             codec.encode(wrong, out)
-    with pytest.raises(BufferTooSmall, match="may need"):
+    with pytest.raises(BufferTooSmall, match="may take"):
         codec.encode(gradient, out[:300])

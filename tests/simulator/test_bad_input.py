@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.simulator import workloads
 from gradwire.simulator.bandwidth import make_trace, parse_trace
@@ -127,6 +128,16 @@ def test_a_scheme_measured_at_several_worlds_keeps_its_shape() -> None:
     assert gather.cost(9, "in turn").decode_s_per_value == pytest.approx(8e-6)
     with pytest.raises(InvalidArgument):
         fit([Measurement(1, 1000, 0.0, 0.0, 0.0)])
+
+
+@pytest.mark.parametrize("name", live.names())
+def test_every_registered_scheme_is_simulated_or_says_how_it_will_be(name: str) -> None:
+    if name not in registry.names():
+        with pytest.raises(InvalidArgument, match="gradwire bench simulator --measure"):
+            registry.by_name(name)
+        return
+    metrics = Simulation(Setting(PAPER, 4, 1e9), registry.by_name(name)).run(rounds=2)
+    assert metrics.utilisation > 0
 
 
 def test_a_trace_needs_spans(tmp_path: Path) -> None:

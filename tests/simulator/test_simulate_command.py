@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,29 @@ def test_records_of_a_sweep_have_their_fields(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "a.svg").read_text(encoding="utf-8").startswith("<?xml")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "aqgb" in capsys.readouterr().out
+
+
+def test_details_hold_every_round_link_and_worker(tmp_path: Path) -> None:
+    out = tmp_path / "details.json"
+    command = [
+        "simulate",
+        "--scheme",
+        "plain",
+        "--workers",
+        "4",
+        "--racks",
+        "2",
+        "--rounds",
+        "4",
+        "--jitter",
+        "per-worker",
+    ]
+    assert main([*command, "--details", str(out)]) == 0
+    details = json.loads(out.read_text(encoding="utf-8"))
+    count = {kind: sum(one["of"] == kind for one in details) for kind in ("round", "link", "worker")}
+    # Racks of two workers: up and down of each rack's workers and of each rack; the last round's gradients are not used.
+    assert count == {"round": 3, "link": 8, "worker": 4}
+    assert all(one["scheme"] == "plain" and one["workers"] == 4 for one in details)
 
 
 def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
@@ -72,3 +97,16 @@ def test_wrong_arguments_end_with_one_line(arguments: list[str], capsys: pytest.
     error = capsys.readouterr().err
     assert error.startswith("gradwire simulate: InvalidArgument: ")
     assert error.count("\n") == 1
+
+
+def test_without_simpy_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("gradwire.simulator")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["simulate"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "gradwire simulate: Unsupported: the simulator needs simpy; pip install 'gradwire[sim]'\n"
+    )

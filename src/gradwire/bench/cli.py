@@ -7,6 +7,10 @@ import importlib
 
 # name: (module with `add_arguments` and `run`, one-line help); only the one that is called is imported.
 BENCHES: dict[str, tuple[str, str]] = {
+    "adaptation": (
+        "gradwire.bench.adaptation",
+        "how AQGB's bits follow the network in a run of `gradwire train`: Fig. 9",
+    ),
     "codec": ("gradwire.bench.codec", "ratio and speed of codecs and their rivals on real gradients"),
     "allreduce": ("gradwire.bench.allreduce", "time and bytes of every scheme's all-reduce beside the backend's own"),
     "train": ("gradwire.bench.train", "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks"),
@@ -33,6 +37,15 @@ BENCHES: dict[str, tuple[str, str]] = {
     "sweep": ("gradwire.bench.sweep", "all of it by one table, resumable; --quick is what `make bench` runs"),
     "dump-gradients": ("gradwire.bench.dump_gradients", "gradient files for the others, from a short training"),
     "sketch": ("gradwire.bench.sketch", "count sketches against the bound (Fig. 2), recovery (Fig. 3), codec speed"),
+    "tfp-figures": (
+        "gradwire.bench.tfp_figures",
+        "truncated and embedded floats beside QSGD and 1 bit, on gradients and in training: AQGB's Fig. 2",
+    ),
+    "slimgc-accuracy": (
+        "gradwire.bench.slimgc_accuracy",
+        "what SlimGC's strategies give back of the accuracy that few bits cost: figures 9 to 11",
+    ),
+    "slimgc-speed": ("gradwire.bench.slimgc_speed", "SlimGC's throughput and time split: figures 12, 13 and table 3"),
     "gcomp-figures": ("gradwire.bench.gcomp_figures", "the GComp paper's figures 2, 3, 12, 13 and 14, from gradients"),
 }
 

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 # What is compared, where it is registered: a scheme of each kind of lane, and the two broadcasts.
 _COMPARED = ("ddp", "plain", "gcomp", "acp-sgd", "broadcast", "broadcast:bits=32", "aqgb")
 # The small set runs a small model at rates that make it wait as a large one does at ten times these.
-_QUICK = ("gpt:step_ms=100", ("50mbit", "100mbit", "200mbit"), 12, 4)
+_QUICK = ("gpt:step_ms=100", ("50mbit", "100mbit", "200mbit"), 9, 4)
 _FULL = ("resnet50", ("500mbit", "1gbit", "2gbit"), 10, 4)
 _GOAL = 0.1
 # A reduction of so few bytes takes its hops' latency and nothing else.
@@ -283,30 +283,31 @@ def _measure_table(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     content = _read_table(args.table)
     for workload in args.workload or ["resnet50"]:
         name, options = parse_spec(workload)
-        cells = {
-            (n_ranks, spec): Cell(
-                f"{name}-{n_ranks}-{spec.replace(':', '-')}",
+        cells = [
+            Cell(
+                f"{name}-{n_ranks}-{'-'.join(parse_spec(spec)[0] for spec in args.scheme or ['all'])}",
                 "train",
                 (
-                    *("--compute", "emulate", "--workload", workload, "--scheme", spec, "--ranks", str(n_ranks)),
+                    *("--compute", "emulate", "--workload", workload, "--scheme", *specs, "--ranks", str(n_ranks)),
                     *("--steps", str(args.steps or 4), "--warmup", "2"),
                 ),
             )
             for n_ranks in args.ranks or (2, 3, 4)
-            for spec in specs
-        }
-        found = measuring.run(list(cells.values()))
-        records = [record for cell in cells.values() for record in found.get(cell.key, [])]
+        ]
+        found = measuring.run(cells)
+        records = [record for cell in cells for record in found.get(cell.key, [])]
         entry = content["workloads"].setdefault(name, {"schemes": {}})
         for spec in specs:
-            rows = [_row(record) for record in records if record["scheme"] == parse_spec(spec)[0]]
+            scheme = parse_spec(spec)[0]
+            rows = {row["ranks"]: row for row in entry["schemes"].get(scheme, [])}
+            rows |= {record["ranks"]: _row(record) for record in records if record["scheme"] == scheme}
             if rows:
-                entry["schemes"][parse_spec(spec)[0]] = rows
+                entry["schemes"][scheme] = [rows[n_ranks] for n_ranks in sorted(rows)]
         if records:
             entry["provenance"] = {
                 "command": f"gradwire bench simulator --measure --workload {name}"
                 + "".join(f" ({key}={Path(str(value)).name})" for key, value in options.items()),
-                **{key: records[0].get(key) for key in ("gradients", "cpu", "n_cores", "torch", "commit", "date")},
+                **{key: records[0].get(key) for key in ("gradients", "cpu", "n_cores", "torch")},
             }
     write_text(args.table, json.dumps(content, indent=1, allow_nan=False) + "\n")
     say(f"table: {args.table}")
@@ -321,6 +322,8 @@ def _row(record: Record) -> Record:
         "sent_bytes": record["wire_bytes"],
         "encode_s": max(0.0, (record["codec_s"] or 0.0) - decode_s),
         "decode_s": decode_s,
+        "commit": record["commit"],
+        "date": record["date"],
     }
 
 

@@ -68,7 +68,8 @@ def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
 
 def _in_order(pieces: Sequence[tuple[int, float]], origin: str, model: ReplayModel, step_s: float) -> Workload:
     """Blocks that become ready one after another; the replay's whole forward pass waits for all of them."""
-    backward_s = sum(layer.backward_s for layer in model.layers)
+    # Summed in the order of the buckets' moments, so that the last one is neither before nor after the end.
+    backward_s = sum(layer.backward_s for layer in reversed(model.layers))
     total_s = backward_s + sum(layer.forward_s for layer in model.layers)
     if total_s <= 0:
         raise InvalidArgument(f"{origin}: a step without computation cannot be scaled; give step_ms=")
@@ -83,6 +84,6 @@ def _in_order(pieces: Sequence[tuple[int, float]], origin: str, model: ReplayMod
         # The replay calls no module, so nothing of the forward pass begins before all blocks are there: it is all in the
         # block that is used last.
         forward_s = total_s - backward_s if number == 0 else 0.0
-        blocks.append(Block(f"{index}", n_values, forward_s * scale, (end_s - before_s) * scale))
-        before_s = end_s
+        blocks.append(Block(f"{index}", n_values, forward_s * scale, max(0.0, end_s - before_s) * scale))
+        before_s = max(before_s, end_s)
     return Workload(origin, tuple(reversed(blocks)), "emulated bench train")

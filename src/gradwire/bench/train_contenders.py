@@ -69,7 +69,7 @@ class TrainContender:
         ddp_options = workload.ddp_options()
         if self.name in _ONE_BUCKET:
             ddp_options["bucket_cap_mb"] = self._whole_model_mb()
-        elif self.name in RIVALS and "bucket_mb" in self.options:
+        elif "bucket_mb" in self.options:
             # The least that DDP takes for a size still lets no two tensors share a bucket.
             ddp_options["bucket_cap_mb"] = min(max(float(self.options["bucket_mb"]), 1e-6), self._whole_model_mb())
         self._model = DistributedDataParallel(module, **ddp_options)
@@ -80,7 +80,8 @@ class TrainContender:
         if self.name in RIVALS:
             self._register_rival()
         else:
-            scheme = schemes.by_name(self.name, **self.options)
+            # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
+            scheme = schemes.by_name(self.name, **{k: v for k, v in self.options.items() if k != "bucket_mb"})
             self._attachment = gradwire.attach(self._model, self._optimizer, scheme)
         self._owns_step = self._attachment is not None and self._attachment.scheme.owns_step
         self._steps = 0

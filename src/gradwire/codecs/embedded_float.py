@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs.buffers import bytes_of, dtype_code, require_buffer, require_room
+from gradwire.codecs.quantised import bytes_of, check_room, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 
 __all__ = ["EmbeddedFloat", "EmbeddedValues", "describe"]
@@ -70,8 +70,8 @@ class EmbeddedFloat:
         Cost: one pass, no allocation, releases the GIL.
         """
         code = dtype_code(out.dtype)
-        require_buffer("message", message, torch.uint8)
-        require_buffer("out", out)
+        check_tensor("message", message, torch.uint8)
+        check_tensor("out", out)
         _native.embedded_float_decode(bytes_of(message), code, bytes_of(out))
 
     def max_plane_bytes(self, n_elements: int, dtype: torch.dtype, first_bit: int, n_bits: int) -> int:
@@ -99,9 +99,9 @@ class EmbeddedFloat:
         Cost: one pass, no allocation below bit 31, releases the GIL.
         """
         code = dtype_code(gradient.dtype)
-        require_buffer("gradient", gradient)
+        check_tensor("gradient", gradient)
         n_needed = self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits)
-        require_room(out, n_needed, gradient.numel())
+        check_room(self.name, out, n_needed)
         return _native.embedded_float_encode(bytes_of(gradient), code, self.partition, first_bit, n_bits, bytes_of(out))
 
     def quantise(self, gradient: torch.Tensor, n_bits: int, out: torch.Tensor) -> None:
@@ -111,8 +111,8 @@ class EmbeddedFloat:
         Raises: InvalidArgument. Cost: one pass, no allocation, releases the GIL.
         """
         code = dtype_code(gradient.dtype)
-        require_buffer("gradient", gradient)
-        require_buffer("out", out, gradient.dtype)
+        check_tensor("gradient", gradient)
+        check_tensor("out", out, gradient.dtype)
         _native.embedded_float_quantise(bytes_of(gradient), code, self.partition, n_bits, bytes_of(out))
 
     def receive(self, n_elements: int, dtype: torch.dtype) -> EmbeddedValues:
@@ -150,7 +150,7 @@ class EmbeddedValues:
             partition), IncompatibleVersion; nothing has changed then.
         Cost: one pass over the codes, no allocation below bit 31, releases the GIL.
         """
-        require_buffer("message", message, torch.uint8)
+        check_tensor("message", message, torch.uint8)
         self.n_bits = _native.embedded_float_refine(
             bytes_of(message), self._codes, self._exponents, self._dtype_code, self.partition, self.n_bits
         )
@@ -158,12 +158,12 @@ class EmbeddedValues:
 
     def write(self, out: torch.Tensor) -> None:
         """Put the values as they are known into `out`, (n,) of the sender's dtype. Raises: InvalidArgument."""
-        require_buffer("out", out, self.dtype)
+        check_tensor("out", out, self.dtype)
         _native.embedded_float_write(*self._known(), bytes_of(out))
 
     def add_to(self, sums: torch.Tensor) -> None:
         """sums += the values as they are known; (n,) float32, one rounding a value. Raises: InvalidArgument."""
-        require_buffer("sums", sums, torch.float32)
+        check_tensor("sums", sums, torch.float32)
         _native.embedded_float_add(*self._known(), sums.detach())
 
     def _known(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
@@ -178,5 +178,5 @@ def describe(message: torch.Tensor) -> dict[str, Any]:
 
     Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.
     """
-    require_buffer("message", message, torch.uint8)
+    check_tensor("message", message, torch.uint8)
     return _native.embedded_float_header(bytes_of(message))

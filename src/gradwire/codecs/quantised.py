@@ -114,10 +114,7 @@ class Quantised:
     ) -> int:
         dtype_code(gradient.dtype)
         check_tensor("gradient", gradient)
-        check_tensor("out", out, torch.uint8)
-        n_needed = self.max_encoded_bytes(gradient.numel(), gradient.dtype)
-        if out.numel() < n_needed:
-            raise BufferTooSmall(f"{self.name}: out has {out.numel()} bytes, the message takes {n_needed}")
+        check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
         return self._encode_checked(gradient, residual, residual_scale, new_residual, out, check_step(step))
 
     def _encode_checked(
@@ -188,6 +185,13 @@ def check_seed(seed: int) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT:
         raise InvalidArgument(f"seed must be an integer from 0 to 2^64 - 1, got {seed!r}")
     return seed
+
+
+def check_room(name: str, out: Tensor, n_bytes: int) -> None:
+    """Raises: InvalidArgument (no uint8 buffer), BufferTooSmall (fewer than `n_bytes`)."""
+    check_tensor("out", out, torch.uint8)
+    if out.numel() < n_bytes:
+        raise BufferTooSmall(f"{name}: out has {out.numel()} bytes, the message may take {n_bytes}")
 
 
 def check_step(step: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs.buffers import WIDTHS, bytes_of, dtype_code, require_buffer, require_room
+from gradwire.codecs.quantised import bytes_of, check_room, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 
 __all__ = ["RandomStreams", "TruncatedFloat", "describe"]
@@ -36,7 +36,7 @@ class TruncatedFloat:
     Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN; where all
     bits of the native word are kept, every value is exact instead.
 
-    Random numbers are Philox4x32-10's, a function of (seed, stream, index) alone (native/random/counter.hpp). The codec
+    Random numbers are Philox4x32-10's, a function of (seed, step, index) alone (native/random/counter.hpp). The codec
     is stateless and thread-safe; the same bytes for every thread count and instruction set.
 
     When not to use it: where more bits may follow later (`embedded-float`); "truncate" in training without error
@@ -86,7 +86,7 @@ class TruncatedFloat:
         dtype_code(dtype)
         if self.format != "auto":
             return self.format
-        if self.bits >= WIDTHS[dtype]:
+        if self.bits >= 8 * dtype.itemsize:
             return "native"
         return next((name for name, width in _AUTO if self.bits <= width), "native")
 
@@ -97,7 +97,7 @@ class TruncatedFloat:
         return _native.truncated_float_max_bytes(n_elements, *self._settings(dtype))
 
     def encode(
-        self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None, stream: int = 0
+        self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None, *, step: int = 0
     ) -> int:
         """Write `gradient` as one message.
 
@@ -105,17 +105,17 @@ class TruncatedFloat:
             gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; any n from 0.
             out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous, CPU.
             importance: ignored.
-            stream: which random numbers "stochastic" rounds with, 0 to 2^64 - 1: another one for every message of a
-                training; see `streams`.
+            step: what "stochastic" draws by, beside the seed, 0 to 2^64 - 1. Messages whose errors have to be
+                independent (of other steps, ranks, chunks) need steps of their own: see `streams`.
         Returns: bytes written.
-        Raises: InvalidArgument (shape, dtype, more bits than the dtype has), BufferTooSmall.
+        Raises: InvalidArgument (shape, dtype, step, more bits than the dtype has), BufferTooSmall.
         Cost: two passes, no allocation, releases the GIL.
         """
         settings = self._settings(gradient.dtype)
-        require_buffer("gradient", gradient)
-        require_room(out, self.max_encoded_bytes(gradient.numel(), gradient.dtype), gradient.numel())
+        check_tensor("gradient", gradient)
+        check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
         seed = self.seed if self.rounding == "stochastic" else None
-        return _native.truncated_float_encode(bytes_of(gradient), *settings, seed, stream, bytes_of(out))
+        return _native.truncated_float_encode(bytes_of(gradient), *settings, seed, check_step(step), bytes_of(out))
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Read `message`, whatever settings it was written with, into `out`.
@@ -127,25 +127,25 @@ class TruncatedFloat:
         Cost: one pass, no allocation, releases the GIL.
         """
         code = dtype_code(out.dtype)
-        require_buffer("message", message, torch.uint8)
-        require_buffer("out", out)
+        check_tensor("message", message, torch.uint8)
+        check_tensor("out", out)
         _native.truncated_float_decode(bytes_of(message), code, bytes_of(out))
 
     def streams(self, *key: int) -> RandomStreams:
-        """This codec with a random stream of its own for every message, from streams named by `key` (rank, step, ...)."""
+        """This codec with numbers of its own for every message, of those named by `key` (rank, step, bucket)."""
         return RandomStreams(self, *key)
 
     def _settings(self, dtype: torch.dtype) -> tuple[int, int, int, int]:
         code, format_name = dtype_code(dtype), self.format_for(dtype)
-        if format_name == "native" and self.bits > WIDTHS[dtype]:
+        if format_name == "native" and self.bits > 8 * dtype.itemsize:
             raise InvalidArgument(
-                f"bits={self.bits}, but {dtype} has {WIDTHS[dtype]}: bits={WIDTHS[dtype]} keeps all of it"
+                f"bits={self.bits}, but {dtype} has {8 * dtype.itemsize}: bits={8 * dtype.itemsize} keeps all of it"
             )
         return code, _FORMATS[format_name], self.bits, self.partition
 
 
 class RandomStreams:
-    """A codec whose n-th message is rounded by stream (hash of the key) + n; for one thread, and one key, at a time."""
+    """A codec that draws its n-th message's numbers by step (hash of the key) + n; for one thread at a time."""
 
     def __init__(self, codec: TruncatedFloat, *key: int) -> None:
         """See `TruncatedFloat.streams`."""
@@ -157,10 +157,10 @@ class RandomStreams:
         self.decode = codec.decode
 
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
-        """As `TruncatedFloat.encode`, with the next stream."""
-        stream = self._next
-        self._next = (stream + 1) & 0xFFFFFFFFFFFFFFFF
-        return self._codec.encode(gradient, out, importance, stream)
+        """As `TruncatedFloat.encode`, with numbers that no other message has."""
+        step = self._next
+        self._next = (step + 1) & 0xFFFFFFFFFFFFFFFF
+        return self._codec.encode(gradient, out, importance, step=step)
 
 
 def describe(message: torch.Tensor) -> dict[str, Any]:
@@ -169,5 +169,5 @@ def describe(message: torch.Tensor) -> dict[str, Any]:
 
     Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.
     """
-    require_buffer("message", message, torch.uint8)
+    check_tensor("message", message, torch.uint8)
     return _native.truncated_float_header(bytes_of(message))

@@ -53,7 +53,10 @@ class Scheme(ABC):
     replicas_may_differ: ClassVar[bool] = False
 
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
-    owns_step: ClassVar[bool] = False
+    owns_step: bool = False
+
+    # Whether it reduces device buckets by their copies in host memory, waiting for each tensor's (`Bucket.wait_for`).
+    stages_device_buckets: ClassVar[bool] = False
 
     session: Session
 
@@ -95,6 +98,10 @@ class Scheme(ABC):
 
     def flush(self) -> None:
         """Take every optimizer step that was called for; only schemes that own the step have any outstanding."""
+
+    def step_figures(self) -> dict[str, float]:
+        """Figures of the last step that a training log keeps beside bytes and times; none by default."""
+        return {}
 
     def stats(self) -> dict[str, Any]:
         """Figures of this scheme's own, as plain values."""

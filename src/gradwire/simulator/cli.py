@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trace-workers", nargs="+", type=int, metavar="N", help="whose links the trace is of (all)")
     parser.add_argument(
-        "--measured-on", default="resnet50", metavar="NAME", help="workload of the measured sizes (resnet50)"
+        "--measured-on", metavar="NAME", help="workload of the measured sizes (resnet50's, else resnet's)"
     )
     parser.add_argument(
         "--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows"
@@ -85,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("runs/simulate"), metavar="DIR", help="folder of --figure's results"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
+    parser.add_argument("--details", type=Path, metavar="FILE", help="write every round, link and worker of every run")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
     parser.add_argument("--plot", nargs="+", type=Path, metavar="FILE", help="draw the records: PNG or SVG")
     parser.add_argument(
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         if path.suffix not in (".png", ".svg"):
             raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
     records: list[dict[str, Any]] = []
+    details: list[dict[str, Any]] = []
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -124,8 +126,11 @@ def run(args: argparse.Namespace) -> int:
 
             simulation, record = one.do(show)
             records.append(record)
+            details += simulation.metrics.details(record) if args.details else []
     if args.json:
         write_json(args.json, records)
+    if args.details:
+        write_json(args.details, details)
     if args.csv:
         write_csv(args.csv, records)
     if args.chrome_trace:

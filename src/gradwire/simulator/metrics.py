@@ -10,7 +10,8 @@ import bisect
 import itertools
 import math
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gradwire.control.overlap import Interval, length_s, osf, overlap_s, row, utilisation
@@ -229,6 +230,16 @@ class Metrics:
         return utilisation(
             sum(link.carried_bits for link in downs), sum(link.offered_bits for link in downs) / now_s, now_s
         )
+
+    def details(self, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A flat record of each round, link and worker, under the run's own fields; ROW is None where it is infinite."""
+        which = {key: run[key] for key in ("scheme", "options", "workers", "rate_bps", "workload")}
+        parts: dict[str, Sequence[Any]] = {"round": self.rounds, "link": self.links(), "worker": self.workers()}
+        found = [{**which, "of": kind, **asdict(one)} for kind, several in parts.items() for one in several]
+        for one in found:
+            if not math.isfinite(one.get("row", 0.0)):
+                one["row"] = None
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Flat and plain: what a record of this run says. Means are over the rounds; ROW is None without a finite one."""

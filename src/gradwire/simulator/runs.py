@@ -26,7 +26,7 @@ class Run:
     seconds: float | None = None
     rounds: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    measured_on: str = "resnet50"
+    measured_on: str | None = None
     with_codec_times: bool = True
     labels: dict[str, Any] = field(default_factory=dict)
     keep_spans: bool = False

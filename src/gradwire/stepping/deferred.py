@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bucket import Bucket
 from gradwire.communicator import Communicator
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.preamble import Preamble
 from gradwire.schemes.base import Scheme, Session
 from gradwire.stepping.blocks import Block, Division, check_division, find_blocks, hash_blocks
@@ -55,7 +55,7 @@ class DeferredScheme(Scheme):
             have arrived, so the next forward pass then waits for all of them.
     """
 
-    owns_step: ClassVar[bool] = True
+    owns_step: bool = True
 
     def __init__(self, blocks: Division = 4, max_grad_norm: float | None = None) -> None:
         self._division = check_division(blocks)
@@ -68,6 +68,7 @@ class DeferredScheme(Scheme):
         self._flags: Communicator | None = None
         self._is_finite = True
         self._waited_ns = 0
+        self._is_told = False  # whether what failed was raised to the user
         self._clip: tuple[int, torch.Tensor] | None = None  # step, factor
 
     @property
@@ -124,6 +125,9 @@ class DeferredScheme(Scheme):
         try:
             if interceptor is not None:
                 self.flush()
+        except GradwireError:
+            if not self._is_told:  # the user has seen it otherwise, and may be closing for that reason
+                raise
         finally:
             if interceptor is not None:
                 interceptor.remove()
@@ -240,11 +244,18 @@ class DeferredScheme(Scheme):
     def _wait(self, slot: Slot) -> None:
         if slot.done is not None and not slot.done.done():
             started = time.perf_counter_ns()
-            self._about_to_wait(slot)
-            slot.done.wait()
+            self._wait_or_tell(slot.done)
             self._note_wait(slot, started, time.perf_counter_ns())
         elif slot.done is not None:
-            slot.done.wait()  # raises what it failed of
+            self._wait_or_tell(slot.done)
+
+    def _wait_or_tell(self, done: torch.futures.Future) -> None:
+        """Raises: what the reduction failed of."""
+        try:
+            done.wait()
+        except GradwireError:
+            self._is_told = True
+            raise
 
     def _note_wait(self, slot: Slot, start_ns: int, end_ns: int) -> None:
         self._waited_ns += end_ns - start_ns
@@ -271,9 +282,6 @@ class DeferredScheme(Scheme):
 
     def _begin_step(self, step: int) -> None:
         """The first bucket of `step` is there."""
-
-    def _about_to_wait(self, slot: Slot) -> None:
-        """The training thread stands still for this block from now on."""
 
 
 def _inner(module: nn.Module) -> nn.Module:

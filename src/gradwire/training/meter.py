@@ -11,7 +11,8 @@ import torch.distributed as dist
 _TIMES = ("forward_backward_s", "optimizer_s", "encode_s", "decode_s", "communicate_s", "importance_s", "table_s",
           "wait_s", "exposed_s", "cpu_s")  # fmt: skip
 _COUNTS = ("bytes_sent", "bytes_received", "original_bytes", "n_messages", "n_fallbacks")
-_KEYS = ("loss", "iteration_s", *_TIMES, *_COUNTS)
+_OWN = ("bits_per_value", "first_bits_per_value", "acknowledged_bps")  # of schemes whose `step_figures` tell them
+_KEYS = ("loss", "iteration_s", *_TIMES, *_COUNTS, *_OWN)
 
 N_WARM_UP_STEPS = 2  # DDP's first step uses one bucket, and its second rebuilds them
 
@@ -59,6 +60,7 @@ class Meter:
         self._elapsed_s += record["iteration_s"]
         record["elapsed_s"] = self._elapsed_s
         record |= {key: means[key] for key in (*_TIMES, *_COUNTS)}
+        record |= {key: means[key] for key in _OWN if means[key]}
         ring_share = 2 * (world_size - 1) / world_size
         if self._plain_ddp_bytes is not None:
             record["original_bytes"] = float(self._plain_ddp_bytes)

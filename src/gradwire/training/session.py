@@ -71,7 +71,7 @@ class Session:
         if self.attachment is not None:
             # The step's record was closed at the end of its backward pass.
             figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
-            return figures
+            return figures | self.attachment.scheme.step_figures()
         # Plain DDP: after the last gradient, the backward pass does nothing but wait for the buckets.
         return {"exposed_s": backward_done_s - self._last_gradient_s}
 

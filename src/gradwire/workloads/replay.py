@@ -45,11 +45,21 @@ class _Clock:
 
 
 class _Layer:
-    """One layer of the chain: its waits in seconds, and its parameters with their gradients."""
+    """One layer of the chain: its waits in seconds, its parameters with their gradients, and the modules that hold them."""
 
-    def __init__(self, forward_s: float, backward_s: float, parameters: list[nn.Parameter], gradients: list[Tensor]):
+    def __init__(
+        self, forward_s: float, backward_s: float, parameters: list[nn.Parameter], gradients: list[Tensor],
+        holders: list[nn.Module],
+    ):  # fmt: skip
         self.forward_s, self.backward_s = forward_s, backward_s
-        self.parameters, self.gradients = parameters, gradients
+        self.parameters, self.gradients, self.holders = parameters, gradients, holders
+
+
+class _Holder(nn.Module):
+    """Holds a layer's parameters under their names; called when the layer begins, as the real module would be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 class _ReplayLayer(torch.autograd.Function):
@@ -86,7 +96,7 @@ class ReplayModel(nn.Module):
             owner: nn.Module = self
             for part in path:
                 if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
+                    owner.add_module(part, _Holder())
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, tensors[p.name])
         for layer in layers:
@@ -94,7 +104,9 @@ class ReplayModel(nn.Module):
                 gradients[p.offset : p.offset + torch.Size(p.shape).numel()].view(p.shape) for p in layer.parameters
             ]
             owned = [tensors[p.name] for p in layer.parameters]
-            self._layers.append(_Layer(layer.forward_s * scale, layer.backward_s * scale, owned, views))
+            paths = dict.fromkeys(p.name.rpartition(".")[0] for p in layer.parameters)
+            holders = [self.get_submodule(path) for path in paths if path]
+            self._layers.append(_Layer(layer.forward_s * scale, layer.backward_s * scale, owned, views, holders))
 
     @property
     def layers(self) -> tuple[_Layer, ...]:
@@ -105,6 +117,8 @@ class ReplayModel(nn.Module):
         self._clock.restart()
         x = torch.tensor(self._loss)
         for layer in self._layers:
+            for holder in layer.holders:
+                x = holder(x)
             x = _ReplayLayer.apply(x, layer, self._clock, *layer.parameters)
         return x
 

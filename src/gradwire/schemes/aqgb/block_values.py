@@ -25,6 +25,7 @@ class BlockValues:
         self._plain: dict[int, torch.Tensor] = {}
         self._is_plain: dict[int, bool] = {}
         self._messages: dict[int, torch.Tensor] = {}  # by first bit: what was sent must stay until it is gone
+        self._rounded: torch.Tensor | None = None
         self.sent_bits = 0
 
     def reset(self) -> None:
@@ -105,12 +106,22 @@ class BlockValues:
             elif self._is_plain.get(rank):
                 sums.add_(self._plain[rank])
             elif rank in self._refined and self._refined[rank].n_bits:
-                self._refined[rank].add_to(sums)
+                self._add_refined(self._refined[rank], sums)
             else:
                 raise CorruptMessage(
                     f"rank {rank} said that block {self._slot.block.name!r} is complete before it sent any of it; check that "
                     "all ranks run the same gradwire"
                 )
+
+    def _add_refined(self, values: EmbeddedValues, sums: torch.Tensor) -> None:
+        if values.dtype == torch.float32:
+            values.add_to(sums)
+            return
+        # As its sender adds it: rounded to the gradient's dtype.
+        if self._rounded is None:
+            self._rounded = torch.empty_like(self._slot.gradient)
+        values.write(self._rounded)
+        sums.add_(self._rounded)
 
 
 class Scratch:

@@ -71,15 +71,14 @@ class BlockBroadcast(DeferredScheme):
             "error_feedback": self.error_feedback,
         }
 
-    # ---- beginning and end
-
     def bind(self, session: Session) -> None:
         super().bind(session)
         communicator = session.communicator
         n_blocks, world_size = len(self._slots), communicator.world_size
         self._world_size, self._rank = world_size, communicator.rank
-        self.pacing = self._make_pacing(communicator.rank, world_size, [slot.block.n_elements for slot in self._slots])
-        self.figures = Figures([slot.block.name for slot in self._slots], self._clock)
+        sizes = [slot.block.n_elements for slot in self._slots]
+        self.pacing = self._make_pacing(communicator.rank, world_size, sizes)
+        self.figures = Figures([slot.block.name for slot in self._slots], sizes, self._clock)
         self._values = [BlockValues(self._codec, slot, communicator.rank, world_size) for slot in self._slots]
         self._scratch = Scratch()
         self._round: Round | None = None
@@ -363,9 +362,7 @@ class BlockBroadcast(DeferredScheme):
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
-            waiting = list(self._round.awaited.values()) if self._round is not None else []
-            if self._round is not None:
-                self._round.awaited = {}
+            waiting = [] if self._round is None else self._round.give_up()
         for done in waiting:
             done.set_exception(failure)
 
@@ -386,6 +383,10 @@ class BlockBroadcast(DeferredScheme):
         if not hasattr(self, "figures"):
             return {}
         return {"rate_bps": self.pacing.rate_bps, **self.figures.as_dict()}
+
+    def step_figures(self) -> dict[str, float]:
+        """Bits sent of each value in the last step, all of them and in the first stage, and b."""
+        return self.figures.last_bits() | {"acknowledged_bps": self.pacing.rate_bps}
 
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": self._leftovers.state_by_name(self.session.names)} if self.error_feedback else {}

@@ -22,8 +22,8 @@ class Figures:
     communication is when bodies of other ranks were arriving.
     """
 
-    def __init__(self, names: Sequence[str], clock: Clock) -> None:
-        self._names, self._clock = list(names), clock
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], clock: Clock) -> None:
+        self._names, self._sizes, self._clock = list(names), list(sizes), clock
         self._lock = threading.Lock()
         self._bits_now = [[0, 0] for _ in names]  # first stage, second stage
         self._waits: list[Interval] = []
@@ -74,6 +74,17 @@ class Figures:
                 self.rounds.append(figures)
             self._last_end, self._forward_began = now_s, None
             self._waits, self._receiving = [], []
+
+    def last_bits(self) -> dict[str, float]:
+        """Mean over the values of all blocks of the bits sent in the last round."""
+        with self._lock:
+            if not self.rounds:
+                return {}
+            last, total = self.rounds[-1], sum(self._sizes)
+            return {
+                f"{stage}_per_value": sum(n * bits for n, bits in zip(self._sizes, last[stage], strict=True)) / total
+                for stage in ("bits", "first_bits")
+            }
 
     def as_dict(self) -> dict[str, Any]:
         """Means over the rounds; `utilisation`: the share of the time in which something was arriving."""

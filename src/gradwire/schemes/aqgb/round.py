@@ -27,3 +27,8 @@ class Round:
     @property
     def has_all(self) -> bool:
         return self.n_appeared == self.n_blocks
+
+    def give_up(self) -> list[torch.futures.Future]:
+        """Nobody is to be told of the blocks that are missing any more; what was awaited until now."""
+        waiting, self.awaited = list(self.awaited.values()), {}
+        return waiting

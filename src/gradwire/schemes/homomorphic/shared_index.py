@@ -8,6 +8,7 @@ sets a bit for every exponent up to its own; the longest run survives).
 from __future__ import annotations
 
 import math
+import struct
 import time
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from gradwire.communicator import Communicator
 
 # facts, ~facts, flags, then a bit for each exponent: docs/format.md#count-sketch
 _HEADER_WORDS = 12
+_HEADER = struct.Struct("<III")
 _FLAG_NONFINITE = 1
 _FACTS_MASK = 0x7FFFFFFF
 # A float32 that is not zero is below 2^e for an e from -148 to 128.
@@ -120,19 +122,20 @@ class SharedIndex:
     @staticmethod
     def _message(communicator: Communicator, name: str, facts: int, found: IndexFacts, n_words: int) -> torch.Tensor:
         message = communicator.scratch(f"{name} message", 4 * (_HEADER_WORDS + n_words)).view(torch.int32)
-        header = [facts, ~facts & _FACTS_MASK, 0 if math.isfinite(found.max_magnitude) else _FLAG_NONFINITE]
-        if math.isfinite(found.max_magnitude) and found.max_magnitude > 0:
+        is_finite = math.isfinite(found.max_magnitude)
+        run = 0
+        if is_finite and found.max_magnitude > 0:
             run = (1 << (math.frexp(found.max_magnitude)[1] - _SMALLEST_EXPONENT + 1)) - 1
-        else:
-            run = 0
-        header += [_as_int32(run >> 32 * i & 0xFFFFFFFF) for i in range(_HEADER_WORDS - 3)]
-        message[:_HEADER_WORDS] = torch.tensor(header, dtype=torch.int32)
+        header = bytearray(_HEADER.pack(facts, ~facts & _FACTS_MASK, 0 if is_finite else _FLAG_NONFINITE))
+        header += run.to_bytes(4 * _HEADER_WORDS - _HEADER.size, "little")
+        message[:_HEADER_WORDS] = torch.frombuffer(header, dtype=torch.int32)
         return message
 
 
 def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor) -> Union:
-    facts, complement, flags, *run_words = message[:_HEADER_WORDS].tolist()
-    run = sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(run_words))
+    header = struct.pack(f"<{_HEADER_WORDS}i", *message[:_HEADER_WORDS].tolist())
+    facts, complement, flags = _HEADER.unpack_from(header)
+    run = int.from_bytes(header[_HEADER.size :], "little")
     return Union(
         own,
         union,
@@ -140,7 +143,3 @@ def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor) -> Unio
         not flags & _FLAG_NONFINITE,
         facts & complement == 0,
     )
-
-
-def _as_int32(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word

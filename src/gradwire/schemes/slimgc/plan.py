@@ -12,7 +12,7 @@ from gradwire.collectives.push_pull import Cut
 
 
 class Span(NamedTuple):
-    """One tensor: `n_elements` values from `offset` of the bucket and from `fused` of the buffer it is fused in.
+    """Tensor number `position`: `n_elements` values from `offset` of the bucket and `fused` of the buffer it is fused in.
 
     `parameter` is None in a bucket that has none: the whole of it counts as one tensor, without error feedback.
     """
@@ -21,6 +21,7 @@ class Span(NamedTuple):
     offset: int
     n_elements: int
     fused: int
+    position: int
 
     def in_bucket(self, buffer: torch.Tensor) -> torch.Tensor:
         """Its view of the bucket's buffer."""
@@ -46,12 +47,12 @@ class Plan:
         raw: list[Span] = []
         compressed: list[Span] = []
         self.n_raw = self.n_compressed = 0
-        for parameter, offset, n_elements in tensors_of(bucket):
+        for position, (parameter, offset, n_elements) in enumerate(tensors_of(bucket)):
             if n_elements and n_elements * element_bytes >= threshold_bytes:
-                compressed.append(Span(parameter, offset, n_elements, self.n_compressed))
+                compressed.append(Span(parameter, offset, n_elements, self.n_compressed, position))
                 self.n_compressed += n_elements
             else:
-                raw.append(Span(parameter, offset, n_elements, self.n_raw))
+                raw.append(Span(parameter, offset, n_elements, self.n_raw, position))
                 self.n_raw += n_elements
         self.raw, self.compressed = tuple(raw), tuple(compressed)
         self.raw_runs = tuple(_join(raw))

@@ -2,15 +2,15 @@
 
 Per bucket: tensors below the communication threshold are fused and sent in full precision (fp_buf), the others go
 through the codec (bit_buf), to the rank that owns them and back, all of it on the lane, off the training thread. The
-threshold comes from a table of benefits that is measured while the training warms up (3.3).
+threshold comes from a table of benefits that is measured while the training warms up (3.3). With backup=True the next
+step does not wait for any of it (3.5).
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-import time
 import zlib
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,27 +19,22 @@ from gradwire import codecs
 from gradwire.bucket import Bucket
 from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
-from gradwire.collectives.chunk_codec import Importance
 from gradwire.collectives.frames import Facts
 from gradwire.collectives.parts import CHUNK_ELEMENTS
-from gradwire.collectives.push_pull import Cut
-from gradwire.communicator import ring_bytes
 from gradwire.control.threshold import NEVER, check_threshold
 from gradwire.errors import InvalidArgument
 from gradwire.preamble import Preamble, compare_preambles
 from gradwire.schemes.base import Scheme, Session
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
 from gradwire.schemes.slimgc.exchange import Exchange
 from gradwire.schemes.slimgc.feedback import Feedback
 from gradwire.schemes.slimgc.measuring import Measuring
 from gradwire.schemes.slimgc.plan import Plan, tensors_of
-from gradwire.schemes.through_codec import ThroughCodec
+from gradwire.schemes.slimgc.reduction import Reduction
 from gradwire.step_check import StepCheck
+from gradwire.stepping.look_ahead import LookAhead
+from gradwire.stepping.peeking import LookAheadOptions
 from gradwire.telemetry.recorder import BucketRecord
-
-_log = logging.getLogger(__name__)
-_FALLBACK = "non-finite gradient: this bucket was sent uncompressed"
 
 TOPOLOGIES = ("server", "all-reduce")
 PULLS = ("compressed", "raw")
@@ -54,7 +49,7 @@ class SlimGC(Scheme):
     and `plain` does the same with less to carry.
 
     Args:
-        codec: a codec's registry name, a codec, or a scheme that is one codec in a ring (GComp()).
+        codec: a codec's registry name, a codec, or a scheme that is one (OneBit(), GComp()).
         threshold_bytes: tensors of fewer bytes travel raw. None: measured, in `warmup_steps` steps. 0 compresses all.
         topology: "server" (every rank owns a part: push to it, pull from it; a scale belongs to one tensor) or
             "all-reduce" (a ring over all compressed tensors of a bucket, encoded anew at every hop).
@@ -62,16 +57,22 @@ class SlimGC(Scheme):
         error_feedback: keep what the codec lost for the next step.
         warmup_steps, method, drift_every, drift_factor: of the table; see `Measuring`.
         group_elements: values encoded and sent at a time.
+        backup: do not wait for the aggregation: start the next step on local weights (gradwire.stepping.look_ahead).
+            Gradients are then one step old in what they know of the other ranks. Needs `attach`.
+        local: with backup, how the local weights come about: "peek" (the user's own rule) or "sgd" (`local_rate`).
+        sync_steps: with backup, steps at the beginning that wait all the same; None: the warm-up's and two more.
+        max_grad_norm: with backup, in place of clip_grad_norm_, which would clip the wrong gradient.
         **codec_options: for a codec given by name.
     Raises: InvalidArgument.
     """
 
     name = "slimgc"
     state_is_per_world = True
+    stages_device_buckets = True
 
     def __init__(
         self,
-        codec: str | Codec | ThroughCodec = "one-bit",
+        codec: str | Codec | Scheme = "one-bit",
         threshold_bytes: int | None = None,
         topology: str = "server",
         pull: str = "compressed",
@@ -81,6 +82,11 @@ class SlimGC(Scheme):
         drift_every: int = 50,
         drift_factor: float = 1.5,
         group_elements: int = CHUNK_ELEMENTS,
+        backup: bool = False,
+        local: str = "peek",
+        local_rate: float | None = None,
+        sync_steps: int | None = None,
+        max_grad_norm: float | None = None,
         **codec_options: Any,
     ) -> None:
         if topology not in TOPOLOGIES:
@@ -95,6 +101,13 @@ class SlimGC(Scheme):
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
         self.topology, self.pull, self.error_feedback = topology, pull, bool(error_feedback)
         self.group_elements = group_elements
+        self.backup, self.owns_step = bool(backup), bool(backup)
+        if sync_steps is None:
+            sync_steps = (warmup_steps if threshold_bytes is None else 0) + 2
+        if not backup and (max_grad_norm is not None or local_rate is not None):
+            raise InvalidArgument("max_grad_norm and local_rate belong to backup=True; without it, clip .grad as ever")
+        self._stepping = LookAheadOptions(local, local_rate, sync_steps, max_grad_norm)
+        self._look_ahead: LookAhead | None = None
         self._make_measuring = functools.partial(Measuring, warmup_steps, method, drift_every, drift_factor)
         self._reset()
 
@@ -102,14 +115,9 @@ class SlimGC(Scheme):
         self._measuring = self._make_measuring()
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
-        self._feedback = Feedback()
         self._plans: dict[int, tuple[int, int, Plan]] = {}  # by bucket: layout, threshold, plan
-        self._under_way: list[torch.futures.Future] = []
         self._records: list[BucketRecord] = []
-        self._is_step_finite = True
         self._has_loaded = False
-        self._n_redone = 0
-        self._metric: QuantisationMetric | None = None
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -126,6 +134,8 @@ class SlimGC(Scheme):
             "drift_every": measuring.drift_every,
             "drift_factor": measuring.drift_factor,
             "group_elements": self.group_elements,
+            "backup": self.backup,
+            **asdict(self._stepping),
         }
 
     def bind(self, session: Session) -> None:
@@ -140,14 +150,23 @@ class SlimGC(Scheme):
             metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
         super().bind(session)
         self._reset()
-        self._metric = metric
         pull_codec = self.codec if self.pull == "compressed" else RawCodec()
-        self._exchange = Exchange(session.communicator, self.codec, pull_codec, self.topology, self.group_elements)
+        exchange = Exchange(session.communicator, self.codec, pull_codec, self.topology, self.group_elements)
+        self._reduction = Reduction(session, exchange, metric, self.error_feedback)
         self._check = StepCheck(session.communicator)
 
     # ---- one bucket, on the lane
 
+    def take_over(self) -> None:
+        """Raises: InvalidArgument, Unsupported (with backup, an optimizer or a model that it cannot serve)."""
+        if self.backup:
+            self._look_ahead = LookAhead(self.session, self._start_mean, self._stepping)
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
+        return self._start_mean(bucket) if self._look_ahead is None else self._look_ahead.reduce(bucket)
+
+    def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
         done: torch.futures.Future = torch.futures.Future()
 
         def forward(finished: torch.futures.Future) -> None:
@@ -167,8 +186,7 @@ class SlimGC(Scheme):
     def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | None:
         """Replace the bucket by its mean; a future where the lane need not wait for it."""
         if bucket.index == 0:
-            self._feedback.discard()
-            self._is_step_finite = True
+            self._reduction.begin_step()
             self._records.clear()
         communicator = self.session.communicator
         if communicator.world_size == 1 or bucket.n_elements == 0:
@@ -179,16 +197,13 @@ class SlimGC(Scheme):
             compare_preambles(communicator, self.preamble(bucket), bucket.record)
         if bucket.is_last:
             self._check.start(self.preamble(bucket), bucket.record)
-        plan = self._plan_of(bucket)
-        if not plan.compressed:
-            return self._start_raw(bucket, plan)
-        self._reduce_compressed(bucket, plan)
-        return None
+        return self._reduction.reduce(bucket, self._plan_of(bucket), self.facts(bucket))
 
     def _plan_of(self, bucket: Bucket) -> Plan:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
         if self.threshold_bytes is None and self._measuring.is_warming_up(bucket.step):
+            bucket.wait_for_all()
             self._measuring.see([bucket.buffer[offset : offset + n] for _, offset, n in tensors_of(bucket)])
             threshold = 0 if self._measuring.is_compressed_warmup(bucket.step) else NEVER
         known = self._plans.get(bucket.index)
@@ -197,113 +212,10 @@ class SlimGC(Scheme):
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 
-    def _start_raw(self, bucket: Bucket, plan: Plan) -> torch.futures.Future:
-        """Nothing is worth compressing: the backend's all-reduce, which the lane does not wait for."""
-        if self._feedback.holds_any(plan.raw):
-            loss_scale = self.session.loss_scale()
-            self._feedback.stage_flushed(plan.raw, bucket.buffer)
-            for span in plan.raw:
-                gradient = span.in_bucket(bucket.buffer)
-                self._feedback.write_sum(span, gradient, gradient, loss_scale)
-        done: torch.futures.Future = torch.futures.Future()
-
-        def note(finished: torch.futures.Future) -> None:
-            try:
-                finished.wait()
-            except Exception as error:
-                done.set_exception(error)
-                return
-            # The sum is the same on all ranks, so all of them see the same.
-            if not _is_finite(bucket.buffer):
-                self._is_step_finite = False
-            done.set_result(None)
-
-        start_plain_mean(self.session.communicator, bucket).add_done_callback(note)
-        self._under_way.append(done)
-        return done
-
-    def _reduce_compressed(self, bucket: Bucket, plan: Plan) -> None:
-        communicator, record, loss_scale = self.session.communicator, bucket.record, self.session.loss_scale()
-        started = time.perf_counter_ns()
-        bit_buf = communicator.scratch("bit_buf", 4 * plan.n_compressed).view(torch.float32)
-        for span in plan.compressed:
-            self._feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
-        is_finite = _is_finite(bit_buf)
-        fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
-        record.add("encode", started, time.perf_counter_ns())
-        if not is_finite:
-            bit_buf.zero_()  # all ranks will throw the exchange away: no codec has to know what to do with NaN
-        summed = communicator.start_all_reduce(fp_buf)
-        left_out = self._feedback.buffer_for(bucket.index, plan)
-        self._exchange.mean(bit_buf, left_out, plan.cut, self.facts(bucket), record, self._importance_of(bucket, plan))
-        started = time.perf_counter_ns()
-        communicator.finish(summed)
-        record.add("communicate", started, time.perf_counter_ns())
-        n_bytes = ring_bytes(fp_buf.numel() * fp_buf.element_size(), communicator.world_size)
-        record.count_sent(n_bytes)
-        record.count_received(n_bytes)
-        if bool(fp_buf[-1] != 0):  # a rank's gradient was not finite: the sum, and so this branch, is the same on all
-            self._redo_plainly(bucket)
-            return
-        started = time.perf_counter_ns()
-        self._is_step_finite &= _is_finite(fp_buf)
-        if self.error_feedback:
-            self._feedback.stage_flushed(plan.raw, bucket.buffer)
-            self._feedback.stage(plan, bucket.buffer, left_out, loss_scale)
-        for run in plan.raw_runs:
-            run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
-        for span in plan.compressed:
-            span.in_bucket(bucket.buffer).copy_(span.in_fused(bit_buf))
-        record.add("decode", started, time.perf_counter_ns())
-
-    def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
-        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last a flag, for what is not finite."""
-        communicator, element_bytes = self.session.communicator, bucket.buffer.element_size()
-        fp_buf = communicator.scratch("fp_buf", (plan.n_raw + 1) * element_bytes).view(bucket.buffer.dtype)
-        if self._feedback.holds_any(plan.raw):
-            for span in plan.raw:
-                self._feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(fp_buf), loss_scale)
-        else:
-            for run in plan.raw_runs:
-                run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
-        fp_buf.mul_(1.0 / communicator.world_size)
-        fp_buf[-1] = 0.0 if is_finite else 1.0
-        return fp_buf
-
-    def _redo_plainly(self, bucket: Bucket) -> None:
-        if not self._n_redone:
-            _log.warning("gradwire %s: %s (step %d)", self.name, _FALLBACK, bucket.step)
-        self._n_redone += 1
-        self._is_step_finite = False
-        bucket.record.fallbacks.append(_FALLBACK)
-        all_reduce_plainly(self.session.communicator, bucket)
-
-    def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
-        """For a codec that weighs values by the optimizer: asked for windows of the fused buffer."""
-        metric = self._metric
-        if metric is None or not plan.parameters:
-            return None
-        loss_scale = self.session.loss_scale()
-
-        def importance(start: int, end: int) -> torch.Tensor:
-            started = time.perf_counter_ns()
-            out = self.session.communicator.scratch("importance", end - start)
-            metric.write_window(plan.parameters, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
-            bucket.record.add("importance", started, time.perf_counter_ns())
-            return out
-
-        return importance
-
     # ---- the end of a step, on the lane
 
     def end_step(self, step: int) -> None:
-        under_way, self._under_way = self._under_way, []
-        for done in under_way:
-            done.wait()
-        if self._is_step_finite:
-            self._feedback.commit()
-        else:
-            self._feedback.discard()
+        self._reduction.end_step()
         if self.threshold_bytes is not None or self.session.communicator.world_size == 1:
             return
         communicate_s = sum(record.communicate_ns for record in self._records) / 1e9
@@ -313,34 +225,21 @@ class SlimGC(Scheme):
             record.append(self.session.recorder.open_bucket(step, -1, 0))
             return record[0]
 
-        is_new = self._measuring.end_step(step, communicate_s, self.session.communicator, open_record, self._probe)
+        is_new = self._measuring.end_step(
+            step, communicate_s, self.session.communicator, open_record, self._reduction.probe
+        )
         for opened in record:
             self.session.recorder.close_bucket(opened)
         if is_new:
             assert self._measuring.table is not None
             self._threshold = self._measuring.table.threshold_bytes(self._measuring.method)
 
-    def _probe(self, values: torch.Tensor, is_compressed: bool, record: BucketRecord) -> None:
-        """Send one tensor by itself; what comes of it is thrown away."""
-        communicator, n = self.session.communicator, values.numel()
-        if not is_compressed:
-            buffer = communicator.scratch("probe", n * values.element_size()).view(values.dtype)
-            buffer.copy_(values).mul_(1.0 / communicator.world_size)
-            communicator.all_reduce(buffer)
-            n_bytes = ring_bytes(n * values.element_size(), communicator.world_size)
-            record.count_sent(n_bytes)
-            record.count_received(n_bytes)
-            return
-        memory = communicator.scratch("probe", 8 * n).view(torch.float32)
-        probed, left_out = memory[:n], memory[n:]
-        probed.copy_(values)
-        cut = Cut([n], communicator.world_size, self.group_elements)
-        facts = Facts(self.configuration_hash, n, record.step & 0xFFFFFFFF, 0)
-        importance: Importance | None = None
-        if self._metric is not None:
-            every = communicator.scratch("importance", n).zero_()
-            importance = lambda start, end: every[start:end]  # noqa: E731
-        self._exchange.mean(probed, left_out, cut, facts, record, importance)
+    def end_backward(self, step: int) -> int:
+        return 0 if self._look_ahead is None else self._look_ahead.end_backward()
+
+    def flush(self) -> None:
+        if self._look_ahead is not None:
+            self._look_ahead.flush()
 
     # ---- what ranks compare
 
@@ -380,14 +279,16 @@ class SlimGC(Scheme):
             "share_compressed": _share(
                 sum(p.n_compressed for p in plans), sum(p.n_compressed + p.n_raw for p in plans)
             ),
-            "n_buckets_redone": self._n_redone,
+            "n_buckets_redone": self._reduction.n_redone,
+            **({} if self._look_ahead is None else self._look_ahead.stats()),
         }
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "residuals": self._feedback.state_by_name(self.session.names),
+            "residuals": self._reduction.feedback.state_by_name(self.session.names),
             "threshold_bytes": self._threshold,
             "measuring": self._measuring.state_dict(),
+            "stepping": {} if self._look_ahead is None else self._look_ahead.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -398,17 +299,23 @@ class SlimGC(Scheme):
         threshold = check_threshold(state.get("threshold_bytes"))
         feedback = Feedback()
         feedback.load_by_name(residuals, self.session.names)
+        if self._look_ahead is not None:
+            self._look_ahead.load_state_dict(state.get("stepping", {}))
         self._measuring.load_state_dict(measuring)
-        self._feedback, self._threshold = feedback, threshold
+        self._reduction.feedback, self._threshold = feedback, threshold
         self._plans.clear()
         self._has_loaded = True
 
     def close(self) -> None:
         """The model is let go; the table stays, to be read. What is bound again begins anew, without both."""
-        self._last_stats = self.stats()
-        self._feedback = Feedback()
+        look_ahead = self._look_ahead
+        self._last_stats, self._look_ahead = self.stats(), None
         self._plans.clear()
-        self._metric = None
+        try:
+            if look_ahead is not None:
+                look_ahead.close()
+        finally:
+            del self._reduction  # which holds the optimizer and the residuals
 
 
 def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
@@ -416,10 +323,10 @@ def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
         return codecs.by_name(codec, **options)
     if options:
         raise InvalidArgument(f"{', '.join(options)}: options are for a codec given by name; make the codec with them")
-    inner = codec.codec if isinstance(codec, ThroughCodec) else codec
+    inner: Any = getattr(codec, "codec", None) if isinstance(codec, Scheme) else codec
     if not all(callable(getattr(inner, method, None)) for method in ("encode", "decode", "max_encoded_bytes")):
         raise InvalidArgument(
-            f"codec is a name ({', '.join(codecs.names())}), a codec, or a scheme that is a codec in a ring, "
+            f"codec is a name ({', '.join(codecs.names())}), a codec, or a scheme that is one, "
             f"not {type(codec).__name__}"
         )
     checked: Codec = inner
@@ -430,10 +337,6 @@ def _options_of(codec: Codec) -> dict[str, Any]:
     """A codec's options, as plain values: what ranks compare."""
     plain = (bool, int, float, str, type(None))
     return {k: v for k, v in sorted(vars(codec).items()) if not k.startswith("_") and isinstance(v, plain)}
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    return bool(values.sum(dtype=torch.float32).isfinite())
 
 
 def _share(part: int, whole: int) -> float:

@@ -26,7 +26,7 @@ class Cost:
     Attributes:
         sent_bits_per_value: on a worker's link, each way, all hops together.
         encode_s_per_value, decode_s_per_value: of the bucket's values, all hops together.
-        n_hops: messages that wait for each other; each pays the latency, and where the lane is pipelined each of its chunks.
+        n_hops: messages that wait for each other; each pays the latency.
         lane: "pipelined" if chunks are encoded, sent and decoded side by side; "in turn" if a bucket is encoded, sent and
             decoded before the next; "asynchronous" if the next bucket is encoded while this one is sent.
     """
@@ -117,9 +117,8 @@ class Collective(Scheme):
         cost, started_s = self.cost_of(block), self.environment.now
         bits = cost.sent_bits_per_value * self._n_values(block)
         yield self.network.start(self._flow_class, bits).done
-        # A ring of frames posts the receive of a message when it has read the one before: each costs a round trip.
-        n_messages = self._n_chunks(block) if cost.lane == "pipelined" else 1
-        latency_s = cost.n_hops * n_messages * self.simulation.setting.latency_s
+        # Receives are posted ahead of the messages, so the chunks of a hop pay its latency once.
+        latency_s = cost.n_hops * self.simulation.setting.latency_s
         if latency_s:
             yield self.environment.timeout(latency_s)
         self._note(round_number, block, bits, started_s, "reduce")

@@ -36,6 +36,7 @@ class Measurement:
     Attributes:
         sent_bytes: by a rank in a step.
         encode_s, decode_s: of a rank in a step; encode holds whatever is not decoding (importance, tables).
+        commit, date: of gradwire's sources, and when.
     """
 
     ranks: int
@@ -43,6 +44,8 @@ class Measurement:
     sent_bytes: float
     encode_s: float
     decode_s: float
+    commit: str = ""
+    date: str = ""
 
 
 @dataclass(frozen=True)

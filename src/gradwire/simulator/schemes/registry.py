@@ -18,6 +18,9 @@ from gradwire.simulator.simulation import Simulation
 
 MakeScheme = Callable[[Simulation], Scheme]
 
+# Workloads whose measurements stand for others'.
+_PREFERRED = ("resnet50", "resnet", "gpt")
+
 # name: what it is.
 _OWN = {
     "plain": "uncompressed ring all-reduce",
@@ -40,7 +43,7 @@ def names(table: MeasuredTable | None = None) -> list[str]:
 def by_name(
     name: str,
     options: dict[str, Any] | None = None,
-    measured_on: str = "resnet50",
+    measured_on: str | None = None,
     with_codec_times: bool = True,
     table: MeasuredTable | None = None,
 ) -> MakeScheme:
@@ -48,7 +51,8 @@ def by_name(
 
     Args:
         options: floor, messages_per_block, exchange_s (aqgb); n_servers, rate_bps (parameter-server); threshold_bytes (slimgc).
-        measured_on: the workload whose measured sizes and codec times to take.
+        measured_on: the workload whose measured sizes and codec times to take; None: ResNet-50's where the scheme was
+            measured on it (low rank depends on the shapes), else the small ResNet's or GPT's.
         with_codec_times: False for a codec that takes no time: what the network alone allows.
     Raises: InvalidArgument (an unknown name or option, a scheme that was not measured).
     """
@@ -73,7 +77,10 @@ def by_name(
     elif name == "parameter-server":
         make = ParameterServer
     elif name in live.names():
-        found = (table or MeasuredTable.load()).fit(name, measured_on)
+        measured = table or MeasuredTable.load()
+        if measured_on is None:
+            measured_on = next((on for on in _PREFERRED if name in measured.schemes(on)), _PREFERRED[0])
+        found = measured.fit(name, measured_on)
 
         def make(simulation: Simulation, **given: Any) -> Scheme:
             cost = found.cost(simulation.setting.n_workers, lane_of(name))

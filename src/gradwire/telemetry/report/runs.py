@@ -33,6 +33,7 @@ from gradwire.telemetry.report.drawing import (
     to_svg,
 )
 from gradwire.telemetry.report.inputs import Column, Run, describe_data, describe_machine, describe_networks
+from gradwire.telemetry.report.thresholds import make_threshold_table
 
 __all__ = ["Section", "TimeSplit", "draw_time_split", "make_run_sections", "pick_baseline"]
 
@@ -105,6 +106,7 @@ def _make_section(index: int, runs: Sequence[Run], palette: Palette, wanted: str
     wide = len(section.plots) % 2 == 0  # else it fills the row
     section.plots.append(draw_time_split(f"run{index}-time", "Where an iteration's time goes", splits, caption, wide))
     section.tables = [_make_table(runs, base)]
+    section.tables += [table for run in runs if (table := make_threshold_table(run)) is not None]
     return section
 
 

@@ -1,0 +1,192 @@
+"""One bucket's reduction by a plan, on the lane: fp_buf raw, bit_buf through the codec, residuals staged for the step."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from gradwire.bucket import Bucket
+from gradwire.collectives.chunk_codec import Importance
+from gradwire.collectives.frames import Facts
+from gradwire.collectives.push_pull import Cut
+from gradwire.communicator import ring_bytes
+from gradwire.schemes.base import Session
+from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
+from gradwire.schemes.slimgc.exchange import Exchange
+from gradwire.schemes.slimgc.feedback import Feedback
+from gradwire.schemes.slimgc.plan import Plan
+from gradwire.telemetry.recorder import BucketRecord
+
+_log = logging.getLogger(__name__)
+_FALLBACK = "non-finite gradient: this bucket was sent uncompressed"
+
+
+class Reduction:
+    """The reductions of one session, and what of them is not finished or committed yet.
+
+    Attributes:
+        feedback: the residuals.
+        n_redone: buckets that were sent again, uncompressed, because a gradient was not finite.
+    """
+
+    def __init__(
+        self, session: Session, exchange: Exchange, metric: QuantisationMetric | None, error_feedback: bool
+    ) -> None:
+        self.feedback = Feedback()
+        self.n_redone = 0
+        self._session, self._exchange, self._metric = session, exchange, metric
+        self._error_feedback = error_feedback
+        self._under_way: list[torch.futures.Future] = []
+        self._is_step_finite = True
+
+    def begin_step(self) -> None:
+        """The first bucket of a step is there: what the last one staged and did not commit is void."""
+        self.feedback.discard()
+        self._is_step_finite = True
+
+    def reduce(self, bucket: Bucket, plan: Plan, facts: Facts) -> torch.futures.Future | None:
+        """Replace the bucket by its mean; a future where the lane need not wait for it."""
+        if not plan.compressed:
+            return self._start_raw(bucket, plan)
+        self._reduce_compressed(bucket, plan, facts)
+        return None
+
+    def end_step(self) -> None:
+        """Commit the residuals, if all buckets of all ranks were finite."""
+        under_way, self._under_way = self._under_way, []
+        for done in under_way:
+            done.wait()
+        if self._is_step_finite:
+            self.feedback.commit()
+        else:
+            self.feedback.discard()
+
+    def _start_raw(self, bucket: Bucket, plan: Plan) -> torch.futures.Future:
+        """Nothing is worth compressing: the backend's all-reduce, which the lane does not wait for."""
+        bucket.wait_for_all()
+        if self.feedback.holds_any(plan.raw):
+            loss_scale = self._session.loss_scale()
+            self.feedback.stage_flushed(plan.raw, bucket.buffer)
+            for span in plan.raw:
+                gradient = span.in_bucket(bucket.buffer)
+                self.feedback.write_sum(span, gradient, gradient, loss_scale)
+        done: torch.futures.Future = torch.futures.Future()
+
+        def note(finished: torch.futures.Future) -> None:
+            try:
+                finished.wait()
+            except Exception as error:
+                done.set_exception(error)
+                return
+            # The sum is the same on all ranks, so all of them see the same.
+            if not _is_finite(bucket.buffer):
+                self._is_step_finite = False
+            done.set_result(None)
+
+        start_plain_mean(self._session.communicator, bucket).add_done_callback(note)
+        self._under_way.append(done)
+        return done
+
+    def _reduce_compressed(self, bucket: Bucket, plan: Plan, facts: Facts) -> None:
+        communicator, record, loss_scale = self._session.communicator, bucket.record, self._session.loss_scale()
+        started = time.perf_counter_ns()
+        bit_buf = communicator.scratch("bit_buf", 4 * plan.n_compressed).view(torch.float32)
+        for span in plan.compressed:
+            bucket.wait_for(span.position)
+            self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
+        is_finite = _is_finite(bit_buf)
+        fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
+        record.add("encode", started, time.perf_counter_ns())
+        if not is_finite:
+            bit_buf.zero_()  # all ranks will throw the exchange away: no codec has to know what to do with NaN
+        summed = communicator.start_all_reduce(fp_buf)
+        left_out = self.feedback.buffer_for(bucket.index, plan)
+        self._exchange.mean(bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan))
+        started = time.perf_counter_ns()
+        communicator.finish(summed)
+        record.add("communicate", started, time.perf_counter_ns())
+        n_bytes = ring_bytes(fp_buf.numel() * fp_buf.element_size(), communicator.world_size)
+        record.count_sent(n_bytes)
+        record.count_received(n_bytes)
+        if bool(fp_buf[-1] != 0):  # a rank's gradient was not finite: the sum, and so this branch, is the same on all
+            self._redo_plainly(bucket)
+            return
+        started = time.perf_counter_ns()
+        self._is_step_finite &= _is_finite(fp_buf)
+        if self._error_feedback:
+            self.feedback.stage_flushed(plan.raw, bucket.buffer)
+            self.feedback.stage(plan, bucket.buffer, left_out, loss_scale)
+        for run in plan.raw_runs:
+            run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
+        for span in plan.compressed:
+            span.in_bucket(bucket.buffer).copy_(span.in_fused(bit_buf))
+        record.add("decode", started, time.perf_counter_ns())
+
+    def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
+        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last a flag, for what is not finite."""
+        communicator, element_bytes = self._session.communicator, bucket.buffer.element_size()
+        fp_buf = communicator.scratch("fp_buf", (plan.n_raw + 1) * element_bytes).view(bucket.buffer.dtype)
+        for span in plan.raw:
+            bucket.wait_for(span.position)
+        if self.feedback.holds_any(plan.raw):
+            for span in plan.raw:
+                self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(fp_buf), loss_scale)
+        else:
+            for run in plan.raw_runs:
+                run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
+        fp_buf.mul_(1.0 / communicator.world_size)
+        fp_buf[-1] = 0.0 if is_finite else 1.0
+        return fp_buf
+
+    def _redo_plainly(self, bucket: Bucket) -> None:
+        if not self.n_redone:
+            _log.warning("gradwire slimgc: %s (step %d)", _FALLBACK, bucket.step)
+        self.n_redone += 1
+        self._is_step_finite = False
+        bucket.record.fallbacks.append(_FALLBACK)
+        all_reduce_plainly(self._session.communicator, bucket)
+
+    def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
+        """For a codec that weighs values by the optimizer: asked for windows of the fused buffer."""
+        metric = self._metric
+        if metric is None or not plan.parameters:
+            return None
+        loss_scale = self._session.loss_scale()
+
+        def importance(start: int, end: int) -> torch.Tensor:
+            started = time.perf_counter_ns()
+            out = self._session.communicator.scratch("importance", end - start)
+            metric.write_window(plan.parameters, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
+            bucket.record.add("importance", started, time.perf_counter_ns())
+            return out
+
+        return importance
+
+    def probe(self, values: torch.Tensor, is_compressed: bool, record: BucketRecord) -> None:
+        """Send one tensor by itself; what comes of it is thrown away."""
+        communicator, n = self._session.communicator, values.numel()
+        if not is_compressed:
+            buffer = communicator.scratch("probe", n * values.element_size()).view(values.dtype)
+            buffer.copy_(values).mul_(1.0 / communicator.world_size)
+            communicator.all_reduce(buffer)
+            n_bytes = ring_bytes(n * values.element_size(), communicator.world_size)
+            record.count_sent(n_bytes)
+            record.count_received(n_bytes)
+            return
+        memory = communicator.scratch("probe", 8 * n).view(torch.float32)
+        probed, left_out = memory[:n], memory[n:]
+        probed.copy_(values)
+        cut = Cut([n], communicator.world_size, self._exchange.group_elements)
+        facts = Facts(0, n, record.step & 0xFFFFFFFF, 0)
+        importance: Importance | None = None
+        if self._metric is not None:
+            zeros = communicator.scratch("importance", n).zero_()
+            importance = lambda start, end: zeros[start:end]  # noqa: E731
+        self._exchange.mean(probed, left_out, cut, facts, record, importance)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return bool(values.sum(dtype=torch.float32).isfinite())

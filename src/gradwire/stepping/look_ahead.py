@@ -1,0 +1,334 @@
+"""SlimGC's model backup (section 3.5): the next step starts on local weights while this step's gradients are aggregated.
+
+At the user's step i, in this order:
+
+    1. the global weights are put back from the backup,
+    2. the aggregate of step i-1, which had a whole step to arrive, moves them, with *its* step's hyper-parameters,
+    3. they are backed up,
+    4. this rank's own gradient of step i moves them on: the local weights, on which step i+1 computes (formula 8).
+
+So a gradient is computed on weights that lack one aggregate, never more. With one rank and no compression the local and
+the global step are the same step, and training is bit for bit synchronous.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bucket import Bucket
+from gradwire.communicator import Communicator
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.base import Session
+from gradwire.stepping.blocks import Block
+from gradwire.stepping.frozen_step import FrozenStep
+from gradwire.stepping.interception import Interceptor
+from gradwire.stepping.loc_buf import LocBuf
+from gradwire.stepping.peeking import LookAheadOptions, ThrownAwayState, check_peekable
+
+# Parameters whose state is copied at a time: 16 MB of float32 a moment, instead of the whole optimizer's state again.
+_CHUNK_ELEMENTS = 1 << 22
+
+Mean = Callable[[Bucket], torch.futures.Future]
+
+
+@dataclass
+class Aggregate:
+    """One step's gradients on their way: grad_buf, replaced in place by the mean.
+
+    Attributes:
+        step: the reduction.
+        buckets: copies of DDP's buckets; `done`: one future for each.
+        frozen: the user's call of that step; None as long as there was none.
+    """
+
+    step: int
+    buckets: list[Bucket]
+    done: list[torch.futures.Future]
+    frozen: FrozenStep | None = None
+
+
+class LookAhead:
+    """Stands between the user and the optimizer; all of it on the training thread.
+
+    Args:
+        session: with model and optimizer.
+        start_mean: starts replacing a bucket by its mean; the future is done when it is. Never blocks.
+    Raises: InvalidArgument, Unsupported (an optimizer that cannot be peeked, parameters that it does not step).
+    """
+
+    def __init__(self, session: Session, start_mean: Mean, options: LookAheadOptions) -> None:
+        if session.module is None or session.optimizer is None:
+            raise InvalidArgument(
+                "backup=True takes the optimizer's step itself and needs the model and the optimizer: use "
+                "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
+            )
+        self._session, self._start_mean = session, start_mean
+        self._optimizer, self._wrapper = session.optimizer, session.module
+        self._options = options
+        if options.local == "peek":
+            check_peekable(session.optimizer)
+        self._parameters = _reduced_parameters(session)
+        self.loc_buf = LocBuf(self._parameters)
+        self._chunks = list(_chunks(self._parameters))
+        self._grad_bufs: list[dict[int, torch.Tensor]] = [{}, {}]  # of the step under way, and of the one before
+        self._arriving: Aggregate | None = None  # of the backward pass that runs or ran last
+        self._pending: Aggregate | None = None  # called for, and not in the global weights yet
+        self._n_taken = 0
+        self._waited_ns = 0
+        self._n_ahead = 0
+        self._is_finite = True
+        self._flags: Communicator | None = session.communicator.twin() if session.has_scaler else None
+        inner = _inner(session.module)
+        block = Block(0, type(inner).__name__, tuple(self._parameters), ())
+        self._interceptor = Interceptor(
+            session.module, inner, session.optimizer, [block], self, dict(session.names), session.has_scaler
+        )
+
+    # ---- the backward pass
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Copy the bucket to grad_buf and send that; DDP goes on with this rank's own gradient."""
+        if bucket.index == 0:
+            self._begin(bucket.step)
+        assert self._arriving is not None
+        bucket.wait_for_all()
+        if self._flags is not None and not bool(torch.isfinite(bucket.buffer).all()):
+            self._is_finite = False
+        copied = self._copy(bucket)
+        self._arriving.buckets.append(copied)
+        self._arriving.done.append(self._send(copied))
+        done: torch.futures.Future = torch.futures.Future()
+        if bucket.is_last and self._flags is not None:
+            shared = bucket.buffer if bucket.staged is None else bucket.staged.on_device
+            self._flags.submit(self._share_finiteness, shared).add_done_callback(lambda f: _forward(f, done))
+        else:
+            done.set_result(bucket.buffer)
+        return done
+
+    def _begin(self, step: int) -> None:
+        module = self._wrapper
+        if isinstance(module, DistributedDataParallel) and module._join_config.enable:
+            raise Unsupported(
+                "backup=True cannot stand in for ranks that ran out of input (ddp.join): give every rank equally many "
+                "batches, or use backup=False"
+            )
+        self._interceptor.begin_reduction()
+        self._is_finite = True
+        if self._arriving is not None:
+            _wait(self._arriving)  # the user never called for its step; its memory is used again
+        self._arriving = Aggregate(step, [], [])
+
+    def _copy(self, bucket: Bucket) -> Bucket:
+        # The aggregate of the step before is still needed, so two sets of buffers take turns.
+        buffers = self._grad_bufs[bucket.step % 2]
+        copied = buffers.get(bucket.index)
+        if copied is None or copied.shape != bucket.buffer.shape or copied.dtype != bucket.buffer.dtype:
+            copied = buffers[bucket.index] = torch.empty_like(bucket.buffer, memory_format=torch.contiguous_format)
+        copied.copy_(bucket.buffer)
+        # The hook closes its own record at the end of the backward pass; this traffic goes on after that.
+        record = self._session.recorder.open_bucket(bucket.step, -1, 0)
+        return Bucket(
+            copied, bucket.parameters, bucket.offsets, index=bucket.index, step=bucket.step, is_last=bucket.is_last,
+            record=record,
+        )  # fmt: skip
+
+    def _send(self, bucket: Bucket) -> torch.futures.Future:
+        done = self._start_mean(bucket)
+        done.add_done_callback(lambda _: self._session.recorder.close_bucket(bucket.record))
+        return done
+
+    def _share_finiteness(self, buffer: torch.Tensor) -> None:
+        """Under AMP every rank must skip the same steps: one rank's Inf is put into all ranks' `.grad`."""
+        assert self._flags is not None
+        flag = torch.tensor([float(not self._is_finite)])
+        self._flags.all_reduce(flag)
+        if flag.item() > 0 and buffer.numel():
+            buffer[0] = torch.inf
+
+    def end_backward(self) -> int:
+        """DDP has ended its part; returns how long the step before waited for its aggregate, in ns."""
+        self._interceptor.end_backward()
+        waited_ns, self._waited_ns = self._waited_ns, 0
+        return waited_ns
+
+    # ---- what the interceptor asks (StepOwner)
+
+    def begin_forward(self) -> None:
+        self.loc_buf.check_untouched()
+
+    def before_forward(self, block: Block) -> None:
+        """No part of the model has to wait for anything."""
+
+    @torch.no_grad()
+    def take_step(self, frozen: FrozenStep) -> None:
+        arrived, self._arriving = self._arriving, None
+        assert arrived is not None
+        arrived.frozen = frozen
+        # Staleness: at most the aggregate of the step taken before this one is outstanding.
+        assert self._pending is None or self._pending.step < arrived.step
+        self._settle()
+        assert self._pending is None
+        self._n_taken += 1
+        self._pending = arrived
+        if self._n_taken <= self._options.sync_steps:
+            self._settle()
+            return
+        self._n_ahead += 1
+        if not frozen.parameters:
+            return  # nothing will move: there is nothing to back up
+        self.loc_buf.back_up()
+        self._step_locally(frozen)
+        self.loc_buf.note_local()
+
+    @torch.no_grad()
+    def drop_step(self) -> None:
+        """Under AMP: this step is skipped, and the one before must not become two steps old."""
+        dropped, self._arriving = self._arriving, None
+        self._settle()
+        if dropped is not None:
+            _wait(dropped)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Bring the parameters to the global weights, with every step that was called for."""
+        self._settle()
+
+    # ---- the global step
+
+    def _settle(self) -> None:
+        """Put the global weights back and take the pending step on them. Raises: what the aggregation failed of."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                started = time.perf_counter_ns()
+                _wait(pending)
+                self._waited_ns += time.perf_counter_ns() - started
+        finally:
+            # Also if the aggregation failed: the parameters then hold the last global weights that are complete.
+            self.loc_buf.put_back()
+        if pending is not None:
+            assert pending.frozen is not None
+            gradients = {
+                parameter: bucket.buffer[offset : offset + parameter.numel()].view(parameter.shape).to(parameter.device)
+                for bucket in pending.buckets
+                for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
+            }
+            pending.frozen.apply(self._prepare(gradients, pending.frozen, in_place=True))
+
+    def _prepare(
+        self, gradients: dict[torch.Tensor, torch.Tensor], frozen: FrozenStep, in_place: bool
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients without the loss scale, and clipped."""
+        scale = None if frozen.inverse_scale is None else float(frozen.inverse_scale)
+        chosen = {p: gradients[p] for p in self._parameters if p in frozen.parameters and p in gradients}
+        if (scale is None and self._options.max_grad_norm is None) or not chosen:
+            return chosen
+        values = list(chosen.values())
+        if not in_place:
+            values = torch._foreach_mul(values, 1.0 if scale is None else scale)  # type: ignore[assignment]
+        elif scale is not None:
+            torch._foreach_mul_(values, scale)
+        if self._options.max_grad_norm is not None:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values, 2.0)), 2.0)
+            torch._foreach_mul_(values, torch.clamp(self._options.max_grad_norm / (norm + 1e-6), max=1.0))
+        return dict(zip(chosen, values, strict=True))
+
+    # ---- the local step
+
+    def _step_locally(self, frozen: FrozenStep) -> None:
+        own = {p: p.grad for p in self._parameters if p.grad is not None and p in frozen.parameters}
+        gradients = self._prepare(own, frozen, in_place=False)
+        if self._options.local == "sgd":
+            rates = self._rates()
+            for parameter, gradient in gradients.items():
+                parameter.add_(gradient, alpha=-rates[parameter])
+            return
+        for chunk in self._chunks:
+            chosen = {p: gradients[p] for p in chunk if p in gradients}
+            with ThrownAwayState(self._optimizer, chosen):
+                frozen.apply(chosen)
+
+    def _rates(self) -> dict[torch.Tensor, float]:
+        if self._options.local_rate is not None:
+            return dict.fromkeys(self._parameters, self._options.local_rate)
+        return {p: float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}
+
+    # ---- beginning and end
+
+    def state_dict(self) -> dict[str, Any]:
+        """After a flush: nothing is pending."""
+        return {"n_taken": self._n_taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        n_taken = state.get("n_taken")
+        if not isinstance(n_taken, int) or isinstance(n_taken, bool) or n_taken < 0:
+            raise InvalidArgument(f"the number of steps taken is a whole number, not {n_taken!r}")
+        self._n_taken = n_taken
+
+    def stats(self) -> dict[str, Any]:
+        """How many steps started the next one without waiting, and what the backup takes in memory."""
+        return {"steps_ahead": self._n_ahead, "backup_bytes": self.loc_buf.n_bytes}
+
+    def close(self) -> None:
+        """Take what was called for, then let the model and the optimizer go."""
+        try:
+            self.flush()
+        finally:
+            self._interceptor.remove()
+            if self._flags is not None:
+                self._flags.close()
+
+
+def _reduced_parameters(session: Session) -> list[torch.Tensor]:
+    assert session.module is not None
+    assert session.optimizer is not None
+    ignored: set[str] = getattr(session.module, "parameters_to_ignore", set())
+    reduced = [p for n, p in _inner(session.module).named_parameters() if p.requires_grad and n not in ignored]
+    stepped = {p for group in session.optimizer.param_groups for p in group["params"]}
+    strays = [session.names.get(p, "?") for p in reduced if p not in stepped]
+    if strays:
+        raise Unsupported(
+            f"backup=True keeps the mean gradient to itself, and parameter {strays[0]} ({len(strays)} in all) is not in the "
+            "optimizer that was attached: attach the one that has all trainable parameters, or freeze the others with "
+            "requires_grad_(False) before DDP"
+        )
+    return list(reduced)
+
+
+def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    chunk: list[torch.Tensor] = []
+    n_elements = 0
+    for parameter in parameters:
+        if chunk and n_elements + parameter.numel() > _CHUNK_ELEMENTS:
+            yield chunk
+            chunk, n_elements = [], 0
+        chunk.append(parameter)
+        n_elements += parameter.numel()
+    if chunk:
+        yield chunk
+
+
+def _wait(aggregate: Aggregate) -> None:
+    for done in aggregate.done:
+        done.wait()
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _forward(source: torch.futures.Future, target: torch.futures.Future) -> None:
+    try:
+        source.wait()
+    except Exception as error:
+        target.set_exception(error)
+    else:
+        target.set_result(None)

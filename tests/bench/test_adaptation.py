@@ -1,0 +1,39 @@
+"""The adaptation bench reads what training writes, and says what is wrong with anything else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gradwire.bench.adaptation import draw, make_table, read_steps
+from gradwire.errors import CorruptMessage, InvalidArgument
+
+
+def write(folder, steps):
+    (folder / "steps.jsonl").write_text("\n".join(json.dumps(step) for step in steps))
+
+
+def step(number, bits):
+    return {"step": number, "elapsed_s": number / 2, "iteration_s": 0.5, "loss": 1.0, "bits_per_value": bits,
+            "first_bits_per_value": 4.0, "acknowledged_bps": 1e8}  # fmt: skip
+
+
+def test_steps_become_records_and_a_plot(tmp_path):
+    write(tmp_path, [{"step": 0, "loss": 2.0}, step(1, 4.0), step(2, 16.0)])
+    records = read_steps(tmp_path)
+    assert [record["q_ratio"] for record in records] == [0.125, 0.5]
+    assert make_table(records, 5.0).row_count == 1
+    draw(records, tmp_path / "plot.svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_other_folders_are_refused(tmp_path):
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        read_steps(tmp_path)
+    write(tmp_path, [{"step": 0, "loss": 2.0}])
+    with pytest.raises(InvalidArgument, match="aqgb"):
+        read_steps(tmp_path)
+    (tmp_path / "steps.jsonl").write_text("{")
+    with pytest.raises(CorruptMessage):
+        read_steps(tmp_path)

@@ -186,6 +186,9 @@ def css_variables(dark: bool) -> str:
     return "".join(f"--{name}:{colours[dark]};" for name, colours in _VARIABLES.items())
 
 
+_LABEL_PT = 14.5  # a line of 11 pt type
+
+
 @contextmanager
 def new_axes(width_in: float = WIDTH_IN, height_in: float = 3.4, labels_at_right: Sequence[str] = ()) -> Iterator[Any]:
     """An Axes to draw on, in the report's style, with room at its right for `labels_at_right`.
@@ -200,6 +203,8 @@ def new_axes(width_in: float = WIDTH_IN, height_in: float = 3.4, labels_at_right
         raise Unsupported(
             f"a report needs matplotlib ({error}); install it with: pip install 'gradwire[report]'"
         ) from error
+    # Room for a line of 11 pt type each, so that labels of many contenders neither overlap nor leave the picture.
+    height_in = max(height_in, 0.9 + _LABEL_PT / 72 * len(labels_at_right))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width_in, height_in), layout="constrained")
         FigureCanvasAgg(figure)  # measures text for the placing of labels; never draws a pixel of the page
@@ -228,7 +233,7 @@ def add_end_labels(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> 
         at_x, at_y = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
         wanted.append((min(max(at_y, 0.0), 1.0), at_x, text, colour))
     wanted.sort(key=lambda label: label[0])
-    gap = 14.5 / 72 * figure.dpi / box.height  # a line of 11 pt type
+    gap = _LABEL_PT / 72 * figure.dpi / box.height
     unit = 8 / 72 * figure.dpi / box.width  # of the leader
     heights = _spread([label[0] for label in wanted], gap)
     for (height, at_x, text, colour), y in zip(wanted, heights, strict=True):

@@ -37,7 +37,7 @@ def ring_mean(
         left_out: (n,) for error feedback: what this rank's encodings lost. N x result + the sum of all ranks'
             left_out = the sum of their gradients.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.
-    Cost: sends 2 (N-1)/N of the encoded buffer, padding aside; every element is encoded once.
+    Cost: sends 2 (N-1)/N of the encoded buffer; every element is encoded once.
     """
     world, rank = communicator.world_size, communicator.rank
     if world == 1 or buffer.numel() == 0:

@@ -77,7 +77,7 @@ def describe_exponents(runs: Runs) -> Records:
 
     From message descriptions: the gradients that the baseline saved are encoded again, as the sums that the ring's last
     hops carry. The refreshed table is made from the gradient saved before, so it is as old as one in training ever gets
-    if gradients are saved as often as tables are made. (Bytes sent do not tell: they are whole frames.)
+    if gradients are saved as often as tables are made.
     """
     run = runs.get(BASELINE)
     if run is None or run.folder is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any, Protocol
 
 import torch
 
-from gradwire.errors import InvalidArgument
+from gradwire.errors import InvalidArgument, describe_choices
 
 __all__ = ["Codec", "by_name", "names"]
 
@@ -57,10 +58,15 @@ def by_name(name: str, **options: Any) -> Codec:
     Raises: InvalidArgument (unknown name, or an option that the codec does not take).
     """
     if name not in _REGISTRY:
-        raise InvalidArgument(f"no codec is called {name!r}; there are: {', '.join(names())}")
+        raise InvalidArgument(f"no codec is called {name!r}; {describe_choices(name, names())}")
     module_path, class_name = _REGISTRY[name].split(":")
     cls = getattr(importlib.import_module(module_path), class_name)
     try:
         return cls(**options)
     except TypeError as error:
-        raise InvalidArgument(f"codec {name!r}: {error}") from error
+        takes = [option for option in inspect.signature(cls).parameters if option not in ("args", "kwargs")]
+        unknown = next((option for option in options if option not in takes), None)
+        if unknown is None:
+            raise InvalidArgument(f"codec {name!r}: {error}") from error
+        choices = describe_choices(unknown, takes) if takes else "it takes none"
+        raise InvalidArgument(f"codec {name!r} has no option {unknown!r}; {choices}") from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
-from gradwire.errors import InvalidArgument
+from gradwire.errors import InvalidArgument, describe_choices
 from gradwire.schemes.base import Scheme, Session
 
 __all__ = ["Scheme", "Session", "by_name", "names"]
@@ -56,11 +57,16 @@ def by_name(name: str, **options: Any) -> Scheme:
     Raises: InvalidArgument (unknown name, or an option that the scheme does not take or whose value is out of range).
     """
     if name not in _REGISTRY:
-        raise InvalidArgument(f"no scheme is called {name!r}; there are: {', '.join(names())}")
+        raise InvalidArgument(f"no scheme is called {name!r}; {describe_choices(name, names())}")
     module_path, class_name = _REGISTRY[name].split(":")
     cls = getattr(importlib.import_module(module_path), class_name)
     try:
         scheme: Scheme = cls(**options)
     except TypeError as error:
-        raise InvalidArgument(f"scheme {name!r}: {error}") from error
+        takes = [option for option in inspect.signature(cls).parameters if option not in ("args", "kwargs")]
+        unknown = next((option for option in options if option not in takes), None)
+        if unknown is None:
+            raise InvalidArgument(f"scheme {name!r}: {error}") from error
+        choices = describe_choices(unknown, takes) if takes else "it takes none"
+        raise InvalidArgument(f"scheme {name!r} has no option {unknown!r}; {choices}") from error
     return scheme

@@ -5,9 +5,6 @@ docs/errors.md lists each error with its causes and cures.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 
 class GradwireError(Exception):
     """Base of all errors that gradwire raises on purpose."""
@@ -39,12 +36,3 @@ class RankMismatch(GradwireError):
 
 class PeerLost(GradwireError):
     """A peer died, closed its connection or did not answer within `timeout_s`."""
-
-
-def describe_choices(wrong: str, names: Iterable[str]) -> str:
-    """What there is instead of a `wrong` name, the nearest first to be tried: the end of a message."""
-    known = list(names)
-    nearest = difflib.get_close_matches(wrong.lower().replace("_", "-"), known, n=1) or difflib.get_close_matches(
-        wrong.lower(), known, n=1
-    )
-    return f"there are: {', '.join(known)}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.specs import parse_spec
-from gradwire.errors import InvalidArgument, describe_choices
+from gradwire.choices import describe_choices
+from gradwire.errors import InvalidArgument
 from gradwire.training import TrainConfig, TrainResult, train_rank
 from gradwire.training.display import ProgressDisplay, print_summary
 from gradwire.training.run_files import write_json

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any, Protocol
 
 import torch
 
-from gradwire.errors import InvalidArgument, describe_choices
+from gradwire.choices import describe_choices, describe_wrong_option
+from gradwire.errors import InvalidArgument
 
 __all__ = ["Codec", "by_name", "names"]
 
@@ -64,9 +64,5 @@ def by_name(name: str, **options: Any) -> Codec:
     try:
         return cls(**options)
     except TypeError as error:
-        takes = [option for option in inspect.signature(cls).parameters if option not in ("args", "kwargs")]
-        unknown = next((option for option in options if option not in takes), None)
-        if unknown is None:
-            raise InvalidArgument(f"codec {name!r}: {error}") from error
-        choices = describe_choices(unknown, takes) if takes else "it takes none"
-        raise InvalidArgument(f"codec {name!r} has no option {unknown!r}; {choices}") from error
+        wrong = describe_wrong_option(cls, options)
+        raise InvalidArgument(f"codec {name!r} {wrong}" if wrong else f"codec {name!r}: {error}") from error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
-from gradwire.errors import InvalidArgument, describe_choices
+from gradwire.choices import describe_choices, describe_wrong_option
+from gradwire.errors import InvalidArgument
 from gradwire.schemes.base import Scheme, Session
 
 __all__ = ["Scheme", "Session", "by_name", "names"]
@@ -63,10 +63,6 @@ def by_name(name: str, **options: Any) -> Scheme:
     try:
         scheme: Scheme = cls(**options)
     except TypeError as error:
-        takes = [option for option in inspect.signature(cls).parameters if option not in ("args", "kwargs")]
-        unknown = next((option for option in options if option not in takes), None)
-        if unknown is None:
-            raise InvalidArgument(f"scheme {name!r}: {error}") from error
-        choices = describe_choices(unknown, takes) if takes else "it takes none"
-        raise InvalidArgument(f"scheme {name!r} has no option {unknown!r}; {choices}") from error
+        wrong = describe_wrong_option(cls, options)
+        raise InvalidArgument(f"scheme {name!r} {wrong}" if wrong else f"scheme {name!r}: {error}") from error
     return scheme

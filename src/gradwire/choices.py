@@ -20,9 +20,12 @@ def describe_wrong_option(cls: type, options: Iterable[str]) -> str | None:
     """The first of `options` that `cls` does not take, and those that it takes; None if it takes them all."""
     takes: list[str] = []
     for ancestor in cls.__mro__:  # one that takes **options hands them on to the next
-        parameters = inspect.signature(ancestor.__init__).parameters.values() if "__init__" in vars(ancestor) else ()
+        init = vars(ancestor).get("__init__")
+        if init is None:
+            continue
+        parameters = inspect.signature(init).parameters.values()
         takes += [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        if parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
     takes = [name for name in dict.fromkeys(takes) if name != "self"]
     wrong = next((option for option in options if option not in takes), None)

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SOURCES := src tests examples
-CPP    := $(NATIVE) $(wildcard fuzz/*.cpp)
+CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench setup native format clean

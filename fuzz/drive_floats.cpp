@@ -2,11 +2,10 @@
 // random bytes, from a fixed seed. Usage: fuzz_float_decode [N_RUNS [SEED]]
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <vector>
 
+#include "drive.hpp"
 #include "embedded_float/codec.hpp"
 #include "truncated_float/codec.hpp"
 
@@ -14,8 +13,6 @@ namespace embedded_float = gradwire::embedded_float;
 namespace floats = gradwire::floats;
 namespace planes = gradwire::planes;
 namespace truncated_float = gradwire::truncated_float;
-
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
 
 namespace {
 
@@ -50,22 +47,8 @@ std::vector<std::uint8_t> make_message(std::mt19937_64& random, floats::Dtype dt
 }  // namespace
 
 int main(int n_arguments, char** arguments) {
-  const long n_runs = n_arguments > 1 ? std::atol(arguments[1]) : 10'000;
-  std::mt19937_64 random(n_arguments > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1);
-  for (long run = 0; run < n_runs; ++run) {
-    std::vector<std::uint8_t> input = {static_cast<std::uint8_t>(random()), static_cast<std::uint8_t>(random())};
-    if (run % 8 == 0) {
-      for (std::size_t n = random() % 300; n > 0; --n) input.push_back(static_cast<std::uint8_t>(random()));
-    } else {
-      const auto dtype = static_cast<floats::Dtype>(input[0] % floats::kDtypes);
-      const std::vector<std::uint8_t> message = make_message(random, dtype, input[0] & 0x80, input[1] % 33);
-      input.insert(input.end(), message.begin(), message.end());
-      const std::size_t reach = random() % 2 == 0 ? std::min<std::size_t>(input.size(), 60) : input.size();
-      for (std::size_t n = random() % 6; n > 0; --n)
-        input[2 + random() % (reach - 2)] = static_cast<std::uint8_t>(random());
-      if (random() % 8 == 0) input.resize(2 + random() % (input.size() - 1));
-    }
-    LLVMFuzzerTestOneInput(input.data(), input.size());
-  }
-  std::printf("%ld runs, nothing found\n", n_runs);
+  const auto make = [](std::mt19937_64& random, std::uint8_t first, std::uint8_t second) {
+    return make_message(random, static_cast<floats::Dtype>(first % floats::kDtypes), first & 0x80, second % 33);
+  };
+  return gradwire::fuzz::drive(n_arguments, arguments, 60, make);
 }

@@ -1,20 +1,16 @@
 // Drives fuzz_quantised_decode where the compiler has no libFuzzer (GCC): mutated encodings of random gradients, with
 // and without error feedback, and plain random bytes, from a fixed seed. Usage: fuzz_quantised_decode [N_RUNS [SEED]]
-#include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
+#include "drive.hpp"
 #include "quantisers/codec.hpp"
 #include "quantisers/thc.hpp"
 #include "simd/dispatch.hpp"
 
 namespace quantisers = gradwire::quantisers;
-
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
 
 namespace {
 
@@ -53,22 +49,8 @@ std::vector<std::uint8_t> make_message(std::mt19937_64& random, quantisers::Kind
 }  // namespace
 
 int main(int n_arguments, char** arguments) {
-  const long n_runs = n_arguments > 1 ? std::atol(arguments[1]) : 10'000;
-  std::mt19937_64 random(n_arguments > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1);
-  for (long run = 0; run < n_runs; ++run) {
-    std::vector<std::uint8_t> input = {static_cast<std::uint8_t>(random()), static_cast<std::uint8_t>(random())};
-    if (run % 8 == 0) {
-      for (std::size_t n = random() % 300; n > 0; --n) input.push_back(static_cast<std::uint8_t>(random()));
-    } else {
-      const std::vector<std::uint8_t> message =
-          make_message(random, static_cast<quantisers::Kind>(input[0] % quantisers::kKinds));
-      input.insert(input.end(), message.begin(), message.end());
-      const std::size_t reach = random() % 2 == 0 ? std::min<std::size_t>(input.size(), 40) : input.size();
-      for (std::size_t n = random() % 6; n > 0; --n)
-        input[2 + random() % (reach - 2)] = static_cast<std::uint8_t>(random());
-      if (random() % 8 == 0) input.resize(2 + random() % (input.size() - 1));
-    }
-    LLVMFuzzerTestOneInput(input.data(), input.size());
-  }
-  std::printf("%ld runs, nothing found\n", n_runs);
+  const auto make = [](std::mt19937_64& random, std::uint8_t first, std::uint8_t) {
+    return make_message(random, static_cast<quantisers::Kind>(first % quantisers::kKinds));
+  };
+  return gradwire::fuzz::drive(n_arguments, arguments, 40, make);
 }

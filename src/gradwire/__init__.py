@@ -6,16 +6,11 @@ attachment = gradwire.attach(ddp_model, optimizer, "gcomp")
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradwire.errors import (
-    BufferTooSmall,
-    CorruptMessage,
-    GradwireError,
-    IncompatibleVersion,
-    InvalidArgument,
-    PeerLost,
-    RankMismatch,
-    Unsupported,
-)
+# fmt: off
+# isort: off
+from gradwire.errors import (BufferTooSmall, CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument,
+                             PeerLost, RankMismatch, Unsupported)
+# isort: on
 
 if TYPE_CHECKING:
     from gradwire import codecs, schemes
@@ -25,7 +20,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# fmt: off
 __all__ = [
     "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",
     "InvalidArgument", "PeerLost", "RankMismatch", "Unsupported", "attach", "codecs", "ddp_hook", "schemes",

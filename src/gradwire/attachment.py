@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import checkpoint, schemes
 from gradwire.communicator import DEFAULT_TIMEOUT_S
-from gradwire.errors import Unsupported
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.hook import HookState, ddp_hook
 from gradwire.schemes import Scheme
 from gradwire.telemetry.recorder import Recorder
@@ -155,4 +155,10 @@ def _checked_ddp(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Unsupported(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
+        raise InvalidArgument(
+            "this optimizer steps none of the model's parameters; give the one made from ddp.parameters(), after the "
+            "model took its final form"
+        )
     return model

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.specs import parse_spec
+from gradwire.choices import describe_choices
 from gradwire.errors import InvalidArgument
 from gradwire.training import TrainConfig, TrainResult, train_rank
 from gradwire.training.display import ProgressDisplay, print_summary
@@ -136,8 +137,8 @@ def check(config: TrainConfig) -> None:
         if config.scheme_options:
             raise InvalidArgument(f"scheme {PLAIN_DDP!r} is DDP without gradwire and takes no options")
     elif config.scheme not in schemes.names():
-        known = ", ".join([PLAIN_DDP, *schemes.names()])
-        raise InvalidArgument(f"no scheme is called {config.scheme!r}; there are: {known}")
+        choices = describe_choices(config.scheme, [PLAIN_DDP, *schemes.names()])
+        raise InvalidArgument(f"no scheme is called {config.scheme!r}; {choices}")
     else:
         schemes.by_name(config.scheme, **config.scheme_options)
     workloads.by_name(config.workload, **config.workload_options)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gradient_files import adamw_arrays, sparse_arrays, write
 
-from gradwire.bench import contenders
+from gradwire.bench import contender_registry
 from gradwire.bench.gradients import load_gradients
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 from gradwire.cli import main
@@ -53,11 +53,11 @@ def test_records_are_flat_and_have_the_promised_fields(tmp_path: Path) -> None:
     assert len(table.read_text().splitlines()) == 1 + len(records)
 
 
-@pytest.mark.parametrize("name", contenders.choose_specs(["all"]))
+@pytest.mark.parametrize("name", contender_registry.choose_specs(["all"]))
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_every_codec_and_rival_keeps_its_promise(tmp_path: Path, name: str, kind: str) -> None:
     arrays = adamw_arrays() if kind == "dense" else sparse_arrays()
-    contender = contenders.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
+    contender = contender_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
     assert contender is not None
     contender.encode()
     contender.poison()
@@ -70,7 +70,7 @@ def test_every_codec_and_rival_keeps_its_promise(tmp_path: Path, name: str, kind
 def test_wrong_result_stops_the_run(tmp_path: Path, name: str) -> None:
     arrays = adamw_arrays()
     arrays["gradient"][500] = 0.25
-    contender = contenders.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
+    contender = contender_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
     assert contender is not None
     contender.encode()
     contender.poison()
@@ -84,7 +84,7 @@ def test_wrong_result_stops_the_run(tmp_path: Path, name: str) -> None:
 
 
 def test_decoder_that_writes_nothing_is_found_out(tmp_path: Path) -> None:
-    contender = contenders.by_spec("gcomp", load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
+    contender = contender_registry.by_spec("gcomp", load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
     assert contender is not None
     contender.encode()
     contender.poison()
@@ -129,12 +129,12 @@ def test_incomplete_file_is_refused_before_anything_is_timed(
 def test_importance_from_the_paper_without_state_says_what_is_missing(tmp_path: Path) -> None:
     file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
     with pytest.raises(InvalidArgument, match="no 'parameter' and no optimizer state"):
-        contenders.by_spec("gcomp:importance=paper", file, 1)
+        contender_registry.by_spec("gcomp:importance=paper", file, 1)
 
 
 def test_bound_is_the_exponents_entropy_and_the_other_bits(tmp_path: Path) -> None:
     gradient = adamw_arrays()["gradient"]
-    contender = contenders.by_spec(
+    contender = contender_registry.by_spec(
         "gcomp:importance=none", load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1
     )
     assert contender is not None

@@ -95,8 +95,9 @@ def test_fresh_measures_everything_again(tmp_path: Path) -> None:
 def test_progress_names_the_row_and_the_time_that_is_left(tmp_path: Path) -> None:
     sweep, said = _sweep(tmp_path, _Benches())
     sweep.run(_ROWS)
-    assert said[0] == "[1/2] one: about 10 s; 30 s left in all"
-    assert said[2].startswith("[2/2] two")
+    assert said[0].startswith("2 rows, about 30 s on two cores")
+    assert said[1] == "[1/2] one: about 10 s; 30 s left in all"
+    assert said[3].startswith("[2/2] two")
 
 
 def test_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from ddp_cases import agree, attach, batches, build_model, finish, sgd, take_step, wrap
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import gradwire
-from gradwire import schemes
+from gradwire import codecs, schemes
 from gradwire.bucket import Bucket
 from gradwire.schemes.through_codec import Zlib
 from ranks import run_ranks, try_ranks
@@ -32,6 +34,8 @@ def refuse(rank: int, world_size: int) -> None:
         (ddp, zero, "gcomp", gradwire.Unsupported, "ZeroRedundancyOptimizer is not supported yet"),
         (ddp, None, "gcomp", gradwire.Unsupported, "torch.optim.Optimizer, got NoneType"),
         (ddp, optimizer, "gcmop", gradwire.InvalidArgument, "no scheme is called 'gcmop'; there are: acp-sgd, "),
+        (ddp, optimizer, "GComp", gradwire.InvalidArgument, "did you mean 'gcomp'"),
+        (ddp, sgd(bare), "gcomp", gradwire.InvalidArgument, "steps none of the model's parameters"),
         (ddp, optimizer, 7, gradwire.InvalidArgument, "got int"),
     ]:
         with pytest.raises(error, match=words):
@@ -56,6 +60,14 @@ def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
 
 def test_what_cannot_be_attached_is_refused_by_name() -> None:
     run_ranks(refuse, 2)
+
+
+@pytest.mark.parametrize("registry", [schemes, codecs])
+def test_option_that_there_is_not_is_named_with_those_that_there_are(registry: ModuleType) -> None:
+    with pytest.raises(
+        gradwire.InvalidArgument, match=r"has no option 'importnce'; there are: importance.*'importance'"
+    ):
+        registry.by_name("gcomp", importnce="none")
 
 
 def switch_in_mid_run(rank: int, world_size: int) -> None:

@@ -25,7 +25,9 @@ SMALL_BUCKET_BYTES = 1 << 22
 
 
 def scratch_ratios(rank: int, world_size: int, topologies: list[str]) -> list[tuple[str, int, float]]:
-    """(topology, elements, work space / bucket of at least SMALL_BUCKET_BYTES) for gcomp with importance bytes, the scheme that needs most."""
+    """(topology, elements, work space / bucket of at least SMALL_BUCKET_BYTES) for gcomp with importance bytes, which
+    needs most of all schemes.
+    """
     ratios = []
     for topology in topologies:
         for n in (1, 1 << 17, 1 << 19, SMALL_BUCKET_BYTES // 4, 3_000_000):

@@ -73,16 +73,14 @@ def run_script(ending: str, scheme: str, world_size: int = 2) -> list[subprocess
     return ended
 
 
-@pytest.mark.parametrize(
-    ("ending", "scheme"), [("", "gcomp"), ("", "plain"), ("dist.destroy_process_group()", "gcomp")]
-)
-def test_script_that_ends_without_closing_ends_well(ending: str, scheme: str) -> None:
-    for rank in run_script(ending + "\nprint('done')", scheme):
+@pytest.mark.parametrize("scheme", ["gcomp", "plain"])
+def test_script_that_ends_without_closing_ends_well(scheme: str) -> None:
+    for rank in run_script("print('done')", scheme):
         assert (rank.returncode, rank.stdout) == (0, "done\n"), rank.stderr
         assert "Traceback" not in rank.stderr, rank.stderr
 
 
-def test_new_process_group_after_the_old_one_takes_new_attachments() -> None:
+def test_new_process_group_after_the_old_one_takes_new_attachments_and_goes_without_closing_them() -> None:
     ending = """
     dist.destroy_process_group()
     attachment.close()
@@ -91,10 +89,12 @@ def test_new_process_group_after_the_old_one_takes_new_attachments() -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=300)
     take_step()
+    dist.destroy_process_group()
     print(attachment.stats()["n_steps"])
     """
     for rank in run_script(ending, "gcomp"):
         assert (rank.returncode, rank.stdout) == (0, "1\n"), rank.stderr
+        assert "Traceback" not in rank.stderr, rank.stderr
 
 
 def test_uncaught_exception_on_one_rank_ends_all_with_its_traceback() -> None:

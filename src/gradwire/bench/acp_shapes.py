@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ _SMALL_ELEMENTS = 10_000
 Records = list[dict[str, Any]]
 
 
+@functools.cache  # three tables ask for the same models, and a large one takes seconds to make
 def sizes_of(workload: str, rank: int) -> list[tuple[int, MatrixShape | None]]:
     """Elements of each parameter of a workload, and the matrix that it is compressed as."""
     with torch.device("meta"):

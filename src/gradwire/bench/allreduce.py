@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", help="samples a scheme and size (9; quick 5)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="calls dropped before the first sample (2)")
     parser.add_argument(
-        "--budget", type=float, metavar="S", help="seconds for a scheme at a size, three samples apart (20; quick 3)"
+        "--budget", type=float, metavar="S", help="seconds for a scheme at a size, three samples apart (20; quick 2)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure as a rank, or start the ranks that do."""
     args.rounds = args.rounds or (5 if args.quick else 9)
-    args.budget = args.budget or (3.0 if args.quick else 20.0)
+    args.budget = args.budget or (2.0 if args.quick else 20.0)
     if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
         raise InvalidArgument("--rounds counts from 1, --n-bytes from 4 (one float32)")
     specs = choose_specs(args.scheme, reducers.names(), reducers.IN_NETWORK)

@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 
 from gradwire import _native
-from gradwire.bench import contenders
+from gradwire.bench import contender_registry
 from gradwire.bench.console import make_console
 from gradwire.bench.contenders import Contender
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
     if min(threads) < 1 or args.rounds < 1:
         raise InvalidArgument("--threads and --rounds count from 1")
-    names = contenders.choose_specs(args.codec)
+    names = contender_registry.choose_specs(args.codec)
     files = [load_gradients(path) for path in args.gradients]  # all of them, before anything is timed
     environment = describe_environment()
     console = make_console()
@@ -99,7 +99,7 @@ def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads
     running: dict[str, Contender] = {}
     for name in names:
         try:
-            contender = contenders.by_spec(name, file, n_threads)
+            contender = contender_registry.by_spec(name, file, n_threads)
         except Unsupported as error:
             if name == YARDSTICK:
                 raise

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     if args.list:
         for row in rows:
-            print(f"{row.key:28} gradwire bench {row.bench} {' '.join(row.arguments)}")
+            print(f"{row.key:28} {row.estimate_s:5.0f} s  gradwire bench {row.bench} {' '.join(row.arguments)}")
         return 0
     out: Path = args.out or Path("runs/sweep-quick" if args.quick else "runs/sweep")
     sweep = Sweep(out.resolve(), lambda text: console.print(text, highlight=False, markup=False), args.json)
@@ -72,6 +72,11 @@ class Sweep:
         if finished:
             self._say(f"{len(finished)} of {len(rows)} rows are finished in {self.out} and are not measured again")
         pace, failed = _Pace(), []
+        if left:
+            self._say(
+                f"{len(left)} rows, about {_format_duration(pace.estimate_s(left))} on two cores with nothing else running; "
+                "what is finished is kept when this is stopped, and the same command goes on from there"
+            )
         for number, row in enumerate(left, start=1):
             remaining_s = pace.estimate_s(left[number - 1 :])
             self._say(

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gradwire.choices import describe_choices, describe_wrong_option
 from gradwire.errors import InvalidArgument
 
 __all__ = ["Codec", "by_name", "names"]
@@ -57,10 +58,11 @@ def by_name(name: str, **options: Any) -> Codec:
     Raises: InvalidArgument (unknown name, or an option that the codec does not take).
     """
     if name not in _REGISTRY:
-        raise InvalidArgument(f"no codec is called {name!r}; there are: {', '.join(names())}")
+        raise InvalidArgument(f"no codec is called {name!r}; {describe_choices(name, names())}")
     module_path, class_name = _REGISTRY[name].split(":")
     cls = getattr(importlib.import_module(module_path), class_name)
     try:
         return cls(**options)
     except TypeError as error:
-        raise InvalidArgument(f"codec {name!r}: {error}") from error
+        wrong = describe_wrong_option(cls, options)
+        raise InvalidArgument(f"codec {name!r} {wrong}" if wrong else f"codec {name!r}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from gradwire.choices import describe_choices, describe_wrong_option
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.base import Scheme, Session
 
@@ -56,11 +57,12 @@ def by_name(name: str, **options: Any) -> Scheme:
     Raises: InvalidArgument (unknown name, or an option that the scheme does not take or whose value is out of range).
     """
     if name not in _REGISTRY:
-        raise InvalidArgument(f"no scheme is called {name!r}; there are: {', '.join(names())}")
+        raise InvalidArgument(f"no scheme is called {name!r}; {describe_choices(name, names())}")
     module_path, class_name = _REGISTRY[name].split(":")
     cls = getattr(importlib.import_module(module_path), class_name)
     try:
         scheme: Scheme = cls(**options)
     except TypeError as error:
-        raise InvalidArgument(f"scheme {name!r}: {error}") from error
+        wrong = describe_wrong_option(cls, options)
+        raise InvalidArgument(f"scheme {name!r} {wrong}" if wrong else f"scheme {name!r}: {error}") from error
     return scheme

@@ -36,6 +36,8 @@ def new_figure(n_panels: int, width_in: float = 4.2, height_in: float = 3.2) -> 
     except ImportError as error:
         raise Unsupported("plots need matplotlib; pip install 'gradwire[report]'") from error
     figure = Figure(figsize=(width_in * n_panels, height_in), layout="constrained")
+    layout: Any = figure.get_layout_engine()
+    layout.set(w_pad=0.15)  # inches: an axis' name must not touch the panel before it
     panels = [figure.add_subplot(1, n_panels, index + 1) for index in range(n_panels)]
     for panel in panels:
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)

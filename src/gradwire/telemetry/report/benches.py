@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gradwire.telemetry.report.drawing import (
     DASH,
-    GRID,
-    INK,
     SURFACE,
     TIMES,
-    WIDE_IN,
-    WIDTH_IN,
     Palette,
     Plot,
     Table,
@@ -33,6 +28,7 @@ from gradwire.telemetry.report.inputs import (
     is_emulated,
 )
 from gradwire.telemetry.report.runs import Section, TimeSplit, draw_time_split, pick_baseline
+from gradwire.telemetry.report.speed_up import base_value, by_rate, draw_speed_up
 
 __all__ = ["make_bench_sections"]
 
@@ -89,11 +85,11 @@ def _make_train_sections(records: Sequence[Record], palette: Palette, wanted: st
         if emulated:
             section.intro += " Computation is emulated by calibrated waits; communication and codecs are real."
         base = pick_baseline(list(dict.fromkeys(record["scheme"] for record in group)), wanted)
-        rates, data = _by_rate(group), describe_data(group[0])
+        rates, data = by_rate(group), describe_data(group[0])
         if base:
             where, wide = f"{data}, {ranks} ranks; {network}; {machine}", len(rates) % 2 == 0
             name = f"train{index}-speedup"
-            section.plots.append(_draw_speed_up(name, group, "iteration_s", base, palette, where, wide))
+            section.plots.append(draw_speed_up(name, group, "iteration_s", base, palette, where, wide))
         for rate_index, (rate_bps, at_rate) in enumerate(rates):
             splits = [_split(record) for record in sorted(at_rate, key=lambda record: -record["iteration_s"])]
             title = f"An iteration at {format_rate(rate_bps)}" if rate_bps else "An iteration, unshaped"
@@ -127,8 +123,8 @@ def _make_train_table(records: Sequence[Record], base: str | None) -> Table:
     ]
     columns += [("codec, ms", True), ("exposed, ms", True), ("on the wire", True), ("loss", True)]
     rows = []
-    for rate_bps, group in _by_rate(records):
-        base_s = _base_value(group, "iteration_s", base)
+    for rate_bps, group in by_rate(records):
+        base_s = base_value(group, "iteration_s", base)
         for record in sorted(group, key=lambda record: record["iteration_s"]):
             row = [record["scheme"], format_rate(rate_bps), _with_spread(record, "iteration_s", 1e3)]
             row += [f"{base_s / record['iteration_s']:.2f}{TIMES}" if base_s else DASH]
@@ -153,14 +149,14 @@ def _make_allreduce_sections(records: Sequence[Record], palette: Palette, wanted
         # The size that most schemes and rates share, the largest of these.
         size = max(sizes, key=lambda size: (sum(record["n_bytes"] == size for record in group), size))
         by_size = [
-            (rate, at_rate) for rate, at_rate in _by_rate(group) if len({record["n_bytes"] for record in at_rate}) > 1
+            (rate, at_rate) for rate, at_rate in by_rate(group) if len({record["n_bytes"] for record in at_rate}) > 1
         ]
         if base:
             name = f"allreduce{index}-speedup"
             where = f"{format_bytes(size)} of {gradients}, {ranks} ranks; {network}; {machine}"
             of_size = [record for record in group if record["n_bytes"] == size]
             wide = len(by_size) % 2 == 0
-            section.plots.append(_draw_speed_up(name, of_size, "time_s", base, palette, where, wide))
+            section.plots.append(draw_speed_up(name, of_size, "time_s", base, palette, where, wide))
         for rate_index, (rate_bps, at_rate) in enumerate(by_size):
             name = f"allreduce{index}-sizes{rate_index}"
             section.plots.append(_draw_sizes(name, at_rate, rate_bps, ranks, palette))
@@ -195,9 +191,9 @@ def _make_allreduce_table(records: Sequence[Record], base: str | None) -> Table:
     columns = [("scheme", False), ("rate", True), ("size", True), ("time, ms", True), ("speed-up", True)]
     columns += [("on the wire", True), ("wire bytes / size", True)]
     rows = []
-    for rate_bps, at_rate in _by_rate(records):
+    for rate_bps, at_rate in by_rate(records):
         for n_bytes, group in sorted(_group(at_rate, lambda record: record["n_bytes"])):
-            base_s = _base_value(group, "time_s", base)
+            base_s = base_value(group, "time_s", base)
             for record in sorted(group, key=lambda record: record["time_s"]):
                 wire_bytes = record.get("wire_bytes")
                 row = [record["scheme"], format_rate(rate_bps), format_bytes(n_bytes)]
@@ -268,75 +264,11 @@ def _draw_codecs(name: str, records: Sequence[Record], gradients: str, threads: 
 # --- shared -----------------------------------------------------------------------------------------------------------
 
 
-def _draw_speed_up(
-    name: str, records: Sequence[Record], measure: str, base: str, palette: Palette, where: str, wide: bool
-) -> Plot:
-    """Speed-up over `base` against the rate of the links; unshaped stands apart at the right."""
-    by_rate = _by_rate(records)
-    rates = [rate for rate, _ in by_rate]
-    shaped = [rate for rate in rates if rate is not None]
-    step = (shaped[-1] / shaped[0]) ** (1 / (len(shaped) - 1)) if len(shaped) > 1 else 10.0
-    places = {rate: rate for rate in shaped} | ({None: shaped[-1] * step if shaped else 1.0} if None in rates else {})
-    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for rate, group in by_rate:
-        base_s = _base_value(group, measure, base)
-        for record in group:
-            if base_s:
-                lines[record["scheme"]].append((places[rate], base_s / record[measure]))
-    lines.pop(base, None)
-    width_in, height_in = (WIDE_IN, 4.2) if wide else (WIDTH_IN, 3.6)
-    with new_axes(width_in, height_in, labels_at_right=[base, *lines]) as axes:
-        right = max(places.values()) * step**0.12
-        axes.axhline(1, color=palette.colour(base), lw=1.2, ls=(0, (4, 3)))
-        ends = [(right, 1.0, base, palette.colour(base))]
-        for scheme, points in lines.items():
-            colour, marker = palette.colour(scheme), palette.marker(scheme)
-            # Unshaped is no rate, so no line leads there.
-            for part in (points[:-1], points[-1:]) if None in places and points[-1][0] == places[None] else (points,):
-                x, y = [point[0] for point in part], [point[1] for point in part]
-                axes.plot(x, y, color=colour, ls=palette.dash(scheme), marker=marker, ms=7)
-            ends.append((right, points[-1][1], scheme, colour))
-        axes.set_xscale("log")
-        if len(places) > 1:
-            axes.set_xlim(min(places.values()) / step**0.15, right)
-        if None in places and shaped:
-            axes.axvline(places[None] / step**0.5, color=GRID, lw=1.2)
-        axes.set_xticks(list(places.values()), [format_rate(rate) for rate in places])
-        axes.minorticks_off()
-        highest = max((y for points in lines.values() for _, y in points), default=1.0)
-        lowest = min((y for points in lines.values() for _, y in points), default=1.0)
-        if highest > 6 * max(lowest, 1):  # one runaway would press all others flat
-            set_log_axis(axes.yaxis)
-            scale = "log axis"
-        else:
-            axes.set_ylim(0, max(1.15, 1.1 * highest))
-            scale = "axis from zero"
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}{TIMES}")
-        axes.set_xlabel("rate of every link")
-        axes.set_ylabel(f"speed-up over {base}")
-        for tick in axes.get_xticklabels():
-            tick.set_color(INK)
-        add_end_labels(axes, ends)
-        svg = to_svg(axes, name)
-    return Plot(name, "Speed-up against bandwidth", f"{where}. Ratio of medians in one run; {scale}.", svg, wide)
-
-
 def _group(records: Iterable[Record], key: Callable[[Record], Any]) -> list[tuple[Any, list[Record]]]:
     groups: dict[Any, list[Record]] = defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
     return list(groups.items())
-
-
-def _by_rate(records: Iterable[Record]) -> list[tuple[float | None, list[Record]]]:
-    """Slowest first, unshaped last."""
-    groups = _group(records, lambda record: record["rate_bps"] or None)
-    return sorted(groups, key=lambda group: float("inf") if group[0] is None else group[0])
-
-
-def _base_value(records: Iterable[Record], measure: str, base: str | None) -> float | None:
-    values = [record[measure] for record in records if record["scheme"] == base]
-    return statistics.median(values) if values else None
 
 
 def _spread(record: Record, measure: str) -> tuple[float, float] | None:

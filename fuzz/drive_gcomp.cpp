@@ -1,0 +1,41 @@
+// Drives fuzz_gcomp_decode and fuzz_switch_packets where the compiler has no libFuzzer (GCC): mutated encodings of
+// random gradients and plain random bytes, from a fixed seed. Usage: fuzz_gcomp_decode [N_RUNS [SEED]]
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "drive.hpp"
+#include "gcomp/codec.hpp"
+
+namespace gcomp = gradwire::gcomp;
+
+namespace {
+
+std::vector<std::uint8_t> make_message(std::mt19937_64& random, int dtype_code) {
+  const auto dtype = static_cast<gcomp::Dtype>(dtype_code);
+  const auto mode = static_cast<gcomp::Mode>(random() % gcomp::kModes);
+  const gcomp::DtypeLayout& layout = gcomp::layout_of(dtype);
+  const std::size_t n_values = random() % 4 == 0 ? gcomp::kChunkValues + random() % 600 : random() % 700;
+  std::vector<std::uint8_t> values(n_values * layout.value_bytes),
+      importance(mode == gcomp::Mode::paper ? n_values : 0);
+  const bool clustered = random() % 4 != 0;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<std::uint8_t>(random());
+    const auto place = static_cast<int>(i % layout.value_bytes);
+    if (clustered && place == layout.value_bytes - 1) values[i] = static_cast<std::uint8_t>(0x34 + random() % 4);
+  }
+  for (std::uint8_t& byte : importance) byte = static_cast<std::uint8_t>(random());
+  const gradwire::HuffmanTable table = gradwire::HuffmanTable::prior(layout.exponent_bits);
+  std::vector<std::uint8_t> out(gcomp::max_message_bytes(n_values, dtype, mode));
+  out.resize(gcomp::encode(values, importance, {dtype, mode, static_cast<int>(random() % 8)}, table, out));
+  return out;
+}
+
+}  // namespace
+
+int main(int n_arguments, char** arguments) {
+  const auto make = [](std::mt19937_64& random, std::uint8_t first, std::uint8_t) {
+    return make_message(random, first % gcomp::kDtypes);
+  };
+  return gradwire::fuzz::drive(n_arguments, arguments, 130, make);
+}

@@ -61,6 +61,16 @@ class Scheme(ABC):
     session: Session
 
     @property
+    def settling_steps(self) -> int:
+        """Steps from the first one until the scheme works as it will: it measures before. A benchmark lets them pass."""
+        return 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what had to be measured first is measured; the same on all ranks between two steps."""
+        return True
+
+    @property
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
         """The options that all ranks must share, as plain values."""

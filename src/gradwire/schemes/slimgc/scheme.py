@@ -8,7 +8,9 @@ step does not wait for any of it (3.5).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 import zlib
 from dataclasses import asdict
 from typing import Any
@@ -22,7 +24,7 @@ from gradwire.codecs.general import RawCodec
 from gradwire.collectives.frames import Facts
 from gradwire.collectives.parts import CHUNK_ELEMENTS
 from gradwire.control.threshold import NEVER, check_threshold
-from gradwire.errors import InvalidArgument
+from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.preamble import Preamble, compare_preambles
 from gradwire.schemes.base import Scheme, Session
 from gradwire.schemes.gcomp.importance import QuantisationMetric
@@ -118,6 +120,21 @@ class SlimGC(Scheme):
         self._plans: dict[int, tuple[int, int, Plan]] = {}  # by bucket: layout, threshold, plan
         self._records: list[BucketRecord] = []
         self._has_loaded = False
+
+    @property
+    def settling_steps(self) -> int:
+        """The table's warm-up, then two steps: new buffers are made, and with backup nothing looks ahead before that."""
+        measured = 0 if self.threshold_bytes is not None else self._measuring.warmup_steps + 2
+        return max(measured, self._stepping.sync_steps + 2 if self.backup else 0)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a threshold: one that was given, or follows from a table. One rank has nothing to measure."""
+        return self.threshold_bytes is not None or self._measuring.table is not None or self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.is_bound and self.session.communicator.world_size == 1
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -235,7 +252,15 @@ class SlimGC(Scheme):
             self._threshold = self._measuring.table.threshold_bytes(self._measuring.method)
 
     def end_backward(self, step: int) -> int:
-        return 0 if self._look_ahead is None else self._look_ahead.end_backward()
+        """What a step that measures sends is part of it, so it does not end before its probes; the others wait for nothing."""
+        waited_ns = 0 if self._look_ahead is None else self._look_ahead.end_backward()
+        if self.threshold_bytes is None and self._measuring.may_probe(step, is_ahead=self.backup):
+            started = time.perf_counter_ns()
+            # An error of the lane is raised with its own type by whoever called this.
+            with contextlib.suppress(GradwireError):
+                self.session.communicator.submit(lambda: None).wait()
+            waited_ns += time.perf_counter_ns() - started
+        return waited_ns
 
     def flush(self) -> None:
         if self._look_ahead is not None:

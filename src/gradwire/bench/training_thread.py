@@ -178,13 +178,15 @@ class TrainingThreadQuantiser:
         # A whole number of int64: slots lie behind one another.
         slot = -(-(_LENGTH_BYTES + self._codec.max_encoded_bytes(largest, torch.float32)) // 8) * 8
         made = self._exchanges[index, n] = _Exchange(
-            edges,
-            torch.zeros(n),
-            *(torch.zeros(world_size, slot, dtype=torch.uint8) for _ in range(2)),
-            torch.zeros(slot, dtype=torch.uint8),
-            torch.zeros(world_size, slot, dtype=torch.uint8),
-            *(torch.empty(largest) for _ in range(2)),
-            buffer,
+            edges=edges,
+            residual=torch.zeros(n),
+            pushes=torch.zeros(world_size, slot, dtype=torch.uint8),
+            pushed=torch.zeros(world_size, slot, dtype=torch.uint8),
+            answer=torch.zeros(slot, dtype=torch.uint8),
+            pulls=torch.zeros(world_size, slot, dtype=torch.uint8),
+            total=torch.empty(largest),
+            decoded=torch.empty(largest),
+            bucket=buffer,
         )
         return made
 

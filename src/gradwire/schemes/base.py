@@ -109,6 +109,9 @@ class Scheme(ABC):
     def flush(self) -> None:
         """Take every optimizer step that was called for; only schemes that own the step have any outstanding."""
 
+    def hand_over(self) -> None:
+        """Another scheme takes over between two steps: give back what ranks share out among them. Collective."""
+
     def step_figures(self) -> dict[str, float]:
         """Figures of the last step that a training log keeps beside bytes and times; none by default."""
         return {}

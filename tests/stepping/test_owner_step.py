@@ -63,7 +63,9 @@ def whole_state(optimizer: torch.optim.Optimizer, ddp: nn.Module) -> list[Tensor
     return found
 
 
-def train(rank: int, name: str, case: str, update: str, threshold_bytes: int | None) -> tuple[list[Tensor], dict[str, Any]]:
+def train(
+    rank: int, name: str, case: str, update: str, threshold_bytes: int | None
+) -> tuple[list[Tensor], dict[str, Any]]:
     ddp = build(gradient_as_bucket_view=case == "view")
     optimizer = OPTIMIZERS[name](ddp.parameters())
     clips = {"max_grad_value": 0.01} if case == "clipping" and update == "owner" else {}
@@ -87,6 +89,7 @@ def train(rank: int, name: str, case: str, update: str, threshold_bytes: int | N
     stats = attachment.stats()
     attachment.switch("plain")  # which gives the optimizer its whole state back
     seen += whole_state(optimizer, ddp)
+    optimizer.zero_grad()
     loss_of(ddp, rank, 8).backward()
     optimizer.step()
     seen += [p.detach().clone() for p in ddp.parameters()]

@@ -108,8 +108,9 @@ def test_one_row_a_workload_and_rate_can_be_chosen_and_says_how_long_it_takes() 
 
 
 def test_overlap_and_exposed_codec_time_are_told_against_the_codec_on_the_training_thread() -> None:
-    shared = {"row": "gpt2-1gbit", "workload": "gpt2", "rate_bps": 1e9, "ranks": 4, "compute": "emulate", "samples_per_s": 1.0,
-              "wire_ratio": 0.1, "exposed_s": 0.5, "options": "", "wire_bytes": 1e8, "compute_s": 0.6, "codec_s": 0.2}  # fmt: skip
+    shared = {"row": "gpt2-1gbit", "workload": "gpt2", "rate_bps": 1e9, "ranks": 4, "compute": "emulate",
+              "samples_per_s": 1.0, "wire_ratio": 0.1, "exposed_s": 0.5, "options": "", "wire_bytes": 1e8,
+              "compute_s": 0.6, "codec_s": 0.2}  # fmt: skip
     records = [
         {**shared, "scheme": "ddp", "iteration_s": 3.0, "codec_s": 0.0, "overlap_s": None, "exposed_codec_s": None},
         {**shared, "scheme": "one-bit", "iteration_s": 1.4, "overlap_s": 0.2, "exposed_codec_s": 0.1},

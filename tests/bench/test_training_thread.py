@@ -98,7 +98,8 @@ def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path:
         "slimgc:warmup_steps=4,backup=true",
     ]
     source = write(tmp_path / "a.npz", adamw_arrays())
-    options = ["--workload", f"gpt:source={source},capture={tmp_path / 'capture'},step_ms=20", "--compute", "emulate", "--ranks", "2", "--steps", "3",
+    workload = f"gpt:source={source},capture={tmp_path / 'capture'},step_ms=20"
+    options = ["--workload", workload, "--compute", "emulate", "--ranks", "2", "--steps", "3",
                "--warmup", "1", "--overlap"]  # fmt: skip
     command = [
         sys.executable,

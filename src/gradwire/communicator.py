@@ -161,6 +161,11 @@ class Communicator:
             self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
         return gathered
 
+    def all_gather_into(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Every rank's `tensor` (n,), by rank, into `gathered` (world n,); in place. Raises: PeerLost."""
+        with self._naming_peer(None):
+            self._group._allgather_base(gathered, tensor).wait()
+
     def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
         """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""
         received = torch.empty_like(shards)

@@ -214,6 +214,7 @@ class HookState:
         self.flush()
         self.wait_until_idle()
         successor.bind(self.session)  # the old scheme stays if this raises
+        self.scheme.hand_over()
         self.scheme.close()
         self.scheme.unbind()
         self.scheme = successor

@@ -6,15 +6,21 @@ import argparse
 import math
 
 import pytest
+from torch import nn
 
+from gradwire import workloads
 from gradwire.bench import slimgc_accuracy, slimgc_speed
 from gradwire.bench.figures import slimgc_accuracy as figures
+from gradwire.bench.overlap import Timeline, without
 from gradwire.bench.slimgc_accuracy import Case, configurations, plan
 from gradwire.bench.specs import parse_spec
+from gradwire.bench.train_contenders import RIVALS, check_rival_options
 from gradwire.control.threshold import NEVER
+from gradwire.errors import InvalidArgument
 from gradwire.schemes import by_name
 from gradwire.telemetry.report.inputs import Run
 from gradwire.telemetry.report.thresholds import make_threshold_table
+from gradwire.workloads.optimizers import scale_learning_rate
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -39,9 +45,12 @@ def test_every_configuration_is_one_that_the_scheme_takes() -> None:
         for _, _, spec in found:
             name, options = parse_spec(spec)
             by_name(name, **options)
-    for spec in slimgc_speed.specs(["1 bit", "2 bit"], has_rivals=True)[1:]:
+    for spec in slimgc_speed.specs(["1 bit", "2 bit"], has_rivals=True):
         name, options = parse_spec(spec)
-        by_name(name, **options)
+        if name in RIVALS:
+            check_rival_options(name, options)
+        else:
+            by_name(name, **options)
 
 
 def test_differences_are_paired_and_their_interval_is_students() -> None:
@@ -78,6 +87,89 @@ def test_speed_up_is_told_beside_what_overlap_could_gain_at_most() -> None:
     assert found["attainable"] == pytest.approx(1.5 / 0.8)
     assert found["hidden_s"] == pytest.approx(0.6)
     assert "80%" in slimgc_speed.to_markdown([found])
+
+
+def speed_arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    slimgc_speed.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+def test_one_row_a_workload_and_rate_can_be_chosen_and_says_how_long_it_takes() -> None:
+    rows = slimgc_speed.make_rows(speed_arguments())
+    assert len(rows) == 4 * 3
+    chosen = slimgc_speed.make_rows(speed_arguments("--only", "vgg16-1"))
+    assert [row.key for row in chosen] == ["vgg16-100mbit", "vgg16-1gbit"]
+    assert chosen[0].estimate_s > chosen[1].estimate_s > 0
+    shorter = slimgc_speed.make_rows(speed_arguments("--only", "vgg16-100mbit", "--steps", "3", "--no-rivals"))
+    assert shorter[0].estimate_s < chosen[0].estimate_s
+    with pytest.raises(InvalidArgument, match="no row"):
+        slimgc_speed.make_rows(speed_arguments("--only", "alexnet"))
+
+
+def test_overlap_and_exposed_codec_time_are_told_against_the_codec_on_the_training_thread() -> None:
+    shared = {"row": "gpt2-1gbit", "workload": "gpt2", "rate_bps": 1e9, "ranks": 4, "compute": "emulate",
+              "samples_per_s": 1.0, "wire_ratio": 0.1, "exposed_s": 0.5, "options": "", "wire_bytes": 1e8,
+              "compute_s": 0.6, "codec_s": 0.2}  # fmt: skip
+    records = [
+        {**shared, "scheme": "ddp", "iteration_s": 3.0, "codec_s": 0.0, "overlap_s": None, "exposed_codec_s": None},
+        {**shared, "scheme": "one-bit", "iteration_s": 1.4, "overlap_s": 0.2, "exposed_codec_s": 0.1},
+        {**shared, "scheme": "ddp-one-bit", "iteration_s": 1.5, "compute_s": 0.8, "overlap_s": 0.1, "exposed_codec_s": 0.2},
+        {**shared, "scheme": "slimgc", "options": "codec=one-bit,backup=true,warmup_steps=4", "iteration_s": 0.9,
+         "overlap_s": 0.45, "exposed_codec_s": 0.05},
+    ]  # fmt: skip
+    found = {record["scheme"]: record for record in slimgc_speed.summarize(records)}
+    everything = found["slimgc codec=one-bit backup=true"]
+    assert everything["overlap_x"] == pytest.approx(4.5)
+    assert everything["exposed_codec_x"] == pytest.approx(0.25)
+    assert found["ddp"]["overlap_x"] is None
+    assert found["ddp-one-bit"]["compute_s"] == 0.6, "its codec between two gradients is no computation"
+    assert "overlap 4.50x (goal 3.5), exposed codec 0.25x (goal 0.4)" in slimgc_speed.to_markdown(list(found.values()))
+
+
+def test_hidden_communication_and_exposed_codec_work_follow_from_intervals() -> None:
+    timeline = Timeline(training_thread=1)
+    timeline.note_step(0.0, 10.0, 14.0)
+    timeline.note_step(20.0, 30.0, 31.0)
+    timeline.extend_last(33.0)
+    timeline.communicating += [(5.0, 12.0), (6.0, 7.0), (31.0, 40.0)]
+    timeline.training_codec += [(4.0, 6.0)]
+    timeline.other_codec += [(8.0, 9.0), (13.0, 21.0), (32.0, 34.0)]
+    first = timeline.measure(0.0, 20.0)
+    assert first == {"overlap_s": 4.0, "exposed_codec_s": 2.0 + 1.0}
+    both = timeline.measure(0.0, 50.0)
+    assert both == {"overlap_s": 4.0, "exposed_codec_s": 2.0 + 1.0 + 1.0}
+    assert without([(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]) == [(0.0, 1.0), (2.0, 3.0), (7.0, 8.0)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "n_steps"),
+    [
+        ("plain", 0),
+        ("slimgc", 12),
+        ("slimgc:warmup_steps=4", 6),
+        ("slimgc:warmup_steps=4,backup=true", 8),
+        ("slimgc:threshold_bytes=0", 0),
+        ("slimgc:threshold_bytes=0,backup=true", 4),
+        ("aqgb", 7),
+        ("dgc:warmup_steps=9", 9),
+    ],
+)
+def test_a_scheme_says_how_many_steps_it_takes_to_settle(spec: str, n_steps: int) -> None:
+    name, options = parse_spec(spec)
+    assert by_name(name, **options).settling_steps == n_steps
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("square-root", 2.0)])
+def test_the_learning_rate_follows_the_batch_as_asked(scaling: str, factor: float) -> None:
+    assert scale_learning_rate(0.1, scaling, 4.0) == pytest.approx(0.1 * factor)
+    own = workloads.by_name("resnet", rate_scaling=scaling)
+    four = workloads.by_name("resnet", rate_scaling=scaling, batch_size=4 * own.batch_size)
+    rates = [workload.build_optimizer(nn.Linear(1, 1)).param_groups[0]["lr"] for workload in (own, four)]
+    assert rates[1] == pytest.approx(factor * rates[0])
+    assert four.describe()["learning_rate"] == rates[1]
+    with pytest.raises(InvalidArgument):
+        workloads.by_name("resnet", rate_scaling="cubic")
 
 
 def run_with(stats: object) -> Run:

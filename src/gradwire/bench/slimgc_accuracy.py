@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench slimgc-accuracy`."""
     add_rank_arguments(parser)
     parser.add_argument("--workload", nargs="+", default=["resnet:width=16", "gpt"], metavar="SPEC",
-                        help="what to train (resnet:width=16 gpt); resnet runs on every fold")  # fmt: skip
+                        help="what to train (resnet:width=16 gpt); resnet runs on every fold. With "
+                        "rate_scaling=linear or square-root the learning rate follows the ranks' batch (Fig. 10)")  # fmt: skip
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS, help="figures 9, 10, 11 (all)")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps a training (300)")
     parser.add_argument("--folds", type=int, default=5, metavar="N", help="folds of the digits (5)")

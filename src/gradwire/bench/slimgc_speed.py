@@ -13,9 +13,11 @@ from typing import Any
 
 from gradwire.bench.console import make_console
 from gradwire.bench.records import write_json, write_text
+from gradwire.bench.specs import parse_spec
 from gradwire.bench.sweep import Sweep
 from gradwire.bench.sweep_table import Row
 from gradwire.errors import InvalidArgument
+from gradwire.netlab import parse_rate
 
 # Fig. 12 and 13: a bare quantiser, then one strategy after the other.
 _STRATEGIES = ("threshold_bytes=0", "", "backup=true,threshold_bytes=0", "backup=true")
@@ -24,8 +26,19 @@ _QUANTISERS = {"1 bit": "one-bit", "2 bit": "two-bit"}
 _RIVALS = ("terngrad", "top-k:share=0.1", "dgc:share=0.1", "thc")
 _WORKLOADS = ("resnet50", "gpt2", "bert-base", "vgg16")
 _RATES = ("100mbit", "1gbit", "none")
-# The table takes 10 steps, two more wait; then everything is warm.
-_WARMUP = 15
+# Steps in which the table is measured; half of them are raw, which at 100 Mb/s is a minute each.
+_TABLE_STEPS = 4
+# Steps before those that count, of contenders that measure nothing: one with DDP's single bucket, one with its own.
+_WARMUP = 2
+_EVERYTHING = "backup=true"
+
+# What the estimates are made of: millions of values, and bytes sent in the end over those of a ring of the gradient.
+_MEGAVALUES = {"resnet50": 25.6, "gpt2": 124.4, "bert-base": 109.5, "vgg16": 138.4, "gpt": 1.2, "resnet": 1.2,
+               "resnet152": 60.2, "vgg19": 143.7, "bert-large": 335.1}  # fmt: skip
+_RATIOS = {"ddp": 1.0, "terngrad": 0.125, "top-k": 0.4, "dgc": 0.4, "thc": 0.25, "slimgc": 0.1, "one-bit": 0.04,
+           "two-bit": 0.07, "ddp-one-bit": 0.04, "ddp-two-bit": 0.07}  # fmt: skip
+# Seconds that four ranks on two cores work for each million values of a step, and to start (the model, the ranks).
+_WORK_S_PER_MEGAVALUE, _START_S = 0.025, 25.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,45 +47,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"shapes ({' '.join(_WORKLOADS)})")  # fmt: skip
     parser.add_argument("--rate", nargs="+", default=list(_RATES), metavar="RATE", help=f"links ({' '.join(_RATES)})")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="ranks on this machine (4)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps that count (20)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps that count (5)")
+    parser.add_argument("--table-steps", type=int, default=_TABLE_STEPS, metavar="N",
+                        help=f"steps before them in which SlimGC measures its table ({_TABLE_STEPS}, its least)")  # fmt: skip
     parser.add_argument("--compute", choices=("real", "emulate"), default="emulate",
                         help="emulate (default): computation as waits, for ranks that share cores")  # fmt: skip
     parser.add_argument("--bits", nargs="+", choices=tuple(_QUANTISERS), default=list(_QUANTISERS), metavar="BITS")
     parser.add_argument("--no-rivals", action="store_true", help="without Table 3's methods")
-    parser.add_argument("--out", type=Path, default=Path("runs/slimgc-speed"), metavar="DIR")
+    parser.add_argument("--only", nargs="+", default=[], metavar="KEY", help="rows whose keys begin with one of these")
+    parser.add_argument("--list", action="store_true", help="print the rows and about how long they take, and stop")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is finished")
+    parser.add_argument("--out", type=Path, default=Path("runs/slimgc-speed"), metavar="DIR",
+                        help="folder of the results; a row that is finished there is not measured again")  # fmt: skip
     parser.add_argument("--report", action="store_true", help="measure nothing: report on what is finished")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary here too")
 
 
-def specs(bits: Sequence[str], has_rivals: bool) -> list[str]:
+def specs(bits: Sequence[str], has_rivals: bool, table_steps: int = _TABLE_STEPS) -> list[str]:
     """The contenders of one row."""
-    chosen = ["ddp", "plain"]
+    chosen = ["ddp"]
     for name in bits:
         codec = _QUANTISERS[name]
-        chosen.append(codec)
-        chosen += [f"slimgc:codec={codec}" + (f",{options}" if options else "") for options in _STRATEGIES]
+        chosen += [f"ddp-{codec}", codec]
+        for options in _STRATEGIES:
+            measures = "" if "threshold_bytes" in options else f"warmup_steps={table_steps}"
+            chosen.append(",".join(filter(None, (f"slimgc:codec={codec}", options, measures))))
     return chosen + (list(_RIVALS) if has_rivals else [])
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure what is missing, then print Fig. 12, Fig. 13 and Table 3."""
-    if args.ranks < 2 or args.steps < 5:
-        raise InvalidArgument("--ranks counts from 2 (one rank communicates nothing) and --steps from 5")
-    contenders = specs(args.bits, not args.no_rivals)
+def make_rows(args: argparse.Namespace) -> list[Row]:
+    """One row for every workload and rate, those of `--only`. Raises: InvalidArgument."""
+    contenders = specs(args.bits, not args.no_rivals, args.table_steps)
     rows = [
         Row(
-            f"{workload}-{rate}",
+            f"{workload.replace(':', '-')}-{rate}",
             "train",
             ("--workload", workload, "--rate", rate, "--ranks", str(args.ranks), "--steps", str(args.steps),
-             "--warmup", str(_WARMUP), "--compute", args.compute, "--scheme", *contenders),
-            600,
+             "--warmup", str(_WARMUP), "--compute", args.compute, "--overlap", "--scheme", *contenders),
+            estimate_s(workload, rate, args, contenders),
         )
         for workload in args.workload
         for rate in args.rate
     ]  # fmt: skip
+    chosen = [row for row in rows if not args.only or row.key.startswith(tuple(args.only))]
+    if not chosen:
+        raise InvalidArgument(f"no row's key begins with {' or '.join(args.only)}; --list shows the keys")
+    return chosen
+
+
+def estimate_s(workload: str, rate: str, args: argparse.Namespace, contenders: Sequence[str]) -> float:
+    """About how long a row takes: what its contenders send at this rate, and what two cores do for four ranks."""
+    megavalues = _MEGAVALUES.get(parse_spec(workload)[0], 30.0)
+    rates = [parse_rate(word) for word in rate.split(",")]
+    slowest = min((one for one in rates if one is not None), default=None)
+    raw_s = 0.0 if slowest is None else 2 * (args.ranks - 1) / args.ranks * 32e6 * megavalues / slowest
+    work_s = _WORK_S_PER_MEGAVALUE * megavalues * args.ranks / 4 + 0.1
+    total_s = _START_S
+    for spec in contenders:
+        name, options = parse_spec(spec)
+        measured = int(options.get("warmup_steps", 0))
+        n_steps = args.steps + (measured + 4 if measured else _WARMUP)
+        total_s += n_steps * (work_s + _RATIOS.get(name, 1.0) * raw_s) + measured / 2 * raw_s
+    return total_s
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what is missing, then print Fig. 12, Fig. 13 and Table 3."""
+    if args.ranks < 2 or args.steps < 3:
+        raise InvalidArgument("--ranks counts from 2 (one rank communicates nothing) and --steps from 3")
+    if args.table_steps < _TABLE_STEPS:
+        raise InvalidArgument(f"--table-steps counts from {_TABLE_STEPS}")
+    rows = make_rows(args)
     console = make_console()
+    if args.list:
+        for row in rows:
+            print(f"{row.key:20} about {row.estimate_s / 60:.0f} min: gradwire bench train {' '.join(row.arguments)}")
+        print(f"{len(rows)} rows, about {sum(row.estimate_s for row in rows) / 60:.0f} min")
+        return 0
     sweep = Sweep(args.out.resolve(), lambda text: console.print(text, highlight=False, markup=False))
-    status = 0 if args.report else sweep.run(rows)
+    status = 0 if args.report else sweep.run(rows, fresh=args.fresh)
     keys = {row.key for row in rows}
     summary = summarize([record for record in sweep.records() if record["row"] in keys])
     write_json(args.out / "slimgc-speed.json", summary)
@@ -91,15 +144,21 @@ def summarize(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     is left of the bare quantiser's iteration). `bound` is (C+K+X) / max(C+K, X) of the bare quantiser: what overlap can
     gain at most over no overlap; `attainable` is its iteration over max(C+K, X): what is left to gain over what its
     own overlap has gained already. `hidden_s` is C+K+X - iteration: what runs beside something else.
+
+    `overlap_s` and `exposed_codec_s` come from recorded intervals (`bench.overlap`); `overlap_x` and `exposed_codec_x`
+    set them against the bare quantiser with its codec on the training thread.
     """
     summary: list[dict[str, Any]] = []
     for row in dict.fromkeys(record["row"] for record in records):
         mine = [record for record in records if record["row"] == row]
         by_name = {_name(record): record for record in mine}
         for name, record in by_name.items():
-            codec = next((c for c in _QUANTISERS.values() if name == c or name.startswith(f"slimgc codec={c}")), None)
+            codec = _codec_of(name)
             bare = by_name.get(codec) if codec is not None else None
+            on_thread = by_name.get(f"ddp-{codec}")
             codec_s = record["codec_s"] or 0.0
+            # Its codec works between its gradients, so its own figure for the computation holds some of it.
+            compute_s = by_name.get("ddp", record)["compute_s"] if record is on_thread else record["compute_s"]
             wire_s = _wire_s(record, bare)
             entry: dict[str, Any] = {
                 "row": row,
@@ -110,11 +169,17 @@ def summarize(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "scheme": name,
                 "iteration_s": record["iteration_s"],
                 "samples_per_s": record["samples_per_s"],
-                "compute_s": record["compute_s"],
+                "compute_s": compute_s,
                 "codec_s": codec_s,
                 "wire_s": wire_s,
                 "exposed_s": record["exposed_s"],
-                "hidden_s": max(0.0, record["compute_s"] + codec_s + wire_s - record["iteration_s"]),
+                "hidden_s": max(0.0, compute_s + codec_s + wire_s - record["iteration_s"]),
+                "overlap_s": record.get("overlap_s"),
+                "exposed_codec_s": record.get("exposed_codec_s"),
+                "overlap_x": _ratio(record, on_thread, "overlap_s"),
+                "exposed_codec_x": _ratio(record, on_thread, "exposed_codec_s"),
+                "n_warmup": record.get("n_warmup"),
+                "n_steps": record.get("n_steps"),
                 "wire_ratio": record["wire_ratio"],
                 "speed_up": None if bare is None else bare["iteration_s"] / record["iteration_s"],
                 "bound": None,
@@ -130,8 +195,19 @@ def summarize(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _name(record: Mapping[str, Any]) -> str:
-    options = str(record.get("options") or "").replace(",", " ")
-    return f"{record['scheme']} {options}".strip()
+    options = str(record.get("options") or "").split(",")
+    return " ".join([record["scheme"], *(word for word in options if word and not word.startswith("warmup_steps="))])
+
+
+def _codec_of(name: str) -> str | None:
+    """The quantiser that a contender is a form of."""
+    words = name.split()
+    return next((c for c in _QUANTISERS.values() if words[0] in (c, f"ddp-{c}") or f"codec={c}" in words), None)
+
+
+def _ratio(record: Mapping[str, Any], other: Mapping[str, Any] | None, field: str) -> float | None:
+    mine, theirs = record.get(field), None if other is None else other.get(field)
+    return mine / theirs if mine is not None and theirs else None
 
 
 def _wire_s(record: Mapping[str, Any], bare: Mapping[str, Any] | None) -> float:
@@ -153,12 +229,16 @@ def to_markdown(summary: Sequence[Mapping[str, Any]]) -> str:
             "",
         ]
         lines.append(
-            "| scheme | ms a step | samples/s | C | K | X | exposed | hidden | x bare | bound | share of bound |"
+            "| scheme | ms a step | samples/s | C | K | X | exposed | hidden | overlap (x on thread) | exposed codec "
+            "(x on thread) | x bare | bound | share of bound |"
         )
-        lines.append("|" + "---|" * 11)
+        lines.append("|" + "---|" * 13)
         for r in mine:
             cells = [r["scheme"], f"{1e3 * r['iteration_s']:.1f}", f"{r['samples_per_s']:.1f}"]
             cells += [f"{1e3 * r[part]:.1f}" for part in ("compute_s", "codec_s", "wire_s", "exposed_s", "hidden_s")]
+            for part in ("overlap", "exposed_codec"):
+                ms, ratio = r.get(f"{part}_s"), r.get(f"{part}_x")
+                cells.append("-" if ms is None else f"{1e3 * ms:.1f}" + ("" if ratio is None else f" ({ratio:.2f})"))
             if r["speed_up"] is None:
                 cells += ["-", "-", "-"]
             else:
@@ -166,4 +246,19 @@ def to_markdown(summary: Sequence[Mapping[str, Any]]) -> str:
                 cells += [f"{r['speed_up']:.2f}", f"{r['bound']:.2f} ({r['attainable']:.2f} left)", f"{share:.0%}"]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
+        lines += _goals(mine)
     return "\n".join(lines)
+
+
+def _goals(row: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Fig. 13's two ratios of SlimGC with everything, one line a quantiser."""
+    lines = []
+    for bits, codec in _QUANTISERS.items():
+        found = next((r for r in row if r["scheme"] == f"slimgc codec={codec} {_EVERYTHING}"), None)
+        if found is None or found.get("overlap_x") is None or found.get("exposed_codec_x") is None:
+            continue
+        lines.append(
+            f"{bits}, SlimGC with everything against the quantiser on the training thread: overlap "
+            f"{found['overlap_x']:.2f}x (goal 3.5), exposed codec {found['exposed_codec_x']:.2f}x (goal 0.4)"
+        )
+    return [*lines, ""] if lines else []

@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="rates to change every link to in mid-run, --steps steps at each: what a scheme makes of another network",
     )
-    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps before them (5)")
+    parser.add_argument("--warmup", type=int, default=5, metavar="N",
+                        help="steps before them (5); a scheme that has to measure first takes as many as it needs")  # fmt: skip
+    parser.add_argument("--overlap", action="store_true",
+                        help="record what of communication and codec work computation hides")  # fmt: skip
     parser.add_argument(
         "--compute",
         choices=("real", "emulate"),
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     workload_name = parse_spec(args.workload)[0]
     if workload_name not in workloads.names():
         raise InvalidArgument(f"no workload is called {workload_name!r}; there are: {', '.join(workloads.names())}")
-    specs = choose_specs(args.scheme, train_contenders.names())
+    specs = choose_specs(args.scheme, train_contenders.names(), train_contenders.TRAINING_THREAD)
     for spec in specs:
         train_contenders.check_rival_options(*parse_spec(spec))
     check_rank_arguments(args)

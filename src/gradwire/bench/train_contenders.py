@@ -13,14 +13,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import schemes
-from gradwire.bench import gloo_hooks
+from gradwire import codecs, schemes
+from gradwire.bench import gloo_hooks, training_thread
+from gradwire.bench.overlap import Timeline
 from gradwire.bench.specs import parse_spec
 from gradwire.communicator import ring_bytes
-from gradwire.errors import InvalidArgument
+from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.workloads import Workload
 
-RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8")
+# Bare quantisers that encode and decode on the training thread; `all` does not mean them.
+TRAINING_THREAD = tuple(training_thread.CODECS)
+RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", *TRAINING_THREAD)
 # Options that rivals take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
 # `start`: steps that powerSGD_hook leaves to the plain all-reduce; its constructor takes no less than 2.
 _RIVAL_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
@@ -54,9 +57,15 @@ class TrainContender:
     """A model of its own in training; contenders of one run start from the same weights and see the same batches.
 
     Collective: every rank makes and steps the same ones in the same order.
+
+    Args:
+        has_timeline: keep what `overlap` tells.
+
+    Attributes:
+        settling_steps: how many steps it takes until it works as it will; those are not to be counted.
     """
 
-    def __init__(self, spec: str, workload: Workload, seed: int) -> None:
+    def __init__(self, spec: str, workload: Workload, seed: int, has_timeline: bool = False) -> None:
         self.name, self.options = parse_spec(spec)
         self._workload, self._seed = workload, seed
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -76,6 +85,8 @@ class TrainContender:
         self._optimizer = workload.build_optimizer(self._model)
         self._scheduler = workload.build_scheduler(self._optimizer)
         self._attachment = None
+        self._quantiser: training_thread.TrainingThreadQuantiser | None = None
+        self._timeline = Timeline() if has_timeline else None
         self._rival_bytes: Callable[[], float] = lambda: 0.0
         if self.name in RIVALS:
             self._register_rival()
@@ -83,7 +94,10 @@ class TrainContender:
             # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
             scheme = schemes.by_name(self.name, **{k: v for k, v in self.options.items() if k != "bucket_mb"})
             self._attachment = gradwire.attach(self._model, self._optimizer, scheme)
+            if self._timeline is not None:
+                self._attachment.recorder.add_sink(self._timeline)
         self._owns_step = self._attachment is not None and self._attachment.scheme.owns_step
+        self.settling_steps = 0 if self._attachment is None else self._attachment.scheme.settling_steps
         self._steps = 0
         self.losses: list[float] = []
         self.times: list[StepTimes] = []
@@ -104,6 +118,8 @@ class TrainContender:
         if self._scheduler is not None:
             self._scheduler.step()
         ended = time.perf_counter()
+        if self._timeline is not None:
+            self._timeline.note_step(started, self._last_gradient_s, ended)
         waiting_s = reduced - self._last_gradient_s
         local_s = self._last_gradient_s - started
         if self._attachment is not None and self._owns_step:
@@ -120,8 +136,37 @@ class TrainContender:
             return
         started = time.perf_counter()
         self._attachment.flush()
-        last = self.times[-1]
-        self.times[-1] = StepTimes(last.local_s, last.waiting_s + time.perf_counter() - started, last.update_s)
+        last, ended = self.times[-1], time.perf_counter()
+        self.times[-1] = StepTimes(last.local_s, last.waiting_s + ended - started, last.update_s)
+        if self._timeline is not None:
+            self._timeline.extend_last(ended)
+
+    def check_settled(self) -> None:
+        """Raises: GradwireError if the scheme is still measuring after its `settling_steps`."""
+        if self._attachment is None:
+            return
+        self._attachment.stats()  # waits for what is under way
+        if not self._attachment.scheme.is_settled:
+            raise GradwireError(
+                f"{self.name} still measures after {self._steps} steps, and what it does now is not what it will do: "
+                "raise --warmup"
+            )
+
+    def overlap(self, since_s: float, until_s: float) -> dict[str, float] | None:
+        """`Timeline.measure` of the steps begun between these moments; None without a timeline, or a count of spans."""
+        timeline = self._timeline
+        if timeline is None or (self._attachment is None and self._quantiser is None):
+            return None
+        measured = Timeline(
+            timeline.computing, timeline.waiting, list(timeline.communicating), list(timeline.training_codec),
+            list(timeline.other_codec), timeline.training_thread,
+        )  # fmt: skip
+        if self._attachment is not None:
+            measured.add(self._attachment.recorder.unsummed_buckets())
+        if self._quantiser is not None:
+            measured.communicating += self._quantiser.communicate_spans
+            measured.training_codec += self._quantiser.codec_spans
+        return measured.measure(since_s, until_s)
 
     def _note_gradient(self, _: torch.Tensor) -> None:
         # Runs when a gradient is in `.grad` and before DDP's reducer hears of it: the last call of a step is the end of
@@ -139,12 +184,16 @@ class TrainContender:
         if self._attachment is not None:
             stats = self._attachment.stats()
             return float(sum(stats[f"{kind}_s"] for kind in ("encode", "decode", "importance", "table")))
+        if self._quantiser is not None:
+            return self._quantiser.encode_s + self._quantiser.decode_s
         return 0.0 if self.name == "ddp" else None
 
     def decode_s(self) -> float | None:
         """What of `codec_s` was decoding: it grows with the messages received, the rest with those sent."""
         if self._attachment is not None:
             return float(self._attachment.stats()["decode_s"])
+        if self._quantiser is not None:
+            return self._quantiser.decode_s
         return 0.0 if self.name == "ddp" else None
 
     def memory_bytes(self) -> int:
@@ -181,6 +230,13 @@ class TrainContender:
             # An all-gather of bytes: everyone's to everyone.
             self._rival_bytes = lambda: float(self._steps * (world_size - 1) * n_elements)
             return
+        elif self.name in TRAINING_THREAD:
+            quantiser = training_thread.TrainingThreadQuantiser(
+                training_thread.CODECS[self.name](**self.options), getattr(model.module, "occupy", None)
+            )
+            quantiser.register(model)
+            self._quantiser, self._rival_bytes = quantiser, lambda: float(quantiser.sent_bytes)
+            return
         self._rival_bytes = lambda: float(self._steps * ring_bytes(element_bytes * n_elements, world_size))
 
     def _whole_model_mb(self) -> int:
@@ -200,6 +256,9 @@ def check_rival_options(name: str, options: dict[str, Any]) -> None:
     """Raises: InvalidArgument (what a rival does not take); schemes check their own options."""
     if name not in RIVALS:
         return
+    if name in TRAINING_THREAD:  # the codec's own
+        codecs.by_name(name.removeprefix("ddp-"), **options)
+        return
     known = _RIVAL_OPTIONS.get(name, ())
     for key, value in options.items():
         if key not in known:
@@ -211,8 +270,8 @@ def check_rival_options(name: str, options: dict[str, Any]) -> None:
 
 
 def names() -> list[str]:
-    """The rivals, then every scheme of the registry."""
-    return [*RIVALS, *schemes.names()]
+    """What `all` means: the rivals, then every scheme of the registry."""
+    return [*(name for name in RIVALS if name not in TRAINING_THREAD), *schemes.names()]
 
 
 def describe(contender: TrainContender) -> str:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class TrainBench:
 
     def _start(self, spec: str) -> TrainContender | None:
         try:
-            return TrainContender(spec, self.workload, self.args.seed)
+            return TrainContender(spec, self.workload, self.args.seed, self.args.overlap)
         except Unsupported as error:  # the same on every rank: it depends on the options alone
             if "all" not in self.args.scheme:
                 raise
@@ -83,12 +84,14 @@ class TrainBench:
         return bool(fits.item())
 
     def _train(self, contenders: Sequence[TrainContender], is_interleaved: bool) -> list[dict[str, Any]]:
-        self._run_blocks([_Counter(contender) for contender in contenders], self.args.warmup)
+        self._run_blocks([_Counter(contender) for contender in contenders], [self._n_warmup(c) for c in contenders])
+        for contender in contenders:
+            contender.check_settled()
         by_phase: list[list[_Counter]] = []
         for phase, rates in enumerate(self._phases):
             self._change_links(rates)
             by_phase.append([_Counter(contender, phase) for contender in contenders])
-            self._run_blocks(by_phase[-1], self.args.steps)
+            self._run_blocks(by_phase[-1], [self.args.steps] * len(contenders))
         self._change_links(self._phases[0])
         losses = [self._mean_over_ranks(contender.losses) for contender in contenders]
         clocks = [self._wall_clock(contender) for contender in contenders]
@@ -109,10 +112,17 @@ class TrainBench:
                 write_results(self.args, self._records)
         return records
 
-    def _run_blocks(self, counters: Sequence[_Counter], n_steps: int) -> None:
-        for done in range(0, n_steps, BLOCK_STEPS):
-            for counter in counters:
-                counter.run_block(min(BLOCK_STEPS, n_steps - done))
+    def _n_warmup(self, contender: TrainContender) -> int:
+        """Steps of this contender that do not count: what it measures first is not how it will train."""
+        return max(self.args.warmup, contender.settling_steps)
+
+    def _run_blocks(self, counters: Sequence[_Counter], n_steps: Sequence[int]) -> None:
+        # Turns are for contenders that could disturb each other; the end of one costs a step that looks ahead its lead.
+        n_block = BLOCK_STEPS if len(counters) > 1 else max(n_steps)
+        for done in range(0, max(n_steps), n_block):
+            for counter, n in zip(counters, n_steps, strict=True):
+                if n > done:
+                    counter.run_block(min(n_block, n - done))
 
     def _change_links(self, rates: str) -> None:
         if rates == self._rates:
@@ -137,7 +147,8 @@ class TrainBench:
         self, counter: _Counter, losses: list[float], clock: list[float], shared_s: float, is_interleaved: bool
     ) -> dict[str, Any]:
         contender = counter.contender
-        first = self.args.warmup + counter.phase * self.args.steps
+        n_warmup = self._n_warmup(contender)
+        first = n_warmup + counter.phase * self.args.steps
         counted = slice(first, first + self.args.steps)
         times = contender.times[counted]
         steps_s = [end - start for start, end in zip([0.0, *clock], clock, strict=False)][counted]
@@ -146,6 +157,8 @@ class TrainBench:
         wire, kernel = self._mean_over_ranks([counter.sent_bytes / len(times), counter.kernel_bytes / len(times)])
         codec_s = None if counter.codec_s is None else self._mean_over_ranks([counter.codec_s / len(times)])[0]
         decode_s = None if counter.decode_s is None else self._mean_over_ranks([counter.decode_s / len(times)])[0]
+        # Of equally many steps for all, whatever each took to settle.
+        n_trained = self.args.warmup + (counter.phase + 1) * self.args.steps
         n_bytes = 4 * contender.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
         network = current_network()
@@ -167,16 +180,17 @@ class TrainBench:
             **split,
             "codec_s": codec_s,
             "decode_s": decode_s,
+            **self._overlap(counter, len(times)),
             "wire_bytes": wire,
             "wire_bytes_origin": "computed" if contender.name in RIVALS else "counted",
             "kernel_bytes": kernel if counter.has_kernel else None,
             "wire_ratio": wire / ring if ring else 1.0,
             "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
-            "loss": statistics.fmean(losses[: counted.stop][-_LOSS_STEPS:]),
+            "loss": statistics.fmean(losses[:n_trained][-_LOSS_STEPS:]),
             "loss_at_s": shared_s,
             "loss_after_s": _loss_at(losses, clock, shared_s),
             "n_steps": len(times),
-            "n_warmup": self.args.warmup,
+            "n_warmup": n_warmup,
             "n_bytes": n_bytes,
             "is_interleaved": is_interleaved,
             "emulated": described["compute"] != "real",
@@ -202,12 +216,24 @@ class TrainBench:
         medians = (parts / self.world_size).median(dim=1).values.tolist()
         return dict(zip(("compute_s", "exposed_s", "wait_s"), medians, strict=True))
 
+    def _overlap(self, counter: _Counter, n_steps: int) -> dict[str, float | None]:
+        """Means over ranks and steps of `Timeline.measure`; None where it was not asked for or cannot be told."""
+        if not self.args.overlap:
+            return {}
+        names = ("overlap_s", "exposed_codec_s")
+        found = counter.contender.overlap(counter.started_s, counter.ended_s)
+        if found is None:  # the same on every rank
+            return dict.fromkeys(names)
+        means = self._mean_over_ranks([found[name] / n_steps for name in names])
+        return dict(zip(names, means, strict=True))
+
 
 class _Counter:
     """Bytes and codec time of one contender's blocks in one phase (between changes of the links), on this rank."""
 
     def __init__(self, contender: TrainContender, phase: int = 0) -> None:
         self.contender, self.phase = contender, phase
+        self.started_s = self.ended_s = time.perf_counter()
         self.sent_bytes = 0.0
         self.kernel_bytes = 0.0
         self.has_kernel = kernel_counters.sent_bytes() is not None
@@ -223,6 +249,7 @@ class _Counter:
         for _ in range(n_steps):
             contender.run_step()
         contender.finish_block()
+        self.ended_s = time.perf_counter()
         dist.barrier()  # now everything sent has arrived, so the kernel has counted it
         self.sent_bytes += contender.sent_bytes() - sent
         self.kernel_bytes += (kernel_counters.sent_bytes() or 0) - (kernel or 0)

@@ -91,8 +91,13 @@ class Ends(Protocol):
         ...
 
 
-def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, record: BucketRecord) -> None:
+def push_pull(
+    communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, record: BucketRecord, has_pull: bool = True
+) -> None:
     """Carry all groups to their owners and the results back; runs on the lane.
+
+    Without `has_pull` results stay with their owners: `encode_pull` is told that a group's sum is complete, and writes
+    nothing.
 
     Raises: PeerLost, RankMismatch, CorruptMessage, and whatever `ends` raises.
     Cost: sends (N-1)/N of the pushed and of the pulled messages.
@@ -108,10 +113,13 @@ def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, re
     peers = [(rank + distance) % world for distance in range(1, world)]
     theirs, ours = {peer: n_groups[peer] for peer in peers}, dict.fromkeys(peers, n_own)
     pushes = _Streams(communicator, "push", theirs, ours, facts, ends.max_push_bytes, ahead, record)
-    pulls = _Streams(communicator, "pull", ours, theirs, facts, ends.max_pull_bytes, ahead, record)
+    pulls = (
+        _Streams(communicator, "pull", ours, theirs, facts, ends.max_pull_bytes, ahead, record) if has_pull else None
+    )
     pushed = communicator.scratch("pushed message", ends.max_push_bytes)
     # The owner's results wait here from the sum of their group until the pulling begins.
-    results = communicator.scratch("pulled messages", n_own * ends.max_pull_bytes).view(n_own, -1) if n_own else None
+    pull_bytes = ends.max_pull_bytes if has_pull else 0
+    results = communicator.scratch("pulled messages", n_own * pull_bytes).view(n_own, pull_bytes)
     result_bytes = [0] * n_own
 
     def write(number: int) -> None:
@@ -119,7 +127,7 @@ def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, re
         for peer in peers:
             if is_pull:
                 if group < n_own:
-                    assert results is not None
+                    assert pulls is not None
                     pulls.write(peer, results[group, : result_bytes[group]])
             elif group < n_groups[peer]:
                 n_bytes = ends.encode_push(peer, group, pushed)
@@ -128,23 +136,25 @@ def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, re
     def read(number: int) -> None:
         is_pull, group = divmod(number, n_rounds)
         if is_pull:
+            assert pulls is not None
             for peer in reversed(peers):
                 if group < n_groups[peer]:
                     ends.adopt(peer, group, pulls.read(peer))
         elif group < n_own:
-            assert results is not None
             for source in range(world):
                 message = None if source == rank else pushes.read(source)
                 ends.add_pushed(source, group, message)
             result_bytes[group] = ends.encode_pull(group, results[group])
 
-    for number in range(2 * n_rounds + ahead):
-        if number < 2 * n_rounds:
+    n_all = (2 if has_pull else 1) * n_rounds
+    for number in range(n_all + ahead):
+        if number < n_all:
             write(number)
         if number >= ahead:
             read(number - ahead)
     pushes.finish()
-    pulls.finish()
+    if pulls is not None:
+        pulls.finish()
 
 
 class _Streams:

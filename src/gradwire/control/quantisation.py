@@ -25,6 +25,8 @@ DEFAULT_FLOOR = 0.125  # 4 bits of 32, the paper's default
 # Of the observed rate, what an observation of this many seconds leaves of those before it: 1/e. Long enough to average
 # over a few messages, short enough to follow a link that changes within a round or two.
 DEFAULT_HORIZON_S = 0.5
+# Rounds that the timetable is the median of: two odd ones among them change nothing.
+PROFILED_ROUNDS = 5
 
 
 # ---- ratios and bits
@@ -175,7 +177,7 @@ class Timetable:
 class Profile:
     """The timetable of the last rounds: the median of each duration, so that one odd round changes nothing."""
 
-    def __init__(self, n_blocks: int, n_rounds: int = 5) -> None:
+    def __init__(self, n_blocks: int, n_rounds: int = PROFILED_ROUNDS) -> None:
         """`n_rounds`: how many to look back on. Raises: InvalidArgument."""
         whole("n_rounds", n_rounds, 1, 1 << 20)
         self._n_blocks = whole("n_blocks", n_blocks, 1, 1 << 20)

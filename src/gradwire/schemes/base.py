@@ -61,6 +61,16 @@ class Scheme(ABC):
     session: Session
 
     @property
+    def settling_steps(self) -> int:
+        """Steps from the first one until the scheme works as it will: it measures before. A benchmark lets them pass."""
+        return 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what had to be measured first is measured; the same on all ranks between two steps."""
+        return True
+
+    @property
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
         """The options that all ranks must share, as plain values."""
@@ -98,6 +108,9 @@ class Scheme(ABC):
 
     def flush(self) -> None:
         """Take every optimizer step that was called for; only schemes that own the step have any outstanding."""
+
+    def hand_over(self) -> None:
+        """Another scheme takes over between two steps: give back what ranks share out among them. Collective."""
 
     def step_figures(self) -> dict[str, float]:
         """Figures of the last step that a training log keeps beside bytes and times; none by default."""

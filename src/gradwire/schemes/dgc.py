@@ -73,6 +73,11 @@ class Dgc(Optimistic):
         self._momenta = Residual()
 
     @property
+    def settling_steps(self) -> int:
+        """The steps in which the share falls."""
+        return self.warmup_steps
+
+    @property
     def configuration(self) -> dict[str, Any]:
         return {
             "share": self.share,

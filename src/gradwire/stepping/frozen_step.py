@@ -35,26 +35,34 @@ class FrozenStep:
             {key: _copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
 
-    def apply(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def apply(
+        self,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        pieces: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         """Step those parameters of `gradients` that had a gradient, with these gradients in the place of `.grad`.
 
         The gradients are free of the loss scale. `.grad`, groups and hyper-parameters are as before afterwards; the
         user's step hooks are not called.
+
+        `pieces`: what is stepped instead of a parameter, a part of its memory; the gradient and the optimizer's state are
+        then the piece's.
         """
+        stepped = pieces or {}
         chosen = {p: gradient for p, gradient in gradients.items() if p in self.parameters}
         if not chosen:
             return
         optimizer = self._optimizer
         groups = [dict(group) for group in optimizer.param_groups]
-        kept = {parameter: parameter.grad for parameter in chosen}
+        kept = {parameter: parameter.grad for parameter in (stepped.get(p, p) for p in chosen)}
         try:
             # Groups that came after the call took no part in it.
             for group, frozen in zip(optimizer.param_groups, self._groups, strict=False):
                 group.update(frozen)
             for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if parameter in chosen]
+                group["params"] = [stepped.get(p, p) for p in group["params"] if p in chosen]
             for parameter, gradient in chosen.items():
-                parameter.grad = gradient
+                stepped.get(parameter, parameter).grad = gradient
             raw_step(optimizer)(optimizer)
         finally:
             for group, before in zip(optimizer.param_groups, groups, strict=True):

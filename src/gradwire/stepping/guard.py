@@ -11,10 +11,14 @@ from gradwire.errors import Unsupported
 
 
 class GradientGuard:
-    """Remembers `.grad` as it was at the end of a backward pass: which tensors, and how often changed."""
+    """Remembers `.grad` as it was at the end of a backward pass: which tensors, and how often changed.
+
+    `remedy`: what its error says to do instead.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = tuple(parameters)
+        self.remedy = "pass max_grad_norm=... to the scheme instead of clipping, and leave unscale_ to GradScaler"
         self._noted: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def note(self) -> None:
@@ -35,7 +39,7 @@ class GradientGuard:
                 raise Unsupported(
                     f"the gradient of parameter {name} was changed between backward() and step() (clip_grad_norm_, "
                     "unscale_, zero_grad?), but this scheme takes the step from gradients of its own, which are still on "
-                    "their way: pass max_grad_norm=... to the scheme instead of clipping, and leave unscale_ to GradScaler"
+                    f"their way: {self.remedy}"
                 )
 
     @property

@@ -297,6 +297,11 @@ class Recorder:
         self._feed_sinks(step_record, buckets)
         return step_record
 
+    def unsummed_buckets(self) -> list[BucketRecord]:
+        """The closed buckets that no closed step has counted yet: their traffic ended after their step did."""
+        with self._lock:
+            return list(self._closed)
+
     def totals(self) -> dict[str, float | int]:
         """Sums over all closed steps: counts, bytes, seconds, and the ratio of bytes sent to a plain ring's."""
         with self._lock:

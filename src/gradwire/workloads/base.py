@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -31,6 +32,8 @@ class Workload(ABC):
         learning_rate, weight_decay: default: the optimizer's for this workload.
         schedule: "constant" or "cosine" (with `warmup_steps`, down to 0 at `schedule_steps`).
         batch_size: samples per rank and step.
+        rate_scaling: "none", "linear" or "square-root": how the learning rate, which is meant for one rank with the
+            workload's own batch, follows the global batch (`optimizers.scale_learning_rate`).
     """
 
     default_optimizer: ClassVar[str] = "adamw"
@@ -57,8 +60,11 @@ class Workload(ABC):
         schedule_steps: int = 1000,
         warmup_steps: int = 0,
         batch_size: int | None = None,
+        rate_scaling: str = "none",
     ) -> None:
         self.name = name
+        optimizers.check_scaling(rate_scaling)
+        self.rate_scaling = rate_scaling
         self.optimizer = optimizer or self.default_optimizer
         optimizers.check_name(self.optimizer)
         self.learning_rate = learning_rate if learning_rate is not None else self.learning_rates.get(self.optimizer)
@@ -96,7 +102,14 @@ class Workload(ABC):
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """The optimizer over all of the model's parameters."""
-        return optimizers.build(self.optimizer, model.parameters(), self.learning_rate, self.weight_decay)
+        return optimizers.build(self.optimizer, model.parameters(), self._scaled_rate(), self.weight_decay)
+
+    def _scaled_rate(self) -> float:
+        given = self.learning_rate
+        rate = optimizers.default_learning_rate(self.optimizer) if given is None else given
+        n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        factor = n_ranks * self.batch_size / self.default_batch_size
+        return optimizers.scale_learning_rate(rate, self.rate_scaling, factor)
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """The learning-rate schedule, or None for a constant rate."""
@@ -139,7 +152,7 @@ class Workload(ABC):
             "compute": self.compute,
             "emulated": self.compute == "emulate",
             "optimizer": self.optimizer,
-            "learning_rate": self.learning_rate or optimizers.default_learning_rate(self.optimizer),
+            "learning_rate": self._scaled_rate(),
             "batch_size": self.batch_size,
             "stands_for": self.stands_for,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,6 +39,28 @@ def check_name(name: str) -> None:
 def default_learning_rate(name: str) -> float:
     """The learning rate used when a workload and its user name none."""
     return _OPTIMIZERS[name][2]
+
+
+# How a learning rate follows the batch: in proportion to it, or to its square root.
+SCALINGS = ("none", "linear", "square-root")
+
+
+def scale_learning_rate(rate: float, scaling: str, batch_factor: float) -> float:
+    """The rate for a global batch `batch_factor` times as large as the one that `rate` was chosen for.
+
+    "linear" keeps what an epoch moves the weights by; "square-root" keeps the variance of a step (SlimGC, section 4.3.1).
+    Raises: InvalidArgument.
+    """
+    check_scaling(scaling)
+    if not batch_factor > 0:
+        raise InvalidArgument(f"batch_factor is positive, got {batch_factor}")
+    return rate * {"none": 1.0, "linear": batch_factor, "square-root": math.sqrt(batch_factor)}[scaling]
+
+
+def check_scaling(scaling: str) -> None:
+    """Raises: InvalidArgument."""
+    if scaling not in SCALINGS:
+        raise InvalidArgument(f"rate_scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
 
 
 def build(

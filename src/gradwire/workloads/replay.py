@@ -43,6 +43,9 @@ class _Clock:
         if left_s > 0:
             time.sleep(left_s)  # releases the interpreter: the communication lane runs meanwhile
 
+    def delay(self, duration_s: float) -> None:
+        self._due_s += duration_s
+
 
 class _Layer:
     """One layer of the chain: its waits in seconds, its parameters with their gradients, and the modules that hold them."""
@@ -112,6 +115,10 @@ class ReplayModel(nn.Module):
     def layers(self) -> tuple[_Layer, ...]:
         """In the order of the forward pass."""
         return tuple(self._layers)
+
+    def occupy(self, duration_s: float) -> None:
+        """The emulated accelerator did something else for so long: what it has still to compute begins later."""
+        self._clock.delay(duration_s)
 
     def forward(self, inputs: Tensor) -> Tensor:
         self._clock.restart()

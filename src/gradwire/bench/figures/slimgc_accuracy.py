@@ -35,7 +35,9 @@ def summarize(cases: Sequence[Case], results: Mapping[str, Mapping[str, Any]]) -
     n_diverged: Counter[tuple[str, str, str, str]] = Counter()
     for case in cases:
         if case.key in results:
-            name, _ = parse_spec(case.workload)
+            name, options = parse_spec(case.workload)
+            if "rate_scaling" in options:
+                name += f", {options['rate_scaling']} scaling"
             place = (case.part, name, case.group, case.name)
             figure = _figure(results[case.key])
             schemes[place] = case.scheme

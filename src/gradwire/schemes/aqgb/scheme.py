@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION
 from gradwire.control.checks import share
-from gradwire.control.quantisation import DEFAULT_FLOOR, MIN_BITS, WORD_BITS
+from gradwire.control.quantisation import DEFAULT_FLOOR, MIN_BITS, PROFILED_ROUNDS, WORD_BITS
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.aqgb.broadcasting import BlockBroadcast
 from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, Pacing
@@ -56,6 +56,11 @@ class Aqgb(BlockBroadcast):
         self.confidence = share("confidence", confidence)
         self.initial_bps = initial_bps
         Pacing(0, 2, [1], clock, initial_bps=initial_bps)  # refuses a rate of zero here, where it was given
+
+    @property
+    def settling_steps(self) -> int:
+        """DDP's first step, with one bucket, then as many rounds as its timetable is the median of, and one to use it."""
+        return PROFILED_ROUNDS + 2
 
     @property
     def configuration(self) -> dict[str, Any]:

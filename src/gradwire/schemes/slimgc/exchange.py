@@ -63,6 +63,23 @@ class Exchange:
             left_out.zero_()
             ring_mean(self.communicator, self.codec, values, facts, record, importance, self.group_elements, left_out)
 
+    def push(
+        self,
+        values: torch.Tensor,
+        left_out: torch.Tensor,
+        cut: Cut,
+        facts: Facts,
+        record: BucketRecord,
+        importance: Importance | None = None,
+    ) -> None:
+        """Replace this rank's part of `values` (n,) float32 by its mean over the ranks, and leave the other parts alone.
+
+        `left_out` is as in `mean`: nothing is lost of the own part. The mean has the bits that `mean` gives with a raw
+        pull.
+        """
+        ends = _ServerEnds(self, values, left_out, cut, record, importance, has_pull=False)
+        push_pull(self.communicator, cut, ends, facts, record, has_pull=False)
+
 
 class _ServerEnds:
     """A rank as a worker, which pushes and pulls, and as the server of its own part."""
@@ -75,7 +92,9 @@ class _ServerEnds:
         cut: Cut,
         record: BucketRecord,
         importance: Importance | None,
+        has_pull: bool = True,
     ) -> None:
+        self._has_pull = has_pull
         self._codec, self._pull_codec = exchange.codec, exchange.pull_codec
         self._values, self._left_out, self._cut = values, left_out, cut
         self._record, self._importance = record, importance
@@ -126,6 +145,10 @@ class _ServerEnds:
         pieces = self._cut.groups[self._rank][group]
         first, end = pieces[0].start, pieces[-1].end
         total = self._total
+        if not self._has_pull:
+            self._left_out[first:end].zero_()
+            torch.div(total[: end - first], self._world_size, out=self._values[first:end])
+            return 0
         n_bytes = self._encode(self._pull_codec, pieces, lambda start, end: total[start - first : end - first], out)
         # It adopts the very values that the others decode: sum - what the encoding lost would round differently.
         started = time.perf_counter_ns()

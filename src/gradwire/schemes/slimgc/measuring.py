@@ -82,6 +82,19 @@ class Measuring:
             self._first_step = step
         return self.table is None and step < self._first_step + self.warmup_steps
 
+    def may_probe(self, step: int, is_ahead: bool) -> bool:
+        """Whether tensors may be sent by themselves at the end of `step`; asked by the training thread after its buckets.
+
+        `is_ahead`: the training does not wait for the aggregation. Then a look at the network does not make it wait
+        either, and what a look measures counts to the step in which it ends.
+        """
+        if self._first_step is None:
+            return False
+        # The warm-up by its steps, not by the table: that may be made while this is asked.
+        if step < self._first_step + self.warmup_steps:
+            return step >= self._first_step + _COLD_STEPS
+        return not is_ahead and self.drift_every > 0 and (step + 1) % self.drift_every == 0
+
     def is_compressed_warmup(self, step: int) -> bool:
         """In the warm-up: whether this step sends everything compressed; the first does, and every other one."""
         assert self._first_step is not None

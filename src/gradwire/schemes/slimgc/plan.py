@@ -64,6 +64,12 @@ class Plan:
         return tuple(span.parameter for span in self.compressed if span.parameter is not None)
 
     @property
+    def part_edges(self) -> tuple[int, ...]:
+        """Where the ranks' parts of the fused buffer end, 0 first."""
+        n_parts = len(self.cut.groups)
+        return tuple(self.n_compressed * part // n_parts for part in range(n_parts + 1))
+
+    @property
     def offsets(self) -> tuple[int, ...]:
         """Offset in the fused buffer of each compressed parameter."""
         return tuple(span.fused for span in self.compressed if span.parameter is not None)

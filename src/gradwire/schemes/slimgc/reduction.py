@@ -18,6 +18,7 @@ from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
 from gradwire.schemes.slimgc.exchange import Exchange
 from gradwire.schemes.slimgc.feedback import Feedback
 from gradwire.schemes.slimgc.plan import Plan
+from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Reduction:
     Attributes:
         feedback: the residuals.
         n_redone: buckets that were sent again, uncompressed, because a gradient was not finite.
+        owner_step: who keeps the means that stay with their owners; None: all ranks get them all.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class Reduction:
     ) -> None:
         self.feedback = Feedback()
         self.n_redone = 0
+        self.owner_step: OwnerStep | None = None
+        self._means: dict[int, torch.Tensor] = {}  # of this rank's parts, by bucket
         self._session, self._exchange, self._metric = session, exchange, metric
         self._error_feedback = error_feedback
         self._under_way: list[torch.futures.Future] = []
@@ -50,6 +54,7 @@ class Reduction:
     def reduce(self, bucket: Bucket, plan: Plan, facts: Facts) -> torch.futures.Future | None:
         """Replace the bucket by its mean; a future where the lane need not wait for it."""
         if not plan.compressed:
+            self._keep_mean(bucket, plan, None)
             return self._start_raw(bucket, plan)
         self._reduce_compressed(bucket, plan, facts)
         return None
@@ -104,7 +109,8 @@ class Reduction:
             bit_buf.zero_()  # all ranks will throw the exchange away: no codec has to know what to do with NaN
         summed = communicator.start_all_reduce(fp_buf)
         left_out = self.feedback.buffer_for(bucket.index, plan)
-        self._exchange.mean(bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan))
+        exchange = self._exchange.mean if self.owner_step is None else self._exchange.push
+        exchange(bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan))
         started = time.perf_counter_ns()
         communicator.finish(summed)
         record.add("communicate", started, time.perf_counter_ns())
@@ -113,6 +119,9 @@ class Reduction:
         record.count_received(n_bytes)
         if bool(fp_buf[-1] != 0):  # a rank's gradient was not finite: the sum, and so this branch, is the same on all
             self._redo_plainly(bucket)
+            for span in plan.compressed:
+                span.in_fused(bit_buf).copy_(span.in_bucket(bucket.buffer))
+            self._keep_mean(bucket, plan, bit_buf)
             return
         started = time.perf_counter_ns()
         self._is_step_finite &= _is_finite(fp_buf)
@@ -121,9 +130,26 @@ class Reduction:
             self.feedback.stage(plan, bucket.buffer, left_out, loss_scale)
         for run in plan.raw_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
-        for span in plan.compressed:
-            span.in_bucket(bucket.buffer).copy_(span.in_fused(bit_buf))
+        if self.owner_step is None:
+            for span in plan.compressed:
+                span.in_bucket(bucket.buffer).copy_(span.in_fused(bit_buf))
+        self._keep_mean(bucket, plan, bit_buf)
         record.add("decode", started, time.perf_counter_ns())
+
+    def _keep_mean(self, bucket: Bucket, plan: Plan, fused: torch.Tensor | None) -> None:
+        """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
+        if self.owner_step is None:
+            return
+        rank, edges = self._session.communicator.rank, plan.part_edges
+        n_own = edges[rank + 1] - edges[rank]
+        mean = self._means.get(bucket.index)
+        if mean is None or mean.numel() != n_own:
+            mean = self._means[bucket.index] = torch.empty(n_own)
+        if fused is not None:
+            mean.copy_(fused[edges[rank] : edges[rank + 1]])
+        whole = tuple(span.parameter for span in plan.raw if span.parameter is not None)
+        cut = tuple((span.parameter, span.fused) for span in plan.compressed if span.parameter is not None)
+        self.owner_step.keep(bucket.index, Owned(whole, cut, edges, mean))
 
     def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
         """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last a flag, for what is not finite."""

@@ -8,36 +8,36 @@ step does not wait for any of it (3.5).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 import zlib
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from gradwire import codecs
 from gradwire.bucket import Bucket
 from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
 from gradwire.collectives.frames import Facts
 from gradwire.collectives.parts import CHUNK_ELEMENTS
 from gradwire.control.threshold import NEVER, check_threshold
-from gradwire.errors import InvalidArgument
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.preamble import Preamble, compare_preambles
 from gradwire.schemes.base import Scheme, Session
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.slimgc.exchange import Exchange
 from gradwire.schemes.slimgc.feedback import Feedback
 from gradwire.schemes.slimgc.measuring import Measuring
+from gradwire.schemes.slimgc.options import check_topology, check_update, codec_of, options_of
 from gradwire.schemes.slimgc.plan import Plan, tensors_of
 from gradwire.schemes.slimgc.reduction import Reduction
 from gradwire.step_check import StepCheck
 from gradwire.stepping.look_ahead import LookAhead
+from gradwire.stepping.owner_step import OwnerStep
 from gradwire.stepping.peeking import LookAheadOptions
 from gradwire.telemetry.recorder import BucketRecord
-
-TOPOLOGIES = ("server", "all-reduce")
-PULLS = ("compressed", "raw")
 
 
 class SlimGC(Scheme):
@@ -54,6 +54,10 @@ class SlimGC(Scheme):
         topology: "server" (every rank owns a part: push to it, pull from it; a scale belongs to one tensor) or
             "all-reduce" (a ring over all compressed tensors of a bucket, encoded anew at every hop).
         pull: what an owner answers with: "compressed", or "raw" in full precision (server only).
+        update: who takes the optimizer's step: every "worker", or the "owner" of each value, from which all then pull
+            parameters instead of gradients (server and raw pull only; element-wise optimizers: SGD, Adam, AdamW). The
+            optimizer's state then lies with the owners: `state_dict` of each rank holds its share. Needs `attach`.
+        max_grad_value: with update="owner", in place of clip_grad_value_, which would clip the wrong gradient.
         error_feedback: keep what the codec lost for the next step.
         warmup_steps, method, drift_every, drift_factor: of the table; see `Measuring`.
         group_elements: values encoded and sent at a time.
@@ -87,27 +91,26 @@ class SlimGC(Scheme):
         local_rate: float | None = None,
         sync_steps: int | None = None,
         max_grad_norm: float | None = None,
+        update: str = "worker",
+        max_grad_value: float | None = None,
         **codec_options: Any,
     ) -> None:
-        if topology not in TOPOLOGIES:
-            raise InvalidArgument(f"topology is one of {', '.join(TOPOLOGIES)}, not {topology!r}")
-        if pull not in PULLS:
-            raise InvalidArgument(f"pull is one of {', '.join(PULLS)}, not {pull!r}")
-        if pull == "raw" and topology != "server":
-            raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
+        check_topology(topology, pull)
         if group_elements < 1:
             raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
-        self.codec = _codec_of(codec, codec_options)
+        self.codec = codec_of(codec, codec_options)
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
         self.topology, self.pull, self.error_feedback = topology, pull, bool(error_feedback)
         self.group_elements = group_elements
-        self.backup, self.owns_step = bool(backup), bool(backup)
+        self.update, self.max_grad_value = update, max_grad_value
+        check_update(update, max_grad_value, topology, pull, bool(backup))
+        self.backup, self.owns_step = bool(backup), bool(backup) or update == "owner"
         if sync_steps is None:
             sync_steps = (warmup_steps if threshold_bytes is None else 0) + 2
         if not backup and (max_grad_norm is not None or local_rate is not None):
             raise InvalidArgument("max_grad_norm and local_rate belong to backup=True; without it, clip .grad as ever")
         self._stepping = LookAheadOptions(local, local_rate, sync_steps, max_grad_norm)
-        self._look_ahead: LookAhead | None = None
+        self._stepper: LookAhead | OwnerStep | None = None
         self._make_measuring = functools.partial(Measuring, warmup_steps, method, drift_every, drift_factor)
         self._reset()
 
@@ -118,13 +121,29 @@ class SlimGC(Scheme):
         self._plans: dict[int, tuple[int, int, Plan]] = {}  # by bucket: layout, threshold, plan
         self._records: list[BucketRecord] = []
         self._has_loaded = False
+        self._loaded = 0  # what ranks that loaded shards of the optimizer's state must have alike
+
+    @property
+    def settling_steps(self) -> int:
+        """The table's warm-up, then two steps: new buffers are made, and with backup nothing looks ahead before that."""
+        measured = 0 if self.threshold_bytes is not None else self._measuring.warmup_steps + 2
+        return max(measured, self._stepping.sync_steps + 2 if self.backup else 0)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a threshold: one that was given, or follows from a table. One rank has nothing to measure."""
+        return self.threshold_bytes is not None or self._measuring.table is not None or self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.is_bound and self.session.communicator.world_size == 1
 
     @property
     def configuration(self) -> dict[str, Any]:
         measuring = self._measuring
         return {
             "codec": self.codec.name,
-            "codec_options": _options_of(self.codec),
+            "codec_options": options_of(self.codec),
             "threshold_bytes": self.threshold_bytes,
             "topology": self.topology,
             "pull": self.pull,
@@ -136,6 +155,8 @@ class SlimGC(Scheme):
             "group_elements": self.group_elements,
             "backup": self.backup,
             **asdict(self._stepping),
+            "update": self.update,
+            "max_grad_value": self.max_grad_value,
         }
 
     def bind(self, session: Session) -> None:
@@ -146,6 +167,11 @@ class SlimGC(Scheme):
                 raise InvalidArgument(
                     'this codec reads the optimizer (importance="paper"), and none was given: pass HookState(scheme, '
                     'optimizer=optimizer), or choose importance="none"'
+                )
+            if self.update == "owner":
+                raise Unsupported(
+                    'importance="paper" reads the optimizer\'s whole state, and with update="owner" no rank has it: choose '
+                    'importance="none", or update="worker"'
                 )
             metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
         super().bind(session)
@@ -158,13 +184,15 @@ class SlimGC(Scheme):
     # ---- one bucket, on the lane
 
     def take_over(self) -> None:
-        """Raises: InvalidArgument, Unsupported (with backup, an optimizer or a model that it cannot serve)."""
+        """Raises: InvalidArgument, Unsupported (an optimizer or a model that backup, or the owner's step, cannot serve)."""
         if self.backup:
-            self._look_ahead = LookAhead(self.session, self._start_mean, self._stepping)
+            self._stepper = LookAhead(self.session, self._start_mean, self._stepping)
+        elif self.update == "owner":
+            self._stepper = self._reduction.owner_step = OwnerStep(self.session, self._start_mean, self.max_grad_value)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
-        return self._start_mean(bucket) if self._look_ahead is None else self._look_ahead.reduce(bucket)
+        return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
 
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
         done: torch.futures.Future = torch.futures.Future()
@@ -235,11 +263,24 @@ class SlimGC(Scheme):
             self._threshold = self._measuring.table.threshold_bytes(self._measuring.method)
 
     def end_backward(self, step: int) -> int:
-        return 0 if self._look_ahead is None else self._look_ahead.end_backward()
+        """What a step that measures sends is part of it, so it does not end before its probes; the others wait for nothing."""
+        waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
+        if self.threshold_bytes is None and self._measuring.may_probe(step, is_ahead=self.backup):
+            started = time.perf_counter_ns()
+            # An error of the lane is raised with its own type by whoever called this.
+            with contextlib.suppress(GradwireError):
+                self.session.communicator.submit(lambda: None).wait()
+            waited_ns += time.perf_counter_ns() - started
+        return waited_ns
 
     def flush(self) -> None:
-        if self._look_ahead is not None:
-            self._look_ahead.flush()
+        if self._stepper is not None:
+            self._stepper.flush()
+
+    def hand_over(self) -> None:
+        """The optimizer gets back the state that its owners hold, whole on every rank."""
+        if isinstance(self._stepper, OwnerStep):
+            self._stepper.give_state_back()
 
     # ---- what ranks compare
 
@@ -251,7 +292,7 @@ class SlimGC(Scheme):
 
     def _shared_hash(self) -> int:
         """32 bits over the options and the threshold: ranks with different tables must not meet in a collective."""
-        return zlib.crc32(repr((self.configuration_hash, self._threshold)).encode())
+        return zlib.crc32(repr((self.configuration_hash, self._threshold, self._loaded)).encode())
 
     # ---- between steps
 
@@ -280,7 +321,7 @@ class SlimGC(Scheme):
                 sum(p.n_compressed for p in plans), sum(p.n_compressed + p.n_raw for p in plans)
             ),
             "n_buckets_redone": self._reduction.n_redone,
-            **({} if self._look_ahead is None else self._look_ahead.stats()),
+            **({} if self._stepper is None else self._stepper.stats()),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,7 +329,7 @@ class SlimGC(Scheme):
             "residuals": self._reduction.feedback.state_by_name(self.session.names),
             "threshold_bytes": self._threshold,
             "measuring": self._measuring.state_dict(),
-            "stepping": {} if self._look_ahead is None else self._look_ahead.state_dict(),
+            "stepping": {} if self._stepper is None else self._stepper.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -299,8 +340,10 @@ class SlimGC(Scheme):
         threshold = check_threshold(state.get("threshold_bytes"))
         feedback = Feedback()
         feedback.load_by_name(residuals, self.session.names)
-        if self._look_ahead is not None:
-            self._look_ahead.load_state_dict(state.get("stepping", {}))
+        if self._stepper is not None:
+            self._stepper.load_state_dict(state.get("stepping", {}))
+            if isinstance(self._stepper, OwnerStep):
+                self._loaded = zlib.crc32(repr(self._stepper.state.describe()).encode())
         self._measuring.load_state_dict(measuring)
         self._reduction.feedback, self._threshold = feedback, threshold
         self._plans.clear()
@@ -308,35 +351,14 @@ class SlimGC(Scheme):
 
     def close(self) -> None:
         """The model is let go; the table stays, to be read. What is bound again begins anew, without both."""
-        look_ahead = self._look_ahead
-        self._last_stats, self._look_ahead = self.stats(), None
+        stepper = self._stepper
+        self._last_stats, self._stepper = self.stats(), None
         self._plans.clear()
         try:
-            if look_ahead is not None:
-                look_ahead.close()
+            if stepper is not None:
+                stepper.close()
         finally:
             del self._reduction  # which holds the optimizer and the residuals
-
-
-def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
-    if isinstance(codec, str):
-        return codecs.by_name(codec, **options)
-    if options:
-        raise InvalidArgument(f"{', '.join(options)}: options are for a codec given by name; make the codec with them")
-    inner: Any = getattr(codec, "codec", None) if isinstance(codec, Scheme) else codec
-    if not all(callable(getattr(inner, method, None)) for method in ("encode", "decode", "max_encoded_bytes")):
-        raise InvalidArgument(
-            f"codec is a name ({', '.join(codecs.names())}), a codec, or a scheme that is one, "
-            f"not {type(codec).__name__}"
-        )
-    checked: Codec = inner
-    return checked
-
-
-def _options_of(codec: Codec) -> dict[str, Any]:
-    """A codec's options, as plain values: what ranks compare."""
-    plain = (bool, int, float, str, type(None))
-    return {k: v for k, v in sorted(vars(codec).items()) if not k.startswith("_") and isinstance(v, plain)}
 
 
 def _share(part: int, whole: int) -> float:

@@ -1,0 +1,270 @@
+"""The step at the owner: each rank steps the values whose mean it has taken, and all pull parameters instead of means.
+
+A parameter server's "update on the server" (SlimGC, section 3.2, steps 6 to 8), with a server beside every worker. The
+backward pass pushes gradients; the user's call of `step` has every owner step its values and then pulls them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bucket import Bucket
+from gradwire.communicator import ring_bytes
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.base import Session
+from gradwire.stepping.blocks import Block
+from gradwire.stepping.frozen_step import FrozenStep
+from gradwire.stepping.interception import Interceptor
+from gradwire.stepping.sharded_state import Edges, ShardedState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What came of one bucket's push.
+
+    Attributes:
+        whole: parameters whose mean every rank has, in `.grad`.
+        cut: (parameter, where its values begin in the fused buffer): those of which each rank has a part of the mean.
+        part_edges: where the ranks' parts of the fused buffer end, 0 first.
+        mean: (n_own,) float32: the mean of this rank's part.
+    """
+
+    whole: tuple[torch.Tensor, ...]
+    cut: tuple[tuple[torch.Tensor, int], ...]
+    part_edges: tuple[int, ...]
+    mean: torch.Tensor
+
+    def edges_of(self, parameter: torch.Tensor, fused: int) -> Edges:
+        """Where the ranks' values of one parameter end."""
+        return tuple(min(max(edge - fused, 0), parameter.numel()) for edge in self.part_edges)
+
+
+class OwnerStep:
+    """Stands between the user and the optimizer, on the training thread; `keep` and pulling run on the lane.
+
+    Args:
+        session: with model and optimizer.
+        start_mean: starts the push of a bucket; done when `keep` was called for it and `.grad` may be filled.
+        max_grad_value: clip the mean to +- this, as clip_grad_value_ does.
+    Raises: InvalidArgument, Unsupported.
+    """
+
+    def __init__(
+        self, session: Session, start_mean: Callable[[Bucket], torch.futures.Future], max_grad_value: float | None
+    ) -> None:
+        if session.module is None or session.optimizer is None:
+            raise InvalidArgument(
+                'update="owner" takes the optimizer\'s step itself and needs the model and the optimizer: use '
+                "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
+            )
+        if session.has_scaler:
+            raise Unsupported('update="owner" does not serve a GradScaler: train in bfloat16, or use update="worker"')
+        self._session, self._start_mean, self._max_grad_value = session, start_mean, max_grad_value
+        self._wrapper = session.module
+        inner = session.module.module if isinstance(session.module, DistributedDataParallel) else session.module
+        parameters = _stepped_parameters(session, inner)
+        communicator = session.communicator
+        self.state = ShardedState(
+            session.optimizer, parameters, session.names, communicator.rank, communicator.world_size
+        )
+        self._parameters = parameters
+        self._owned: dict[int, Owned] = {}  # by bucket, of the last backward pass
+        self._step = 0
+        self._waited_ns = 0
+        self._has_told = False
+        block = Block(0, type(inner).__name__, tuple(parameters), ())
+        self._interceptor = Interceptor(
+            session.module, inner, session.optimizer, [block], self, dict(session.names), False
+        )
+        self._interceptor.guard.remedy = (
+            'pass max_grad_value=... to the scheme instead of clipping, or use update="worker"'
+        )
+        self._handles = [
+            session.optimizer.register_state_dict_post_hook(self._tell_where_the_state_is),
+            session.optimizer.register_load_state_dict_post_hook(lambda _: self.state.forget_loaded()),
+        ]
+
+    # ---- the backward pass
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Push the bucket. DDP goes on with means of the tensors that travel raw, and this rank's own of the others."""
+        if bucket.index == 0:
+            module = self._wrapper
+            if isinstance(module, DistributedDataParallel) and module._join_config.enable:
+                raise Unsupported(
+                    'update="owner" cannot stand in for ranks that ran out of input (ddp.join): give every rank equally '
+                    'many batches, or use update="worker"'
+                )
+            self._interceptor.begin_reduction()
+            self._owned.clear()
+            self._step = bucket.step
+        return self._start_mean(bucket)
+
+    def keep(self, index: int, owned: Owned) -> None:
+        """The push of bucket number `index` is done; on the lane."""
+        self._owned[index] = owned
+
+    def end_backward(self) -> int:
+        """DDP has ended its part; returns how long the step before waited for parameters, in ns."""
+        self._interceptor.end_backward()
+        waited_ns, self._waited_ns = self._waited_ns, 0
+        return waited_ns
+
+    # ---- what the interceptor asks (StepOwner)
+
+    def begin_forward(self) -> None:
+        """Parameters are up to date after every step."""
+
+    def before_forward(self, block: Block) -> None:
+        """Parameters are up to date after every step."""
+
+    def drop_step(self) -> None:
+        """Only a GradScaler drops steps, and it is refused."""
+
+    def flush(self) -> None:
+        """Nothing is put off."""
+
+    @torch.no_grad()
+    def take_step(self, frozen: FrozenStep) -> None:
+        """Step what this rank owns, and pull the rest. Raises: what the group failed of."""
+        communicator, owned = self._session.communicator, [self._owned[index] for index in sorted(self._owned)]
+        ownership: dict[torch.Tensor, Edges | None] = {}
+        for bucket in owned:
+            ownership |= {parameter: bucket.edges_of(parameter, fused) for parameter, fused in bucket.cut}
+            ownership |= dict.fromkeys(bucket.whole)
+        record = self._session.recorder.open_bucket(self._step, -1, 0)
+
+        def add_up(bits: torch.Tensor) -> None:
+            communicator.submit(communicator.all_reduce, bits).wait()
+            n_bytes = ring_bytes(4 * bits.numel(), communicator.world_size)
+            record.count_sent(n_bytes)
+            record.count_received(n_bytes)
+
+        self.state.move(ownership, add_up)
+        left = dict.fromkeys(p for p in self._parameters if p not in ownership)  # with one rank: all of them
+        self.state.step(frozen, self._gradients(left))
+        pulls = []
+        for bucket in owned:
+            self.state.step(frozen, self._gradients(dict.fromkeys(bucket.whole)) | self._own_gradients(bucket))
+            if bucket.cut:
+                pulls.append(communicator.submit(self._pull, bucket, record))
+        started = time.perf_counter_ns()
+        try:
+            for pull in pulls:
+                pull.wait()
+        finally:
+            self._waited_ns += time.perf_counter_ns() - started
+            self._session.recorder.close_bucket(record)
+
+    def _gradients(self, parameters: dict[torch.Tensor, None]) -> dict[torch.Tensor, torch.Tensor]:
+        found = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        if self._max_grad_value is None:
+            return found
+        return {p: g.clamp(-self._max_grad_value, self._max_grad_value) for p, g in found.items()}
+
+    def _own_gradients(self, bucket: Owned) -> dict[torch.Tensor, torch.Tensor]:
+        if self._max_grad_value is not None:
+            bucket.mean.clamp_(-self._max_grad_value, self._max_grad_value)
+        return {p: bucket.mean[mine] for p, mine, _ in self._slices(bucket, self._session.communicator.rank)}
+
+    @staticmethod
+    def _slices(bucket: Owned, rank: int) -> list[tuple[torch.Tensor, slice, slice]]:
+        """(parameter, which of the rank's part, which of the flattened parameter) of each parameter that is cut."""
+        slices = []
+        for parameter, fused in bucket.cut:
+            edges = bucket.edges_of(parameter, fused)
+            start, end = edges[rank], edges[rank + 1]
+            at = max(0, fused + start - bucket.part_edges[rank]) if end > start else 0
+            slices.append((parameter, slice(at, at + end - start), slice(start, end)))
+        return slices
+
+    def _pull(self, bucket: Owned, record: Any) -> None:
+        """Everyone's values of every parameter of the bucket that is cut; on the lane."""
+        communicator, world_size = self._session.communicator, self._session.communicator.world_size
+        largest = max(b - a for a, b in zip(bucket.part_edges, bucket.part_edges[1:], strict=False))
+        mine = communicator.scratch("owner's values", 4 * largest).view(torch.float32)
+        theirs = communicator.scratch("owners' values", 4 * largest * world_size).view(torch.float32)
+        with torch.no_grad():
+            for parameter, own, values in self._slices(bucket, communicator.rank):
+                mine[own] = parameter.detach().view(-1)[values]
+            started = time.perf_counter_ns()
+            communicator.all_gather_into(theirs, mine)
+            record.add("communicate", started, time.perf_counter_ns())
+            n_bytes = 4 * largest * (world_size - 1)
+            record.count_sent(n_bytes)
+            record.count_received(n_bytes)
+            for rank in range(world_size):
+                if rank == communicator.rank:
+                    continue
+                part = theirs[rank * largest : (rank + 1) * largest]
+                for parameter, own, values in self._slices(bucket, rank):
+                    parameter.detach().view(-1)[values] = part[own]
+
+    # ---- beginning and end
+
+    @torch.no_grad()
+    def give_state_back(self) -> None:
+        """Have the optimizer's whole state on every rank again. Collective, between two steps."""
+        communicator = self._session.communicator
+        self.state.move(
+            dict.fromkeys(self._parameters), lambda bits: communicator.submit(communicator.all_reduce, bits).wait()
+        )
+
+    def _tell_where_the_state_is(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if self.state.is_sharded and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                'gradwire slimgc, update="owner": optimizer.state_dict() lacks the state that lies with its owners; '
+                "save attachment.state_dict() of every rank beside it"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shards."""
+        return {"shards": self.state.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        shards = state.get("shards")
+        if not isinstance(shards, dict):
+            raise InvalidArgument('this is not the state of update="owner": it lacks the optimizer\'s shards')
+        self.state.load_state_dict(shards)
+
+    def stats(self) -> dict[str, Any]:
+        """What of the optimizer's state lies on this rank as its shard."""
+        return {"sharded_state_bytes": self.state.n_bytes}
+
+    def close(self) -> None:
+        """Let the model and the optimizer go."""
+        if self.state.is_sharded:
+            _log.warning(
+                'gradwire slimgc, update="owner": the optimizer\'s state that lay with its owners is let go; '
+                "attachment.switch(another scheme) gives it back before that"
+            )
+        for handle in self._handles:
+            handle.remove()
+        self._interceptor.remove()
+
+
+def _stepped_parameters(session: Session, inner: nn.Module) -> list[torch.Tensor]:
+    assert session.optimizer is not None
+    ignored: set[str] = getattr(session.module, "parameters_to_ignore", set())
+    reduced = [p for n, p in inner.named_parameters() if p.requires_grad and n not in ignored]
+    stepped = {p for group in session.optimizer.param_groups for p in group["params"]}
+    strays = [session.names.get(p, "?") for p in reduced if p not in stepped]
+    if strays:
+        raise Unsupported(
+            f'update="owner" keeps the mean gradient to its owner, and parameter {strays[0]} ({len(strays)} in all) is not '
+            "in the optimizer that was attached: attach the one that has all trainable parameters, or freeze the others "
+            "with requires_grad_(False) before DDP"
+        )
+    return list(reduced)

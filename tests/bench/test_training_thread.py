@@ -1,0 +1,127 @@
+"""The bare quantiser on the training thread: the mean it takes, what it keeps, and steps that count once all is settled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gradient_files import adamw_arrays, write
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.bench.training_thread import TrainingThreadQuantiser
+from gradwire.codecs.one_bit import OneBit
+from gradwire.schemes.slimgc import SlimGC
+from ranks import run_ranks
+
+
+def check_conservation(rank: int, world_size: int) -> None:
+    """mean(result) + mean(residual) = mean(gradient + old residual), the same bits on every rank, time told as spans."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(30, 41), nn.Tanh(), nn.Linear(41, 5))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.003)
+    occupied: list[float] = []
+    quantiser = TrainingThreadQuantiser(OneBit(), occupied.append)
+    quantiser.register(ddp)
+    parameters = list(model.parameters())
+    for step in range(4):
+        inputs = torch.randn(8, 30, generator=torch.Generator().manual_seed(10 * step + rank))
+        own = torch.autograd.grad((model(inputs) - 1).square().mean(), parameters)
+        before = _residual_sum(quantiser)
+        ddp.zero_grad()
+        (ddp(inputs) - 1).square().mean().backward()
+        results = torch.cat([parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None])
+        gathered = [torch.empty_like(results) for _ in range(world_size)]
+        dist.all_gather(gathered, results)
+        assert all(torch.equal(results, other) for other in gathered)
+        if step >= 2:  # DDP has rebuilt its buckets, which residuals belong to
+            expected = _total(sum(g.double().sum() for g in own) + before)
+            found = world_size * results.double().sum() + _total(_residual_sum(quantiser))
+            assert torch.allclose(found, expected, atol=1e-4)
+    assert len(occupied) >= 4
+    assert all(seconds > 0 for seconds in occupied)
+    assert quantiser.sent_bytes > 0
+    assert all(end >= start for start, end in quantiser.codec_spans + quantiser.communicate_spans)
+    assert len(quantiser.communicate_spans) == 2 * len(occupied)
+
+
+def _residual_sum(quantiser: TrainingThreadQuantiser) -> torch.Tensor:
+    return sum((e.residual.double().sum() for e in quantiser._exchanges.values()), torch.zeros((), dtype=torch.float64))
+
+
+def _total(value: torch.Tensor) -> torch.Tensor:
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def check_probes_count_to_their_step(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(20, 60))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for backup in (False, True):
+        attachment = gradwire.attach(ddp, optimizer, SlimGC("one-bit", warmup_steps=4, backup=backup), timeout_s=20)
+        sent = []
+        for step in range(5):
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 20)).square().mean().backward()
+            assert attachment.recorder.steps[-1].step == step
+            sent.append(attachment.recorder.steps[-1].bytes_sent)
+            if step in (2, 3):
+                assert not attachment.recorder.unsummed_buckets(), "the step does not end before its probes"
+            optimizer.step()
+        # Three probes of each small size come on top of the gradient's own two messages or so.
+        assert min(sent[2], sent[3]) > 2 * sent[4] > 0, (backup, sent)
+        attachment.close()
+
+
+def check_all(rank: int, world_size: int) -> None:
+    check_conservation(rank, world_size)
+    check_probes_count_to_their_step(rank, world_size)
+
+
+def test_the_quantiser_on_the_training_thread_conserves_gradients_and_probes_count_to_their_step() -> None:
+    run_ranks(check_all, 3)
+
+
+def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    schemes = [
+        "ddp",
+        "ddp-one-bit",
+        "ddp-two-bit:threshold=0.5",
+        "slimgc:warmup_steps=4",
+        "slimgc:warmup_steps=4,backup=true",
+    ]
+    source = write(tmp_path / "a.npz", adamw_arrays())
+    workload = f"gpt:source={source},capture={tmp_path / 'capture'},step_ms=20"
+    options = ["--workload", workload, "--compute", "emulate", "--ranks", "2", "--steps", "3",
+               "--warmup", "1", "--overlap"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "gradwire.cli",
+        "bench",
+        "train",
+        "--scheme",
+        *schemes,
+        *options,
+        "--json",
+        str(out),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert result.returncode == 0, result.stderr
+    records = json.loads(out.read_text())
+    assert [record["n_warmup"] for record in records] == [1, 1, 1, 6, 8]
+    assert all(record["n_steps"] == 3 for record in records)
+    assert records[0]["overlap_s"] is None
+    for record in records[1:]:
+        assert record["overlap_s"] >= 0
+        assert record["codec_s"] >= 0
+    for record in records[1:3]:
+        assert record["exposed_codec_s"] > 0, "all of it is on the training thread"
+        assert record["wire_bytes"] < records[0]["wire_bytes"] / 10

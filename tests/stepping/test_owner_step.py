@@ -1,0 +1,248 @@
+"""update="owner": the same bits as the step on every rank, with a share of the optimizer's state on each."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.control.threshold import NEVER
+from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
+from gradwire.schemes.slimgc import SlimGC
+from gradwire.schemes.slimgc.measuring import Measuring
+from gradwire.training.digest import gather_hashes, hash_parameters
+from ranks import run_ranks, try_ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+}
+OPTIONS: dict[str, Any] = {"codec": "one-bit", "pull": "raw", "group_elements": 200}
+
+
+class Model(nn.Module):
+    """Sizes that no number of ranks divides, and a single value that lies with one rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(20, 31), nn.Tanh(), nn.Linear(31, 29), nn.Tanh(), nn.Linear(29, 3))
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.layers(inputs) * self.gain
+        return out
+
+
+def build(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(1)
+    return DistributedDataParallel(Model(), **{"bucket_cap_mb": 0.003, **options})
+
+
+def loss_of(ddp: nn.Module, rank: int, step: int) -> Tensor:
+    inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
+    return (ddp(inputs) - 1).square().mean()
+
+
+def whole_state(optimizer: torch.optim.Optimizer, ddp: nn.Module) -> list[Tensor]:
+    found = []
+    for parameter in ddp.parameters():
+        state = optimizer.state[parameter]
+        found += [torch.as_tensor(state[key]).clone() for key in sorted(state) if state[key] is not None]
+    return found
+
+
+def train(
+    rank: int, name: str, case: str, update: str, threshold_bytes: int | None
+) -> tuple[list[Tensor], dict[str, Any]]:
+    ddp = build(gradient_as_bucket_view=case == "view")
+    optimizer = OPTIMIZERS[name](ddp.parameters())
+    clips: dict[str, Any] = {"max_grad_value": 0.01} if case == "clipping" and update == "owner" else {}
+    scheme = SlimGC(**OPTIONS, **clips, update=update, threshold_bytes=threshold_bytes, warmup_steps=4, drift_every=0)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) if case == "schedule" else None
+    seen: list[Tensor] = []
+    for step in range(8):
+        optimizer.zero_grad()
+        if case == "accumulation":
+            with ddp.no_sync():
+                loss_of(ddp, rank, 100 + step).backward()
+        loss = loss_of(ddp, rank, step)
+        (loss * torch.inf if case == "non-finite" and (rank, step) == (1, 6) else loss).backward()
+        if case == "clipping" and update == "worker":
+            torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        seen += [loss.detach(), *(p.detach().clone() for p in ddp.parameters())]
+    stats = attachment.stats()
+    attachment.switch("plain")  # which gives the optimizer its whole state back
+    seen += whole_state(optimizer, ddp)
+    optimizer.zero_grad()
+    loss_of(ddp, rank, 8).backward()
+    optimizer.step()
+    seen += [p.detach().clone() for p in ddp.parameters()]
+    attachment.close()
+    return seen, stats
+
+
+def check_same_bits(rank: int, world_size: int) -> None:
+    # Measured times decide the table: without clocks in it, two runs can be compared.
+    Measuring._time = lambda self, n, compressed, *_: (1e-3 if compressed else 4e-6 * n, 1e-4 if compressed else 0.0)  # type: ignore
+    cases: list[tuple[str, str, int | None]] = [(name, "plain", 0) for name in OPTIMIZERS]
+    cases += [("adamw", case, 300) for case in ("schedule", "accumulation", "clipping", "view", "non-finite")]
+    cases += [("adam", "plain", None), ("momentum", "plain", NEVER)]
+    for name, case, threshold_bytes in cases:
+        expected, _ = train(rank, name, case, "worker", threshold_bytes)
+        found, stats = train(rank, name, case, "owner", threshold_bytes)
+        assert len(found) == len(expected)
+        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+            finite = ~b.isnan()
+            assert torch.equal(a.isnan(), ~finite), (name, case, index)
+            assert torch.equal(a[finite].view(torch.int32), b[finite].view(torch.int32)), (name, case, index)
+        assert bool(found[-2].isnan().any()) == (case == "non-finite" and world_size > 1)
+        if world_size > 1 and name.startswith("adam") and threshold_bytes == 0:
+            n_values = sum(p.numel() for p in Model().parameters())
+            assert 0.9 * 8 * n_values / world_size < stats["sharded_state_bytes"] < 1.1 * 8 * n_values / world_size + 80
+        if threshold_bytes == NEVER or world_size == 1:
+            assert stats["sharded_state_bytes"] == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_step_at_the_owner_has_the_bits_of_the_step_on_every_rank(world_size: int) -> None:
+    run_ranks(check_same_bits, world_size)
+
+
+def check_resumption(rank: int, world_size: int) -> None:
+    """Saved on every rank and loaded into a new model, whose buckets lie otherwise at first, a run goes on bit by bit."""
+
+    def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer, gradwire.Attachment]:
+        ddp = build()
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+        scheme = SlimGC("raw", pull="raw", update="owner", threshold_bytes=300)
+        return ddp, optimizer, gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+
+    def run(parts: tuple[Any, ...], steps: range) -> list[Tensor]:
+        ddp, optimizer, _ = parts
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in ddp.parameters()]
+
+    whole = start()
+    run(whole, range(4))
+    stored = io.BytesIO()
+    torch.save([whole[0].module.state_dict(), whole[1].state_dict(), whole[2].state_dict()], stored)
+    expected = run(whole, range(4, 7))
+    good = whole[2].state_dict()
+    name = next(iter(good["state"]["stepping"]["shards"]))
+    entry = good["state"]["stepping"]["shards"][name]
+    for bad in ({**entry, "edges": entry["edges"][:-1]}, {**entry, "edges": [0, 0, 1]}, {"edges": [0]}, 3):
+        broken = copy.deepcopy(good)
+        broken["state"]["stepping"]["shards"][name] = bad
+        with pytest.raises(InvalidArgument):
+            whole[2].load_state_dict(broken)
+    assert run(whole, range(7, 8))[0].isfinite().all(), "a state that does not fit changes nothing"
+    whole[2].close()
+    stored.seek(0)
+    model_state, optimizer_state, scheme_state = torch.load(stored, weights_only=True)
+    resumed = start()
+    resumed[0].module.load_state_dict(model_state)
+    resumed[1].load_state_dict(optimizer_state)
+    resumed[2].load_state_dict(scheme_state)
+    found = run(resumed, range(4, 7))
+    # Raw messages: with two ranks the sums do not depend on how DDP's first bucket cuts them.
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(set(gather_hashes(hash_parameters(resumed[0].module), torch.device("cpu")))) == 1
+    resumed[2].close()
+
+
+def check_refusals(rank: int, world_size: int) -> None:
+    kinds: list[tuple[Any, dict[str, Any]]]
+    kinds = [(torch.optim.Adagrad, {}), (torch.optim.LBFGS, {}), (torch.optim.SGD, {"fused": True})]
+    owner: dict[str, Any] = {"codec": "one-bit", "pull": "raw", "update": "owner", "threshold_bytes": 0}
+    for kind, options in kinds:
+        ddp = build()
+        with pytest.raises(Unsupported, match=r"Adagrad|LBFGS|fused"):
+            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1, **options), SlimGC(**owner), timeout_s=20)
+    ddp = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
+    with pytest.raises(Unsupported, match="float32"):
+        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), SlimGC(**owner), timeout_s=20)
+    ddp = build()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**owner), timeout_s=20)
+    loss_of(ddp, rank, 0).backward()
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    with pytest.raises(Unsupported, match="max_grad_value"):
+        optimizer.step()
+    attachment.close()
+
+
+def check_two_ranks(rank: int, world_size: int) -> None:
+    check_resumption(rank, world_size)
+    check_refusals(rank, world_size)
+
+
+def test_shards_are_resumable_and_what_cannot_be_served_is_refused() -> None:
+    run_ranks(check_two_ranks, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update": "server"},
+        {"update": "owner"},
+        {"update": "owner", "pull": "raw", "backup": True},
+        {"update": "owner", "topology": "all-reduce"},
+        {"update": "owner", "pull": "raw", "max_grad_value": 0.0},
+        {"max_grad_value": 1.0},
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        SlimGC("one-bit", **options)
+
+
+def load_other_shards(rank: int, world_size: int) -> None:
+    ddp = build()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+    scheme = SlimGC("one-bit", pull="raw", update="owner", threshold_bytes=0)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+    for step in range(3):
+        if step == 2 and rank == 1:
+            state = attachment.state_dict()
+            shards = state["state"]["stepping"]["shards"]
+            shards.pop(next(iter(shards)))
+            attachment.load_state_dict(state)
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+
+
+def test_ranks_with_different_shards_get_an_error_before_their_gradients_meet() -> None:
+    for outcome in try_ranks(load_other_shards, 2):
+        assert type(outcome.error) is RankMismatch, outcome
+
+
+def test_the_optimizers_state_dict_says_where_the_rest_of_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    from gradwire.stepping.owner_step import OwnerStep
+
+    stepper = OwnerStep.__new__(OwnerStep)
+    stepper._has_told = False
+    stepper.state = type("Sharded", (), {"is_sharded": True})()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            stepper._tell_where_the_state_is(torch.optim.SGD([torch.zeros(1)]), {})
+    assert len(caplog.records) == 1
+    assert "attachment.state_dict()" in caplog.text

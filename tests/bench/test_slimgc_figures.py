@@ -9,7 +9,8 @@ import pytest
 
 from gradwire.bench import slimgc_accuracy, slimgc_speed
 from gradwire.bench.figures import slimgc_accuracy as figures
-from gradwire.bench.slimgc_accuracy import Case, configurations, plan
+from gradwire.bench.paired_trainings import FULL, Case
+from gradwire.bench.slimgc_accuracy import configurations, plan
 from gradwire.bench.specs import parse_spec
 from gradwire.control.threshold import NEVER
 from gradwire.schemes import by_name
@@ -48,7 +49,7 @@ def test_differences_are_paired_and_their_interval_is_students() -> None:
     cases, results = [], {}
     bare, better = [90.0, 80.0, 70.0], [92.0, 81.0, 73.0]
     for seed in range(3):
-        for name, values in (("bare", bare), ("everything", better), (figures.FULL, [93.0, 83.0, 73.0])):
+        for name, values in (("bare", bare), ("everything", better), (FULL, [93.0, 83.0, 73.0])):
             case = Case("strategies", "1-bit", name, name, "resnet", seed)
             cases.append(case)
             results[case.key] = {"accuracy": values[seed] / 100, "loss": 0.1}

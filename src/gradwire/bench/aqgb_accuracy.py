@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mb", type=float, default=0.05, metavar="MB", help="DDP's buckets (0.05)")
     parser.add_argument("--scheme", nargs="+", default=[], metavar="NAME",
                         help="more schemes beside Table 2's, options as NAME:option=value,...")  # fmt: skip
-    parser.set_defaults(rate=["50mbit"])
+    parser.set_defaults(rate=["100mbit"])
 
 
 def plan(args: argparse.Namespace) -> list[Case]:

@@ -17,7 +17,6 @@ from gradwire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 from gradwire.telemetry.recorder import Recorder
 
 FACTS = Facts(configuration=1, layout=2, step=3, bucket=4)
-FRAME_BYTES = HEADER_BYTES + 512
 MAX_MESSAGE_BYTES = 2_000
 
 
@@ -28,7 +27,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.frames: deque[torch.Tensor] = deque()
-        self.n_sends = self.n_receives = 0
+        self.n_sends = self.n_receives = self.n_bytes = 0
         self._scratch: dict[str, torch.Tensor] = {}
 
     def scratch(self, name: str, n_bytes: int) -> torch.Tensor:
@@ -36,6 +35,7 @@ class Wire:
 
     def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         self.n_sends += 1
+        self.n_bytes += tensor.numel()
         self.frames.append(tensor.clone())
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
@@ -47,25 +47,34 @@ class Wire:
             return
         if not self.frames:
             raise errors.PeerLost("the wire is empty: a real receiver would wait here until its timeout")
-        work.copy_(self.frames.popleft())
+        frame = self.frames.popleft()
+        work[: frame.numel()].copy_(frame)  # Gloo fills the beginning of a receive that is longer
 
 
 def messages() -> list[torch.Tensor]:
     return [torch.arange(n, dtype=torch.int64).to(torch.uint8) for n in (5, 0, 2_000, 700, 1)]
 
 
+def send(wire: Wire, n_ahead: int) -> FrameSender:
+    record = Recorder(0, 2).open_bucket(0, 0, 0)
+    return FrameSender(wire, 1, 7, FACTS, MAX_MESSAGE_BYTES, n_ahead, record)  # type: ignore[arg-type]
+
+
+def receive(wire: Wire, n_ahead: int, n_messages: int, facts: Facts = FACTS) -> FrameReceiver:
+    record = Recorder(0, 2).open_bucket(0, 0, 0)
+    return FrameReceiver(wire, 1, 7, facts, MAX_MESSAGE_BYTES, n_ahead, n_messages, record)  # type: ignore[arg-type]
+
+
 def written() -> Wire:
     wire = Wire()
-    record = Recorder(0, 2).open_bucket(0, 0, 0)
-    sender = FrameSender(wire, 1, 7, FACTS, FRAME_BYTES, 4_000, len(messages()), record)  # type: ignore[arg-type]
+    sender = send(wire, 1)
     for message in messages():
-        sender.write(message, may_lag=1)
+        sender.write(message)
     return wire
 
 
 def read_all(wire: Wire, facts: Facts = FACTS) -> list[torch.Tensor]:
-    record = Recorder(0, 2).open_bucket(0, 0, 0)
-    receiver = FrameReceiver(wire, 1, 7, facts, FRAME_BYTES, MAX_MESSAGE_BYTES, len(messages()), record)  # type: ignore[arg-type]
+    receiver = receive(wire, 1, len(messages()), facts)
     return [receiver.read().clone() for _ in messages()]
 
 
@@ -74,19 +83,21 @@ def test_messages_of_any_length_arrive_as_they_were() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(lengths=st.lists(st.integers(0, 2_000), min_size=1, max_size=30), lag=st.integers(0, 5))
-def test_every_promised_frame_comes_and_no_reader_waits_for_bytes_held_back(lengths: list[int], lag: int) -> None:
-    wire, record = Wire(), Recorder(0, 2).open_bucket(0, 0, 0)
-    n = len(lengths)
-    sender = FrameSender(wire, 1, 7, FACTS, FRAME_BYTES, 2_004 * (lag + 1), n, record)  # type: ignore[arg-type]
-    receiver = FrameReceiver(wire, 1, 7, FACTS, FRAME_BYTES, MAX_MESSAGE_BYTES, n, record)  # type: ignore[arg-type]
+@given(lengths=st.lists(st.integers(0, 2_000), min_size=1, max_size=30), ahead=st.integers(0, 5))
+def test_every_posted_receive_is_answered_and_nothing_but_messages_and_headers_is_sent(
+    lengths: list[int], ahead: int
+) -> None:
+    wire, n = Wire(), len(lengths)
+    sender, receiver = send(wire, ahead), receive(wire, ahead, n)
     sent = [torch.full((length,), index, dtype=torch.uint8) for index, length in enumerate(lengths)]
-    for number in range(n + lag):
+    for number in range(n + ahead):
         if number < n:
-            sender.write(sent[number], may_lag=lag)
-        if number >= lag:
-            assert torch.equal(receiver.read(), sent[number - lag])
-    assert wire.n_receives == wire.n_sends, "a receive that nothing answers would hang, a frame that nobody takes too"
+            sender.write(sent[number])
+        if number >= ahead:
+            assert torch.equal(receiver.read(), sent[number - ahead])
+    sender.finish()
+    assert wire.n_receives == wire.n_sends == n, "a receive that nothing answers would hang"
+    assert wire.n_bytes == sum(lengths) + n * HEADER_BYTES
 
 
 # Offsets in the header: docs/format.md#frame.
@@ -96,20 +107,18 @@ def test_every_promised_frame_comes_and_no_reader_waits_for_bytes_held_back(leng
         (0, "<H", 0x1234, errors.CorruptMessage),  # foreign magic
         (2, "<B", 99, errors.IncompatibleVersion),
         (3, "<B", 1, errors.CorruptMessage),  # flags
-        (4, "<I", 0, errors.CorruptMessage),  # a frame without payload
-        (4, "<I", 513, errors.CorruptMessage),  # payload beyond the frame
-        (8, "<I", 5, errors.CorruptMessage),  # more frames to follow than the longest message has
-        (12, "<I", 9, errors.CorruptMessage),  # frame number
-        (16, "<I", 9, errors.RankMismatch),  # configuration
-        (20, "<I", 9, errors.RankMismatch),  # layout
-        (24, "<I", 9, errors.RankMismatch),  # step
-        (28, "<I", 9, errors.RankMismatch),  # bucket
-        (32, "<I", 640, errors.CorruptMessage),  # frame size
+        (4, "<I", 2_001, errors.CorruptMessage),  # a message longer than the longest
+        (4, "<I", 0xFFFFFFFF, errors.CorruptMessage),
+        (8, "<I", 9, errors.CorruptMessage),  # frame number
+        (12, "<I", 9, errors.RankMismatch),  # configuration
+        (16, "<I", 9, errors.RankMismatch),  # layout
+        (20, "<I", 9, errors.RankMismatch),  # step
+        (24, "<I", 9, errors.RankMismatch),  # bucket
     ],
 )
 def test_wrong_header_field_raises_its_error(offset: int, layout: str, value: int, error: type[Exception]) -> None:
     wire = written()
-    header = bytearray(wire.frames[0][:36].tolist())
+    header = bytearray(wire.frames[0][:28].tolist())
     struct.pack_into(layout, header, offset, value)
     header += struct.pack("<I", _native.crc32c(bytes(header)))  # written so on purpose, by a foreign sender
     wire.frames[0][:HEADER_BYTES] = torch.tensor(list(header), dtype=torch.uint8)
@@ -124,27 +133,20 @@ def test_disagreement_in_a_frame_is_named(field: str) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(frame=st.integers(0, 5), bit=st.integers(0, 8 * HEADER_BYTES - 1))
+@given(frame=st.integers(0, 4), bit=st.integers(0, 8 * HEADER_BYTES - 1))
 def test_flipped_bit_in_a_header_is_found_at_once(frame: int, bit: int) -> None:
     wire = written()
-    wire.frames[frame % len(wire.frames)][bit // 8] ^= 1 << bit % 8
+    wire.frames[frame][bit // 8] ^= 1 << bit % 8
     with pytest.raises((errors.CorruptMessage, errors.IncompatibleVersion)):
         read_all(wire)
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.binary(min_size=FRAME_BYTES, max_size=FRAME_BYTES))
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES + MAX_MESSAGE_BYTES))
 def test_random_bytes_are_no_frame(raw: bytes) -> None:
     wire = Wire()
     wire.frames.append(torch.tensor(list(raw), dtype=torch.uint8))
     with pytest.raises(errors.CorruptMessage):
-        read_all(wire)
-
-
-def test_announced_length_beyond_the_longest_message_is_refused() -> None:
-    wire = written()
-    wire.frames[0][HEADER_BYTES : HEADER_BYTES + 4] = torch.tensor([255, 255, 0, 0], dtype=torch.uint8)
-    with pytest.raises(errors.CorruptMessage, match="announced a message of 65535 bytes; none can exceed 2000"):
         read_all(wire)
 
 

@@ -108,4 +108,4 @@ def test_what_is_sent_is_received_and_close_to_the_bound(which: str) -> None:
     assert sum(sent for sent, _ in counts) == sum(received for _, received in counts)
     bound = 2 * (world_size - 1) / world_size * 4 * n
     for sent, _ in counts:
-        assert bound <= sent <= 1.05 * bound  # padding of the last frame, headers
+        assert bound <= sent <= 1.002 * bound  # headers

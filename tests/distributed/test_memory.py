@@ -20,21 +20,22 @@ from gradwire.communicator import Communicator
 from gradwire.telemetry.recorder import Recorder
 from ranks import run_ranks
 
-# Below it chunks are not made smaller, and the work space may be four times the bucket: 2 MB at most.
-SMALL_BUCKET_BYTES = 1 << 19
+# Below it chunks are not made smaller: the work space is that of a bucket of this size, 8 MB, at most.
+SMALL_BUCKET_BYTES = 1 << 22
 
 
 def scratch_ratios(rank: int, world_size: int, topologies: list[str]) -> list[tuple[str, int, float]]:
-    """(topology, elements, work space / bucket) for gcomp with importance bytes, the scheme that needs most."""
+    """(topology, elements, work space / bucket of at least SMALL_BUCKET_BYTES) for gcomp with importance bytes, the scheme that needs most."""
     ratios = []
     for topology in topologies:
-        for n in (SMALL_BUCKET_BYTES // 4, 1 << 19, 3_000_000):
+        for n in (1, 1 << 17, 1 << 19, SMALL_BUCKET_BYTES // 4, 3_000_000):
             parameter = nn.Parameter(torch.randn(n))
             optimizer = torch.optim.SGD([parameter], lr=0.1)
             state = gradwire.HookState(schemes.by_name("gcomp", topology=topology), optimizer=optimizer, timeout_s=60)
             bucket = Bucket(torch.randn(n), [parameter], [0])
             state.scheme.reduce(bucket).wait()
-            ratios.append((topology, n, state.communicator.scratch_bytes / bucket.original_bytes))
+            n_bytes = max(bucket.original_bytes, SMALL_BUCKET_BYTES)
+            ratios.append((topology, n, state.communicator.scratch_bytes / n_bytes))
             state.close()
     return ratios
 

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.codecs import Codec
 from gradwire.collectives.chunk_codec import ChunkCodec, Importance
-from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender, frame_bytes_for
+from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender
 from gradwire.collectives.parts import CHUNK_ELEMENTS, Parts
 from gradwire.communicator import Communicator
 from gradwire.telemetry.recorder import BucketRecord
@@ -52,29 +52,24 @@ def direct_mean(
     total_memory = communicator.scratch("direct total", parts.max_chunk_elements * buffer.element_size())
     total_memory = total_memory.view(buffer.dtype)
 
-    tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes, chunks.max_message_bytes)
+    tag, largest = communicator.next_stream(), chunks.max_message_bytes
     n_messages = 2 * n_chunks
     ahead = min(_CHUNKS_AHEAD, n_chunks - 1)
-    unread_bytes = (ahead + 1) * (chunks.max_message_bytes + 4)
     # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
     peers = [(rank + distance) % world for distance in range(1, world)]
-    senders = {
-        peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, n_messages, record)
-        for peer in peers
-    }
+    senders = {peer: FrameSender(communicator, peer, tag, facts, largest, ahead, record) for peer in peers}
     receivers = {
-        peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, chunks.max_message_bytes, n_messages, record)
-        for peer in peers
+        peer: FrameReceiver(communicator, peer, tag, facts, largest, ahead, n_messages, record) for peer in peers
     }
 
     def write(number: int) -> None:
         gathering, chunk = divmod(number, n_chunks)
         for peer in peers:
             if gathering:
-                senders[peer].write(finals[chunk, : final_bytes[chunk]], may_lag=ahead)
+                senders[peer].write(finals[chunk, : final_bytes[chunk]])
             else:
                 n_bytes = chunks.encode_own(peer, chunk, message)
-                senders[peer].write(message[:n_bytes], may_lag=ahead)
+                senders[peer].write(message[:n_bytes])
 
     def read(number: int) -> None:
         gathering, chunk = divmod(number, n_chunks)

@@ -15,13 +15,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from gradwire.collectives.frames import HEADER_BYTES, Facts, FrameReceiver, FrameSender
+from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender
 from gradwire.communicator import Communicator
 from gradwire.telemetry.recorder import BucketRecord
 
 # Groups that may be on their way while this rank works: group k+1 is encoded while k travels while k-1 is decoded.
 _GROUPS_AHEAD = 2
-_MAX_FRAME_BYTES = 1 << 18  # as in frames.py
 
 
 class Piece(NamedTuple):
@@ -96,7 +95,7 @@ def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, re
     """Carry all groups to their owners and the results back; runs on the lane.
 
     Raises: PeerLost, RankMismatch, CorruptMessage, and whatever `ends` raises.
-    Cost: sends (N-1)/N of the pushed and of the pulled messages, in frames that fit one group.
+    Cost: sends (N-1)/N of the pushed and of the pulled messages.
     """
     world, rank = communicator.world_size, communicator.rank
     n_groups = [len(groups) for groups in cut.groups]
@@ -149,7 +148,7 @@ def push_pull(communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, re
 
 
 class _Streams:
-    """One stream to and one from every peer, in frames that fit one group's message, or a few frames for a large one."""
+    """One stream to and one from every peer."""
 
     def __init__(
         self,
@@ -163,22 +162,17 @@ class _Streams:
         record: BucketRecord,
     ) -> None:
         tag = communicator.next_stream()
-        framed_bytes = max_message_bytes + 4  # the length before every message in a stream
-        n_frames = -(-framed_bytes // _MAX_FRAME_BYTES)
-        frame_bytes = HEADER_BYTES + -(-framed_bytes // (64 * n_frames)) * 64
-        unread_bytes = (ahead + 1) * framed_bytes
-        self._ahead = ahead
         self._senders = {
-            peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, n, record, name)
-            for peer, n in n_written.items()
+            peer: FrameSender(communicator, peer, tag, facts, max_message_bytes, ahead, record, name)
+            for peer in n_written
         }
         self._receivers = {
-            peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, max_message_bytes, n, record, name)
+            peer: FrameReceiver(communicator, peer, tag, facts, max_message_bytes, ahead, n, record, name)
             for peer, n in n_read.items()
         }
 
     def write(self, peer: int, message: torch.Tensor) -> None:
-        self._senders[peer].write(message, may_lag=self._ahead)
+        self._senders[peer].write(message)
 
     def read(self, peer: int) -> torch.Tensor:
         return self._receivers[peer].read()

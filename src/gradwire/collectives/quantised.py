@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.quantised import Quantised, is_nonfinite_message
-from gradwire.collectives.frames import HEADER_BYTES, Facts, FrameReceiver, FrameSender, frame_bytes_for
+from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender
 from gradwire.collectives.parts import CHUNK_ELEMENTS, Parts
 from gradwire.communicator import Communicator
 from gradwire.errors import CorruptMessage
@@ -101,17 +101,13 @@ class _QuantisedMean:
         # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
         self._peers = [(self._rank + distance) % self._world for distance in range(1, self._world)]
         tag = communicator.next_stream()
-        frame_bytes = _frame_bytes(
-            n_chunks * (max(pushed_bytes, pulled_bytes) + 4) + self._opening.numel() + 4, max_bytes
-        )
-        unread_bytes = (self._ahead + 1) * (max_bytes + 4) + self._opening.numel() + 16
         n_messages = 2 * n_chunks + 2  # with the opening and the closing one
+        n_ahead = self._ahead + 1  # the opening goes before
         self._senders = {
-            peer: FrameSender(communicator, peer, tag, facts, frame_bytes, unread_bytes, n_messages, record)
-            for peer in self._peers
+            peer: FrameSender(communicator, peer, tag, facts, max_bytes, n_ahead, record) for peer in self._peers
         }
         self._receivers = {
-            peer: FrameReceiver(communicator, peer, tag, facts, frame_bytes, max_bytes, n_messages, record)
+            peer: FrameReceiver(communicator, peer, tag, facts, max_bytes, n_ahead, n_messages, record)
             for peer in self._peers
         }
         self._is_used_by: dict[int, list[bool]] = {self._rank: exchange.is_used}
@@ -119,7 +115,7 @@ class _QuantisedMean:
 
     def run(self) -> list[bool] | None:
         for sender in self._senders.values():
-            sender.write(self._opening, may_lag=1)
+            sender.write(self._opening)
         for number in range(2 * self._n_chunks + self._ahead):
             if number < 2 * self._n_chunks:
                 self._write(number)
@@ -142,11 +138,11 @@ class _QuantisedMean:
         for peer in self._peers:
             sender = self._senders[peer]
             if gathering:
-                sender.write(self._finals[chunk, : self._final_bytes[chunk]], may_lag=self._ahead)
+                sender.write(self._finals[chunk, : self._final_bytes[chunk]])
             else:
-                sender.write(self._encode_push(peer, chunk), may_lag=self._ahead)
+                sender.write(self._encode_push(peer, chunk))
             if number == 2 * self._n_chunks - 1:
-                sender.write(torch.tensor([self._is_finite], dtype=torch.uint8), may_lag=self._ahead)
+                sender.write(torch.tensor([self._is_finite], dtype=torch.uint8))
 
     def _read(self, number: int) -> None:
         gathering, chunk = divmod(number, self._n_chunks)
@@ -260,11 +256,6 @@ class _QuantisedMean:
     def _note_if_nonfinite(self, message: Tensor, n_elements: int) -> None:
         if is_nonfinite_message(message, n_elements):
             self._is_finite = False
-
-
-def _frame_bytes(stream_bytes: int, max_message_bytes: int) -> int:
-    """As for other streams, but no larger than all of one: messages of small buckets are shorter than a usual frame."""
-    return min(frame_bytes_for(stream_bytes, max_message_bytes), HEADER_BYTES + -(-stream_bytes // 64) * 64)
 
 
 def _pack_bits(flags: list[bool]) -> Tensor:

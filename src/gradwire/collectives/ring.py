@@ -11,7 +11,7 @@ import torch
 
 from gradwire.codecs import Codec
 from gradwire.collectives.chunk_codec import ChunkCodec, Importance
-from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender, frame_bytes_for
+from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender
 from gradwire.collectives.parts import CHUNK_ELEMENTS, Parts
 from gradwire.communicator import Communicator
 from gradwire.telemetry.recorder import BucketRecord
@@ -51,27 +51,16 @@ def ring_mean(
     outbox = communicator.scratch("ring outbox", n_chunks * chunks.max_message_bytes).view(n_chunks, -1)
     outbox_bytes = [0] * n_chunks
 
-    tag, frame_bytes = communicator.next_stream(), frame_bytes_for(parts.part_bytes, chunks.max_message_bytes)
+    tag, largest = communicator.next_stream(), chunks.max_message_bytes
     ahead = min(_MESSAGES_AHEAD, n_chunks - 1)
-    sender = FrameSender(
-        communicator,
-        (rank + 1) % world,
-        tag,
-        facts,
-        frame_bytes,
-        (ahead + 1) * (chunks.max_message_bytes + 4),
-        n_messages,
-        record,
-    )
-    receiver = FrameReceiver(
-        communicator, (rank - 1) % world, tag, facts, frame_bytes, chunks.max_message_bytes, n_messages, record
-    )
+    sender = FrameSender(communicator, (rank + 1) % world, tag, facts, largest, ahead, record)
+    receiver = FrameReceiver(communicator, (rank - 1) % world, tag, facts, largest, ahead, n_messages, record)
 
     def write(number: int) -> None:
         hop, chunk = divmod(number, n_chunks)
         if hop == 0:
             outbox_bytes[chunk] = chunks.encode_own(rank, chunk, outbox[chunk])
-        sender.write(outbox[chunk, : outbox_bytes[chunk]], may_lag=ahead)
+        sender.write(outbox[chunk, : outbox_bytes[chunk]])
 
     def read(number: int) -> None:
         hop, chunk = divmod(number, n_chunks)

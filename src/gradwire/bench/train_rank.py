@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ class TrainBench:
         wire, kernel = self._mean_over_ranks([counter.sent_bytes / len(times), counter.kernel_bytes / len(times)])
         codec_s = None if counter.codec_s is None else self._mean_over_ranks([counter.codec_s / len(times)])[0]
         decode_s = None if counter.decode_s is None else self._mean_over_ranks([counter.decode_s / len(times)])[0]
+        (cpu_s,) = self._mean_over_ranks([counter.cpu_s / len(times)])
         n_bytes = 4 * contender.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
         network = current_network()
@@ -167,6 +169,7 @@ class TrainBench:
             **split,
             "codec_s": codec_s,
             "decode_s": decode_s,
+            "cpu_s": cpu_s,
             "wire_bytes": wire,
             "wire_bytes_origin": "computed" if contender.name in RIVALS else "counted",
             "kernel_bytes": kernel if counter.has_kernel else None,
@@ -210,6 +213,7 @@ class _Counter:
         self.contender, self.phase = contender, phase
         self.sent_bytes = 0.0
         self.kernel_bytes = 0.0
+        self.cpu_s = 0.0  # of all threads of this rank, and of the kernel on their behalf
         self.has_kernel = kernel_counters.sent_bytes() is not None
         self.codec_s = None if contender.codec_s() is None else 0.0
         self.decode_s = None if contender.decode_s() is None else 0.0
@@ -219,10 +223,11 @@ class _Counter:
         contender = self.contender
         dist.barrier()
         sent, codec_s, kernel = contender.sent_bytes(), contender.codec_s(), kernel_counters.sent_bytes()
-        decode_s = contender.decode_s()
+        decode_s, cpu_s = contender.decode_s(), time.process_time()
         for _ in range(n_steps):
             contender.run_step()
         contender.finish_block()
+        self.cpu_s += time.process_time() - cpu_s
         dist.barrier()  # now everything sent has arrived, so the kernel has counted it
         self.sent_bytes += contender.sent_bytes() - sent
         self.kernel_bytes += (kernel_counters.sent_bytes() or 0) - (kernel or 0)

@@ -345,7 +345,7 @@ class BlockBroadcast(DeferredScheme):
             self._values[index].sum_in_rank_order(sums, own)
             if self.error_feedback:
                 self._leftovers.stage(slot, own)
-            slot.gradient.copy_(sums.mul_(1.0 / self._world_size))
+            torch.mul(sums, 1.0 / self._world_size, out=slot.gradient)
         record.add("decode", started, time.perf_counter_ns())
         self.session.recorder.close_bucket(record)
         with self._changed:

@@ -161,6 +161,8 @@ def test_what_would_go_lost_is_refused():
         lambda: Aqgb(floor=0.03, ceiling=0.03),
         lambda: Aqgb(confidence=0.0),
         lambda: Aqgb(initial_bps=0.0),
+        lambda: Aqgb(max_contention=0.0),
+        lambda: Aqgb(max_contention=1.5),
         lambda: Aqgb(partition=100),
         lambda: Aqgb(topology="tree"),
         lambda: Aqgb(blocks=0),

@@ -219,7 +219,7 @@ CASES: dict[str, tuple[Callable[[int], Any], tuple[type[GradwireError], ...]]] =
     "block order": (lambda rank: Aqgb(blocks=[["0"], ["2"]] if rank else [["2"], ["0"]]), (RankMismatch,)),
     "schemes": (lambda rank: Aqgb() if rank else Broadcast(), (RankMismatch,)),
     "clock": (lambda rank: Aqgb(clock=Jumping()) if rank else Aqgb(), (InvalidArgument,)),
-    "stops": (lambda rank: StopsBetweenStages() if rank else Aqgb(), (PeerLost,)),
+    "stops": (lambda rank: StopsBetweenStages(max_contention=1) if rank else Aqgb(), (PeerLost,)),
 }
 
 

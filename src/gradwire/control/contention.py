@@ -13,7 +13,8 @@ from __future__ import annotations
 from gradwire.control.checks import finite, share, whole
 from gradwire.control.quantisation import WORD_BITS
 
-# Two ranks with a core each spend 5 to 10 % of their runnable time waiting; a third means that work is put off.
+# Two ranks of the small GPT with a core each, few bits: 0.26 to 0.37, for their communication's threads must wait for the
+# training's core. There 12 bits a value took 172 ms a step and 4 took 123. Ranks with cores to spare are far below it.
 DEFAULT_MAX_CONTENTION = 0.25
 _INCREASE_BITS = 2
 _DECREASE = 2

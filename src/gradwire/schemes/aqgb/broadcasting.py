@@ -264,7 +264,7 @@ class BlockBroadcast(DeferredScheme):
             head = Head(
                 self._rank, index, first_bit, n_bits, is_plain, 0 if message is None else message.numel(),
                 current.sequence, self.pacing.own_ceiling_bits, list(current.ended[self._rank]),
-                self.pacing.remaining_s(), list(self._received_bytes), list(self._receiving_us),
+                self.pacing.told_remaining_s(), list(self._received_bytes), list(self._receiving_us),
             )  # fmt: skip
             current.sequence += 1
             record = self._record_of(current, index)

@@ -39,7 +39,7 @@ class Head:
         sequence: heads of this origin and step before this one.
         ceiling_bits: of a value, that this origin's processors have time for (control/contention.py).
         ended: [block] whether this origin sends no more of it in this step: its marker of the end.
-        remaining_s: [block] until this origin's next forward pass needs it; None if it cannot tell yet.
+        remaining_s: [block] from the head's arrival until this origin's next forward pass needs it; None if it cannot tell yet.
         received_bytes, receiving_us: [rank] of bodies that this origin has received of each rank since it was attached,
             and how long those transfers took: acknowledgements, which carry both b and u of the control law.
     """

@@ -14,6 +14,7 @@ from gradwire import cli, train
 from gradwire.bench import convergence
 from gradwire.bench.fidelity_runs import FinishedRun
 from gradwire.bench.figures import convergence_numbers as numbers
+from gradwire.bench.figures import convergence_plots
 from gradwire.errors import InvalidArgument
 from gradwire.training import TrainConfig
 from gradwire.training.run_files import RunFiles
@@ -106,3 +107,42 @@ def test_wrong_names_are_refused_before_anything_is_trained(tmp_path: Path) -> N
         with pytest.raises(InvalidArgument):
             convergence.run(parser.parse_args([*words, "--out", str(tmp_path / "runs")]))
     assert not any(tmp_path.iterdir())
+
+
+def make_timed_run(name: str, seed: int, step_s: float, losses: list[float]) -> FinishedRun:
+    steps = [
+        {"step": step, "loss": loss, "ratio": 1.0, "iteration_s": step_s, "elapsed_s": (step + 1) * step_s}
+        for step, loss in enumerate(losses)
+    ]
+    return FinishedRun(name, "gpt at 1gbit", {"seed": seed, "ranks": 2, "optimizer": "adamw"}, steps)
+
+
+def test_time_to_a_loss_is_the_yardsticks_last_fifth_of_the_same_seed(tmp_path: Path) -> None:
+    falling = [3.0 - 0.04 * step for step in range(50)]
+    stuck = [3.0] * 50
+    runs = {
+        "ddp": [make_timed_run("ddp", seed, 0.2, falling) for seed in (0, 1)],
+        "aqgb": [make_timed_run("aqgb", 0, 0.1, falling), make_timed_run("aqgb", 1, 0.1, stuck)],
+        "top-k": [make_timed_run("top-k", 0, 0.1, stuck)],
+    }
+    ddp, aqgb, top_k = numbers.describe_times(runs, "ddp")
+    assert ddp["target_loss"] == pytest.approx(3.0 - 0.04 * 40)
+    assert (ddp["steps_to_loss"], ddp["seconds_to_loss"]) == (50, pytest.approx(10.0))
+    assert (aqgb["n_reached"], aqgb["seconds_to_loss"], aqgb["iteration_s"]) == (1, pytest.approx(5.0), 0.1)
+    assert aqgb["speed_up"] == pytest.approx(2.0), "over the seed that both reach it with"
+    assert (top_k["n_reached"], top_k["seconds_to_loss"], top_k["speed_up"]) == (0, None, None)
+    assert "| top-k | 0.1 |" in numbers.times_to_markdown([ddp, aqgb, top_k])
+    convergence_plots.plot_losses_over_time({"gpt at 1gbit": runs}, tmp_path)
+    assert (tmp_path / "convergence_times.svg").stat().st_size > 0
+
+
+def test_each_rate_has_runs_of_its_own_and_buckets_are_ddps() -> None:
+    parser = argparse.ArgumentParser()
+    convergence.add_arguments(parser)
+    words = ["--workload", "gpt", "--scheme", "aqgb:bucket_mb=0.5", "--seeds", "0", "--out", "runs"]
+    (alone,) = convergence.plan(parser.parse_args([*words, "--rate", "1gbit"]))
+    assert (alone.workload, alone.rate, alone.config.bucket_cap_mb) == ("gpt", "1gbit", 0.5)
+    assert alone.config.scheme_options == {}
+    slow, fast = convergence.plan(parser.parse_args([*words, "--rate", "100mbit", "1gbit"]))
+    assert (slow.workload, slow.rate) == ("gpt at 100mbit", "100mbit")
+    assert slow.config.out == Path("runs/100mbit/gpt/aqgb-bucket_mb-0.5/seed-0") != fast.config.out

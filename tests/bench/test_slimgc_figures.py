@@ -12,7 +12,8 @@ from gradwire import workloads
 from gradwire.bench import slimgc_accuracy, slimgc_speed
 from gradwire.bench.figures import slimgc_accuracy as figures
 from gradwire.bench.overlap import Timeline, without
-from gradwire.bench.slimgc_accuracy import Case, configurations, plan
+from gradwire.bench.paired_trainings import FULL, Case
+from gradwire.bench.slimgc_accuracy import configurations, plan
 from gradwire.bench.specs import parse_spec
 from gradwire.bench.train_contenders import RIVALS, check_rival_options
 from gradwire.control.threshold import NEVER
@@ -57,7 +58,7 @@ def test_differences_are_paired_and_their_interval_is_students() -> None:
     cases, results = [], {}
     bare, better = [90.0, 80.0, 70.0], [92.0, 81.0, 73.0]
     for seed in range(3):
-        for name, values in (("bare", bare), ("everything", better), (figures.FULL, [93.0, 83.0, 73.0])):
+        for name, values in (("bare", bare), ("everything", better), (FULL, [93.0, 83.0, 73.0])):
             case = Case("strategies", "1-bit", name, name, "resnet", seed)
             cases.append(case)
             results[case.key] = {"accuracy": values[seed] / 100, "loss": 0.1}

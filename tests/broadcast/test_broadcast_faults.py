@@ -161,6 +161,8 @@ def test_what_would_go_lost_is_refused():
         lambda: Aqgb(floor=0.03, ceiling=0.03),
         lambda: Aqgb(confidence=0.0),
         lambda: Aqgb(initial_bps=0.0),
+        lambda: Aqgb(max_contention=0.0),
+        lambda: Aqgb(max_contention=1.5),
         lambda: Aqgb(partition=100),
         lambda: Aqgb(topology="tree"),
         lambda: Aqgb(blocks=0),
@@ -217,7 +219,7 @@ CASES: dict[str, tuple[Callable[[int], Any], tuple[type[GradwireError], ...]]] =
     "block order": (lambda rank: Aqgb(blocks=[["0"], ["2"]] if rank else [["2"], ["0"]]), (RankMismatch,)),
     "schemes": (lambda rank: Aqgb() if rank else Broadcast(), (RankMismatch,)),
     "clock": (lambda rank: Aqgb(clock=Jumping()) if rank else Aqgb(), (InvalidArgument,)),
-    "stops": (lambda rank: StopsBetweenStages() if rank else Aqgb(), (PeerLost,)),
+    "stops": (lambda rank: StopsBetweenStages(max_contention=1) if rank else Aqgb(), (PeerLost,)),
 }
 
 

@@ -22,6 +22,7 @@ def head(**changes: object) -> Head:
         "is_plain": False,
         "body_bytes": 1_000,
         "sequence": 5,
+        "ceiling_bits": 12,
     }
     return Head(**{**whole, "ended": ended, **told, "receiving_us": [3, 0, 1 << 33], **changes})
 
@@ -55,7 +56,16 @@ def test_every_flipped_bit_is_noticed():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"origin": 3}, {"block": 10}, {"n_bits": 0}, {"first_bit": 5}, {"block": NO_BLOCK}, {"is_plain": 2}],
+    [
+        {"origin": 3},
+        {"block": 10},
+        {"n_bits": 0},
+        {"first_bit": 5},
+        {"block": NO_BLOCK},
+        {"is_plain": 2},
+        {"ceiling_bits": 0},
+        {"ceiling_bits": 33},
+    ],
 )
 def test_a_head_out_of_range_is_corrupt(changes):
     with pytest.raises(CorruptMessage):

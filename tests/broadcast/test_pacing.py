@@ -100,6 +100,19 @@ def test_the_latest_rank_sets_the_deadline():
     assert rig.pacing.more_bits(1, 4) == 25
 
 
+def test_what_peers_are_told_counts_from_when_they_hear_it():
+    rig = Rig()
+    for _ in range(2):
+        rig.run_backward()
+        rig.run_forward()
+    rig.acknowledge(10e6, seconds=10.0)
+    rig.run_backward()
+    assert rig.pacing.told_remaining_s() == pytest.approx(rig.pacing.remaining_s())
+    rig.pacing.sent(10_000_000 // 8 // 10)  # 0.1 s of what is on its way goes before the head
+    now_s = rig.pacing.remaining_s()
+    assert rig.pacing.told_remaining_s() == pytest.approx([seconds - 0.1 for seconds in now_s])
+
+
 def test_nothing_acknowledged_means_the_floor_and_no_second_stage():
     rig = Rig()
     for _ in range(3):

@@ -10,7 +10,7 @@ import pytest
 
 from gradwire.bench.simulator import Cell, Measuring, summarise
 from gradwire.bench.simulator_blocks import block_workload, bucket_workload
-from gradwire.bench.simulator_predictions import predict
+from gradwire.bench.simulator_predictions import predict, rate_with_cores
 from gradwire.cli import main
 from gradwire.errors import InvalidArgument
 
@@ -90,6 +90,16 @@ def test_a_ring_is_predicted_by_its_bytes_and_the_rest_by_its_own_record() -> No
     assert wire_s / 8 < predicted["aqgb"]["predicted_s"] < wire_s / 8 * 1.1 + 0.06
     assert predicted["ddp"]["error"] == pytest.approx(predicted["ddp"]["predicted_s"] - 1)
     assert summarise(list(predicted.values()))[0].startswith("all: median error")
+
+
+def test_ranks_that_share_cores_move_their_bits_no_faster_than_the_cores_do() -> None:
+    record = {"scheme": "gcomp", "ranks": 4, "rate_bps": 1e9, "codec_s": 0.05, "kernel_bytes": None, "wire_bytes": 1e6}
+    assert rate_with_cores(record) == 1e9, "of an older record nothing is known"
+    busy = record | {"cpu_s": 0.25, "n_cores": 2}
+    assert rate_with_cores(busy) == pytest.approx(8e6 / 0.2 / 2)
+    assert rate_with_cores(busy, n_cores=4) == rate_with_cores(busy, n_cores=64) == pytest.approx(8e6 / 0.2)
+    assert rate_with_cores(busy | {"cpu_s": 0.04}) == 1e9, "all of it is the codec's"
+    assert rate_with_cores(busy | {"rate_bps": 1e6}) == 1e6
 
 
 def test_one_rank_is_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

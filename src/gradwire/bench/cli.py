@@ -11,6 +11,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "gradwire.bench.adaptation",
         "how AQGB's bits follow the network in a run of `gradwire train`: Fig. 9",
     ),
+    "aqgb-accuracy": (
+        "gradwire.bench.aqgb_accuracy",
+        "what fixed and adaptive bits cost in accuracy on a shaped link: AQGB's table 2",
+    ),
     "codec": ("gradwire.bench.codec", "ratio and speed of codecs and their rivals on real gradients"),
     "allreduce": ("gradwire.bench.allreduce", "time and bytes of every scheme's all-reduce beside the backend's own"),
     "train": ("gradwire.bench.train", "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks"),

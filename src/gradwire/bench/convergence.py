@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gradwire import train
 from gradwire.bench.console import make_console
@@ -20,6 +21,8 @@ SCHEMES = ("plain", "power-sgd", "acp-sgd", "acp-sgd:error_feedback=false", "acp
 WORKLOADS = ("resnet", "gpt")
 # What a scheme's spec may say about the workload, since the best learning rate is not the same for every scheme.
 _WORKLOAD_PREFIX = "workload."
+# And about DDP: its bucket_cap_mb, which schemes that work by block want no larger than a block.
+_BUCKET_MB = "bucket_mb"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(SCHEMES),
         metavar="NAME",
         help="schemes as NAME:option=value,...; `ddp` is DDP without gradwire; workload.OPTION=VALUE is for the "
-        f"workload, such as workload.learning_rate=1e-4. The first is what the others are compared with "
-        f"({' '.join(SCHEMES)})",
+        "workload, such as workload.learning_rate=1e-4, bucket_mb=MB for DDP's buckets. The first is what the others "
+        f"are compared with ({' '.join(SCHEMES)})",
     )
     parser.add_argument(
         "--workload",
@@ -42,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="of weights and batches")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="ranks on this machine (4)")
-    parser.add_argument("--rate", default="none", metavar="RATE", help="each rank's link, such as 1gbit (none)")
+    parser.add_argument("--rate", nargs="+", default=["none"], metavar="RATE",
+                        help="each rank's link, such as 1gbit (none); of several, each makes a table of its own")  # fmt: skip
+    parser.add_argument("--times", action="store_true", help="iteration time, loss over time and time to a loss too: on a "
+                        "quiet machine only")  # fmt: skip
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps a run (300)")
     parser.add_argument("--batch-size", type=int, metavar="N", help="samples a rank and step (the workload's own)")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"), metavar="DIR", help="folder of the runs, "
@@ -71,9 +77,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, records)
     write_csv(args.out / "convergence.csv", records)
+    times: list[dict[str, Any]] = []
+    if args.times:
+        times = [record for runs in by_workload.values() for record in numbers.describe_times(runs, args.scheme[0])]
+        convergence_plots.plot_losses_over_time(by_workload, args.out)
+        write_csv(args.out / "times.csv", times)
+        write_json(args.out / "times.json", times)
     steps = [record for runs in by_workload.values() for record in numbers.describe_steps(runs)]
     write_csv(args.out / "steps.csv", steps)
-    markdown = numbers.to_markdown(records)
+    markdown = numbers.to_markdown(records) + (numbers.times_to_markdown(times) if times else "")
     write_text(args.out / "convergence.md", markdown)
     console.print(markdown, markup=False, highlight=False, soft_wrap=True)
     console.print(f"plots and numbers: {args.out}")
@@ -85,22 +97,26 @@ def plan(args: argparse.Namespace) -> list[PlannedRun]:
 
     Raises: InvalidArgument, Unsupported (a workload, scheme or option that there is not).
     """
-    planned = []
+    planned, rates = [], list(dict.fromkeys(args.rate))
     for seed in dict.fromkeys(args.seeds):
         for spec in dict.fromkeys(args.scheme):
             for workload in dict.fromkeys(args.workload):
-                planned.append(
-                    PlannedRun(spec, workload, _configure(args, workload, spec, seed), args.ranks, args.rate)
-                )
+                for rate in rates:
+                    # One rate alone is where it always was, so that what is finished there is found.
+                    label, out = (workload, args.out) if len(rates) == 1 else (f"{workload} at {rate}", args.out / rate)
+                    planned.append(
+                        PlannedRun(spec, label, _configure(args, workload, spec, seed, out), args.ranks, rate)
+                    )
     for one in planned:
         train.check(one.config)
     return planned
 
 
-def _configure(args: argparse.Namespace, workload: str, spec: str, seed: int) -> TrainConfig:
+def _configure(args: argparse.Namespace, workload: str, spec: str, seed: int, out: Path) -> TrainConfig:
     (workload_name, workload_options), (scheme, options) = parse_spec(workload), parse_spec(spec)
     for key in [key for key in options if key.startswith(_WORKLOAD_PREFIX)]:
         workload_options[key.removeprefix(_WORKLOAD_PREFIX)] = options.pop(key)
+    bucket_mb = options.pop(_BUCKET_MB, None)
     return TrainConfig(
         workload=workload_name,
         workload_options=workload_options,
@@ -109,7 +125,8 @@ def _configure(args: argparse.Namespace, workload: str, spec: str, seed: int) ->
         steps=args.steps,
         batch_size=args.batch_size,
         seed=seed,
-        out=args.out / folder_name(workload) / folder_name(spec) / f"seed-{seed}",
+        bucket_cap_mb=None if bucket_mb is None else float(bucket_mb),
+        out=out / folder_name(workload) / folder_name(spec) / f"seed-{seed}",
     )
 
 

@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what is replayed, options as NAME:option=value,... (resnet50; quick gpt)",
     )
+    parser.add_argument("--cores", type=int, metavar="N", help="predict for ranks that share so many (this machine's)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps a scheme that count")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the results, where a run goes on (runs/simulator...)"
@@ -87,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
+    if args.cores is not None and args.cores < 1:
+        raise InvalidArgument(f"--cores {args.cores}: expected at least 1")
     if args.measure:
         return _measure_table(args, say)
     workload, rates, n_steps, n_warmup = _QUICK if args.quick else _FULL
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     compared: list[Record] = []
     for latency, train_cell in cells.values():
         if latency.key in records and train_cell.key in records:
-            compared += _compare(records[latency.key], records[train_cell.key], workload)
+            compared += _compare(records[latency.key], records[train_cell.key], workload, args.cores)
     if not compared:
         raise GradwireError(f"nothing could be measured; the logs are in {out / 'logs'}")
     write_json(args.json or out / "comparison.json", compared)
@@ -207,12 +210,12 @@ def _call_process(command: Sequence[str], log: Path) -> int:
 # ---- the comparison
 
 
-def _compare(tiny: Sequence[Record], records: Sequence[Record], workload: str) -> list[Record]:
+def _compare(tiny: Sequence[Record], records: Sequence[Record], workload: str, n_cores: int | None) -> list[Record]:
     from gradwire.bench.simulator_predictions import predict
 
     hops = {"plain": "backend", "gcomp": "frames"}
     latencies_s = {hops[one["scheme"]]: one["time_s"] / (2 * (one["ranks"] - 1)) for one in tiny}
-    return predict(records, latencies_s, workload)
+    return predict(records, latencies_s, workload, n_cores)
 
 
 def make_table(records: Sequence[Record]) -> Table:

@@ -26,29 +26,51 @@ _EXPONENT_BITS = 8 / 256
 _ROUNDS = 30
 
 
-def predict(records: Sequence[Record], latencies_s: dict[str, float], workload: str) -> list[Record]:
+def predict(
+    records: Sequence[Record], latencies_s: dict[str, float], workload: str, n_cores: int | None = None
+) -> list[Record]:
     """Predicted and measured iteration times of one cell, one record for each scheme.
 
-    Inputs are the cell's own: what DDP alone computed in a step, bytes and codec times of each scheme, and what the
-    smallest reduction took for each of its hops.
+    Inputs are the cell's own: what DDP alone computed in a step, bytes, codec times and processor times of each scheme, and
+    what the smallest reduction took for each of its hops.
 
     Args:
         records: of `bench train --compute emulate`, `ddp` among them.
         latencies_s: of a hop, for "backend" and "frames".
         workload: as `bench train` was given it.
+        n_cores: that all ranks share; None: as many as the records name. See `rate_with_cores`.
     """
     computed_s = next(record["compute_s"] for record in records if record["scheme"] == "ddp")
-    return [_predict_one(record, latencies_s, workload, computed_s) for record in records]
+    return [_predict_one(record, latencies_s, workload, computed_s, n_cores) for record in records]
 
 
-def _predict_one(record: Record, latencies_s: dict[str, float], workload: str, step_s: float) -> Record:
+def rate_with_cores(record: Record, n_cores: int | None = None) -> float:
+    """Bits a second at which a rank gets through what its link carries: the link's rate, or less for want of cores.
+
+    N ranks on C cores have C/N of a core each, and never more than one, for threads of one rank take turns at Python's
+    lock. The work that sending and receiving take is the processor time of a step less the codec's, which is modelled by
+    itself; it goes on beside the transfer and bounds its rate. Records without processor times leave the link's rate.
+    """
+    rate_bps, cpu_s, n_cores = float(record["rate_bps"]), record.get("cpu_s"), n_cores or record.get("n_cores")
+    if cpu_s is None or n_cores is None:
+        return rate_bps
+    transport_s = cpu_s - (record["codec_s"] or 0.0)
+    bits = 8 * _link_bytes(record)
+    if transport_s <= 0 or bits == 0:
+        return rate_bps
+    return min(rate_bps, min(1.0, n_cores / record["ranks"]) * bits / transport_s)
+
+
+def _predict_one(
+    record: Record, latencies_s: dict[str, float], workload: str, step_s: float, n_cores: int | None
+) -> Record:
     scheme, n_ranks = record["scheme"], record["ranks"]
     latency_s = latencies_s["backend" if scheme in _BY_BACKEND else "frames"]
     is_broadcast = scheme in _BROADCASTS
     make_workload = block_workload if is_broadcast else bucket_workload
     name, options = parse_spec(workload)
     described = make_workload(name, options, step_s)
-    setting = Setting(described, n_ranks, float(record["rate_bps"]), jitter=Uniform(0.0), latency_s=latency_s)
+    setting = Setting(described, n_ranks, rate_with_cores(record, n_cores), jitter=Uniform(0.0), latency_s=latency_s)
     simulation = Simulation(setting, lambda simulation: _make_scheme(simulation, record))
     simulation.run(rounds=_ROUNDS)
     ends_s = simulation.round_ends_s
@@ -71,6 +93,8 @@ def _predict_one(record: Record, latencies_s: dict[str, float], workload: str, s
         "error": predicted_s / measured_s - 1,
         "compute_s": step_s,
         "codec_s": record["codec_s"],
+        "cpu_s": record.get("cpu_s"),
+        "rate_with_cores_bps": rate_with_cores(record, n_cores),
         "wire_bytes": _link_bytes(record),
         "latency_s": latency_s,
         "compute": record["compute"],

@@ -159,6 +159,7 @@ class TrainBench:
         decode_s = None if counter.decode_s is None else self._mean_over_ranks([counter.decode_s / len(times)])[0]
         # Of equally many steps for all, whatever each took to settle.
         n_trained = self.args.warmup + (counter.phase + 1) * self.args.steps
+        (cpu_s,) = self._mean_over_ranks([counter.cpu_s / len(times)])
         n_bytes = 4 * contender.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
         network = current_network()
@@ -181,6 +182,7 @@ class TrainBench:
             "codec_s": codec_s,
             "decode_s": decode_s,
             **self._overlap(counter, len(times)),
+            "cpu_s": cpu_s,
             "wire_bytes": wire,
             "wire_bytes_origin": "computed" if contender.name in RIVALS else "counted",
             "kernel_bytes": kernel if counter.has_kernel else None,
@@ -236,6 +238,7 @@ class _Counter:
         self.started_s = self.ended_s = time.perf_counter()
         self.sent_bytes = 0.0
         self.kernel_bytes = 0.0
+        self.cpu_s = 0.0  # of all threads of this rank, and of the kernel on their behalf
         self.has_kernel = kernel_counters.sent_bytes() is not None
         self.codec_s = None if contender.codec_s() is None else 0.0
         self.decode_s = None if contender.decode_s() is None else 0.0
@@ -245,11 +248,12 @@ class _Counter:
         contender = self.contender
         dist.barrier()
         sent, codec_s, kernel = contender.sent_bytes(), contender.codec_s(), kernel_counters.sent_bytes()
-        decode_s = contender.decode_s()
+        decode_s, cpu_s = contender.decode_s(), time.process_time()
         for _ in range(n_steps):
             contender.run_step()
         contender.finish_block()
         self.ended_s = time.perf_counter()
+        self.cpu_s += time.process_time() - cpu_s
         dist.barrier()  # now everything sent has arrived, so the kernel has counted it
         self.sent_bytes += contender.sent_bytes() - sent
         self.kernel_bytes += (kernel_counters.sent_bytes() or 0) - (kernel or 0)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 _TIMES = ("forward_backward_s", "optimizer_s", "encode_s", "decode_s", "communicate_s", "importance_s", "table_s",
           "wait_s", "exposed_s", "cpu_s")  # fmt: skip
 _COUNTS = ("bytes_sent", "bytes_received", "original_bytes", "n_messages", "n_fallbacks")
-_OWN = ("bits_per_value", "first_bits_per_value", "acknowledged_bps")  # of schemes whose `step_figures` tell them
+# Of schemes whose `step_figures` tell them.
+_OWN = ("bits_per_value", "first_bits_per_value", "acknowledged_bps", "ceiling_bits", "contention")
 _KEYS = ("loss", "iteration_s", *_TIMES, *_COUNTS, *_OWN)
 
 N_WARM_UP_STEPS = 2  # DDP's first step uses one bucket, and its second rebuilds them

@@ -10,10 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.bench.fidelity_runs import FinishedRun
+from gradwire.bench.figures.fidelity_numbers import first_below, loss_to_reach
 from gradwire.bench.figures.numbers import Records
 
 # Of one workload, by configuration: one run a seed.
 Seeds = dict[str, list[FinishedRun]]
+
+_UNSTEADY_STEPS = 2  # DDP rebuilds its buckets in step 1
 
 # name: whether more is better.
 METRICS = {"loss_last_10": False, "held_out_loss": False, "accuracy": True}
@@ -53,6 +56,66 @@ def describe_convergence(runs: Seeds, yardstick: str) -> Records:
         }
         records.append(record)
     return records
+
+
+def describe_times(runs: Seeds, yardstick: str) -> Records:
+    """How long a step takes, and how long training takes to a loss; means nothing on a machine that is not quiet.
+
+    The loss to reach is what the yardstick's run of the same seed stays below in its last fifth. `seconds_to_loss` and
+    `steps_to_loss` are means over the seeds that reach it, `n_reached` of them; `speed_up`: how many times sooner than
+    the yardstick, over the seeds that both have reached it with.
+    """
+    targets = {run.summary["seed"]: loss_to_reach(run.column("loss")) for run in runs.get(yardstick, [])}
+    reached = {name: _reach(finished, targets) for name, finished in runs.items()}
+    base = reached.get(yardstick, {})
+    records: Records = []
+    for name, finished in runs.items():
+        mine = reached[name]
+        warm = [run.column("iteration_s")[_UNSTEADY_STEPS:] for run in finished]
+        shared = sorted(mine.keys() & base.keys())
+        records.append(
+            {
+                "workload": finished[0].workload,
+                "configuration": name,
+                "yardstick": yardstick,
+                "iteration_s": float(np.median(np.concatenate(warm))),
+                "n_reached": len(mine),
+                "target_loss": statistics.fmean(targets.values()) if targets else None,
+                "steps_to_loss": statistics.fmean(steps for steps, _ in mine.values()) if mine else None,
+                "seconds_to_loss": statistics.fmean(seconds for _, seconds in mine.values()) if mine else None,
+                "speed_up": sum(base[seed][1] for seed in shared) / sum(mine[seed][1] for seed in shared)
+                if shared
+                else None,
+            }
+        )
+    return records
+
+
+def _reach(finished: Sequence[FinishedRun], targets: dict[int, float]) -> dict[int, tuple[int, float]]:
+    """{seed: (steps, seconds)} to the seed's target, of the runs that reach it."""
+    found: dict[int, tuple[int, float]] = {}
+    for run in finished:
+        seed = run.summary["seed"]
+        step = first_below(run.column("loss"), targets[seed]) if seed in targets else None
+        if step is not None:
+            found[seed] = (step + 1, float(run.column("elapsed_s")[step]))
+    return found
+
+
+def times_to_markdown(records: Records) -> str:
+    """A table for every workload and rate."""
+    columns = ("iteration_s", "target_loss", "n_reached", "steps_to_loss", "seconds_to_loss", "speed_up")
+    lines: list[str] = []
+    for workload in dict.fromkeys(record["workload"] for record in records):
+        group = [record for record in records if record["workload"] == workload]
+        lines += [f"### time to a loss, {workload}, beside {group[0]['yardstick']}", ""]
+        lines += ["| configuration | " + " | ".join(column.replace("_", " ") for column in columns) + " |"]
+        lines.append("|" + "---|" * (1 + len(columns)))
+        for record in group:
+            cells = [record["configuration"], *("-" if record[c] is None else f"{record[c]:.4g}" for c in columns)]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _by_seed(runs: Sequence[FinishedRun], metric: str) -> dict[int, float]:

@@ -38,6 +38,26 @@ def plot_losses(by_workload: Mapping[str, Seeds], folder: Path) -> None:
         save_figure(figure, folder, "convergence_losses")
 
 
+def plot_losses_over_time(by_workload: Mapping[str, Seeds], folder: Path) -> None:
+    """Training losses over the seconds of training: a line a seed, the mean of the last ten steps at each moment."""
+    with mpl.rc_context(STYLE):
+        figure, panels = make_panels(len(by_workload), width=4.8 * len(by_workload))
+        for panel, (workload, runs) in zip(panels, by_workload.items(), strict=True):
+            for index, (name, finished) in enumerate(runs.items()):
+                colour, style = COLOURS[index % len(COLOURS)], _STYLES[index // len(COLOURS) % len(_STYLES)]
+                for number, run in enumerate(finished):
+                    losses, elapsed_s = run.column("loss"), run.column("elapsed_s")
+                    n_averaged = min(_AVERAGED, losses.size)
+                    means = np.convolve(losses, np.full(n_averaged, 1 / n_averaged), "valid")
+                    label = name if number == 0 else None
+                    panel.plot(elapsed_s[n_averaged - 1 :], means, style, color=colour, lw=1.2, alpha=0.8, label=label)
+            first = next(iter(runs.values()))[0].summary
+            panel.set(xlabel="seconds of training", ylabel=f"training loss, mean of {_AVERAGED} steps", yscale="log")
+            panel.set_title(_title(f"{workload}, {first['optimizer']}, {first['ranks']} ranks"), fontsize=7)
+            panel.legend(fontsize=7)
+        save_figure(figure, folder, "convergence_times")
+
+
 def _title(words: str) -> str:
     """Folded: a workload with options is longer than its panel."""
     return "\n".join(textwrap.wrap(words.replace(",", ", "), 34))

@@ -108,12 +108,11 @@ def _exponent_bits(gradient: npt.NDArray[np.float32], table: HuffmanTable | None
 def describe_times(runs: Runs) -> Records:
     """Figs. 11 and 20: CPU load, iteration time, and seconds to a loss. Mean nothing on a machine that is not quiet.
 
-    The loss to reach is what the baseline stays below in its last fifth: the slowest honest choice that it reaches.
+    The loss to reach is the baseline's (`loss_to_reach`).
     """
     if BASELINE not in runs:
         return []
-    losses = runs[BASELINE].column("loss")
-    target = float(losses[-max(_WINDOW, losses.size // 5) :].max())
+    target = loss_to_reach(runs[BASELINE].column("loss"))
     records: Records = []
     for name, run in runs.items():
         warm = slice(2, None) if len(run.steps) > 2 else slice(None)  # DDP rebuilds its buckets in step 1
@@ -134,6 +133,11 @@ def describe_times(runs: Runs) -> Records:
             }
         )
     return records
+
+
+def loss_to_reach(losses: Values) -> float:
+    """What `losses` stay at or below in their last fifth: the slowest honest choice that is reached."""
+    return float(losses[-max(_WINDOW, losses.size // 5) :].max())
 
 
 def first_below(losses: Values, target: float) -> int | None:

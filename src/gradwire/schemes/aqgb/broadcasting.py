@@ -263,8 +263,8 @@ class BlockBroadcast(DeferredScheme):
                 current.ended[self._rank][block] = True
             head = Head(
                 self._rank, index, first_bit, n_bits, is_plain, 0 if message is None else message.numel(),
-                current.sequence, list(current.ended[self._rank]), self.pacing.remaining_s(), list(self._received_bytes),
-                list(self._receiving_us),
+                current.sequence, self.pacing.own_ceiling_bits, list(current.ended[self._rank]),
+                self.pacing.told_remaining_s(), list(self._received_bytes), list(self._receiving_us),
             )  # fmt: skip
             current.sequence += 1
             record = self._record_of(current, index)
@@ -297,7 +297,8 @@ class BlockBroadcast(DeferredScheme):
         """See Listener."""
         origin, current = head.origin, self._round
         assert current is not None
-        self.pacing.hear(origin, head.received_bytes[self._rank], head.receiving_us[self._rank], head.remaining_s)
+        received = head.received_bytes[self._rank], head.receiving_us[self._rank]
+        self.pacing.hear(origin, *received, head.remaining_s, head.ceiling_bits)
         if body is not None:
             ended = time.perf_counter_ns()
             self.figures.note_received(duration_ns)
@@ -344,7 +345,7 @@ class BlockBroadcast(DeferredScheme):
             self._values[index].sum_in_rank_order(sums, own)
             if self.error_feedback:
                 self._leftovers.stage(slot, own)
-            slot.gradient.copy_(sums.mul_(1.0 / self._world_size))
+            torch.mul(sums, 1.0 / self._world_size, out=slot.gradient)
         record.add("decode", started, time.perf_counter_ns())
         self.session.recorder.close_bucket(record)
         with self._changed:
@@ -385,8 +386,8 @@ class BlockBroadcast(DeferredScheme):
         return {"rate_bps": self.pacing.rate_bps, **self.figures.as_dict()}
 
     def step_figures(self) -> dict[str, float]:
-        """Bits sent of each value in the last step, all of them and in the first stage, and b."""
-        return self.figures.last_bits() | {"acknowledged_bps": self.pacing.rate_bps}
+        """Bits sent of each value in the last step, all of them and in the first stage, and what bounds them."""
+        return self.figures.last_bits() | self.pacing.figures()
 
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": self._leftovers.state_by_name(self.session.names)} if self.error_feedback else {}

@@ -10,7 +10,7 @@ import torch
 from gradwire import _native
 from gradwire.errors import CorruptMessage, IncompatibleVersion, RankMismatch
 
-HEAD_VERSION = 1
+HEAD_VERSION = 2
 NO_BLOCK = 0xFFFF  # a head without a body
 _MAGIC = 0x4257  # "WB"
 _FIXED = struct.Struct("<HBBHHBBHIIIII")
@@ -37,8 +37,9 @@ class Head:
         is_plain: the body holds the words themselves, not a codec's message.
         body_bytes: its length.
         sequence: heads of this origin and step before this one.
+        ceiling_bits: of a value, that this origin's processors have time for (control/contention.py).
         ended: [block] whether this origin sends no more of it in this step: its marker of the end.
-        remaining_s: [block] until this origin's next forward pass needs it; None if it cannot tell yet.
+        remaining_s: [block] from the head's arrival until this origin's next forward pass needs it; None if it cannot tell yet.
         received_bytes, receiving_us: [rank] of bodies that this origin has received of each rank since it was attached,
             and how long those transfers took: acknowledgements, which carry both b and u of the control law.
     """
@@ -50,6 +51,7 @@ class Head:
     is_plain: bool
     body_bytes: int
     sequence: int
+    ceiling_bits: int
     ended: list[bool]
     remaining_s: list[float] | None
     received_bytes: list[int]
@@ -76,7 +78,7 @@ class HeadFormat:
         if head.remaining_s is not None:
             remaining_us = [max(_UNKNOWN_US + 1, min(_MAX_US, int(seconds * 1e6))) for seconds in head.remaining_s]
         raw = _FIXED.pack(
-            _MAGIC, HEAD_VERSION, int(head.is_plain), head.origin, head.block, head.first_bit, head.n_bits, 0,
+            _MAGIC, HEAD_VERSION, int(head.is_plain), head.origin, head.block, head.first_bit, head.n_bits, head.ceiling_bits,
             head.body_bytes, head.sequence, step & 0xFFFFFFFF, self._configuration, self._blocks,
         )  # fmt: skip
         raw += self._tail.pack(
@@ -88,7 +90,7 @@ class HeadFormat:
     def unpack(self, message: torch.Tensor, step: int, peer: int) -> Head:
         """Read and check a head that `peer` sent. Raises: CorruptMessage, IncompatibleVersion, RankMismatch."""
         raw = bytes(message.numpy())
-        (magic, version, flags, origin, block, first_bit, n_bits, zero, body_bytes, sequence, *shared) = (
+        (magic, version, flags, origin, block, first_bit, n_bits, ceiling_bits, body_bytes, sequence, *shared) = (
             _FIXED.unpack_from(raw)
         )
         if magic == _MAGIC and version != HEAD_VERSION:
@@ -114,13 +116,14 @@ class HeadFormat:
         remaining_us = numbers[: self._n_blocks]
         received = numbers[self._n_blocks : self._n_blocks + self._world_size]
         head = Head(
-            origin, block, first_bit, n_bits, bool(flags), body_bytes, sequence,
+            origin, block, first_bit, n_bits, bool(flags), body_bytes, sequence, ceiling_bits,
             [bool(ended >> index & 1) for index in range(self._n_blocks)],
             None if _UNKNOWN_US in remaining_us else [us / 1e6 for us in remaining_us],
             received, numbers[self._n_blocks + self._world_size :],
         )  # fmt: skip
         has_bits = block < self._n_blocks and n_bits >= 1 and first_bit + n_bits <= 32
         is_alone = block == NO_BLOCK and not body_bytes
-        if flags > 1 or zero or origin >= self._world_size or ended >> self._n_blocks or not (has_bits or is_alone):
+        is_sane = flags <= 1 and 1 <= ceiling_bits <= 32 and origin < self._world_size and not ended >> self._n_blocks
+        if not is_sane or not (has_bits or is_alone):
             raise CorruptMessage(f"rank {peer} sent a head out of range (step {step}); {_CORRUPTION_ADVICE}")
         return head

@@ -10,17 +10,21 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gradwire.control.checks import finite
+from gradwire.control.contention import DEFAULT_MAX_CONTENTION, BitCeiling
 from gradwire.control.quantisation import (
     DEFAULT_FLOOR,
+    MIN_BITS,
     WORD_BITS,
     Deadlines,
     Profile,
     RateEstimate,
     Timetable,
+    bits_of_ratio,
     first_stage_bits,
     second_stage_bits,
 )
 from gradwire.errors import InvalidArgument
+from gradwire.schemes.aqgb.core_times import CoreTimes
 
 Clock = Callable[[], float]
 
@@ -35,6 +39,9 @@ class Pacing:
         floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
         confidence: the share of the estimated rate that is counted on.
         clock: seconds; must not run backwards.
+        core_times: how long threads ran and waited for a core; without it, or where it knows nothing, bits are bounded by
+            the network alone.
+        max_contention: see BitCeiling.
     """
 
     def __init__(
@@ -47,6 +54,8 @@ class Pacing:
         ceiling: float = 1.0,
         confidence: float = DEFAULT_CONFIDENCE,
         initial_bps: float | None = None,
+        core_times: CoreTimes | None = None,
+        max_contention: float = DEFAULT_MAX_CONTENTION,
     ) -> None:
         self._rank, self._world_size, self._sizes = rank, world_size, tuple(block_elements)
         self._clock, self._floor, self._ceiling, self._confidence = clock, floor, ceiling, confidence
@@ -64,6 +73,13 @@ class Pacing:
         self._forward: list[tuple[int, float, float]] = []  # block, arrival, waited
         self._forward_began: float | None = None
         self._last_gradient_s: float | None = None
+        self._core_times = core_times
+        self._core_times_before = None if core_times is None else core_times()
+        self._processors: BitCeiling | None = None
+        if self._core_times_before is not None:
+            self._processors = BitCeiling(min(bits_of_ratio(floor), self.most_bits), self.most_bits, max_contention)
+        self._told_ceilings: dict[int, int] = {}
+        self.ceiling_bits = self._lowest_ceiling()
 
     def now(self) -> float:
         """The clock's time. Raises: InvalidArgument (it ran backwards, or is not finite)."""
@@ -102,6 +118,7 @@ class Pacing:
         """The first gradient of a round is about to appear: the round before is complete."""
         with self._lock:
             self._learn_round()
+            self._learn_contention()
             self._appeared, self._forward, self._forward_began = [], [], None
 
     def _learn_round(self) -> None:
@@ -121,11 +138,47 @@ class Pacing:
         backward_s = [0.0] + [b - a for a, b in itertools.pairwise(moments)]
         self._profile.add(Timetable(tuple(backward_s), turnaround_s, tuple(forward_s)))
 
+    def _learn_contention(self) -> None:
+        """How the processors fared in the round that is over, and how many bits this one may have of them."""
+        if self._processors is None or self._core_times is None or self._core_times_before is None:
+            return
+        now = self._core_times()
+        if now is not None:
+            running_s, waiting_s = (max(0.0, b - a) for a, b in zip(self._core_times_before, now, strict=True))
+            self._processors.observe(running_s, waiting_s, self.ceiling_bits)
+            self._core_times_before = now
+        self.ceiling_bits = self._lowest_ceiling()
+
+    def _lowest_ceiling(self) -> int:
+        return min([self.own_ceiling_bits, *self._told_ceilings.values()])
+
+    @property
+    def own_ceiling_bits(self) -> int:
+        """How many bits of a value this rank's processors have time for; all ranks use the lowest, `ceiling_bits`."""
+        return self.most_bits if self._processors is None else self._processors.bits
+
+    def figures(self) -> dict[str, float]:
+        """What bounds the bits: b, the ceiling of all ranks, and this rank's contention for cores (see BitCeiling)."""
+        contention = 0.0 if self._processors is None else self._processors.contention
+        return {
+            "acknowledged_bps": self.rate_bps,
+            "ceiling_bits": float(self.ceiling_bits),
+            "contention": contention,
+        }
+
     # ---- what peers say
 
-    def hear(self, peer: int, received_bytes: int, receiving_us: int, remaining_s: Sequence[float] | None) -> None:
-        """What a head of `peer` acknowledges of this rank's bodies, and when `peer` needs its blocks."""
+    def hear(
+        self,
+        peer: int,
+        received_bytes: int,
+        receiving_us: int,
+        remaining_s: Sequence[float] | None,
+        ceiling_bits: int = WORD_BITS,
+    ) -> None:
+        """What a head of `peer` acknowledges of this rank's bodies, when `peer` needs its blocks, and its own ceiling."""
         with self._lock:
+            self._told_ceilings[peer] = max(ceiling_bits, MIN_BITS)
             now_s = self.now()
             before_bytes, before_us = self._acknowledged[peer]
             if received_bytes >= before_bytes and receiving_us > before_us:
@@ -178,21 +231,30 @@ class Pacing:
                 remaining_s -= max(0.0, self._busy_until_s - now_s)
             rate = self._confidence * self.rate_bps
             bits = first_stage_bits(rate, remaining_s, WORD_BITS * unsent_elements, self._floor)
-            return min(bits, self.most_bits)
+            return min(bits, self.ceiling_bits)
 
     def more_bits(self, block: int, sent_bits: int, extra_bytes: int = 0) -> int:
         """How many bits more of `block` pass until it is needed, after `extra_bytes` that are about to be sent."""
         with self._lock:
             now_s, rate = self.now(), self._confidence * self.rate_bps
             mine = self.remaining_s()
-            if mine is None or rate <= 0 or sent_bits >= self.most_bits:
+            if mine is None or rate <= 0 or sent_bits >= self.ceiling_bits:
                 return 0
             self._deadlines.tell(self._rank, mine, now_s)
             remaining_s = self._deadlines.remaining_s(block, now_s)
             assert remaining_s is not None  # this rank has spoken
             remaining_s -= max(0.0, self._busy_until_s - now_s) + 8 * extra_bytes / rate
             more = second_stage_bits(rate, remaining_s, self._sizes[block], sent_bits)
-            return min(more, self.most_bits - sent_bits)
+            return min(more, self.ceiling_bits - sent_bits)
+
+    def told_remaining_s(self) -> list[float] | None:
+        """`remaining_s` as it will be when a head that is sent now arrives, behind what is on its way before it.
+
+        Receivers count from its arrival: without this a full queue puts every deadline off by its own length.
+        """
+        with self._lock:
+            remaining, ahead_s = self.remaining_s(), self.ahead_s()
+            return None if remaining is None else [seconds - ahead_s for seconds in remaining]
 
     @property
     def most_bits(self) -> int:

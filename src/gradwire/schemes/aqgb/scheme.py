@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION
 from gradwire.control.checks import share
+from gradwire.control.contention import DEFAULT_MAX_CONTENTION
 from gradwire.control.quantisation import DEFAULT_FLOOR, MIN_BITS, PROFILED_ROUNDS, WORD_BITS
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.aqgb.broadcasting import BlockBroadcast
+from gradwire.schemes.aqgb.core_times import CoreTimes, read_core_times
 from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, Pacing
 from gradwire.stepping.blocks import Division
 
@@ -38,7 +40,10 @@ class Aqgb(BlockBroadcast):
         partition: values that share an exponent.
         confidence: the share of the estimated rate that is planned with.
         initial_bps: the rate to begin with; without it, the first steps are sent at the floor.
+        max_contention: of the time in which threads could run, the share that they may wait for a core before fewer bits
+            are sent; 1: bits are bounded by the network alone, as in the paper.
         clock: seconds; must not run backwards.
+        core_times: how long threads ran and waited for a core.
     """
 
     name: ClassVar[str] = "aqgb"
@@ -47,7 +52,8 @@ class Aqgb(BlockBroadcast):
         self, floor: float = DEFAULT_FLOOR, ceiling: float = 1.0, blocks: Division = 4,
         max_grad_norm: float | None = None, error_feedback: bool = False, topology: str = "fan-out",
         partition: int = DEFAULT_PARTITION, confidence: float = DEFAULT_CONFIDENCE, initial_bps: float | None = None,
-        clock: Clock = time.perf_counter,
+        max_contention: float = DEFAULT_MAX_CONTENTION, clock: Clock = time.perf_counter,
+        core_times: CoreTimes = read_core_times,
     ) -> None:  # fmt: skip
         super().__init__(blocks, max_grad_norm, partition, topology, error_feedback, clock)
         self.floor, self.ceiling = share("floor", floor), share("ceiling", ceiling)
@@ -55,6 +61,8 @@ class Aqgb(BlockBroadcast):
             raise InvalidArgument(f"floor={floor} and ceiling={ceiling} leave no number of bits from {MIN_BITS} to 32")
         self.confidence = share("confidence", confidence)
         self.initial_bps = initial_bps
+        self.max_contention = share("max_contention", max_contention)
+        self._core_times = core_times if max_contention < 1 else None
         Pacing(0, 2, [1], clock, initial_bps=initial_bps)  # refuses a rate of zero here, where it was given
 
     @property
@@ -68,8 +76,9 @@ class Aqgb(BlockBroadcast):
 
     def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
         return Pacing(
-            rank, world_size, block_elements, self._clock, self.floor, self.ceiling, self.confidence, self.initial_bps
-        )
+            rank, world_size, block_elements, self._clock, self.floor, self.ceiling, self.confidence, self.initial_bps,
+            self._core_times, self.max_contention,
+        )  # fmt: skip
 
     def _first_bits(self, block: int, unsent_elements: int) -> int:
         return self.pacing.bits_now(unsent_elements)
@@ -78,7 +87,7 @@ class Aqgb(BlockBroadcast):
         return self.pacing.more_bits(block, sent_bits, extra_bytes)
 
     def _more_bits_ever(self, sent_bits: int) -> int:
-        return self.pacing.most_bits - sent_bits
+        return max(0, self.pacing.ceiling_bits - sent_bits)
 
 
 class Broadcast(BlockBroadcast):

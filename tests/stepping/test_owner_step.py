@@ -221,10 +221,11 @@ def load_other_shards(rank: int, world_size: int) -> None:
     scheme = SlimGC("one-bit", pull="raw", update="owner", threshold_bytes=0)
     attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
     for step in range(3):
-        if step == 2 and rank == 1:
+        if step == 2:
             state = attachment.state_dict()
             shards = state["state"]["stepping"]["shards"]
-            shards.pop(next(iter(shards)))
+            if rank == 1:
+                shards.pop(next(iter(shards)))
             attachment.load_state_dict(state)
         loss_of(ddp, rank, step).backward()
         optimizer.step()

@@ -37,6 +37,10 @@ def test_every_row_is_a_call_that_bench_train_takes() -> None:
                     schemes.by_name(name, **options)
 
 
+def test_all_rows_together_are_planned_to_take_less_than_forty_minutes() -> None:
+    assert sum(row.estimate_s for plan in PLANS for row in plan.rows) < 40 * 60
+
+
 def test_options_that_a_rival_does_not_take_are_refused() -> None:
     for spec in ("ddp:rank=4", "ddp-bf16:bucket_mb=3", "ddp-powersgd:start=3", "ddp-powersgd:rank=0", "ddp:bucket_mb=-1",
                  "ddp:bucket_mb=big", "ddp-powersgd:start=true"):  # fmt: skip

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         for row in rows:
             print(f"{row.key:28} about {row.estimate_s:.0f} s: gradwire bench train {' '.join(row.arguments)}")
+        print(f"all {len(rows)} rows: about {sum(row.estimate_s for row in rows) / 60:.0f} minutes")
         return 0
     try:
         from gradwire.bench.figures import acp_plots

@@ -24,18 +24,20 @@ class _Shape:
     workload: str
     rank: int
     is_emulated: bool
-    seconds: int  # of one row with the five methods, start of the ranks included, where the network is no bound
+    megabytes: int  # of the gradient
+    start_s: float  # of four ranks with one method, on 2 cores; measured roughly, as is the next
+    step_s: float  # of the slowest of the methods at `rank`, where the network is no bound
 
 
-_GPT = _Shape("gpt", 4, False, 60)
-_RESNET = _Shape("resnet", 4, False, 60)
-_RESNET50 = _Shape("resnet50", 4, True, 60)
-_BERT = _Shape("bert-base", 32, True, 120)
+_GPT = _Shape("gpt", 4, False, 3, 5, 0.2)
+_RESNET = _Shape("resnet", 4, False, 3, 5, 0.2)
+_RESNET50 = _Shape("resnet50", 4, True, 102, 5, 1.5)
+_BERT = _Shape("bert-base", 32, True, 438, 7, 2.2)
 
 # Ends the key of a row that holds only what the row of the same key without it is compared with.
 YARDSTICK_ROW = "-yardstick"
 
-_RATES = ("none", "1gbit", "500mbit", "100mbit")
+_RATES = {"none": 1e10, "1gbit": 1e9, "500mbit": 5e8, "100mbit": 1e8}
 
 
 def _methods(rank: int) -> list[str]:
@@ -46,11 +48,16 @@ def _methods(rank: int) -> list[str]:
 
 # Warm-up: DDP rebuilds its buckets after the first step, and error feedback touches the second of its two stacks of
 # residuals for the first time in the third.
-def _row(key: str, shape: _Shape, rate: str, schemes: Sequence[str], steps: int, warmup: int, seconds: float,
-         *more: str) -> Row:  # fmt: skip
+def _row(key: str, shape: _Shape, rate: str, schemes: Sequence[str], steps: int, warmup: int, *more: str,
+         slower: float = 1.0) -> Row:  # fmt: skip
+    """`slower`: by how much a step takes longer than at the shape's rank and with four ranks."""
     arguments = ["--workload", shape.workload, "--rate", rate, "--steps", str(steps), "--warmup", str(warmup)]
     arguments += ["--compute", "emulate"] * shape.is_emulated + [*more, "--scheme", *schemes]
-    return Row(key, "train", tuple(arguments), seconds)
+    # Only DDP sends all of the gradient, a ring's share of it; what the others send is small beside their computation.
+    wire_s = 1.5 * 8e6 * shape.megabytes / _RATES[rate]
+    n_whole = sum(scheme.partition(":")[0] == "ddp" for scheme in schemes)
+    each_s = shape.start_s + (steps + warmup) * shape.step_s * slower
+    return Row(key, "train", tuple(arguments), len(schemes) * each_s + n_whole * (steps + warmup) * wire_s)
 
 
 def _iteration_rows() -> tuple[Row, ...]:
@@ -58,26 +65,22 @@ def _iteration_rows() -> tuple[Row, ...]:
     for shape in (_GPT, _RESNET50, _BERT):
         for rate in _RATES:
             key, methods = f"iteration-{shape.workload}-{rate}", _methods(shape.rank)
-            steps, warmup = (20, 5) if not shape.is_emulated else (10, 4) if shape is _RESNET50 else (4, 4)
-            if rate == "100mbit" and shape.is_emulated:
-                # One step of DDP takes 12 s here with ResNet-50's 102 MB and 53 s with BERT's 436 MB: fewer are enough.
-                rows.append(
-                    _row(f"{key}{YARDSTICK_ROW}", shape, rate, methods[:1], 2, 1, 60 if shape is _RESNET50 else 190)
-                )
+            steps, warmup = (15, 5) if not shape.is_emulated else (4, 3) if shape is _RESNET50 else (2, 3)
+            if (rate == "100mbit" and shape.is_emulated) or (rate == "500mbit" and shape is _BERT):
+                # One step of DDP takes 12 s with ResNet-50's 102 MB at 100 Mb/s, 11 and 53 s with BERT's 438 MB: two are
+                # enough, as the network alone decides how long they take.
+                rows.append(_row(f"{key}{YARDSTICK_ROW}", shape, rate, methods[:1], 2, 1))
                 methods = methods[1:]
-            rows.append(_row(key, shape, rate, methods, steps, warmup, shape.seconds))
+            rows.append(_row(key, shape, rate, methods, steps, warmup))
     return tuple(rows)
 
 
 def _optimisation_rows() -> tuple[Row, ...]:
-    rows = []
-    for shape, steps in ((_RESNET50, 6), (_BERT, 3)):
-        r = f"rank={shape.rank}"
-        schemes = ["ddp:bucket_mb=inf", "ddp:bucket_mb=0", "ddp"]
-        schemes += [f"power-sgd:{r},buffer_mb=0", f"power-sgd-overlap:{r},buffer_mb=0", f"power-sgd-overlap:{r}"]
-        schemes += [f"acp-sgd:{r},overlap=false,buffer_mb=0", f"acp-sgd:{r},buffer_mb=0", f"acp-sgd:{r}"]
-        rows.append(_row(f"optimisations-{shape.workload}", shape, "1gbit", schemes, steps, 4, 2 * shape.seconds))
-    return tuple(rows)
+    r = f"rank={_RESNET50.rank}"
+    schemes = ["ddp:bucket_mb=inf", "ddp:bucket_mb=0", "ddp"]
+    schemes += [f"power-sgd:{r},buffer_mb=0", f"power-sgd-overlap:{r},buffer_mb=0", f"power-sgd-overlap:{r}"]
+    schemes += [f"acp-sgd:{r},overlap=false,buffer_mb=0", f"acp-sgd:{r},buffer_mb=0", f"acp-sgd:{r}"]
+    return (_row("optimisations-resnet50", _RESNET50, "1gbit", schemes, 4, 3),)
 
 
 def _buffer_rows() -> tuple[Row, ...]:
@@ -85,29 +88,29 @@ def _buffer_rows() -> tuple[Row, ...]:
     for rank in (32, 256):
         schemes = [
             f"{name}:rank={rank},buffer_mb={size}"
-            for size in ("0", "25", "50", "100", "inf")
+            for size in (("0", "25", "50", "100", "inf") if rank == 32 else ("25", "inf"))
             for name in ("acp-sgd", "power-sgd-overlap")
         ]
-        rows.append(_row(f"buffers-bert-base-r{rank}", _BERT, "1gbit", schemes, 3, 4, 300 if rank == 32 else 500))
+        rows.append(_row(f"buffers-bert-base-r{rank}", _BERT, "1gbit", schemes, 2, 3, slower=1 if rank == 32 else 4))
     return tuple(rows)
 
 
 def _batch_rows() -> tuple[Row, ...]:
     return tuple(
-        _row(f"batch-resnet-{size}", _RESNET, "1gbit", _methods(4)[:4], 20, 5, 60, "--batch-size", str(size))
+        _row(f"batch-resnet-{size}", _RESNET, "1gbit", _methods(4)[:4], 15, 5, "--batch-size", str(size))
         for size in (16, 32, 64)
     )
 
 
 def _rank_rows() -> tuple[Row, ...]:
     schemes = ["ddp"]
-    schemes += [f"{name}:rank={rank}" for rank in (4, 32, 64, 128, 256) for name in ("acp-sgd", "power-sgd-overlap")]
-    return (_row("ranks-bert-base", _BERT, "1gbit", schemes, 3, 4, 500),)
+    schemes += [f"{name}:rank={rank}" for rank in (4, 32, 256) for name in ("acp-sgd", "power-sgd-overlap")]
+    return (_row("ranks-bert-base", _BERT, "1gbit", schemes, 2, 3, slower=2),)
 
 
 def _world_rows() -> tuple[Row, ...]:
     return tuple(
-        _row(f"world-resnet50-{n}", _RESNET50, "1gbit", _methods(4)[:4], 6, 4, 30 * n, "--ranks", str(n))
+        _row(f"world-resnet50-{n}", _RESNET50, "1gbit", _methods(4)[:4], 4, 3, "--ranks", str(n), slower=n / 4)
         for n in (2, 4, 8)
     )
 
@@ -116,9 +119,9 @@ def _comparator_rows() -> tuple[Row, ...]:
     return tuple(
         _row(
             f"methods-{shape.workload}", shape, "1gbit", ["ddp", "sign-sgd", "top-k", f"power-sgd:rank={shape.rank}"],
-            steps, 4, 1.5 * shape.seconds,
+            steps, 3,
         )
-        for shape, steps in ((_RESNET50, 6), (_BERT, 3))
+        for shape, steps in ((_RESNET50, 4), (_BERT, 2))
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class _Shape:
 
 _GPT = _Shape("gpt", 4, False, 3, 5, 0.2)
 _RESNET = _Shape("resnet", 4, False, 3, 5, 0.2)
-_RESNET50 = _Shape("resnet50", 4, True, 102, 5, 1.5)
+_RESNET50 = _Shape("resnet50", 4, True, 102, 5, 1.4)
 _BERT = _Shape("bert-base", 32, True, 438, 7, 2.2)
 
 # Ends the key of a row that holds only what the row of the same key without it is compared with.
@@ -97,7 +97,7 @@ def _buffer_rows() -> tuple[Row, ...]:
 
 def _batch_rows() -> tuple[Row, ...]:
     return tuple(
-        _row(f"batch-resnet-{size}", _RESNET, "1gbit", _methods(4)[:4], 15, 5, "--batch-size", str(size))
+        _row(f"batch-resnet-{size}", _RESNET, "1gbit", _methods(4)[:4], 10, 5, "--batch-size", str(size))
         for size in (16, 32, 64)
     )
 
@@ -110,7 +110,7 @@ def _rank_rows() -> tuple[Row, ...]:
 
 def _world_rows() -> tuple[Row, ...]:
     return tuple(
-        _row(f"world-resnet50-{n}", _RESNET50, "1gbit", _methods(4)[:4], 4, 3, "--ranks", str(n), slower=n / 4)
+        _row(f"world-resnet50-{n}", _RESNET50, "1gbit", _methods(4)[:4], 3, 3, "--ranks", str(n), slower=n / 4)
         for n in (2, 4, 8)
     )
 

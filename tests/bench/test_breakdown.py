@@ -1,0 +1,65 @@
+"""The breakdown of a step (ACP-SGD's Figs. 3 and 8): its parts add up, and compression is what the recorder saw."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.bench.train_contenders import StepTimes
+from gradwire.bench.train_rank import TrainBench
+from ranks import run_ranks
+
+# Three steps on each of two ranks; in the second one rank 1 waits for nobody but the network.
+TIMES = [
+    [StepTimes(0.10, 0.05, 0.01), StepTimes(0.10, 0.09, 0.01), StepTimes(0.20, 0.02, 0.02)],
+    [StepTimes(0.12, 0.03, 0.01), StepTimes(0.16, 0.03, 0.01), StepTimes(0.10, 0.12, 0.02)],
+]
+
+
+def split(rank: int, world_size: int) -> tuple[dict[str, float], list[dict[str, float]]]:
+    bench = object.__new__(TrainBench)
+    bench.world_size = world_size
+    return bench._split(TIMES[rank]), [bench._split([step]) for step in TIMES[rank]]
+
+
+def test_computation_exposed_communication_and_waiting_add_up_to_the_step() -> None:
+    for medians, steps in run_ranks(split, 2):
+        for number, parts in enumerate(steps):
+            mean = sum(times[number].iteration_s for times in TIMES) / 2
+            assert sum(parts.values()) == pytest.approx(mean, abs=1e-12)
+        # By hand: the slowest rank waits for the network alone, the other for the slowest first.
+        assert steps[0] == pytest.approx({"compute_s": 0.12, "exposed_s": 0.03, "wait_s": 0.01})
+        assert steps[1] == pytest.approx({"compute_s": 0.14, "exposed_s": 0.03, "wait_s": 0.03})
+        assert steps[2] == pytest.approx({"compute_s": 0.17, "exposed_s": 0.02, "wait_s": 0.05})
+        assert medians == pytest.approx({"compute_s": 0.14, "exposed_s": 0.03, "wait_s": 0.03})
+
+
+def train(rank: int, world_size: int) -> list[tuple[str, dict[str, float], list[dict[str, float]]]]:
+    seen = []
+    for name in ("acp-sgd", "power-sgd", "sign-sgd", "top-k", "gcomp"):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(96, 256), nn.ReLU(), nn.Linear(256, 64)))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        attachment = gradwire.attach(ddp, optimizer, name, timeout_s=60)
+        for _ in range(6):
+            optimizer.zero_grad()
+            ddp(torch.randn(32, 96)).square().mean().backward()
+            optimizer.step()
+        stats = {key: value for key, value in attachment.stats().items() if isinstance(value, int | float)}
+        seen.append((name, stats, [step.as_dict() for step in attachment.recorder.steps]))
+        attachment.close()
+    return seen
+
+
+def test_every_step_of_the_recorder_has_its_breakdown() -> None:
+    for seen in run_ranks(train, 2):
+        for name, stats, steps in seen:
+            assert len(steps) == 6, name
+            for kind in ("encode_s", "decode_s", "exposed_s"):
+                assert sum(step[kind] for step in steps) == pytest.approx(stats[kind], rel=1e-6), (name, kind)
+            for step in steps[1:]:  # the first one has no step before it to be timed from
+                assert step["encode_s"] > 0 and step["decode_s"] > 0, name
+                assert 0 <= step["exposed_s"] <= step["iteration_s"], name

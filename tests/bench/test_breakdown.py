@@ -61,5 +61,5 @@ def test_every_step_of_the_recorder_has_its_breakdown() -> None:
             for kind in ("encode_s", "decode_s", "exposed_s"):
                 assert sum(step[kind] for step in steps) == pytest.approx(stats[kind], rel=1e-6), (name, kind)
             for step in steps[1:]:  # the first one has no step before it to be timed from
-                assert step["encode_s"] > 0 and step["decode_s"] > 0, name
+                assert min(step["encode_s"], step["decode_s"]) > 0, name
                 assert 0 <= step["exposed_s"] <= step["iteration_s"], name

@@ -37,8 +37,8 @@ def test_every_row_is_a_call_that_bench_train_takes() -> None:
                     schemes.by_name(name, **options)
 
 
-def test_all_rows_together_are_planned_to_take_less_than_forty_minutes() -> None:
-    assert sum(row.estimate_s for plan in PLANS for row in plan.rows) < 40 * 60
+def test_all_rows_together_are_planned_to_take_less_than_three_quarters_of_an_hour() -> None:
+    assert sum(row.estimate_s for plan in PLANS for row in plan.rows) < 45 * 60
 
 
 def test_options_that_a_rival_does_not_take_are_refused() -> None:
@@ -78,7 +78,7 @@ def test_speed_ups_are_within_a_row_and_over_methods_as_they_come() -> None:
         record("iteration-gpt-1gbit", "power-sgd", 3.0, "rank=4"),
         record("iteration-gpt-1gbit", "acp-sgd", 2.0, "rank=4"),
         record("iteration-gpt-none", "ddp", 1.0, rate_bps=None),
-        record("buffers-bert-base-r32", "acp-sgd", 1.0, "rank=32,buffer_mb=inf"),
+        record("buffers-bert-base-r32-inf", "acp-sgd", 1.0, "rank=32,buffer_mb=inf"),
         record("optimisations-gpt", "ddp", 8.0, "bucket_mb=0"),
         record("optimisations-gpt", "ddp", 4.0),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import os
 import statistics
 import time
@@ -60,6 +61,7 @@ class TrainBench:
         records = self._train([first], is_interleaved=False)
         del first
         for spec in self.specs[1:]:
+            gc.collect()  # models, hooks and attachments refer to each other: they must be gone before the next one comes
             contender = self._start(spec)
             if contender is not None:
                 records += self._train([contender], is_interleaved=False)

@@ -61,9 +61,12 @@ def plot_sizes(folder: Path, models: Sequence[str] = ("resnet50", "bert-base")) 
 
 
 def _plot_splits(records: Records, folder: Path, file_name: str) -> None:
-    """Stacked bars of an iteration's parts: a panel a setting, a bar a method."""
-    settings = list(dict.fromkeys((record["workload"], record["network"]) for record in records))
-    figure, panels = make_panels(len(settings), width=3.4 * len(settings))
+    """Stacked bars of an iteration's parts: a row a workload, a panel a network, a bar a method."""
+    workloads = list(dict.fromkeys(record["workload"] for record in records))
+    found = {(record["workload"], record["network"]) for record in records}
+    settings = sorted(found, key=lambda setting: (workloads.index(setting[0]), _rate_of(setting[1])))
+    n_rows = len(workloads) if len(settings) > len(workloads) and len(settings) % len(workloads) == 0 else 1
+    figure, panels = make_panels(len(settings), width=3.4 * len(settings) / n_rows, n_rows=n_rows)
     for panel, setting in zip(panels, settings, strict=True):
         group = [record for record in records if (record["workload"], record["network"]) == setting]
         bottom = np.zeros(len(group))
@@ -74,7 +77,8 @@ def _plot_splits(records: Records, folder: Path, file_name: str) -> None:
         panel.set_xticks(range(len(group)), [_label(record) for record in group], rotation=40, ha="right", fontsize=6)
         panel.set_title(f"{setting[0]}, {setting[1]}" + _mark(group), fontsize=8)
         panel.grid(axis="x", visible=False)
-    panels[0].set_ylabel("ms a step")
+    for panel in panels[:: len(settings) // n_rows]:
+        panel.set_ylabel("ms a step")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncol=3, fontsize=8)
     save_figure(figure, folder, file_name)
 

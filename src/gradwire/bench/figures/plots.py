@@ -129,10 +129,16 @@ def plot_ablation(records: Records, folder: Path) -> None:
         save_figure(figure, folder, "fig14_mantissa_ablation")
 
 
-def make_panels(n_panels: int, share_y: bool = False, width: float | None = None) -> tuple[Figure, list[Axes]]:
-    """A figure of `n_panels` side by side, `width` inches wide in all."""
-    figure = Figure(figsize=(width or max(5.2, 3.9 * n_panels), 3.1), layout="constrained")
-    return figure, list(figure.subplots(1, n_panels, squeeze=False, sharey=share_y)[0])
+def make_panels(
+    n_panels: int, share_y: bool = False, width: float | None = None, n_rows: int = 1
+) -> tuple[Figure, list[Axes]]:
+    """A figure of panels, row by row, `width` inches wide in all; surplus places of the last row stay empty."""
+    n_columns = -(-n_panels // n_rows)
+    figure = Figure(figsize=(width or max(5.2, 3.9 * n_columns), 3.1 * n_rows), layout="constrained")
+    panels = list(figure.subplots(n_rows, n_columns, squeeze=False, sharey=share_y).flat)
+    for surplus in panels[n_panels:]:
+        surplus.remove()
+    return figure, panels[:n_panels]
 
 
 def _colours(items: Sequence[Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """The native core (C++20, no torch). Arrays: one-dimensional, contiguous, on the CPU; every call releases the GIL."""
 
+from collections.abc import Sequence
 from typing import Any
 
 def set_thread_count(n_threads: int) -> None: ...
@@ -99,6 +100,21 @@ def quantiser_encode(
     out: Any,
 ) -> int: ...
 def quantiser_decode(message: Any, kind: int, dtype: int, values: Any) -> None: ...
+def quantiser_encode_pieces(
+    values: Any,
+    dtype: int,
+    sizes: Sequence[int],
+    left_out: Any,
+    kind: int,
+    rule: int,
+    parameter: float,
+    levels: int,
+    block: int,
+    seed: int,
+    step: int,
+    out: Any,
+) -> int: ...
+def quantiser_decode_pieces(message: Any, kind: int, dtype: int, sizes: Sequence[int], values: Any) -> None: ...
 def quantiser_describe(message: Any) -> dict[str, Any]: ...
 
 # Ternary values that ranks sum: the scale of one rank, fields of 4 or 8 bits with 0, 1, 2 for -, 0, +, and their sums.

@@ -42,6 +42,7 @@ class Thc(Quantised):
     """
 
     name = "thc"
+    has_native_pieces = False
     _kind = 4
 
     def __init__(self, clip: float = 2.15, seed: int = 0) -> None:

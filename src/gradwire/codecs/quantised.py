@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,8 @@ class Quantised:
     name: ClassVar[str]
     # Whether what a message leaves out has to be sent later for training to converge.
     needs_error_feedback: ClassVar[bool] = True
+    # Whether `encode_pieces` and `decode_pieces` are there.
+    has_native_pieces: ClassVar[bool] = True
     _kind: ClassVar[int]
     # What the native encoder is told; see native/quantisers/codec.hpp.
     _rule = 1
@@ -62,7 +65,7 @@ class Quantised:
     def encode_with_residual(
         self,
         gradient: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         out: Tensor,
         step: int = 0,
         *,
@@ -73,7 +76,8 @@ class Quantised:
 
         Args:
             gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; not changed.
-            residual: (n,) float32, contiguous, CPU: what earlier messages left out, divided by `residual_scale`.
+            residual: (n,) float32, contiguous, CPU: what earlier messages left out, divided by `residual_scale`. None
+                for nothing; then `new_residual` has to be given.
             out, step: as in `encode`.
             new_residual: (n,) float32: where the new residual goes; `residual` itself if not given. Given another
                 tensor, `residual` is not changed, so that a step may still be thrown away.
@@ -82,8 +86,11 @@ class Quantised:
         Raises: InvalidArgument, BufferTooSmall.
         Cost: as `encode`; the sums, the decoded values and their difference stay in the first-level cache.
         """
-        check_tensor("residual", residual, torch.float32, gradient.numel())
+        if residual is not None:
+            check_tensor("residual", residual, torch.float32, gradient.numel())
         target = residual if new_residual is None else new_residual
+        if target is None:
+            raise InvalidArgument("without a residual, say where the new one goes: new_residual=tensor")
         check_tensor("new_residual", target, torch.float32, gradient.numel())
         if not (residual_scale > 0 and math.isfinite(residual_scale)):
             raise InvalidArgument(f"residual_scale must be positive and finite, got {residual_scale}")
@@ -102,6 +109,34 @@ class Quantised:
         dtype_code(out.dtype)
         check_tensor("out", out)
         self._decode_checked(message, out)
+
+    def encode_pieces(
+        self, values: Tensor, sizes: Sequence[int], out: Tensor, left_out: Tensor, first_step: int
+    ) -> int:
+        """`gradwire.codecs.pieces.encode` in one call. Raises: InvalidArgument, BufferTooSmall."""
+        check_tensor("values", values, torch.float32)
+        check_tensor("left_out", left_out, torch.float32, values.numel())
+        check_tensor("out", out, torch.uint8)
+        return _native.quantiser_encode_pieces(
+            bytes_of(values),
+            dtype_code(values.dtype),
+            sizes,
+            left_out,
+            self._kind,
+            self._rule,
+            self._parameter,
+            self._levels,
+            self._block,
+            self.seed,
+            check_step(first_step),
+            bytes_of(out),
+        )
+
+    def decode_pieces(self, message: Tensor, sizes: Sequence[int], out: Tensor) -> None:
+        """`gradwire.codecs.pieces.decode` in one call. Raises: InvalidArgument, CorruptMessage, IncompatibleVersion."""
+        check_tensor("message", message, torch.uint8)
+        check_tensor("out", out, torch.float32)
+        _native.quantiser_decode_pieces(bytes_of(message), self._kind, dtype_code(out.dtype), sizes, bytes_of(out))
 
     def _encode(
         self,

@@ -10,6 +10,7 @@ so that whatever a codec derives from its values (a scale) belongs to one tensor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,14 +24,12 @@ from gradwire.telemetry.recorder import BucketRecord
 _GROUPS_AHEAD = 2
 
 
-class Piece(NamedTuple):
-    """Values [start, end) of the flat buffer, all of one tensor."""
+class Group(NamedTuple):
+    """Values [start, end) of the flat buffer, in pieces of `sizes` values that are each of one tensor."""
 
     start: int
     end: int
-
-
-Group = tuple[Piece, ...]
+    sizes: tuple[int, ...]
 
 
 class Cut:
@@ -50,22 +49,18 @@ class Cut:
         self.n_elements = n_elements
         self.groups: list[list[Group]] = []
         self.max_group_elements = 0
-        self.max_group_pieces = 0
         for part in range(world_size):
             start, end = n_elements * part // world_size, n_elements * (part + 1) // world_size
             n_groups = -(-(end - start) // group_elements)
             edges = [start + (end - start) * i // n_groups for i in range(n_groups + 1)] if n_groups else []
-            groups = [_pieces(ends, edges[i], edges[i + 1]) for i in range(n_groups)]
-            self.groups.append(groups)
-            for group in groups:
-                self.max_group_elements = max(self.max_group_elements, group[-1].end - group[0].start)
-                self.max_group_pieces = max(self.max_group_pieces, len(group))
+            self.groups.append([_group(ends, edges[i], edges[i + 1]) for i in range(n_groups)])
+            self.max_group_elements = max([self.max_group_elements, *(g.end - g.start for g in self.groups[-1])])
 
 
-def _pieces(ends: Sequence[int], start: int, end: int) -> Group:
-    inner = [edge for edge in ends if start < edge < end]
-    edges = [start, *inner, end]
-    return tuple(Piece(edges[i], edges[i + 1]) for i in range(len(edges) - 1) if edges[i] < edges[i + 1])
+def _group(ends: Sequence[int], start: int, end: int) -> Group:
+    edges = [start, *(edge for edge in ends if start < edge < end), end]
+    sizes = (after - before for before, after in itertools.pairwise(edges))
+    return Group(start, end, tuple(size for size in sizes if size))
 
 
 class Ends(Protocol):

@@ -6,24 +6,19 @@ an owner, or, at the owner, the sum; in the ring, the partial sum that it hands 
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from gradwire.codecs import Codec
+from gradwire.codecs import Codec, pieces
 from gradwire.codecs.quantised import Quantised
 from gradwire.collectives.chunk_codec import Importance
 from gradwire.collectives.frames import Facts
 from gradwire.collectives.push_pull import Cut, Group, push_pull
 from gradwire.collectives.ring import ring_mean
 from gradwire.communicator import Communicator
-from gradwire.errors import CorruptMessage
 from gradwire.telemetry.recorder import BucketRecord
-
-_LENGTH = struct.Struct("<I")  # before every message of a group
 
 
 @dataclass(frozen=True)
@@ -104,29 +99,22 @@ class _ServerEnds:
         self.max_pull_bytes = _max_group_bytes(self._pull_codec, cut)
         n_bytes = 4 * cut.max_group_elements
         self._draw = _first_draw(communicator, record)
-        # The sums are taken already; a codec that keeps what it leaves out takes them as gradients without a residual.
-        self._nothing = communicator.scratch("server nothing", n_bytes).view(torch.float32).zero_()
         self._total = communicator.scratch("server total", n_bytes).view(torch.float32)
         self._decoded = communicator.scratch("server decoded", n_bytes).view(torch.float32)
 
     # ---- as a worker
 
     def encode_push(self, part: int, group: int, out: torch.Tensor) -> int:
-        pieces = self._cut.groups[part][group]
-        return self._encode(self._codec, pieces, lambda start, end: self._values[start:end], out)
+        pushed = self._cut.groups[part][group]
+        return self._encode(self._codec, pushed, self._values[pushed.start : pushed.end], out)
 
     def adopt(self, part: int, group: int, message: torch.Tensor) -> None:
-        pieces = self._cut.groups[part][group]
-        started = time.perf_counter_ns()
-        self._decode(self._pull_codec, pieces, message, self._values, at=0)
-        self._values[pieces[0].start : pieces[-1].end].div_(self._world_size)
-        self._record.add("decode", started, time.perf_counter_ns())
+        self._adopt(self._cut.groups[part][group], message)
 
     # ---- as the server of its own part
 
     def add_pushed(self, source: int, group: int, message: torch.Tensor | None) -> None:
-        pieces = self._cut.groups[self._rank][group]
-        start, end = pieces[0].start, pieces[-1].end
+        start, end, sizes = self._cut.groups[self._rank][group]
         total = self._total[: end - start]
         started = time.perf_counter_ns()
         if message is None:
@@ -134,82 +122,43 @@ class _ServerEnds:
             own = self._values[start:end]
             total.copy_(own) if source == 0 else total.add_(own)
         elif source == 0:
-            self._decode(self._codec, pieces, message, total, at=start)
+            pieces.decode(self._codec, message, sizes, total)
         else:
             decoded = self._decoded[: end - start]
-            self._decode(self._codec, pieces, message, decoded, at=start)
+            pieces.decode(self._codec, message, sizes, decoded)
             total.add_(decoded)
         self._record.add("decode", started, time.perf_counter_ns())
 
     def encode_pull(self, group: int, out: torch.Tensor) -> int:
-        pieces = self._cut.groups[self._rank][group]
-        first, end = pieces[0].start, pieces[-1].end
-        total = self._total
+        pulled = self._cut.groups[self._rank][group]
+        total = self._total[: pulled.end - pulled.start]
         if not self._has_pull:
-            self._left_out[first:end].zero_()
-            torch.div(total[: end - first], self._world_size, out=self._values[first:end])
+            self._left_out[pulled.start : pulled.end].zero_()
+            torch.div(total, self._world_size, out=self._values[pulled.start : pulled.end])
             return 0
-        n_bytes = self._encode(self._pull_codec, pieces, lambda start, end: total[start - first : end - first], out)
+        n_bytes = self._encode(self._pull_codec, pulled, total, out)
         # It adopts the very values that the others decode: sum - what the encoding lost would round differently.
+        self._adopt(pulled, out[:n_bytes])
+        return n_bytes
+
+    # ---- as both
+
+    def _encode(self, codec: Codec, group: Group, values: torch.Tensor, out: torch.Tensor) -> int:
+        start, end, sizes = group
+        importance = None if self._importance is None else self._importance(start, end)
         started = time.perf_counter_ns()
-        self._decode(self._pull_codec, pieces, out[:n_bytes], self._values, at=0)
-        self._values[first:end].div_(self._world_size)
+        n_bytes = pieces.encode(
+            codec, values, sizes, out, self._left_out[start:end], self._draw + start, importance=importance
+        )
+        self._record.add("encode", started, time.perf_counter_ns())
+        return n_bytes
+
+    def _adopt(self, group: Group, message: torch.Tensor) -> None:
+        values = self._values[group.start : group.end]
+        started = time.perf_counter_ns()
+        pieces.decode(self._pull_codec, message, group.sizes, values)
+        values.div_(self._world_size)
         self._record.add("decode", started, time.perf_counter_ns())
-        return n_bytes
-
-    # ---- messages of a group: each piece's length and message
-
-    def _encode(
-        self, codec: Codec, pieces: Group, values_of: Callable[[int, int], torch.Tensor], out: torch.Tensor
-    ) -> int:
-        at = 0
-        for start, end in pieces:
-            importance = None if self._importance is None else self._importance(start, end)
-            values = values_of(start, end)
-            left_out = self._left_out[start:end]
-            started = time.perf_counter_ns()
-            n_bytes = self._encode_piece(codec, start, values, out[at + _LENGTH.size :], importance, left_out)
-            out[at : at + _LENGTH.size] = torch.frombuffer(bytearray(_LENGTH.pack(n_bytes)), dtype=torch.uint8)
-            at += _LENGTH.size + n_bytes
-            self._record.add("encode", started, time.perf_counter_ns())
-        return at
-
-    def _encode_piece(
-        self,
-        codec: Codec,
-        start: int,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        importance: torch.Tensor | None,
-        left_out: torch.Tensor,
-    ) -> int:
-        if isinstance(codec, Quantised):
-            nothing = self._nothing[: values.numel()]
-            return codec.encode_with_residual(values, nothing, out, self._draw + start, new_residual=left_out)
-        n_bytes = codec.encode(values, out, importance)
-        codec.decode(out[:n_bytes], left_out)
-        torch.sub(values, left_out, out=left_out)
-        return n_bytes
-
-    def _decode(self, codec: Codec, pieces: Group, message: torch.Tensor, out: torch.Tensor, at: int) -> None:
-        """Decode a group's messages into `out`, whose first value is number `at` of the fused buffer."""
-        read = 0
-        for start, end in pieces:
-            length = message[read : read + _LENGTH.size]
-            n_bytes = _LENGTH.unpack(bytes(length.tolist()))[0] if length.numel() == _LENGTH.size else -1
-            read += _LENGTH.size
-            if not 0 <= n_bytes <= message.numel() - read:
-                raise CorruptMessage(
-                    f"a group of {len(pieces)} pieces ends after {message.numel()} bytes, before the piece of values "
-                    f"{start} to {end}; check that all ranks run the same gradwire, and the host's memory and network"
-                )
-            codec.decode(message[read : read + n_bytes], out[start - at : end - at])
-            read += n_bytes
-        if read != message.numel():
-            raise CorruptMessage(
-                f"a group of {len(pieces)} pieces has {message.numel() - read} bytes too many; check that all ranks run "
-                "the same gradwire, and the host's memory and network"
-            )
 
 
 class _Drawing:
@@ -234,14 +183,4 @@ def _first_draw(communicator: Communicator, record: BucketRecord) -> int:
 
 def _max_group_bytes(codec: Codec, cut: Cut) -> int:
     """Bytes that no group's message exceeds."""
-    most = 0
-    sizes: dict[int, int] = {}
-    for groups in cut.groups:
-        for group in groups:
-            n_bytes = 0
-            for start, end in group:
-                if end - start not in sizes:
-                    sizes[end - start] = codec.max_encoded_bytes(end - start, torch.float32)
-                n_bytes += _LENGTH.size + sizes[end - start]
-            most = max(most, n_bytes)
-    return most
+    return max((pieces.max_encoded_bytes(codec, group.sizes) for part in cut.groups for group in part), default=0)

@@ -38,7 +38,7 @@ class Plan:
     Attributes:
         raw, compressed: the tensors of each kind, in the bucket's order.
         n_raw, n_compressed: values of each kind.
-        raw_runs: the raw tensors, neighbours joined into one run: what is copied at a time.
+        raw_runs, compressed_runs: the same, neighbours joined into one run: what is copied at a time.
         cut: how the compressed values are cut over the ranks.
     """
 
@@ -55,7 +55,7 @@ class Plan:
                 raw.append(Span(parameter, offset, n_elements, self.n_raw, position))
                 self.n_raw += n_elements
         self.raw, self.compressed = tuple(raw), tuple(compressed)
-        self.raw_runs = tuple(_join(raw))
+        self.raw_runs, self.compressed_runs = tuple(_join(raw)), tuple(_join(compressed))
         self.cut = Cut([span.fused + span.n_elements for span in compressed], world_size, group_elements)
 
     @property

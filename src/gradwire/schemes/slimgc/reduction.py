@@ -119,8 +119,8 @@ class Reduction:
         record.count_received(n_bytes)
         if bool(fp_buf[-1] != 0):  # a rank's gradient was not finite: the sum, and so this branch, is the same on all
             self._redo_plainly(bucket)
-            for span in plan.compressed:
-                span.in_fused(bit_buf).copy_(span.in_bucket(bucket.buffer))
+            for run in plan.compressed_runs:
+                run.in_fused(bit_buf).copy_(run.in_bucket(bucket.buffer))
             self._keep_mean(bucket, plan, bit_buf)
             return
         started = time.perf_counter_ns()
@@ -131,8 +131,8 @@ class Reduction:
         for run in plan.raw_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
         if self.owner_step is None:
-            for span in plan.compressed:
-                span.in_bucket(bucket.buffer).copy_(span.in_fused(bit_buf))
+            for run in plan.compressed_runs:
+                run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
         self._keep_mean(bucket, plan, bit_buf)
         record.add("decode", started, time.perf_counter_ns())
 

@@ -1,0 +1,106 @@
+"""Groups of pieces: what the native call writes and reads is what the codec's own messages, one by one, are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import codecs
+from gradwire.codecs import pieces
+from gradwire.errors import BufferTooSmall, CorruptMessage, GradwireError, InvalidArgument
+from quantiser_oracles import make_gradient
+
+SIZES = (1, 300, 64, 1_025, 7, 65_537, 2)
+CODECS: list[tuple[str, dict[str, Any]]] = [
+    ("one-bit", {}),
+    ("one-bit", {"scale": "two-means"}),
+    ("two-bit", {}),
+    ("ternary", {"seed": 3}),
+    ("qsgd", {"block": 128}),
+    ("thc", {}),
+    ("gcomp", {"importance": "none"}),
+    ("raw", {}),
+]
+each_codec = pytest.mark.parametrize(("name", "options"), CODECS, ids=str)
+
+
+def encode(codec: codecs.Codec, values: Tensor, sizes: tuple[int, ...], first_step: int = 0) -> tuple[Tensor, Tensor]:
+    """The message, and what it left out."""
+    out = torch.empty(pieces.max_encoded_bytes(codec, sizes), dtype=torch.uint8)
+    left_out = torch.full_like(values, float("nan"))
+    return out[: pieces.encode(codec, values, sizes, out, left_out, first_step)], left_out
+
+
+@each_codec
+def test_a_group_is_the_messages_of_its_pieces_with_their_lengths(name: str, options: dict[str, Any]) -> None:
+    codec, values, first_step = codecs.by_name(name, **options), make_gradient(sum(SIZES)), 41
+    message, left_out = encode(codec, values, SIZES, first_step)
+    decoded = torch.empty_like(values)
+    pieces.decode(codec, message, SIZES, decoded)
+    torch.testing.assert_close(decoded + left_out, values, rtol=0, atol=1e-6 * float(values.abs().max()))
+    at = first = 0
+    for size in SIZES:
+        mine = values[first : first + size]
+        alone = torch.empty(codec.max_encoded_bytes(size, torch.float32), dtype=torch.uint8)
+        if name in ("gcomp", "raw"):
+            alone = alone[: codec.encode(mine, alone)]
+        else:
+            alone = alone[: codec.encode(mine, alone, step=first_step + first)]  # type: ignore[call-arg]
+        assert int.from_bytes(bytes(message[at : at + 4].tolist()), "little") == alone.numel()
+        assert torch.equal(message[at + 4 : at + 4 + alone.numel()], alone)
+        again = torch.empty(size)
+        codec.decode(alone, again)
+        assert torch.equal(again, decoded[first : first + size])
+        assert torch.equal(left_out[first : first + size], mine - again)
+        at += 4 + alone.numel()
+        first += size
+    assert at == message.numel()
+
+
+@each_codec
+def test_damaged_groups_are_refused(name: str, options: dict[str, Any]) -> None:
+    sizes = (40, 9, 130)
+    codec = codecs.by_name(name, **options)
+    message, _ = encode(codec, make_gradient(sum(sizes)), sizes)
+    out = torch.empty(sum(sizes))
+    for n_bytes in range(message.numel()):
+        with pytest.raises(CorruptMessage):
+            pieces.decode(codec, message[:n_bytes].clone(), sizes, out)
+    with pytest.raises(CorruptMessage, match="1 bytes too many"):
+        pieces.decode(codec, torch.cat([message, torch.zeros(1, dtype=torch.uint8)]), sizes, out)
+    for lie in (0, 2**31, 2**32 - 1):
+        damaged = message.clone()
+        damaged[:4] = torch.tensor(list(lie.to_bytes(4, "little")), dtype=torch.uint8)
+        with pytest.raises(CorruptMessage):
+            pieces.decode(codec, damaged, sizes, out)
+    with pytest.raises((CorruptMessage, BufferTooSmall)):
+        pieces.decode(codec, message, (9, 40, 130), out)
+
+
+def test_no_pieces_are_an_empty_message() -> None:
+    codec = codecs.by_name("one-bit")
+    message, left_out = encode(codec, torch.empty(0), ())
+    assert message.numel() == left_out.numel() == 0
+    pieces.decode(codec, message, (), torch.empty(0))
+
+
+def test_sizes_have_to_be_those_of_the_buffer() -> None:
+    codec, values = codecs.by_name("two-bit"), make_gradient(100)
+    for sizes in ((50, 49), (50, 51), (2**64 - 1, 101)):
+        out = torch.empty(1_000, dtype=torch.uint8)
+        with pytest.raises(InvalidArgument):
+            pieces.encode(codec, values, sizes, out, torch.empty(100))
+    message, _ = encode(codec, values, (60, 40))
+    with pytest.raises(InvalidArgument):
+        pieces.decode(codec, message, (60, 40), torch.empty(99))
+
+
+def test_a_buffer_without_room_is_refused() -> None:
+    codec, values = codecs.by_name("one-bit"), make_gradient(100)
+    n_bytes = encode(codec, values, (60, 40))[0].numel()
+    for room in range(0, n_bytes, 7):
+        with pytest.raises(GradwireError):
+            pieces.encode(codec, values, (60, 40), torch.empty(room, dtype=torch.uint8), torch.empty(100))

@@ -53,3 +53,12 @@ def test_csv_has_a_column_for_every_field_of_any_record(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", [{"a": 1}, {"a": 2, "b": "x"}])
     with (tmp_path / "a.csv").open() as file:
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "x"}]
+
+
+def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
+    record = {"scheme": "plain", "loss": float("nan"), "steps": 3, "time_s": float("inf")}
+    write_json(tmp_path / "records.json", [record])
+    RecordLog(tmp_path / "log.jsonl").append([record])
+    expected = {"scheme": "plain", "loss": None, "steps": 3, "time_s": None}
+    assert json.loads((tmp_path / "records.json").read_text()) == [expected]
+    assert list(RecordLog(tmp_path / "log.jsonl").read()) == [expected]

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,11 @@ Record = Mapping[str, Any]
 
 
 def write_json(path: Path, records: Sequence[Record]) -> None:
-    """Replace `path` by a list of `records`; the old file stays whole if that fails. Raises: GradwireError."""
-    _replace(path, json.dumps(list(records), indent=1, allow_nan=False) + "\n")
+    """Replace `path` by a list of `records`; the old file stays whole if that fails. Raises: GradwireError.
+
+    What is not finite (the loss of a run that diverged) becomes null: JSON has no NaN.
+    """
+    _replace(path, json.dumps([_finite(record) for record in records], indent=1, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:
@@ -51,7 +55,7 @@ class RecordLog:
 
     def append(self, records: Iterable[Record]) -> None:
         """Add `records` and force them to the disk. Raises: GradwireError; what was written before stays."""
-        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+        lines = "".join(json.dumps(_finite(record), allow_nan=False) + "\n" for record in records)
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(lines)
@@ -79,6 +83,12 @@ def _end_torn_line(path: Path, file: io.BufferedWriter) -> None:
             existing.seek(-1, os.SEEK_END)
             if existing.read(1) != b"\n":
                 file.write(b"\n")
+
+
+def _finite(record: Record) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
 
 
 def _replace(path: Path, text: str) -> None:

@@ -27,7 +27,10 @@ MIN_GAMMA = 1.3
 # A core of up to this many values is sent beside the sketch; a larger one is given another salt.
 MAX_CORE = 8
 # So many salts are tried with each gamma, and then 5 % more cells.
+_SALTS_PER_STEP = 1 << 16  # more than all attempts, and the Bloom filter's
 _SALTS_PER_GAMMA = 8
+# Of the median of three normal draws, as a share of one draw's.
+_MEDIAN_VARIANCE = 0.449
 _GAMMA_STEP = 0.05
 # After so many tables (gamma has grown by 40 % then) all is sent as core.
 MAX_ATTEMPTS = 64
@@ -137,7 +140,9 @@ class CountSketch:
         self._n_elements = 0
         self._n_core = 0
 
-    def prepare(self, index: torch.Tensor, n_elements: int, attempt: int = 0, max_cells: int = 0) -> int:
+    def prepare(
+        self, index: torch.Tensor, n_elements: int, attempt: int = 0, max_cells: int = 0, step: int = 0
+    ) -> int:
         """Fit size, rows and rotations to the OR-ed index; returns the number of cells.
 
         Args:
@@ -145,17 +150,26 @@ class CountSketch:
             attempt: 0 first; each further one has another salt, and every eighth one 5 % more cells. With MAX_ATTEMPTS
                 there are no cells, and all values are core.
             max_cells: take no more than about so many (whole rows of each block), and lose values; 0: enough for all.
+            step: from 0 to 2^32 - 1; each has hashes of its own, so that what estimates miss differs between steps.
         Raises: CorruptMessage (bits past the end), InvalidArgument (size).
         Cost: two passes over the index; allocates as the number of blocks grows.
         """
         if attempt >= MAX_ATTEMPTS:
             max_cells = 1
         gamma = self.gamma * (1 + _GAMMA_STEP * (attempt // _SALTS_PER_GAMMA))
-        self._plan.prepare(
-            index.view(torch.uint32), n_elements, self.batch_values, gamma, self.seed, attempt, max_cells
-        )
+        salt = attempt + _SALTS_PER_STEP * step
+        self._plan.prepare(index.view(torch.uint32), n_elements, self.batch_values, gamma, self.seed, salt, max_cells)
         self._n_elements = n_elements
         return self.n_cells
+
+    @property
+    def estimate_shrinkage(self) -> float:
+        """What to multiply estimates by, so that error feedback converges: 1 / (1 + relative variance).
+
+        A core value's cell holds about L = 3 n_core / n_cells of them, so a row's estimate has the variance L of one
+        value's square, and the median of three such rows 0.45 of that.
+        """
+        return 1 / (1 + _MEDIAN_VARIANCE * 3 * self._n_core / max(1, self.n_cells))
 
     @property
     def n_nonzeros(self) -> int:

@@ -68,6 +68,8 @@ class Homomorphic(Optimistic):
         sparsifier: "top-k" sends of each rank's gradient only its `density` of largest values, without gathering.
         density: share of values that the sparsifier keeps, in (0, 1].
         error_feedback: add what sparsifier and lossy mode left out to the next gradient. Default: with a sparsifier.
+            With it, estimates are shrunk by their variance, or what is fed back would grow; without it they are right
+            in the mean, which trains better (docs/results.md).
         index: "bitmap", "bloom" (from each layout's second step on), or "auto", whichever is smaller.
         batch_values, gamma, seed: see CountSketch.
         aggregator: what sums: "process-group", "switch", or an Aggregator.
@@ -156,7 +158,9 @@ class Homomorphic(Optimistic):
             self._name_mismatch(bucket)
         if not union.is_finite or self._may_overflow(union):
             return False
-        n_cells = self._sketch.prepare(union.words, bucket.n_elements, max_cells=self._max_cells(bucket))
+        # Estimates that missed the same way at every step would bend the training; peeled values do not care.
+        step = bucket.step & 0xFFFFFFFF if self.mode == "lossy" else 0
+        n_cells = self._sketch.prepare(union.words, bucket.n_elements, max_cells=self._max_cells(bucket), step=step)
         self._index.remember(key, self._sketch.n_nonzeros)
         cell_bytes = 8 if self.mode == "exact" and self.integer_bits == 64 else 4
         if cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes and n_cells:
@@ -232,6 +236,8 @@ class Homomorphic(Optimistic):
             )
         if core_mean is not None:
             out[core] = core_mean.float().to(out.dtype)  # rounded as the others are
+        elif core is not None:
+            out[core] *= sketch.estimate_shrinkage
         if self.error_feedback:
             self._keep_what_was_left_out(bucket, values, left_out, out, core if estimate else None)
         if not is_direct:

@@ -140,9 +140,7 @@ class CountSketch:
         self._n_elements = 0
         self._n_core = 0
 
-    def prepare(
-        self, index: torch.Tensor, n_elements: int, attempt: int = 0, max_cells: int = 0, step: int = 0
-    ) -> int:
+    def prepare(self, index: torch.Tensor, n_elements: int, attempt: int = 0, max_cells: int = 0, step: int = 0) -> int:
         """Fit size, rows and rotations to the OR-ed index; returns the number of cells.
 
         Args:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from gradwire.codecs.quantised import Quantised, is_nonfinite_message
 from gradwire.collectives.frames import Facts, FrameReceiver, FrameSender
-from gradwire.collectives.parts import CHUNK_ELEMENTS, Parts
+from gradwire.collectives.parts import QUANTISED_CHUNK_ELEMENTS, Parts
 from gradwire.communicator import Communicator
 from gradwire.errors import CorruptMessage
 from gradwire.telemetry.recorder import BucketRecord
 
 _CHUNKS_AHEAD = 2  # as in ring.py
+_MIN_CHUNKS = 2  # so that one is encoded while the other travels
 
 
 @dataclass
@@ -59,7 +60,7 @@ def quantised_mean(
     exchange: Exchange,
     facts: Facts,
     record: BucketRecord,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
 ) -> list[bool] | None:
     """Write the mean over the ranks into exchange.results; runs on the lane, with at least two ranks.
 
@@ -84,7 +85,7 @@ class _QuantisedMean:
         self._codec, self._exchange, self._record = codec, exchange, record
         self._world, self._rank = communicator.world_size, communicator.rank
         buffer = exchange.buffer
-        self._parts = parts = Parts(buffer, self._world, chunk_elements)
+        self._parts = parts = Parts(buffer, self._world, chunk_elements, _MIN_CHUNKS)
         self._n_chunks = n_chunks = parts.n_chunks
         self._ahead = min(_CHUNKS_AHEAD, n_chunks - 1)
         largest = parts.max_chunk_elements

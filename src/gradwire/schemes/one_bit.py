@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.codecs.one_bit import OneBit as OneBitCodec
-from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.collectives.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect
 
 
@@ -24,7 +24,7 @@ class OneBit(QuantisedDirect):
         threshold: float | None = None,
         error_feedback: bool = True,
         pull: str = "compressed",
-        chunk_elements: int = CHUNK_ELEMENTS,
+        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
         codec = OneBitCodec(scale, threshold)
         super().__init__(codec, error_feedback, pull, chunk_elements)

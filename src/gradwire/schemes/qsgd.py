@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.codecs.qsgd import Qsgd as QsgdCodec
-from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.collectives.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect
 
 
@@ -27,7 +27,7 @@ class Qsgd(QuantisedDirect):
         block: int = 512,
         seed: int = 0,
         pull: str = "compressed",
-        chunk_elements: int = CHUNK_ELEMENTS,
+        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
         super().__init__(QsgdCodec(levels, block, seed), False, pull, chunk_elements)
         self._options = {"levels": levels, "block": block, "seed": seed}

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradwire.bucket import Bucket
 from gradwire.codecs.quantised import Quantised
-from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.collectives.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.collectives.quantised import Exchange, quantised_mean
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.optimistic import Optimistic
@@ -32,7 +32,11 @@ class QuantisedDirect(Optimistic):
     state_is_per_world = True
 
     def __init__(
-        self, codec: Quantised, error_feedback: bool, pull: str = "compressed", chunk_elements: int = CHUNK_ELEMENTS
+        self,
+        codec: Quantised,
+        error_feedback: bool,
+        pull: str = "compressed",
+        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
         super().__init__(bool(error_feedback))
         if pull not in _PULLS:

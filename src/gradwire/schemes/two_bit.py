@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.codecs.two_bit import TwoBit as TwoBitCodec
-from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.collectives.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect
 
 
@@ -24,7 +24,7 @@ class TwoBit(QuantisedDirect):
         relative: bool = True,
         error_feedback: bool = True,
         pull: str = "compressed",
-        chunk_elements: int = CHUNK_ELEMENTS,
+        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
         codec = TwoBitCodec(threshold, relative)
         super().__init__(codec, error_feedback, pull, chunk_elements)

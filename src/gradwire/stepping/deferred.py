@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bucket import Bucket
 from gradwire.communicator import Communicator
@@ -18,6 +16,7 @@ from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.preamble import Preamble
 from gradwire.schemes.base import Scheme, Session
 from gradwire.stepping.blocks import Block, Division, check_division, find_blocks, hash_blocks
+from gradwire.stepping.demands import inner_of, refuse_join, stepped_parameters
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 
@@ -79,28 +78,14 @@ class DeferredScheme(Scheme):
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no model or optimizer), Unsupported (parameters that the optimizer does not step)."""
-        if session.module is None or session.optimizer is None:
-            raise InvalidArgument(
-                f"scheme {self.name!r} takes the optimizer's step itself and needs the model and the optimizer: use "
-                "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
-            )
-        module, names = _inner(session.module), session.names
-        ignored: set[str] = getattr(session.module, "parameters_to_ignore", set())
-        reduced = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
-        stepped = {p for group in session.optimizer.param_groups for p in group["params"]}
-        strays = [names.get(p, "?") for p in reduced if p not in stepped]
-        if strays:
-            raise Unsupported(
-                f"scheme {self.name!r} keeps the mean gradient to itself, and parameter {strays[0]} ({len(strays)} in all) is "
-                "not in the optimizer that was attached: attach the one that has all trainable parameters, or freeze the "
-                "others with requires_grad_(False) before DDP"
-            )
+        reduced = stepped_parameters(session, f"scheme {self.name!r}")
         super().bind(session)
-        blocks = find_blocks(module, reduced, self._division)
+        assert session.module is not None
+        blocks = find_blocks(inner_of(session.module), reduced, self._division)
         self.blocks_hash = hash_blocks(blocks)
         self._slots = [_make_slot(block) for block in blocks]
         self._home = {parameter: slot for slot in self._slots for parameter in slot.block.parameters}
-        self._in_order = list(reduced)
+        self._in_order = reduced
         if session.has_scaler:
             self._flags = session.communicator.twin()
 
@@ -111,7 +96,7 @@ class DeferredScheme(Scheme):
         assert session.optimizer is not None
         self._interceptor = Interceptor(
             session.module,
-            _inner(session.module),
+            inner_of(session.module),
             session.optimizer,
             [slot.block for slot in self._slots],
             self,
@@ -146,12 +131,7 @@ class DeferredScheme(Scheme):
         """Copy the bucket into its blocks, start those that are complete; DDP goes on with this rank's own gradient."""
         assert self._interceptor is not None
         if bucket.index == 0:
-            module = self.session.module
-            if isinstance(module, DistributedDataParallel) and module._join_config.enable:
-                raise Unsupported(
-                    f"scheme {self.name!r} cannot stand in for ranks that ran out of input (ddp.join): give every rank "
-                    "equally many batches, or attach a scheme that leaves the step to the optimizer"
-                )
+            refuse_join(self.session.module, f"scheme {self.name!r}", "a scheme that leaves the step to the optimizer")
             self._interceptor.begin_reduction()
             self._is_finite = True
             self._begin_step(bucket.step)
@@ -282,10 +262,6 @@ class DeferredScheme(Scheme):
 
     def _begin_step(self, step: int) -> None:
         """The first bucket of `step` is there."""
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def _make_slot(block: Block) -> Slot:

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bucket import Bucket
 from gradwire.communicator import Communicator
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import InvalidArgument
 from gradwire.schemes.base import Session
 from gradwire.stepping.blocks import Block
+from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.stepping.loc_buf import LocBuf
@@ -64,17 +63,12 @@ class LookAhead:
     """
 
     def __init__(self, session: Session, start_mean: Mean, options: LookAheadOptions) -> None:
-        if session.module is None or session.optimizer is None:
-            raise InvalidArgument(
-                "backup=True takes the optimizer's step itself and needs the model and the optimizer: use "
-                "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
-            )
+        self._wrapper, self._optimizer = model_and_optimizer(session, "backup=True")
         self._session, self._start_mean = session, start_mean
-        self._optimizer, self._wrapper = session.optimizer, session.module
         self._options = options
         if options.local == "peek":
-            check_peekable(session.optimizer)
-        self._parameters = _reduced_parameters(session)
+            check_peekable(self._optimizer)
+        self._parameters = stepped_parameters(session, "backup=True")
         self.loc_buf = LocBuf(self._parameters)
         self._chunks = list(_chunks(self._parameters))
         self._grad_bufs: list[dict[int, torch.Tensor]] = [{}, {}]  # of the step under way, and of the one before
@@ -85,10 +79,10 @@ class LookAhead:
         self._n_ahead = 0
         self._is_finite = True
         self._flags: Communicator | None = session.communicator.twin() if session.has_scaler else None
-        inner = _inner(session.module)
+        inner = inner_of(self._wrapper)
         block = Block(0, type(inner).__name__, tuple(self._parameters), ())
         self._interceptor = Interceptor(
-            session.module, inner, session.optimizer, [block], self, dict(session.names), session.has_scaler
+            self._wrapper, inner, self._optimizer, [block], self, dict(session.names), session.has_scaler
         )
 
     # ---- the backward pass
@@ -113,12 +107,7 @@ class LookAhead:
         return done
 
     def _begin(self, step: int) -> None:
-        module = self._wrapper
-        if isinstance(module, DistributedDataParallel) and module._join_config.enable:
-            raise Unsupported(
-                "backup=True cannot stand in for ranks that ran out of input (ddp.join): give every rank equally many "
-                "batches, or use backup=False"
-            )
+        refuse_join(self._wrapper, "backup=True", "backup=False")
         self._interceptor.begin_reduction()
         self._is_finite = True
         if self._arriving is not None:
@@ -287,22 +276,6 @@ class LookAhead:
                 self._flags.close()
 
 
-def _reduced_parameters(session: Session) -> list[torch.Tensor]:
-    assert session.module is not None
-    assert session.optimizer is not None
-    ignored: set[str] = getattr(session.module, "parameters_to_ignore", set())
-    reduced = [p for n, p in _inner(session.module).named_parameters() if p.requires_grad and n not in ignored]
-    stepped = {p for group in session.optimizer.param_groups for p in group["params"]}
-    strays = [session.names.get(p, "?") for p in reduced if p not in stepped]
-    if strays:
-        raise Unsupported(
-            f"backup=True keeps the mean gradient to itself, and parameter {strays[0]} ({len(strays)} in all) is not in the "
-            "optimizer that was attached: attach the one that has all trainable parameters, or freeze the others with "
-            "requires_grad_(False) before DDP"
-        )
-    return list(reduced)
-
-
 def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     chunk: list[torch.Tensor] = []
     n_elements = 0
@@ -319,10 +292,6 @@ def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _wait(aggregate: Aggregate) -> None:
     for done in aggregate.done:
         done.wait()
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def _forward(source: torch.futures.Future, target: torch.futures.Future) -> None:

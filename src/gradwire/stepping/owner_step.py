@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bucket import Bucket
 from gradwire.communicator import ring_bytes
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Session
 from gradwire.stepping.blocks import Block
+from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.stepping.sharded_state import Edges, ShardedState
@@ -62,36 +61,27 @@ class OwnerStep:
     def __init__(
         self, session: Session, start_mean: Callable[[Bucket], torch.futures.Future], max_grad_value: float | None
     ) -> None:
-        if session.module is None or session.optimizer is None:
-            raise InvalidArgument(
-                'update="owner" takes the optimizer\'s step itself and needs the model and the optimizer: use '
-                "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
-            )
+        self._wrapper, optimizer = model_and_optimizer(session, 'update="owner"')
         if session.has_scaler:
             raise Unsupported('update="owner" does not serve a GradScaler: train in bfloat16, or use update="worker"')
         self._session, self._start_mean, self._max_grad_value = session, start_mean, max_grad_value
-        self._wrapper = session.module
-        inner = session.module.module if isinstance(session.module, DistributedDataParallel) else session.module
-        parameters = _stepped_parameters(session, inner)
+        inner = inner_of(self._wrapper)
+        parameters = stepped_parameters(session, 'update="owner"')
         communicator = session.communicator
-        self.state = ShardedState(
-            session.optimizer, parameters, session.names, communicator.rank, communicator.world_size
-        )
+        self.state = ShardedState(optimizer, parameters, session.names, communicator.rank, communicator.world_size)
         self._parameters = parameters
         self._owned: dict[int, Owned] = {}  # by bucket, of the last backward pass
         self._step = 0
         self._waited_ns = 0
         self._has_told = False
         block = Block(0, type(inner).__name__, tuple(parameters), ())
-        self._interceptor = Interceptor(
-            session.module, inner, session.optimizer, [block], self, dict(session.names), False
-        )
+        self._interceptor = Interceptor(self._wrapper, inner, optimizer, [block], self, dict(session.names), False)
         self._interceptor.guard.remedy = (
             'pass max_grad_value=... to the scheme instead of clipping, or use update="worker"'
         )
         self._handles = [
-            session.optimizer.register_state_dict_post_hook(self._tell_where_the_state_is),
-            session.optimizer.register_load_state_dict_post_hook(lambda _: self.state.forget_loaded()),
+            optimizer.register_state_dict_post_hook(self._tell_where_the_state_is),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.state.forget_loaded()),
         ]
 
     # ---- the backward pass
@@ -99,12 +89,7 @@ class OwnerStep:
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Push the bucket. DDP goes on with means of the tensors that travel raw, and this rank's own of the others."""
         if bucket.index == 0:
-            module = self._wrapper
-            if isinstance(module, DistributedDataParallel) and module._join_config.enable:
-                raise Unsupported(
-                    'update="owner" cannot stand in for ranks that ran out of input (ddp.join): give every rank equally '
-                    'many batches, or use update="worker"'
-                )
+            refuse_join(self._wrapper, 'update="owner"', 'update="worker"')
             self._interceptor.begin_reduction()
             self._owned.clear()
             self._step = bucket.step
@@ -253,18 +238,3 @@ class OwnerStep:
         for handle in self._handles:
             handle.remove()
         self._interceptor.remove()
-
-
-def _stepped_parameters(session: Session, inner: nn.Module) -> list[torch.Tensor]:
-    assert session.optimizer is not None
-    ignored: set[str] = getattr(session.module, "parameters_to_ignore", set())
-    reduced = [p for n, p in inner.named_parameters() if p.requires_grad and n not in ignored]
-    stepped = {p for group in session.optimizer.param_groups for p in group["params"]}
-    strays = [session.names.get(p, "?") for p in reduced if p not in stepped]
-    if strays:
-        raise Unsupported(
-            f'update="owner" keeps the mean gradient to its owner, and parameter {strays[0]} ({len(strays)} in all) is not '
-            "in the optimizer that was attached: attach the one that has all trainable parameters, or freeze the others "
-            "with requires_grad_(False) before DDP"
-        )
-    return list(reduced)

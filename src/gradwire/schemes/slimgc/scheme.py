@@ -20,8 +20,9 @@ import torch
 from gradwire.bucket import Bucket
 from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
+from gradwire.codecs.quantised import Quantised
 from gradwire.collectives.frames import Facts
-from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.collectives.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.control.threshold import NEVER, check_threshold
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.preamble import Preamble, compare_preambles
@@ -60,7 +61,7 @@ class SlimGC(Scheme):
         max_grad_value: with update="owner", in place of clip_grad_value_, which would clip the wrong gradient.
         error_feedback: keep what the codec lost for the next step.
         warmup_steps, method, drift_every, drift_factor: of the table; see `Measuring`.
-        group_elements: values encoded and sent at a time.
+        group_elements: values encoded and sent at a time. None: as many as suit the codec.
         backup: do not wait for the aggregation: start the next step on local weights (gradwire.stepping.look_ahead).
             Gradients are then one step old in what they know of the other ranks. Needs `attach`.
         local: with backup, how the local weights come about: "peek" (the user's own rule) or "sgd" (`local_rate`).
@@ -85,7 +86,7 @@ class SlimGC(Scheme):
         method: str = "fit",
         drift_every: int = 50,
         drift_factor: float = 1.5,
-        group_elements: int = CHUNK_ELEMENTS,
+        group_elements: int | None = None,
         backup: bool = False,
         local: str = "peek",
         local_rate: float | None = None,
@@ -96,9 +97,11 @@ class SlimGC(Scheme):
         **codec_options: Any,
     ) -> None:
         check_topology(topology, pull)
+        self.codec = codec_of(codec, codec_options)
+        if group_elements is None:
+            group_elements = QUANTISED_CHUNK_ELEMENTS if isinstance(self.codec, Quantised) else CHUNK_ELEMENTS
         if group_elements < 1:
             raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
-        self.codec = codec_of(codec, codec_options)
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
         self.topology, self.pull, self.error_feedback = topology, pull, bool(error_feedback)
         self.group_elements = group_elements

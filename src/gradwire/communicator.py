@@ -79,6 +79,7 @@ class Communicator:
         except PeerLost as error:
             raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
+        self._twins: list[Communicator] = []
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[tuple[torch.futures.Future, Callable[..., Any], tuple] | None]
         self._tasks = queue.SimpleQueue()
@@ -88,8 +89,13 @@ class Communicator:
         _open_communicators.add(self)
 
     def twin(self) -> Communicator:
-        """Another communicator over the same ranks, with a lane of its own. Collective."""
-        return Communicator(self._parent, self.timeout_s)
+        """Another communicator over the same ranks, with a lane and connections of its own. Collective.
+
+        When this one fails, the twin's connections break too: whoever waits on them wakes.
+        """
+        twin = Communicator(self._parent, self.timeout_s)
+        self._twins.append(twin)
+        return twin
 
     # ---- the lane
 
@@ -264,6 +270,8 @@ class Communicator:
         """
         if self.world_size == 1:
             return
+        for twin in self._twins:
+            twin._break_connections()
         peer = (self.rank + 1) % self.world_size
         with contextlib.suppress(Exception):
             work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _SILENT_TAG)

@@ -63,14 +63,11 @@ class BlockValues:
 
     # ---- of a peer
 
-    def plain_buffer(self, origin: int) -> torch.Tensor:
-        """Where plain words of `origin` are received: (n bytes,) uint8."""
+    def add_plain(self, origin: int, message: torch.Tensor) -> None:
+        """Take in all words of `origin`."""
         if origin not in self._plain:
             self._plain[origin] = torch.empty_like(self._slot.gradient)
-        return self._plain[origin].view(torch.uint8)
-
-    def add_plain(self, origin: int) -> None:
-        """`plain_buffer` holds the values of `origin`."""
+        self._plain[origin].view(torch.uint8).copy_(message)
         self._is_plain[origin] = True
 
     def add_planes(self, origin: int, message: torch.Tensor, first_bit: int, n_bits: int) -> None:

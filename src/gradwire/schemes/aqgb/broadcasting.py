@@ -13,7 +13,7 @@ import torch
 
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument
-from gradwire.schemes.aqgb.block_values import BlockValues, Scratch
+from gradwire.schemes.aqgb.block_values import WORD_BITS, BlockValues, Scratch
 from gradwire.schemes.aqgb.figures import Figures
 from gradwire.schemes.aqgb.heads import NO_BLOCK, Head, HeadFormat
 from gradwire.schemes.aqgb.leftovers import Leftovers
@@ -87,9 +87,8 @@ class BlockBroadcast(DeferredScheme):
         self._failure = None
         if world_size > 1:
             heads = HeadFormat(n_blocks, world_size, self.configuration_hash, self.blocks_hash)
-            self._streams = Streams(
-                communicator, self.topology, heads, communicator.next_stream(), self, time.perf_counter_ns
-            )
+            tags = communicator.next_stream(), communicator.next_stream()
+            self._streams = Streams(communicator, self.topology, heads, tags, self, time.perf_counter_ns)
 
     def close(self) -> None:
         try:
@@ -281,17 +280,23 @@ class BlockBroadcast(DeferredScheme):
 
     # ---- the receivers
 
-    def body_buffer(self, head: Head) -> torch.Tensor | None:
+    @property
+    def max_body_bytes(self) -> int:
+        """See Listener."""
+        return max(
+            (values.max_message_bytes(0, n_bits) for values in self._values for n_bits in range(1, WORD_BITS + 1)),
+            default=0,
+        )
+
+    def check(self, head: Head) -> None:
         """See Listener."""
         values = self._values[head.block]
-        if head.body_bytes > values.max_message_bytes(head.first_bit, head.n_bits) or (
-            head.is_plain and head.body_bytes != values.plain_buffer(head.origin).numel()
-        ):
+        most = values.max_message_bytes(head.first_bit, head.n_bits)
+        if head.body_bytes > most or (head.is_plain and head.body_bytes != values.max_message_bytes(0, WORD_BITS)):
             raise CorruptMessage(
                 f"rank {head.origin} announced {head.body_bytes} bytes for {head.n_bits} bits of block {head.block} in this "
                 f"step; check that all ranks run the same gradwire"
             )
-        return values.plain_buffer(head.origin) if head.is_plain else None
 
     def take(self, head: Head, body: torch.Tensor | None, duration_ns: int) -> None:
         """See Listener."""
@@ -304,7 +309,7 @@ class BlockBroadcast(DeferredScheme):
             self.figures.note_received(duration_ns)
             record = self._record_of(current, head.block)
             if head.is_plain:
-                self._values[head.block].add_plain(origin)
+                self._values[head.block].add_plain(origin, body)
             else:
                 self._values[head.block].add_planes(origin, body, head.first_bit, head.n_bits)
             record.add("communicate", ended - duration_ns, ended)

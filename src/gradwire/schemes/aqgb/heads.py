@@ -10,7 +10,7 @@ import torch
 from gradwire import _native
 from gradwire.errors import CorruptMessage, IncompatibleVersion, RankMismatch
 
-HEAD_VERSION = 2
+HEAD_VERSION = 3
 NO_BLOCK = 0xFFFF  # a head without a body
 _MAGIC = 0x4257  # "WB"
 _FIXED = struct.Struct("<HBBHHBBHIIIII")

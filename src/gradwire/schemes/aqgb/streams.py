@@ -1,4 +1,9 @@
-"""Heads and bodies between ranks: sending to all peers, receiving from each on a thread of its own."""
+"""Heads and bodies between ranks: sending to all peers, receiving from each on a thread of its own.
+
+The backend sends a message once its receiver has said that it waits for it, and says so on the connection on which it
+sends itself: behind everything that is queued there. So receives are posted before their messages come, and each
+connection carries bodies one way only.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,19 @@ from gradwire.errors import CorruptMessage
 from gradwire.schemes.aqgb.heads import NO_BLOCK, Head, HeadFormat
 
 TOPOLOGIES = ("fan-out", "ring")
+# A wait that takes no longer found its message there.
+_AT_ONCE_NS = 100_000
 
 
 class Listener(Protocol):
     """What takes in what peers send; called on the receivers' threads."""
 
-    def body_buffer(self, head: Head) -> torch.Tensor | None:
-        """Where the body of `head` is to be received, (body_bytes,) uint8; None: anywhere. Raises: CorruptMessage."""
+    @property
+    def max_body_bytes(self) -> int:
+        """Bytes that no body exceeds."""
+
+    def check(self, head: Head) -> None:
+        """Raises: CorruptMessage if `head` announces a body that its bits do not make."""
 
     def take(self, head: Head, body: torch.Tensor | None, duration_ns: int) -> None:
         """A head, and its body with how long its transfer took."""
@@ -41,15 +52,17 @@ class Streams:
 
     Args:
         topology: "fan-out": every rank sends to every other; "ring": to its right neighbour, which passes on.
-        tag: of all messages, the same on all ranks.
+        tags: of heads and of bodies, the same on all ranks.
     """
 
     def __init__(
-        self, communicator: Communicator, topology: str, heads: HeadFormat, tag: int, listener: Listener,
-        clock_ns: Callable[[], int],
+        self, communicator: Communicator, topology: str, heads: HeadFormat, tags: tuple[int, int],
+        listener: Listener, clock_ns: Callable[[], int],
     ) -> None:  # fmt: skip
         rank, world_size = communicator.rank, communicator.world_size
-        self._communicator, self._heads, self._tag, self._listener = communicator, heads, tag, listener
+        self._rank = rank
+        self._back = communicator.twin()  # from higher ranks to lower ones
+        self._communicator, self._heads, self._tags, self._listener = communicator, heads, tags, listener
         self._clock_ns = clock_ns
         self._right = (rank + 1) % world_size
         self._is_ring = topology == "ring"
@@ -69,6 +82,9 @@ class Streams:
             self._queues.append(rounds)
             self._threads.append(thread)
             thread.start()
+
+    def _way(self, sender: int, receiver: int) -> Communicator:
+        return self._communicator if sender < receiver else self._back
 
     @property
     def n_copies(self) -> int:
@@ -91,8 +107,8 @@ class Streams:
     def _start(self, peer: int, packed: torch.Tensor, body: torch.Tensor | None) -> None:
         messages = (packed,) if body is None else (packed, body)
         with self._sending:  # a head and its body must not be parted by a message that is passed on
-            for message in messages:
-                self._in_flight.append((self._communicator.isend(message, peer, self._tag), peer, messages))
+            for message, tag in zip(messages, self._tags, strict=False):
+                self._in_flight.append((self._way(self._rank, peer).isend(message, peer, tag), peer, messages))
 
     def finish(self) -> None:
         """Wait until everything has been taken. Raises: PeerLost."""
@@ -102,29 +118,32 @@ class Streams:
                     return
                 in_flight, self._in_flight = self._in_flight, []
             for work, peer, _ in in_flight:
-                self._communicator.wait(work, peer)
+                self._way(self._rank, peer).wait(work, peer)
 
     # ---- receiving
 
     def _receive_rounds(self, source: int, origins: list[int], rounds: queue.SimpleQueue[int | None]) -> None:
         torch.get_num_threads()  # a new thread takes the process's count over when it first asks (communicator.py)
-        packed = torch.empty(self._heads.n_bytes, dtype=torch.uint8)
-        memory = torch.empty(0, dtype=torch.uint8)
+        try:
+            inbox = _Inbox(
+                self._way(source, self._rank), source, self._tags, self._heads.n_bytes, self._listener.max_body_bytes,
+                self._clock_ns,
+            )  # fmt: skip
+        except Exception as error:
+            self._listener.fail(error)
+            return
         while (step := rounds.get()) is not None:
             try:
                 expected = dict.fromkeys(origins, 0)
                 while not all(self._listener.has_ended(origin, step) for origin in origins):
-                    memory = self._receive_one(source, step, expected, packed, memory)
+                    self._receive_one(inbox, source, step, expected)
             except Exception as error:
                 self._listener.fail(error)
                 return
 
-    def _receive_one(
-        self, source: int, step: int, expected: dict[int, int], packed: torch.Tensor, memory: torch.Tensor
-    ) -> torch.Tensor:
-        """One head and its body; returns the memory for the next body."""
-        communicator = self._communicator
-        communicator.wait(communicator.irecv(packed, source, self._tag), source)
+    def _receive_one(self, inbox: _Inbox, source: int, step: int, expected: dict[int, int]) -> None:
+        """One head and its body."""
+        packed = inbox.next_head()
         head = self._heads.unpack(packed, step, source)
         if head.origin not in expected or head.sequence != expected[head.origin]:
             raise CorruptMessage(
@@ -134,19 +153,13 @@ class Streams:
         expected[head.origin] += 1
         body, duration_ns = None, 0
         if head.block != NO_BLOCK:
-            body = self._listener.body_buffer(head)
-            if body is None:
-                if self._is_ring or memory.numel() < head.body_bytes:  # what is passed on must stay until it is gone
-                    memory = torch.empty(head.body_bytes, dtype=torch.uint8)
-                body = memory[: head.body_bytes]
-            started_ns = self._clock_ns()
-            communicator.wait(communicator.irecv(body, source, self._tag), source)
-            duration_ns = self._clock_ns() - started_ns
+            self._listener.check(head)
+            body, duration_ns = inbox.next_body(head.body_bytes)
         if self._is_ring and head.origin != self._right:
-            self._start(self._right, packed.clone(), body)
+            # Copies: the inbox receives into its memory again before these are gone.
+            self._start(self._right, packed.clone(), None if body is None else body.clone())
             self._listener.forwarded(head.block, packed.numel() + (0 if body is None else body.numel()))
         self._listener.take(head, body, duration_ns)
-        return memory
 
     def close(self) -> None:
         """End the receivers; between rounds, or after a failure."""
@@ -155,3 +168,51 @@ class Streams:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        self._back.close()
+
+
+class _Inbox:
+    """What one peer sends: a head and a body are always waited for, into memory that takes turns.
+
+    A message may be shorter than the receive that was posted for it, so bodies need not be announced first.
+    """
+
+    def __init__(
+        self, communicator: Communicator, source: int, tags: tuple[int, int], head_bytes: int, max_body_bytes: int,
+        clock_ns: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._communicator, self._source, self._clock_ns = communicator, source, clock_ns
+        self._head_tag, self._body_tag = tags
+        self._heads = [torch.empty(head_bytes, dtype=torch.uint8) for _ in range(2)]
+        # Of a body's memory only what messages have filled is ever touched, and so taken from the system.
+        self._bodies = [torch.empty(max_body_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._head_work = self._post(self._heads[0], self._head_tag)
+        self._body_work = self._post(self._bodies[0], self._body_tag)
+        self._free_since_ns = 0  # when the last message was there: the next one has been on its way since, or later
+
+    def _post(self, memory: torch.Tensor, tag: int) -> dist.Work:
+        return self._communicator.irecv(memory, self._source, tag)
+
+    def next_head(self) -> torch.Tensor:
+        """The next head; valid until the one after it. Raises: PeerLost."""
+        started_ns = self._clock_ns()
+        self._communicator.wait(self._head_work, self._source)
+        self._heads.reverse()
+        self._head_work = self._post(self._heads[0], self._head_tag)
+        ended_ns = self._clock_ns()
+        if ended_ns - started_ns > _AT_ONCE_NS:  # it was not there yet, so its body comes from now on
+            self._free_since_ns = ended_ns
+        return self._heads[1]
+
+    def next_body(self, n_bytes: int) -> tuple[torch.Tensor, int]:
+        """The body of the last head, (n_bytes,) uint8, valid until the one after it; and how long its transfer took.
+
+        Where head and body came while this rank was busy, that is the time since the message before: no less than the
+        truth. Raises: PeerLost.
+        """
+        self._communicator.wait(self._body_work, self._source)
+        self._bodies.reverse()
+        self._body_work = self._post(self._bodies[0], self._body_tag)
+        ended_ns = self._clock_ns()
+        duration_ns, self._free_since_ns = ended_ns - self._free_since_ns, ended_ns
+        return self._bodies[1][:n_bytes], duration_ns

@@ -32,8 +32,9 @@ _COLD_STEPS = 2
 _MAX_SIZES = 12
 # Larger tensors follow the fitted line: at 100 Mb/s 8 MiB take a second already.
 _MAX_PROBE_BYTES = 8 << 20
-# Small transfers are repeated, for their time is mostly latency, which jitters; large ones average by themselves.
-_REPEATED_BELOW_BYTES, _REPEATS = 256 << 10, 3
+# Small transfers are repeated, for their time is mostly latency, which jitters. Large ones average by themselves, but
+# the first may find its memory untouched or a core taken, and one such time would decide for all large tensors.
+_SMALL_BYTES, _SMALL_REPEATS, _LARGE_REPEATS = 256 << 10, 3, 2
 
 # (values (n,) of the gradient's dtype, is_compressed, record) -> None: one tensor's exchange, results thrown away.
 Probe = Callable[[torch.Tensor, bool, BucketRecord], None]
@@ -158,11 +159,11 @@ class Measuring:
         element_bytes = self._sample.element_size()
         largest = self._sample.numel()
         for n in log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES):
-            repeats = _REPEATS if n * element_bytes < _REPEATED_BELOW_BYTES else 1
+            repeats = _SMALL_REPEATS if n * element_bytes < _SMALL_BYTES else _LARGE_REPEATS
             for is_compressed in modes:
                 timed = [self._time(n, is_compressed, communicator, record, probe) for _ in range(repeats)]
-                total_s = statistics.median(total for total, _ in timed)
-                codec_s = min(total_s, statistics.median(codec for _, codec in timed))
+                total_s, codec_s = sorted(timed)[(repeats - 1) // 2]  # of three the middle one, of two the quicker
+                codec_s = min(total_s, codec_s)
                 times = (None, total_s - codec_s, codec_s) if is_compressed else (total_s, None, None)
                 self._times.setdefault(n * element_bytes, []).append(times)
 

@@ -23,7 +23,10 @@ def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> Worklo
     """DDP's buckets as blocks, the first to be used first. Raises: InvalidArgument (not an emulated workload)."""
     _, model = _replay(name, options)
     buckets = _buckets(model)
-    return _in_order([(values, ready_s) for values, ready_s, _ in buckets], f"{name}, DDP's buckets", model, step_s)
+    # Nothing of the next forward pass begins before all buckets are there: it is all in the one that is used last.
+    forward_s = [sum(layer.forward_s for layer in model.layers)] + [0.0] * (len(buckets) - 1)
+    pieces = [(values, ready_s, forward_s[i]) for i, (values, ready_s, _) in enumerate(buckets)]
+    return _in_order(pieces, f"{name}, DDP's buckets", model, step_s)
 
 
 def block_workload(name: str, options: dict[str, Any], step_s: float) -> Workload:
@@ -31,7 +34,16 @@ def block_workload(name: str, options: dict[str, Any], step_s: float) -> Workloa
     _, model = _replay(name, options)
     ready_s = {id(parameter): ready for _, ready, members in _buckets(model) for parameter in members}
     blocks = find_blocks(model, model.parameters(), _N_BLOCKS)
-    pieces = [(block.n_elements, max(ready_s[id(parameter)] for parameter in block.parameters)) for block in blocks]
+    home = {id(parameter): block.index for block in blocks for parameter in block.parameters}
+    forward_s = [0.0] * len(blocks)
+    index = 0
+    for layer in model.layers:
+        index = home[id(layer.parameters[0])] if layer.parameters else index
+        forward_s[index] += layer.forward_s
+    pieces = [
+        (block.n_elements, max(ready_s[id(parameter)] for parameter in block.parameters), forward_s[block.index])
+        for block in blocks
+    ]
     return _in_order(pieces, f"{name}, {len(blocks)} blocks", model, step_s)
 
 
@@ -66,8 +78,8 @@ def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
     return sorted(buckets, key=lambda bucket: bucket[1])
 
 
-def _in_order(pieces: Sequence[tuple[int, float]], origin: str, model: ReplayModel, step_s: float) -> Workload:
-    """Blocks that become ready one after another; the replay's whole forward pass waits for all of them."""
+def _in_order(pieces: Sequence[tuple[int, float, float]], origin: str, model: ReplayModel, step_s: float) -> Workload:
+    """Blocks of (values, seconds of backward pass until ready, seconds of forward pass), by when they are ready."""
     # Summed in the order of the buckets' moments, so that the last one is neither before nor after the end.
     backward_s = sum(layer.backward_s for layer in reversed(model.layers))
     total_s = backward_s + sum(layer.forward_s for layer in model.layers)
@@ -77,13 +89,10 @@ def _in_order(pieces: Sequence[tuple[int, float]], origin: str, model: ReplayMod
     blocks: list[Block] = []
     before_s = 0.0
     ordered = sorted(enumerate(pieces), key=lambda item: (item[1][1], -item[0]))
-    for number, (index, (n_values, ready_s)) in enumerate(ordered):
+    for number, (index, (n_values, ready_s, forward_s)) in enumerate(ordered):
         # What computes on behind the last gradient (there is nothing) or before the first counts to the next piece.
         is_last = number == len(ordered) - 1
         end_s = backward_s if is_last else ready_s
-        # The replay calls no module, so nothing of the forward pass begins before all blocks are there: it is all in the
-        # block that is used last.
-        forward_s = total_s - backward_s if number == 0 else 0.0
         blocks.append(Block(f"{index}", n_values, forward_s * scale, max(0.0, end_s - before_s) * scale))
         before_s = max(before_s, end_s)
     return Workload(origin, tuple(reversed(blocks)), "emulated bench train")

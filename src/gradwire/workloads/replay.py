@@ -23,6 +23,9 @@ from gradwire.workloads.base import Batch, Workload
 from gradwire.workloads.calibration import reference_calibration
 from gradwire.workloads.capture import CapturedLayer, map_part, open_or_capture
 
+# A call of hooks that takes longer has waited for something.
+_WAIT_S = 0.5e-3
+
 
 class _Clock:
     """When the emulated accelerator is done with what it was given.
@@ -45,6 +48,12 @@ class _Clock:
 
     def delay(self, duration_s: float) -> None:
         self._due_s += duration_s
+
+    def follow_host(self, started_s: float) -> None:
+        """The host has been at something since `started_s`; if that was a wait, the accelerator could not go on either."""
+        now_s = time.perf_counter()
+        if now_s - started_s > _WAIT_S:
+            self._due_s = max(self._due_s, now_s)
 
 
 class _Layer:
@@ -124,8 +133,10 @@ class ReplayModel(nn.Module):
         self._clock.restart()
         x = torch.tensor(self._loss)
         for layer in self._layers:
+            started_s = time.perf_counter()
             for holder in layer.holders:
-                x = holder(x)
+                x = holder(x)  # a scheme that steps block by block waits here for the layer's parameters
+            self._clock.follow_host(started_s)
             x = _ReplayLayer.apply(x, layer, self._clock, *layer.parameters)
         return x
 

@@ -177,16 +177,17 @@ void bind_quantisers(nb::module_& m) {
       nb::arg("message"), nb::arg("kind"), nb::arg("dtype"), nb::arg("values"));
   m.def(
       "quantiser_encode_pieces",
-      [](const ConstBytes& values, int dtype, const std::vector<std::uint64_t>& sizes, const Floats& left_out, int kind,
-         int rule, double parameter, int levels, std::uint32_t block, std::uint64_t seed, std::uint64_t step,
-         const Bytes& out) {
-        const quantisers::Source source = source_of(values, dtype);
+      [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual,
+         const std::vector<std::uint64_t>& sizes, const Floats& left_out, int kind, int rule, double parameter,
+         int levels, std::uint32_t block, std::uint64_t seed, std::uint64_t step, const Bytes& out) {
+        const quantisers::Source source = source_of(values, dtype, residual);
         const quantisers::Options options = options_of(kind, rule, parameter, levels, block, seed, step);
         const nb::gil_scoped_release unlocked;
         return quantisers::encode_pieces(options, source, sizes, {left_out.data(), left_out.size()}, span_of(out));
       },
-      nb::arg("values"), nb::arg("dtype"), nb::arg("sizes"), nb::arg("left_out"), nb::arg("kind"), nb::arg("rule"),
-      nb::arg("parameter"), nb::arg("levels"), nb::arg("block"), nb::arg("seed"), nb::arg("step"), nb::arg("out"));
+      nb::arg("values"), nb::arg("dtype"), nb::arg("residual").none(), nb::arg("sizes"), nb::arg("left_out"),
+      nb::arg("kind"), nb::arg("rule"), nb::arg("parameter"), nb::arg("levels"), nb::arg("block"), nb::arg("seed"),
+      nb::arg("step"), nb::arg("out"));
   m.def(
       "quantiser_decode_pieces",
       [](const ConstBytes& message, int kind, int dtype, const std::vector<std::uint64_t>& sizes, const Bytes& values) {

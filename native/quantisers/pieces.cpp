@@ -25,7 +25,8 @@ void check_sizes(std::span<const std::uint64_t> sizes, std::uint64_t n_elements)
 std::uint64_t encode_pieces(const Options& options, const Source& source, std::span<const std::uint64_t> sizes,
                             std::span<float> left_out, std::span<std::uint8_t> out) {
   check_sizes(sizes, source.n_elements());
-  if (!source.residual.empty()) throw InvalidArgument("pieces are encoded without a residual");
+  if (!source.residual.empty() && source.residual.size() != source.n_elements())
+    throw InvalidArgument("the residual has another size than the values");
   if (left_out.size() != source.n_elements()) throw InvalidArgument("left_out has another size than the values");
   const std::size_t element_bytes = bytes_of(source.dtype);
   std::size_t first = 0, at = 0;
@@ -33,7 +34,9 @@ std::uint64_t encode_pieces(const Options& options, const Source& source, std::s
     if (out.size() - at < kLengthBytes) throw BufferTooSmall("out has no room for the length of another piece");
     Options drawing = options;
     drawing.stream.step += first;
-    const Source piece{source.values.subspan(first * element_bytes, size * element_bytes), source.dtype, {}};
+    Source piece{
+        source.values.subspan(first * element_bytes, size * element_bytes), source.dtype, {}, source.residual_scale};
+    if (!source.residual.empty()) piece.residual = source.residual.subspan(first, size);
     const std::uint64_t n_bytes = encode(drawing, piece, left_out.subspan(first, size), out.subspan(at + kLengthBytes));
     const auto length = static_cast<std::uint32_t>(n_bytes);
     if (length != n_bytes) throw InvalidArgument("a piece's message is longer than 2^32 - 1 bytes");

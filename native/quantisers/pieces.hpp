@@ -9,8 +9,8 @@
 
 namespace gradwire::quantisers {
 
-// Encodes values of `sizes` each, which together are the source (without a residual). The piece that begins at value k
-// draws with step options.stream.step + k. `left_out` gets source - decoded. Returns the bytes written.
+// Encodes values of `sizes` each, which together are the source. The piece that begins at value k draws with step
+// options.stream.step + k. `left_out` gets (source - decoded) / residual_scale. Returns the bytes written.
 // Throws InvalidArgument, BufferTooSmall.
 std::uint64_t encode_pieces(const Options& options, const Source& source, std::span<const std::uint64_t> sizes,
                             std::span<float> left_out, std::span<std::uint8_t> out);

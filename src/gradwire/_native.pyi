@@ -103,6 +103,7 @@ def quantiser_decode(message: Any, kind: int, dtype: int, values: Any) -> None: 
 def quantiser_encode_pieces(
     values: Any,
     dtype: int,
+    residual: Any | None,
     sizes: Sequence[int],
     left_out: Any,
     kind: int,

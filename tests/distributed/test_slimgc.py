@@ -18,6 +18,7 @@ from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument, RankMismatch
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.measuring import Measuring
+from gradwire.schemes.slimgc.reduction import Reduction
 from ranks import run_ranks, try_ranks
 
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,), (300,)]
@@ -306,3 +307,47 @@ def test_ranks_with_different_tables_get_an_error_before_their_gradients_meet(n_
     for outcome in try_ranks(train_with_other_tables, 2, n_before):
         assert type(outcome.error) is RankMismatch, outcome
         assert "configuration" in str(outcome.error)
+
+
+def compare_sources(rank: int, world_size: int) -> None:
+    """Encoding gradient and residual where they lie gives the bits of encoding their sum, in every mode."""
+    in_place = Reduction._source_in_place
+    n_used = []
+
+    def counted(self: Reduction, *args: Any) -> Any:
+        source = in_place(self, *args)
+        n_used.append(source is not None)
+        return source
+
+    for options in (
+        {"codec": "one-bit"},
+        {"codec": "two-bit", "pull": "raw", "group_elements": 100},
+        {"codec": "qsgd", "group_elements": 333},
+        {"codec": "two-bit", "error_feedback": False},
+        {"codec": "one-bit", "threshold_bytes": 100},
+    ):
+        runs = []
+        for method in (counted, lambda *_: None):
+            Reduction._source_in_place = method  # type: ignore[assignment,method-assign]
+            try:
+                driver = driver_of(SlimGC(**{"threshold_bytes": 0, **options}))
+                results = []
+                for step in range(5):
+                    gradients = gradients_of(rank, step)
+                    if step == 3 and rank == 0:
+                        gradients[0].zero_()
+                    results.append(flat(driver.reduce(gradients)))
+                    assert agree(results[-1])
+                    results.append(residuals_of(driver))
+                runs.append(torch.cat(results))
+                driver.close()
+            finally:
+                Reduction._source_in_place = in_place  # type: ignore[method-assign]
+        assert torch.equal(runs[0], runs[1]), options
+    assert any(n_used)
+    assert not all(n_used)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values_are_encoded_where_they_lie_with_the_same_bits(world_size: int) -> None:
+    run_ranks(compare_sources, world_size)

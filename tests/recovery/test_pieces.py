@@ -60,6 +60,17 @@ def test_a_group_is_the_messages_of_its_pieces_with_their_lengths(name: str, opt
     assert at == message.numel()
 
 
+@pytest.mark.parametrize(("name", "options"), CODECS[:5], ids=str)
+def test_a_residual_is_added_in_the_same_sweep(name: str, options: dict[str, Any]) -> None:
+    codec, values = codecs.by_name(name, **options), make_gradient(sum(SIZES))
+    residual = values.flip(0) * 0.3
+    expected, expected_left_out = encode(codec, values + residual, SIZES)
+    out, left_out = torch.empty(2 * expected.numel(), dtype=torch.uint8), torch.empty_like(values)
+    n_bytes = pieces.encode(codec, values, SIZES, out, left_out, residual=residual)
+    assert torch.equal(out[:n_bytes], expected)
+    assert torch.equal(left_out, expected_left_out)
+
+
 @each_codec
 def test_damaged_groups_are_refused(name: str, options: dict[str, Any]) -> None:
     sizes = (40, 9, 130)

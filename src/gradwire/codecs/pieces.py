@@ -25,6 +25,11 @@ def max_encoded_bytes(codec: Codec, sizes: Sequence[int]) -> int:
     return sum(_LENGTH.size + codec.max_encoded_bytes(size, torch.float32) for size in sizes)
 
 
+def takes_residual(codec: Codec) -> bool:
+    """Whether `encode` adds a residual in the same sweep: the quantisers of one native call."""
+    return isinstance(codec, Quantised) and codec.has_native_pieces
+
+
 def encode(
     codec: Codec,
     values: Tensor,
@@ -33,21 +38,24 @@ def encode(
     left_out: Tensor,
     first_step: int = 0,
     importance: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> int:
-    """Write `values` as one message, and what that loses into `left_out`.
+    """Write `values` + `residual` as one message, and what that loses into `left_out`.
 
     Args:
-        values: (n,) float32, contiguous, CPU.
+        values, residual: (n,) float32, contiguous, CPU; a residual only where `takes_residual`.
         sizes: of the pieces, which together are the values.
         out: (>= max_encoded_bytes(codec, sizes),) uint8.
-        left_out: (n,) float32: gets values - decoded.
+        left_out: (n,) float32: gets values + residual - decoded.
         first_step: for quantisers that draw: the piece from value k on is encoded with step first_step + k.
         importance: (n,) uint8, for codecs that weigh values.
     Returns: bytes written.
     Raises: whatever the codec raises.
     """
-    if isinstance(codec, Quantised) and codec.has_native_pieces:
-        return codec.encode_pieces(values, sizes, out, left_out, first_step)
+    if takes_residual(codec):
+        assert isinstance(codec, Quantised)
+        return codec.encode_pieces(values, residual, sizes, out, left_out, first_step)
+    assert residual is None
     first = at = 0
     for size in sizes:
         piece, mine, room = values[first : first + size], left_out[first : first + size], out[at + _LENGTH.size :]

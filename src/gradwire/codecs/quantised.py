@@ -111,15 +111,24 @@ class Quantised:
         self._decode_checked(message, out)
 
     def encode_pieces(
-        self, values: Tensor, sizes: Sequence[int], out: Tensor, left_out: Tensor, first_step: int
+        self,
+        values: Tensor,
+        residual: Tensor | None,
+        sizes: Sequence[int],
+        out: Tensor,
+        left_out: Tensor,
+        first_step: int,
     ) -> int:
         """`gradwire.codecs.pieces.encode` in one call. Raises: InvalidArgument, BufferTooSmall."""
         check_tensor("values", values, torch.float32)
+        if residual is not None:
+            check_tensor("residual", residual, torch.float32, values.numel())
         check_tensor("left_out", left_out, torch.float32, values.numel())
         check_tensor("out", out, torch.uint8)
         return _native.quantiser_encode_pieces(
             bytes_of(values),
             dtype_code(values.dtype),
+            residual,
             sizes,
             left_out,
             self._kind,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,13 @@ from gradwire.collectives.push_pull import Cut, Group, push_pull
 from gradwire.collectives.ring import ring_mean
 from gradwire.communicator import Communicator
 from gradwire.telemetry.recorder import BucketRecord
+
+
+class Source(NamedTuple):
+    """What a rank brings in where it lies: (n,) float32 gradient, and residual or None, in the order of the fused buffer."""
+
+    gradient: torch.Tensor
+    residual: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,11 @@ class Exchange:
     topology: str
     group_elements: int
 
+    @property
+    def takes_source(self) -> bool:
+        """Whether gradient and residual may be given apart, and are added as they are encoded."""
+        return self.topology == "server" and pieces.takes_residual(self.codec)
+
     def mean(
         self,
         values: torch.Tensor,
@@ -46,15 +59,18 @@ class Exchange:
         facts: Facts,
         record: BucketRecord,
         importance: Importance | None = None,
+        source: Source | None = None,
     ) -> None:
         """Replace `values` (n,) float32 by the mean over the ranks; `left_out` (n,) float32 by what this rank lost.
 
-        N x mean + the sum of all ranks' left_out = the sum of their values, to rounding.
+        N x mean + the sum of all ranks' left_out = the sum of their values, to rounding. With `source` (only where
+        `takes_source`) the values are its sum, and `values` need not hold anything.
         """
         if self.topology == "server":
-            ends = _ServerEnds(self, values, left_out, cut, record, importance)
+            ends = _ServerEnds(self, values, left_out, cut, record, importance, source)
             push_pull(self.communicator, cut, ends, facts, record)
         else:
+            assert source is None
             left_out.zero_()
             ring_mean(self.communicator, self.codec, values, facts, record, importance, self.group_elements, left_out)
 
@@ -66,13 +82,14 @@ class Exchange:
         facts: Facts,
         record: BucketRecord,
         importance: Importance | None = None,
+        source: Source | None = None,
     ) -> None:
         """Replace this rank's part of `values` (n,) float32 by its mean over the ranks, and leave the other parts alone.
 
         `left_out` is as in `mean`: nothing is lost of the own part. The mean has the bits that `mean` gives with a raw
         pull.
         """
-        ends = _ServerEnds(self, values, left_out, cut, record, importance, has_pull=False)
+        ends = _ServerEnds(self, values, left_out, cut, record, importance, source, has_pull=False)
         push_pull(self.communicator, cut, ends, facts, record, has_pull=False)
 
 
@@ -87,9 +104,11 @@ class _ServerEnds:
         cut: Cut,
         record: BucketRecord,
         importance: Importance | None,
+        source: Source | None,
         has_pull: bool = True,
     ) -> None:
         self._has_pull = has_pull
+        self._source = Source(values, None) if source is None else source
         self._codec, self._pull_codec = exchange.codec, exchange.pull_codec
         self._values, self._left_out, self._cut = values, left_out, cut
         self._record, self._importance = record, importance
@@ -106,7 +125,8 @@ class _ServerEnds:
 
     def encode_push(self, part: int, group: int, out: torch.Tensor) -> int:
         pushed = self._cut.groups[part][group]
-        return self._encode(self._codec, pushed, self._values[pushed.start : pushed.end], out)
+        own = self._source_of(pushed.start, pushed.end)
+        return self._encode(self._codec, pushed, own.gradient, out, own.residual)
 
     def adopt(self, part: int, group: int, message: torch.Tensor) -> None:
         self._adopt(self._cut.groups[part][group], message)
@@ -119,7 +139,9 @@ class _ServerEnds:
         started = time.perf_counter_ns()
         if message is None:
             # Its own values never leave this rank, so they stay exact; what was left out of them is in the sum.
-            own = self._values[start:end]
+            own, residual = self._source_of(start, end)
+            if residual is not None:
+                own = torch.add(own, residual, out=self._decoded[: end - start])
             total.copy_(own) if source == 0 else total.add_(own)
         elif source == 0:
             pieces.decode(self._codec, message, sizes, total)
@@ -143,13 +165,18 @@ class _ServerEnds:
 
     # ---- as both
 
-    def _encode(self, codec: Codec, group: Group, values: torch.Tensor, out: torch.Tensor) -> int:
+    def _source_of(self, start: int, end: int) -> Source:
+        gradient, residual = self._source
+        return Source(gradient[start:end], None if residual is None else residual[start:end])
+
+    def _encode(
+        self, codec: Codec, group: Group, values: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> int:
         start, end, sizes = group
         importance = None if self._importance is None else self._importance(start, end)
         started = time.perf_counter_ns()
-        n_bytes = pieces.encode(
-            codec, values, sizes, out, self._left_out[start:end], self._draw + start, importance=importance
-        )
+        left_out = self._left_out[start:end]
+        n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)
         self._record.add("encode", started, time.perf_counter_ns())
         return n_bytes
 

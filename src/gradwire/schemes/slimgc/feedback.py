@@ -51,13 +51,28 @@ class Feedback:
         parameter is unused on every rank, DDP throws its result away, and the residual would go with it.
         """
         residual = None if span.parameter is None else self._current.get(span.parameter)
-        if residual is None or not _any(gradient):
+        if residual is None or not is_used(gradient):
             out.copy_(gradient)
         elif gradient.dtype == out.dtype == residual.dtype:
             torch.add(gradient, residual, alpha=loss_scale, out=out)
         else:
             out.copy_(gradient)
             out.add_(residual, alpha=loss_scale)
+
+    def whole_of(self, plan: Plan) -> torch.Tensor | None:
+        """(plan.n_compressed,) the residuals of all compressed tensors, if they lie as in the fused buffer."""
+        flat: torch.Tensor | None = None
+        for span in plan.compressed:
+            mine = None if span.parameter is None else self._current.get(span.parameter)
+            if mine is None:
+                return None
+            if flat is None:
+                flat = mine._base if mine._base is not None else mine
+                if flat.numel() != plan.n_compressed:
+                    return None
+            if mine.data_ptr() != flat.data_ptr() + 4 * span.fused:
+                return None
+        return flat
 
     def stage(self, plan: Plan, bucket: torch.Tensor, left_out: torch.Tensor, loss_scale: float) -> None:
         """Keep `left_out`, which `buffer_for` gave, from the next `commit` on; `bucket`: the gradients, still as they were."""
@@ -68,14 +83,14 @@ class Feedback:
                 continue
             mine = span.in_fused(left_out)
             kept = self._current.get(span.parameter)
-            if kept is not None and not _any(span.in_bucket(bucket)):
+            if kept is not None and not is_used(span.in_bucket(bucket)):
                 mine.add_(kept)
             self._staged[span.parameter] = mine
 
     def stage_flushed(self, spans: tuple[Span, ...], bucket: torch.Tensor) -> None:
         """The residuals of these tensors went out with their raw gradients; `bucket`: the gradients before that."""
         for span in spans:
-            if span.parameter in self._current and _any(span.in_bucket(bucket)):
+            if span.parameter in self._current and is_used(span.in_bucket(bucket)):
                 self._staged[span.parameter] = None
 
     def commit(self) -> None:
@@ -114,6 +129,6 @@ class Feedback:
         self._staged.clear()
 
 
-def _any(values: torch.Tensor) -> bool:
+def is_used(values: torch.Tensor) -> bool:
     """Whether a value is not zero; of a gradient in use, the first or the last is, which saves the pass over it."""
     return values.numel() > 0 and (bool(values[0] != 0) or bool(values[-1] != 0) or bool(values.any()))

@@ -15,8 +15,8 @@ from gradwire.communicator import ring_bytes
 from gradwire.schemes.base import Session
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
-from gradwire.schemes.slimgc.exchange import Exchange
-from gradwire.schemes.slimgc.feedback import Feedback
+from gradwire.schemes.slimgc.exchange import Exchange, Source
+from gradwire.schemes.slimgc.feedback import Feedback, is_used
 from gradwire.schemes.slimgc.plan import Plan
 from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
@@ -99,18 +99,21 @@ class Reduction:
         communicator, record, loss_scale = self._session.communicator, bucket.record, self._session.loss_scale()
         started = time.perf_counter_ns()
         bit_buf = communicator.scratch("bit_buf", 4 * plan.n_compressed).view(torch.float32)
-        for span in plan.compressed:
-            bucket.wait_for(span.position)
-            self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
-        is_finite = _is_finite(bit_buf)
+        source = self._source_in_place(bucket, plan, loss_scale)
+        if source is None:
+            for span in plan.compressed:
+                bucket.wait_for(span.position)
+                self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
+        is_finite = _is_finite(bit_buf if source is None else source.gradient)
         fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
         record.add("encode", started, time.perf_counter_ns())
         if not is_finite:
+            source = None
             bit_buf.zero_()  # all ranks will throw the exchange away: no codec has to know what to do with NaN
         summed = communicator.start_all_reduce(fp_buf)
         left_out = self.feedback.buffer_for(bucket.index, plan)
         exchange = self._exchange.mean if self.owner_step is None else self._exchange.push
-        exchange(bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan))
+        exchange(bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source)
         started = time.perf_counter_ns()
         communicator.finish(summed)
         record.add("communicate", started, time.perf_counter_ns())
@@ -135,6 +138,27 @@ class Reduction:
                 run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
         self._keep_mean(bucket, plan, bit_buf)
         record.add("decode", started, time.perf_counter_ns())
+
+    def _source_in_place(self, bucket: Bucket, plan: Plan, loss_scale: float) -> Source | None:
+        """Gradient and residuals where they are, if they lie as in the fused buffer: two passes over both less.
+
+        Not where a parameter is unused on this rank: its residual has to stay out of the sum.
+        """
+        runs = plan.compressed_runs
+        if (
+            len(runs) != 1
+            or bucket.buffer.dtype != torch.float32
+            or loss_scale != 1.0
+            or not self._exchange.takes_source
+        ):
+            return None
+        residual = self.feedback.whole_of(plan) if self.feedback.holds_any(plan.compressed) else None
+        if residual is None and self.feedback.holds_any(plan.compressed):
+            return None
+        bucket.wait_for_all()
+        if residual is not None and not all(is_used(span.in_bucket(bucket.buffer)) for span in plan.compressed):
+            return None
+        return Source(runs[0].in_bucket(bucket.buffer), residual)
 
     def _keep_mean(self, bucket: Bucket, plan: Plan, fused: torch.Tensor | None) -> None:
         """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""

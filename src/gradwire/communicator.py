@@ -21,6 +21,7 @@ import json
 import queue
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -79,7 +80,7 @@ class Communicator:
         except PeerLost as error:
             raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
-        self._twins: list[Communicator] = []
+        self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[tuple[torch.futures.Future, Callable[..., Any], tuple] | None]
         self._tasks = queue.SimpleQueue()
@@ -94,7 +95,7 @@ class Communicator:
         When this one fails, the twin's connections break too: whoever waits on them wakes.
         """
         twin = Communicator(self._parent, self.timeout_s)
-        self._twins.append(twin)
+        self._twins.add(twin)
         return twin
 
     # ---- the lane
@@ -270,7 +271,7 @@ class Communicator:
         """
         if self.world_size == 1:
             return
-        for twin in self._twins:
+        for twin in list(self._twins):
             twin._break_connections()
         peer = (self.rank + 1) % self.world_size
         with contextlib.suppress(Exception):

@@ -40,10 +40,12 @@ def train(scheme: str, interface: str) -> dict[str, float]:
             optimizer.step()
 
     take_steps(N_WARM)
+    attachment.flush()  # blocks that are still on their way are counted when they have come
     counted = attachment.stats()["bytes_sent"]
     dist.barrier()
     before = read_kernel(interface)
     take_steps(N_STEPS)
+    attachment.flush()
     counted = attachment.stats()["bytes_sent"] - counted
     dist.barrier()  # now everything sent has arrived, so the kernel has counted it
     after = read_kernel(interface)

@@ -25,8 +25,8 @@ def max_encoded_bytes(codec: Codec, sizes: Sequence[int]) -> int:
     return sum(_LENGTH.size + codec.max_encoded_bytes(size, torch.float32) for size in sizes)
 
 
-def takes_residual(codec: Codec) -> bool:
-    """Whether `encode` adds a residual in the same sweep: the quantisers of one native call."""
+def is_one_call(codec: Codec) -> bool:
+    """Whether a group takes one native call, in which `encode` also adds a residual: most quantisers."""
     return isinstance(codec, Quantised) and codec.has_native_pieces
 
 
@@ -43,7 +43,7 @@ def encode(
     """Write `values` + `residual` as one message, and what that loses into `left_out`.
 
     Args:
-        values, residual: (n,) float32, contiguous, CPU; a residual only where `takes_residual`.
+        values, residual: (n,) float32, contiguous, CPU; a residual only where `is_one_call`.
         sizes: of the pieces, which together are the values.
         out: (>= max_encoded_bytes(codec, sizes),) uint8.
         left_out: (n,) float32: gets values + residual - decoded.
@@ -52,7 +52,7 @@ def encode(
     Returns: bytes written.
     Raises: whatever the codec raises.
     """
-    if takes_residual(codec):
+    if is_one_call(codec):
         assert isinstance(codec, Quantised)
         return codec.encode_pieces(values, residual, sizes, out, left_out, first_step)
     assert residual is None
@@ -73,7 +73,8 @@ def encode(
 
 def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor) -> None:
     """Read a message of pieces of these sizes into `out` (n,) float32. Raises: CorruptMessage."""
-    if isinstance(codec, Quantised) and codec.has_native_pieces:
+    if is_one_call(codec):
+        assert isinstance(codec, Quantised)
         codec.decode_pieces(message, sizes, out)
         return
     first = at = 0

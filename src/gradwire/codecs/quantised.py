@@ -131,12 +131,7 @@ class Quantised:
             residual,
             sizes,
             left_out,
-            self._kind,
-            self._rule,
-            self._parameter,
-            self._levels,
-            self._block,
-            self.seed,
+            *self._native_options,
             check_step(first_step),
             bytes_of(out),
         )
@@ -146,6 +141,10 @@ class Quantised:
         check_tensor("message", message, torch.uint8)
         check_tensor("out", out, torch.float32)
         _native.quantiser_decode_pieces(bytes_of(message), self._kind, dtype_code(out.dtype), sizes, bytes_of(out))
+
+    @property
+    def _native_options(self) -> tuple[int, int, float, int, int, int]:
+        return self._kind, self._rule, self._parameter, self._levels, self._block, self.seed
 
     def _encode(
         self,
@@ -176,12 +175,7 @@ class Quantised:
             residual,
             residual_scale,
             new_residual,
-            self._kind,
-            self._rule,
-            self._parameter,
-            self._levels,
-            self._block,
-            self.seed,
+            *self._native_options,
             step,
             bytes_of(out),
         )

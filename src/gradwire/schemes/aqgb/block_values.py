@@ -61,7 +61,22 @@ class BlockValues:
             return gradient.numel() * gradient.element_size()
         return self._codec.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits)
 
+    @property
+    def largest_message_bytes(self) -> int:
+        """Bytes that no first message exceeds, whatever its bits; later ones hold fewer."""
+        return max(self.max_message_bytes(0, n_bits) for n_bits in range(1, WORD_BITS + 1))
+
     # ---- of a peer
+
+    def check_announced(self, origin: int, first_bit: int, n_bits: int, is_plain: bool, n_bytes: int) -> None:
+        """Raises: CorruptMessage if no message with these bits has `n_bytes`."""
+        if n_bytes > self.max_message_bytes(first_bit, n_bits) or (
+            is_plain and n_bytes != self.max_message_bytes(0, WORD_BITS)
+        ):
+            raise CorruptMessage(
+                f"rank {origin} announced {n_bytes} bytes for {n_bits} bits of block {self._slot.block.name!r} in this step; "
+                "check that all ranks run the same gradwire"
+            )
 
     def add_plain(self, origin: int, message: torch.Tensor) -> None:
         """Take in all words of `origin`."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from gradwire.codecs.embedded_float import EmbeddedFloat
-from gradwire.errors import CorruptMessage, GradwireError, InvalidArgument
-from gradwire.schemes.aqgb.block_values import WORD_BITS, BlockValues, Scratch
+from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.schemes.aqgb.block_values import BlockValues, Scratch
 from gradwire.schemes.aqgb.figures import Figures
 from gradwire.schemes.aqgb.heads import NO_BLOCK, Head, HeadFormat
 from gradwire.schemes.aqgb.leftovers import Leftovers
@@ -248,9 +248,9 @@ class BlockBroadcast(DeferredScheme):
         started = time.perf_counter_ns()
         message, is_plain = values.encode(n_bits)
         record.add("encode", started, time.perf_counter_ns())
+        self.figures.note_sent(index, n_bits, first_bit == 0)  # sent, it may end the step before this thread goes on
         self._send(streams, current, index, first_bit, n_bits, message, is_plain)
         self.pacing.sent(message.numel())
-        self.figures.note_sent(index, n_bits, first_bit == 0)
 
     def _send(
         self, streams: Streams, current: Round, index: int, first_bit: int, n_bits: int, message: torch.Tensor | None,
@@ -283,20 +283,13 @@ class BlockBroadcast(DeferredScheme):
     @property
     def max_body_bytes(self) -> int:
         """See Listener."""
-        return max(
-            (values.max_message_bytes(0, n_bits) for values in self._values for n_bits in range(1, WORD_BITS + 1)),
-            default=0,
-        )
+        return max((values.largest_message_bytes for values in self._values), default=0)
 
     def check(self, head: Head) -> None:
         """See Listener."""
-        values = self._values[head.block]
-        most = values.max_message_bytes(head.first_bit, head.n_bits)
-        if head.body_bytes > most or (head.is_plain and head.body_bytes != values.max_message_bytes(0, WORD_BITS)):
-            raise CorruptMessage(
-                f"rank {head.origin} announced {head.body_bytes} bytes for {head.n_bits} bits of block {head.block} in this "
-                f"step; check that all ranks run the same gradwire"
-            )
+        self._values[head.block].check_announced(
+            head.origin, head.first_bit, head.n_bits, head.is_plain, head.body_bytes
+        )
 
     def take(self, head: Head, body: torch.Tensor | None, duration_ns: int) -> None:
         """See Listener."""

@@ -49,7 +49,7 @@ class Exchange:
     @property
     def takes_source(self) -> bool:
         """Whether gradient and residual may be given apart, and are added as they are encoded."""
-        return self.topology == "server" and pieces.takes_residual(self.codec)
+        return self.topology == "server" and pieces.is_one_call(self.codec)
 
     def mean(
         self,

@@ -152,8 +152,9 @@ class Reduction:
             or not self._exchange.takes_source
         ):
             return None
-        residual = self.feedback.whole_of(plan) if self.feedback.holds_any(plan.compressed) else None
-        if residual is None and self.feedback.holds_any(plan.compressed):
+        has_residuals = self.feedback.holds_any(plan.compressed)
+        residual = self.feedback.whole_of(plan) if has_residuals else None
+        if has_residuals and residual is None:
             return None
         bucket.wait_for_all()
         if residual is not None and not all(is_used(span.in_bucket(bucket.buffer)) for span in plan.compressed):

@@ -29,28 +29,32 @@ def real_gradients(index: int, n_captures: int) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _replayed_gradients(rank: int, world_size: int, path: Path, as_view: bool) -> list[dict[str, torch.Tensor]]:
+def _replayed_gradients(rank: int, world_size: int, path: Path, n_backward: int) -> list[dict[str, torch.Tensor]]:
     workload = replay(path)
     model = workload.build_model(0)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_view, init_sync=False)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **workload.ddp_options())
+    batch = workload.batch_at(0, rank, world_size, 1, 0)
     steps = []
     for _ in range(3):
         model.zero_grad(set_to_none=True)
-        workload.loss(ddp, workload.batch_at(0, rank, world_size, 1, 0)).backward()
+        with ddp.no_sync():
+            for _ in range(n_backward - 1):
+                workload.loss(ddp, batch).backward()
+        workload.loss(ddp, batch).backward()
         steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     return steps
 
 
-@pytest.mark.parametrize("as_view", [True, False])
-def test_ddp_reduces_the_captured_gradients_exactly_at_every_step(tmp_path: Path, as_view: bool) -> None:
+@pytest.mark.parametrize("n_backward", [1, 2, 4])
+def test_ddp_reduces_the_captured_gradients_exactly_at_every_step(tmp_path: Path, n_backward: int) -> None:
     replay(tmp_path)
     expected = [real_gradients(index, 2) for index in range(2)]
-    for steps in run_ranks(_replayed_gradients, 2, tmp_path, as_view, timeout_s=150):
+    for rank, steps in enumerate(run_ranks(_replayed_gradients, 2, tmp_path, n_backward, timeout_s=150)):
         for step in steps:
             assert step.keys() == expected[0].keys()
             for name, gradient in step.items():
                 mean = expected[0][name] / 2 + expected[1][name] / 2
-                assert torch.equal(gradient, mean), name
+                assert torch.equal(gradient, n_backward * mean), (rank, name)
 
 
 def test_gradients_arrive_in_backward_order_of_the_real_model(tmp_path: Path) -> None:

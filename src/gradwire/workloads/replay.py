@@ -66,6 +66,18 @@ class _Layer:
         self.forward_s, self.backward_s = forward_s, backward_s
         self.parameters, self.gradients, self.holders = parameters, gradients, holders
 
+    def hand_over(self) -> list[Tensor]:
+        """The captured gradients as tensors that autograd takes over instead of copying, as it does with computed ones.
+
+        DDP copies them into its buckets, of which `.grad` is a view from then on (`ReplayWorkload.ddp_options`; without
+        these options DDP would write means over the captured values). In `no_sync` the captured memory is still `.grad`
+        when more is to be added to it: then it is copied first.
+        """
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
+                parameter.grad = parameter.grad.clone()
+        return [gradient.detach() for gradient in self.gradients]
+
 
 class _Holder(nn.Module):
     """Holds a layer's parameters under their names; called when the layer begins, as the real module would be."""
@@ -84,9 +96,7 @@ class _ReplayLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.clock.wait(ctx.layer.backward_s)
-        # The layer keeps its own reference to each gradient, so autograd copies instead of taking it over: what DDP
-        # later writes into `.grad` never reaches the captured values.
-        return (grad, None, None, *ctx.layer.gradients)
+        return (grad, None, None, *ctx.layer.hand_over())
 
 
 class ReplayModel(nn.Module):
@@ -224,7 +234,8 @@ class ReplayWorkload(Workload):
 
     def ddp_options(self) -> dict[str, Any]:
         # No broadcast at the start (the ranks map the same parameters, and writing to them would copy them), and
-        # gradients as views of the buckets: one copy of the gradient a rank instead of two.
+        # gradients as views of the buckets: one copy of the gradient a rank instead of two, and the captured one stays
+        # as it is.
         return {"init_sync": False, "gradient_as_bucket_view": True}
 
     def describe(self) -> dict[str, Any]:

@@ -67,12 +67,6 @@ void pack_block(const Header& header, const random::Stream& stream, const float*
   Codes codes;
   const std::uint64_t first_group = block * (kBlock / kGroup);
   switch (header.kind) {
-    case Kind::one_bit:
-      on.pack_signs(values, n, codes.words());
-      break;
-    case Kind::two_bit:
-      on.pack_beyond(values, n, header.first, codes.words());
-      break;
     case Kind::ternary:
       on.pack_drawn(values, n, draws_per_unit(header.first), stream, first_group, codes.words());
       break;
@@ -92,6 +86,19 @@ void pack_block(const Header& header, const random::Stream& stream, const float*
   }
   std::memcpy(payload + norm_bytes(header) + block * code_bytes(header.kind, kBlock, header.levels), codes.bytes.data(),
               code_bytes(header.kind, n, header.levels));
+}
+
+// One or two bits, which draw nothing: what is left out is known as the codes are.
+bool packs_terms(Kind kind) { return kind == Kind::one_bit || kind == Kind::two_bit; }
+
+void pack_terms(const Header& header, const Terms& terms, std::size_t block, std::size_t n, const LeftOut& left_out,
+                std::uint8_t* payload) {
+  Codes codes;
+  if (header.kind == Kind::one_bit)
+    kernels().pack_signs(terms, n, header.first, -header.second, left_out, codes.words());
+  else
+    kernels().pack_beyond(terms, n, header.first, left_out, codes.words());
+  std::memcpy(payload + block * code_bytes(header.kind, kBlock, 0), codes.bytes.data(), code_bytes(header.kind, n, 0));
 }
 
 // Returns false if the payload holds what no encoder writes.
@@ -134,17 +141,19 @@ Sums measure(const Source& source, bool wants_squares) {
   static thread_local std::vector<Sums> kept;
   std::vector<Sums>& parts = kept;
   parts.assign(blocks_of(source.n_elements()), {});
-  for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
-    Sums& part = parts[block];
-    if (wants_squares) {
+  if (wants_squares)
+    for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
       const Squares found = kernels().squares(values, n);
-      part.squares = found.squares, part.largest = found.largest;
-    } else {
-      const Magnitudes found = kernels().magnitudes(values, n);
-      part.positive = found.positive, part.negative = found.negative;
-      part.n_negative = found.n_negative, part.largest = found.largest;
-    }
-  });
+      parts[block] = {.squares = found.squares, .largest = found.largest};
+    });
+  else
+    for_terms(source, [&](std::size_t block, const Terms& terms, std::size_t n) {
+      const Magnitudes found = kernels().magnitudes(terms, n);
+      parts[block] = {.positive = found.positive,
+                      .negative = found.negative,
+                      .n_negative = found.n_negative,
+                      .largest = found.largest};
+    });
   Sums all;
   for (const Sums& part : parts) {
     all.positive += part.positive, all.negative += part.negative, all.squares += part.squares;
@@ -225,7 +234,12 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
   choose_scales(options, source, header);
   std::atomic<bool> is_finite{header.is_finite};
   std::uint8_t* const payload = out.data() + kHeaderBytes;
-  if (header.is_finite) {
+  if (header.is_finite && packs_terms(options.kind)) {
+    for_terms(source, [&](std::size_t block, const Terms& terms, std::size_t n) {
+      float* const left = new_residual.empty() ? nullptr : new_residual.data() + block * kBlock;
+      pack_terms(header, terms, block, n, {left, 1 / source.residual_scale}, payload);
+    });
+  } else if (header.is_finite) {
     // QSGD learns only here whether values are finite; then the residual is put back below, so it must not be lost.
     const bool writes_along = !new_residual.empty() && options.kind != Kind::qsgd;
     const auto subtract_decoded = [&](std::size_t block, const float* values, std::size_t n) {
@@ -252,8 +266,9 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
   return message_bytes;
 }
 
-void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out) {
-  const Header header = read_header(message);
+void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
+            float divisor) {
+  Header header = read_header(message);
   const auto fail = [&](const std::string& what) {
     throw CorruptMessage(std::string(name_of(kind)) + " message: " + what);
   };
@@ -264,12 +279,17 @@ void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::
   const std::uint64_t expected = kHeaderBytes + (header.is_finite ? payload_bytes(header) : 0);
   if (message.size() != expected)
     fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));
+  // What stands for a value is +-scale or zero, so to divide the scales is to divide the values; but QSGD has levels.
+  const bool divides_values = kind == Kind::qsgd && divisor != 1;
+  if (!divides_values) header.first /= divisor, header.second /= divisor;
   std::atomic<bool> valid{true};
   write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
     if (!header.is_finite)
       std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
     else if (!unpack_block(header, message.data() + kHeaderBytes, block, n, values))
       valid.store(false, std::memory_order_relaxed);
+    else if (divides_values)
+      kernels().divide(values, divisor, n);
   });
   if (!valid) fail("it holds a code that no encoder writes");
 }

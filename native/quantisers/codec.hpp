@@ -41,8 +41,9 @@ std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements
 std::uint64_t encode(const Options& options, const Source& source, std::span<float> new_residual,
                      std::span<std::uint8_t> out);
 
-// Throws CorruptMessage, IncompatibleVersion.
-void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out);
+// Writes values / divisor, in the same pass. Throws CorruptMessage, IncompatibleVersion.
+void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
+            float divisor = 1);
 
 // ---- ternary values that are summed over ranks, by a scale that the ranks share
 

@@ -25,6 +25,25 @@ struct Magnitudes {
   std::uint32_t largest;      // the largest magnitude, as bits: kInfinity and above if a value is not finite
 };
 
+// What is quantised: values[i] + residual[i] x scale, or values[i] where there is no residual. Never stored, so that
+// error feedback costs no pass of its own.
+struct Terms {
+  const float* values;
+  const float* residual;  // or null
+  float scale;
+  float operator[](std::size_t i) const {
+    return residual == nullptr ? values[i] : values[i] + residual[i] * scale;
+  }
+  Terms from(std::size_t i) const { return {values + i, residual == nullptr ? nullptr : residual + i, scale}; }
+};
+
+// Where (term - what its code decodes to) x inverse_scale goes: nowhere if `out` is null; to the residual itself too.
+struct LeftOut {
+  float* out;
+  float inverse_scale;
+  LeftOut from(std::size_t i) const { return {out == nullptr ? nullptr : out + i, inverse_scale}; }
+};
+
 struct Squares {
   double squares;
   std::uint32_t largest;
@@ -45,15 +64,19 @@ struct Kernels {
   void (*add)(const float* values, const float* residual, float scale, std::size_t n, float* out);
   // out = (values - decoded) x inverse_scale
   void (*subtract)(const float* values, const float* decoded, float inverse_scale, std::size_t n, float* out);
-  Magnitudes (*magnitudes)(const float* values, std::size_t n);
+  // values /= divisor
+  void (*divide)(float* values, float divisor, std::size_t n);
+  Magnitudes (*magnitudes)(const Terms& terms, std::size_t n);
   Squares (*squares)(const float* values, std::size_t n);
 
-  // One bit a value, 32 to a word: 1 below zero.
-  void (*pack_signs)(const float* values, std::size_t n, std::uint32_t* words);
+  // One bit a value, 32 to a word: 1 below zero. A bit decodes to `positive` or `negative`.
+  void (*pack_signs)(const Terms& terms, std::size_t n, float positive, float negative, const LeftOut& left_out,
+                     std::uint32_t* words);
   void (*unpack_signs)(const std::uint32_t* words, std::size_t n, float positive, float negative, float* out);
 
   // Two bits a value, 16 to a word: 0 zero, 1 positive, 2 negative, 3 never.
-  void (*pack_beyond)(const float* values, std::size_t n, float threshold, std::uint32_t* words);
+  void (*pack_beyond)(const Terms& terms, std::size_t n, float threshold, const LeftOut& left_out,
+                      std::uint32_t* words);
   // Not zero with probability |value| x per_unit / 2^24.
   void (*pack_drawn)(const float* values, std::size_t n, float per_unit, const random::Stream& stream,
                      std::uint64_t group, std::uint32_t* words);

@@ -26,14 +26,22 @@ void add_doubles(__m256 values, __m256d* sums) {
   sums[1] = _mm256_add_pd(sums[1], _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1)));
 }
 
-Magnitudes magnitudes(const float* values, std::size_t n) {
+template <bool kHasResidual>
+__m256 load_term(const Terms& terms, __m256 scale, std::size_t i) {
+  const __m256 value = _mm256_loadu_ps(terms.values + i);
+  if constexpr (!kHasResidual) return value;
+  return _mm256_add_ps(value, _mm256_mul_ps(_mm256_loadu_ps(terms.residual + i), scale));
+}
+
+template <bool kHasResidual>
+Magnitudes magnitudes_of(const Terms& terms, std::size_t n) {
   __m256d positive[2] = {}, negative[2] = {};
   __m256i largest = _mm256_setzero_si256();
-  const __m256 zero = _mm256_setzero_ps();
+  const __m256 zero = _mm256_setzero_ps(), scale = _mm256_set1_ps(terms.scale);
   MagnitudeLanes lanes;
   std::size_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    const __m256 value = _mm256_loadu_ps(values + i);
+    const __m256 value = load_term<kHasResidual>(terms, scale, i);
     add_doubles(_mm256_max_ps(value, zero), positive);
     add_doubles(_mm256_max_ps(_mm256_sub_ps(zero, value), zero), negative);
     lanes.n_negative += _mm_popcnt_u32(_mm256_movemask_ps(_mm256_cmp_ps(value, zero, _CMP_LT_OQ)));
@@ -44,8 +52,12 @@ Magnitudes magnitudes(const float* values, std::size_t n) {
     _mm256_store_pd(lanes.negative + 4 * half, negative[half]);
   }
   lanes.largest = largest_of(largest);
-  lanes.add(values + i, n - i);
+  lanes.add(terms.from(i), n - i);
   return lanes.result();
+}
+
+Magnitudes magnitudes(const Terms& terms, std::size_t n) {
+  return terms.residual != nullptr ? magnitudes_of<true>(terms, n) : magnitudes_of<false>(terms, n);
 }
 
 Squares squares(const float* values, std::size_t n) {
@@ -69,16 +81,47 @@ Squares squares(const float* values, std::size_t n) {
 
 std::uint32_t mask_of(__m256 lanes) { return static_cast<std::uint32_t>(_mm256_movemask_ps(lanes)); }
 
-void pack_signs(const float* values, std::size_t n, std::uint32_t* words) {
-  const __m256 zero = _mm256_setzero_ps();
+// For values [0, n): pack(i, four vectors of terms, four of what they decode to) for every 32, and what is left out of
+// them. Returns how many there were.
+template <bool kHasResidual, bool kKeeps, typename Pack>
+std::size_t pack_terms(const Terms& terms, std::size_t n, const LeftOut& left_out, const Pack& pack) {
+  const __m256 scale = _mm256_set1_ps(terms.scale), inverse = _mm256_set1_ps(left_out.inverse_scale);
   std::size_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    std::uint32_t word = 0;
-    for (int part = 0; part < 4; ++part)
-      word |= mask_of(_mm256_cmp_ps(_mm256_loadu_ps(values + i + 8 * part), zero, _CMP_LT_OQ)) << 8 * part;
-    *words++ = word;
+    __m256 values[4], decoded[4];
+    for (int part = 0; part < 4; ++part) values[part] = load_term<kHasResidual>(terms, scale, i + 8 * part);
+    pack(i, values, decoded);
+    if constexpr (kKeeps)
+      for (int part = 0; part < 4; ++part)
+        _mm256_storeu_ps(left_out.out + i + 8 * part,
+                         _mm256_mul_ps(_mm256_sub_ps(values[part], decoded[part]), inverse));
   }
-  kPortable.pack_signs(values + i, n - i, words);
+  return i;
+}
+
+template <typename Pack>
+std::size_t pack_terms(const Terms& terms, std::size_t n, const LeftOut& left_out, const Pack& pack) {
+  if (left_out.out == nullptr)
+    return terms.residual == nullptr ? pack_terms<false, false>(terms, n, left_out, pack)
+                                     : pack_terms<true, false>(terms, n, left_out, pack);
+  return terms.residual == nullptr ? pack_terms<false, true>(terms, n, left_out, pack)
+                                   : pack_terms<true, true>(terms, n, left_out, pack);
+}
+
+void pack_signs(const Terms& terms, std::size_t n, float positive, float negative, const LeftOut& left_out,
+                std::uint32_t* words) {
+  const __m256 zero = _mm256_setzero_ps(), above = _mm256_set1_ps(positive), below = _mm256_set1_ps(negative);
+  const std::size_t done =
+      pack_terms(terms, n, left_out, [&](std::size_t i, const __m256* values, __m256* decoded) {
+        std::uint32_t word = 0;
+        for (int part = 0; part < 4; ++part) {
+          const __m256 is_negative = _mm256_cmp_ps(values[part], zero, _CMP_LT_OQ);
+          word |= mask_of(is_negative) << 8 * part;
+          decoded[part] = _mm256_blendv_ps(above, below, is_negative);
+        }
+        words[i / 32] = word;
+      });
+  kPortable.pack_signs(terms.from(done), n - done, positive, negative, left_out.from(done), words + done / 32);
 }
 
 void unpack_signs(const std::uint32_t* words, std::size_t n, float positive, float negative, float* out) {
@@ -101,20 +144,20 @@ void store_codes(std::uint32_t positive, std::uint32_t negative, void* to) {
   std::memcpy(to, &codes, sizeof codes);
 }
 
-void pack_beyond(const float* values, std::size_t n, float threshold, std::uint32_t* words) {
-  const __m256 zero = _mm256_setzero_ps(), limit = _mm256_set1_ps(threshold);
-  std::size_t i = 0;
-  for (; i + 32 <= n; i += 32, words += 2) {
-    std::uint32_t beyond = 0, positive = 0, negative = 0;
-    for (int part = 0; part < 4; ++part) {
-      const __m256 value = _mm256_loadu_ps(values + i + 8 * part);
-      beyond |= mask_of(_mm256_cmp_ps(magnitude_of(value), limit, _CMP_GE_OQ)) << 8 * part;
-      positive |= mask_of(_mm256_cmp_ps(value, zero, _CMP_GT_OQ)) << 8 * part;
-      negative |= mask_of(_mm256_cmp_ps(value, zero, _CMP_LT_OQ)) << 8 * part;
-    }
-    store_codes(beyond & positive, beyond & negative, words);
-  }
-  kPortable.pack_beyond(values + i, n - i, threshold, words);
+void pack_beyond(const Terms& terms, std::size_t n, float threshold, const LeftOut& left_out, std::uint32_t* words) {
+  const __m256 zero = _mm256_setzero_ps(), limit = _mm256_set1_ps(threshold), sign = _mm256_set1_ps(-0.0f);
+  const std::size_t done =
+      pack_terms(terms, n, left_out, [&](std::size_t i, const __m256* values, __m256* decoded) {
+        std::uint32_t positive = 0, negative = 0;
+        for (int part = 0; part < 4; ++part) {
+          const __m256 value = values[part], beyond = _mm256_cmp_ps(magnitude_of(value), limit, _CMP_GE_OQ);
+          positive |= mask_of(_mm256_and_ps(beyond, _mm256_cmp_ps(value, zero, _CMP_GT_OQ))) << 8 * part;
+          negative |= mask_of(_mm256_and_ps(beyond, _mm256_cmp_ps(value, zero, _CMP_LT_OQ))) << 8 * part;
+          decoded[part] = _mm256_and_ps(beyond, _mm256_or_ps(limit, _mm256_and_ps(value, sign)));
+        }
+        store_codes(positive, negative, words + i / 16);
+      });
+  kPortable.pack_beyond(terms.from(done), n - done, threshold, left_out.from(done), words + done / 16);
 }
 
 // All ones where a value of a group is drawn; `numbers` are those of its eight vectors.
@@ -290,7 +333,7 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
 
 }  // namespace
 
-const Kernels kAvx2 = {widen,          narrow,      add,           subtract,    magnitudes,
+const Kernels kAvx2 = {widen,          narrow,      add,           subtract, divide, magnitudes,
                        squares,        pack_signs,  unpack_signs,  pack_beyond, pack_drawn,
                        unpack_ternary, count_drawn, unpack_counts, pack_levels, unpack_levels};
 

@@ -7,9 +7,9 @@
 namespace gradwire::quantisers {
 namespace {
 
-Magnitudes magnitudes(const float* values, std::size_t n) {
+Magnitudes magnitudes(const Terms& terms, std::size_t n) {
   MagnitudeLanes lanes;
-  lanes.add(values, n);
+  lanes.add(terms, n);
   return lanes.result();
 }
 
@@ -19,11 +19,20 @@ Squares squares(const float* values, std::size_t n) {
   return lanes.result();
 }
 
-void pack_signs(const float* values, std::size_t n, std::uint32_t* words) {
+void keep(const LeftOut& left_out, std::size_t i, float term, float decoded) {
+  if (left_out.out != nullptr) left_out.out[i] = (term - decoded) * left_out.inverse_scale;
+}
+
+void pack_signs(const Terms& terms, std::size_t n, float positive, float negative, const LeftOut& left_out,
+                std::uint32_t* words) {
   for (std::size_t begin = 0; begin < n; begin += 32) {
     const std::size_t count = std::min<std::size_t>(32, n - begin);
     std::uint32_t word = 0;
-    for (std::size_t i = 0; i < count; ++i) word |= std::uint32_t{values[begin + i] < 0} << i;
+    for (std::size_t i = 0; i < count; ++i) {
+      const float term = terms[begin + i];
+      word |= std::uint32_t{term < 0} << i;
+      keep(left_out, begin + i, term, term < 0 ? negative : positive);
+    }
     *words++ = word;
   }
 }
@@ -32,15 +41,16 @@ void unpack_signs(const std::uint32_t* words, std::size_t n, float positive, flo
   for (std::size_t i = 0; i < n; ++i) out[i] = words[i / 32] >> i % 32 & 1 ? negative : positive;
 }
 
-void pack_beyond(const float* values, std::size_t n, float threshold, std::uint32_t* words) {
+void pack_beyond(const Terms& terms, std::size_t n, float threshold, const LeftOut& left_out, std::uint32_t* words) {
   for (std::size_t begin = 0; begin < n; begin += 16) {
     const std::size_t count = std::min<std::size_t>(16, n - begin);
     std::uint32_t word = 0;
     for (std::size_t i = 0; i < count; ++i) {
-      const float value = values[begin + i];
+      const float value = terms[begin + i];
       // A threshold of zero belongs to values that are all zero; those are sent as zeros.
       const std::uint32_t code = value >= threshold && value > 0 ? 1 : value <= -threshold && value < 0 ? 2 : 0;
       word |= code << 2 * i;
+      keep(left_out, begin + i, value, code == 1 ? threshold : code == 2 ? -threshold : 0.0f);
     }
     *words++ = word;
   }
@@ -163,7 +173,7 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
 
 }  // namespace
 
-const Kernels kPortable = {widen,          narrow,      add,           subtract,    magnitudes,
+const Kernels kPortable = {widen,          narrow,      add,           subtract, divide, magnitudes,
                            squares,        pack_signs,  unpack_signs,  pack_beyond, pack_drawn,
                            unpack_ternary, count_drawn, unpack_counts, pack_levels, unpack_levels};
 

@@ -22,9 +22,9 @@ void for_block_numbers(std::size_t n_elements, const Body& body) {
   });
 }
 
-// body(block, values, n): values + residual x residual_scale, in L1 or where they lie.
+// body(block, terms, n): values, in L1 if they had to be widened, and residual where it lies.
 template <typename Body>
-void for_blocks(const Source& source, const Body& body) {
+void for_terms(const Source& source, const Body& body) {
   for_block_numbers(source.n_elements(), [&](std::size_t block, std::size_t n) {
     alignas(32) float scratch[kBlock];
     const std::size_t begin = block * kBlock;
@@ -34,11 +34,22 @@ void for_blocks(const Source& source, const Body& body) {
       kernels().widen(raw, source.dtype, n, scratch);
       values = scratch;
     }
-    if (!source.residual.empty()) {
-      kernels().add(values, source.residual.data() + begin, source.residual_scale, n, scratch);
-      values = scratch;
+    const float* const residual = source.residual.empty() ? nullptr : source.residual.data() + begin;
+    body(block, Terms{values, residual, source.residual_scale}, n);
+  });
+}
+
+// body(block, values, n): values + residual x residual_scale, in L1 or where they lie.
+template <typename Body>
+void for_blocks(const Source& source, const Body& body) {
+  for_terms(source, [&](std::size_t block, const Terms& terms, std::size_t n) {
+    if (terms.residual == nullptr) {
+      body(block, terms.values, n);
+      return;
     }
-    body(block, values, n);
+    alignas(32) float scratch[kBlock];
+    kernels().add(terms.values, terms.residual, terms.scale, n, scratch);
+    body(block, static_cast<const float*>(scratch), n);
   });
 }
 

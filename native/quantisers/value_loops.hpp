@@ -70,6 +70,10 @@ void subtract(const float* values, const float* decoded, float inverse_scale, st
   for (std::size_t i = 0; i < n; ++i) out[i] = (values[i] - decoded[i]) * inverse_scale;
 }
 
+void divide(float* values, float divisor, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) values[i] /= divisor;
+}
+
 // The order in which both instruction sets add their eight lanes.
 inline double fold(const double* lanes) {
   return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
@@ -82,9 +86,9 @@ struct MagnitudeLanes {
   std::uint64_t n_negative = 0;
   std::uint32_t largest = 0;
 
-  void add(const float* values, std::size_t n) {
+  void add(const Terms& terms, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) {
-      const float value = values[i];
+      const float value = terms[i];
       positive[i % 8] += value > 0 ? value : 0.0f;
       negative[i % 8] += value < 0 ? -value : 0.0f;
       n_negative += value < 0;

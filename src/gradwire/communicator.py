@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import queue
@@ -24,8 +25,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,19 @@ _SILENT_TAG = 1 << 20
 _NOTE_WAIT_S = 2.0
 # A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
 _EXIT_WAIT_S = 0.5
+
+
+class Rest(NamedTuple):
+    """What a task on the lane gives back if it has more to do, once peers have answered: the next task may go first."""
+
+    finish: Callable[[], Any]
+
+
+@dataclass
+class _Task:
+    future: torch.futures.Future
+    run: Callable[[], Any]
+    may_overtake: bool
 
 
 class Communicator:
@@ -82,8 +97,7 @@ class Communicator:
         self._n_streams = 0
         self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._scratch: dict[str, torch.Tensor] = {}
-        self._tasks: queue.SimpleQueue[tuple[torch.futures.Future, Callable[..., Any], tuple] | None]
-        self._tasks = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
         self._lane = threading.Thread(target=self._run_lane, name="gradwire-lane", daemon=True)
         self._lane.start()
@@ -100,31 +114,54 @@ class Communicator:
 
     # ---- the lane
 
-    def submit(self, task: Callable[..., Any], *args: Any) -> torch.futures.Future:
+    def submit(self, task: Callable[..., Any], *args: Any, may_overtake: bool = False) -> torch.futures.Future:
         """Run task(*args) on the lane after everything submitted before; the future holds its result or its error.
+
+        A task may give back a `Rest`, which then still is to run before the future is there. If the next task
+        `may_overtake`, it goes before that rest where it is there in time: a message can be made while others travel.
+        What ranks do together in an order (collectives, new streams) belongs into the task and not into its rest, since
+        one rank's task may be in time and another's not.
 
         Raises: InvalidArgument (closed).
         """
         if self._closed:
             raise InvalidArgument("this attachment is closed: attach a scheme again first")
         future: torch.futures.Future = torch.futures.Future()
-        self._tasks.put((future, task, args))
+        self._tasks.put(_Task(future, functools.partial(task, *args), may_overtake))
         return future
 
     def _run_lane(self) -> None:
         # A new thread takes torch's thread count over when it first asks for it. Before that torch.bmm wakes as many
         # threads as there are cores, and 2 us become 1,400 (3 x 24 x 24, two busy cores).
         torch.get_num_threads()
-        while (item := self._tasks.get()) is not None:
-            future, task, args = item
-            try:
-                self.raise_if_failed()
-                result = task(*args)
-            except Exception as error:
-                future.set_exception(self.fail(error))
-            else:
-                future.set_result(result)
-            del item, future, task, args  # nothing of a finished task may live until the next one comes
+        begun: _Task | None = None  # has run, but for its rest
+        is_open = True
+        while is_open:
+            task = None
+            with contextlib.suppress(queue.Empty):
+                task = self._tasks.get(block=begun is None)
+                is_open = task is not None
+            if begun is not None and (task is None or not task.may_overtake):
+                begun = self._run_task(begun)
+            following = None if task is None else self._run_task(task)
+            if begun is not None:
+                self._run_task(begun)
+            begun = following
+            del task, following  # nothing of a finished task may live until the next one comes
+
+    def _run_task(self, task: _Task) -> _Task | None:
+        """The task again, if a rest of it is left."""
+        try:
+            self.raise_if_failed()
+            result = task.run()
+        except Exception as error:
+            task.future.set_exception(self.fail(error))
+            return None
+        if isinstance(result, Rest):
+            task.run = result.finish
+            return task
+        task.future.set_result(result)
+        return None
 
     # ---- operations, all called on the lane
 

@@ -71,11 +71,11 @@ def encode(
     return at
 
 
-def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor) -> None:
-    """Read a message of pieces of these sizes into `out` (n,) float32. Raises: CorruptMessage."""
+def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor, divisor: int = 1) -> None:
+    """Read a message of pieces of these sizes, divided by `divisor`, into `out` (n,) float32. Raises: CorruptMessage."""
     if is_one_call(codec):
         assert isinstance(codec, Quantised)
-        codec.decode_pieces(message, sizes, out)
+        codec.decode_pieces(message, sizes, out, divisor)
         return
     first = at = 0
     for size in sizes:
@@ -92,3 +92,5 @@ def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor) -> 
         first += size
     if at != message.numel():
         raise CorruptMessage(f"a group of {len(sizes)} pieces has {message.numel() - at} bytes too many; {_CHECK}")
+    if divisor != 1:
+        out.div_(divisor)

@@ -136,11 +136,13 @@ class Quantised:
             bytes_of(out),
         )
 
-    def decode_pieces(self, message: Tensor, sizes: Sequence[int], out: Tensor) -> None:
+    def decode_pieces(self, message: Tensor, sizes: Sequence[int], out: Tensor, divisor: int = 1) -> None:
         """`gradwire.codecs.pieces.decode` in one call. Raises: InvalidArgument, CorruptMessage, IncompatibleVersion."""
         check_tensor("message", message, torch.uint8)
         check_tensor("out", out, torch.float32)
-        _native.quantiser_decode_pieces(bytes_of(message), self._kind, dtype_code(out.dtype), sizes, bytes_of(out))
+        _native.quantiser_decode_pieces(
+            bytes_of(message), self._kind, dtype_code(out.dtype), sizes, divisor, bytes_of(out)
+        )
 
     @property
     def _native_options(self) -> tuple[int, int, float, int, int, int]:

@@ -11,7 +11,7 @@ so that whatever a codec derives from its values (a scale) belongs to one tensor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from gradwire.telemetry.recorder import BucketRecord
 
 # Groups that may be on their way while this rank works: group k+1 is encoded while k travels while k-1 is decoded.
 _GROUPS_AHEAD = 2
+# How much of its results an owner may send a peer before that peer adopts the first of them.
+_PULL_BYTES_AHEAD = 2 << 20
 
 
 class Group(NamedTuple):
@@ -78,21 +80,22 @@ class Ends(Protocol):
         ...
 
     def encode_pull(self, group: int, out: torch.Tensor) -> int:
-        """Write the result of a group of this rank's part, and adopt it; the bytes written."""
+        """Write the result of a group of this rank's part; the bytes written."""
         ...
 
     def adopt(self, part: int, group: int, message: torch.Tensor) -> None:
-        """Take over the owner's result of a group."""
+        """Take over the owner's result of a group; the owner its own, by the same message."""
         ...
 
 
 def push_pull(
     communicator: Communicator, cut: Cut, ends: Ends, facts: Facts, record: BucketRecord, has_pull: bool = True
-) -> None:
-    """Carry all groups to their owners and the results back; runs on the lane.
+) -> Callable[[], None]:
+    """Push all groups to their owners and send the results back; runs on the lane. What is left to do is returned.
 
-    Without `has_pull` results stay with their owners: `encode_pull` is told that a group's sum is complete, and writes
-    nothing.
+    The last results are still on their way then; the returned function adopts them. One other exchange may be begun
+    before, with facts of another bucket. Without `has_pull` results stay with their owners: `encode_pull` is told that a
+    group's sum is complete, writes nothing, and nothing is left to do.
 
     Raises: PeerLost, RankMismatch, CorruptMessage, and whatever `ends` raises.
     Cost: sends (N-1)/N of the pushed and of the pulled messages.
@@ -101,55 +104,67 @@ def push_pull(
     n_groups = [len(groups) for groups in cut.groups]
     n_rounds = max(n_groups)
     if world == 1 or n_rounds == 0:
-        return
+        return lambda: None
     n_own = n_groups[rank]
     ahead = min(_GROUPS_AHEAD, n_rounds - 1)
+    n_pulled_ahead = min(n_rounds, max(ahead, _PULL_BYTES_AHEAD // max(1, ends.max_pull_bytes)))
     # Each rank begins with its right neighbour, so that not all of them send to the same rank at once.
     peers = [(rank + distance) % world for distance in range(1, world)]
     theirs, ours = {peer: n_groups[peer] for peer in peers}, dict.fromkeys(peers, n_own)
     pushes = _Streams(communicator, "push", theirs, ours, facts, ends.max_push_bytes, ahead, record)
+    # The work space of results has two names in turn: those of one bucket travel while the next one is pushed.
+    pull = f"pull {facts.bucket % 2}"
     pulls = (
-        _Streams(communicator, "pull", ours, theirs, facts, ends.max_pull_bytes, ahead, record) if has_pull else None
+        _Streams(communicator, pull, ours, theirs, facts, ends.max_pull_bytes, n_pulled_ahead, record)
+        if has_pull
+        else None
     )
     pushed = communicator.scratch("pushed message", ends.max_push_bytes)
-    # The owner's results wait here from the sum of their group until the pulling begins.
     pull_bytes = ends.max_pull_bytes if has_pull else 0
-    results = communicator.scratch("pulled messages", n_own * pull_bytes).view(n_own, pull_bytes)
+    results = communicator.scratch(f"{pull}, own results", n_own * pull_bytes).view(n_own, pull_bytes)
     result_bytes = [0] * n_own
 
-    def write(number: int) -> None:
-        is_pull, group = divmod(number, n_rounds)
+    def push(group: int) -> None:
         for peer in peers:
-            if is_pull:
-                if group < n_own:
-                    assert pulls is not None
-                    pulls.write(peer, results[group, : result_bytes[group]])
-            elif group < n_groups[peer]:
+            if group < n_groups[peer]:
                 n_bytes = ends.encode_push(peer, group, pushed)
                 pushes.write(peer, pushed[:n_bytes])
 
-    def read(number: int) -> None:
-        is_pull, group = divmod(number, n_rounds)
-        if is_pull:
-            assert pulls is not None
-            for peer in reversed(peers):
-                if group < n_groups[peer]:
-                    ends.adopt(peer, group, pulls.read(peer))
-        elif group < n_own:
-            for source in range(world):
-                message = None if source == rank else pushes.read(source)
-                ends.add_pushed(source, group, message)
-            result_bytes[group] = ends.encode_pull(group, results[group])
+    def answer(group: int) -> None:
+        if group >= n_own:
+            return
+        for source in range(world):
+            ends.add_pushed(source, group, None if source == rank else pushes.read(source))
+        result_bytes[group] = ends.encode_pull(group, results[group])
+        if pulls is not None:
+            for peer in peers:
+                pulls.write(peer, results[group, : result_bytes[group]])
 
-    n_all = (2 if has_pull else 1) * n_rounds
-    for number in range(n_all + ahead):
-        if number < n_all:
-            write(number)
-        if number >= ahead:
-            read(number - ahead)
+    def adopt(group: int) -> None:
+        if pulls is None:
+            return
+        for peer in reversed(peers):
+            if group < n_groups[peer]:
+                ends.adopt(peer, group, pulls.read(peer))
+        if group < n_own:
+            ends.adopt(rank, group, results[group, : result_bytes[group]])
+
+    for group in range(n_rounds + ahead):
+        if group < n_rounds:
+            push(group)
+        if group >= ahead:
+            answer(group - ahead)
+            if group - ahead >= n_pulled_ahead:
+                adopt(group - ahead - n_pulled_ahead)
     pushes.finish()
-    if pulls is not None:
-        pulls.finish()
+
+    def finish() -> None:
+        if pulls is not None:
+            for group in range(n_rounds - n_pulled_ahead, n_rounds):
+                adopt(group)
+            pulls.finish()
+
+    return finish
 
 
 class _Streams:

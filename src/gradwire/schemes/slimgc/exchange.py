@@ -7,6 +7,7 @@ an owner, or, at the owner, the sum; in the ring, the partial sum that it hands 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,19 +61,24 @@ class Exchange:
         record: BucketRecord,
         importance: Importance | None = None,
         source: Source | None = None,
-    ) -> None:
+        is_void: Callable[[], bool] = lambda: False,
+    ) -> Callable[[], None]:
         """Replace `values` (n,) float32 by the mean over the ranks; `left_out` (n,) float32 by what this rank lost.
 
         N x mean + the sum of all ranks' left_out = the sum of their values, to rounding. With `source` (only where
-        `takes_source`) the values are its sum, and `values` need not hold anything.
+        `takes_source`) the values are its sum, and `values` need not hold anything, or may be the source's gradient.
+
+        Args:
+            is_void: asked before the first value is replaced; if it says so, on every rank, none is.
+        Returns: what is left to do until the values are replaced (gradwire.collectives.push_pull).
         """
         if self.topology == "server":
-            ends = _ServerEnds(self, values, left_out, cut, record, importance, source)
-            push_pull(self.communicator, cut, ends, facts, record)
-        else:
-            assert source is None
-            left_out.zero_()
-            ring_mean(self.communicator, self.codec, values, facts, record, importance, self.group_elements, left_out)
+            ends = _ServerEnds(self, values, left_out, cut, record, importance, source, is_void)
+            return push_pull(self.communicator, cut, ends, facts, record)
+        assert source is None
+        left_out.zero_()
+        ring_mean(self.communicator, self.codec, values, facts, record, importance, self.group_elements, left_out)
+        return lambda: None
 
     def push(
         self,
@@ -83,14 +89,15 @@ class Exchange:
         record: BucketRecord,
         importance: Importance | None = None,
         source: Source | None = None,
-    ) -> None:
+        is_void: Callable[[], bool] = lambda: False,
+    ) -> Callable[[], None]:
         """Replace this rank's part of `values` (n,) float32 by its mean over the ranks, and leave the other parts alone.
 
         `left_out` is as in `mean`: nothing is lost of the own part. The mean has the bits that `mean` gives with a raw
-        pull.
+        pull. What is void is replaced all the same. Nothing is left to do.
         """
-        ends = _ServerEnds(self, values, left_out, cut, record, importance, source, has_pull=False)
-        push_pull(self.communicator, cut, ends, facts, record, has_pull=False)
+        ends = _ServerEnds(self, values, left_out, cut, record, importance, source, is_void, has_pull=False)
+        return push_pull(self.communicator, cut, ends, facts, record, has_pull=False)
 
 
 class _ServerEnds:
@@ -105,9 +112,10 @@ class _ServerEnds:
         record: BucketRecord,
         importance: Importance | None,
         source: Source | None,
+        is_void: Callable[[], bool] = lambda: False,
         has_pull: bool = True,
     ) -> None:
-        self._has_pull = has_pull
+        self._has_pull, self._is_void = has_pull, is_void
         self._source = Source(values, None) if source is None else source
         self._codec, self._pull_codec = exchange.codec, exchange.pull_codec
         self._values, self._left_out, self._cut = values, left_out, cut
@@ -129,7 +137,12 @@ class _ServerEnds:
         return self._encode(self._codec, pushed, own.gradient, out, own.residual)
 
     def adopt(self, part: int, group: int, message: torch.Tensor) -> None:
-        self._adopt(self._cut.groups[part][group], message)
+        if self._is_void():
+            return
+        start, end, sizes = self._cut.groups[part][group]
+        started = time.perf_counter_ns()
+        pieces.decode(self._pull_codec, message, sizes, self._values[start:end], self._world_size)
+        self._record.add("decode", started, time.perf_counter_ns())
 
     # ---- as the server of its own part
 
@@ -158,10 +171,8 @@ class _ServerEnds:
             self._left_out[pulled.start : pulled.end].zero_()
             torch.div(total, self._world_size, out=self._values[pulled.start : pulled.end])
             return 0
-        n_bytes = self._encode(self._pull_codec, pulled, total, out)
-        # It adopts the very values that the others decode: sum - what the encoding lost would round differently.
-        self._adopt(pulled, out[:n_bytes])
-        return n_bytes
+        # It will adopt the very values that the others decode: sum - what the encoding lost would round differently.
+        return self._encode(self._pull_codec, pulled, total, out)
 
     # ---- as both
 
@@ -179,13 +190,6 @@ class _ServerEnds:
         n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)
         self._record.add("encode", started, time.perf_counter_ns())
         return n_bytes
-
-    def _adopt(self, group: Group, message: torch.Tensor) -> None:
-        values = self._values[group.start : group.end]
-        started = time.perf_counter_ns()
-        pieces.decode(self._pull_codec, message, group.sizes, values)
-        values.div_(self._world_size)
-        self._record.add("decode", started, time.perf_counter_ns())
 
 
 class _Drawing:

@@ -74,8 +74,11 @@ class Feedback:
                 return None
         return flat
 
-    def stage(self, plan: Plan, bucket: torch.Tensor, left_out: torch.Tensor, loss_scale: float) -> None:
-        """Keep `left_out`, which `buffer_for` gave, from the next `commit` on; `bucket`: the gradients, still as they were."""
+    def stage(self, plan: Plan, bucket: torch.Tensor | None, left_out: torch.Tensor, loss_scale: float) -> None:
+        """Keep `left_out`, which `buffer_for` gave, from the next `commit` on.
+
+        `bucket`: the gradients, still as they were; None: every tensor that has a residual was used.
+        """
         if loss_scale != 1.0:
             left_out.div_(loss_scale)
         for span in plan.compressed:
@@ -83,7 +86,7 @@ class Feedback:
                 continue
             mine = span.in_fused(left_out)
             kept = self._current.get(span.parameter)
-            if kept is not None and not is_used(span.in_bucket(bucket)):
+            if bucket is not None and kept is not None and not is_used(span.in_bucket(bucket)):
                 mine.add_(kept)
             self._staged[span.parameter] = mine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 
@@ -11,7 +12,7 @@ from gradwire.bucket import Bucket
 from gradwire.collectives.chunk_codec import Importance
 from gradwire.collectives.frames import Facts
 from gradwire.collectives.push_pull import Cut
-from gradwire.communicator import ring_bytes
+from gradwire.communicator import Rest, ring_bytes
 from gradwire.schemes.base import Session
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
@@ -51,13 +52,12 @@ class Reduction:
         self.feedback.discard()
         self._is_step_finite = True
 
-    def reduce(self, bucket: Bucket, plan: Plan, facts: Facts) -> torch.futures.Future | None:
-        """Replace the bucket by its mean; a future where the lane need not wait for it."""
+    def reduce(self, bucket: Bucket, plan: Plan, facts: Facts) -> torch.futures.Future | Rest | None:
+        """Replace the bucket by its mean; a future where the lane need not wait for it, or the rest of the lane's work."""
         if not plan.compressed:
             self._keep_mean(bucket, plan, None)
             return self._start_raw(bucket, plan)
-        self._reduce_compressed(bucket, plan, facts)
-        return None
+        return self._reduce_compressed(bucket, plan, facts)
 
     def end_step(self) -> None:
         """Commit the residuals, if all buckets of all ranks were finite."""
@@ -95,49 +95,72 @@ class Reduction:
         self._under_way.append(done)
         return done
 
-    def _reduce_compressed(self, bucket: Bucket, plan: Plan, facts: Facts) -> None:
+    def _reduce_compressed(self, bucket: Bucket, plan: Plan, facts: Facts) -> Rest | None:
         communicator, record, loss_scale = self._session.communicator, bucket.record, self._session.loss_scale()
         started = time.perf_counter_ns()
-        bit_buf = communicator.scratch("bit_buf", 4 * plan.n_compressed).view(torch.float32)
         source = self._source_in_place(bucket, plan, loss_scale)
-        if source is None:
-            for span in plan.compressed:
-                bucket.wait_for(span.position)
-                self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
-        is_finite = _is_finite(bit_buf if source is None else source.gradient)
+        bit_buf = self._fill_bit_buf(bucket, plan, loss_scale) if source is None else source.gradient
+        is_finite = _is_finite(bit_buf)
         fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
+        if not is_finite:  # all ranks will throw the exchange away: no codec has to know what to do with NaN
+            source, bit_buf = None, self._bit_buf(bucket, plan).zero_()
+        elif self.owner_step is not None:
+            bit_buf = self._bit_buf(bucket, plan)
         record.add("encode", started, time.perf_counter_ns())
-        if not is_finite:
-            source = None
-            bit_buf.zero_()  # all ranks will throw the exchange away: no codec has to know what to do with NaN
         summed = communicator.start_all_reduce(fp_buf)
+
+        @functools.cache
+        def is_void() -> bool:
+            """Whether a rank's gradient was not finite: the sum, and so the answer, is the same on all of them."""
+            started = time.perf_counter_ns()
+            communicator.finish(summed)
+            record.add("communicate", started, time.perf_counter_ns())
+            return bool(fp_buf[-1] != 0)
+
         left_out = self.feedback.buffer_for(bucket.index, plan)
         exchange = self._exchange.mean if self.owner_step is None else self._exchange.push
-        exchange(bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source)
-        started = time.perf_counter_ns()
-        communicator.finish(summed)
-        record.add("communicate", started, time.perf_counter_ns())
+        finish_exchange = exchange(
+            bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source, is_void
+        )
         n_bytes = ring_bytes(fp_buf.numel() * fp_buf.element_size(), communicator.world_size)
         record.count_sent(n_bytes)
         record.count_received(n_bytes)
-        if bool(fp_buf[-1] != 0):  # a rank's gradient was not finite: the sum, and so this branch, is the same on all
-            self._redo_plainly(bucket)
-            for run in plan.compressed_runs:
-                run.in_fused(bit_buf).copy_(run.in_bucket(bucket.buffer))
-            self._keep_mean(bucket, plan, bit_buf)
-            return
-        started = time.perf_counter_ns()
+        if is_void():
+            finish_exchange()
+            self._redo_plainly(bucket, plan)
+            return None
         self._is_step_finite &= _is_finite(fp_buf)
         if self._error_feedback:
             self.feedback.stage_flushed(plan.raw, bucket.buffer)
-            self.feedback.stage(plan, bucket.buffer, left_out, loss_scale)
         for run in plan.raw_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
-        if self.owner_step is None:
-            for run in plan.compressed_runs:
-                run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
-        self._keep_mean(bucket, plan, bit_buf)
-        record.add("decode", started, time.perf_counter_ns())
+        is_in_place = source is not None and bit_buf is source.gradient
+
+        def finish() -> None:
+            finish_exchange()
+            started = time.perf_counter_ns()
+            if self._error_feedback:
+                self.feedback.stage(plan, None if is_in_place else bucket.buffer, left_out, loss_scale)
+            if self.owner_step is None and not is_in_place:
+                for run in plan.compressed_runs:
+                    run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
+            self._keep_mean(bucket, plan, bit_buf)
+            record.add("decode", started, time.perf_counter_ns())
+
+        return Rest(finish)
+
+    def _bit_buf(self, bucket: Bucket, plan: Plan) -> torch.Tensor:
+        """(n_compressed,) float32 of work space: the results of one bucket still travel when the next one is begun."""
+        name = f"bit_buf {bucket.index % 2}"
+        return self._session.communicator.scratch(name, 4 * plan.n_compressed).view(torch.float32)
+
+    def _fill_bit_buf(self, bucket: Bucket, plan: Plan, loss_scale: float) -> torch.Tensor:
+        """(n_compressed,) float32: gradients + residuals of the large tensors."""
+        bit_buf = self._bit_buf(bucket, plan)
+        for span in plan.compressed:
+            bucket.wait_for(span.position)
+            self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
+        return bit_buf
 
     def _source_in_place(self, bucket: Bucket, plan: Plan, loss_scale: float) -> Source | None:
         """Gradient and residuals where they are, if they lie as in the fused buffer: two passes over both less.
@@ -192,13 +215,18 @@ class Reduction:
         fp_buf[-1] = 0.0 if is_finite else 1.0
         return fp_buf
 
-    def _redo_plainly(self, bucket: Bucket) -> None:
+    def _redo_plainly(self, bucket: Bucket, plan: Plan) -> None:
         if not self.n_redone:
             _log.warning("gradwire slimgc: %s (step %d)", _FALLBACK, bucket.step)
         self.n_redone += 1
         self._is_step_finite = False
         bucket.record.fallbacks.append(_FALLBACK)
         all_reduce_plainly(self._session.communicator, bucket)
+        if self.owner_step is not None:
+            bit_buf = self._bit_buf(bucket, plan)
+            for run in plan.compressed_runs:
+                run.in_fused(bit_buf).copy_(run.in_bucket(bucket.buffer))
+            self._keep_mean(bucket, plan, bit_buf)
 
     def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
         """For a codec that weighs values by the optimizer: asked for windows of the fused buffer."""
@@ -236,7 +264,7 @@ class Reduction:
         if self._metric is not None:
             zeros = communicator.scratch("importance", n).zero_()
             importance = lambda start, end: zeros[start:end]  # noqa: E731
-        self._exchange.mean(probed, left_out, cut, facts, record, importance)
+        self._exchange.mean(probed, left_out, cut, facts, record, importance)()
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from gradwire.codecs.general import RawCodec
 from gradwire.codecs.quantised import Quantised
 from gradwire.collectives.frames import Facts
 from gradwire.collectives.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
+from gradwire.communicator import Rest
 from gradwire.control.threshold import NEVER, check_threshold
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.preamble import Preamble, compare_preambles
@@ -211,11 +212,13 @@ class SlimGC(Scheme):
             else:
                 done.set_result(bucket.buffer)
 
-        self.session.communicator.submit(self._reduce_on_lane, bucket).add_done_callback(forward)
+        self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True).add_done_callback(
+            forward
+        )
         return done
 
-    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | None:
-        """Replace the bucket by its mean; a future where the lane need not wait for it."""
+    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Rest | None:
+        """Replace the bucket by its mean; a future where the lane need not wait for it, or the rest of the lane's work."""
         if bucket.index == 0:
             self._reduction.begin_step()
             self._records.clear()

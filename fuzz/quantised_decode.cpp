@@ -44,7 +44,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const std::uint64_t sizes[] = {n_values, n_values};
     values.resize(2 * values.size());
     try {
-      quantisers::decode_pieces(group, kind, dtype, sizes, 3, values);
+      quantisers::decode_pieces(group, kind, dtype, sizes, {.divisor = 3, .adds = dtype == quantisers::Dtype::float32},
+                                values);
     } catch (const gradwire::CorruptMessage&) {
     } catch (const gradwire::IncompatibleVersion&) {
     }

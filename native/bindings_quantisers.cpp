@@ -191,13 +191,14 @@ void bind_quantisers(nb::module_& m) {
   m.def(
       "quantiser_decode_pieces",
       [](const ConstBytes& message, int kind, int dtype, const std::vector<std::uint64_t>& sizes, float divisor,
-         const Bytes& values) {
+         bool adds, const Bytes& values) {
         const auto known = checked<quantisers::Kind>(kind, quantisers::kKinds, "quantiser");
         const quantisers::Dtype type = dtype_of(dtype);
         const nb::gil_scoped_release unlocked;
-        quantisers::decode_pieces(span_of(message), known, type, sizes, divisor, span_of(values));
+        quantisers::decode_pieces(span_of(message), known, type, sizes, {divisor, adds}, span_of(values));
       },
-      nb::arg("message"), nb::arg("kind"), nb::arg("dtype"), nb::arg("sizes"), nb::arg("divisor"), nb::arg("values"));
+      nb::arg("message"), nb::arg("kind"), nb::arg("dtype"), nb::arg("sizes"), nb::arg("divisor"), nb::arg("adds"),
+      nb::arg("values"));
   m.def(
       "quantiser_describe",
       [](const ConstBytes& message) {

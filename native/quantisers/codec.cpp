@@ -267,7 +267,8 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
 }
 
 void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
-            float divisor) {
+            const Use& use) {
+  if (use.adds && dtype != Dtype::float32) throw InvalidArgument("values are added to float32 only");
   Header header = read_header(message);
   const auto fail = [&](const std::string& what) {
     throw CorruptMessage(std::string(name_of(kind)) + " message: " + what);
@@ -280,16 +281,19 @@ void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::
   if (message.size() != expected)
     fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));
   // What stands for a value is +-scale or zero, so to divide the scales is to divide the values; but QSGD has levels.
-  const bool divides_values = kind == Kind::qsgd && divisor != 1;
-  if (!divides_values) header.first /= divisor, header.second /= divisor;
+  const bool divides_values = kind == Kind::qsgd && use.divisor != 1;
+  if (!divides_values) header.first /= use.divisor, header.second /= use.divisor;
   std::atomic<bool> valid{true};
-  write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
+  write_blocks(dtype, out, [&](std::size_t block, float* sums, std::size_t n) {
+    alignas(32) float scratch[kBlock];
+    float* const values = use.adds ? scratch : sums;
     if (!header.is_finite)
       std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
     else if (!unpack_block(header, message.data() + kHeaderBytes, block, n, values))
       valid.store(false, std::memory_order_relaxed);
     else if (divides_values)
-      kernels().divide(values, divisor, n);
+      kernels().divide(values, use.divisor, n);
+    if (use.adds) kernels().add(sums, values, 1, n, sums);
   });
   if (!valid) fail("it holds a code that no encoder writes");
 }

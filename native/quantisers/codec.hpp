@@ -41,9 +41,15 @@ std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements
 std::uint64_t encode(const Options& options, const Source& source, std::span<float> new_residual,
                      std::span<std::uint8_t> out);
 
-// Writes values / divisor, in the same pass. Throws CorruptMessage, IncompatibleVersion.
+// What `decode` does with the values, in the same pass: it divides them, and writes them or adds them to float32.
+struct Use {
+  float divisor = 1;
+  bool adds = false;
+};
+
+// Throws CorruptMessage, IncompatibleVersion, InvalidArgument.
 void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
-            float divisor = 1);
+            const Use& use = {});
 
 // ---- ternary values that are summed over ranks, by a scale that the ranks share
 

@@ -31,9 +31,7 @@ struct Terms {
   const float* values;
   const float* residual;  // or null
   float scale;
-  float operator[](std::size_t i) const {
-    return residual == nullptr ? values[i] : values[i] + residual[i] * scale;
-  }
+  float operator[](std::size_t i) const { return residual == nullptr ? values[i] : values[i] + residual[i] * scale; }
   Terms from(std::size_t i) const { return {values + i, residual == nullptr ? nullptr : residual + i, scale}; }
 };
 

@@ -111,16 +111,15 @@ std::size_t pack_terms(const Terms& terms, std::size_t n, const LeftOut& left_ou
 void pack_signs(const Terms& terms, std::size_t n, float positive, float negative, const LeftOut& left_out,
                 std::uint32_t* words) {
   const __m256 zero = _mm256_setzero_ps(), above = _mm256_set1_ps(positive), below = _mm256_set1_ps(negative);
-  const std::size_t done =
-      pack_terms(terms, n, left_out, [&](std::size_t i, const __m256* values, __m256* decoded) {
-        std::uint32_t word = 0;
-        for (int part = 0; part < 4; ++part) {
-          const __m256 is_negative = _mm256_cmp_ps(values[part], zero, _CMP_LT_OQ);
-          word |= mask_of(is_negative) << 8 * part;
-          decoded[part] = _mm256_blendv_ps(above, below, is_negative);
-        }
-        words[i / 32] = word;
-      });
+  const std::size_t done = pack_terms(terms, n, left_out, [&](std::size_t i, const __m256* values, __m256* decoded) {
+    std::uint32_t word = 0;
+    for (int part = 0; part < 4; ++part) {
+      const __m256 is_negative = _mm256_cmp_ps(values[part], zero, _CMP_LT_OQ);
+      word |= mask_of(is_negative) << 8 * part;
+      decoded[part] = _mm256_blendv_ps(above, below, is_negative);
+    }
+    words[i / 32] = word;
+  });
   kPortable.pack_signs(terms.from(done), n - done, positive, negative, left_out.from(done), words + done / 32);
 }
 
@@ -146,17 +145,16 @@ void store_codes(std::uint32_t positive, std::uint32_t negative, void* to) {
 
 void pack_beyond(const Terms& terms, std::size_t n, float threshold, const LeftOut& left_out, std::uint32_t* words) {
   const __m256 zero = _mm256_setzero_ps(), limit = _mm256_set1_ps(threshold), sign = _mm256_set1_ps(-0.0f);
-  const std::size_t done =
-      pack_terms(terms, n, left_out, [&](std::size_t i, const __m256* values, __m256* decoded) {
-        std::uint32_t positive = 0, negative = 0;
-        for (int part = 0; part < 4; ++part) {
-          const __m256 value = values[part], beyond = _mm256_cmp_ps(magnitude_of(value), limit, _CMP_GE_OQ);
-          positive |= mask_of(_mm256_and_ps(beyond, _mm256_cmp_ps(value, zero, _CMP_GT_OQ))) << 8 * part;
-          negative |= mask_of(_mm256_and_ps(beyond, _mm256_cmp_ps(value, zero, _CMP_LT_OQ))) << 8 * part;
-          decoded[part] = _mm256_and_ps(beyond, _mm256_or_ps(limit, _mm256_and_ps(value, sign)));
-        }
-        store_codes(positive, negative, words + i / 16);
-      });
+  const std::size_t done = pack_terms(terms, n, left_out, [&](std::size_t i, const __m256* values, __m256* decoded) {
+    std::uint32_t positive = 0, negative = 0;
+    for (int part = 0; part < 4; ++part) {
+      const __m256 value = values[part], beyond = _mm256_cmp_ps(magnitude_of(value), limit, _CMP_GE_OQ);
+      positive |= mask_of(_mm256_and_ps(beyond, _mm256_cmp_ps(value, zero, _CMP_GT_OQ))) << 8 * part;
+      negative |= mask_of(_mm256_and_ps(beyond, _mm256_cmp_ps(value, zero, _CMP_LT_OQ))) << 8 * part;
+      decoded[part] = _mm256_and_ps(beyond, _mm256_or_ps(limit, _mm256_and_ps(value, sign)));
+    }
+    store_codes(positive, negative, words + i / 16);
+  });
   kPortable.pack_beyond(terms.from(done), n - done, threshold, left_out.from(done), words + done / 16);
 }
 
@@ -333,9 +331,9 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
 
 }  // namespace
 
-const Kernels kAvx2 = {widen,          narrow,      add,           subtract, divide, magnitudes,
-                       squares,        pack_signs,  unpack_signs,  pack_beyond, pack_drawn,
-                       unpack_ternary, count_drawn, unpack_counts, pack_levels, unpack_levels};
+const Kernels kAvx2 = {widen,       narrow,        add,          subtract,     divide,     magnitudes,
+                       squares,     pack_signs,    unpack_signs, pack_beyond,  pack_drawn, unpack_ternary,
+                       count_drawn, unpack_counts, pack_levels,  unpack_levels};
 
 }  // namespace gradwire::quantisers
 #endif

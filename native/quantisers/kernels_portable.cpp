@@ -173,9 +173,9 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
 
 }  // namespace
 
-const Kernels kPortable = {widen,          narrow,      add,           subtract, divide, magnitudes,
-                           squares,        pack_signs,  unpack_signs,  pack_beyond, pack_drawn,
-                           unpack_ternary, count_drawn, unpack_counts, pack_levels, unpack_levels};
+const Kernels kPortable = {widen,       narrow,        add,          subtract,     divide,     magnitudes,
+                           squares,     pack_signs,    unpack_signs, pack_beyond,  pack_drawn, unpack_ternary,
+                           count_drawn, unpack_counts, pack_levels,  unpack_levels};
 
 const Kernels& kernels() {
 #if defined(__x86_64__)

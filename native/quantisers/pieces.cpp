@@ -48,7 +48,7 @@ std::uint64_t encode_pieces(const Options& options, const Source& source, std::s
 }
 
 void decode_pieces(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<const std::uint64_t> sizes,
-                   float divisor, std::span<std::uint8_t> out) {
+                   const Use& use, std::span<std::uint8_t> out) {
   const std::size_t element_bytes = bytes_of(dtype);
   check_sizes(sizes, out.size() / element_bytes);
   std::size_t first = 0, at = 0;
@@ -61,7 +61,7 @@ void decode_pieces(std::span<const std::uint8_t> message, Kind kind, Dtype dtype
                            std::to_string(message.size()) + " bytes, before the piece of values " +
                            std::to_string(first) + " to " + std::to_string(first + size));
     decode(message.subspan(at + kLengthBytes, length), kind, dtype,
-           out.subspan(first * element_bytes, size * element_bytes), divisor);
+           out.subspan(first * element_bytes, size * element_bytes), use);
     at += kLengthBytes + length;
     first += size;
   }

@@ -15,8 +15,8 @@ namespace gradwire::quantisers {
 std::uint64_t encode_pieces(const Options& options, const Source& source, std::span<const std::uint64_t> sizes,
                             std::span<float> left_out, std::span<std::uint8_t> out);
 
-// Writes values / divisor. Throws CorruptMessage, IncompatibleVersion, InvalidArgument.
+// Throws CorruptMessage, IncompatibleVersion, InvalidArgument.
 void decode_pieces(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<const std::uint64_t> sizes,
-                   float divisor, std::span<std::uint8_t> out);
+                   const Use& use, std::span<std::uint8_t> out);
 
 }  // namespace gradwire::quantisers

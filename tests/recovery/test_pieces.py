@@ -72,6 +72,20 @@ def test_a_residual_is_added_in_the_same_sweep(name: str, options: dict[str, Any
 
 
 @each_codec
+@pytest.mark.parametrize("divisor", [2, 3, 17])
+def test_decoded_values_are_divided_and_added_to_the_bit(name: str, options: dict[str, Any], divisor: int) -> None:
+    codec, values = codecs.by_name(name, **options), make_gradient(sum(SIZES))
+    message, _ = encode(codec, values, SIZES)
+    decoded, divided, scratch = (torch.empty_like(values) for _ in range(3))
+    pieces.decode(codec, message, SIZES, decoded)
+    pieces.decode(codec, message, SIZES, divided, divisor)
+    assert torch.equal(divided, decoded / divisor)
+    total = values.clone()
+    pieces.add(codec, message, SIZES, total, scratch)
+    assert torch.equal(total, values + decoded)
+
+
+@each_codec
 def test_damaged_groups_are_refused(name: str, options: dict[str, Any]) -> None:
     sizes = (40, 9, 130)
     codec = codecs.by_name(name, **options)

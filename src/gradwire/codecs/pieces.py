@@ -94,3 +94,13 @@ def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor, div
         raise CorruptMessage(f"a group of {len(sizes)} pieces has {message.numel() - at} bytes too many; {_CHECK}")
     if divisor != 1:
         out.div_(divisor)
+
+
+def add(codec: Codec, message: Tensor, sizes: Sequence[int], total: Tensor, scratch: Tensor) -> None:
+    """Add what a message of pieces of these sizes holds to `total`; `scratch`: both (n,) float32. Raises: CorruptMessage."""
+    if is_one_call(codec):
+        assert isinstance(codec, Quantised)
+        codec.decode_pieces(message, sizes, total, adds=True)
+        return
+    decode(codec, message, sizes, scratch)
+    total.add_(scratch)

@@ -136,12 +136,14 @@ class Quantised:
             bytes_of(out),
         )
 
-    def decode_pieces(self, message: Tensor, sizes: Sequence[int], out: Tensor, divisor: int = 1) -> None:
-        """`gradwire.codecs.pieces.decode` in one call. Raises: InvalidArgument, CorruptMessage, IncompatibleVersion."""
+    def decode_pieces(
+        self, message: Tensor, sizes: Sequence[int], out: Tensor, divisor: int = 1, *, adds: bool = False
+    ) -> None:
+        """`pieces.decode`, or with `adds` `pieces.add`. Raises: InvalidArgument, CorruptMessage, IncompatibleVersion."""
         check_tensor("message", message, torch.uint8)
         check_tensor("out", out, torch.float32)
         _native.quantiser_decode_pieces(
-            bytes_of(message), self._kind, dtype_code(out.dtype), sizes, divisor, bytes_of(out)
+            bytes_of(message), self._kind, dtype_code(out.dtype), sizes, divisor, adds, bytes_of(out)
         )
 
     @property

@@ -159,9 +159,7 @@ class _ServerEnds:
         elif source == 0:
             pieces.decode(self._codec, message, sizes, total)
         else:
-            decoded = self._decoded[: end - start]
-            pieces.decode(self._codec, message, sizes, decoded)
-            total.add_(decoded)
+            pieces.add(self._codec, message, sizes, total, self._decoded[: end - start])
         self._record.add("decode", started, time.perf_counter_ns())
 
     def encode_pull(self, group: int, out: torch.Tensor) -> int:

@@ -212,9 +212,7 @@ class SlimGC(Scheme):
             else:
                 done.set_result(bucket.buffer)
 
-        self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True).add_done_callback(
-            forward
-        )
+        self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True).add_done_callback(forward)
         return done
 
     def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Rest | None:

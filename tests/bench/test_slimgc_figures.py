@@ -54,6 +54,13 @@ def test_every_configuration_is_one_that_the_scheme_takes() -> None:
             by_name(name, **options)
 
 
+def test_rows_can_leave_out_what_takes_raw_steps() -> None:
+    all_of_them = slimgc_speed.specs(["1 bit"], has_rivals=False)
+    without_raw = slimgc_speed.specs(["1 bit"], has_rivals=False, has_plain=False, has_table=False)
+    assert without_raw == [spec for spec in all_of_them if spec != "ddp" and "warmup_steps" not in spec]
+    assert "slimgc:codec=one-bit,backup=true,threshold_bytes=0" in without_raw
+
+
 def test_differences_are_paired_and_their_interval_is_students() -> None:
     cases, results = [], {}
     bare, better = [90.0, 80.0, 70.0], [92.0, 81.0, 73.0]

@@ -54,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="emulate (default): computation as waits, for ranks that share cores")  # fmt: skip
     parser.add_argument("--bits", nargs="+", choices=tuple(_QUANTISERS), default=list(_QUANTISERS), metavar="BITS")
     parser.add_argument("--no-rivals", action="store_true", help="without Table 3's methods")
+    parser.add_argument("--no-plain", action="store_true",
+                        help="without DDP in float32, whose steps take minutes where shapes are large and links slow")  # fmt: skip
+    parser.add_argument("--no-table", action="store_true",
+                        help="without the forms of SlimGC that measure their threshold, for which they send raw steps too")  # fmt: skip
     parser.add_argument("--only", nargs="+", default=[], metavar="KEY", help="rows whose keys begin with one of these")
     parser.add_argument("--list", action="store_true", help="print the rows and about how long they take, and stop")
     parser.add_argument("--fresh", action="store_true", help="measure again what is finished")
@@ -63,21 +67,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary here too")
 
 
-def specs(bits: Sequence[str], has_rivals: bool, table_steps: int = _TABLE_STEPS) -> list[str]:
+def specs(
+    bits: Sequence[str],
+    has_rivals: bool,
+    table_steps: int = _TABLE_STEPS,
+    has_plain: bool = True,
+    has_table: bool = True,
+) -> list[str]:
     """The contenders of one row."""
-    chosen = ["ddp"]
+    chosen = ["ddp"] if has_plain else []
     for name in bits:
         codec = _QUANTISERS[name]
         chosen += [f"ddp-{codec}", codec]
         for options in _STRATEGIES:
             measures = "" if "threshold_bytes" in options else f"warmup_steps={table_steps}"
+            if measures and not has_table:
+                continue
             chosen.append(",".join(filter(None, (f"slimgc:codec={codec}", options, measures))))
     return chosen + (list(_RIVALS) if has_rivals else [])
 
 
 def make_rows(args: argparse.Namespace) -> list[Row]:
     """One row for every workload and rate, those of `--only`. Raises: InvalidArgument."""
-    contenders = specs(args.bits, not args.no_rivals, args.table_steps)
+    contenders = specs(args.bits, not args.no_rivals, args.table_steps, not args.no_plain, not args.no_table)
     rows = [
         Row(
             f"{workload.replace(':', '-')}-{rate}",
@@ -158,7 +170,8 @@ def summarize(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             on_thread = by_name.get(f"ddp-{codec}")
             codec_s = record["codec_s"] or 0.0
             # Its codec works between its gradients, so its own figure for the computation holds some of it.
-            compute_s = by_name.get("ddp", record)["compute_s"] if record is on_thread else record["compute_s"]
+            alone = by_name.get("ddp", bare or record)
+            compute_s = (alone if record is on_thread else record)["compute_s"]
             wire_s = _wire_s(record, bare)
             entry: dict[str, Any] = {
                 "row": row,

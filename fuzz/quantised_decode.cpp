@@ -41,8 +41,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     group.insert(group.end(), message.begin(), message.end());
     const std::vector<std::uint8_t> first = group;
     group.insert(group.end(), first.begin(), first.end());
-    const std::uint64_t sizes[] = {n_values, n_values};
-    values.resize(2 * values.size());
+    const auto size = static_cast<std::int64_t>(n_values);
+    const std::int64_t sizes[] = {size, -size, size};
+    values.resize(3 * values.size());
     try {
       quantisers::decode_pieces(group, kind, dtype, sizes, {.divisor = 3, .adds = dtype == quantisers::Dtype::float32},
                                 values);

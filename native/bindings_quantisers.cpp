@@ -178,7 +178,7 @@ void bind_quantisers(nb::module_& m) {
   m.def(
       "quantiser_encode_pieces",
       [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual,
-         const std::vector<std::uint64_t>& sizes, const Floats& left_out, int kind, int rule, double parameter,
+         const std::vector<std::int64_t>& sizes, const Floats& left_out, int kind, int rule, double parameter,
          int levels, std::uint32_t block, std::uint64_t seed, std::uint64_t step, const Bytes& out) {
         const quantisers::Source source = source_of(values, dtype, residual);
         const quantisers::Options options = options_of(kind, rule, parameter, levels, block, seed, step);
@@ -190,7 +190,7 @@ void bind_quantisers(nb::module_& m) {
       nb::arg("step"), nb::arg("out"));
   m.def(
       "quantiser_decode_pieces",
-      [](const ConstBytes& message, int kind, int dtype, const std::vector<std::uint64_t>& sizes, float divisor,
+      [](const ConstBytes& message, int kind, int dtype, const std::vector<std::int64_t>& sizes, float divisor,
          bool adds, const Bytes& values) {
         const auto known = checked<quantisers::Kind>(kind, quantisers::kKinds, "quantiser");
         const quantisers::Dtype type = dtype_of(dtype);

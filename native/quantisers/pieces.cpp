@@ -11,9 +11,12 @@ namespace {
 
 constexpr std::size_t kLengthBytes = 4;
 
-void check_sizes(std::span<const std::uint64_t> sizes, std::uint64_t n_elements) {
+std::uint64_t magnitude(std::int64_t size) { return size < 0 ? 0 - static_cast<std::uint64_t>(size) : size; }
+
+void check_sizes(std::span<const std::int64_t> sizes, std::uint64_t n_elements) {
   std::uint64_t n_left = n_elements;
-  for (const std::uint64_t size : sizes) {
+  for (const std::int64_t signed_size : sizes) {
+    const std::uint64_t size = magnitude(signed_size);
     if (size > n_left) throw InvalidArgument("the pieces have more values than their buffer");
     n_left -= size;
   }
@@ -22,7 +25,7 @@ void check_sizes(std::span<const std::uint64_t> sizes, std::uint64_t n_elements)
 
 }  // namespace
 
-std::uint64_t encode_pieces(const Options& options, const Source& source, std::span<const std::uint64_t> sizes,
+std::uint64_t encode_pieces(const Options& options, const Source& source, std::span<const std::int64_t> sizes,
                             std::span<float> left_out, std::span<std::uint8_t> out) {
   check_sizes(sizes, source.n_elements());
   if (!source.residual.empty() && source.residual.size() != source.n_elements())
@@ -30,7 +33,12 @@ std::uint64_t encode_pieces(const Options& options, const Source& source, std::s
   if (left_out.size() != source.n_elements()) throw InvalidArgument("left_out has another size than the values");
   const std::size_t element_bytes = bytes_of(source.dtype);
   std::size_t first = 0, at = 0;
-  for (const std::uint64_t size : sizes) {
+  for (const std::int64_t signed_size : sizes) {
+    const std::uint64_t size = magnitude(signed_size);
+    if (signed_size < 0) {
+      first += size;
+      continue;
+    }
     if (out.size() - at < kLengthBytes) throw BufferTooSmall("out has no room for the length of another piece");
     Options drawing = options;
     drawing.stream.step += first;
@@ -47,12 +55,17 @@ std::uint64_t encode_pieces(const Options& options, const Source& source, std::s
   return at;
 }
 
-void decode_pieces(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<const std::uint64_t> sizes,
+void decode_pieces(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<const std::int64_t> sizes,
                    const Use& use, std::span<std::uint8_t> out) {
   const std::size_t element_bytes = bytes_of(dtype);
   check_sizes(sizes, out.size() / element_bytes);
   std::size_t first = 0, at = 0;
-  for (const std::uint64_t size : sizes) {
+  for (const std::int64_t signed_size : sizes) {
+    const std::uint64_t size = magnitude(signed_size);
+    if (signed_size < 0) {
+      first += size;
+      continue;
+    }
     std::uint32_t length = 0;
     const bool has_length = message.size() - at >= kLengthBytes;
     if (has_length) std::memcpy(&length, message.data() + at, kLengthBytes);

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import gradwire
 from gradwire import schemes
 from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator
+from gradwire.communicator import Communicator, Rest
 from gradwire.telemetry.recorder import Recorder
 from ranks import run_ranks
 
@@ -94,7 +94,9 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
                     gradient.mul_(1 / world_size)
                     state.communicator.all_reduce(gradient)
                 else:
-                    state.scheme._reduce_on_lane(Bucket(gradient, [parameter], [0], step=step))
+                    rest = state.scheme._reduce_on_lane(Bucket(gradient, [parameter], [0], step=step))
+                    if isinstance(rest, Rest):
+                        rest.finish()
         sizes.extend(event.self_cpu_memory_usage for event in profiler.events() if event.self_cpu_memory_usage > 0)
 
     state.communicator.submit(profile_on_lane).wait()

@@ -112,9 +112,45 @@ def test_no_pieces_are_an_empty_message() -> None:
     pieces.decode(codec, message, (), torch.empty(0))
 
 
+@each_codec
+def test_values_that_are_passed_over_are_neither_read_nor_written(name: str, options: dict[str, Any]) -> None:
+    """The same message as of the pieces alone; around them everything stays as it was, NaN or not."""
+    codec, sizes = codecs.by_name(name, **options), (-3, 300, 64, -1, 1_025, -70_000, 7, -9)
+    n = sum(map(abs, sizes))
+    values, travels = torch.full((n,), float("nan")), torch.zeros(n, dtype=torch.bool)
+    first = 0
+    for size in sizes:
+        travels[first : first + abs(size)] = size > 0
+        first += abs(size)
+    alone = make_gradient(int(travels.sum()))
+    values[travels] = alone
+    out = torch.empty(pieces.max_encoded_bytes(codec, sizes), dtype=torch.uint8)
+    left_out, decoded, total = torch.full((n,), 5.0), torch.full((n,), 6.0), torch.full((n,), 7.0)
+    message = out[: pieces.encode(codec, values, sizes, out, left_out)]
+    pieces.decode(codec, message, sizes, decoded, 3)
+    assert left_out[~travels].eq(5).all()
+    assert decoded[~travels].eq(6).all()
+    if name in ("one-bit", "two-bit", "raw"):  # the others draw by where a piece begins, or weigh
+        expected, left = encode(codec, alone, tuple(size for size in sizes if size > 0))
+        assert torch.equal(message, expected)
+        assert torch.equal(left_out[travels], left)
+    again = torch.empty(alone.numel())
+    pieces.decode(codec, message, [size for size in sizes if size > 0], again, 3)
+    assert torch.equal(decoded[travels], again)
+    pieces.add(codec, message, sizes, total, torch.zeros(n))
+    assert torch.equal(total[travels], 7 + decode_alone(codec, message, sizes, again))
+    assert total[~travels].eq(7).all()
+
+
+def decode_alone(codec: codecs.Codec, message: Tensor, sizes: tuple[int, ...], like: Tensor) -> Tensor:
+    out = torch.empty_like(like)
+    pieces.decode(codec, message, [size for size in sizes if size > 0], out)
+    return out
+
+
 def test_sizes_have_to_be_those_of_the_buffer() -> None:
     codec, values = codecs.by_name("two-bit"), make_gradient(100)
-    for sizes in ((50, 49), (50, 51), (2**64 - 1, 101)):
+    for sizes in ((50, 49), (50, 51), (2**63 - 1, 101), (-(2**63), 100), (50, -49), (50, -51)):
         out = torch.empty(1_000, dtype=torch.uint8)
         with pytest.raises(InvalidArgument):
             pieces.encode(codec, values, sizes, out, torch.empty(100))

@@ -22,7 +22,7 @@ _CHECK = "check that all ranks run the same gradwire, and the host's memory and 
 
 def max_encoded_bytes(codec: Codec, sizes: Sequence[int]) -> int:
     """Bytes that no message of pieces of float32 of these sizes exceeds."""
-    return sum(_LENGTH.size + codec.max_encoded_bytes(size, torch.float32) for size in sizes)
+    return sum(_LENGTH.size + codec.max_encoded_bytes(size, torch.float32) for size in sizes if size >= 0)
 
 
 def is_one_call(codec: Codec) -> bool:
@@ -44,7 +44,8 @@ def encode(
 
     Args:
         values, residual: (n,) float32, contiguous, CPU; a residual only where `is_one_call`.
-        sizes: of the pieces, which together are the values.
+        sizes: of the pieces, which together are the values. A negative one passes over so many values: they are neither
+            read nor, in `left_out`, written; `decode` leaves them as they are.
         out: (>= max_encoded_bytes(codec, sizes),) uint8.
         left_out: (n,) float32: gets values + residual - decoded.
         first_step: for quantisers that draw: the piece from value k on is encoded with step first_step + k.
@@ -58,6 +59,9 @@ def encode(
     assert residual is None
     first = at = 0
     for size in sizes:
+        if size < 0:
+            first -= size
+            continue
         piece, mine, room = values[first : first + size], left_out[first : first + size], out[at + _LENGTH.size :]
         if isinstance(codec, Quantised):
             n_bytes = codec.encode_with_residual(piece, None, room, first_step + first, new_residual=mine)
@@ -79,6 +83,9 @@ def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor, div
         return
     first = at = 0
     for size in sizes:
+        if size < 0:
+            first -= size
+            continue
         length = message[at : at + _LENGTH.size]
         n_bytes = _LENGTH.unpack(bytes(length.tolist()))[0] if length.numel() == _LENGTH.size else -1
         at += _LENGTH.size
@@ -87,13 +94,14 @@ def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor, div
                 f"a group of {len(sizes)} pieces ends after {message.numel()} bytes, before the piece of values "
                 f"{first} to {first + size}; {_CHECK}"
             )
-        codec.decode(message[at : at + n_bytes], out[first : first + size])
+        mine = out[first : first + size]
+        codec.decode(message[at : at + n_bytes], mine)
+        if divisor != 1:
+            mine.div_(divisor)
         at += n_bytes
         first += size
     if at != message.numel():
         raise CorruptMessage(f"a group of {len(sizes)} pieces has {message.numel() - at} bytes too many; {_CHECK}")
-    if divisor != 1:
-        out.div_(divisor)
 
 
 def add(codec: Codec, message: Tensor, sizes: Sequence[int], total: Tensor, scratch: Tensor) -> None:

@@ -27,7 +27,10 @@ _PULL_BYTES_AHEAD = 2 << 20
 
 
 class Group(NamedTuple):
-    """Values [start, end) of the flat buffer, in pieces of `sizes` values that are each of one tensor."""
+    """Values [start, end) of the flat buffer, in pieces of `sizes` values that are each of one tensor.
+
+    A negative size passes over so many values, which belong to nobody's message.
+    """
 
     start: int
     end: int
@@ -35,34 +38,42 @@ class Group(NamedTuple):
 
 
 class Cut:
-    """How a flat buffer of tensors is cut: one part for every rank, parts into groups, groups into pieces.
+    """How the tensors of a flat buffer are cut: one part for every rank, parts into groups, groups into pieces.
 
     Args:
-        ends: where each tensor ends; the last one ends the buffer.
+        spans: (start, end) of each tensor, in order. What lies between them does not travel.
         world_size: parts.
         group_elements: values that travel together, at most.
 
     Attributes:
-        groups: by part, the groups in order. Parts differ by one element at most; a small buffer has empty ones.
+        groups: by part, the groups in order. Parts differ by one travelling value at most; small buffers have empty ones.
+        max_group_elements: of the buffer, that one group extends over.
     """
 
-    def __init__(self, ends: Sequence[int], world_size: int, group_elements: int) -> None:
-        n_elements = ends[-1] if ends else 0
-        self.n_elements = n_elements
+    def __init__(self, spans: Sequence[tuple[int, int]], world_size: int, group_elements: int) -> None:
+        n_elements = sum(end - start for start, end in spans)
         self.groups: list[list[Group]] = []
-        self.max_group_elements = 0
         for part in range(world_size):
             start, end = n_elements * part // world_size, n_elements * (part + 1) // world_size
             n_groups = -(-(end - start) // group_elements)
             edges = [start + (end - start) * i // n_groups for i in range(n_groups + 1)] if n_groups else []
-            self.groups.append([_group(ends, edges[i], edges[i + 1]) for i in range(n_groups)])
-            self.max_group_elements = max([self.max_group_elements, *(g.end - g.start for g in self.groups[-1])])
+            self.groups.append([_group(spans, *ends) for ends in itertools.pairwise(edges)])
+        self.max_group_elements = max((g.end - g.start for groups in self.groups for g in groups), default=0)
 
 
-def _group(ends: Sequence[int], start: int, end: int) -> Group:
-    edges = [start, *(edge for edge in ends if start < edge < end), end]
-    sizes = (after - before for before, after in itertools.pairwise(edges))
-    return Group(start, end, tuple(size for size in sizes if size))
+def _group(spans: Sequence[tuple[int, int]], first: int, last: int) -> Group:
+    """Values [first, last) of those that travel."""
+    pieces: list[tuple[int, int]] = []
+    n_before = 0
+    for start, end in spans:
+        begin, stop = max(first, n_before), min(last, n_before + end - start)
+        if begin < stop:
+            pieces.append((start + begin - n_before, start + stop - n_before))
+        n_before += end - start
+    sizes = [pieces[0][1] - pieces[0][0]]
+    for (_, end), (start, stop) in itertools.pairwise(pieces):
+        sizes += [end - start, stop - start] if end < start else [stop - start]
+    return Group(pieces[0][0], pieces[-1][1], tuple(sizes))
 
 
 class Ends(Protocol):

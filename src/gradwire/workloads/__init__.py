@@ -14,6 +14,8 @@ __all__ = ["Batch", "Workload", "by_name", "names"]
 _REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gradwire.workloads.gpt:GptWorkload", {}),
     "resnet": ("gradwire.workloads.resnet:ResNetWorkload", {}),
+    "vgg": ("gradwire.workloads.vgg:VggWorkload", {}),
+    "bert": ("gradwire.workloads.bert:SmallBertWorkload", {}),
     "gpt2": ("gradwire.workloads.language:Gpt2Workload", {}),
     "bert-base": ("gradwire.workloads.language:BertWorkload", {"size": "base"}),
     "bert-large": ("gradwire.workloads.language:BertWorkload", {"size": "large"}),

@@ -13,22 +13,22 @@ from gradwire.errors import InvalidArgument
 from gradwire.workloads.base import Batch, Workload, evaluating
 from gradwire.workloads.text import byte_tokens, crop_batch, spread_crops
 
-_N_BYTES = 256  # the vocabulary: one token a byte
+N_BYTES = 256  # the vocabulary: one token a byte
 
 
-class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which no position sees a later one."""
+class SelfAttention(nn.Module):
+    """Multi-head attention; in a causal one no position sees a later one."""
 
-    def __init__(self, width: int, n_heads: int) -> None:
+    def __init__(self, width: int, n_heads: int, is_causal: bool) -> None:
         super().__init__()
-        self.n_heads = n_heads
+        self.n_heads, self.is_causal = n_heads, is_causal
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.n_heads, width // self.n_heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -36,10 +36,10 @@ class CausalSelfAttention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block, as in GPT-2."""
 
-    def __init__(self, width: int, n_heads: int) -> None:
+    def __init__(self, width: int, n_heads: int, is_causal: bool = True) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = CausalSelfAttention(width, n_heads)
+        self.attention = SelfAttention(width, n_heads, is_causal)
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,14 +47,16 @@ class Block(nn.Module):
         return x + self.narrow(F.gelu(self.widen(self.norm_2(x))))
 
 
-class Gpt(nn.Module):
-    """Byte-level GPT with learned positions and a tied output layer."""
+class Transformer(nn.Module):
+    """Over bytes, and tokens that stand for none, with learned positions and a tied output layer."""
 
-    def __init__(self, n_layers: int, width: int, n_heads: int, length: int) -> None:
+    def __init__(
+        self, n_layers: int, width: int, n_heads: int, length: int, n_tokens: int = N_BYTES, is_causal: bool = True
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(_N_BYTES, width)
+        self.token = nn.Embedding(n_tokens, width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, n_heads) for _ in range(n_layers))
+        self.blocks = nn.ModuleList(Block(width, n_heads, is_causal) for _ in range(n_layers))
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -65,7 +67,7 @@ class Gpt(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (batch, length) int64; returns (batch, length, 256) logits of the next byte."""
+        """tokens: (batch, length) int64; returns (batch, length, n_tokens) logits: of the next one, if causal."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -100,7 +102,7 @@ class GptWorkload(Workload):
         self.n_layers, self.width, self.n_heads, self.length = n_layers, width, n_heads, length
 
     def make_model(self) -> nn.Module:
-        return Gpt(self.n_layers, self.width, self.n_heads, self.length)
+        return Transformer(self.n_layers, self.width, self.n_heads, self.length)
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
         return crop_batch(byte_tokens()[0], self.length, step, rank, world_size, batch_size, seed)

@@ -29,10 +29,10 @@ class Feedback:
         return bool(self._current) and any(span.parameter in self._current for span in spans)
 
     def buffer_for(self, bucket: int, plan: Plan) -> torch.Tensor:
-        """(plan.n_compressed,) float32 to write what is left out into; `stage` takes it."""
+        """(plan.n_bit_buf,) float32 to write what is left out into; `stage` takes it."""
         buffers = self._buffers.get(bucket)
-        if buffers is None or buffers[0].numel() != plan.n_compressed:
-            buffers = (torch.empty(plan.n_compressed), torch.empty(plan.n_compressed))
+        if buffers is None or buffers[0].numel() != plan.n_bit_buf:
+            buffers = (torch.empty(plan.n_bit_buf), torch.empty(plan.n_bit_buf))
         self._buffers[bucket] = buffers
         used = {
             r.untyped_storage().data_ptr() for r in (self._current.get(p) for p in plan.parameters) if r is not None
@@ -40,7 +40,7 @@ class Feedback:
         for buffer in buffers:
             if buffer.untyped_storage().data_ptr() not in used:
                 return buffer
-        fresh = torch.empty(plan.n_compressed)  # parameters moved between buckets: both still hold some that count
+        fresh = torch.empty(plan.n_bit_buf)  # parameters moved between buckets: both still hold some that count
         self._buffers[bucket] = (fresh, buffers[0])
         return fresh
 
@@ -60,7 +60,7 @@ class Feedback:
             out.add_(residual, alpha=loss_scale)
 
     def whole_of(self, plan: Plan) -> torch.Tensor | None:
-        """(plan.n_compressed,) the residuals of all compressed tensors, if they lie as in the fused buffer."""
+        """(plan.n_bit_buf,) the residuals of all compressed tensors, if they lie as in the fused buffer."""
         flat: torch.Tensor | None = None
         for span in plan.compressed:
             mine = None if span.parameter is None else self._current.get(span.parameter)
@@ -68,7 +68,7 @@ class Feedback:
                 return None
             if flat is None:
                 flat = mine._base if mine._base is not None else mine
-                if flat.numel() != plan.n_compressed:
+                if flat.numel() != plan.n_bit_buf:
                     return None
             if mine.data_ptr() != flat.data_ptr() + 4 * span.fused:
                 return None

@@ -35,28 +35,35 @@ class Span(NamedTuple):
 class Plan:
     """The decision for one bucket layout and one threshold; the same on all ranks.
 
+    Args:
+        keeps_places: bit_buf is laid out as the bucket, with gaps where raw tensors lie, so that it can be the bucket.
+
     Attributes:
         raw, compressed: the tensors of each kind, in the bucket's order.
         n_raw, n_compressed: values of each kind.
+        n_bit_buf: values that bit_buf extends over: the compressed ones, and the gaps.
         raw_runs, compressed_runs: the same, neighbours joined into one run: what is copied at a time.
         cut: how the compressed values are cut over the ranks.
     """
 
-    def __init__(self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int) -> None:
+    def __init__(self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int, keeps_places: bool) -> None:
         element_bytes = bucket.buffer.element_size()
         raw: list[Span] = []
         compressed: list[Span] = []
         self.n_raw = self.n_compressed = 0
         for position, (parameter, offset, n_elements) in enumerate(tensors_of(bucket)):
             if n_elements and n_elements * element_bytes >= threshold_bytes:
-                compressed.append(Span(parameter, offset, n_elements, self.n_compressed, position))
+                fused = offset if keeps_places else self.n_compressed
+                compressed.append(Span(parameter, offset, n_elements, fused, position))
                 self.n_compressed += n_elements
             else:
                 raw.append(Span(parameter, offset, n_elements, self.n_raw, position))
                 self.n_raw += n_elements
         self.raw, self.compressed = tuple(raw), tuple(compressed)
         self.raw_runs, self.compressed_runs = tuple(_join(raw)), tuple(_join(compressed))
-        self.cut = Cut([span.fused + span.n_elements for span in compressed], world_size, group_elements)
+        self.keeps_places = keeps_places
+        self.n_bit_buf = bucket.n_elements if keeps_places else self.n_compressed
+        self.cut = Cut([(span.fused, span.fused + span.n_elements) for span in compressed], world_size, group_elements)
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
@@ -65,7 +72,8 @@ class Plan:
 
     @property
     def part_edges(self) -> tuple[int, ...]:
-        """Where the ranks' parts of the fused buffer end, 0 first."""
+        """Where the ranks' parts of a bit_buf without gaps end, 0 first."""
+        assert not self.keeps_places
         n_parts = len(self.cut.groups)
         return tuple(self.n_compressed * part // n_parts for part in range(n_parts + 1))
 

@@ -100,7 +100,9 @@ class Reduction:
         started = time.perf_counter_ns()
         source = self._source_in_place(bucket, plan, loss_scale)
         bit_buf = self._fill_bit_buf(bucket, plan, loss_scale) if source is None else source.gradient
-        is_finite = _is_finite(bit_buf)
+        is_finite = (source is not None and _is_finite(bit_buf)) or all(
+            _is_finite(run.in_fused(bit_buf)) for run in plan.compressed_runs
+        )
         fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
         if not is_finite:  # all ranks will throw the exchange away: no codec has to know what to do with NaN
             source, bit_buf = None, self._bit_buf(bucket, plan).zero_()
@@ -150,12 +152,12 @@ class Reduction:
         return Rest(finish)
 
     def _bit_buf(self, bucket: Bucket, plan: Plan) -> torch.Tensor:
-        """(n_compressed,) float32 of work space: the results of one bucket still travel when the next one is begun."""
+        """(n_bit_buf,) float32 of work space: the results of one bucket still travel when the next one is begun."""
         name = f"bit_buf {bucket.index % 2}"
-        return self._session.communicator.scratch(name, 4 * plan.n_compressed).view(torch.float32)
+        return self._session.communicator.scratch(name, 4 * plan.n_bit_buf).view(torch.float32)
 
     def _fill_bit_buf(self, bucket: Bucket, plan: Plan, loss_scale: float) -> torch.Tensor:
-        """(n_compressed,) float32: gradients + residuals of the large tensors."""
+        """(n_bit_buf,) float32: gradients + residuals of the large tensors."""
         bit_buf = self._bit_buf(bucket, plan)
         for span in plan.compressed:
             bucket.wait_for(span.position)
@@ -167,9 +169,8 @@ class Reduction:
 
         Not where a parameter is unused on this rank: its residual has to stay out of the sum.
         """
-        runs = plan.compressed_runs
         if (
-            len(runs) != 1
+            not (plan.keeps_places or plan.n_compressed == bucket.n_elements)
             or bucket.buffer.dtype != torch.float32
             or loss_scale != 1.0
             or not self._exchange.takes_source
@@ -182,7 +183,7 @@ class Reduction:
         bucket.wait_for_all()
         if residual is not None and not all(is_used(span.in_bucket(bucket.buffer)) for span in plan.compressed):
             return None
-        return Source(runs[0].in_bucket(bucket.buffer), residual)
+        return Source(bucket.buffer, residual)
 
     def _keep_mean(self, bucket: Bucket, plan: Plan, fused: torch.Tensor | None) -> None:
         """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
@@ -258,7 +259,7 @@ class Reduction:
         memory = communicator.scratch("probe", 8 * n).view(torch.float32)
         probed, left_out = memory[:n], memory[n:]
         probed.copy_(values)
-        cut = Cut([n], communicator.world_size, self._exchange.group_elements)
+        cut = Cut([(0, n)], communicator.world_size, self._exchange.group_elements)
         facts = Facts(0, n, record.step & 0xFFFFFFFF, 0)
         importance: Importance | None = None
         if self._metric is not None:

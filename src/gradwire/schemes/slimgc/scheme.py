@@ -182,6 +182,8 @@ class SlimGC(Scheme):
         self._reset()
         pull_codec = self.codec if self.pull == "compressed" else RawCodec()
         exchange = Exchange(session.communicator, self.codec, pull_codec, self.topology, self.group_elements)
+        # What one native call encodes where it lies need not lie together; the ring and an owner's step want it so.
+        self._keeps_places = exchange.takes_source and self.update == "worker"
         self._reduction = Reduction(session, exchange, metric, self.error_feedback)
         self._check = StepCheck(session.communicator)
 
@@ -240,7 +242,7 @@ class SlimGC(Scheme):
             threshold = 0 if self._measuring.is_compressed_warmup(bucket.step) else NEVER
         known = self._plans.get(bucket.index)
         if known is None or known[:2] != (bucket.layout_hash, threshold):
-            plan = Plan(bucket, threshold, self.session.communicator.world_size, self.group_elements)
+            plan = Plan(bucket, threshold, self.session.communicator.world_size, self.group_elements, self._keeps_places)
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 

@@ -1,0 +1,74 @@
+"""A small BERT on the bytes of Python's standard library: it finds bytes that were masked."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradwire.errors import InvalidArgument
+from gradwire.workloads.base import Batch, Workload, evaluating, step_generator
+from gradwire.workloads.gpt import N_BYTES, Transformer
+from gradwire.workloads.text import byte_tokens, crop_batch, spread_crops
+
+_MASK = N_BYTES  # the token that stands for a hidden byte
+_MASKED_SHARE = 0.15  # of the bytes, as in BERT
+_IGNORED = -100  # what cross_entropy passes over
+
+
+class SmallBertWorkload(Workload):
+    """The small BERT: 1.4 M parameters by default; attention in both directions.
+
+    Args:
+        n_layers, width, n_heads: the model. length: bytes of context.
+    """
+
+    stands_for = "BERT, at a size that trains on a laptop"
+    default_batch_size = 8
+    learning_rates: ClassVar[dict[str, float]] = {"adam": 1e-3, "adamw": 1e-3}
+
+    def __init__(
+        self, *, n_layers: int = 3, width: int = 192, n_heads: int = 6, length: int = 64, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        if width % n_heads:
+            raise InvalidArgument(f"width={width} is not a multiple of n_heads={n_heads}")
+        self.n_layers, self.width, self.n_heads, self.length = n_layers, width, n_heads, length
+
+    def make_model(self) -> nn.Module:
+        return Transformer(self.n_layers, self.width, self.n_heads, self.length, N_BYTES + 1, is_causal=False)
+
+    def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
+        crops, _ = crop_batch(byte_tokens()[0], self.length, step, rank, world_size, batch_size, seed)
+        return _mask(crops, step_generator(seed, "mask", step, rank, world_size))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        masked, targets = batch
+        return F.cross_entropy(model(masked).flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Loss, in nats a masked byte, and share of masked bytes found, over 128 held-out crops."""
+        device = next(model.parameters()).device
+        masked, targets = _mask(spread_crops(byte_tokens()[1], self.length, 128)[0], step_generator("held-out mask"))
+        losses, n_found, n_hidden = [], 0, 0
+        with evaluating(model):
+            for x, y in zip(masked.split(16), targets.split(16), strict=True):
+                x, y = x.to(device), y.to(device)
+                logits = model(x)
+                hidden = y != _IGNORED
+                losses.append(F.cross_entropy(logits[hidden], y[hidden], reduction="sum"))
+                n_found += int((logits[hidden].argmax(1) == y[hidden]).sum())
+                n_hidden += int(hidden.sum())
+        return {
+            "held_out_loss": float(torch.stack(losses).double().sum()) / n_hidden,
+            "accuracy": n_found / n_hidden,
+        }
+
+
+def _mask(crops: Tensor, generator: torch.Generator) -> Batch:
+    """Crops with bytes hidden, and these bytes; (batch, length) int64 each. Every crop hides its first byte or another."""
+    hidden = torch.rand(crops.shape, generator=generator) < _MASKED_SHARE
+    hidden[:, 0] |= ~hidden.any(1)
+    return crops.masked_fill(hidden, _MASK), crops.masked_fill(~hidden, _IGNORED)

@@ -14,7 +14,7 @@ from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.workloads import by_name
 from gradwire.workloads.base import draw_from_epochs
 
-QUICK = ["gpt", "resnet", "lstm", "ncf", "resnet50", "bert-base", "gpt2"]
+QUICK = ["gpt", "bert", "resnet", "vgg", "lstm", "ncf", "resnet50", "bert-base", "gpt2"]
 
 # Published or, for our own models, counted once by hand.
 PARAMETER_COUNTS = {
@@ -27,6 +27,10 @@ PARAMETER_COUNTS = {
     "bert-large": 334_094_338,
     "gpt": 1_396_416,
     "resnet": 1_228_394,
+    # The GPT's, and the token that masks.
+    "bert": 1_396_416 + 192,
+    # 3x3 convolutions 1-32-32-64-64, dense layers 256-768-768-10, each with biases.
+    "vgg": 9 * (32 + 32 * 32 + 32 * 64 + 64 * 64) + 2 * 32 + 2 * 64 + 256 * 768 + 768 * 768 + 768 * 10 + 2 * 768 + 10,
 }
 
 
@@ -62,12 +66,24 @@ def test_ranks_and_seeds_get_different_batches(name: str) -> None:
     assert not torch.equal(first, next(workload.batches(0, 2, 3, seed=6))[0])
 
 
-@pytest.mark.parametrize("name", ["gpt", "resnet", "lstm"])
+@pytest.mark.parametrize("name", ["gpt", "bert", "resnet", "vgg", "lstm"])
 def test_ranks_share_the_batch_that_one_rank_would_take(name: str) -> None:
     workload = by_name(name)
     whole = workload.batch_at(7, 0, 1, 8, seed=0)[0]
     parts = [workload.batch_at(7, rank, 4, 2, seed=0)[0] for rank in range(4)]
     assert torch.equal(whole, torch.cat(parts))
+
+
+def test_masked_bytes_are_the_targets_and_the_others_are_there() -> None:
+    workload, causal = by_name("bert"), by_name("gpt")
+    masked, targets = workload.batch_at(3, 1, 2, 16, seed=4)
+    crops, _ = causal.batch_at(3, 1, 2, 16, seed=4)
+    hidden = masked == 256
+    assert torch.equal(masked[~hidden], crops[~hidden])
+    assert torch.equal(targets[hidden], crops[hidden])
+    assert targets[~hidden].eq(-100).all()
+    assert hidden.any(1).all()
+    assert 0.1 < hidden.double().mean() < 0.2
 
 
 def test_every_epoch_holds_every_sample_once() -> None:
@@ -85,11 +101,13 @@ def test_folds_partition_the_digits() -> None:
         assert not set(training.tolist()) & set(out.tolist())
 
 
-@pytest.mark.parametrize("name", ["gpt", "resnet", "lstm", "ncf"])
+@pytest.mark.parametrize("name", ["gpt", "bert", "resnet", "vgg", "lstm", "ncf"])
 def test_a_few_steps_lower_the_loss(name: str) -> None:
     small = {
         "gpt": {"n_layers": 1, "width": 48},
+        "bert": {"n_layers": 1, "width": 48},
         "resnet": {"width": 8},
+        "vgg": {"width": 8, "dense": 64},
         "lstm": {"hidden": 256, "vocabulary_size": 500},
     }
     workload = by_name(name, **small.get(name, {}))

@@ -24,7 +24,7 @@ from gradwire.bench.specs import parse_spec
 from gradwire.errors import InvalidArgument
 
 FULL = "full precision"
-_FOLDED = "resnet"  # the workload whose data is cut into folds
+_FOLDED = ("resnet", "vgg")  # workloads whose data is cut into folds
 # Of a scheme's spec, what is DDP's: schemes that work by block want buckets no larger than their blocks.
 _BUCKET_MB = "bucket_mb"
 
@@ -57,7 +57,7 @@ def add_arguments(
     """The options that every comparison of this kind has, with its defaults."""
     add_rank_arguments(parser)
     parser.add_argument("--workload", nargs="+", default=list(workload), metavar="SPEC",
-                        help=f"what to train ({' '.join(workload)}); {_FOLDED} runs on every fold. With "
+                        help=f"what to train ({' '.join(workload)}); {' and '.join(_FOLDED)} run on every fold. With "
                         "rate_scaling=linear or square-root the learning rate follows the ranks' batch")  # fmt: skip
     parser.add_argument("--steps", type=int, default=steps, metavar="N", help=f"steps a training ({steps})")
     parser.add_argument("--folds", type=int, default=5, metavar="N", help="folds of the digits (5)")
@@ -71,7 +71,7 @@ def folds_and_seeds(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """(workload spec, seed) of every training of one scheme; seeds outermost, so that any moment is a fair comparison."""
     for seed in range(max(args.seeds, args.gpt_seeds)):
         for workload in args.workload:
-            is_folded = parse_spec(workload)[0] == _FOLDED
+            is_folded = parse_spec(workload)[0] in _FOLDED
             if seed >= (args.seeds if is_folded else args.gpt_seeds):
                 continue
             for fold in range(args.folds if is_folded else 1):

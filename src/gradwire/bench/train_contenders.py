@@ -72,9 +72,11 @@ class TrainContender:
         module = workload.build_model(seed)
         self.n_parameters = sum(parameter.numel() for parameter in module.parameters())
         self._last_gradient_s = 0.0
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        ]
         ddp_options = workload.ddp_options()
         if self.name in _ONE_BUCKET:
             ddp_options["bucket_cap_mb"] = self._whole_model_mb()
@@ -201,7 +203,9 @@ class TrainContender:
         return 6 * 4 * self.n_parameters
 
     def close(self) -> None:
-        """Let gradwire go. Collective."""
+        """Let gradwire go, and the model: autograd holds its hooks where the garbage collector does not look. Collective."""
+        for hook in self._hooks:
+            hook.remove()
         if self._attachment is not None:
             self._attachment.close()
 

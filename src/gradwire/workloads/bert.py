@@ -42,7 +42,8 @@ class SmallBertWorkload(Workload):
 
     def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
         crops, _ = crop_batch(byte_tokens()[0], self.length, step, rank, world_size, batch_size, seed)
-        return _mask(crops, step_generator(seed, "mask", step, rank, world_size))
+        drawn = torch.rand(world_size * batch_size, self.length, generator=step_generator(seed, "mask", step))
+        return _mask(crops, drawn[rank * batch_size : (rank + 1) * batch_size])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         masked, targets = batch
@@ -51,7 +52,8 @@ class SmallBertWorkload(Workload):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Loss, in nats a masked byte, and share of masked bytes found, over 128 held-out crops."""
         device = next(model.parameters()).device
-        masked, targets = _mask(spread_crops(byte_tokens()[1], self.length, 128)[0], step_generator("held-out mask"))
+        drawn = torch.rand(128, self.length, generator=step_generator("held-out mask"))
+        masked, targets = _mask(spread_crops(byte_tokens()[1], self.length, 128)[0], drawn)
         losses, n_found, n_hidden = [], 0, 0
         with evaluating(model):
             for x, y in zip(masked.split(16), targets.split(16), strict=True):
@@ -67,8 +69,8 @@ class SmallBertWorkload(Workload):
         }
 
 
-def _mask(crops: Tensor, generator: torch.Generator) -> Batch:
-    """Crops with bytes hidden, and these bytes; (batch, length) int64 each. Every crop hides its first byte or another."""
-    hidden = torch.rand(crops.shape, generator=generator) < _MASKED_SHARE
+def _mask(crops: Tensor, drawn: Tensor) -> Batch:
+    """Crops with bytes hidden by numbers in [0, 1), and these bytes; (batch, length) int64 each. Every crop hides one."""
+    hidden = drawn < _MASKED_SHARE
     hidden[:, 0] |= ~hidden.any(1)
     return crops.masked_fill(hidden, _MASK), crops.masked_fill(~hidden, _IGNORED)

@@ -45,7 +45,7 @@ class VggWorkload(DigitsWorkload):
     """
 
     stands_for = "VGG, at a size that trains on a laptop"
-    learning_rates: ClassVar[dict[str, float]] = {"momentum": 0.02, "nesterov": 0.02}
+    learning_rates: ClassVar[dict[str, float]] = {"momentum": 0.01, "nesterov": 0.01}
 
     def __init__(self, *, width: int = 32, dense: int = 768, **options: Any) -> None:
         super().__init__(**options)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gradient_files import adamw_arrays, write
 
+from gradwire.bench.train_contenders import TrainContender
 from gradwire.cli import main
+from gradwire.workloads import by_name
+from ranks import run_ranks
 
 
 def _bench(*arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
@@ -53,6 +58,36 @@ def test_allreduce_runs_under_torchrun(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert result.returncode == 0, result.stderr
     assert [record["scheme"] for record in json.loads(out.read_text())] == ["ddp", "plain"]
+
+
+def test_train_starts_a_switch_for_who_sums_there(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    schemes = ["ddp", "homomorphic:mode=exact", "homomorphic:mode=exact,aggregator=switch"]
+    options = ["--workload", "resnet:width=4", "--ranks", "2", "--steps", "2", "--warmup", "1", "--batch-size", "4"]
+    result = _bench("train", "--scheme", *schemes, *options, "--json", str(out))
+    assert result.returncode == 0, result.stderr
+    ddp, group, switch = json.loads(out.read_text())
+    assert switch["loss"] == group["loss"]  # the same integers, whoever adds them
+    assert group["loss"] == pytest.approx(ddp["loss"], rel=1e-3)
+
+
+def come_and_go(rank: int, world_size: int) -> None:
+    """A contender, its model and its optimizer are gone when it is done: the next one may be as large."""
+    workload = by_name("gpt", n_layers=1, width=24, n_heads=2, length=8, batch_size=2)
+    for spec in ("ddp", "ddp-one-bit", "gcomp", "slimgc:threshold_bytes=0", "slimgc:threshold_bytes=0,backup=true", "aqgb"):
+        contender = TrainContender(spec, workload, seed=0, has_timeline=True)
+        for _ in range(4):
+            contender.run_step()
+        contender.finish_block()
+        contender.close()
+        seen = [weakref.ref(thing) for thing in (contender, contender._model, contender._optimizer)]
+        del contender
+        gc.collect()
+        assert [ref() for ref in seen] == [None] * 3, spec
+
+
+def test_contenders_are_let_go() -> None:
+    run_ranks(come_and_go, 2)
 
 
 def test_train_records_split_bytes_and_loss(tmp_path: Path) -> None:

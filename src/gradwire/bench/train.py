@@ -12,7 +12,7 @@ from gradwire import workloads
 from gradwire.bench import train_contenders
 from gradwire.bench.console import make_console
 from gradwire.bench.launching import DEFAULT_RANKS, add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
-from gradwire.bench.specs import choose_specs, parse_spec
+from gradwire.bench.specs import choose_specs, needs_switch, parse_spec
 from gradwire.errors import InvalidArgument
 from gradwire.netlab import parse_rate
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     check_rank_arguments(args)
     check_changes(args)
     if not is_rank():
-        return run_in_ranks("train", args)
+        return run_in_ranks("train", args, switch=needs_switch(specs))
     return _run_rank(args, specs)
 
 

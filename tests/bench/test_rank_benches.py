@@ -74,7 +74,14 @@ def test_train_starts_a_switch_for_who_sums_there(tmp_path: Path) -> None:
 def come_and_go(rank: int, world_size: int) -> None:
     """A contender, its model and its optimizer are gone when it is done: the next one may be as large."""
     workload = by_name("gpt", n_layers=1, width=24, n_heads=2, length=8, batch_size=2)
-    for spec in ("ddp", "ddp-one-bit", "gcomp", "slimgc:threshold_bytes=0", "slimgc:threshold_bytes=0,backup=true", "aqgb"):
+    for spec in (
+        "ddp",
+        "ddp-one-bit",
+        "gcomp",
+        "slimgc:threshold_bytes=0",
+        "slimgc:threshold_bytes=0,backup=true",
+        "aqgb",
+    ):
         contender = TrainContender(spec, workload, seed=0, has_timeline=True)
         for _ in range(4):
             contender.run_step()

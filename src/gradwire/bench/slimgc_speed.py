@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", nargs="+", choices=tuple(_QUANTISERS), default=list(_QUANTISERS), metavar="BITS")
     parser.add_argument("--no-rivals", action="store_true", help="without Table 3's methods")
     parser.add_argument("--no-plain", action="store_true",
-                        help="without DDP in float32, whose steps take minutes where shapes are large and links slow")  # fmt: skip
+                        help="without DDP in float32, which takes minutes a step on slow links")  # fmt: skip
     parser.add_argument("--no-table", action="store_true",
-                        help="without the forms of SlimGC that measure their threshold, for which they send raw steps too")  # fmt: skip
+                        help="without the forms of SlimGC that measure their threshold in raw steps")  # fmt: skip
     parser.add_argument("--only", nargs="+", default=[], metavar="KEY", help="rows whose keys begin with one of these")
     parser.add_argument("--list", action="store_true", help="print the rows and about how long they take, and stop")
     parser.add_argument("--fresh", action="store_true", help="measure again what is finished")

@@ -46,7 +46,9 @@ class Plan:
         cut: how the compressed values are cut over the ranks.
     """
 
-    def __init__(self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int, keeps_places: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int, keeps_places: bool
+    ) -> None:
         element_bytes = bucket.buffer.element_size()
         raw: list[Span] = []
         compressed: list[Span] = []

@@ -242,7 +242,9 @@ class SlimGC(Scheme):
             threshold = 0 if self._measuring.is_compressed_warmup(bucket.step) else NEVER
         known = self._plans.get(bucket.index)
         if known is None or known[:2] != (bucket.layout_hash, threshold):
-            plan = Plan(bucket, threshold, self.session.communicator.world_size, self.group_elements, self._keeps_places)
+            plan = Plan(
+                bucket, threshold, self.session.communicator.world_size, self.group_elements, self._keeps_places
+            )
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 

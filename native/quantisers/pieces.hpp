@@ -9,9 +9,9 @@
 
 namespace gradwire::quantisers {
 
-// Encodes values of `sizes` each, which together are the source; a negative size passes over so many values. The piece that begins at value k draws with step
-// options.stream.step + k. `left_out` gets (source - decoded) / residual_scale. Returns the bytes written.
-// Throws InvalidArgument, BufferTooSmall.
+// Encodes values of `sizes` each, which together are the source; a negative size passes over so many values. The piece
+// that begins at value k draws with step options.stream.step + k. `left_out` gets (source - decoded) / residual_scale.
+// Returns the bytes written. Throws InvalidArgument, BufferTooSmall.
 std::uint64_t encode_pieces(const Options& options, const Source& source, std::span<const std::int64_t> sizes,
                             std::span<float> left_out, std::span<std::uint8_t> out);
 

@@ -165,7 +165,7 @@ class Reduction:
         return bit_buf
 
     def _source_in_place(self, bucket: Bucket, plan: Plan, loss_scale: float) -> Source | None:
-        """Gradient and residuals where they are, if they lie as in the fused buffer: two passes over both less.
+        """Gradient and residuals where DDP and the last step put them, if they lie as in bit_buf: nothing is copied.
 
         Not where a parameter is unused on this rank: its residual has to stay out of the sum.
         """

@@ -77,7 +77,7 @@ def test_command_writes_flat_records_beside_the_hook(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--scheme", "acpsgd"], ["--workload", "bert"], ["--threads", "0"], ["--steps", "0"], ["--warmup", "1"],
+    [["--scheme", "acpsgd"], ["--workload", "bart"], ["--threads", "0"], ["--steps", "0"], ["--warmup", "1"],
      ["--rank", "0"], ["--bucket-mb", "0"]],
 )  # fmt: skip
 def test_bad_request_is_refused_before_anything_is_measured(words: list[str]) -> None:

@@ -4,61 +4,22 @@ from __future__ import annotations
 
 import io
 import math
-import time
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from slimgc_cases import COARSE, SHAPES, agree, driver_of, flat, gradients_of, mean_over_ranks, residuals_of
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from buckets import Driver
 from gradwire import codecs, schemes
-from gradwire.collectives import push_pull
-from gradwire.communicator import Communicator
 from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument, RankMismatch
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.measuring import Measuring
 from gradwire.schemes.slimgc.reduction import Reduction
 from ranks import run_ranks, try_ranks
-
-SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,), (300,)]
-LAYOUT = [3, 4]
-COARSE = {"codec": "truncate", "bits": 22}  # one bit of mantissa: every value loses something
-
-
-def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-def flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-
-
-def driver_of(scheme: SlimGC, dtype: torch.dtype = torch.float32) -> Driver:
-    return Driver(scheme, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], LAYOUT)
-
-
-def residuals_of(driver: Driver) -> Tensor:
-    state = driver.scheme.state_dict()["residuals"]
-    return flat([state.get(f"p{i}", torch.zeros(math.prod(shape))) for i, shape in enumerate(SHAPES)])
-
-
-def mean_over_ranks(values: Tensor) -> Tensor:
-    summed = values.double()
-    torch.distributed.all_reduce(summed)
-    return summed / torch.distributed.get_world_size()
-
-
-def agree(values: Tensor) -> bool:
-    raw = values.contiguous().view(-1).view(torch.uint8)
-    gathered = [torch.empty_like(raw) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(gathered, raw)
-    return all(torch.equal(raw, other) for other in gathered)
-
 
 # ---- one spawned run a world, many promises
 
@@ -357,56 +318,3 @@ def compare_sources(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values_are_encoded_where_they_lie_with_the_same_bits(world_size: int) -> None:
     run_ranks(compare_sources, world_size)
-
-
-def compare_orders(rank: int, world_size: int) -> None:
-    """Whichever ranks begin the next bucket while results travel: the same bits, and a step with a NaN changes nothing."""
-    submit, bytes_ahead = Communicator.submit, push_pull._PULL_BYTES_AHEAD
-
-    def in_order(self: Communicator, task: Any, *args: Any, may_overtake: bool = False) -> Any:
-        return submit(self, task, *args)
-
-    def all_at_once(self: Communicator, task: Any, *args: Any, may_overtake: bool = False) -> Any:
-        if may_overtake and args[0].index == 0:
-            submit(self, time.sleep, 0.02)  # the other buckets are there before this one is begun
-        return submit(self, task, *args, may_overtake=may_overtake)
-
-    orders = (in_order, all_at_once, all_at_once if rank % 2 else in_order)
-    for n_bytes, options in (
-        (bytes_ahead, {"codec": "one-bit"}),
-        (1, {"codec": "one-bit", "group_elements": 20}),
-        (1, {"codec": "two-bit", "group_elements": 64, "pull": "raw"}),
-        (bytes_ahead, {**COARSE, "group_elements": 50}),
-        (bytes_ahead, {"codec": "one-bit", "topology": "all-reduce"}),
-        (bytes_ahead, {"codec": "two-bit", "threshold_bytes": 100}),
-    ):
-        runs = []
-        for order in orders:
-            push_pull._PULL_BYTES_AHEAD, Communicator.submit = n_bytes, order  # type: ignore[method-assign]
-            try:
-                driver = Driver(
-                    SlimGC(**{"threshold_bytes": 0, **options}),
-                    [torch.zeros(shape) for shape in SHAPES],
-                    [1, 1, 1, 2, 2],
-                )
-                results = []
-                for step in range(5):
-                    gradients, before = gradients_of(rank, step), residuals_of(driver)
-                    if step == 3 and rank == world_size - 1:
-                        gradients[2].view(-1)[7] = math.inf
-                    reduced = flat(driver.reduce(gradients))
-                    assert agree(reduced)
-                    results += [reduced.view(torch.int32), residuals_of(driver).view(torch.int32)]
-                    assert torch.equal(residuals_of(driver), before) == (step == 3)
-                assert driver.scheme.stats()["n_buckets_redone"] == 1
-                runs.append(torch.cat(results))
-                driver.close()
-            finally:
-                push_pull._PULL_BYTES_AHEAD, Communicator.submit = bytes_ahead, submit  # type: ignore[method-assign]
-        assert torch.equal(runs[0], runs[1]), options
-        assert torch.equal(runs[0], runs[2]), options
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(world_size: int) -> None:
-    run_ranks(compare_orders, world_size)

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire.errors import InvalidArgument
-from gradwire.workloads.base import Batch, Workload, evaluating, step_generator
-from gradwire.workloads.gpt import N_BYTES, Transformer
+from gradwire.workloads.base import Batch, evaluating, step_generator
+from gradwire.workloads.gpt import N_BYTES, GptWorkload, Transformer
 from gradwire.workloads.text import byte_tokens, crop_batch, spread_crops
 
 _MASK = N_BYTES  # the token that stands for a hidden byte
@@ -18,11 +17,11 @@ _MASKED_SHARE = 0.15  # of the bytes, as in BERT
 _IGNORED = -100  # what cross_entropy passes over
 
 
-class SmallBertWorkload(Workload):
+class SmallBertWorkload(GptWorkload):
     """The small BERT: 1.4 M parameters by default; attention in both directions.
 
     Args:
-        n_layers, width, n_heads: the model. length: bytes of context.
+        length: bytes of context. **options: those of `GptWorkload`.
     """
 
     stands_for = "BERT, at a size that trains on a laptop"
@@ -30,13 +29,8 @@ class SmallBertWorkload(Workload):
     default_batch_size = 16
     learning_rates: ClassVar[dict[str, float]] = {"adam": 2e-3, "adamw": 2e-3}
 
-    def __init__(
-        self, *, n_layers: int = 3, width: int = 192, n_heads: int = 6, length: int = 32, **options: Any
-    ) -> None:
-        super().__init__(**options)
-        if width % n_heads:
-            raise InvalidArgument(f"width={width} is not a multiple of n_heads={n_heads}")
-        self.n_layers, self.width, self.n_heads, self.length = n_layers, width, n_heads, length
+    def __init__(self, *, length: int = 32, **options: Any) -> None:
+        super().__init__(length=length, **options)
 
     def make_model(self) -> nn.Module:
         return Transformer(self.n_layers, self.width, self.n_heads, self.length, N_BYTES + 1, is_causal=False)

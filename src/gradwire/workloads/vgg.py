@@ -9,6 +9,15 @@ from torch import Tensor, nn
 from gradwire.workloads.digits import DigitsWorkload
 
 
+def start_for_relu(model: nn.Module, *kinds: type[nn.Conv2d] | type[nn.Linear]) -> None:
+    """Without normalisation torch's own start is too small for many layers of ReLU: no gradient would arrive."""
+    for module in model.modules():
+        if isinstance(module, kinds):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
 class DigitsVgg(nn.Module):
     """Two stages of two 3x3 convolutions, each halving the image, then three dense layers; no normalisation."""
 
@@ -24,11 +33,7 @@ class DigitsVgg(nn.Module):
         self.classify = nn.Sequential(
             nn.Linear(2 * width * 2 * 2, dense), nn.ReLU(), nn.Linear(dense, dense), nn.ReLU(), nn.Linear(dense, 10)
         )
-        for module in self.modules():  # without normalisation torch's default start is too small for ReLU
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        start_for_relu(self, nn.Conv2d, nn.Linear)
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (batch, 1, 8, 8) float32; returns (batch, 10) logits."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.workloads.base import Batch, Workload, evaluating
 from gradwire.workloads.images import ImageSource, open_images
+from gradwire.workloads.vgg import start_for_relu
 
 # Blocks per stage (He et al., 2015, table 1).
 _RESNET_STAGES = {"resnet50": (3, 4, 6, 3), "resnet152": (3, 8, 36, 3)}
@@ -84,12 +85,7 @@ class Vgg(nn.Module):
         self.classify = nn.Sequential(
             nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, n_classes)
         )
-        # Without normalisation torch's default start is too small for 16 layers: no gradient would arrive.
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        start_for_relu(self, nn.Conv2d)
 
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = self.classify(self.features(images).flatten(1))

@@ -1,0 +1,70 @@
+"""SlimGC's buckets on the lane: the next one may begin while the last one's results travel."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from slimgc_cases import COARSE, SHAPES, agree, flat, gradients_of, residuals_of
+
+from buckets import Driver
+from gradwire.collectives import push_pull
+from gradwire.communicator import Communicator
+from gradwire.schemes.slimgc import SlimGC
+from ranks import run_ranks
+
+
+def compare_orders(rank: int, world_size: int) -> None:
+    """Whichever ranks begin the next bucket while results travel: the same bits, and a step with a NaN changes nothing."""
+    submit, bytes_ahead = Communicator.submit, push_pull._PULL_BYTES_AHEAD
+
+    def in_order(self: Communicator, task: Any, *args: Any, may_overtake: bool = False) -> Any:
+        return submit(self, task, *args)
+
+    def all_at_once(self: Communicator, task: Any, *args: Any, may_overtake: bool = False) -> Any:
+        if may_overtake and args[0].index == 0:
+            submit(self, time.sleep, 0.02)  # the other buckets are there before this one is begun
+        return submit(self, task, *args, may_overtake=may_overtake)
+
+    orders = (in_order, all_at_once, all_at_once if rank % 2 else in_order)
+    for n_bytes, options in (
+        (bytes_ahead, {"codec": "one-bit"}),
+        (1, {"codec": "one-bit", "group_elements": 20}),
+        (1, {"codec": "two-bit", "group_elements": 64, "pull": "raw"}),
+        (bytes_ahead, {**COARSE, "group_elements": 50}),
+        (bytes_ahead, {"codec": "one-bit", "topology": "all-reduce"}),
+        (bytes_ahead, {"codec": "two-bit", "threshold_bytes": 100}),
+    ):
+        runs = []
+        for order in orders:
+            push_pull._PULL_BYTES_AHEAD, Communicator.submit = n_bytes, order  # type: ignore[method-assign]
+            try:
+                driver = Driver(
+                    SlimGC(**{"threshold_bytes": 0, **options}),
+                    [torch.zeros(shape) for shape in SHAPES],
+                    [1, 1, 1, 2, 2],
+                )
+                results = []
+                for step in range(5):
+                    gradients, before = gradients_of(rank, step), residuals_of(driver)
+                    if step == 3 and rank == world_size - 1:
+                        gradients[2].view(-1)[7] = math.inf
+                    reduced = flat(driver.reduce(gradients))
+                    assert agree(reduced)
+                    results += [reduced.view(torch.int32), residuals_of(driver).view(torch.int32)]
+                    assert torch.equal(residuals_of(driver), before) == (step == 3)
+                assert driver.scheme.stats()["n_buckets_redone"] == 1
+                runs.append(torch.cat(results))
+                driver.close()
+            finally:
+                push_pull._PULL_BYTES_AHEAD, Communicator.submit = bytes_ahead, submit  # type: ignore[method-assign]
+        assert torch.equal(runs[0], runs[1]), options
+        assert torch.equal(runs[0], runs[2]), options
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buckets_that_overlap_give_the_bits_of_one_after_the_other(world_size: int) -> None:
+    run_ranks(compare_orders, world_size)

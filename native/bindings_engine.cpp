@@ -83,7 +83,7 @@ class PythonCodec final : public exchange::Codec {
   }
   bool weigh(std::size_t first, std::size_t n) override {
     if (importance_ == nullptr) return false;
-    weights_.resize(n);
+    weights_.assign(n, 0);  // what no parameter says anything of is kept whole
     importance_->write(first, weights_);
     return true;
   }
@@ -277,7 +277,8 @@ void bind_codecs(nb::module_& m) {
   // offset, n, addresses of parameter and moments (0: none), a, b, c, address of bytes that are ready (0: none)
   using Terms = std::tuple<std::size_t, std::size_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, double, double,
                            double, std::uintptr_t>;
-  nb::class_<BucketImportance>(m, "BucketImportance")
+  // Python puts what the addresses lie in into an attribute of its own.
+  nb::class_<BucketImportance>(m, "BucketImportance", nb::dynamic_attr())
       .def(
           "__init__",
           [](BucketImportance* place, const std::vector<Terms>& terms) {

@@ -26,7 +26,7 @@ std::size_t GCompCodec::max_message_bytes(std::size_t n_values) const {
 
 bool GCompCodec::weigh(std::size_t first, std::size_t n) {
   if (options_.mode != gcomp::Mode::paper) return false;
-  weights_.resize(n);
+  weights_.assign(n, 0);  // what no parameter says anything of is kept whole
   importance_->write(first, weights_);
   return true;
 }

@@ -20,16 +20,11 @@ BucketImportance::BucketImportance(std::vector<Window> windows) : windows_(std::
 
 void BucketImportance::write(std::size_t first, std::span<std::uint8_t> out) const {
   const std::size_t end = first + out.size();
-  std::size_t done = first;
-  const auto clear_until = [&](std::size_t next) {
-    if (next > done) std::memset(out.data() + (done - first), 0, next - done);
-  };
   auto window = std::partition_point(windows_.begin(), windows_.end(),
                                      [&](const Window& one) { return one.offset + one.n <= first; });
   for (; window != windows_.end() && window->offset < end; ++window) {
     const std::size_t begin = std::max(first, window->offset), stop = std::min(end, window->offset + window->n);
     if (begin >= stop) continue;
-    clear_until(begin);
     const std::size_t skipped = begin - window->offset, n = stop - begin;
     std::uint8_t* const to = out.data() + (begin - first);
     if (window->ready != nullptr) {
@@ -42,9 +37,7 @@ void BucketImportance::write(std::size_t first, std::span<std::uint8_t> out) con
       write_importance(part(window->parameter), optional_part(window->second_moment),
                        optional_part(window->first_moment), window->a, window->b, window->c, {to, n});
     }
-    done = stop;
   }
-  clear_until(end);
 }
 
 }  // namespace gradwire::gcomp

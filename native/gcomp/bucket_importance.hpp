@@ -21,7 +21,7 @@ class BucketImportance {
  public:
   // In ascending order, and apart. Throws InvalidArgument.
   explicit BucketImportance(std::vector<Window> windows);
-  // The bytes of elements [first, first + out.size()); 0 (nothing may be dropped) where no parameter is.
+  // The bytes of elements [first, first + out.size()); those of no parameter are left alone.
   void write(std::size_t first, std::span<std::uint8_t> out) const;
 
  private:

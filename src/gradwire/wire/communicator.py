@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire import errors
+from gradwire import _native, errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
+from gradwire.wire.rendezvous import Rendezvous
 
 DEFAULT_TIMEOUT_S = 120.0
 # Tags below 2**20 number the streams of point-to-point messages; this one is never sent on (see `_break_connections`).
@@ -95,6 +96,7 @@ class Communicator:
         except PeerLost as error:
             raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
+        self._mesh: _native.Mesh | None = None
         self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -217,9 +219,24 @@ class Communicator:
             self._group.alltoall_base(received, shards.contiguous(), [], []).wait()
         return received
 
+    @property
+    def mesh(self) -> _native.Mesh:
+        """Connections of our own, for exchanges of messages. Ranks ask first at the same place in their order of tasks.
+
+        Raises: InvalidArgument (no such interface), PeerLost.
+        """
+        if self._mesh is None:
+            store = dist.distributed_c10d.PrefixStore(f"{self._name}/mesh", self._store)
+            mesh = Rendezvous(store, self.rank, self.world_size, self.timeout_s).meet(self.all_gather)
+            with self._failure_lock:
+                self._mesh = mesh
+            if self._failure is not None:  # it has come too late to be broken off with the others
+                mesh.break_off()
+        return self._mesh
+
     def next_stream(self) -> int:
-        """A tag for one collective's messages; ranks call this in the same order, so they get the same numbers."""
-        self._n_streams = (self._n_streams + 1) % _SILENT_TAG
+        """The first of two numbers for one exchange's messages, the same on all ranks, which call this in the same order."""
+        self._n_streams = (self._n_streams + 2) % (1 << 32)
         return self._n_streams
 
     def scratch(self, name: str, n_bytes: int) -> torch.Tensor:
@@ -233,7 +250,8 @@ class Communicator:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of work space held now."""
-        return sum(buffer.numel() for buffer in self._scratch.values())
+        held = 0 if self._mesh is None else self._mesh.bytes_held
+        return held + sum(buffer.numel() for buffer in self._scratch.values())
 
     # ---- failure
 
@@ -308,6 +326,8 @@ class Communicator:
         """
         if self.world_size == 1:
             return
+        if self._mesh is not None:
+            self._mesh.break_off()
         for twin in list(self._twins):
             twin._break_connections()
         peer = (self.rank + 1) % self.world_size
@@ -342,6 +362,8 @@ class Communicator:
         if threading.current_thread() is not self._lane:
             self._lane.join()
         self._scratch.clear()
+        if self._mesh is not None:
+            self._mesh.shut()
         # By this thread and now: the group's own threads run callbacks that hold this object, and a group that is let go
         # on one of its threads waits for itself.
         del self._group

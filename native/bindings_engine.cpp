@@ -249,11 +249,11 @@ void bind_mesh(nb::module_& m) {
           nb::arg("peers"), nb::arg("stream"), nb::arg("parts"))
       .def(
           "receive_any",
-          [](Mesh& mesh, std::uint32_t stream) {
+          [](Mesh& mesh, std::uint32_t stream, const std::vector<int>& peers) {
             wire::Arrival arrival;
             {
               const nb::gil_scoped_release unlocked;
-              arrival = mesh.receive_any(stream);
+              arrival = mesh.receive_any(stream, peers);
             }
             // The tensor keeps the message: its block is not used again before the tensor is gone.
             auto kept = std::make_unique<wire::Message>(arrival.message);
@@ -265,7 +265,7 @@ void bind_mesh(nb::module_& m) {
                                                  nb::dtype<std::uint8_t>());
             return nb::make_tuple(arrival.peer, nb::cast(bytes, nb::rv_policy::reference), arrival.duration_ns);
           },
-          nb::arg("stream"))
+          nb::arg("stream"), nb::arg("peers"))
       .def("wait_until_all_sent", &Mesh::wait_until_all_sent, nb::call_guard<nb::gil_scoped_release>())
       .def("break_off", &Mesh::break_off, nb::call_guard<nb::gil_scoped_release>())
       .def("shut", &Mesh::shut, nb::call_guard<nb::gil_scoped_release>())

@@ -129,6 +129,7 @@ void Mesh::open(std::uint32_t number, const Facts& facts, std::uint64_t max_byte
   stream.n_sent.assign(n, 0);
   stream.n_arrived.assign(n, 0);
   stream.inboxes.resize(n);
+  stream.waiting_since.resize(n);
   for (auto& connection : connections_)
     if (connection && connection->is_parked && connection->header.stream == number) {
       connection->is_parked = false;
@@ -173,21 +174,35 @@ Message Mesh::receive(int peer, std::uint32_t number) {
   return message;
 }
 
-Arrival Mesh::receive_any(std::uint32_t number) {
+Arrival Mesh::receive_any(std::uint32_t number, std::span<const int> peers) {
   Lock lock(mutex_);
   auto& inboxes = stream_of(number).inboxes;
-  const auto find = [&] {
-    return std::find_if(inboxes.begin(), inboxes.end(), [](auto& box) { return !box.empty(); });
-  };
-  serve_until(lock, -1, [&] {
-    if (find() != inboxes.end()) return true;
-    for (const auto& connection : connections_)
-      if (connection && connection->has_ended) lose(connection->peer, connection->end, Clock::now());
-    return false;
-  });
-  auto& inbox = *find();
-  Arrival arrival = std::move(inbox.front());
-  inbox.pop_front();
+  auto& waiting_since = streams_.at(number).waiting_since;
+  const auto now = Clock::now();
+  std::vector<bool> is_awaited(waiting_since.size(), false);
+  for (const int peer : peers) is_awaited[peer] = true;
+  // A peer is waited for from the first call that asks for it on, whoever else sends meanwhile.
+  for (std::size_t peer = 0; peer < waiting_since.size(); ++peer)
+    if (!is_awaited[peer])
+      waiting_since[peer] = {};
+    else if (waiting_since[peer] == Clock::time_point{})
+      waiting_since[peer] = now;
+  int found = -1;
+  serve_until(
+      lock, peers, [&](int peer) { return waiting_since[peer]; },
+      [&] {
+        for (const int peer : peers)
+          if (!inboxes[peer].empty()) {
+            found = peer;
+            return true;
+          }
+        for (const int peer : peers)
+          if (connections_[peer]->has_ended) lose(peer, connections_[peer]->end, Clock::now());
+        return false;
+      });
+  waiting_since[found] = {};
+  Arrival arrival = std::move(inboxes[found].front());
+  inboxes[found].pop_front();
   return arrival;
 }
 
@@ -388,17 +403,23 @@ void Mesh::write(Connection& connection) {
 
 template <class Predicate>
 void Mesh::serve_until(Lock& lock, int peer, Predicate is_done) {
+  const std::array<int, 1> peers = {peer};
   const auto started = Clock::now();
+  serve_until(lock, peers, [started](int) { return started; }, is_done);
+}
+
+template <class Since, class Predicate>
+void Mesh::serve_until(Lock& lock, std::span<const int> peers, Since waiting_since, Predicate is_done) {
   for (;;) {
     throw_if_broken();
     if (is_done()) return;
     auto deadline = Clock::time_point::max();
-    if (peer >= 0) {
-      auto since = started;
+    for (const int peer : peers) {
+      auto since = waiting_since(peer);
       if (const auto& connection = connections_[peer])
         since = std::max({since, connection->moved_in, connection->queue.empty() ? since : connection->moved_out});
-      deadline = since + seconds(timeout_s_);
-      if (Clock::now() >= deadline) lose(peer, "did not answer", started);
+      if (Clock::now() >= since + seconds(timeout_s_)) lose(peer, "did not answer", waiting_since(peer));
+      deadline = std::min(deadline, since + seconds(timeout_s_));
     }
     if (!is_serving_) {
       serve_once(lock, deadline);

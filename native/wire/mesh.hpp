@@ -61,8 +61,8 @@ class Mesh {
   // The next message of `peer`. Throws PeerLost; CorruptMessage, IncompatibleVersion, RankMismatch for what any peer
   // sent.
   Message receive(int peer, std::uint32_t stream);
-  // The next message of any peer; waits without limit. Throws PeerLost as soon as any peer's connection ends.
-  Arrival receive_any(std::uint32_t stream);
+  // The next message of one of `peers`. Throws as `receive`, where any of them is lost.
+  Arrival receive_any(std::uint32_t stream, std::span<const int> peers);
   // Waits until at most so many messages to `peer` (or to each) are not in the kernel's hands.
   void wait_until_sent(int peer, std::size_t n_left);
   void wait_until_all_sent();
@@ -102,6 +102,7 @@ class Mesh {
     std::uint64_t max_bytes;
     std::vector<std::uint32_t> n_sent, n_arrived;
     std::vector<std::deque<Arrival>> inboxes;
+    std::vector<Clock::time_point> waiting_since;  // by peer, of receive_any
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -119,7 +120,9 @@ class Mesh {
   void throw_if_broken() const;
   [[noreturn]] void lose(int peer, const std::string& what, Clock::time_point started) const;
   void serve_once(Lock& lock, Clock::time_point deadline);
-  // Serves all connections until is_done(); `peer`: who is waited for, -1 for anybody, without a time limit.
+  // Serves all connections until is_done(). `peers` are waited for, each since waiting_since(peer).
+  template <class Since, class Predicate>
+  void serve_until(Lock& lock, std::span<const int> peers, Since waiting_since, Predicate is_done);
   template <class Predicate>
   void serve_until(Lock& lock, int peer, Predicate is_done);
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from exchange_cases import CASES, DTYPES, reduce_case  # noqa: E402
+from exchange_cases import CASES, DTYPES, reduce_case
 
-from ranks import run_ranks  # noqa: E402
+from ranks import run_ranks
 
 DIGESTS = Path(__file__).with_name("digests.json")
 

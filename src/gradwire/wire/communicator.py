@@ -37,7 +37,7 @@ from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismat
 from gradwire.wire.rendezvous import Rendezvous
 
 DEFAULT_TIMEOUT_S = 120.0
-# Tags below 2**20 number the streams of point-to-point messages; this one is never sent on (see `_break_connections`).
+# Of a receive that nothing answers (see `_break_connections`).
 _SILENT_TAG = 1 << 20
 # A failing rank writes its note before it breaks its connections, so the note is there when the break is felt; the wait
 # only covers the store's own latency.
@@ -86,7 +86,7 @@ class Communicator:
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
         try:
-            with self._naming_peer(None):
+            with self._naming_peers():
                 self._group: Any = dist.ProcessGroupGloo(  # torch's annotations lack its collectives
                     dist.distributed_c10d.PrefixStore(self._name, self._store),
                     self.rank,
@@ -167,55 +167,38 @@ class Communicator:
 
     # ---- operations, all called on the lane
 
-    def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Start sending a contiguous CPU tensor to group rank `peer`."""
-        with self._naming_peer(peer):
-            work: dist.Work = self._group.send([tensor], peer, tag)
-        return work
-
-    def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Start receiving exactly `tensor`'s bytes from group rank `peer`."""
-        with self._naming_peer(peer):
-            work: dist.Work = self._group.recv([tensor], peer, tag)
-        return work
-
-    def wait(self, work: dist.Work, peer: int) -> None:
-        """Wait for one send or receive. Raises: PeerLost."""
-        with self._naming_peer(peer):
-            work.wait()
-
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce `tensor` in place over all ranks. Raises: PeerLost."""
-        with self._naming_peer(None):
+        with self._naming_peers():
             self._group.allreduce([tensor], op).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future:
         """Start reducing `tensor` in place over all ranks; `finish` the future before touching the tensor."""
-        with self._naming_peer(None):
+        with self._naming_peers():
             future: torch.futures.Future = self._group.allreduce([tensor], op).get_future()
         return future
 
     def finish(self, started: torch.futures.Future) -> None:
         """Wait for a started collective. Raises: PeerLost."""
-        with self._naming_peer(None):
+        with self._naming_peers():
             started.wait()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(world, n): every rank's `tensor` (n,), by rank. Raises: PeerLost."""
         gathered = torch.empty((self.world_size, tensor.numel()), dtype=tensor.dtype)
-        with self._naming_peer(None):
+        with self._naming_peers():
             self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
         return gathered
 
     def all_gather_into(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Every rank's `tensor` (n,), by rank, into `gathered` (world n,); in place. Raises: PeerLost."""
-        with self._naming_peer(None):
+        with self._naming_peers():
             self._group._allgather_base(gathered, tensor).wait()
 
     def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
         """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""
         received = torch.empty_like(shards)
-        with self._naming_peer(None):
+        with self._naming_peers():
             self._group.alltoall_base(received, shards.contiguous(), [], []).wait()
         return received
 
@@ -321,8 +304,8 @@ class Communicator:
     def _break_connections(self) -> None:
         """Close every connection of this group, which wakes all peers that wait on them.
 
-        Gloo has no call for it, but a receive that times out closes the connections of its whole group; nothing is ever
-        sent on the silent tag, so this one always does.
+        The backend, which still sums, has no call for it (in torch 2.13 Gloo's `abort` closes nothing), but a receive that
+        times out closes the connections of its whole group, and nobody ever sends to this one.
         """
         if self.world_size == 1:
             return
@@ -336,20 +319,19 @@ class Communicator:
             work.wait(timedelta(milliseconds=1))
 
     @contextlib.contextmanager
-    def _naming_peer(self, peer: int | None) -> Any:
-        """Turn the backend's RuntimeError into PeerLost, which says who was waited for."""
+    def _naming_peers(self) -> Any:
+        """Turn the backend's RuntimeError into PeerLost; it does not say who was waited for."""
         started = time.monotonic()
         try:
             yield
         except GradwireError:
             raise
         except (RuntimeError, ValueError) as error:
-            whom = "its peers" if peer is None else f"rank {peer}"
             waited_s = time.monotonic() - started
             what = "did not answer" if "imed out" in str(error) else "closed the connection"
             raise PeerLost(
-                f"rank {self.rank} lost {whom}, which {what} (waited {waited_s:.1f} s, timeout_s={self.timeout_s:g}). "
-                f"Look at the output of {whom} for the cause, and restart from the last checkpoint. Backend: {error}"
+                f"rank {self.rank} lost its peers, one of which {what} (waited {waited_s:.1f} s, timeout_s={self.timeout_s:g}). "
+                f"Look at their output for the cause, and restart from the last checkpoint. Backend: {error}"
             ) from error
 
     def close(self) -> None:

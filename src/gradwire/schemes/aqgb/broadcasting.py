@@ -87,8 +87,7 @@ class BlockBroadcast(DeferredScheme):
         self._failure = None
         if world_size > 1:
             heads = HeadFormat(n_blocks, world_size, self.configuration_hash, self.blocks_hash)
-            tags = communicator.next_stream(), communicator.next_stream()
-            self._streams = Streams(communicator, self.topology, heads, tags, self, time.perf_counter_ns)
+            self._streams = Streams(communicator, self.topology, heads, self)
 
     def close(self) -> None:
         try:
@@ -278,7 +277,7 @@ class BlockBroadcast(DeferredScheme):
         record = None if index == NO_BLOCK else current.records[index]
         return record or next((one for one in current.records if one is not None), self._spare)
 
-    # ---- the receivers
+    # ---- the receiver
 
     @property
     def max_body_bytes(self) -> int:

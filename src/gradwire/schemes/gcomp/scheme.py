@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
 from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session

@@ -7,6 +7,7 @@ that each part's owner sent, divided by N.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,9 +51,7 @@ def ring_mean(
     Cost: sends 2 (N-1)/N of the encoded buffer; every element is encoded once.
     """
 
-    def run(*exchange: Any) -> Any:
-        return _native.ring_mean(*exchange, _MESSAGES_AHEAD)
-
+    run = functools.partial(_native.ring_mean, n_ahead=_MESSAGES_AHEAD)
     _mean(run, communicator, codec, buffer, facts, record, importance, chunk_elements, left_out)
 
 

@@ -46,7 +46,8 @@ class Cut:
         group_elements: values that travel together, at most.
 
     Attributes:
-        groups, n_groups: by part, the groups in order, and how many. Parts differ by one travelling value at most; small buffers have empty ones.
+        groups, n_groups: by part, the groups in order, and how many. Parts differ by one travelling value at most; small
+            buffers have empty ones.
         max_group_elements: of the buffer, that one group extends over.
     """
 

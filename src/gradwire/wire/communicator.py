@@ -330,8 +330,8 @@ class Communicator:
             waited_s = time.monotonic() - started
             what = "did not answer" if "imed out" in str(error) else "closed the connection"
             raise PeerLost(
-                f"rank {self.rank} lost its peers, one of which {what} (waited {waited_s:.1f} s, timeout_s={self.timeout_s:g}). "
-                f"Look at their output for the cause, and restart from the last checkpoint. Backend: {error}"
+                f"rank {self.rank} lost its peers, one of which {what} (waited {waited_s:.1f} s, "
+                f"timeout_s={self.timeout_s:g}). Look at their output for the cause, and restart from the last checkpoint. Backend: {error}"
             ) from error
 
     def close(self) -> None:

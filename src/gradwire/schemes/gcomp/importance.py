@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.core.slot import Slot, local_of, slot_of
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
 
@@ -92,7 +93,7 @@ class QuantisationMetric:
 
     def of_bucket(
         self,
-        parameters: Sequence[Tensor],
+        slots: Sequence[Slot | Tensor],
         offsets: Sequence[int],
         loss_scale: float = 1.0,
         gradient_dtype: torch.dtype | None = None,
@@ -107,14 +108,14 @@ class QuantisationMetric:
         windows: list[tuple[int, int, int, int, int, float, float, float, int]] = []
         reads: list[Tensor] = []
         self._n_ready = 0
-        for offset, parameter in sorted(zip(offsets, parameters, strict=True), key=lambda place: place[0]):
-            n = parameter.numel()
+        for offset, slot in sorted(zip(offsets, map(slot_of, slots), strict=True), key=lambda place: place[0]):
+            n, parameter, operands = slot.numel(), slot.parameter, None
             if n == 0:
                 continue
-            terms = self._read_terms(parameter, groups.get(parameter))
-            gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
-            factor = self._world_factor * loss_scale * 2.0**gap
-            operands = None if terms is None else _operands(terms, parameter, factor)
+            if parameter is not None and (terms := self._read_terms(parameter, groups.get(parameter))) is not None:
+                gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
+                factor = self._world_factor * loss_scale * 2.0**gap
+                operands = _operands(terms, parameter, factor, slice(slot.start, slot.start + n))
             if operands is None:
                 ready = self._reserve(n).zero_()
             elif operands.is_plain:
@@ -197,20 +198,24 @@ class _Operands:
         return theta, second, first
 
 
-def _operands(terms: Terms, parameter: Tensor, factor: float) -> _Operands | None:
-    """None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then."""
+def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _Operands | None:
+    """Those of one part of a parameter, in its memory order.
+
+    None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then.
+    """
     a, b, c = terms.a * factor, terms.b * factor, terms.c * factor
     if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
         return None
+    parameter = local_of(parameter)
 
     def flatten(values: Tensor | None) -> Tensor | None:
-        return None if values is None else _flatten_like(values, parameter)
+        return None if values is None else _flatten_like(values, parameter)[part]
 
     def flatten_weighted(weighted: tuple[float, Tensor] | None) -> tuple[float, Tensor] | None:
-        return None if weighted is None else (weighted[0], _flatten_like(weighted[1], parameter))
+        return None if weighted is None else (weighted[0], _flatten_like(weighted[1], parameter)[part])
 
     return _Operands(
-        a, b, c, _flatten_like(parameter, parameter), flatten(terms.second_moment), flatten(terms.first_moment),
+        a, b, c, _flatten_like(parameter, parameter)[part], flatten(terms.second_moment), flatten(terms.first_moment),
         flatten_weighted(terms.mean), flatten_weighted(terms.shift),
     )  # fmt: skip
 
@@ -276,7 +281,7 @@ def _flatten_like(values: Tensor, parameter: Tensor) -> Tensor:
 
     DDP's reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row.
     """
-    values = values.detach()
+    values = local_of(values.detach())
     if values.shape != parameter.shape:
         raise Unsupported(
             f"the optimizer holds state of shape {tuple(values.shape)} for a parameter of shape "

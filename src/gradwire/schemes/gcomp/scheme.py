@@ -84,14 +84,14 @@ class GComp(ThroughCodec):
         """What says how large each value of the bucket may be before its low bits matter; None if all are alike."""
         if self._metric is None:
             return None
-        if not bucket.parameters:
+        if not bucket.slots:
             raise Unsupported(
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
             )
         started = time.perf_counter_ns()
         importance = self._metric.of_bucket(
-            bucket.parameters, bucket.offsets, self.session.loss_scale(), bucket.buffer.dtype
+            bucket.slots, bucket.offsets, self.session.loss_scale(), bucket.buffer.dtype
         )
         bucket.record.add("importance", started, time.perf_counter_ns())
         return importance

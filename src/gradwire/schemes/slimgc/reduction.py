@@ -196,8 +196,14 @@ class Reduction:
             mean = self._means[bucket.index] = torch.empty(n_own)
         if fused is not None:
             mean.copy_(fused[edges[rank] : edges[rank + 1]])
-        whole = tuple(span.parameter for span in plan.raw if span.parameter is not None)
-        cut = tuple((span.parameter, span.fused) for span in plan.compressed if span.parameter is not None)
+        whole = tuple(
+            span.slot.parameter for span in plan.raw if span.slot is not None and span.slot.parameter is not None
+        )
+        cut = tuple(
+            (span.slot.parameter, span.fused)
+            for span in plan.compressed
+            if span.slot is not None and span.slot.parameter is not None
+        )
         self.owner_step.keep(bucket.index, Owned(whole, cut, edges, mean))
 
     def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
@@ -232,10 +238,10 @@ class Reduction:
     def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
         """Of the fused buffer, for a codec that weighs values by the optimizer."""
         metric = self._metric
-        if metric is None or not plan.parameters:
+        if metric is None or not plan.slots:
             return None
         started = time.perf_counter_ns()
-        importance = metric.of_bucket(plan.parameters, plan.offsets, self._session.loss_scale(), bucket.buffer.dtype)
+        importance = metric.of_bucket(plan.slots, plan.offsets, self._session.loss_scale(), bucket.buffer.dtype)
         bucket.record.add("importance", started, time.perf_counter_ns())
         return importance
 

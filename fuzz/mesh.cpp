@@ -123,7 +123,7 @@ void check_strangers(Meshes& meshes, std::mt19937& random) {
   for (int i = 0; i < 12; ++i) {
     std::vector<std::uint8_t> words(i % 3 == 0 ? 0 : random() % 5'000);
     for (auto& byte : words) byte = static_cast<std::uint8_t>(random());
-    if (i % 3 == 1 && words.size() >= 64) std::memcpy(words.data(), "WGH1\3\0\0\0\1\0\0\0\0\0\0\0", 16);
+    if (i % 3 == 1 && words.size() >= 64) std::memcpy(words.data(), "GWH1\3\0\0\0\1\0\0\0\0\0\0\0", 16);
     strangers.emplace_back([&meshes, words, i] { visit(meshes[i % meshes.size()]->endpoint(), words, i % 2 == 0); });
   }
   for (auto& stranger : strangers) stranger.join();

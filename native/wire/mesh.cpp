@@ -500,10 +500,9 @@ void Mesh::break_off() {
   is_broken_ = true;
   for (auto& connection : connections_)
     if (connection && connection->socket) ::shutdown(connection->socket.get(), SHUT_RDWR);
-  if (changed_) {
-    wake();
-    changed_->notify_all();
-  }
+  if (!changed_ || !wake_) return;  // in a forked child; shut before
+  wake();
+  changed_->notify_all();
 }
 
 void Mesh::shut() {
@@ -516,6 +515,8 @@ void Mesh::shut() {
   doorkeeper.reset();  // not under the lock, which its thread may be waiting for
   const std::lock_guard lock(mutex_);
   listener_.close();
+  epoll_.close();
+  wake_.close();
   for (auto& connection : connections_) connection.reset();
   streams_.clear();
   pool_.clear();

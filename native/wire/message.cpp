@@ -1,7 +1,6 @@
 #include "wire/message.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cstdlib>
 #include <cstring>
@@ -94,13 +93,13 @@ Message Pool::take(std::size_t n_bytes) {
   std::shared_ptr<Block>*best = nullptr, *unused = nullptr;
   for (auto& block : blocks_) {
     if (block.use_count() > 1) continue;
+    { const std::shared_ptr<Block> touched = block; }  // letting go of it comes after whatever others did before they did
     if (!block || block->capacity() < n_bytes)
       unused = &block;
     else if (best == nullptr || block->capacity() < (*best)->capacity())
       best = &block;
   }
   if (best != nullptr) {
-    std::atomic_thread_fence(std::memory_order_acquire);  // what others did with the block before they let go of it
     return {*best, n_bytes};
   }
   // The one that is too small goes before the new one comes.

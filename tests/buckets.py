@@ -46,6 +46,7 @@ class Driver:
                 )
             )
             first += size
+        self.communicator.submit(self.scheme.begin_step, self.step)
         futures = [self.scheme.reduce(bucket) for bucket in buckets]
         for future in futures:
             future.wait()

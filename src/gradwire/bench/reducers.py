@@ -97,6 +97,7 @@ class SchemeReducer(Reducer):
         record = self._recorder.open_bucket(self._step, 0, buffer.numel() * buffer.element_size())
         offsets = [0] * len(self._parameters)
         bucket = Bucket(buffer, self._parameters, offsets, index=0, step=self._step, is_last=True, record=record)
+        self._communicator.submit(self.scheme.begin_step, self._step)
         self.scheme.reduce(bucket).wait()
         self._recorder.close_bucket(record)
 

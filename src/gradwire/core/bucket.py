@@ -106,6 +106,16 @@ class Bucket:
             self.staged.wait_for_all()
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each parameter lies: first and past-the-last element."""
+        return [(start, start + p.numel()) for p, start in zip(self.parameters, self.offsets, strict=True)]
+
+    def draw(self, *place: object) -> int:
+        """64 bits to draw by, different for every step, bucket and place in it (rank, part, ...)."""
+        text = repr((self.step, self.index, *place))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    @property
     def n_elements(self) -> int:
         return self.buffer.numel()
 

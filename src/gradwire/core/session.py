@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from gradwire.core.feedback import Feedback
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 
@@ -23,6 +24,7 @@ class Session:
         loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
         module: the DDP model; None if gradwire was not given it.
         has_scaler: whether there is a GradScaler.
+        feedback: what the scheme at work has not sent yet.
     """
 
     communicator: Communicator
@@ -32,3 +34,4 @@ class Session:
     loss_scale: Callable[[], float]
     module: torch.nn.Module | None = None
     has_scaler: bool = False
+    feedback: Feedback = field(default_factory=Feedback)

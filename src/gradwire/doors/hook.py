@@ -109,6 +109,8 @@ class HookState:
         try:
             self._check_divisor()
             bucket = Bucket.from_ddp(ddp_bucket, step, record, self._staging_for(buffer))
+            if bucket.index == 0:
+                self.communicator.submit(self.scheme.begin_step, step)
             if (bucket.index, bucket.layout_hash) not in self._layouts:
                 self._layouts.add((bucket.index, bucket.layout_hash))
                 self.communicator.submit(self._compare_layout, bucket)

@@ -11,13 +11,14 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.wire.facts import Facts
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, hash_configuration
+from gradwire.wire.wire import Wire
 
 
 class Scheme(ABC):
     """One way to replace a bucket by its mean over the ranks.
 
-    The life of a scheme: made with its options, `bind` once, then for every step `reduce` once per bucket and
-    `end_step`; `state_dict` between steps; `close` at the end.
+    The life of a scheme: made with its options, `bind` once, then for every step `begin_step`, `reduce` once per
+    bucket and `end_step`; `state_dict` between steps; `close` at the end.
     """
 
     name: ClassVar[str]
@@ -70,6 +71,12 @@ class Scheme(ABC):
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start replacing bucket.buffer by its mean over the ranks; the future is done when it is. Never blocks."""
 
+    def begin_step(self, step: int) -> None:
+        """Called on the lane before the first bucket of a step. By default there is nothing.
+
+        The step before may not have ended: its backward pass was given up half-way.
+        """
+
     def end_step(self, step: int) -> None:
         """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""
 
@@ -103,6 +110,10 @@ class Scheme(ABC):
 
     def close(self) -> None:
         """Let go of what the scheme holds."""
+
+    def wire(self, bucket: Bucket) -> Wire:
+        """This rank's end of the exchange of one bucket; on the lane."""
+        return Wire(self.session.communicator, self.preamble(bucket), bucket.record)
 
     def facts(self, bucket: Bucket) -> Facts:
         """What every frame of this bucket's messages carries, for the receiver to compare."""

@@ -121,8 +121,8 @@ class PowerSgdOverlap(PowerSgd):
 
     _previous: Work | None = None
 
-    def _begin_step(self) -> None:
-        super()._begin_step()
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
         self._previous = None
 
     def _compress(self, works: list[Work], is_last: bool) -> None:

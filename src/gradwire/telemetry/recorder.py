@@ -42,22 +42,17 @@ class BucketRecord:
     __slots__ = (
         "_lock",
         "bucket",
+        "busy_ns",
         "bytes_received",
         "bytes_sent",
-        "communicate_ns",
-        "decode_ns",
-        "encode_ns",
         "ended_ns",
         "fallbacks",
-        "importance_ns",
         "n_messages",
         "original_bytes",
         "spans",
         "started_ns",
         "step",
-        "table_ns",
         "thread",
-        "wait_ns",
     )
 
     def __init__(self, step: int, bucket: int, original_bytes: int, trace: bool, lock: threading.Lock) -> None:
@@ -67,12 +62,7 @@ class BucketRecord:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.n_messages = 0
-        self.encode_ns = 0
-        self.decode_ns = 0
-        self.communicate_ns = 0
-        self.importance_ns = 0
-        self.table_ns = 0
-        self.wait_ns = 0
+        self.busy_ns = dict.fromkeys(KINDS, 0)
         self.fallbacks: list[str] = []
         self.spans: list[Span] | None = [] if trace else None
         self.thread = threading.get_ident()  # the thread that opened it: DDP's hook
@@ -88,23 +78,21 @@ class BucketRecord:
         """
         duration_ns = end_ns - start_ns
         assert duration_ns >= 0, "a span ends before it starts"
-        with self._lock:  # `+=` on an attribute is not atomic, and hook and lane both add
-            if kind == "communicate":
-                self.communicate_ns += duration_ns
-            elif kind == "encode":
-                self.encode_ns += duration_ns
-            elif kind == "decode":
-                self.decode_ns += duration_ns
-            elif kind == "importance":
-                self.importance_ns += duration_ns
-            elif kind == "wait":
-                self.wait_ns += duration_ns
-            elif kind == "table":
-                self.table_ns += duration_ns
-            else:
-                raise InvalidArgument(f"telemetry knows no kind {kind!r}; there are: {', '.join(KINDS)}")
+        if kind not in self.busy_ns:
+            raise InvalidArgument(f"telemetry knows no kind {kind!r}; there are: {', '.join(KINDS)}")
+        with self._lock:  # `+=` is not atomic, and hook and lane both add
+            self.busy_ns[kind] += duration_ns
         if self.spans is not None:
             self.spans.append(Span(kind, start_ns, end_ns, threading.get_ident()))
+
+    def timing(self, kind: str) -> _Timing:
+        """`with record.timing("encode"):` counts the time inside as time of `kind`, unless it ends in an error."""
+        return _Timing(self, kind)
+
+    def count_exchanged(self, n_bytes: int) -> None:
+        """Count a collective in which this rank sent, and received, `n_bytes`."""
+        self.count_sent(n_bytes)
+        self.count_received(n_bytes)
 
     def count_sent(self, n_bytes: int) -> None:
         """Count one message of `n_bytes`, headers included, that this rank sent."""
@@ -126,15 +114,26 @@ class BucketRecord:
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
             "n_messages": self.n_messages,
-            "encode_s": self.encode_ns / 1e9,
-            "decode_s": self.decode_ns / 1e9,
-            "communicate_s": self.communicate_ns / 1e9,
-            "importance_s": self.importance_ns / 1e9,
-            "table_s": self.table_ns / 1e9,
-            "wait_s": self.wait_ns / 1e9,
+            **_seconds_of(self.busy_ns),
             "duration_s": (self.ended_ns - self.started_ns) / 1e9,
             "fallbacks": list(self.fallbacks),
         }
+
+
+class _Timing:
+    """A stretch of time that is counted when it ends."""
+
+    __slots__ = ("_kind", "_record", "_started_ns")
+
+    def __init__(self, record: BucketRecord, kind: str) -> None:
+        self._record, self._kind = record, kind
+
+    def __enter__(self) -> None:
+        self._started_ns = time.perf_counter_ns()
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._record.add(self._kind, self._started_ns, time.perf_counter_ns())
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +143,7 @@ class StepRecord:
     Attributes:
         n_buckets: gradient buckets; traffic outside of them (bucket < 0) is in the bytes and times, not in this count.
         reference_bytes: what a ring all-reduce of the gradients as they are sends per rank: 2 (N-1)/N original_bytes.
+        busy_ns: time by kind.
         exposed_ns: how long the training thread stood still for communication, i.e. what no overlap hid.
         iteration_ns: from the previous step's close to this one's; in the first step from its first bucket.
         first_ns, closed_ns: the step's first bucket opened, and the step closed, on `time.perf_counter_ns`.
@@ -157,12 +157,7 @@ class StepRecord:
     bytes_received: int
     n_messages: int
     n_fallbacks: int
-    encode_ns: int
-    decode_ns: int
-    communicate_ns: int
-    importance_ns: int
-    table_ns: int
-    wait_ns: int
+    busy_ns: dict[str, int]
     exposed_ns: int
     iteration_ns: int
     first_ns: int
@@ -182,12 +177,7 @@ class StepRecord:
             "bytes_received": self.bytes_received,
             "original_bytes": self.original_bytes,
             "ratio": self.ratio,
-            "encode_s": self.encode_ns / 1e9,
-            "decode_s": self.decode_ns / 1e9,
-            "communicate_s": self.communicate_ns / 1e9,
-            "importance_s": self.importance_ns / 1e9,
-            "table_s": self.table_ns / 1e9,
-            "wait_s": self.wait_ns / 1e9,
+            **_seconds_of(self.busy_ns),
             "exposed_s": self.exposed_ns / 1e9,
             "n_buckets": self.n_buckets,
             "n_messages": self.n_messages,
@@ -280,12 +270,7 @@ class Recorder:
                 bytes_received=sum(record.bytes_received for record in buckets),
                 n_messages=sum(record.n_messages for record in buckets),
                 n_fallbacks=sum(len(record.fallbacks) for record in buckets),
-                encode_ns=sum(record.encode_ns for record in buckets),
-                decode_ns=sum(record.decode_ns for record in buckets),
-                communicate_ns=sum(record.communicate_ns for record in buckets),
-                importance_ns=sum(record.importance_ns for record in buckets),
-                table_ns=sum(record.table_ns for record in buckets),
-                wait_ns=sum(record.wait_ns for record in buckets),
+                busy_ns={kind: sum(record.busy_ns[kind] for record in buckets) for kind in KINDS},
                 exposed_ns=exposed_ns,
                 iteration_ns=now_ns - started_ns,
                 first_ns=first_ns,
@@ -314,7 +299,7 @@ class Recorder:
         result["bytes_received"] = totals["bytes_received"]
         result["ratio"] = totals["bytes_sent"] / reference_bytes if reference_bytes else 1.0
         for name in (*KINDS, "exposed", "iteration"):
-            result[f"{name}_s"] = totals[f"{name}_ns"] / 1e9
+            result[f"{name}_s"] = totals[name] / 1e9
         return result
 
     def close(self) -> None:
@@ -331,8 +316,9 @@ class Recorder:
         self._totals["n_steps"] += 1
         for name in ("n_buckets", "n_messages", "n_fallbacks", "original_bytes", "bytes_sent", "bytes_received"):
             self._totals[name] += getattr(step_record, name)
-        for kind in (*KINDS, "exposed", "iteration"):
-            self._totals[f"{kind}_ns"] += getattr(step_record, f"{kind}_ns")
+        self._totals.update(step_record.busy_ns)
+        self._totals["exposed"] += step_record.exposed_ns
+        self._totals["iteration"] += step_record.iteration_ns
         for record in buckets:
             for reason in record.fallbacks:
                 if reason in self.fallback_reasons or len(self.fallback_reasons) < _MAX_FALLBACK_REASONS:
@@ -353,6 +339,11 @@ class Recorder:
                         step_record.step,
                         self.rank,
                     )
+
+
+def _seconds_of(busy_ns: dict[str, int]) -> dict[str, float]:
+    """The fields of a log's line: {"encode_s": ...}."""
+    return {f"{kind}_s": ns / 1e9 for kind, ns in busy_ns.items()}
 
 
 def _name(sink: Sink) -> str:

@@ -19,7 +19,6 @@ from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_o
 from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
 from gradwire.schemes.low_rank.plan import Plan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
-from gradwire.schemes.plain import all_reduce_plainly
 
 _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -139,8 +138,6 @@ class LowRank(Scheme):
 
     def _take(self, work: Work) -> None:
         bucket = work.bucket
-        if bucket.index == 0:
-            self._begin_step()
         if self.session.communicator.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
             self._close(work)
             return
@@ -156,7 +153,7 @@ class LowRank(Scheme):
         if bucket.is_last:
             self._conclude()
 
-    def _begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Nothing of a backward pass that was given up half-way may live on."""
         self._uncompressed.clear()
         self._unfinite.clear()
@@ -257,7 +254,7 @@ class LowRank(Scheme):
         self._close(self._works[-1])
 
     def _all_reduce_plainly(self, work: Work) -> None:
-        all_reduce_plainly(self.session.communicator, work.bucket)
+        self.wire(work.bucket).mean_plainly(work.bucket.buffer)
         self._close(work)
 
     def end_step(self, step: int) -> None:

@@ -28,7 +28,6 @@ from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.slimgc.exchange import Exchange
-from gradwire.schemes.slimgc.feedback import Feedback
 from gradwire.schemes.slimgc.measuring import Measuring
 from gradwire.schemes.slimgc.options import check_topology, check_update, codec_of, options_of
 from gradwire.schemes.slimgc.plan import Plan, tensors_of
@@ -197,6 +196,10 @@ class SlimGC(Scheme):
         elif self.update == "owner":
             self._stepper = self._reduction.owner_step = OwnerStep(self.session, self._start_mean, self.max_grad_value)
 
+    def begin_step(self, step: int) -> None:
+        self._reduction.begin_step()
+        self._records.clear()
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
         return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
@@ -220,9 +223,6 @@ class SlimGC(Scheme):
 
     def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Rest | None:
         """Replace the bucket by its mean; a future where the lane need not wait for it, or the rest of the lane's work."""
-        if bucket.index == 0:
-            self._reduction.begin_step()
-            self._records.clear()
         communicator = self.session.communicator
         if communicator.world_size == 1 or bucket.n_elements == 0:
             return None
@@ -255,7 +255,7 @@ class SlimGC(Scheme):
         self._reduction.end_step()
         if self.threshold_bytes is not None or self.session.communicator.world_size == 1:
             return
-        communicate_s = sum(record.communicate_ns for record in self._records) / 1e9
+        communicate_s = sum(record.busy_ns["communicate"] for record in self._records) / 1e9
         record: list[BucketRecord] = []
 
         def open_record() -> BucketRecord:
@@ -335,7 +335,7 @@ class SlimGC(Scheme):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "residuals": self._reduction.feedback.state_by_name(self.session.names),
+            "residuals": self.session.feedback.state_by_name(self.session.names),
             "threshold_bytes": self._threshold,
             "measuring": self._measuring.state_dict(),
             "stepping": {} if self._stepper is None else self._stepper.state_dict(),
@@ -347,14 +347,13 @@ class SlimGC(Scheme):
         if not isinstance(residuals, dict) or not isinstance(measuring, dict):
             raise InvalidArgument("this is not the state of scheme slimgc: it lacks residuals or the threshold table")
         threshold = check_threshold(state.get("threshold_bytes"))
-        feedback = Feedback()
-        feedback.load_by_name(residuals, self.session.names)
         if self._stepper is not None:
             self._stepper.load_state_dict(state.get("stepping", {}))
             if isinstance(self._stepper, OwnerStep):
                 self._loaded = zlib.crc32(repr(self._stepper.state.describe()).encode())
         self._measuring.load_state_dict(measuring)
-        self._reduction.feedback, self._threshold = feedback, threshold
+        self.session.feedback.load_by_name(residuals, self.session.names)
+        self._threshold = threshold
         self._plans.clear()
         self._has_loaded = True
 
@@ -367,7 +366,8 @@ class SlimGC(Scheme):
             if stepper is not None:
                 stepper.close()
         finally:
-            del self._reduction  # which holds the optimizer and the residuals
+            self.session.feedback.clear()
+            del self._reduction  # which holds the optimizer
 
 
 def _share(part: int, whole: int) -> float:

@@ -81,7 +81,7 @@ class Attachment:
 
         Args:
             strict: refuse the state of another world size. Without it, a scheme whose state is the same on all ranks
-                takes it; one with residuals needs `gradwire.core.residual.redistribute` first.
+                takes it; one with residuals needs `gradwire.core.feedback.redistribute` first.
         Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
         """
         checkpoint.load_state(self._state, state, strict)

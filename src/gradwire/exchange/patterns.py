@@ -92,7 +92,7 @@ class Gather:
         return Reached(values.is_used)
 
 
-class Sum:
+class FloatSum:
     """Float payloads, (n,) float32, of places that all ranks know, summed by the backend. Codecs as for `Gather`."""
 
     def mean(self, codec: GatherCodec, values: Values, wire: Wire) -> Reached | None:

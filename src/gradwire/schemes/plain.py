@@ -77,8 +77,7 @@ def start_plain_mean(communicator: Communicator, bucket: Bucket) -> torch.future
             return
         bucket.record.add("communicate", started, time.perf_counter_ns())
         n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
-        bucket.record.count_sent(n_bytes)
-        bucket.record.count_received(n_bytes)
+        bucket.record.count_exchanged(n_bytes)
         done.set_result(bucket.buffer)
 
     summed.add_done_callback(finish)

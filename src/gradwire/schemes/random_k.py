@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.patterns import Sum, Values
+from gradwire.exchange.patterns import FloatSum, Values
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.wire.wire import Wire
 
@@ -63,7 +63,7 @@ class RandomK(Compressed):
         if not isinstance(seed, int):
             raise InvalidArgument(f"seed must be an integer, got {seed!r}")
         self.share, self.seed = check_share("share", share), seed
-        super().__init__(RandomElements(self.share, seed), Sum(), error_feedback)
+        super().__init__(RandomElements(self.share, seed), FloatSum(), error_feedback)
 
     @property
     def configuration(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.codecs.hadamard import Thc as ThcCodec
+from gradwire.codecs.hadamard import Thc
 from gradwire.core.session import Session
 from gradwire.exchange.patterns import ScaledSum, Values
 from gradwire.schemes.compressed import Compressed
@@ -26,7 +26,7 @@ _NO_RANK = -1  # what is drawn by this number is the same on all ranks
 class RotatedLevels:
     """Integers: rotated values on 16 levels of their block's largest norm, a byte each, or two past 8 ranks."""
 
-    def __init__(self, codec: ThcCodec) -> None:
+    def __init__(self, codec: Thc) -> None:
         self.codec = codec
 
     def n_scales(self, n_elements: int) -> int:
@@ -56,7 +56,7 @@ class RotatedLevels:
         self.codec.read_sums(codes, scales, wire.world_size, values.gradient, sign_step=sign_step)
 
 
-class Thc(Compressed):
+class ThcScheme(Compressed):
     """Sums of what each rank's gradient + residual rounds to, rotated back once.
 
     Args:
@@ -68,7 +68,7 @@ class Thc(Compressed):
     name = "thc"
 
     def __init__(self, clip: float = 2.15, seed: int = 0, error_feedback: bool = True) -> None:
-        self.codec = ThcCodec(clip, seed)
+        self.codec = Thc(clip, seed)
         super().__init__(RotatedLevels(self.codec), ScaledSum(), error_feedback)
 
     @property

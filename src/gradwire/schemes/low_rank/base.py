@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import zlib
 from abc import abstractmethod
 from typing import Any
@@ -155,6 +154,7 @@ class LowRank(Scheme):
 
     def begin_step(self, step: int) -> None:
         """Nothing of a backward pass that was given up half-way may live on."""
+        self.session.feedback.discard()
         self._uncompressed.clear()
         self._unfinite.clear()
         self._works.clear()
@@ -262,17 +262,15 @@ class LowRank(Scheme):
         if step < self.start_step or self.session.communicator.world_size == 1 or self._unfinite:
             return
         record = self.session.recorder.open_bucket(step, -1, 0)
-        started = time.perf_counter_ns()
-        plans = [work.plan for work in self._works]
-        for plan in plans:
-            for group in plan.groups:
-                if self.error_feedback:
-                    group.commit_residuals()
-                self._commit_factors(group, step)
-        self._end_of_commit()
-        for plan in plans:
-            plan.sign_factors(self._incoming)
-        record.add("encode", started, time.perf_counter_ns())
+        with record.timing("encode"):
+            self.session.feedback.commit()
+            plans = [work.plan for work in self._works]
+            for plan in plans:
+                for group in plan.groups:
+                    self._commit_factors(group, step)
+            self._end_of_commit()
+            for plan in plans:
+                plan.sign_factors(self._incoming)
         self.session.recorder.close_bucket(record)
 
     @abstractmethod
@@ -285,6 +283,7 @@ class LowRank(Scheme):
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
         self._plans = Plans(self._shape_of, lambda _: None)
+        self.session.feedback.clear()
         self._works.clear()
         self._open.clear()
 
@@ -301,11 +300,12 @@ class LowRank(Scheme):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return states_by_name(self._plans.states, self.session.names)
+        return states_by_name(self._plans.states, self.session.feedback, self.session.names, self._shape_of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument (another model or rank, fields missing)."""
         states = load_states(state, self.session.names, self._shape_of, self._sides_in(state))
+        self.session.feedback.load_by_name(state["residuals"], self.session.names)
         self._plans.states.clear()
         self._plans.states.update(states)
         self._plans.forget_layouts()

@@ -7,20 +7,27 @@ from typing import Any
 
 import torch
 
+from gradwire.core.feedback import Feedback
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.low_rank.matrices import MatrixShape, MatrixState
 
 
 def states_by_name(
-    states: Mapping[torch.Tensor, MatrixState], names: Mapping[torch.Tensor, str]
+    states: Mapping[torch.Tensor, MatrixState],
+    feedback: Feedback,
+    names: Mapping[torch.Tensor, str],
+    shape_of: Callable[[torch.Tensor], MatrixShape | None],
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Copies: {"residuals": {name: (n_rows, n_columns)}, "factors": {name: (rank, n)}}, float32."""
-    residuals, factors = {}, {}
-    for parameter, state in states.items():
-        if state.residual is not None:
-            residuals[names[parameter]] = state.residual / state.residual_scale
-        if state.factor is not None:
-            factors[names[parameter]] = state.factor.clone()
+    shapes = {names[parameter]: shape_of(parameter) for parameter in states}
+    residuals = {
+        name: residual.view(shape.n_rows, shape.n_columns)
+        for name, residual in feedback.state_by_name(names).items()
+        if (shape := shapes[name]) is not None
+    }
+    factors = {
+        names[parameter]: state.factor.clone() for parameter, state in states.items() if state.factor is not None
+    }
     return {"residuals": residuals, "factors": factors}
 
 
@@ -30,7 +37,7 @@ def load_states(
     shape_of: Callable[[torch.Tensor], MatrixShape | None],
     side: str,
 ) -> dict[torch.Tensor, MatrixState]:
-    """The inverse. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
+    """The factors again, and the residuals checked. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
     if not isinstance(saved.get("residuals"), Mapping) or not isinstance(saved.get("factors"), Mapping):
         raise InvalidArgument("this is not the state of a low-rank scheme: it lacks residuals or factors")
     parameters = {name: parameter for parameter, name in names.items()}
@@ -47,7 +54,7 @@ def load_states(
         state = states[parameter] = MatrixState()
         if name in saved["residuals"]:
             expected = (shape.n_rows, shape.n_columns)
-            state.residual = _checked(saved["residuals"][name], expected, name, "residual")
+            _checked(saved["residuals"][name], expected, name, "residual")
         if name in saved["factors"]:
             expected = (shape.rank, shape.n_rows if side == "p" else shape.n_columns)
             state.factor = _checked(saved["factors"][name], expected, name, "factor")

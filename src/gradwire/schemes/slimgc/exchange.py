@@ -6,7 +6,6 @@ an owner, or, at the owner, the sum; in the ring, the partial sum that it hands 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -140,27 +139,25 @@ class _ServerEnds:
         if self._is_void():
             return
         start, end, sizes = self._cut.groups[part][group]
-        started = time.perf_counter_ns()
-        pieces.decode(self._pull_codec, message, sizes, self._values[start:end], self._world_size)
-        self._record.add("decode", started, time.perf_counter_ns())
+        with self._record.timing("decode"):
+            pieces.decode(self._pull_codec, message, sizes, self._values[start:end], self._world_size)
 
     # ---- as the server of its own part
 
     def add_pushed(self, source: int, group: int, message: torch.Tensor | None) -> None:
         start, end, sizes = self._cut.groups[self._rank][group]
         total = self._total[: end - start]
-        started = time.perf_counter_ns()
-        if message is None:
-            # Its own values never leave this rank, so they stay exact; what was left out of them is in the sum.
-            own, residual = self._source_of(start, end)
-            if residual is not None:
-                own = torch.add(own, residual, out=self._decoded[: end - start])
-            total.copy_(own) if source == 0 else total.add_(own)
-        elif source == 0:
-            pieces.decode(self._codec, message, sizes, total)
-        else:
-            pieces.add(self._codec, message, sizes, total, self._decoded[: end - start])
-        self._record.add("decode", started, time.perf_counter_ns())
+        with self._record.timing("decode"):
+            if message is None:
+                # Its own values never leave this rank, so they stay exact; what was left out of them is in the sum.
+                own, residual = self._source_of(start, end)
+                if residual is not None:
+                    own = torch.add(own, residual, out=self._decoded[: end - start])
+                total.copy_(own) if source == 0 else total.add_(own)
+            elif source == 0:
+                pieces.decode(self._codec, message, sizes, total)
+            else:
+                pieces.add(self._codec, message, sizes, total, self._decoded[: end - start])
 
     def encode_pull(self, group: int, out: torch.Tensor) -> int:
         pulled = self._cut.groups[self._rank][group]
@@ -183,10 +180,9 @@ class _ServerEnds:
     ) -> int:
         start, end, sizes = group
         importance = None if self._importance is None else self._importance(start, end)
-        started = time.perf_counter_ns()
-        left_out = self._left_out[start:end]
-        n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)
-        self._record.add("encode", started, time.perf_counter_ns())
+        with self._record.timing("encode"):
+            left_out = self._left_out[start:end]
+            n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)
         return n_bytes
 
 

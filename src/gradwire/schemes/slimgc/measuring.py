@@ -238,8 +238,7 @@ class Measuring:
 
 def count_small_messages(n_bytes: int, record: BucketRecord, world_size: int) -> None:
     """Count an all-reduce of `n_bytes` that belongs to no gradient."""
-    record.count_sent(ring_bytes(n_bytes, world_size))
-    record.count_received(ring_bytes(n_bytes, world_size))
+    record.count_exchanged(ring_bytes(n_bytes, world_size))
 
 
 def _mean(rows: list[_Times], index: int) -> float:

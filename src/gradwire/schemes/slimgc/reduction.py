@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 
 import torch
 
@@ -96,26 +95,24 @@ class Reduction:
 
     def _reduce_compressed(self, bucket: Bucket, plan: Plan, facts: Facts) -> Rest | None:
         communicator, record, loss_scale = self._session.communicator, bucket.record, self._session.loss_scale()
-        started = time.perf_counter_ns()
-        source = self._source_in_place(bucket, plan, loss_scale)
-        bit_buf = self._fill_bit_buf(bucket, plan, loss_scale) if source is None else source.gradient
-        is_finite = (source is not None and _is_finite(bit_buf)) or all(
-            _is_finite(run.in_fused(bit_buf)) for run in plan.compressed_runs
-        )
-        fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
-        if not is_finite:  # all ranks will throw the exchange away: no codec has to know what to do with NaN
-            source, bit_buf = None, self._bit_buf(bucket, plan).zero_()
-        elif self.owner_step is not None:
-            bit_buf = self._bit_buf(bucket, plan)
-        record.add("encode", started, time.perf_counter_ns())
+        with record.timing("encode"):
+            source = self._source_in_place(bucket, plan, loss_scale)
+            bit_buf = self._fill_bit_buf(bucket, plan, loss_scale) if source is None else source.gradient
+            is_finite = (source is not None and _is_finite(bit_buf)) or all(
+                _is_finite(run.in_fused(bit_buf)) for run in plan.compressed_runs
+            )
+            fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
+            if not is_finite:  # all ranks will throw the exchange away: no codec has to know what to do with NaN
+                source, bit_buf = None, self._bit_buf(bucket, plan).zero_()
+            elif self.owner_step is not None:
+                bit_buf = self._bit_buf(bucket, plan)
         summed = communicator.start_all_reduce(fp_buf)
 
         @functools.cache
         def is_void() -> bool:
             """Whether a rank's gradient was not finite: the sum, and so the answer, is the same on all of them."""
-            started = time.perf_counter_ns()
-            communicator.finish(summed)
-            record.add("communicate", started, time.perf_counter_ns())
+            with record.timing("communicate"):
+                communicator.finish(summed)
             return bool(fp_buf[-1] != 0)
 
         left_out = self._feedback.room(bucket.index, plan.n_bit_buf)
@@ -124,8 +121,7 @@ class Reduction:
             bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source, is_void
         )
         n_bytes = ring_bytes(fp_buf.numel() * fp_buf.element_size(), communicator.world_size)
-        record.count_sent(n_bytes)
-        record.count_received(n_bytes)
+        record.count_exchanged(n_bytes)
         if is_void():
             finish_exchange()
             self._redo_plainly(bucket, plan)
@@ -139,14 +135,13 @@ class Reduction:
 
         def finish() -> None:
             finish_exchange()
-            started = time.perf_counter_ns()
-            if self._error_feedback:
-                self._stage(plan, None if is_in_place else bucket.buffer, left_out, loss_scale)
-            if self.owner_step is None and not is_in_place:
-                for run in plan.compressed_runs:
-                    run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
-            self._keep_mean(bucket, plan, bit_buf)
-            record.add("decode", started, time.perf_counter_ns())
+            with record.timing("decode"):
+                if self._error_feedback:
+                    self._stage(plan, None if is_in_place else bucket.buffer, left_out, loss_scale)
+                if self.owner_step is None and not is_in_place:
+                    for run in plan.compressed_runs:
+                        run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
+                self._keep_mean(bucket, plan, bit_buf)
 
         return Rest(finish)
 
@@ -277,10 +272,9 @@ class Reduction:
         loss_scale = self._session.loss_scale()
 
         def importance(start: int, end: int) -> torch.Tensor:
-            started = time.perf_counter_ns()
-            out = self._session.communicator.scratch("importance", end - start)
-            metric.write_window(plan.parameters, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
-            bucket.record.add("importance", started, time.perf_counter_ns())
+            with bucket.record.timing("importance"):
+                out = self._session.communicator.scratch("importance", end - start)
+                metric.write_window(plan.parameters, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
             return out
 
         return importance
@@ -293,8 +287,7 @@ class Reduction:
             buffer.copy_(values).mul_(1.0 / communicator.world_size)
             communicator.all_reduce(buffer)
             n_bytes = ring_bytes(n * values.element_size(), communicator.world_size)
-            record.count_sent(n_bytes)
-            record.count_received(n_bytes)
+            record.count_exchanged(n_bytes)
             return
         memory = communicator.scratch("probe", 8 * n).view(torch.float32)
         probed, left_out = memory[:n], memory[n:]

@@ -1,6 +1,6 @@
 """Error feedback: what compression left out of a gradient, kept for the next step. The one mechanism of all schemes.
 
-Keyed by parameter, never by bucket, because DDP rebuilds its buckets after the first step. New residuals are staged and
+Keyed by slot, never by bucket, because DDP rebuilds its buckets after the first step. New residuals are staged and
 take effect only at `commit`, so that a step with a non-finite gradient changes nothing.
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 
 
@@ -24,28 +25,28 @@ class Kept(NamedTuple):
 
 
 class Feedback:
-    """One residual for every parameter that has been compressed: float32, free of the loss scale.
+    """One residual for every slot that has been compressed: float32, free of the loss scale.
 
     Residuals are views of rooms, flat tensors that codecs write in their own sweep. Two rooms change places from step to
     step: what is staged never overwrites what counts, and nothing is allocated once warm.
     """
 
     def __init__(self) -> None:
-        self._current: dict[Tensor, Kept] = {}
-        self._staged: dict[Tensor, Kept | None] = {}  # None: the residual went out, nothing is left
+        self._current: dict[Slot, Kept] = {}
+        self._staged: dict[Slot, Kept | None] = {}  # None: the residual went out, nothing is left
         self._rooms: dict[Hashable, list[Tensor]] = {}
 
     # ---- what counts
 
-    def of(self, parameter: Tensor | None) -> Kept | None:
-        """The residual of `parameter`, if it has one."""
-        return None if parameter is None else self._current.get(parameter)
+    def of(self, slot: Slot | None) -> Kept | None:
+        """The residual of `slot`, if it has one."""
+        return None if slot is None else self._current.get(slot)
 
-    def lying_at(self, parameters: Sequence[Tensor], offsets: Sequence[int], n_elements: int) -> Tensor | None:
-        """(n_elements,) the room in which the residuals of all `parameters` lie at `offsets`, if they do."""
+    def lying_at(self, slots: Sequence[Slot], offsets: Sequence[int], n_elements: int) -> Tensor | None:
+        """(n_elements,) the room in which the residuals of all `slots` lie at `offsets`, if they do."""
         room: Tensor | None = None
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            kept = self._current.get(parameter)
+        for slot, offset in zip(slots, offsets, strict=True):
+            kept = self._current.get(slot)
             if kept is None or kept.scale != 1.0 or kept.values.storage_offset() != offset:
                 return None
             room = kept.values._base if room is None else room
@@ -56,17 +57,17 @@ class Feedback:
     def pair(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """(residual, unsent), each (n,) float32 and aligned with the bucket, to read and to write in one sweep.
 
-        What is written into `unsent` counts after `stage_bucket` and `commit`. Without parameters nothing is kept.
+        What is written into `unsent` counts after `stage_bucket` and `commit`. Without slots nothing is kept.
         """
-        n, key = bucket.n_elements, (bucket.layout_hash, *map(id, bucket.parameters))
-        residual = self.lying_at(bucket.parameters, bucket.offsets, n)
+        n, key = bucket.n_elements, (bucket.layout_hash, *bucket.slots)
+        residual = self.lying_at(bucket.slots, bucket.offsets, n)
         if residual is None:
             residual = self.room(key, n).zero_()
-            for parameter, (start, end) in zip(bucket.parameters, bucket.spans, strict=True):
-                old, part = self._current.get(parameter), residual[start:end]
+            for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
+                old, part = self._current.get(slot), residual[start:end]
                 if old is not None:
                     torch.div(old.values.view(-1), old.scale, out=part)
-                self._current[parameter] = Kept(part)
+                self._current[slot] = Kept(part)
         return residual, self.room(key, n, other_than=residual)
 
     # ---- what a step stages
@@ -79,7 +80,7 @@ class Feedback:
         free = next((room for room in rooms if room is not other_than and not self._holds(room, self._current)), None)
         if free is None:
             free = torch.zeros(n_elements, dtype=dtype)
-            self._rooms = {  # those of earlier layouts go as soon as no parameter lies in them
+            self._rooms = {  # those of earlier layouts go as soon as no slot lies in them
                 key: kept
                 for key, kept in self._rooms.items()
                 if any(self._holds(room, self._current) or self._holds(room, self._staged) for room in kept)
@@ -87,29 +88,29 @@ class Feedback:
         self._rooms[key] = [free, *(room for room in rooms if room is not free)][:2]
         return free
 
-    def stage(self, parameter: Tensor, unsent: Tensor | None, scale: float = 1.0) -> None:
+    def stage(self, slot: Slot, unsent: Tensor | None, scale: float = 1.0) -> None:
         """Keep `unsent` / `scale`, a view of a room, from the next `commit` on; None: nothing is left."""
-        self._staged[parameter] = None if unsent is None else Kept(unsent, scale)
+        self._staged[slot] = None if unsent is None else Kept(unsent, scale)
 
     def stage_bucket(self, bucket: Bucket, unsent: Tensor) -> None:
         """Keep what `unsent` of `pair` holds, from the next `commit` on."""
-        for parameter, (start, end) in zip(bucket.parameters, bucket.spans, strict=True):
-            self._staged[parameter] = Kept(unsent[start:end])
+        for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
+            self._staged[slot] = Kept(unsent[start:end])
 
-    def commit(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Make what was staged (for `parameters`, or for all) the residual."""
-        for parameter in list(self._staged) if parameters is None else parameters:
-            if parameter in self._staged:
-                staged = self._staged.pop(parameter)
+    def commit(self, slots: Iterable[Slot] | None = None) -> None:
+        """Make what was staged (for `slots`, or for all) the residual."""
+        for slot in list(self._staged) if slots is None else slots:
+            if slot in self._staged:
+                staged = self._staged.pop(slot)
                 if staged is None:
-                    self._current.pop(parameter, None)
+                    self._current.pop(slot, None)
                 else:
-                    self._current[parameter] = staged
+                    self._current[slot] = staged
 
-    def discard(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Forget what was staged in this step (for `parameters`, or for all)."""
-        for parameter in list(self._staged) if parameters is None else parameters:
-            self._staged.pop(parameter, None)
+    def discard(self, slots: Iterable[Slot] | None = None) -> None:
+        """Forget what was staged in this step (for `slots`, or for all)."""
+        for slot in list(self._staged) if slots is None else slots:
+            self._staged.pop(slot, None)
 
     def clear(self) -> None:
         """Forget everything: the model is let go."""
@@ -117,33 +118,33 @@ class Feedback:
 
     # ---- between steps
 
-    def state_by_name(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Copies of the residuals, by parameter name."""
+    def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+        """Copies of the residuals, by name."""
+        names = {slot: name for name, slot in slots.items()}
         return {
-            names[parameter]: kept.values.clone() if kept.scale == 1.0 else kept.values / kept.scale
-            for parameter, kept in self._current.items()
+            names[slot]: kept.values.clone() if kept.scale == 1.0 else kept.values / kept.scale
+            for slot, kept in self._current.items()
         }
 
-    def load_by_name(self, state: Mapping[str, Tensor], names: Mapping[Tensor, str]) -> None:
+    def load_by_name(self, state: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
         """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size)."""
-        parameters = {name: parameter for parameter, name in names.items()}
-        loaded: dict[Tensor, Kept] = {}
+        loaded: dict[Slot, Kept] = {}
         for name, residual in state.items():
-            parameter = parameters.get(name)
+            slot = slots.get(name)
             if not isinstance(residual, Tensor) or not residual.is_floating_point():
                 raise InvalidArgument(f"the checkpoint's residual for {name!r} is no tensor of floats")
-            if parameter is None or parameter.numel() != residual.numel():
-                has = "no such parameter" if parameter is None else f"{parameter.numel()} elements"
+            if slot is None or slot.numel() != residual.numel():
+                has = "no such parameter" if slot is None else f"{slot.numel()} elements"
                 raise InvalidArgument(
                     f"the checkpoint holds a residual of {residual.numel()} elements for {name!r}; it has {has}. "
                     "Load the checkpoint into the model that wrote it."
                 )
-            loaded[parameter] = Kept(residual.detach().clone().view(-1))
+            loaded[slot] = Kept(residual.detach().clone().view(-1))
         self.clear()
         self._current = loaded
 
     @staticmethod
-    def _holds(room: Tensor, kept: Mapping[Tensor, Kept | None]) -> bool:
+    def _holds(room: Tensor, kept: Mapping[Slot, Kept | None]) -> bool:
         return any(one is not None and one.values._base is room for one in list(kept.values()))
 
 

@@ -19,7 +19,7 @@ class Scheme(OptionalDuties, ABC):
     """One way to replace a bucket by its mean over the ranks.
 
     The life of a scheme: made with its options, `bind` once, then for every step `begin_step`, `reduce` once per
-    bucket and `end_step`; `state_dict` between steps; `close` at the end.
+    bucket, `end_buckets` and `end_step`; `state_dict` between steps; `close` at the end.
     """
 
     name: ClassVar[str]
@@ -49,15 +49,18 @@ class Scheme(OptionalDuties, ABC):
         self.session = session
         self.configuration_hash = hash_configuration(self.name, self.configuration)
 
+    def begin_step(self, step: int) -> None:
+        """Called on the training thread before the first bucket of a step, be it the scheme's own or not.
+
+        The step before may not have ended: its backward pass was given up half-way.
+        """
+
     @abstractmethod
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start replacing bucket.buffer by its mean over the ranks; the future is done when it is. Never blocks."""
 
-    def begin_step(self, step: int) -> None:
-        """Called on the lane before the first bucket of a step. By default there is nothing.
-
-        The step before may not have ended: its backward pass was given up half-way.
-        """
+    def end_buckets(self, step: int) -> None:
+        """Called on the training thread when the last bucket of a step has been handed over, not yet reduced."""
 
     def end_step(self, step: int) -> None:
         """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""

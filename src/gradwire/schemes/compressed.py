@@ -36,6 +36,9 @@ class Redoing(Scheme):
         self._n_redone = 0
 
     def begin_step(self, step: int) -> None:
+        self.session.communicator.submit(self._begin_on_lane)
+
+    def _begin_on_lane(self) -> None:
         """Nothing of a backward pass that was given up half-way may live on."""
         self.session.feedback.discard()
         self._is_step_finite = True
@@ -78,14 +81,14 @@ class Redoing(Scheme):
         return {"n_buckets_redone": self._n_redone}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": self.session.feedback.state_by_name(self.session.names)} if self.error_feedback else {}
+        return {"residuals": self.session.feedback.state_by_name(self.session.slots)} if self.error_feedback else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if self.error_feedback:
             if not isinstance(state.get("residuals"), dict):
                 raise InvalidArgument(f"this is not the state of scheme {self.name}: it lacks residuals")
-            self.session.feedback.load_by_name(state["residuals"], self.session.names)
+            self.session.feedback.load_by_name(state["residuals"], self.session.slots)
 
 
 class Compressed(Redoing):

@@ -117,8 +117,8 @@ class PowerSgdOverlap(PowerSgd):
 
     _previous: Work | None = None
 
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)
+    def _begin_on_lane(self) -> None:
+        super()._begin_on_lane()
         self._previous = None
 
     def _compress(self, works: list[Work], is_last: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
@@ -108,19 +109,17 @@ class LowRank(Scheme):
                 f'{communicator.world_size}; use factor_dtype="float32"'
             )
         super().bind(session)
-        self._plans = Plans(self._shape_of, lambda parameter: session.names.get(parameter))
+        self._plans = Plans(self._shape_of)
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)
 
-    def _shape_of(self, parameter: torch.Tensor) -> MatrixShape | None:
-        return matrix_shape(parameter, self.rank, self.min_compression_rate)
+    def _shape_of(self, slot: Slot) -> MatrixShape | None:
+        return matrix_shape(slot, self.rank, self.min_compression_rate)
 
     # ---- one bucket
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
         work = Work(bucket, torch.futures.Future())
-        if bucket.index == 0:
-            self._open.clear()  # of a backward pass that was given up half-way; nobody waits for those
         self._open.append(work)
 
         def fail_all_open(taken: torch.futures.Future) -> None:
@@ -153,6 +152,11 @@ class LowRank(Scheme):
             self._conclude()
 
     def begin_step(self, step: int) -> None:
+        # Nobody waits for those of a backward pass that was given up half-way; for the step before someone may.
+        self._open[:] = [other for other in self._open if other.bucket.step >= step - 1]
+        self.session.communicator.submit(self._begin_on_lane)
+
+    def _begin_on_lane(self) -> None:
         """Nothing of a backward pass that was given up half-way may live on."""
         self.session.feedback.discard()
         self._uncompressed.clear()
@@ -282,7 +286,7 @@ class LowRank(Scheme):
 
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
-        self._plans = Plans(self._shape_of, lambda _: None)
+        self._plans = Plans(self._shape_of)
         self.session.feedback.clear()
         self._works.clear()
         self._open.clear()
@@ -300,12 +304,12 @@ class LowRank(Scheme):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return states_by_name(self._plans.states, self.session.feedback, self.session.names, self._shape_of)
+        return states_by_name(self._plans.states, self.session.feedback, self.session.slots, self._shape_of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument (another model or rank, fields missing)."""
-        states = load_states(state, self.session.names, self._shape_of, self._sides_in(state))
-        self.session.feedback.load_by_name(state["residuals"], self.session.names)
+        states = load_states(state, self.session.slots, self._shape_of, self._sides_in(state))
+        self.session.feedback.load_by_name(state["residuals"], self.session.slots)
         self._plans.states.clear()
         self._plans.states.update(states)
         self._plans.forget_layouts()

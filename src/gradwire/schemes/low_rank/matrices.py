@@ -13,6 +13,7 @@ import torch
 from gradwire import _native
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, Kept, holds_nonzero
+from gradwire.core.slot import Slot
 
 
 class MatrixShape(NamedTuple):
@@ -27,7 +28,7 @@ class MatrixShape(NamedTuple):
         return self.n_rows * self.n_columns
 
 
-def matrix_shape(parameter: torch.Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
+def matrix_shape(parameter: Slot | torch.Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
     """The matrix that `parameter` is compressed as, or None if it travels as it is.
 
     The rate is n m / ((n + m) r): what both factors together save, as in PyTorch's powerSGD_hook.
@@ -81,10 +82,10 @@ class Group:
             `subtract_...` the new residual.
     """
 
-    def __init__(self, shape: MatrixShape, members: Sequence[tuple[torch.Tensor, int, str, MatrixState]]) -> None:
-        """`members`: parameter, offset in the bucket, key and state of each matrix."""
+    def __init__(self, shape: MatrixShape, members: Sequence[tuple[Slot, int, str, MatrixState]]) -> None:
+        """`members`: slot, offset in the bucket, key and state of each matrix."""
         self.shape = shape
-        self.parameters, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
+        self.slots, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
         n = len(members)
         self.p = torch.empty(n, shape.rank, shape.n_rows)
         self.q = torch.empty(n, shape.rank, shape.n_columns)
@@ -101,10 +102,10 @@ class Group:
         self._withheld.clear()
         self._loss_scale = loss_scale
         n_rows, n_columns = self.shape.n_rows, self.shape.n_columns
-        room = feedback.room(("matrices", *map(id, self.parameters)), len(self.parameters) * self.shape.n_elements)
+        room = feedback.room(("matrices", *self.slots), len(self.slots) * self.shape.n_elements)
         self.corrected = room.view(-1, n_rows, n_columns)
-        for i, parameter in enumerate(self.parameters):
-            gradient, corrected, kept = self.view_in(bucket.buffer, i), self.corrected[i], feedback.of(parameter)
+        for i, slot in enumerate(self.slots):
+            gradient, corrected, kept = self.view_in(bucket.buffer, i), self.corrected[i], feedback.of(slot)
             if kept is None:
                 corrected.copy_(gradient)
                 continue
@@ -126,7 +127,7 @@ class Group:
     def write_product(self, flat: torch.Tensor, q: torch.Tensor | None = None) -> None:
         """P Q^T of every matrix to where it lies in the bucket; `q` stands in for the group's own."""
         q = self.q if q is None else q
-        for i in range(len(self.parameters)):
+        for i in range(len(self.slots)):
             out = self.view_in(flat, i)
             product = out if out.dtype == torch.float32 else torch.empty(out.shape)
             _native.multiply_factors(self.p[i].view(-1), q[i].view(-1), self.shape.rank, False, product.view(-1))
@@ -135,7 +136,7 @@ class Group:
 
     def subtract_product(self, feedback: Feedback) -> None:
         """corrected -= P Q^T, which makes it the new residual against the factors as they stand; staged."""
-        for i in range(len(self.parameters)):
+        for i in range(len(self.slots)):
             _native.multiply_factors(
                 self.p[i].view(-1), self.q[i].view(-1), self.shape.rank, True, self.corrected[i].view(-1)
             )
@@ -143,7 +144,7 @@ class Group:
 
     def subtract_result(self, flat: torch.Tensor, feedback: Feedback) -> None:
         """corrected -= what lies in the bucket, which makes it the new residual against the aggregate; staged."""
-        for i in range(len(self.parameters)):
+        for i in range(len(self.slots)):
             self.corrected[i].sub_(self.view_in(flat, i))
         self._stage(feedback)
 
@@ -151,8 +152,8 @@ class Group:
         for i, kept in self._withheld:
             residual = kept.values.view(self.shape.n_rows, self.shape.n_columns)
             self.corrected[i].add_(residual, alpha=self._loss_scale / kept.scale)
-        for parameter, unsent in zip(self.parameters, self.corrected, strict=True):
-            feedback.stage(parameter, unsent, self._loss_scale)
+        for slot, unsent in zip(self.slots, self.corrected, strict=True):
+            feedback.stage(slot, unsent, self._loss_scale)
 
     def commit_factors(self, factors: torch.Tensor) -> None:
         """Make `factors` (k, rank, n) what comes in next."""

@@ -10,7 +10,7 @@ import torch
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, holds_nonzero
 from gradwire.core.session import Session
-from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.engine import Importance
 from gradwire.exchange.push_pull import Cut
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
@@ -172,8 +172,8 @@ class Reduction:
             return None
         has_residuals = self._holds_any(plan.compressed)
         residual = None
-        if has_residuals and len(plan.parameters) == len(plan.compressed):
-            residual = self._feedback.lying_at(plan.parameters, plan.offsets, plan.n_bit_buf)
+        if has_residuals and len(plan.slots) == len(plan.compressed):
+            residual = self._feedback.lying_at(plan.slots, plan.offsets, plan.n_bit_buf)
         if has_residuals and residual is None:
             return None
         bucket.wait_for_all()
@@ -192,8 +192,14 @@ class Reduction:
             mean = self._means[bucket.index] = torch.empty(n_own)
         if fused is not None:
             mean.copy_(fused[edges[rank] : edges[rank + 1]])
-        whole = tuple(span.parameter for span in plan.raw if span.parameter is not None)
-        cut = tuple((span.parameter, span.fused) for span in plan.compressed if span.parameter is not None)
+        whole = tuple(
+            span.slot.parameter for span in plan.raw if span.slot is not None and span.slot.parameter is not None
+        )
+        cut = tuple(
+            (span.slot.parameter, span.fused)
+            for span in plan.compressed
+            if span.slot is not None and span.slot.parameter is not None
+        )
         self.owner_step.keep(bucket.index, Owned(whole, cut, edges, mean))
 
     def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
@@ -232,11 +238,11 @@ class Reduction:
 
     def _holds_any(self, spans: tuple[Span, ...]) -> bool:
         """Whether a residual waits for one of these tensors."""
-        return any(self._feedback.of(span.parameter) is not None for span in spans)
+        return any(self._feedback.of(span.slot) is not None for span in spans)
 
     def _write_sum(self, span: Span, gradient: torch.Tensor, out: torch.Tensor, loss_scale: float) -> None:
         """out (n,) = gradient + residual x loss_scale; of an unused tensor the residual waits."""
-        kept = self._feedback.of(span.parameter)
+        kept = self._feedback.of(span.slot)
         if kept is None or not holds_nonzero(gradient):
             out.copy_(gradient)
         elif gradient.dtype == out.dtype == kept.values.dtype:
@@ -249,34 +255,28 @@ class Reduction:
         if loss_scale != 1.0:
             left_out.div_(loss_scale)
         for span in plan.compressed:
-            if span.parameter is None:
+            if span.slot is None:
                 continue
-            unsent, kept = span.in_fused(left_out), self._feedback.of(span.parameter)
+            unsent, kept = span.in_fused(left_out), self._feedback.of(span.slot)
             if bucket is not None and kept is not None and not holds_nonzero(span.in_bucket(bucket)):
                 unsent.add_(kept.values)
-            self._feedback.stage(span.parameter, unsent)
+            self._feedback.stage(span.slot, unsent)
 
     def _stage_flushed(self, spans: tuple[Span, ...], bucket: torch.Tensor) -> None:
         """The residuals of these tensors go out with their raw gradients; `bucket`: the gradients before that."""
         for span in spans:
-            if span.parameter is None or self._feedback.of(span.parameter) is None:
+            if span.slot is None or self._feedback.of(span.slot) is None:
                 continue
             if holds_nonzero(span.in_bucket(bucket)):
-                self._feedback.stage(span.parameter, None)
+                self._feedback.stage(span.slot, None)
 
     def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
-        """For a codec that weighs values by the optimizer: asked for windows of the fused buffer."""
+        """Of the fused buffer, for a codec that weighs values by the optimizer."""
         metric = self._metric
-        if metric is None or not plan.parameters:
+        if metric is None or not plan.slots:
             return None
-        loss_scale = self._session.loss_scale()
-
-        def importance(start: int, end: int) -> torch.Tensor:
-            with bucket.record.timing("importance"):
-                out = self._session.communicator.scratch("importance", end - start)
-                metric.write_window(plan.parameters, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
-            return out
-
+        with bucket.record.timing("importance"):
+            importance = metric.of_bucket(plan.slots, plan.offsets, self._session.loss_scale(), bucket.buffer.dtype)
         return importance
 
     def probe(self, values: torch.Tensor, is_compressed: bool, record: BucketRecord) -> None:
@@ -294,10 +294,7 @@ class Reduction:
         probed.copy_(values)
         cut = Cut([(0, n)], communicator.world_size, self._exchange.group_elements)
         facts = Facts(0, n, record.step & 0xFFFFFFFF, 0)
-        importance: Importance | None = None
-        if self._metric is not None:
-            zeros = communicator.scratch("importance", n).zero_()
-            importance = lambda start, end: zeros[start:end]  # noqa: E731
+        importance = None if self._metric is None else Importance([])
         self._exchange.mean(probed, left_out, cut, facts, record, importance)()
 
 

@@ -156,3 +156,28 @@ def test_state_comes_back_by_name_and_misfits_are_refused() -> None:
         with pytest.raises(InvalidArgument, match="Load the checkpoint into the model that wrote it"):
             other.load_by_name(misfit, slots)
     assert other.state_by_name(slots).keys() == state.keys()  # what it held is still there
+
+
+def test_buckets_that_are_laid_out_alike_keep_residuals_of_their_own() -> None:
+    first, second, feedback = parameters(), parameters(), Feedback()
+    buckets = [bucket_of(model, [torch.ones(size) for size in SIZES]) for model in (first, second)]
+    assert buckets[0].layout_hash == buckets[1].layout_hash
+    for step in range(4):
+        for number, bucket in enumerate(buckets):
+            residual, unsent = feedback.pair(bucket)
+            assert bool((residual == (10 * number + step - 1 if step else 0)).all())
+            unsent.fill_(10 * number + step)
+            feedback.stage_bucket(bucket, unsent)
+        feedback.commit()
+
+
+def test_what_is_staged_for_some_is_committed_for_these_alone_and_none_leaves_nothing() -> None:
+    (first, second, *_), feedback = map(slot_of, parameters()), Feedback()
+    for value, slot in enumerate((first, second)):
+        feedback.stage(slot, feedback.room(slot, slot.numel()).fill_(value + 1)[:])
+    feedback.commit([first])
+    assert feedback.of(first) is not None
+    assert feedback.of(second) is None
+    feedback.stage(first, None)
+    feedback.commit()
+    assert feedback.of(first) is None

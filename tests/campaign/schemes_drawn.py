@@ -46,7 +46,7 @@ _LISTED = [
     Variant("gcomp", {"importance": "none"}, near=True),
     Variant("gcomp", {"importance": "none", "topology": "direct", "chunk_elements": 1_000}, near=True),
     Variant("gcomp"),
-    Variant("gcomp", {"refresh_every": 2}),
+    Variant("gcomp", {"refresh_every": 3}),
     Variant("gcomp", {"importance": "uniform", "bits": 6}),
     Variant("truncate", {"bits": 5}),
     Variant("embedded-float", {"bits": 7}),

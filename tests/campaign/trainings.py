@@ -157,10 +157,6 @@ class _Run:
     def train(self) -> dict[str, Any]:
         hashes, gradients, residuals = [], [], [self._residuals()]
         for step in range(self.case["steps"]):
-            if "join" in self.features and step == 2:
-                with self.ddp.join():
-                    for extra in range(2 + self.rank):
-                        self._step(100 + extra)
             self._between(step)
             gradients.append(self._step(step))
             residuals.append(self._residuals())
@@ -170,6 +166,10 @@ class _Run:
                     first[:1] = torch.nextafter(first[:1], first[:1] + 1)
             if not self.variant.owns_step:
                 hashes.append(hash_parameters(self.ddp.module))
+        if "join" in self.features:  # at the end: torch makes the models equal then, but not the optimizers
+            with self.ddp.join():
+                for step in range(2 + self.rank):
+                    self._step(100 + step)
         if self.attachment is not None:
             self.attachment.close()
         hashes.append(hash_parameters(self.ddp.module))

@@ -11,9 +11,10 @@ import torch
 
 import ranks
 from gradwire import cli
+from gradwire.cli.train import parse_options
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch, Unsupported
-from gradwire.train import parse_options, to_command_line
 from gradwire.training import TrainConfig, TrainResult, checkpoints, train_rank
+from gradwire.training.launching import to_command_line
 
 # A busy machine needs its time: these are tests of results, and pytest's own time limit catches a hang.
 run_ranks = functools.partial(ranks.run_ranks, timeout_s=150)

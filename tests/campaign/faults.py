@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from campaign import models
-from campaign.findings import Refused, launch, require, require_equal
+from campaign.findings import Refused, hash_of, launch, require, require_equal
 from campaign.schemes_drawn import draw_variant, variant_of
-from gradwire.training.digest import hash_parameters
 from ranks import Outcome
 
 TIMEOUT_S = 6.0
@@ -166,9 +165,9 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
             continue
         step += 1
         if not variant.owns_step:
-            hashes.append(hash_parameters(ddp.module))
+            hashes.append(hash_of(ddp.module))
     attachment.close()
-    return {"hashes": [*hashes, hash_parameters(ddp.module)]}
+    return {"hashes": [*hashes, hash_of(ddp.module)]}
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, bad: bool = False) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 import gradwire
 from ranks import Outcome, try_ranks
@@ -54,6 +57,14 @@ def results_of(outcomes: list[Outcome]) -> list[Any]:
         require(outcome.error is None, f"rank {rank} raised:\n{outcome.traceback}")
         require(outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}")
     return [outcome.result for outcome in outcomes]
+
+
+def hash_of(model: torch.nn.Module) -> str:
+    """A fingerprint of all parameters' bits."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def require_equal(hashes: list[list[str]], what: str = "parameters") -> None:

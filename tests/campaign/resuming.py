@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from campaign import models
-from campaign.findings import launch, require, require_equal, results_of
+from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, variant_of
-from gradwire.training.digest import hash_parameters
 
 TAMPERINGS = (
     "drop a field",
@@ -122,7 +121,7 @@ class _Training:
     def end(self, said: str = "") -> dict[str, Any]:
         step = self.attachment.step
         self.attachment.close()
-        return {"hash": hash_parameters(self.ddp.module), "step": step, "said": said}
+        return {"hash": hash_of(self.ddp.module), "step": step, "said": said}
 
 
 def train_through(rank: int, world_size: int, case: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -15,9 +15,8 @@ import torch
 
 import gradwire
 from campaign import models, trainings
-from campaign.findings import launch, require, require_equal, results_of
+from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, variant_of
-from gradwire.training.digest import hash_parameters
 
 # What the allocator and torch's caches may still take in thousands of steps.
 MAX_GROWTH_BYTES = 6_000_000
@@ -69,7 +68,7 @@ def wear(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
                 first = holdings()
             _leak(case.get("plant"), hoard)
         attachment.close()
-    return {"first": first, "last": holdings(), "hash": hash_parameters(ddp.module)}
+    return {"first": first, "last": holdings(), "hash": hash_of(ddp.module)}
 
 
 def _leak(plant: str | None, hoard: list[Any]) -> None:

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from campaign import models
-from campaign.findings import launch, require, require_equal, results_of
+from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, variant_of
-from gradwire.training.digest import hash_parameters
 
 FEATURES = ("accumulate", "clip", "evaluate", "look", "schedule", "late group", "join", "switch", "close and go on")
 # What a scheme that owns the step serves; clipping is an option there, and join is refused.
@@ -165,14 +164,14 @@ class _Run:
                     first = next(self.ddp.parameters()).view(-1)
                     first[:1] = torch.nextafter(first[:1], first[:1] + 1)
             if not self.variant.owns_step:
-                hashes.append(hash_parameters(self.ddp.module))
+                hashes.append(hash_of(self.ddp.module))
         if "join" in self.features:  # at the end: torch makes the models equal then, but not the optimizers
             with self.ddp.join():
                 for step in range(2 + self.rank):
                     self._step(100 + step)
         if self.attachment is not None:
             self.attachment.close()
-        hashes.append(hash_parameters(self.ddp.module))
+        hashes.append(hash_of(self.ddp.module))
         return {"hashes": hashes, "gradients": gradients, "residuals": residuals}
 
     def _between(self, step: int) -> None:

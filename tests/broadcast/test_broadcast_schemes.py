@@ -53,6 +53,26 @@ def hash_of(ddp: nn.Module) -> str:
 # ---- the same on every rank
 
 
+def count_bytes(rank: int, world_size: int) -> list[int]:
+    ddp, optimizer, attachment = build(Broadcast(bits=8, blocks=THREE_BLOCKS))
+    counts = []
+    for step in range(8):
+        take_step(ddp, optimizer, rank, step)
+        if step % 2:
+            attachment.flush()
+            counts.append(attachment.stats()["bytes_sent"])
+    attachment.close()
+    return [*counts, attachment.stats()["bytes_sent"]]
+
+
+def test_every_byte_sent_is_in_the_totals_as_soon_as_the_steps_are_taken() -> None:
+    for counts in run_ranks(count_bytes, 2):
+        steps = {after - before for before, after in zip(counts[1:4], counts[2:4], strict=False)}
+        assert counts[0] >= max(steps), counts  # the first two steps lack nothing, and begin with a preamble
+        assert counts[4] == counts[3], counts
+        assert len(steps) == 1, counts
+
+
 def train_under_delays(rank: int, world_size: int) -> tuple[list[str], list[float]]:
     options: dict[str, Any] = {"topology": "ring"} if world_size == 3 else {}
     if world_size < 4:  # four ranks keep the ceiling that busy cores give them; fewer fill the network

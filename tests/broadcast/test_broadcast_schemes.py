@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import time
 from typing import Any
@@ -67,7 +68,7 @@ def count_bytes(rank: int, world_size: int) -> list[int]:
 
 def test_every_byte_sent_is_in_the_totals_as_soon_as_the_steps_are_taken() -> None:
     for counts in run_ranks(count_bytes, 2):
-        steps = {after - before for before, after in zip(counts[1:4], counts[2:4], strict=False)}
+        steps = {after - before for before, after in itertools.pairwise(counts[1:4])}
         assert counts[0] >= max(steps), counts  # the first two steps lack nothing, and begin with a preamble
         assert counts[4] == counts[3], counts
         assert len(steps) == 1, counts

@@ -15,7 +15,6 @@ from gradwire.doors.hook import HookState, ddp_hook
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes import Scheme
 from gradwire.telemetry.recorder import Recorder
-from gradwire.wire.communicator import DEFAULT_TIMEOUT_S
 
 
 class _Door:
@@ -101,7 +100,7 @@ def attach(
     scheme: Scheme | str,
     scaler: Any = None,
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     trace: bool = False,
 ) -> Attachment:
     """Let `scheme` reduce the gradients of `ddp`. Collective: every rank calls it, with the same arguments.
@@ -111,7 +110,7 @@ def attach(
         optimizer: the optimizer that steps its parameters; read, never changed.
         scheme: a Scheme, or a registry name such as "gcomp".
         scaler: the torch.amp.GradScaler, if the loss is scaled.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as the model's process group does).
         trace: keep single spans for a Chrome trace.
     Raises: Unsupported (not DDP, a wrapper or optimizer that is not supported), InvalidArgument.
     """

@@ -21,7 +21,7 @@ from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes import Scheme, by_name
 from gradwire.telemetry.recorder import Recorder
-from gradwire.wire.communicator import DEFAULT_TIMEOUT_S, Communicator
+from gradwire.wire.communicator import Communicator
 from gradwire.wire.preamble import compare_preambles
 
 
@@ -36,7 +36,7 @@ class HookState:
         optimizer: the optimizer; needed by schemes that read its state (gcomp with importance="paper").
         scaler: the GradScaler, if the loss is scaled.
         group: the process group that DDP uses (default: all ranks). Making a HookState is collective over it.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
         trace: keep single spans for a Chrome trace.
     Raises: InvalidArgument, Unsupported.
     """
@@ -48,7 +48,7 @@ class HookState:
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         group: dist.ProcessGroup | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = None,
         trace: bool = False,
     ) -> None:
         self.scheme = _free_scheme(scheme)
@@ -61,7 +61,7 @@ class HookState:
         self._layouts: set[tuple[int, int]] = set()  # bucket index and layout hash of what was compared
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._waiting_since_ns = 0
-        self._closed = False
+        self._closed = self._closed_by_all = False
         communicator = Communicator(group, timeout_s)
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
         self.session = Session(
@@ -230,7 +230,7 @@ class HookState:
         if self._closed:
             return
         self._closed = True
-        self.communicator.close()
+        self.communicator.close(self.step)
         try:
             self.scheme.close()
         except GradwireError:
@@ -243,10 +243,28 @@ class HookState:
             self.session = replace(self.session, optimizer=None, names={}, loss_scale=lambda: 1.0, module=None)
 
     def _all_reduce_as_ddp_does(self, ddp_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not self._closed_by_all:
+            try:
+                self.communicator.wait_until_all_have_closed()
+                self._closed_by_all = True
+            except GradwireError as error:
+                return self._fail_without_ddp(ddp_bucket.buffer(), error)
         buffer = ddp_bucket.buffer().mul_(1.0 / dist.get_world_size(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
+
+    def _fail_without_ddp(self, buffer: torch.Tensor, error: GradwireError) -> torch.futures.Future[torch.Tensor]:
+        """DDP's own all-reduce would wait for ranks that do not come: `error` instead, at the end of the backward pass."""
+
+        def raise_it() -> None:
+            raise error
+
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(raise_it))  # after DDP's own callback
+        unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        unchanged.set_result(buffer)
+        return unchanged
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

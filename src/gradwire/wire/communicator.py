@@ -20,6 +20,7 @@ import functools
 import hashlib
 import json
 import queue
+import re
 import threading
 import time
 import weakref
@@ -34,8 +35,8 @@ import torch.distributed as dist
 
 from gradwire import errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
+from gradwire.wire.closing import Closing
 
-DEFAULT_TIMEOUT_S = 120.0
 # Tags below 2**20 number the streams of point-to-point messages; this one is never sent on (see `_break_connections`).
 _SILENT_TAG = 1 << 20
 # A failing rank writes its note before it breaks its connections, so the note is there when the break is felt; the wait
@@ -64,15 +65,17 @@ class Communicator:
     Args:
         group: the ranks to talk to (default: all). gradwire makes a Gloo group of its own over the same ranks, so the
             constructor is collective: every rank of `group` calls it.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
     Raises: InvalidArgument (torch.distributed not initialised, timeout not positive), PeerLost (a rank did not come).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group('gloo') first"
             )
+        if timeout_s is None:
+            timeout_s = timeout_of(group)
         if not timeout_s > 0:
             raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
@@ -84,18 +87,21 @@ class Communicator:
         self._name = _name_group(members)
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
+        self._closing = Closing(self._store, self._name, self.rank, self.world_size)
+        self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
+        self._group: Any = None  # torch's annotations lack its collectives
         try:
             with self._naming_peer(None):
-                self._group: Any = dist.ProcessGroupGloo(  # torch's annotations lack its collectives
+                self._group = dist.ProcessGroupGloo(
                     dist.distributed_c10d.PrefixStore(self._name, self._store),
                     self.rank,
                     self.world_size,
                     timedelta(seconds=timeout_s),
                 )
         except PeerLost as error:
-            raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
+            lost = PeerLost(f"{error} Every rank of the model calls attach(): did this one come alone?")
+            raise self.fail(lost) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
-        self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
@@ -262,6 +268,8 @@ class Communicator:
             if failure is None:
                 failure = RankMismatch(f"rank {self.rank} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
+            if isinstance(failure, PeerLost):
+                failure = self._name_who_closed(failure)
             origin, note = self._exchange_notes(failure)
             if origin != self.rank:
                 cls = getattr(errors, note["type"], PeerLost)
@@ -272,6 +280,12 @@ class Communicator:
         self._break_connections()
         self._let_peers_read()
         return failure
+
+    def _name_who_closed(self, lost: PeerLost) -> PeerLost:
+        """`lost`, or a better one if peers have closed their ends while this rank goes on."""
+        better: list[PeerLost] = []
+        _try_for(_NOTE_WAIT_S, lambda: better.extend(self._closing.blame(lost)))
+        return better[0] if better else lost
 
     def _exchange_notes(self, failure: GradwireError) -> tuple[int, dict[str, str]]:
         """Leave a note unless a peer has left one before; returns the note that stands and the rank that wrote it."""
@@ -306,7 +320,7 @@ class Communicator:
         Gloo has no call for it, but a receive that times out closes the connections of its whole group; nothing is ever
         sent on the silent tag, so this one always does.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or self._group is None:
             return
         for twin in list(self._twins):
             twin._break_connections()
@@ -326,14 +340,23 @@ class Communicator:
         except (RuntimeError, ValueError) as error:
             whom = "its peers" if peer is None else f"rank {peer}"
             waited_s = time.monotonic() - started
-            what = "did not answer" if "imed out" in str(error) else "closed the connection"
+            what = "did not answer" if re.search("imed ?out|timeout", str(error)) else "closed the connection"
+            cure = " If it was only slow, pass attach(..., timeout_s=) more." if what == "did not answer" else ""
             raise PeerLost(
                 f"rank {self.rank} lost {whom}, which {what} (waited {waited_s:.1f} s, timeout_s={self.timeout_s:g}). "
-                f"Look at the output of {whom} for the cause, and restart from the last checkpoint. Backend: {error}"
+                f"Look at the output of {whom} for the cause, and restart from the last checkpoint.{cure} Backend: {error}"
             ) from error
 
-    def close(self) -> None:
-        """Finish the lane. Every rank calls it; safe to call twice."""
+    # ---- the end
+
+    def wait_until_all_have_closed(self) -> None:
+        """For a rank that has closed its end and goes on without gradwire. Raises: RankMismatch, PeerLost."""
+        self._closing.wait_for_all(self.timeout_s)
+
+    def close(self, step: int | None = None) -> None:
+        """Finish the lane. Every rank calls it; safe to call twice. `step`: told to peers that go on without this one."""
+        if step is not None:
+            _try_for(_NOTE_WAIT_S, lambda: self._closing.tell(step))
         self._closed = True
         _open_communicators.discard(self)
         if not self._lane.is_alive():
@@ -364,6 +387,15 @@ _open_communicators: set[Communicator] = set()
 def _abandon_lanes() -> None:
     for communicator in list(_open_communicators):
         communicator._abandon()
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> float:
+    """How long `group` (default: all ranks) waits by itself, in seconds."""
+    backends: Any = group if group is not None else dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # a group may serve only one of them
+            return float(backends._get_backend(torch.device(device)).options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds())
 
 
 def _try_for(limit_s: float, action: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
 from gradwire.doors import checkpoint
-from gradwire.doors.hook import HookState, ddp_hook
+from gradwire.doors.hook import Copied, HookState, ddp_hook
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes import Scheme
 from gradwire.telemetry.recorder import Recorder
@@ -22,6 +22,9 @@ class _Door:
 
     def __init__(self, state: HookState) -> None:
         self.state = state
+
+    def __reduce__(self) -> Any:
+        return (Copied, ())
 
 
 _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()

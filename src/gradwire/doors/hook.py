@@ -25,6 +25,10 @@ from gradwire.wire.communicator import Communicator
 from gradwire.wire.preamble import compare_preambles
 
 
+class Copied:
+    """What a copied or saved DDP model has in the place of its hook's state. DDP gives the copy no hook, so none asks."""
+
+
 class HookState:
     """What `ddp_hook` works with: `ddp.register_comm_hook(HookState(...), gradwire.ddp_hook)`.
 
@@ -67,7 +71,7 @@ class HookState:
         self.session = Session(
             communicator,
             self.recorder,
-            optimizer,
+            _unwrapped(optimizer),
             names_of(module),
             (lambda: 1.0) if scaler is None else (lambda: float(scaler.get_scale())),
             module,
@@ -80,6 +84,9 @@ class HookState:
             communicator.fail(error)  # the other ranks, which may have bound theirs, would wait for this one
             communicator.close()
             raise
+
+    def __reduce__(self) -> Any:
+        return (Copied, ())  # connections and threads stay with the model that they serve
 
     @property
     def closed(self) -> bool:
@@ -268,8 +275,22 @@ class HookState:
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook for `DistributedDataParallel.register_comm_hook(state, gradwire.ddp_hook)`."""
+    """The communication hook for `DistributedDataParallel.register_comm_hook(state, gradwire.ddp_hook)`.
+
+    Raises: InvalidArgument (`state` is no HookState).
+    """
+    if not isinstance(state, HookState):
+        raise InvalidArgument(
+            f"gradwire.ddp_hook needs a gradwire.HookState, got {type(state).__name__}: "
+            'ddp.register_comm_hook(gradwire.HookState("gcomp", module=ddp, optimizer=optimizer, group=...), gradwire.ddp_hook)'
+        )
     return state.reduce(bucket)
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer inside Accelerate's, which only hands calls through to it and has none of torch's hooks."""
+    is_wrapper = type(optimizer).__module__.partition(".")[0] == "accelerate"
+    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
 
 
 def _free_scheme(scheme: Scheme | str) -> Scheme:

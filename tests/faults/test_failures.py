@@ -249,7 +249,7 @@ def take_the_groups_timeout(rank: int, world_size: int) -> list[float]:
         gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "plain")
         for ddp in (DistributedDataParallel(model, process_group=group) for group in groups)
     ]
-    return [attachment._state.communicator.timeout_s for attachment in attachments]
+    return [attachment.communicator.timeout_s for attachment in attachments]
 
 
 def test_timeout_is_the_process_groups_own_unless_it_is_given() -> None:

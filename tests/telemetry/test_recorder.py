@@ -96,6 +96,28 @@ def test_steps_that_nobody_closes_close_by_themselves() -> None:
     assert recorder.totals()["bytes_sent"] == 400
 
 
+def test_totals_hold_what_was_sent_after_the_last_step_had_closed() -> None:
+    recorder = Recorder(rank=0, world_size=2)
+    early, late = recorder.open_bucket(0, 0, 4), recorder.open_bucket(0, 1, 8)
+    early.count_sent(4)
+    recorder.close_bucket(early)
+    recorder.close_step(0, 0)
+    late.count_sent(8)
+    late.count_received(5)
+    recorder.close_bucket(late)  # no step comes that would sum it up
+    early.count_sent(16)  # and a message that ended after its bucket
+    apart = recorder.open_apart()
+    apart.count_sent(32)
+    apart.count_received(64)
+    for _ in range(2):  # with the next step, and without
+        totals = recorder.totals()
+        assert totals["bytes_sent"] == 4 + 8 + 16 + 32
+        assert (totals["bytes_received"], totals["n_messages"]) == (5 + 64, 4)
+        assert (totals["n_buckets"], totals["original_bytes"]) == (2, 12)
+        recorder.close_step(1, 0)
+    assert sum(step.bytes_sent for step in recorder.steps) == 4 + 8
+
+
 def test_bucket_that_closes_late_counts_to_the_next_step() -> None:
     recorder = Recorder(rank=0, world_size=2)
     late = recorder.open_bucket(0, -1, 0)

@@ -19,6 +19,9 @@ _log = logging.getLogger("gradwire.telemetry")
 # The first four in the order of native/exchange/account.hpp.
 KINDS = ("encode", "decode", "communicate", "importance", "table", "wait")
 
+# What is summed up of buckets, for a step and for the totals.
+_SUMMED = ("original_bytes", "bytes_sent", "bytes_received", "n_messages")
+
 # A caller that never closes a step (a bare comm hook) must not make the recorder grow: older steps close by themselves.
 _MAX_OPEN_STEPS = 8
 # Reasons may hold numbers of their own; the counter of reasons stays bounded all the same.
@@ -42,6 +45,7 @@ class BucketRecord:
 
     __slots__ = (
         "_lock",
+        "_summed_into",
         "bucket",
         "busy_ns",
         "bytes_received",
@@ -70,6 +74,7 @@ class BucketRecord:
         self.started_ns = time.perf_counter_ns()
         self.ended_ns = 0
         self._lock = lock
+        self._summed_into: Counter[str] | None = None  # the totals that hold this bucket already
 
     def add(self, kind: str, start_ns: int, end_ns: int) -> None:
         """Count `end_ns - start_ns` (clock: `time.perf_counter_ns`) as time of `kind`, one of `KINDS`.
@@ -107,15 +112,20 @@ class BucketRecord:
             self.add(KINDS[kind], start_ns, end_ns)
 
     def count_sent(self, n_bytes: int) -> None:
-        """Count one message of `n_bytes`, headers included, that this rank sent."""
+        """Count one message of `n_bytes`, headers included, that this rank sent; after the step's end too."""
         with self._lock:
             self.bytes_sent += n_bytes
             self.n_messages += 1
+            if self._summed_into is not None:
+                self._summed_into["bytes_sent"] += n_bytes
+                self._summed_into["n_messages"] += 1
 
     def count_received(self, n_bytes: int) -> None:
         """Count `n_bytes`, headers included, that this rank received."""
         with self._lock:
             self.bytes_received += n_bytes
+            if self._summed_into is not None:
+                self._summed_into["bytes_received"] += n_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, plain values, times in seconds: the fields of a bucket's line in a JSONL log."""
@@ -254,6 +264,12 @@ class Recorder:
             self.close_step(oldest, 0)
         return BucketRecord(step, bucket, original_bytes, self.trace, self._lock)
 
+    def open_apart(self) -> BucketRecord:
+        """The record of traffic that belongs to no step: what it counts goes straight to the totals."""
+        record = BucketRecord(0, -1, 0, False, self._lock)
+        record._summed_into = self._totals
+        return record
+
     def close_bucket(self, record: BucketRecord) -> None:
         """End a bucket's record; it counts to its step, or to the next one to close if its own has closed already."""
         record.ended_ns = time.perf_counter_ns()
@@ -272,16 +288,11 @@ class Recorder:
             self._closed = [record for record in self._closed if record.step > step]
             first_ns = min((record.started_ns for record in buckets), default=now_ns)
             started_ns, self._last_step_ns = self._last_step_ns or first_ns, now_ns
-            original_bytes = sum(record.original_bytes for record in buckets)
+            sums = _sum(buckets)
             step_record = StepRecord(
                 step=step,
-                n_buckets=sum(record.bucket >= 0 for record in buckets),
-                original_bytes=original_bytes,
-                reference_bytes=2 * (self.world_size - 1) / self.world_size * original_bytes,
-                bytes_sent=sum(record.bytes_sent for record in buckets),
-                bytes_received=sum(record.bytes_received for record in buckets),
-                n_messages=sum(record.n_messages for record in buckets),
-                n_fallbacks=sum(len(record.fallbacks) for record in buckets),
+                **sums,
+                reference_bytes=2 * (self.world_size - 1) / self.world_size * sums["original_bytes"],
                 busy_ns={kind: sum(record.busy_ns[kind] for record in buckets) for kind in KINDS},
                 exposed_ns=exposed_ns,
                 iteration_ns=now_ns - started_ns,
@@ -300,9 +311,13 @@ class Recorder:
             return list(self._closed)
 
     def totals(self) -> dict[str, float | int]:
-        """Sums over all closed steps: counts, bytes, seconds, and the ratio of bytes sent to a plain ring's."""
+        """Sums over all closed steps: counts, bytes, seconds, and the ratio of bytes sent to a plain ring's.
+
+        Bytes and times of closed buckets that no step has summed up yet are in them: what ended after its step did.
+        """
         with self._lock:
             totals = Counter(self._totals)
+            totals.update(_sum(self._closed))
         reference_bytes = 2 * (self.world_size - 1) / self.world_size * totals["original_bytes"]
         result: dict[str, float | int] = {
             name: totals[name]
@@ -332,6 +347,7 @@ class Recorder:
         self._totals["exposed"] += step_record.exposed_ns
         self._totals["iteration"] += step_record.iteration_ns
         for record in buckets:
+            record._summed_into = self._totals
             for reason in record.fallbacks:
                 if reason in self.fallback_reasons or len(self.fallback_reasons) < _MAX_FALLBACK_REASONS:
                     self.fallback_reasons[reason] += 1
@@ -356,6 +372,14 @@ class Recorder:
 def _seconds_of(busy_ns: dict[str, int]) -> dict[str, float]:
     """The fields of a log's line: {"encode_s": ...}."""
     return {f"{kind}_s": ns / 1e9 for kind, ns in busy_ns.items()}
+
+
+def _sum(buckets: Sequence[BucketRecord]) -> dict[str, Any]:
+    return {
+        "n_buckets": sum(record.bucket >= 0 for record in buckets),
+        "n_fallbacks": sum(len(record.fallbacks) for record in buckets),
+        **{name: sum(getattr(record, name) for record in buckets) for name in _SUMMED},
+    }
 
 
 def _name(sink: Sink) -> str:

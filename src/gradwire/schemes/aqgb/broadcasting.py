@@ -82,7 +82,7 @@ class BlockBroadcast(DeferredScheme):
         self._values = [BlockValues(self._codec, slot, communicator.rank, world_size) for slot in self._slots]
         self._scratch = Scratch()
         self._round: Round | None = None
-        self._spare = session.recorder.open_bucket(0, -1, 0)
+        self._spare = session.recorder.open_apart()
         self._received_bytes, self._receiving_us = [0] * world_size, [0] * world_size
         self._failure = None
         if world_size > 1:

@@ -1,5 +1,5 @@
-// The one file that knows both Python and the core. Arguments arrive checked by gradwire's Python layer; every kernel
-// runs with the GIL released.
+// The Python module: what knows both Python and the core, with bindings_*.cpp, one for each family of formats.
+// Arguments arrive checked by gradwire's Python layer; every kernel runs with the GIL released.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

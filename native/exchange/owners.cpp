@@ -18,8 +18,7 @@ OwnersExchange::OwnersExchange(wire::Mesh& mesh, const Ticket& ticket, Ends& end
       world_(static_cast<std::size_t>(mesh.world_size())),
       rank_(static_cast<std::size_t>(mesh.rank())),
       n_rounds_(world_ == 1 ? 0 : *std::max_element(n_groups_.begin(), n_groups_.end())),
-      n_own_(n_rounds_ == 0 ? 0 : n_groups_[rank_]),
-      has_pull_(has_pull) {
+      n_own_(n_rounds_ == 0 ? 0 : n_groups_[rank_]) {
   if (n_rounds_ == 0) return;
   ahead_ = std::min(kGroupsAhead, n_rounds_ - 1);
   n_pulled_ahead_ =

@@ -56,7 +56,6 @@ class OwnersExchange {
   Ends& ends_;
   const std::vector<std::size_t> n_groups_;
   const std::size_t world_, rank_, n_rounds_, n_own_;
-  const bool has_pull_;
   std::size_t ahead_ = 0, n_pulled_ahead_ = 0, n_adopted_ = 0;
   std::vector<int> peers_;  // each rank begins with its right neighbour, so that not all send to the same one at once
   std::unique_ptr<Channel> pushes_, pulls_;

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs.quantised import bytes_of, check_room, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_room, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 
 __all__ = ["RandomStreams", "TruncatedFloat", "describe"]

@@ -10,11 +10,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
-from gradwire.doors.hook import HookState, ddp_hook
+from gradwire.doors.hook import Copied, HookState, ddp_hook
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
-from gradwire.wire.communicator import DEFAULT_TIMEOUT_S
 
 
 class _Door:
@@ -22,6 +21,9 @@ class _Door:
 
     def __init__(self, state: HookState) -> None:
         self.state = state
+
+    def __reduce__(self) -> Any:
+        return (Copied, ())
 
 
 _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
@@ -41,7 +43,7 @@ def attach(
     scheme: Scheme | str,
     scaler: Any = None,
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     trace: bool = False,
 ) -> Attachment:
     """Let `scheme` reduce the gradients of `ddp`. Collective: every rank calls it, with the same arguments.
@@ -51,7 +53,7 @@ def attach(
         optimizer: the optimizer that steps its parameters; read, never changed.
         scheme: a Scheme, or a registry name such as "gcomp".
         scaler: the torch.amp.GradScaler, if the loss is scaled.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as the model's process group does).
         trace: keep single spans for a Chrome trace.
     Raises: Unsupported (not DDP, a wrapper or optimizer that is not supported), InvalidArgument.
     """

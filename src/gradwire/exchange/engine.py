@@ -15,7 +15,7 @@ import torch
 
 from gradwire import _native
 from gradwire.codecs import Codec
-from gradwire.codecs.quantised import bytes_of, dtype_code
+from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.exchange.parts import CHUNK_ELEMENTS, Parts
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator

@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 from gradwire import _native, errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
-from gradwire.wire.groups import name_group, ranks_of
+from gradwire.wire.closing import Closing
+from gradwire.wire.groups import name_group, ranks_of, timeout_of
 from gradwire.wire.rendezvous import Rendezvous
 
-DEFAULT_TIMEOUT_S = 120.0
 # Of a receive that nothing answers (see `_break_connections`).
 _SILENT_TAG = 1 << 20
 # A failing rank writes its note before it breaks its connections, so the note is there when the break is felt; the wait
@@ -64,18 +64,18 @@ class Communicator:
     Args:
         group: the ranks to talk to, as a process group or a list of global ranks (default: all). gradwire makes a Gloo
             group of its own over the same ranks, so the constructor is collective: every rank of `group` calls it.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
     Raises: InvalidArgument (torch.distributed not initialised, timeout not positive, not a group of this rank), PeerLost
         (a rank did not come).
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | Sequence[int] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | Sequence[int] | None = None, timeout_s: float | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group('gloo') first"
             )
+        if timeout_s is None:
+            timeout_s = timeout_of(group)
         if not timeout_s > 0:
             raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
@@ -86,6 +86,7 @@ class Communicator:
         self._name = name_group(members)
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
+        self.closing = Closing(self._store, self._name, self.rank, self.world_size)
         self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._mesh: _native.Mesh | None = None
         self._group: Any = None  # as long as it is being made, there are no connections to break
@@ -98,7 +99,8 @@ class Communicator:
                     timedelta(seconds=timeout_s),
                 )
         except PeerLost as error:
-            raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
+            lost = PeerLost(f"{error} Every rank of the model calls attach(): did this one come alone?")
+            raise self.fail(lost) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -265,6 +267,8 @@ class Communicator:
             if failure is None:
                 failure = RankMismatch(f"rank {self.rank} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
+            if isinstance(failure, PeerLost):
+                failure = self._name_who_closed(failure)
             origin, note = self._exchange_notes(failure)
             if origin != self.rank:
                 cls = getattr(errors, note["type"], PeerLost)
@@ -275,6 +279,12 @@ class Communicator:
         self._break_connections()
         self._let_peers_read()
         return failure
+
+    def _name_who_closed(self, lost: PeerLost) -> PeerLost:
+        """`lost`, or a better one if peers have closed their ends while this rank goes on."""
+        better: list[PeerLost] = []
+        _try_for(_NOTE_WAIT_S, lambda: better.extend(self.closing.blame(lost)))
+        return better[0] if better else lost
 
     def _exchange_notes(self, failure: GradwireError) -> tuple[int, dict[str, str]]:
         """Leave a note unless a peer has left one before; returns the note that stands and the rank that wrote it."""
@@ -330,15 +340,19 @@ class Communicator:
             raise
         except (RuntimeError, ValueError) as error:
             waited_s = time.monotonic() - started
-            what = "did not answer" if "imed out" in str(error) else "closed the connection"
+            was_slow = "imed out" in str(error) or "timeout" in str(error)
+            what = "did not answer" if was_slow else "closed the connection"
+            cure = " If it was only slow, pass attach(..., timeout_s=) more." if was_slow else ""
             raise PeerLost(
                 f"rank {self.rank} lost its peers, one of which {what} (waited {waited_s:.1f} s, "
                 f"timeout_s={self.timeout_s:g}). Look at their output for the cause, and restart from the last "
-                f"checkpoint. Backend: {error}"
+                f"checkpoint.{cure} Backend: {error}"
             ) from error
 
-    def close(self) -> None:
-        """Finish the lane. Every rank calls it; safe to call twice."""
+    def close(self, step: int | None = None) -> None:
+        """Finish the lane. Every rank calls it; safe to call twice. `step`: told to peers that go on without this one."""
+        if step is not None:
+            _try_for(_NOTE_WAIT_S, lambda: self.closing.tell(step))
         self._closed = True
         _open_communicators.discard(self)
         if not self._lane.is_alive():

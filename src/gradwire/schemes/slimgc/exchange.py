@@ -6,7 +6,6 @@ an owner, or, at the owner, the sum; in the ring, the partial sum that it hands 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -140,32 +139,29 @@ class _ServerEnds(Ends):
         if self._is_void():
             return
         start, end, sizes = self._cut.groups[part][group]
-        started = time.perf_counter_ns()
-        pieces.decode(self._pull_codec, message, sizes, self._values[start:end], self._world_size)
-        self._record.add("decode", started, time.perf_counter_ns())
+        with self._record.timing("decode"):
+            pieces.decode(self._pull_codec, message, sizes, self._values[start:end], self._world_size)
 
     # ---- as the server of its own part
 
     def add_pushed(self, source: int, group: int, message: torch.Tensor) -> None:
         start, end, sizes = self._cut.groups[self._rank][group]
         total = self._total[: end - start]
-        started = time.perf_counter_ns()
-        if source == 0:
-            pieces.decode(self._codec, message, sizes, total)
-        else:
-            pieces.add(self._codec, message, sizes, total, self._decoded[: end - start])
-        self._record.add("decode", started, time.perf_counter_ns())
+        with self._record.timing("decode"):
+            if source == 0:
+                pieces.decode(self._codec, message, sizes, total)
+            else:
+                pieces.add(self._codec, message, sizes, total, self._decoded[: end - start])
 
     def add_own(self, group: int) -> None:
         start, end, _ = self._cut.groups[self._rank][group]
         total = self._total[: end - start]
-        started = time.perf_counter_ns()
-        # Its own values never leave this rank, so they stay exact; what was left out of them is in the sum.
-        own, residual = self._source_of(start, end)
-        if residual is not None:
-            own = torch.add(own, residual, out=self._decoded[: end - start])
-        total.copy_(own) if self._rank == 0 else total.add_(own)
-        self._record.add("decode", started, time.perf_counter_ns())
+        with self._record.timing("decode"):
+            # Its own values never leave this rank, so they stay exact; what was left out of them is in the sum.
+            own, residual = self._source_of(start, end)
+            if residual is not None:
+                own = torch.add(own, residual, out=self._decoded[: end - start])
+            total.copy_(own) if self._rank == 0 else total.add_(own)
 
     def encode_pull(self, group: int, out: torch.Tensor) -> int:
         pulled = self._cut.groups[self._rank][group]
@@ -191,10 +187,9 @@ class _ServerEnds(Ends):
         if self._importance is not None:
             importance = self._scratch("importance", end - start).zero_()
             self._importance.write(start, importance)
-        started = time.perf_counter_ns()
-        left_out = self._left_out[start:end]
-        n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)
-        self._record.add("encode", started, time.perf_counter_ns())
+        with self._record.timing("encode"):
+            left_out = self._left_out[start:end]
+            n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)
         return n_bytes
 
 

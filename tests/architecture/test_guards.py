@@ -54,7 +54,6 @@ CLASSES_NAMED_TWICE: set[str] = {
     "GComp",
     "Group",
     "Measurement",
-    "Measuring",
     "Network",
     "OneBit",
     "Plan",
@@ -79,28 +78,7 @@ LONG_CONSTRUCTORS: set[str] = {
     "schemes/homomorphic/scheme.py:Homomorphic",
     "schemes/slimgc/scheme.py:SlimGC",
 }
-ARGPARSE_OUTSIDE_COMMANDS: set[str] = {
-    "bench/acp_figures.py",
-    "bench/adaptation.py",
-    "bench/allreduce.py",
-    "bench/aqgb_accuracy.py",
-    "bench/codec.py",
-    "bench/compression_cost.py",
-    "bench/convergence.py",
-    "bench/dump_gradients.py",
-    "bench/fidelity.py",
-    "bench/gcomp_figures.py",
-    "bench/launching.py",
-    "bench/paired_trainings.py",
-    "bench/simulator.py",
-    "bench/sketch.py",
-    "bench/slimgc_accuracy.py",
-    "bench/slimgc_speed.py",
-    "bench/sweep.py",
-    "bench/tfp_figures.py",
-    "bench/train.py",
-    "report/__init__.py",
-}
+ARGPARSE_OUTSIDE_COMMANDS: set[str] = set()
 CLOCKS_ELSEWHERE: set[str] = {
     "doors/hook.py",
     "exchange/aggregators/process_group.py",

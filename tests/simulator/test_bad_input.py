@@ -133,7 +133,7 @@ def test_a_scheme_measured_at_several_worlds_keeps_its_shape() -> None:
 @pytest.mark.parametrize("name", live.names())
 def test_every_registered_scheme_is_simulated_or_says_how_it_will_be(name: str) -> None:
     if name not in registry.names():
-        with pytest.raises(InvalidArgument, match="gradwire bench simulator --measure"):
+        with pytest.raises(InvalidArgument, match="gradwire bench run simulator-sizes"):
             registry.by_name(name)
         return
     metrics = Simulation(Setting(PAPER, 4, 1e9), registry.by_name(name)).run(rounds=2)

@@ -41,10 +41,7 @@ UPWARD_ARROWS = {
 }
 
 # Imports for annotations alone that close a circle.
-ARROWS_IN_A_CIRCLE = {
-    ("simulator/metrics.py", "simulator/simulation.py"),
-    ("simulator/schemes/base.py", "simulator/simulation.py"),
-}
+ARROWS_IN_A_CIRCLE: set[tuple[str, str]] = set()
 
 CLASSES_NAMED_TWICE: set[str] = {
     "Aqgb",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench.measures import Call, reality
-from gradwire.bench.measures.simulator_blocks import block_workload, bucket_workload
-from gradwire.bench.measures.simulator_predictions import predict, rate_with_cores
 from gradwire.errors import InvalidArgument
+from gradwire.simulator.predictions import predict, rate_with_cores
+from gradwire.simulator.replayed import block_workload, bucket_workload
 from gradwire.simulator.schemes.measured import MeasuredTable
 
 STEP_MS = 60.0

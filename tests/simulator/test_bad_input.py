@@ -14,7 +14,8 @@ from gradwire.simulator.bandwidth import make_trace, parse_trace
 from gradwire.simulator.jitter import Stragglers, Uniform
 from gradwire.simulator.schemes import registry
 from gradwire.simulator.schemes.measured import MeasuredTable, Measurement, fit
-from gradwire.simulator.simulation import Setting, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Setting
 from gradwire.simulator.trace import write_trace
 
 PAPER = workloads.by_name("resnet50-4blocks")

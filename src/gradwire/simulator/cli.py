@@ -24,7 +24,7 @@ from gradwire.simulator.jitter import Jitter, Stragglers, Uniform
 from gradwire.simulator.runs import Run
 from gradwire.simulator.schemes import registry
 from gradwire.simulator.schemes.measured import MeasuredTable
-from gradwire.simulator.simulation import Setting
+from gradwire.simulator.stage import Setting
 from gradwire.simulator.trace import write_trace
 
 _JITTERS = ("common", "per-worker", "stragglers", "none")

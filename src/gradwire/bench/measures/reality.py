@@ -7,11 +7,11 @@ from typing import Any
 
 from gradwire.bench.measures import Call
 from gradwire.bench.measures.commands import run_command, train
-from gradwire.bench.measures.simulator_predictions import predict
 from gradwire.registry import parse_spec
 from gradwire.results.experiment import Cell
 from gradwire.results.records import write_text
 from gradwire.results.store import Record
+from gradwire.simulator.predictions import predict
 from gradwire.simulator.schemes.measured import FORMAT, TABLE, MeasuredTable
 
 # A reduction of so few bytes takes its hops' latency and nothing else; by a scheme of each kind of lane.

@@ -13,7 +13,7 @@ from gradwire.simulator import workloads
 from gradwire.simulator.bandwidth import make_trace
 from gradwire.simulator.jitter import Jitter, Stragglers, Uniform
 from gradwire.simulator.runs import Run
-from gradwire.simulator.simulation import Setting
+from gradwire.simulator.stage import Setting
 
 # What the paper measured on real training (AQGB's Table 2): rounds to converge of full precision over the scheme's.
 _CONVERGENCE = {"broadcast-32": 1.0, "broadcast-4": 0.76, "aqgb": 0.97, "plain": 1.0}

@@ -6,15 +6,16 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from gradwire.bench.measures.simulator_blocks import block_workload, bucket_workload
 from gradwire.registry import parse_spec
 from gradwire.simulator.jitter import Uniform
+from gradwire.simulator.replayed import block_workload, bucket_workload
 from gradwire.simulator.schemes.aqgb import Aqgb
 from gradwire.simulator.schemes.base import Scheme
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
 from gradwire.simulator.schemes.collective import Collective, Cost
 from gradwire.simulator.schemes.measured import lane_of
-from gradwire.simulator.simulation import Setting, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Setting
 
 Record = dict[str, Any]
 

@@ -24,7 +24,9 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
     ranks = int(call.get("ranks"))
     events = [f"{second}:rate:{rank}={rate}" for second, rate in call.get("at").items() for rank in range(ranks)]
     lab = to_words({"ranks": ranks, "rate": call.get("rate")})
-    train = to_words({name: call.get(name) for name in ("scheme", "workload", "steps", "bucket_mb")} | {"out": out})
+    train = to_words(
+        {name: call.get(name) for name in ("workload", "steps", "bucket_mb")} | {"scheme": cell["scheme"], "out": out}
+    )
     words = [
         *lab,
         *(word for event in events for word in ("--at", event)),

@@ -38,8 +38,9 @@ def allreduce(call: Call) -> list[tuple[Cell, Record]]:
     if "gradients" in arguments:
         arguments["gradients"] = str(gradient_file(str(arguments["gradients"]), call.folder))
     records = run_command("allreduce", arguments, call)
-    places = [(size, scheme) for size in call.values("n_bytes") for scheme in call.values("scheme")]
-    cells = {(cell["n_bytes"], cell["scheme"]): cell for cell in call.cells}
+    sizes = call.values("n_bytes") if "n_bytes" in axes else [call.get("n_bytes")]
+    places = [(size, scheme) for size in sizes for scheme in call.values("scheme")]
+    cells = {(cell.get("n_bytes", sizes[0]), cell["scheme"]): cell for cell in call.cells}
     return [(cells[place], record) for place, record in zip(places, records, strict=True)]
 
 

@@ -41,7 +41,7 @@ lint: setup
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 bench: setup
-	$(BIN)/gradwire bench sweep --quick $(BENCH_ARGS)
+	$(BIN)/gradwire bench run --quick $(BENCH_ARGS)
 
 format: setup
 	$(BIN)/ruff check --fix $(SOURCES)

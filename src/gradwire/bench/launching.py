@@ -15,24 +15,9 @@ from gradwire.errors import InvalidArgument
 from gradwire.ranks.launch import start_ranks
 from gradwire.ranks.supervisor import end_on_signals
 from gradwire.registry import parse_spec
-from gradwire.results.console import tell_ranks_the_width
 from gradwire.results.records import RecordLog, write_csv, write_json
 
 DEFAULT_RANKS = 4
-
-
-def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say where the ranks run and where results go; the same in every benchmark with ranks."""
-    parser.add_argument("--ranks", type=int, metavar="N", help=f"ranks to start on this machine ({DEFAULT_RANKS})")
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        metavar="RATE",
-        help="link rates to measure at, one run each: 100mbit, 1gbit, none (default); R,R,R,S gives each rank its own",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
-    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # JSONL of records, from rank 0 to its launcher
 
 
 def is_rank() -> bool:
@@ -59,7 +44,6 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
 
     Raises: PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
     """
-    tell_ranks_the_width()
     rates: Sequence[str] = args.rate or ["none"]
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")

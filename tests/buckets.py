@@ -20,7 +20,7 @@ class Driver:
         self, scheme: Scheme, parameters: Sequence[torch.Tensor], bucket_sizes: Sequence[int] | None = None
     ) -> None:
         self.scheme = scheme
-        self.communicator = Communicator(timeout_s=20)
+        self.communicator = Communicator(timeout_s=100)
         self.recorder = Recorder(self.communicator.rank, self.communicator.world_size)
         self.parameters = list(parameters)
         self.loss_scale = 1.0

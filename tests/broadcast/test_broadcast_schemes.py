@@ -29,7 +29,7 @@ def build(scheme: Scheme | None, seed: int = 1, dtype: torch.dtype = torch.float
     model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20) if scheme else None
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100) if scheme else None
     return ddp, optimizer, attachment
 
 

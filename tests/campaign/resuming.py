@@ -133,23 +133,25 @@ def train_through(rank: int, world_size: int, case: dict[str, Any], folder: str)
 
 
 def resume(rank: int, world_size: int, case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """In fresh processes. Where the case asks for it, a tampered state is tried before."""
+    """In fresh processes. Where the case asks for it, a tampered state is offered too."""
     training = _Training(rank, world_size, case)
     raw = (Path(folder) / f"{rank}.pt").read_bytes()
     saved = torch.load(io.BytesIO(raw), weights_only=True)
     if case.get("plant") == "stale":
         first = next(iter(saved["model"].values())).view(-1)
         first[:1] = torch.nextafter(first[:1], first[:1] + 1)
+    training.load(saved)
     said = ""
     if case["mode"] == "tampered":
         said = _try_tampered(training, case, raw)
-    training.load(saved)
+        if said == "accepted":  # what was tampered with may count; a refusal must have changed nothing
+            training.attachment.load_state_dict(torch.load(io.BytesIO(raw), weights_only=True)["gradwire"])
     training.train(case["n_before"], case["n_steps"])
     return training.end(said)
 
 
 def _try_tampered(training: _Training, case: dict[str, Any], raw: bytes) -> str:
-    """What was said to a tampered state; then everything is as it was. Raises: Found."""
+    """What was said to a tampered state."""
     tampering, draw = case["tampering"], random.Random(case["draw"])
     if tampering in ("flip bytes", "cut off"):
         broken = bytearray(raw)

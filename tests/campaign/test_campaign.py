@@ -73,6 +73,7 @@ def test_the_same_case_passes_without_the_fault(kind: str, drawn: dict[str, Any]
 
 def test_rank_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("campaign.faults.GRACE_S", -2.0)
+    monkeypatch.setattr("ranks.patience", lambda: 1.0)
     record = run_case("faults", {**_FAULT, "plant": "hang"})
     assert record["verdict"] == "failed"
     assert "a rank hangs" in record["found"]

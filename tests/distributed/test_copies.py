@@ -41,12 +41,12 @@ def copy_models(rank: int, world_size: int) -> None:
         for twin in twins:  # a copy trains by itself, and with an attachment of its own
             twin_optimizer = sgd(twin)
             take_step(twin, twin_optimizer, next(batches(rank)))
-            again = gradwire.attach(twin, twin_optimizer, scheme, timeout_s=20)
+            again = gradwire.attach(twin, twin_optimizer, scheme, timeout_s=100)
             for batch in batches(rank, 3):
                 take_step(twin, twin_optimizer, batch)
             assert agree(rank, finish(twin, again)), scheme
     hooked = wrap(build_model())
-    state = gradwire.HookState("plain", timeout_s=20)
+    state = gradwire.HookState("plain", timeout_s=100)
     hooked.register_comm_hook(state, gradwire.ddp_hook)
     assert saved_and_loaded(copy.deepcopy(hooked)).module is not hooked.module
     state.close()
@@ -80,7 +80,7 @@ class HandedThrough(torch.optim.Optimizer):
 def train_wrapped(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     with pytest.raises(gradwire.Unsupported, match=r"attach the optimizer inside it \(AdamW\)"):
-        gradwire.attach(ddp, HandedThrough(adamw(ddp)), "broadcast", timeout_s=20)
+        gradwire.attach(ddp, HandedThrough(adamw(ddp)), "broadcast", timeout_s=100)
     HandedThrough.__module__ = "accelerate.optimizer"
     for scheme in ("gcomp", "broadcast", "acp-sgd"):
         ends = []

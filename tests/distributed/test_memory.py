@@ -148,7 +148,7 @@ def test_thousand_steps_do_not_grow() -> None:
 
 
 def fixed_memory(rank: int, world_size: int) -> int:
-    communicator = Communicator(timeout_s=20)
+    communicator = Communicator(timeout_s=100)
     first = communicator.scratch("a", 1_000).data_ptr()
     assert communicator.scratch("a", 500).data_ptr() == first
     assert communicator.scratch("a", 1_000).data_ptr() == first

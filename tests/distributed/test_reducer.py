@@ -35,7 +35,7 @@ def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 def plain_means(rank: int, world_size: int) -> None:
     # 4 KB: several buckets, and one of another dtype between them.
-    reducer = gradwire.Reducer("plain", bucket_mb=4 / 1024, timeout_s=20)
+    reducer = gradwire.Reducer("plain", bucket_mb=4 / 1024, timeout_s=100)
     tensors = draw(rank, 0) | {"half": torch.randn(7).bfloat16(), "transposed": torch.randn(4, 6).t()}
     expected = {name: tensor.clone() / world_size for name, tensor in tensors.items()}
     for tensor in expected.values():
@@ -49,7 +49,7 @@ def plain_means(rank: int, world_size: int) -> None:
     assert reducer.step == 1
     assert reducer.stats()["n_buckets"] >= 3
     reducer.close()
-    total = gradwire.Reducer("plain", op="sum", timeout_s=20)
+    total = gradwire.Reducer("plain", op="sum", timeout_s=100)
     tensor = torch.full((5,), float(rank + 1))
     total.all_reduce({"x": tensor}).wait()
     assert tensor.tolist() == [world_size * (world_size + 1) / 2] * 5
@@ -63,7 +63,7 @@ def test_plain_gives_the_bits_of_all_reduce() -> None:
 def work_in_flight(rank: int, world_size: int, names: list[str]) -> None:
     """Equal bits on all ranks, two calls under way at once, and a resumed run that goes on with the same bits."""
     for name in names:
-        reducer = gradwire.Reducer(make(name), bucket_mb=4 / 1024, timeout_s=20)
+        reducer = gradwire.Reducer(make(name), bucket_mb=4 / 1024, timeout_s=100)
         reducer.all_reduce(draw(rank, 0)).wait()
         first, second = draw(rank, 1), draw(rank, 2)
         works = [reducer.all_reduce(first), reducer.all_reduce(second)]
@@ -79,7 +79,7 @@ def work_in_flight(rank: int, world_size: int, names: list[str]) -> None:
         reducer.all_reduce(went_on).wait()
         reducer.close()
 
-        resumed = gradwire.Reducer(make(name), names=draw(rank, 0), bucket_mb=4 / 1024, timeout_s=20)
+        resumed = gradwire.Reducer(make(name), names=draw(rank, 0), bucket_mb=4 / 1024, timeout_s=100)
         resumed.load_state_dict(saved)
         again = draw(rank, 3)
         resumed.all_reduce(again).wait()
@@ -93,7 +93,7 @@ def test_every_reducing_scheme_takes_named_tensors(world_size: int) -> None:
 
 
 def conserve(rank: int, world_size: int) -> None:
-    reducer = gradwire.Reducer("one-bit", timeout_s=20)
+    reducer = gradwire.Reducer("one-bit", timeout_s=100)
     given = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     sent = copy.deepcopy(given)
     for step in range(6):
@@ -142,7 +142,7 @@ def test_misuse_is_named_on_all_ranks() -> None:
 
 def some_ranks(rank: int, world_size: int) -> None:
     mine = [0, 2] if rank % 2 == 0 else [1, 3]
-    reducer = gradwire.Reducer("plain", group=mine, timeout_s=20)
+    reducer = gradwire.Reducer("plain", group=mine, timeout_s=100)
     tensor = torch.full((3,), float(rank))
     reducer.all_reduce({"x": tensor}).wait()
     assert tensor.tolist() == [sum(mine) / 2] * 3

@@ -65,7 +65,7 @@ def reduce_staged(rank: int, world_size: int) -> None:
         schemes = [SlimGC("one-bit", threshold_bytes=threshold) for _ in range(2)]
         device = LateDevice()
         staging = HostStaging(device)
-        communicators = [Communicator(timeout_s=20) for _ in schemes]
+        communicators = [Communicator(timeout_s=100) for _ in schemes]
         for scheme, communicator in zip(schemes, communicators, strict=True):
             slots = slots_by_name({str(i): p for i, p in enumerate(parameters)})
             scheme.bind(Session(communicator, Recorder(rank, world_size), None, slots, lambda: 1.0))

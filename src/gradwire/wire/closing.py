@@ -44,12 +44,15 @@ class Closing:
         """
         deadline = time.monotonic() + timeout_s
         alone = f"this rank closed its attachment at step {self._step}, the others did not"
-        while not self._store.check([self._key(rank) for rank in range(self._world_size)]):
-            if self._store.check([self._name + "/failure"]):
-                raise RankMismatch(f"{alone}: {_CURE}")
-            if time.monotonic() > deadline:
-                raise PeerLost(f"{alone}, and none has said anything for {timeout_s:g} s")
-            time.sleep(0.01)
+        try:
+            while not self._store.check([self._key(rank) for rank in range(self._world_size)]):
+                if self._store.check([self._name + "/failure"]):
+                    raise RankMismatch(f"{alone}: {_CURE}")
+                if time.monotonic() > deadline:
+                    raise PeerLost(f"{alone}, and none has said anything for {timeout_s:g} s")
+                time.sleep(0.01)
+        except RuntimeError as error:  # the store's host has failed of it, and gone
+            raise RankMismatch(f"{alone}: {_CURE}. Backend: {error}") from error
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/closed/{rank}"

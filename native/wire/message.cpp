@@ -93,7 +93,7 @@ Message Pool::take(std::size_t n_bytes) {
   std::shared_ptr<Block>*best = nullptr, *unused = nullptr;
   for (auto& block : blocks_) {
     if (block.use_count() > 1) continue;
-    { const std::shared_ptr<Block> touched = block; }  // letting go of it comes after whatever others did before they did
+    std::shared_ptr<Block>(block).reset();  // orders what others did before they let go before what comes next
     if (!block || block->capacity() < n_bytes)
       unused = &block;
     else if (best == nullptr || block->capacity() < (*best)->capacity())

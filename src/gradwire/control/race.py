@@ -10,7 +10,6 @@ class Limits:
     """What the law may spend and what it takes for noise.
 
     Attributes:
-        lag: steps handed out beyond the last one whose numbers are known to all ranks.
         warmup: first steps that are not counted (DDP cuts its buckets anew after the first).
         baseline: plain steps before the first race; one is enough where half of a step waits.
         block, longest_block: steps of a race's first turns, the first of which is not counted; turns double.
@@ -27,7 +26,6 @@ class Limits:
         again_after: steps until a loser may race again, doubled with each loss; `check_after`: once, after a narrow one.
     """
 
-    lag: int = 2
     warmup: int = 1
     baseline: int = 4
     block: int = 4
@@ -110,4 +108,5 @@ class Race:
     reference_us: int = 0  # what the incumbent took before
     turn_began: int = 0  # index of the first sample of the incumbent's turn
     n_off: int = 0
+    excess_us: int = 0  # what its steps took beyond the incumbent's, less what they took below it
     samples: dict[str, list[int]] = field(default_factory=dict)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gradwire.control.checks import whole
 from gradwire.control.race import Candidate, Decision, Limits, Planned, Race
 from gradwire.control.samples import median, variance
 
@@ -38,7 +37,6 @@ class Law:
         family_of: schemes of one family share what the model misjudges until they have raced themselves.
         not_before: first step at which a scheme may race, where that is not the first.
         first_step: the step that training goes on with.
-    Raises: InvalidArgument (a lag out of range).
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class Law:
     ) -> None:
         assert PLAIN in predicted_us, "plain is always allowed"
         self.limits = limits or Limits()
-        whole("lag", self.limits.lag, 0, 8)
         waits = not_before or {}
         self.candidates = {
             name: Candidate(name, us, not_before=waits.get(name, 0)) for name, us in predicted_us.items()
@@ -61,10 +58,11 @@ class Law:
         self.state = "baseline"  # baseline, run, race
         self.since_step = first_step
         self.decisions: list[Decision] = []
-        self.elapsed_us = self.spent_us = self.saved_us = 0
+        self.elapsed_us = self.saved_us = self._spent_before_us = 0
         self._predict_again, self._family_of, self._not_before = predict_again, family_of, dict(waits)
         self._first_step = self._next_step = first_step
         self._plan = [Planned(PLAIN, "warmup")] * self.limits.warmup
+        self._n_handed_out = 0
         self._baseline: list[int] = []
         self._computing: list[int] = []
         self._waiting: list[int] = []  # under plain: what any scheme could win at most
@@ -78,17 +76,35 @@ class Law:
     # ---- what ranks ask
 
     def scheme_of(self, step: int) -> str:
-        """What `step` is reduced with; may be asked `lag` steps beyond the last one observed."""
+        """What `step` is reduced with; may be asked for any number of steps beyond the last one observed.
+
+        What has been handed out stands. So ranks ask and tell in the same order.
+        """
+        self._n_handed_out = max(self._n_handed_out, step + 1 - self._first_step)
         return self._planned(step).scheme
+
+    def role_of(self, step: int) -> str:
+        """What `step` is for: warmup, baseline, run, settle (first of a turn) or race; asked after `scheme_of`."""
+        return self._planned(step).role
 
     def wants_probe(self, step: int) -> bool:
         """Whether the link is to be probed after `step`: under a compressed scheme a faster network does not show."""
         return self.state == "run" and self.incumbent != PLAIN and step == self._next_probe
 
     @property
+    def next_step(self) -> int:
+        """The first step that has not been observed."""
+        return self._next_step
+
+    @property
     def challenger(self) -> str:
         """What races against the incumbent now; empty if nothing does."""
         return self._race.challenger if self.state == "race" else ""
+
+    @property
+    def spent_us(self) -> int:
+        """What races have cost beyond the incumbent; one that wins costs nothing."""
+        return self._spent_before_us + max(0, self._race.excess_us)
 
     @property
     def allowed_us(self) -> int:
@@ -97,7 +113,7 @@ class Law:
         return (
             limits.credit * self.candidates[PLAIN].expected_us
             + limits.budget * self.elapsed_us // 1000
-            + limits.savings * self.saved_us // 1000
+            + limits.savings * max(0, self.saved_us) // 1000
             - self.spent_us
         )
 
@@ -124,9 +140,9 @@ class Law:
         self._next_step += 1
         self.elapsed_us += time_us
         if planned.race and planned.scheme != self.incumbent:
-            self.spent_us += max(0, time_us - self.candidates[self.incumbent].expected_us)
+            self._race.excess_us += time_us - self.candidates[self.incumbent].expected_us
         elif planned.scheme != PLAIN:
-            self.saved_us += max(0, self.candidates[PLAIN].expected_us - time_us)
+            self.saved_us += self.candidates[PLAIN].expected_us - time_us
         if planned.role == "baseline" and self.state == "baseline":
             if is_typical:
                 self._observe_baseline(step, time_us, waiting_us)
@@ -144,15 +160,19 @@ class Law:
         assert name not in (PLAIN, self.incumbent)
         self.candidates[name].excluded = why
 
-    def start_at(self, name: str, step: int) -> None:
-        """A resumed run: begin `step` with the scheme that was at work, and look at plain soon.
+    def go_on_at(self, step: int, scheme: str | None = None) -> None:
+        """`step` is the next one: the run was resumed, or steps passed unseen. A race under way is off.
 
-        Before the first step is handed out.
+        Args:
+            scheme: what is at work; by default what was.
         """
-        assert self._next_step == self._first_step
-        self.incumbent, self.state, self.since_step = name, "run", step
+        if scheme is not None and scheme != self.incumbent:
+            self.incumbent, self.since_step = scheme, step
+        if self.state == "race" or self.incumbent != PLAIN:
+            self.state = "run"
         self._first_step = self._next_step = step
-        self._plan = [Planned(name, "warmup")] * self.limits.warmup
+        self._n_handed_out = 0
+        self._plan = [Planned(self.incumbent, "warmup")] * self.limits.warmup
         self._next_probe = step + self._probe_every
 
     # ---- plain, before anything else
@@ -204,6 +224,7 @@ class Law:
         if candidate is None:
             return
         self.state = "race"
+        self._spent_before_us = self.spent_us
         self._race = Race(
             self._race.number + 1,
             candidate.name,
@@ -244,7 +265,7 @@ class Law:
         tried_us = median(mine)
         if tried_us * 1000 > base_us * self.limits.hopeless:
             self._conclude(step, base_us, tried_us, is_better=False)
-        elif tried_us * 1000 < base_us * self.limits.overwhelming:
+        elif max(mine) * 1000 < base_us * self.limits.overwhelming:  # all of them: steps may differ in length
             self._conclude(step, base_us, tried_us, is_better=True)
 
     def _end_pair(self, step: int) -> None:
@@ -271,7 +292,7 @@ class Law:
         elif gain < goal and (goal - gain) ** 2 > _SURE_ABOVE * noise:
             self._conclude(step, base_us, tried_us, is_better=False)
         elif is_out_of_time or (gain < 0 and self.allowed_us < 0):
-            self._conclude(step, base_us, tried_us, is_better=gain > goal)
+            self._conclude(step, base_us, tried_us, is_better=gain > goal and gain * gain > noise)
         else:
             self._add_pair()
 
@@ -297,7 +318,7 @@ class Law:
         wait = limits.check_after if is_narrow else limits.again_after << min(6, loser.n_losses - 1)
         loser.not_before = max(loser.not_before, step + wait)
         if is_better:
-            self.incumbent, self.since_step = new, step + 1 + limits.lag
+            self.incumbent, self.since_step = new, self._first_step + self._n_handed_out
         kind = "switch" if is_better else "reject"
         self._say(step, kind, new, f"{tried_us / 1000:.1f} ms a step; {old} takes {base_us / 1000:.1f}")
         self._end_race(step)
@@ -309,7 +330,7 @@ class Law:
 
     def _end_race(self, step: int) -> None:
         """Back to the incumbent, and on to the next race if one is worth it."""
-        del self._plan[step - self._first_step + 1 + self.limits.lag :]  # what was handed out passes, the rest goes
+        del self._plan[self._n_handed_out :]
         self._run(step)
 
     def _learn(self, name: str, measured_us: int) -> None:
@@ -420,8 +441,4 @@ class Law:
                 candidate.bias, candidate.is_tried = int(known["bias"]), bool(known["is_tried"])
                 candidate.measured_us = int(known["measured_us"])
         name = state["incumbent"]
-        allowed = name in self.candidates and not self.candidates[name].excluded
-        if allowed and name != PLAIN:
-            self.start_at(name, step)
-        else:
-            self._first_step = self._next_step = self.since_step = step
+        self.go_on_at(step, name if name in self.candidates and not self.candidates[name].excluded else PLAIN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MAD_SQUARED = 2198  # permille: (1.4826)^2, which makes a normal distribution's median deviation its standard deviation
+_DEVIATION_SQUARED = 1571  # permille: pi / 2, which makes a normal distribution's mean deviation its standard deviation
 _FEW = 8  # samples, which may lie together by chance
 
 
@@ -15,11 +15,15 @@ def median(values: Sequence[int]) -> int:
 
 
 def variance(values: Sequence[int]) -> int:
-    """Of one sample, from the median absolute deviation, which a slow step in ten does not move.
+    """Of one sample, from the mean absolute deviation without the largest eighth: a slow step in ten does not move it, and
+    steps of two or three kinds are not taken for steps of one.
 
     Never below (2 % of the median)^2; of fewer than eight samples never below (7 %)^2.
     """
     middle = median(values)
-    deviation = median([abs(value - middle) for value in values])
+    deviations = sorted(abs(value - middle) for value in values)
+    if len(deviations) > 3:
+        deviations = deviations[: -max(1, len(deviations) // 8)]
+    deviation = sum(deviations) // len(deviations)
     floor = middle * middle // (200 if len(values) < _FEW else 2500)
-    return max(_MAD_SQUARED * deviation * deviation // 1000, floor)
+    return max(_DEVIATION_SQUARED * deviation * deviation // 1000, floor)

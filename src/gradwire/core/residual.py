@@ -106,6 +106,13 @@ class Residual:
             self._current[parameter] = staged
         self._staged.clear()
 
+    def take(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Give the residuals away: this begins anew without."""
+        taken = {parameter: residual.clone() for parameter, residual in self._current.items()}
+        self._current, self._next, self._flat = {}, {}, {}
+        self._staged.clear()
+        return taken
+
     def discard(self) -> None:
         """Forget what was staged in this step."""
         self._staged.clear()

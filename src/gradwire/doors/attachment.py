@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import schemes
 from gradwire.doors import checkpoint
 from gradwire.doors.hook import HookState, ddp_hook
+from gradwire.doors.watching import Watch
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes import Scheme
+from gradwire.schemes.auto.scheme import Auto
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import DEFAULT_TIMEOUT_S
 
@@ -21,10 +24,24 @@ from gradwire.wire.communicator import DEFAULT_TIMEOUT_S
 class _Door:
     """What is registered with DDP, which takes one hook and never gives it back: holds whichever state is attached."""
 
-    def __init__(self, state: HookState) -> None:
+    def __init__(self, state: HookState, model: DistributedDataParallel) -> None:
         self.state = state
+        self._model = weakref.ref(model)
+        self._is_registered = False
+
+    def register(self) -> None:
+        """Put the hook in, between two steps, if it is not in yet. Raises: Unsupported (there is another)."""
+        model = self._model()
+        if self._is_registered or model is None:
+            return
+        try:
+            model.register_comm_hook(self, _door_hook)
+        except RuntimeError as error:
+            raise Unsupported(_TAKEN) from error
+        self._is_registered = True
 
 
+_TAKEN = "this DDP model has a communication hook already and takes only one; attach to a model without a hook"
 _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
 
 
@@ -35,8 +52,8 @@ def _door_hook(door, bucket):  # type: ignore[no-untyped-def]  # DDP compares an
 class Attachment:
     """A scheme at work on a DDP model. Made by `attach`."""
 
-    def __init__(self, state: HookState) -> None:
-        self._state = state
+    def __init__(self, state: HookState, door: _Door, watch: Watch) -> None:
+        self._state, self._door, self._watch = state, door, watch
 
     @property
     def scheme(self) -> Scheme:
@@ -87,20 +104,34 @@ class Attachment:
         checkpoint.load_state(self._state, state, strict)
 
     def switch(self, scheme: Scheme | str) -> None:
-        """Use another scheme from the next step on. Every rank calls it between the same two steps."""
+        """Use another scheme from the next step on. Every rank calls it between the same two steps.
+
+        A scheme by name ends `auto`; "auto" takes it up again.
+        """
+        if isinstance(self._state.scheme, Auto):
+            self._state.step = self._state.scheme.agree_on_step(self._state.step)
         self._state.switch(scheme)
+        if not self._state.scheme.is_transparent:
+            self._door.register()
+
+    def reconsider(self) -> None:
+        """Have `auto` measure and try anew soon; any rank may call it. Nothing with another scheme."""
+        if isinstance(self._state.scheme, Auto):
+            self._state.scheme.reconsider()
 
     def close(self) -> None:
         """Stop compressing; the model goes on with DDP's own all-reduce. Every rank calls it."""
+        self._watch.close()
         self._state.close()
 
 
 def attach(
     ddp: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheme: Scheme | str,
+    scheme: Scheme | str = "auto",
     scaler: Any = None,
     *,
+    fidelity: str | Sequence[str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     trace: bool = False,
 ) -> Attachment:
@@ -109,14 +140,19 @@ def attach(
     Args:
         ddp: a DistributedDataParallel model, or one given to torch.compile.
         optimizer: the optimizer that steps its parameters; read, never changed.
-        scheme: a Scheme, or a registry name such as "gcomp".
+        scheme: a Scheme, or a registry name such as "gcomp". By default "auto": gradwire measures and chooses, and stays with
+            DDP's own all-reduce where nothing is to be won.
+        fidelity: of scheme "auto": "exact" (the default: the losses of DDP), "close" or "any", or a list of schemes.
         scaler: the torch.amp.GradScaler, if the loss is scaled.
         timeout_s: how long to wait for a peer before PeerLost.
         trace: keep single spans for a Chrome trace.
     Raises: Unsupported (not DDP, a wrapper or optimizer that is not supported), InvalidArgument.
     """
     model = _checked_ddp(ddp, optimizer)
-    scheme = schemes.by_name(scheme) if isinstance(scheme, str) else scheme
+    if fidelity is not None and scheme != "auto":
+        raise InvalidArgument('fidelity is an argument of scheme "auto"; leave one of the two out')
+    options = {} if fidelity is None else {"fidelity": fidelity}
+    scheme = schemes.by_name(scheme, **options) if isinstance(scheme, str) else scheme
     if getattr(scheme, "owns_step", False) and model is not ddp:
         raise Unsupported(
             f"scheme {scheme.name!r} steps parameters inside the forward pass, which torch.compile would trace: attach it to "
@@ -127,20 +163,20 @@ def attach(
         raise Unsupported(
             "this model has an attachment already; use attachment.switch(scheme), or close() it before attaching again"
         )
+    if door is None and getattr(model, "_comm_hooks", None):
+        raise Unsupported(_TAKEN)
     state = HookState(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace)
-    if door is not None:
-        door.state = state
-        return Attachment(state)
-    door = _Door(state)
-    try:
-        model.register_comm_hook(door, _door_hook)
-    except RuntimeError as error:
-        state.close()
-        raise Unsupported(
-            "this DDP model has a communication hook already and takes only one; attach to a model without a hook"
-        ) from error
+    if door is None:
+        door = _Door(state, model)
+    door.state = state
+    if not scheme.is_transparent:
+        try:
+            door.register()
+        except Unsupported:
+            state.close()
+            raise
     _doors[model] = door
-    return Attachment(state)
+    return Attachment(state, door, Watch(state, model, ddp, door.register))
 
 
 def _checked_ddp(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:

@@ -94,7 +94,9 @@ class HookState:
 
     def reduce(self, ddp_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the reduction of one DDP bucket; called by DDP during the backward pass."""
-        if self._closed:
+        if self._closed or self.scheme.is_transparent:
+            if not self._closed:
+                self.scheme.add_carried(ddp_bucket.parameters(), ddp_bucket.gradients())
             return self._all_reduce_as_ddp_does(ddp_bucket)
         in_backward = torch._C._current_graph_task_id() != -1
         # With the last bucket, not the first: a re-entrant checkpoint has backward passes of its own inside the pass, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,18 @@ class Scheme(ABC):
     stages_device_buckets: ClassVar[bool] = False
 
     session: Session
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether this step's buckets are DDP's own affair, reduced as without gradwire (`auto` while it stays plain)."""
+        return False
+
+    def add_carried(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Add to the gradients of a transparent step what an earlier scheme has not sent."""
+
+    def take_residuals(self) -> dict[torch.Tensor, torch.Tensor]:
+        """On the lane, between steps: give away what error feedback keeps, by parameter, free of the loss scale."""
+        return {}
 
     @property
     def settling_steps(self) -> int:

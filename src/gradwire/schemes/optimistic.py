@@ -116,6 +116,9 @@ class Optimistic(Scheme):
             "options, model and step: a message was altered on its way; restart from the last checkpoint"
         )
 
+    def take_residuals(self) -> dict[torch.Tensor, torch.Tensor]:
+        return self._residual.take() if self.error_feedback else {}
+
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
         self._residual = Residual()

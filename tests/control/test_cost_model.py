@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gradwire.control.cost_model import (
     SHAPES,
-    Codec,
-    Link,
-    Machine,
-    Step,
+    CodecCost,
+    LinkCost,
+    SharedCores,
+    StepCost,
     _count_chunks,
     break_even_rate,
     bucket_load,
@@ -24,58 +24,60 @@ from gradwire.control.cost_model import (
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS, count_chunks
 
-FOUR = Machine(4, 1, 8)
-FREE = Link(1e18, 0, 0, 0, 0)
+FOUR = SharedCores(4, 1, 8)
+FREE = LinkCost(1e18, 0, 0, 0, 0)
 
 
-def link(rate: float, hop_s: float = 0.0) -> Link:
-    return Link(rate, hop_s, hop_s, 0, 0)
+def link(rate: float, hop_s: float = 0.0) -> LinkCost:
+    return LinkCost(rate, hop_s, hop_s, 0, 0)
 
 
 def test_one_bucket_without_overlap_is_computation_plus_bytes_over_rate_plus_hops():
-    step = Step(0.5, ((1_000_000, 0.5),))
-    took = predict_s("sum", Codec(), step, link(1e7, 0.001), FOUR)
+    step = StepCost(0.5, ((1_000_000, 0.5),))
+    took = predict_s("sum", CodecCost(), step, link(1e7, 0.001), FOUR)
     assert took == pytest.approx(0.5 + 1.5 * 4e6 / 1e7 + 6 * 0.001)
 
 
 def test_communication_hides_behind_the_computation_that_follows():
-    step = Step(1.0, ((1_000_000, 0.2), (10, 1.0)))
-    assert predict_s("sum", Codec(), step, link(1e7), FOUR) == pytest.approx(1.0 + 1.5 * 40 / 1e7, abs=1e-6)
+    step = StepCost(1.0, ((1_000_000, 0.2), (10, 1.0)))
+    assert predict_s("sum", CodecCost(), step, link(1e7), FOUR) == pytest.approx(1.0 + 1.5 * 40 / 1e7, abs=1e-6)
 
 
 def test_two_buckets_share_one_wire():
-    step = Step(0.1, ((500_000, 0.1), (500_000, 0.1)))
-    assert predict_s("sum", Codec(), step, link(1e7), FOUR) == pytest.approx(0.1 + 1.5 * 4e6 / 1e7)
+    step = StepCost(0.1, ((500_000, 0.1), (500_000, 0.1)))
+    assert predict_s("sum", CodecCost(), step, link(1e7), FOUR) == pytest.approx(0.1 + 1.5 * 4e6 / 1e7)
 
 
 def test_an_infinite_link_and_no_codec_leave_the_computation():
-    step = Step(0.25, ((1000, 0.1), (1000, 0.2)))
+    step = StepCost(0.25, ((1000, 0.1), (1000, 0.2)))
     for shape in SHAPES:
-        assert predict_s(shape, Codec(), step, FREE, FOUR) == pytest.approx(0.25, abs=1e-8)
+        assert predict_s(shape, CodecCost(), step, FREE, FOUR) == pytest.approx(0.25, abs=1e-8)
 
 
 def test_a_codec_takes_half_of_the_computation_where_a_rank_has_one_core():
-    codec = Codec(encode_s=1e-7, bits=8)
-    step = Step(1.0, ((1_000_000, 0.0), (1, 1.0)))
-    assert predict_s("sum", codec, step, FREE, Machine(4, 4, 4)) == pytest.approx(1.1, abs=1e-5)
+    codec = CodecCost(encode_s=1e-7, bits=8)
+    step = StepCost(1.0, ((1_000_000, 0.0), (1, 1.0)))
+    assert predict_s("sum", codec, step, FREE, SharedCores(4, 4, 4)) == pytest.approx(1.1, abs=1e-5)
     assert predict_s("sum", codec, step, FREE, FOUR) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_ring_encodes_beside_the_wire():
-    codec = Codec(encode_s=1e-7, bits=32)
-    step = Step(0.0, ((4_000_000, 0.0),))
+    codec = CodecCost(encode_s=1e-7, bits=32)
+    step = StepCost(0.0, ((4_000_000, 0.0),))
     wire_s, codec_s, n_chunks = 1.5 * 16e6 / 1e8, 0.4, 5
     took = predict_s("ring", codec, step, link(1e8), FOUR)
     assert took == pytest.approx(max(wire_s, codec_s) + min(wire_s, codec_s) / n_chunks)
 
 
 def test_one_rank_communicates_nothing():
-    assert predict_s("ring", Codec(1, 1), Step(0.1, ((100, 0.1),)), link(1), Machine(1, 1, 1)) == pytest.approx(0.1)
+    assert predict_s(
+        "ring", CodecCost(1, 1), StepCost(0.1, ((100, 0.1),)), link(1), SharedCores(1, 1, 1)
+    ) == pytest.approx(0.1)
 
 
 def test_no_such_shape():
     with pytest.raises(InvalidArgument, match="agreed-sum"):
-        bucket_load("tree", 1, Codec(), FREE, FOUR)
+        bucket_load("tree", 1, CodecCost(), FREE, FOUR)
 
 
 @given(st.integers(1, 10_000_000))
@@ -84,34 +86,36 @@ def test_chunks_are_cut_as_the_ring_cuts_them(part: int):
 
 
 steps = st.builds(
-    lambda compute_s, buckets: Step(
+    lambda compute_s, buckets: StepCost(
         compute_s, tuple((n, at * compute_s) for n, at in sorted(buckets, key=lambda b: b[1]))
     ),
     st.floats(0, 2),
     st.lists(st.tuples(st.integers(0, 3_000_000), st.floats(0, 1)), min_size=1, max_size=6),
 )
-codecs = st.builds(Codec, st.floats(0, 1e-7), st.floats(0, 1e-7), st.floats(0.1, 32), st.floats(0, 1e-3))
-machines = st.sampled_from([Machine(2, 2, 2), Machine(4, 4, 2), Machine(8, 1, 8)])
+codecs = st.builds(CodecCost, st.floats(0, 1e-7), st.floats(0, 1e-7), st.floats(0.1, 32), st.floats(0, 1e-3))
+machines = st.sampled_from([SharedCores(2, 2, 2), SharedCores(4, 4, 2), SharedCores(8, 1, 8)])
 
 
 @given(st.sampled_from(SHAPES), codecs, steps, machines, st.floats(1e5, 1e10), st.floats(1.01, 100))
 @settings(max_examples=150, deadline=None)
 def test_more_of_anything_never_takes_less(shape, codec, step, machine, rate, factor):
-    slow = Link(rate, 1e-3, 1e-3, 1e-4, 1e-3)
+    slow = LinkCost(rate, 1e-3, 1e-3, 1e-4, 1e-3)
     took = predict_s(shape, codec, step, slow, machine)
     assert took >= step.compute_s - 1e-6
-    assert predict_s(shape, codec, step, Link(rate * factor, 1e-3, 1e-3, 1e-4, 1e-3), machine) <= took * 1.0001 + 1e-6
-    fatter = Codec(codec.encode_s, codec.decode_s, codec.bits * factor, codec.fixed_s)
+    assert (
+        predict_s(shape, codec, step, LinkCost(rate * factor, 1e-3, 1e-3, 1e-4, 1e-3), machine) <= took * 1.0001 + 1e-6
+    )
+    fatter = CodecCost(codec.encode_s, codec.decode_s, codec.bits * factor, codec.fixed_s)
     assert predict_s(shape, fatter, step, slow, machine) >= took * 0.9999 - 1e-6
 
 
 def test_break_even_lies_where_gain_changes_its_sign():
-    step, codec = Step(0.1, ((1_000_000, 0.1),)), Codec(2e-8, 2e-8, 8)
+    step, codec = StepCost(0.1, ((1_000_000, 0.1),)), CodecCost(2e-8, 2e-8, 8)
     rate = break_even_rate("sum", codec, step, link(1, 1e-3), FOUR)
     # Saved: 1.5 x 3 MB / rate; paid: 40 ms.
     assert rate == pytest.approx(1.5 * 3e6 / 0.04, rel=0.01)
-    assert break_even_rate("sum", Codec(1e-3, 0, 31), step, link(1), FOUR) is None
-    assert break_even_rate("sum", Codec(bits=8), step, link(1), FOUR) == math.inf
+    assert break_even_rate("sum", CodecCost(1e-3, 0, 31), step, link(1), FOUR) is None
+    assert break_even_rate("sum", CodecCost(bits=8), step, link(1), FOUR) == math.inf
 
 
 SHAPE_OF = {
@@ -132,16 +136,18 @@ def predictions(workload: str, rate: str) -> dict[str, tuple[float, float]]:
     update_s = UPDATE_S[workload]
     compute_s = 0.095 if rate == "unshaped" else (rows["ddp"]["ms_1gbit"] - rows["ddp"]["exposed_ms_1gbit"]) / 1e3
     compute_s -= update_s
-    step = Step(compute_s, tuple((n, compute_s * at) for n, at in BUCKETS[workload]))
-    there = Link(RATE_BPS[rate] / 8 * 0.985, 0.0012, 0.0016, 0.0005, 0.005, 1.2e-9)
+    step = StepCost(compute_s, tuple((n, compute_s * at) for n, at in BUCKETS[workload]))
+    there = LinkCost(RATE_BPS[rate] / 8 * 0.985, 0.0012, 0.0016, 0.0005, 0.005, 1.2e-9)
     result = {}
     for name, row in rows.items():
         if name not in SHAPE_OF or row[f"ms_{rate}"] is None:
             continue
         codec_s = (2.0 if row["codec_ms"] is None else row["codec_ms"]) / 1e3
         copies = 3 if SHAPE_OF[name] == "gather" else 1.5
-        codec = Codec(0.45 * codec_s / n_values, 0.55 * codec_s / n_values, 8e6 * row["mb_sent"] / (copies * n_values))
-        predicted_s = predict_s(SHAPE_OF[name], codec, step, there, Machine(4, 4, 2)) + update_s
+        codec = CodecCost(
+            0.45 * codec_s / n_values, 0.55 * codec_s / n_values, 8e6 * row["mb_sent"] / (copies * n_values)
+        )
+        predicted_s = predict_s(SHAPE_OF[name], codec, step, there, SharedCores(4, 4, 2)) + update_s
         result[name] = predicted_s, row[f"ms_{rate}"] / 1e3
     return result
 

@@ -19,7 +19,17 @@ from dataclasses import dataclass, replace
 
 from gradwire.errors import InvalidArgument
 
-__all__ = ["SHAPES", "BucketLoad", "Codec", "Link", "Machine", "Step", "break_even_rate", "predict_s", "step_time_s"]
+__all__ = [
+    "SHAPES",
+    "BucketLoad",
+    "CodecCost",
+    "LinkCost",
+    "SharedCores",
+    "StepCost",
+    "break_even_rate",
+    "predict_s",
+    "step_time_s",
+]
 
 # sum: the backend's all-reduce of the codec's output. agreed-sum: a small maximum over the ranks before it. ring, direct:
 # frames, encoded and decoded while others travel. quantised: to the owners of the parts and back. gather: all to all.
@@ -34,7 +44,7 @@ _SLOWEST, _FASTEST = 1e5, 12.5e9  # bytes/s between which a break-even rate is l
 
 
 @dataclass(frozen=True)
-class Machine:
+class SharedCores:
     """`n_local` of `n_ranks` ranks share `n_cores`."""
 
     n_ranks: int
@@ -48,7 +58,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """What messages cost.
 
     Attributes:
@@ -69,7 +79,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """A step without communication: how long it computes, and each bucket's (values, when it is ready)."""
 
     compute_s: float
@@ -77,7 +87,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecCost:
     """Seconds a value to encode and to decode, bits a value on the wire, seconds a bucket whatever its size."""
 
     encode_s: float = 0.0
@@ -100,7 +110,7 @@ class BucketLoad:
     is_async: bool
 
 
-def bucket_load(shape: str, n_values: int, codec: Codec, link: Link, machine: Machine) -> BucketLoad:
+def bucket_load(shape: str, n_values: int, codec: CodecCost, link: LinkCost, machine: SharedCores) -> BucketLoad:
     """What a bucket of `n_values` asks for. Raises: InvalidArgument (no such shape)."""
     n = machine.n_ranks
     if shape not in SHAPES:
@@ -150,7 +160,7 @@ class _OnLane:
 class _Run:
     """One step, from event to event."""
 
-    def __init__(self, step: Step, loads: Sequence[BucketLoad], link: Link, machine: Machine) -> None:
+    def __init__(self, step: StepCost, loads: Sequence[BucketLoad], link: LinkCost, machine: SharedCores) -> None:
         self.step, self.loads, self.link = step, loads, link
         self.share = machine.share
         # Where cores are shared, moving bytes takes the computation's time.
@@ -235,23 +245,25 @@ class _Run:
                 self.lane.appendleft(_OnLane(ended.bucket, "after", load.after_s))
 
 
-def step_time_s(step: Step, loads: Sequence[BucketLoad], link: Link, machine: Machine) -> tuple[float, float]:
+def step_time_s(
+    step: StepCost, loads: Sequence[BucketLoad], link: LinkCost, machine: SharedCores
+) -> tuple[float, float]:
     """(how long the step takes, how much of it comes after the computation)."""
     return _Run(step, loads, link, machine).finish()
 
 
-def predict_s(shape: str, codec: Codec, step: Step, link: Link, machine: Machine) -> float:
+def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores) -> float:
     """How long the step takes under a scheme of this shape and codec. Raises: InvalidArgument (no such shape)."""
     loads = [bucket_load(shape, n_values, codec, link, machine) for n_values, _ in step.buckets]
     return step_time_s(step, loads, link, machine)[0]
 
 
-def break_even_rate(shape: str, codec: Codec, step: Step, link: Link, machine: Machine) -> float | None:
+def break_even_rate(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores) -> float | None:
     """The link rate in bytes/s from which on the scheme no longer beats plain; None: it never does, inf: it always does."""
 
     def gain_s(rate: float) -> float:
         there = replace(link, rate=rate)
-        return predict_s("sum", Codec(), step, there, machine) - predict_s(shape, codec, step, there, machine)
+        return predict_s("sum", CodecCost(), step, there, machine) - predict_s(shape, codec, step, there, machine)
 
     low, high = _SLOWEST, _FASTEST
     if gain_s(low) <= 0:

@@ -26,7 +26,7 @@ FIRST_ADAM_STEP = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class FidelityRow:
     """One scheme with its options, at one level, under some optimizers.
 
     Attributes:
@@ -52,47 +52,59 @@ class Row:
     not_before: int = 0
 
 
-TABLE: tuple[Row, ...] = (
-    Row("plain", "exact", "all", "sum", 32, "", "DDP's own all-reduce: the same bits"),
-    Row(
+TABLE: tuple[FidelityRow, ...] = (
+    FidelityRow("plain", "exact", "all", "sum", 32, "", "DDP's own all-reduce: the same bits"),
+    FidelityRow(
         "gcomp:importance=uniform,bits=12", "exact", "adam", "ring", 16.5, "gcomp:importance=uniform,bits=12",
         "GPT: loss within 1.3e-6 of DDP's at every step, 0.52 of the bytes",
     ),
-    Row(
+    FidelityRow(
         "gcomp", "exact", "sgd", "ring", 25, "gcomp:importance=none",
         "ResNet and GPT: loss within 2e-6 of DDP's at every step, 0.74 to 0.79 of the bytes",
     ),
-    Row(
+    FidelityRow(
         "bf16", "close", "all", "sum", 16, "",
         "ResNet: loss 0.361 as DDP's after the run of docs/results.md, 0.50 of the bytes",
     ),
-    Row(
+    FidelityRow(
         "embedded-float:bits=8", "close", "all", "ring", 8.03, "embedded-float:bits=8",
         "GPT: held-out loss 0.0003 nats from DDP's 2.4623; ResNet: 0.360 against 0.361",
     ),
-    Row(
+    FidelityRow(
         "truncated-float:bits=8,rounding=stochastic", "close", "sgd", "ring", 8.03, "truncated-float:bits=8",
         "ResNet: loss 0.361 as DDP's (rounded towards zero; stochastic rounding is no worse)",
     ),
-    Row("thc", "any", "all", "agreed-sum", 8, "thc", "ResNet: loss 0.367 against 0.361"),
-    Row("qsgd", "any", "all", "quantised", 4.1, "qsgd", "GPT: 0.112 nats behind DDP; ResNet: 0.372 against 0.361"),
-    Row("terngrad", "any", "all", "agreed-sum", 4, "ternary", "GPT: 0.067 nats behind DDP; ResNet: 0.406 against 0.361"),
-    Row(
+    FidelityRow("thc", "any", "all", "agreed-sum", 8, "thc", "ResNet: loss 0.367 against 0.361"),
+    FidelityRow("qsgd", "any", "all", "quantised", 4.1, "qsgd", "GPT: 0.112 nats behind DDP; ResNet: 0.372 against 0.361"),
+    FidelityRow("terngrad", "any", "all", "agreed-sum", 4, "ternary", "GPT: 0.067 nats behind; ResNet: 0.406 against 0.361"),
+    FidelityRow(
         "homomorphic", "exact", "all", "sum", 32, "",
         "sums sparse gradients as they are; a dense one travels as plain does", by_name_only=True,
     ),
-    Row(
+    FidelityRow(
         "one-bit", "any", "all", "quantised", 1.1, "one-bit",
         "ResNet: loss 0.581 against 0.361 after few steps; error feedback", True, FIRST_ADAM_STEP,
     ),
-    Row(
+    FidelityRow(
         "two-bit", "any", "all", "quantised", 2.1, "two-bit",
         "ResNet: loss 0.695 against 0.361 after few steps; error feedback", True, FIRST_ADAM_STEP,
     ),
-    Row("acp-sgd", "any", "all", "sum", 0.5, "", "ResNet: loss 1.170 against 0.361 after few steps; low rank", True, FIRST_ADAM_STEP),
-    Row("power-sgd", "any", "all", "sum", 1.0, "", "ResNet: loss 0.748 against 0.361 after few steps; low rank", True, FIRST_ADAM_STEP),
-    Row("top-k", "any", "all", "gather", 0.1, "", "ResNet: loss 1.418 against 0.361 after few steps; sparse", True, FIRST_ADAM_STEP),
-    Row("sign-sgd", "any", "all", "gather", 1.0, "", "ResNet: loss 3.203 against 0.361: needs a learning rate of its own", True, FIRST_ADAM_STEP),
+    FidelityRow(
+        "acp-sgd", "any", "all", "sum", 0.5, "",
+        "ResNet: loss 1.170 against 0.361 after few steps; low rank", True, FIRST_ADAM_STEP,
+    ),
+    FidelityRow(
+        "power-sgd", "any", "all", "sum", 1.0, "",
+        "ResNet: loss 0.748 against 0.361 after few steps; low rank", True, FIRST_ADAM_STEP,
+    ),
+    FidelityRow(
+        "top-k", "any", "all", "gather", 0.1, "",
+        "ResNet: loss 1.418 against 0.361 after few steps; sparse", True, FIRST_ADAM_STEP,
+    ),
+    FidelityRow(
+        "sign-sgd", "any", "all", "gather", 1.0, "",
+        "ResNet: loss 3.203 against 0.361: needs a learning rate of its own", True, FIRST_ADAM_STEP,
+    ),
 )  # fmt: skip
 
 # These own the optimizer's step or its momentum, let replicas drift, or are there to be compared with: no turns for them.
@@ -127,7 +139,7 @@ def check_level(level: str) -> str:
 
 def rows_for(
     level: str, optimizer_family: str, also: Sequence[str] = (), only: Sequence[str] | None = None
-) -> list[Row]:
+) -> list[FidelityRow]:
     """What may be used, plain first.
 
     Args:
@@ -154,7 +166,7 @@ def rows_for(
     return list(by_spec.values())
 
 
-def row_of(spec: str) -> Row:
+def row_of(spec: str) -> FidelityRow:
     """The table's row for a spec; for options that are not in it, that of the scheme, at the level "any".
 
     Raises: InvalidArgument.
@@ -170,12 +182,12 @@ def row_of(spec: str) -> Row:
     for row in TABLE:
         if parse_spec(row.spec)[0] == name:
             evidence = "options of your own: nothing was measured with them"
-            return Row(spec, "any", "all", row.shape, row.bits, row.codec, evidence, True, row.not_before)
+            return FidelityRow(spec, "any", "all", row.shape, row.bits, row.codec, evidence, True, row.not_before)
     known = sorted({parse_spec(row.spec)[0] for row in TABLE})
     raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
 
 
-def as_markdown(rows: Iterable[Row] = TABLE) -> list[str]:
+def as_markdown(rows: Iterable[FidelityRow] = TABLE) -> list[str]:
     """The table for the docs, line by line."""
     lines = ["| level | scheme | optimizers | measured |", "|---|---|---|---|"]
     for level in LEVELS:

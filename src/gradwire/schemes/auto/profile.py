@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire import codecs
-from gradwire.control.cost_model import Codec, Link, Machine, Step, predict_s
+from gradwire.control.cost_model import CodecCost, LinkCost, SharedCores, StepCost, predict_s
 from gradwire.errors import GradwireError
 from gradwire.registry import parse_spec
-from gradwire.schemes.auto.fidelity import Row
+from gradwire.schemes.auto.fidelity import FidelityRow
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.link_probe import PROBE_ELEMENTS, probe_link, processor_s
 
@@ -30,7 +30,7 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's own
 
 
 @dataclass(frozen=True)
-class Profile:
+class CostProfile:
     """Everything that predictions rest on, but for what a step computes. The same on all ranks.
 
     Attributes:
@@ -38,19 +38,19 @@ class Profile:
         buckets: values of each of DDP's buckets, the first ready first.
     """
 
-    machine: Machine
-    link: Link
-    codecs: Mapping[str, Codec]
+    machine: SharedCores
+    link: LinkCost
+    codecs: Mapping[str, CodecCost]
     shapes: Mapping[str, str]
     buckets: tuple[int, ...]
 
-    def step(self, compute_s: float) -> Step:
+    def step(self, compute_s: float) -> StepCost:
         """A step that computes so long; buckets are ready as the backward pass comes to them."""
         total, done, buckets = max(1, sum(self.buckets)), 0, []
         for n_values in self.buckets:
             done += n_values
             buckets.append((n_values, compute_s * (_FORWARD_SHARE + (1 - _FORWARD_SHARE) * done / total)))
-        return Step(compute_s, tuple(buckets))
+        return StepCost(compute_s, tuple(buckets))
 
     def predict_us(self, computing_us: int) -> dict[str, int]:
         """Microseconds a step under every scheme, where one computes `computing_us`."""
@@ -60,7 +60,7 @@ class Profile:
             for spec, codec in self.codecs.items()
         }
 
-    def with_transfer(self, transfer_us: int) -> Profile:
+    def with_transfer(self, transfer_us: int) -> CostProfile:
         """The same, with the link as `probe_transfer_us` found it on the slowest rank."""
         n = self.machine.n_ranks
         hops_s = 2 * (n - 1) * self.link.backend_hop_s
@@ -78,35 +78,39 @@ class Profile:
         }
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Profile:
+    def from_dict(cls, saved: Mapping[str, Any]) -> CostProfile:
         """What `as_dict` gave. Raises: KeyError, TypeError (not that)."""
         return cls(
-            Machine(**saved["machine"]),
-            Link(**saved["link"]),
-            {spec: Codec(**codec) for spec, codec in saved["codecs"].items()},
+            SharedCores(**saved["machine"]),
+            LinkCost(**saved["link"]),
+            {spec: CodecCost(**codec) for spec, codec in saved["codecs"].items()},
             dict(saved["shapes"]),
             tuple(saved["buckets"]),
         )
 
 
-def measure_profile(communicator: Communicator, rows: Sequence[Row], parameters: Sequence[torch.Tensor]) -> Profile:
+def measure_profile(
+    communicator: Communicator, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]
+) -> CostProfile:
     """Measure link and codecs, as all ranks at once: collective, under a second. Raises: PeerLost."""
-    agreed: Profile = communicator.submit(_measure, communicator, rows, parameters).wait()
+    agreed: CostProfile = communicator.submit(_measure, communicator, rows, parameters).wait()
     return agreed
 
 
-def _measure(communicator: Communicator, rows: Sequence[Row], parameters: Sequence[torch.Tensor]) -> Profile:
+def _measure(
+    communicator: Communicator, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]
+) -> CostProfile:
     speeds = [codec_speed(row.codec) for row in rows]
     hop_s, byte_s = probe_link(communicator)
     slowest = torch.tensor([hop_s, byte_s, *(s for pair in speeds for s in pair)], dtype=torch.float64)
     if communicator.world_size > 1:
         communicator.all_reduce(slowest, dist.ReduceOp.MAX)
     hop_s, byte_s, *flat = slowest.tolist()
-    link = Link(1 / max(byte_s, 1e-12), hop_s, _FRAME_HOP * hop_s, _MESSAGE_S, hop_s * communicator.world_size)
-    return Profile(
+    link = LinkCost(1 / max(byte_s, 1e-12), hop_s, _FRAME_HOP * hop_s, _MESSAGE_S, hop_s * communicator.world_size)
+    return CostProfile(
         machine_of(communicator),
         link,
-        {row.spec: Codec(flat[2 * i], flat[2 * i + 1], row.bits) for i, row in enumerate(rows)},
+        {row.spec: CodecCost(flat[2 * i], flat[2 * i + 1], row.bits) for i, row in enumerate(rows)},
         {row.spec: row.shape for row in rows},
         bucket_sizes(parameters),
     )
@@ -131,16 +135,16 @@ def codec_speed(spec: str) -> tuple[float, float]:
     return encode_s / _SAMPLE, decode_s / _SAMPLE
 
 
-def machine_of(communicator: Communicator) -> Machine:
+def machine_of(communicator: Communicator) -> SharedCores:
     """How many ranks share how many cores, where it is worst; on the lane, every rank."""
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     mine = torch.tensor([_host_number(), n_cores], dtype=torch.int64)
     if communicator.world_size == 1:
-        return Machine(1, 1, n_cores)
+        return SharedCores(1, 1, n_cores)
     hosts = communicator.all_gather(mine).tolist()
     names = [host for host, _ in hosts]
     fewest = min(range(len(hosts)), key=lambda i: (hosts[i][1] / names.count(names[i]), hosts[i]))
-    return Machine(communicator.world_size, names.count(names[fewest]), hosts[fewest][1])
+    return SharedCores(communicator.world_size, names.count(names[fewest]), hosts[fewest][1])
 
 
 def _host_number() -> int:

@@ -27,8 +27,8 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.carrying import Carried
-from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, Row, check_level, family_of_optimizer, rows_for
-from gradwire.schemes.auto.profile import Profile, measure_profile
+from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, family_of_optimizer, rows_for
+from gradwire.schemes.auto.profile import CostProfile, measure_profile
 from gradwire.schemes.auto.votes import Ballot, Vote
 from gradwire.schemes.base import Scheme
 from gradwire.wire.link_probe import probe_transfer_us
@@ -71,8 +71,8 @@ class Auto(Scheme):
         rows_for(self.fidelity, "sgd", self._also, self._only)  # its complaints, now
         self._budget = budget
         self._replay = None if replay is None else sorted((int(step), str(spec)) for step, spec in replay)
-        self._profile: Profile | None = None if profile is None else Profile.from_dict(profile)
-        self._rows: list[Row] = []
+        self._profile: CostProfile | None = None if profile is None else CostProfile.from_dict(profile)
+        self._rows: list[FidelityRow] = []
         self._subs: dict[str, Scheme] = {}
         self._excluded: dict[str, str] = {}
         self._carried = Carried()

@@ -201,7 +201,7 @@ def conserved(rank: int, world_size: int) -> tuple[float, float]:
         given += (weights.T @ inputs).double()
         applied += ddp.module.weight.grad.double()
         optimizer.step()
-    left = attachment._state.communicator.submit(attachment.scheme.take_residuals).wait()
+    left = attachment.communicator.submit(attachment.scheme.take_residuals).wait()
     attachment.close()
     rest = next(iter(left.values())).view(32, 64).double() if left else torch.zeros(32, 64, dtype=torch.float64)
     total = given - rest

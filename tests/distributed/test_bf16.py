@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from test_attach import build_model
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from ranks import run_ranks
-from test_attach import build_model
 
 
 def pytorchs(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses the hook itself off CUDA

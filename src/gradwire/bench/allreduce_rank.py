@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire.bench import kernel_counters
 from gradwire.bench.allreduce_bounds import Exact, error_bound
 from gradwire.bench.launching import write_results
-from gradwire.bench.reducers import RIVALS, BackendReducer, Reducer, SchemeReducer
+from gradwire.bench.reducers import RIVALS, BackendReducer, SchemeReducer, TimedReducer
 from gradwire.bench.sources import Source
 from gradwire.bench.timing import MIN_SAMPLE_S, Timing
 from gradwire.core.threads import use_fair_share_of_cores
@@ -92,7 +92,7 @@ class AllReduceBench:
                 write_results(self.args, self.records)
         return records
 
-    def _plan(self, reducer: Reducer, gradient: torch.Tensor, buffer: torch.Tensor) -> _Tally:
+    def _plan(self, reducer: TimedReducer, gradient: torch.Tensor, buffer: torch.Tensor) -> _Tally:
         """Warm up (`--warmup` calls, fewer where `--budget` is spent before), and fit rounds and repeats into `--budget`.
 
         Equal on all ranks.
@@ -115,7 +115,7 @@ class AllReduceBench:
         n_rounds = int(min(self.args.rounds, max(3, self.args.budget / (once_s * n_repeats))))
         return _Tally(n_rounds, n_repeats)
 
-    def _sample(self, reducer: Reducer, tally: _Tally, gradient: torch.Tensor, buffer: torch.Tensor) -> None:
+    def _sample(self, reducer: TimedReducer, tally: _Tally, gradient: torch.Tensor, buffer: torch.Tensor) -> None:
         """One sample: repeats of the same reduction; filling the buffer and finishing the step are off the clock."""
         elapsed_s = 0.0
         dist.barrier()
@@ -145,7 +145,7 @@ class AllReduceBench:
         return Exact(total / self.world_size, magnitude / self.world_size, positions, self.world_size)
 
     def _verify(
-        self, reducer: Reducer, tally: _Tally, buffer: torch.Tensor, exact: Exact, state: OptimizerState | None
+        self, reducer: TimedReducer, tally: _Tally, buffer: torch.Tensor, exact: Exact, state: OptimizerState | None
     ) -> None:
         """Hold the result to its promise. Raises: CorruptMessage, on every rank."""
         result = buffer.numpy()
@@ -173,7 +173,7 @@ class AllReduceBench:
         dist.all_gather(everyone, mine)
         return [float(one) for one in everyone]
 
-    def _record(self, reducer: Reducer, tally: _Tally, n_elements: int) -> dict[str, Any]:
+    def _record(self, reducer: TimedReducer, tally: _Tally, n_elements: int) -> dict[str, Any]:
         samples = torch.tensor(tally.samples_s, dtype=torch.float64)
         dist.all_reduce(samples, op=dist.ReduceOp.MAX)  # a reduction has ended when its last rank has
         timing = Timing.of(samples.tolist(), tally.n_repeats)
@@ -209,7 +209,7 @@ class AllReduceBench:
         }
 
 
-def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | None, n_elements: int) -> Reducer:
+def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | None, n_elements: int) -> TimedReducer:
     """A rival or a scheme from its spec. Raises: InvalidArgument."""
     name, options = parse_spec(spec)
     if name in RIVALS:

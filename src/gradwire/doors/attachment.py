@@ -11,13 +11,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
-from gradwire.doors import checkpoint
 from gradwire.doors.hook import HookState, ddp_hook
 from gradwire.doors.watching import Watch
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import DEFAULT_TIMEOUT_S
 
 
@@ -49,80 +48,37 @@ def _door_hook(door, bucket):  # type: ignore[no-untyped-def]  # DDP compares an
     return ddp_hook(door.state, bucket)
 
 
-class Attachment:
-    """A scheme at work on a DDP model. Made by `attach`."""
+# What `attach` returns: the door itself.
+Attachment = Reducer
 
-    def __init__(self, state: HookState, door: _Door, watch: Watch) -> None:
-        self._state, self._door, self._watch = state, door, watch
 
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme at work."""
-        return self._state.scheme
+class _Attached(HookState):
+    """A HookState that puts its own hook in, when it is needed: from the start, or late under `auto`."""
 
-    @property
-    def recorder(self) -> Recorder:
-        """Bytes and times per step; add sinks to it for JSONL, TensorBoard or a Chrome trace."""
-        return self._state.recorder
+    _door: _Door
+    _watch: Watch
 
-    @property
-    def step(self) -> int:
-        """Reductions done so far, those of a resumed run included."""
-        return self._state.step
-
-    def stats(self) -> dict[str, Any]:
-        """Totals since attaching (bytes, times, fallbacks) and the scheme's own figures; also after `close`."""
-        if not self._state.closed:
-            self._state.wait_until_idle()
-        return {
-            "scheme": self._state.scheme.name,
-            "world_size": self._state.communicator.world_size,
-            **self._state.recorder.totals(),
-            **self._state.scheme.stats(),
-        }
-
-    def flush(self) -> None:
-        """Take every optimizer step that was called for, so that parameters can be read directly.
-
-        Needed with schemes that own the step (their `owns_step` is true), and only where gradwire cannot see the reading:
-        evaluation, `state_dict` of model and optimizer, and `close` flush by themselves. Others have nothing to flush.
-        """
-        self._state.flush()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps: tensors and plain values only. Save one per rank."""
-        return checkpoint.state_of(self._state)
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Take back what `state_dict` gave on this rank, after attaching the same scheme to the same model.
-
-        Args:
-            strict: refuse the state of another world size. Without it, a scheme whose state is the same on all ranks
-                takes it; one with residuals needs `gradwire.core.residual.redistribute` first.
-        Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
-        """
-        checkpoint.load_state(self._state, state, strict)
+    def connect(self, door: _Door, model: DistributedDataParallel, called: torch.nn.Module) -> None:
+        """Take the model's door. Raises: Unsupported (it has another hook)."""
+        self._door = door
+        if not self.scheme.is_transparent:
+            door.register()
+        self._watch = Watch(self, model, called, door.register)
 
     def switch(self, scheme: Scheme | str) -> None:
-        """Use another scheme from the next step on. Every rank calls it between the same two steps.
-
-        A scheme by name ends `auto`; "auto" takes it up again.
-        """
-        if isinstance(self._state.scheme, Auto):
-            self._state.step = self._state.scheme.agree_on_step(self._state.step)
-        self._state.switch(scheme)
-        if not self._state.scheme.is_transparent:
+        """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""
+        if isinstance(self.scheme, Auto):
+            self.step = self.scheme.agree_on_step(self.step)
+        super().switch(scheme)
+        if not self.scheme.is_transparent:
             self._door.register()
-
-    def reconsider(self) -> None:
-        """Have `auto` measure and try anew soon; any rank may call it. Nothing with another scheme."""
-        if isinstance(self._state.scheme, Auto):
-            self._state.scheme.reconsider()
 
     def close(self) -> None:
         """Stop compressing; the model goes on with DDP's own all-reduce. Every rank calls it."""
-        self._watch.close()
-        self._state.close()
+        if hasattr(self, "_watch"):  # which holds the model
+            self._watch.close()
+            del self._watch
+        super().close()
 
 
 def attach(
@@ -165,18 +121,16 @@ def attach(
         )
     if door is None and getattr(model, "_comm_hooks", None):
         raise Unsupported(_TAKEN)
-    state = HookState(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace)
-    if door is None:
-        door = _Door(state, model)
-    door.state = state
-    if not scheme.is_transparent:
-        try:
-            door.register()
-        except Unsupported:
-            state.close()
-            raise
+    state = _Attached(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace)
+    door = door or _Door(state, model)
+    try:
+        door.state = state
+        state.connect(door, model, ddp)
+    except Unsupported:
+        state.close()
+        raise
     _doors[model] = door
-    return Attachment(state, door, Watch(state, model, ddp, door.register))
+    return state
 
 
 def _checked_ddp(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:

@@ -46,7 +46,7 @@ class Watch:
         auto, state = self._auto, self._state
         if auto is None or self._is_joining:  # all ranks go on with what they have: some of them cannot vote
             return
-        auto.begin_step(state.step)
+        auto.choose(state.step)
         if not auto.is_transparent:
             try:
                 self._register()

@@ -13,6 +13,7 @@ import torch
 from gradwire import _native
 from gradwire.core.bucket import Bucket
 from gradwire.core.residual import Residual
+from gradwire.core.slot import Slot
 from gradwire.errors import CorruptMessage, InvalidArgument, RankMismatch
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain import all_reduce_plainly
@@ -116,7 +117,7 @@ class Optimistic(Scheme):
             "options, model and step: a message was altered on its way; restart from the last checkpoint"
         )
 
-    def take_residuals(self) -> dict[torch.Tensor, torch.Tensor]:
+    def take_residuals(self) -> dict[Slot, torch.Tensor]:
         return self._residual.take() if self.error_feedback else {}
 
     def close(self) -> None:
@@ -130,14 +131,14 @@ class Optimistic(Scheme):
         return {"n_buckets_redone": self._n_redone}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": self._residual.state_by_name(self.session.names)} if self.error_feedback else {}
+        return {"residuals": self._residual.state_by_name(self.session.slots)} if self.error_feedback else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if self.error_feedback:
             if not isinstance(state.get("residuals"), dict):
                 raise InvalidArgument(f"this is not the state of scheme {self.name}: it lacks residuals")
-            self._residual.load_by_name(state["residuals"], self.session.names)
+            self._residual.load_by_name(state["residuals"], self.session.slots)
 
 
 def _checksum(payload: torch.Tensor) -> int:

@@ -17,14 +17,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
 import json
 import queue
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -34,6 +32,7 @@ import torch.distributed as dist
 
 from gradwire import errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
+from gradwire.wire.groups import name_group, ranks_of
 
 DEFAULT_TIMEOUT_S = 120.0
 # Tags below 2**20 number the streams of point-to-point messages; this one is never sent on (see `_break_connections`).
@@ -62,13 +61,16 @@ class Communicator:
     """One rank's end of a group of ranks.
 
     Args:
-        group: the ranks to talk to (default: all). gradwire makes a Gloo group of its own over the same ranks, so the
-            constructor is collective: every rank of `group` calls it.
+        group: the ranks to talk to, as a process group or a list of global ranks (default: all). gradwire makes a Gloo
+            group of its own over the same ranks, so the constructor is collective: every rank of `group` calls it.
         timeout_s: how long to wait for a peer before PeerLost.
-    Raises: InvalidArgument (torch.distributed not initialised, timeout not positive), PeerLost (a rank did not come).
+    Raises: InvalidArgument (torch.distributed not initialised, timeout not positive, not a group of this rank), PeerLost
+        (a rank did not come).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | Sequence[int] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group('gloo') first"
@@ -76,17 +78,18 @@ class Communicator:
         if not timeout_s > 0:
             raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
-        self._parent = group
-        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.members = members = ranks_of(group)
         self.rank = members.index(dist.get_rank())
         self.world_size = len(members)
         self._store = dist.distributed_c10d._get_default_store()
-        self._name = _name_group(members)
+        self._name = name_group(members)
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
+        self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
+        self._group: Any = None  # as long as it is being made, there are no connections to break
         try:
             with self._naming_peer(None):
-                self._group: Any = dist.ProcessGroupGloo(  # torch's annotations lack its collectives
+                self._group = dist.ProcessGroupGloo(  # torch's annotations lack its collectives
                     dist.distributed_c10d.PrefixStore(self._name, self._store),
                     self.rank,
                     self.world_size,
@@ -95,7 +98,6 @@ class Communicator:
         except PeerLost as error:
             raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
-        self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
@@ -108,7 +110,7 @@ class Communicator:
 
         When this one fails, the twin's connections break too: whoever waits on them wakes.
         """
-        twin = Communicator(self._parent, self.timeout_s)
+        twin = Communicator(self.members, self.timeout_s)
         self._twins.add(twin)
         return twin
 
@@ -306,7 +308,7 @@ class Communicator:
         Gloo has no call for it, but a receive that times out closes the connections of its whole group; nothing is ever
         sent on the silent tag, so this one always does.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or self._group is None:
             return
         for twin in list(self._twins):
             twin._break_connections()
@@ -379,17 +381,6 @@ def _try_for(limit_s: float, action: Callable[[], None]) -> None:
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(limit_s)
-
-
-# How many groups this process has made over the same ranks. All ranks of a group make them in the same order.
-_n_groups: Counter[tuple[int, ...]] = Counter()
-
-
-def _name_group(members: list[int]) -> str:
-    """The prefix of the next group over `members` in the store: the same on all of them, and never used before."""
-    _n_groups[tuple(members)] += 1
-    digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
-    return f"gradwire/{digest}/{_n_groups[tuple(members)]}"
 
 
 def ring_bytes(n_bytes: int, world_size: int) -> int:

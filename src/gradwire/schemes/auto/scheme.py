@@ -24,6 +24,7 @@ from gradwire import schemes
 from gradwire.control.racing import PLAIN, Law, Limits
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.carrying import Carried
@@ -173,8 +174,8 @@ class Auto(Scheme):
 
     # ---- a step
 
-    def begin_step(self, step: int) -> None:
-        """On the training thread, before the first forward pass of `step`: read what is due, and choose.
+    def choose(self, step: int) -> None:
+        """On the training thread, before the first forward pass of `step`: read what is due, and decide.
 
         Raises: RankMismatch (ranks are at different steps), PeerLost.
         """
@@ -208,17 +209,23 @@ class Auto(Scheme):
         self._carried.end_step(was_applied=scale >= self._last_scale)  # a scaler lowers it where it skips a step
         self._last_scale = scale
 
-    def add_carried(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    def add_carried(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
         """Add what an earlier scheme has not sent; for steps that are transparent, by whoever reduces them."""
         if self._carried:
-            self._carried.add_to(parameters, gradients, self.session.loss_scale())
+            self._carried.add_to(slots, gradients, self.session.loss_scale())
+
+    def begin_step(self, step: int) -> None:
+        self._subs[self._active].begin_step(step)
+
+    def end_buckets(self, step: int) -> None:
+        self._subs[self._active].end_buckets(step)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         self._records.append(bucket.record)
-        if self._carried and bucket.parameters:
+        if self._carried:
             flat = bucket.buffer
-            gradients = [flat[o : o + p.numel()] for p, o in zip(bucket.parameters, bucket.offsets, strict=True)]
-            self.add_carried(bucket.parameters, gradients)
+            gradients = [flat[o : o + slot.numel()] for slot, o in zip(bucket.slots, bucket.offsets, strict=True)]
+            self.add_carried(bucket.slots, gradients)
         return self._subs[self._active].reduce(bucket)
 
     def end_step(self, step: int) -> None:
@@ -353,7 +360,7 @@ class Auto(Scheme):
 
     # ---- between runs
 
-    def take_residuals(self) -> dict[torch.Tensor, torch.Tensor]:
+    def take_residuals(self) -> dict[Slot, torch.Tensor]:
         """What the scheme at work and those before it have not sent."""
         self._end_carrying()
         sub = self._subs.get(self._active)
@@ -364,13 +371,13 @@ class Auto(Scheme):
 
     def state_dict(self) -> dict[str, Any]:
         self._end_carrying()
-        names = self.session.names
+        names = {slot: name for name, slot in self.session.slots.items()}
         return {
             "law": self._law.state_dict(),
             "step": self._n_steps,
             "active": self._active,
             "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items()},
-            "carried": {names[p]: residual for p, residual in self._carried.left().items()},
+            "carried": {names[slot]: residual for slot, residual in self._carried.left().items()},
             "world_size": self.session.communicator.world_size,
         }
 
@@ -388,10 +395,9 @@ class Auto(Scheme):
         for spec, sub in self._subs.items():
             if spec in saved and (is_same_world or not sub.state_is_per_world):
                 sub.load_state_dict(saved[spec])
-        parameters = {name: parameter for parameter, name in self.session.names.items()}
         if is_same_world:
             self._carried = Carried()
-            self._carried.take_over({parameters[name]: residual for name, residual in carried.items()})
+            self._carried.take_over({self.session.slots[name]: residual for name, residual in carried.items()})
             self._law.load_state_dict(law, step)
         else:
             self._law.go_on_at(step, PLAIN)

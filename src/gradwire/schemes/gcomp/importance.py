@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.core.slot import Slot, local_of, slot_of
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
 
@@ -89,7 +90,7 @@ class QuantisationMetric:
 
     def write_window(
         self,
-        parameters: Sequence[Tensor],
+        slots: Sequence[Slot | Tensor],
         offsets: Sequence[int],
         start: int,
         out: Tensor,
@@ -100,18 +101,22 @@ class QuantisationMetric:
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            begin, end = max(offset, start), min(offset + parameter.numel(), start + out.numel())
+        for key, offset in zip(slots, offsets, strict=True):
+            slot = slot_of(key)
+            begin, end = max(offset, start), min(offset + slot.numel(), start + out.numel())
             if begin >= end:
                 continue
             destination = out[begin - start : end - start]
-            terms = self._read_terms(parameter, groups.get(parameter))
-            if terms is None:
+            parameter = slot.parameter
+            terms = None if parameter is None else self._read_terms(parameter, groups.get(parameter))
+            if parameter is None or terms is None:
                 destination.zero_()
                 continue
             gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
             factor = self._world_factor * loss_scale * 2.0**gap
-            self._write(parameter, terms, factor, slice(begin - offset, end - offset), destination)
+            self._write(
+                parameter, terms, factor, slice(slot.start + begin - offset, slot.start + end - offset), destination
+            )
 
     def _read_terms(self, parameter: Tensor, group: dict[str, Any] | None) -> Terms | None:
         if group is None:
@@ -133,6 +138,7 @@ class QuantisationMetric:
         if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
             out.zero_()  # a step size beyond float32 (eta below 1e-38, say, or NaN): drop nothing
             return
+        parameter = local_of(parameter)
         theta = _flatten_like(parameter, parameter)[part]
         second = None if terms.second_moment is None else _flatten_like(terms.second_moment, parameter)[part]
         first = None if terms.first_moment is None else _flatten_like(terms.first_moment, parameter)[part]
@@ -215,7 +221,7 @@ def _flatten_like(values: Tensor, parameter: Tensor) -> Tensor:
 
     DDP's reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row.
     """
-    values = values.detach()
+    values = local_of(values.detach())
     if values.shape != parameter.shape:
         raise Unsupported(
             f"the optimizer holds state of shape {tuple(values.shape)} for a parameter of shape "

@@ -89,7 +89,7 @@ class GComp(ThroughCodec):
         """
         if self._metric is None:
             return None
-        if not bucket.parameters:
+        if not bucket.slots:
             raise Unsupported(
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
@@ -99,7 +99,7 @@ class GComp(ThroughCodec):
         def importance(start: int, end: int) -> torch.Tensor:
             started = time.perf_counter_ns()
             out = self.session.communicator.scratch("importance", end - start)
-            metric.write_window(bucket.parameters, bucket.offsets, start, out, loss_scale, bucket.buffer.dtype)
+            metric.write_window(bucket.slots, bucket.offsets, start, out, loss_scale, bucket.buffer.dtype)
             bucket.record.add("importance", started, time.perf_counter_ns())
             return out
 

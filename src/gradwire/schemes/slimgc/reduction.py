@@ -196,8 +196,14 @@ class Reduction:
             mean = self._means[bucket.index] = torch.empty(n_own)
         if fused is not None:
             mean.copy_(fused[edges[rank] : edges[rank + 1]])
-        whole = tuple(span.parameter for span in plan.raw if span.parameter is not None)
-        cut = tuple((span.parameter, span.fused) for span in plan.compressed if span.parameter is not None)
+        whole = tuple(
+            span.slot.parameter for span in plan.raw if span.slot is not None and span.slot.parameter is not None
+        )
+        cut = tuple(
+            (span.slot.parameter, span.fused)
+            for span in plan.compressed
+            if span.slot is not None and span.slot.parameter is not None
+        )
         self.owner_step.keep(bucket.index, Owned(whole, cut, edges, mean))
 
     def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
@@ -232,14 +238,14 @@ class Reduction:
     def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
         """For a codec that weighs values by the optimizer: asked for windows of the fused buffer."""
         metric = self._metric
-        if metric is None or not plan.parameters:
+        if metric is None or not plan.slots:
             return None
         loss_scale = self._session.loss_scale()
 
         def importance(start: int, end: int) -> torch.Tensor:
             started = time.perf_counter_ns()
             out = self._session.communicator.scratch("importance", end - start)
-            metric.write_window(plan.parameters, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
+            metric.write_window(plan.slots, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
             bucket.record.add("importance", started, time.perf_counter_ns())
             return out
 

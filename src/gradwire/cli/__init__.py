@@ -13,6 +13,7 @@ from gradwire.errors import GradwireError
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("gradwire.cli.demo", "train a small GPT with plain DDP and with GComp, and compare them"),
     "train": ("gradwire.cli.train", "train a workload with a scheme, on this machine or under torchrun"),
+    "recommend": ("gradwire.cli.recommend", "say which scheme to take, if any: measured here, predicted elsewhere"),
     "bench": ("gradwire.bench.cli", "measure codecs, all-reduce and training against their rivals"),
     "netlab": ("gradwire.ranks.netlab.cli", "run a command in ranks with shaped links between them"),
     "switch": ("gradwire.cli.switch", "run the emulation of a programmable switch that sums packets of integers"),

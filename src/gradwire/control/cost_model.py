@@ -258,12 +258,19 @@ def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, mach
     return step_time_s(step, loads, link, machine)[0]
 
 
-def break_even_rate(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores) -> float | None:
-    """The link rate in bytes/s from which on the scheme no longer beats plain; None: it never does, inf: it always does."""
+def break_even_rate(
+    shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores, margin: float = 1.0
+) -> float | None:
+    """The link rate in bytes/s from which on the scheme is no longer `margin` times as fast as plain.
+
+    None: it never is; inf: it always is.
+    """
 
     def gain_s(rate: float) -> float:
         there = replace(link, rate=rate)
-        return predict_s("sum", CodecCost(), step, there, machine) - predict_s(shape, codec, step, there, machine)
+        return predict_s("sum", CodecCost(), step, there, machine) - margin * predict_s(
+            shape, codec, step, there, machine
+        )
 
     low, high = _SLOWEST, _FASTEST
     if gain_s(low) <= 0:

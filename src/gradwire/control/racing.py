@@ -97,6 +97,11 @@ class Law:
         return self._next_step
 
     @property
+    def computing_us(self) -> int:
+        """What a step computes, without waiting, as plain steps showed it last; 0 before the first."""
+        return median(self._computing) if self._computing else 0
+
+    @property
     def challenger(self) -> str:
         """What races against the incumbent now; empty if nothing does."""
         return self._race.challenger if self.state == "race" else ""

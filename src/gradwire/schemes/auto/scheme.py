@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -291,6 +291,17 @@ class Auto(Scheme):
             return False
         self._profile = new
         return True
+
+    def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
+        """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone."""
+        assert self._profile is not None
+        there = replace(self._profile, link=replace(self._profile.link, rate=rate_bps / 8))
+        predicted = there.predict_us(self._law.computing_us)
+        allowed = {spec: predicted[spec] for spec in self._law.candidates}
+        best = min(allowed, key=lambda spec: (allowed[spec], spec))
+        if allowed[best] * 1.03 >= allowed[PLAIN]:
+            best = PLAIN
+        return allowed[PLAIN] / 1e6, best, allowed[best] / 1e6
 
     # ---- words
 

@@ -56,7 +56,6 @@ class _Attached(HookState):
     """A HookState that puts its own hook in, when it is needed: from the start, or late under `auto`."""
 
     _door: _Door
-    _watch: Watch
 
     def connect(self, door: _Door, model: DistributedDataParallel, called: torch.nn.Module) -> None:
         """Take the model's door. Raises: Unsupported (it has another hook)."""
@@ -67,18 +66,11 @@ class _Attached(HookState):
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""
-        if isinstance(self.scheme, Auto):
+        if isinstance(self.scheme, Auto) and not self.closed:
             self.step = self.scheme.agree_on_step(self.step)
         super().switch(scheme)
         if not self.scheme.is_transparent:
             self._door.register()
-
-    def close(self) -> None:
-        """Stop compressing; the model goes on with DDP's own all-reduce. Every rank calls it."""
-        if hasattr(self, "_watch"):  # which holds the model
-            self._watch.close()
-            del self._watch
-        super().close()
 
 
 def attach(

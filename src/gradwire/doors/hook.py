@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.core.slot import Slot, slot_of
+from gradwire.doors.watching import Watch
 from gradwire.errors import Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
@@ -47,6 +48,7 @@ class HookState(Reducer):
         trace: bool = False,
     ) -> None:
         self._group = group
+        self._watch: Watch | None = None
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._waiting = Stopwatch()
         super().__init__(scheme, group, module, optimizer, scaler, timeout_s=timeout_s, trace=trace)
@@ -58,6 +60,7 @@ class HookState(Reducer):
         """Start the reduction of one DDP bucket; called by DDP during the backward pass."""
         if self.closed or self.scheme.is_transparent:
             if not self.closed:
+                self._look_from_outside()
                 slots = [slot_of(parameter) for parameter in bucket.parameters()]
                 self.scheme.add_carried(slots, bucket.gradients())
             return self._all_reduce_as_ddp_does(bucket)
@@ -83,6 +86,12 @@ class HookState(Reducer):
                     self._shadows.pop().wait()
                 self.close_pass(step, 0)
         return reduced
+
+    def _look_from_outside(self) -> None:
+        """Where a framework has put the hook in by itself, `auto` sees its first step here."""
+        model = self.session.module
+        if self._watch is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            self._watch = Watch(self, model, model, lambda: None)
 
     def _check_divisor(self) -> None:
         """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""
@@ -113,6 +122,9 @@ class HookState(Reducer):
     def close(self) -> None:
         """Stop compressing; a hook that stays registered then reduces as DDP does by itself. Every rank calls it."""
         self._slot_of = {}
+        if self._watch is not None:  # which holds the model
+            self._watch.close()
+            self._watch = None
         super().close()
 
     def _all_reduce_as_ddp_does(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.doors.hook import HookState
 from gradwire.errors import Unsupported
+from gradwire.reducer import Reducer
 from gradwire.schemes.auto.scheme import Auto
 from gradwire.telemetry.step_clock import StepClock
 from gradwire.wire.communicator import ring_bytes
@@ -27,7 +27,7 @@ class Watch:
     """
 
     def __init__(
-        self, state: HookState, model: DistributedDataParallel, called: torch.nn.Module, register: Callable[[], None]
+        self, state: Reducer, model: DistributedDataParallel, called: torch.nn.Module, register: Callable[[], None]
     ) -> None:
         self._state, self._model, self._register = state, model, register
         self._n_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

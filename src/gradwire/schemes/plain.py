@@ -73,8 +73,11 @@ def start_plain_mean(
     done: torch.futures.Future = torch.futures.Future()
     # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
     bucket.buffer.mul_(1.0 / communicator.world_size)
-    is_rounded = wire_dtype is not None and bucket.buffer.dtype == torch.float32
-    travelling = bucket.buffer.to(wire_dtype) if is_rounded else bucket.buffer
+    travelling = bucket.buffer
+    is_rounded = wire_dtype is not None and wire_dtype.itemsize < bucket.buffer.element_size()
+    if is_rounded and wire_dtype is not None:
+        n_bytes = wire_dtype.itemsize * bucket.n_elements
+        travelling = communicator.scratch(f"rounded {bucket.index}", n_bytes).view(wire_dtype).copy_(bucket.buffer)
     started = time.perf_counter_ns()
     summed = communicator.start_all_reduce(travelling)
 

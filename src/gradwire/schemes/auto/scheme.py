@@ -33,7 +33,7 @@ from gradwire.schemes.auto.profile import CostProfile, measure_profile
 from gradwire.schemes.auto.votes import Ballot, Vote
 from gradwire.schemes.base import Scheme
 from gradwire.wire.link_probe import probe_transfer_us
-from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
 _log = logging.getLogger("gradwire.auto")
 _LAG = 2  # steps after which a vote is read
@@ -159,7 +159,7 @@ class Auto(Scheme):
         if communicator.world_size == 1:
             return
         specs = [row.spec for row in self._rows]
-        facts = schemes.base.hash_configuration(self.name, {**self.configuration, "bound": specs})
+        facts = hash_configuration(self.name, {**self.configuration, "bound": specs})
         mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
         record = self.session.recorder.open_bucket(0, -1, 0)
         communicator.submit(compare_preambles, communicator, mine, record).wait()

@@ -11,7 +11,7 @@ CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
 .PHONY: help demo test lint bench setup native format clean
 
 help:
-	@echo 'make demo     train a small GPT with plain DDP and with GComp, compare them   (DEMO_ARGS=--quick)'
+	@echo 'make demo     train a small GPT on a slow network: DDP, bf16, gradwire       (DEMO_ARGS=--quick)'
 	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp")'
 	@echo 'make lint     ruff, mypy, clang-format; changes nothing'
 	@echo 'make format   ruff and clang-format, in place'

@@ -15,6 +15,7 @@ from gradwire.bench.regret import below_the_bars, make_record
 from gradwire.control.cost_model import CodecCost, LinkCost, SharedCores
 from gradwire.errors import InvalidArgument
 from gradwire.planning.plan import Plan, describe_rate
+from gradwire.report.regret import draw_step_times
 from gradwire.schemes.auto.profile import CostProfile, bucket_sizes, codec_speed
 from ranks import run_ranks
 
@@ -127,3 +128,19 @@ def test_what_auto_loses_is_counted_against_the_best_of_the_second_half(tmp_path
     cell = {"workload": "gpt", "ranks": 2, "rate": "none", "fidelity": "exact"}
     assert below_the_bars([record | cell]) == []
     assert "gpt, 2 ranks" in below_the_bars([record | cell | {"x_ddp": 0.97}])[0]
+
+
+def test_the_picture_is_drawn_from_records_of_one_workload(tmp_path: Path) -> None:
+    cell = {
+        "workload": "gpt",
+        "ranks": 2,
+        "fidelity": "close",
+        "median_ms": {"ddp": 20.0, "bf16": 15.0},
+        "x_ddp_last_half": 2.0,
+    }
+    records = [cell | {"rate_bps": rate} for rate in (1e8, 1e9, None)]
+    page = draw_step_times(records, tmp_path / "picture.svg").read_text()
+    assert page.startswith("<?xml")
+    assert draw_step_times(records, tmp_path / "again.svg").read_text().count("<path") == page.count("<path")
+    with pytest.raises(InvalidArgument, match="one workload"):
+        draw_step_times([*records, cell | {"ranks": 4}], tmp_path / "picture.svg")

@@ -11,7 +11,7 @@ from gradwire.errors import GradwireError
 
 # name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("gradwire.cli.demo", "train a small GPT with plain DDP and with GComp, and compare them"),
+    "demo": ("gradwire.cli.demo", "train a small GPT on a slow network with DDP, PyTorch's bf16 hook and gradwire"),
     "train": ("gradwire.cli.train", "train a workload with a scheme, on this machine or under torchrun"),
     "recommend": ("gradwire.cli.recommend", "say which scheme to take, if any: measured here, predicted elsewhere"),
     "bench": ("gradwire.bench.cli", "measure codecs, all-reduce and training against their rivals"),

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from gradwire.bench.regret import RATES, WORKLOADS, below_the_bars, cell_of, measure_regret, read_records, train_as_rank
+from gradwire.report.regret import draw_step_times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/regret.jsonl"), metavar="FILE", help="resumed if it exists"
     )
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="measure nothing; draw the records in --out")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure what is not in the file yet; print a line a cell."""
+    if args.picture is not None:
+        print(draw_step_times(read_records(args.out), args.picture))
+        return 0
     if "RANK" in os.environ:
         train_as_rank(args.workload[0], args.fidelity[0], args.steps, args.seconds)
         return 0

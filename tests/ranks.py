@@ -113,6 +113,6 @@ def _run_rank(
         outcome.error.__cause__ = outcome.error.__context__ = outcome.error.__traceback__ = None
     # Pickled here: a queue would hand tensors over as file descriptors, which die with this process.
     results.put((rank, pickle.dumps(outcome)))
-    if outcome.error is None:
+    if outcome.error is None and dist.is_initialized():
         dist.destroy_process_group()
     os._exit(0)  # a failed group's threads must not hold up the process

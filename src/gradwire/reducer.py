@@ -25,7 +25,7 @@ from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes import Scheme, by_name
 from gradwire.telemetry.recorder import Recorder
 from gradwire.telemetry.stopwatch import Stopwatch
-from gradwire.wire.communicator import DEFAULT_TIMEOUT_S, Communicator
+from gradwire.wire.communicator import Communicator
 from gradwire.wire.preamble import compare_preambles
 
 # As DDP's own buckets: large enough for the wire, small enough that the first is on its way early.
@@ -51,7 +51,7 @@ class Reducer:
         scaler: the torch.amp.GradScaler, if what is reduced is scaled by it.
         bucket_mb: how much `all_reduce` sends at a time.
         op: "mean", or "sum" for losses that are divided by the number of ranks already.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
         trace: keep single spans for a Chrome trace.
     Raises: InvalidArgument, Unsupported, PeerLost (a rank did not come).
     """
@@ -66,7 +66,7 @@ class Reducer:
         *,
         bucket_mb: float = BUCKET_MB,
         op: str = "mean",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = None,
         trace: bool = False,
     ) -> None:
         if op not in OPERATIONS:
@@ -88,7 +88,7 @@ class Reducer:
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
         loss_scale = (lambda: 1.0) if scaler is None else (lambda: float(scaler.get_scale()))
         self.session = Session(
-            communicator, self.recorder, optimizer, self.slots, loss_scale, module, scaler is not None
+            communicator, self.recorder, _unwrapped(optimizer), self.slots, loss_scale, module, scaler is not None
         )
         try:
             self.scheme.bind(self.session)
@@ -302,7 +302,7 @@ class Reducer:
 
         Args:
             strict: refuse the state of another world size. Without it, a scheme whose state is the same on all ranks
-                takes it; one with residuals needs `gradwire.core.residual.redistribute` first.
+                takes it; one with residuals needs `gradwire.core.feedback.redistribute` first.
         Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
         """
         checkpoint.check(state)
@@ -333,7 +333,7 @@ class Reducer:
         if self._closed:
             return
         self._closed = True
-        self.communicator.close()
+        self.communicator.close(self.step)
         try:
             self.scheme.close()
         except GradwireError:
@@ -377,6 +377,12 @@ class AllReduceWork:
             tensor.copy_(mean)
         self._give_back()
         self._futures, self._means = [], []
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer inside Accelerate's, which only hands calls through to it and has none of torch's hooks."""
+    is_wrapper = type(optimizer).__module__.partition(".")[0] == "accelerate"
+    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
 
 
 def _free_scheme(scheme: Scheme | str) -> Scheme:

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import gradwire
 from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
-from gradwire.schemes.through_codec import Zlib
+from gradwire.schemes.through_codec import ZlibScheme
 from ranks import run_ranks, try_ranks
 
 
@@ -126,7 +126,7 @@ def test_rank_that_cannot_attach_tells_the_others() -> None:
         assert "Adamax" in str(outcome.error)
 
 
-class FallsBack(Zlib):
+class FallsBack(ZlibScheme):
     """Sends every bucket of step 1 plainly, as a scheme may that meets what it cannot compress."""
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
@@ -135,7 +135,7 @@ class FallsBack(Zlib):
         return super().reduce(bucket)
 
 
-class FailsAtTheEnd(Zlib):
+class FailsAtTheEnd(ZlibScheme):
     """Fails when step 1 is to be committed, on one rank."""
 
     def end_step(self, step: int) -> None:

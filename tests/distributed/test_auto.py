@@ -353,22 +353,22 @@ def test_uneven_input_keeps_what_was_at_work_and_ranks_equal(gain: float) -> Non
 
 
 def resumes(rank: int, world_size: int) -> tuple[str, str, bool]:
-    def start() -> tuple[Any, Any, Any, Any]:
+    def start() -> tuple[Any, Any, Any]:
         ddp, optimizer = build(rank)
         auto = Quick(rank, {"one-bit": 3.0}, fidelity=["one-bit"])
-        return ddp, optimizer, auto, gradwire.attach(ddp, optimizer, auto)
+        return ddp, optimizer, gradwire.attach(ddp, optimizer, auto)
 
-    ddp, optimizer, auto, attachment = start()
+    ddp, optimizer, attachment = start()
     generator = torch.Generator().manual_seed(rank)
     for _ in range(60):
         step_once(ddp, optimizer, generator)
     saved, weights = attachment.state_dict(), {k: v.clone() for k, v in ddp.module.state_dict().items()}
-    kept = auto._subs["one-bit"].state_dict()["residuals"]
+    kept = attachment.session.feedback.state_by_name(attachment.session.slots)
     attachment.close()
-    ddp, optimizer, auto, attachment = start()
+    ddp, optimizer, attachment = start()
     ddp.module.load_state_dict(weights)
     attachment.load_state_dict(saved)
-    loaded = auto._subs["one-bit"].state_dict()["residuals"]
+    loaded = attachment.session.feedback.state_by_name(attachment.session.slots)
     step_once(ddp, optimizer, generator)
     first = attachment.stats()["auto"]["schedule"][0][1]
     for _ in range(20):

@@ -80,6 +80,7 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
     gradient = torch.randn(50_000)
 
     def reduce_bucket(step: int) -> None:
+        state.communicator.submit(state.scheme.begin_step, step)
         state.scheme.reduce(Bucket(gradient, [parameter], [0], step=step)).wait()
         state.communicator.submit(state.scheme.end_step, step).wait()
 

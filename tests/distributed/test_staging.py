@@ -78,6 +78,7 @@ def reduce_staged(rank: int, world_size: int) -> None:
                 Bucket(plain, parameters, [a for a, _ in bounds], step=step),
             ]
             for scheme, communicator, bucket in zip(schemes, communicators, buckets, strict=True):
+                communicator.submit(scheme.begin_step, step)
                 scheme.reduce(bucket).wait()
                 communicator.submit(scheme.end_step, step).wait()
             staged.copy_back()

@@ -108,6 +108,36 @@ def test_one_rank_without_compression_is_synchronous_training_bit_for_bit() -> N
     run_ranks(check_one_rank, 1)
 
 
+def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: SlimGC | None) -> Tensor:
+    """Under a GradScaler that meets an overflow and grows; powers of two, so that scaling itself rounds nothing."""
+    ddp = build()
+    optimizer = make(ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    attachment = None if scheme is None else gradwire.attach(ddp, optimizer, scheme, scaler=scaler, timeout_s=20)
+    for step in range(8):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ddp, batch(0, step)) * (math.inf if step == 3 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    if attachment is not None:
+        attachment.close()
+    return torch.cat([value.detach().double().reshape(-1) for value in ddp.state_dict().values()])
+
+
+def check_scaled(rank: int, world_size: int) -> None:
+    fused: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+        "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    }
+    for name, make in (OPTIMIZERS | fused).items():
+        found = train_scaled(make, SlimGC(**PLAIN, local="peek", sync_steps=0))
+        assert torch.equal(found, train_scaled(make, None)), name
+
+
+def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup() -> None:
+    run_ranks(check_scaled, 1)
+
+
 # ---- two ranks: the very formula, and the staleness
 
 

@@ -41,6 +41,7 @@ class _Tally:
     n_rounds: int
     n_repeats: int
     samples_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)  # of this process, all threads and the kernel, a call
     sent_bytes: list[float] = field(default_factory=list)  # a call
     kernel_bytes: list[float] = field(default_factory=list)
     verdict: str = ""
@@ -116,17 +117,24 @@ class AllReduceBench:
         return _Tally(n_rounds, n_repeats)
 
     def _sample(self, reducer: TimedReducer, tally: _Tally, gradient: torch.Tensor, buffer: torch.Tensor) -> None:
-        """One sample: repeats of the same reduction; filling the buffer and finishing the step are off the clock."""
-        elapsed_s = 0.0
+        """One sample: repeats of the same reduction; filling the buffer and finishing the step are off the clock.
+
+        Of the processors' time only the filling is left out: it holds the ends of steps, and one barrier a sample.
+        """
+        elapsed_s = filling_s = 0.0
         dist.barrier()
         kernel_before, reducer.sent_bytes = kernel_counters.sent_bytes(), 0
+        cpu_before_s = time.process_time()
         for _ in range(tally.n_repeats):
+            filling_since_s = time.thread_time()
             buffer.copy_(gradient)
+            filling_s += time.thread_time() - filling_since_s
             started = time.perf_counter()
             reducer.reduce(buffer)
             elapsed_s += time.perf_counter() - started
             reducer.finish_step()
         dist.barrier()  # now everything sent has arrived, so the kernel has counted it
+        tally.cpu_s.append((time.process_time() - cpu_before_s - filling_s) / tally.n_repeats)
         kernel_after = kernel_counters.sent_bytes()
         tally.samples_s.append(elapsed_s / tally.n_repeats)
         tally.sent_bytes.append(reducer.sent_bytes / tally.n_repeats)
@@ -179,6 +187,7 @@ class AllReduceBench:
         timing = Timing.of(samples.tolist(), tally.n_repeats)
         sent = self._gather(float(np.median(tally.sent_bytes)))
         kernel = self._gather(float(np.median(tally.kernel_bytes)) if tally.kernel_bytes else -1.0)
+        cpu = self._gather(float(np.median(tally.cpu_s)))
         n_bytes = 4 * n_elements
         network = current_network()
         ring = ring_bytes(n_bytes, self.world_size)
@@ -193,6 +202,7 @@ class AllReduceBench:
             "time_s": timing.median_s,
             "time_s_low": timing.low_s,
             "time_s_high": timing.high_s,
+            "cpu_s": sum(cpu) / self.world_size,
             "wire_bytes": sum(sent) / self.world_size,
             "wire_bytes_max": max(sent),
             "kernel_bytes": sum(kernel) / self.world_size if min(kernel) >= 0 else None,

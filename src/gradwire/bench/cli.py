@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from gradwire.results.console import WIDE_HELP, Wide
+
 # name: (module with `add_arguments` and `run`, one-line help); only the one that is called is imported.
 BENCHES: dict[str, tuple[str, str]] = {
     "adaptation": (
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     module = importlib.import_module(module_path)
     parser = argparse.ArgumentParser(prog=f"gradwire bench {args.bench}", description=summary)
     module.add_arguments(parser)
+    parser.add_argument("--wide", action=Wide, nargs=0, help=WIDE_HELP)
     parsed = parser.parse_args(args.rest)
     parsed.arguments = args.rest  # what a benchmark that starts ranks hands on to them
     return int(module.run(parsed))

@@ -98,8 +98,8 @@ class SchemeSteps:
         self._communicator.submit(self._scheme.end_step, self._step).wait()
         commit_s = time.perf_counter() - started
         self._step += 1
-        encode_s = sum(bucket.record.encode_ns for bucket in buckets) / 1e9
-        self.parts.append((encode_s, sum(bucket.record.decode_ns for bucket in buckets) / 1e9, commit_s))
+        encode_s = sum(bucket.record.busy_ns["encode"] for bucket in buckets) / 1e9
+        self.parts.append((encode_s, sum(bucket.record.busy_ns["decode"] for bucket in buckets) / 1e9, commit_s))
 
     def close(self) -> None:
         """End the lane."""

@@ -15,6 +15,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.ranks.launch import start_ranks
 from gradwire.ranks.supervisor import end_on_signals
 from gradwire.registry import parse_spec
+from gradwire.results.console import tell_ranks_the_width
 from gradwire.results.records import RecordLog, write_csv, write_json
 
 DEFAULT_RANKS = 4
@@ -58,6 +59,7 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
 
     Raises: PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
     """
+    tell_ranks_the_width()
     rates: Sequence[str] = args.rate or ["none"]
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
@@ -84,7 +86,12 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
 
 
 def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """Write `--json` and `--csv`, where given. Raises: GradwireError."""
+    """Write `--json` and `--csv`, where given and if there are records: an interrupted run leaves earlier results be.
+
+    Raises: GradwireError.
+    """
+    if not records:
+        return
     if args.json:
         write_json(args.json, records)
     if args.csv:

@@ -79,6 +79,16 @@ class Bucket:
         return tuple(slot.parameter for slot in self.slots if slot.parameter is not None)
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each slot lies: first and past-the-last element."""
+        return [(start, start + slot.numel()) for slot, start in zip(self.slots, self.offsets, strict=True)]
+
+    def draw(self, *place: object) -> int:
+        """64 bits to draw by, different for every step, bucket and place in it (rank, part, ...)."""
+        text = repr((self.step, self.index, *place))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    @property
     def n_elements(self) -> int:
         return self.buffer.numel()
 

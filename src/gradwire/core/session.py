@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from gradwire.core.feedback import Feedback
 from gradwire.core.slot import Slot
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
@@ -25,6 +26,7 @@ class Session:
         loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
         module: the DDP model; None if gradwire was not given it.
         has_scaler: whether there is a GradScaler.
+        feedback: what the scheme at work has not sent yet.
     """
 
     communicator: Communicator
@@ -34,6 +36,7 @@ class Session:
     loss_scale: Callable[[], float]
     module: torch.nn.Module | None = None
     has_scaler: bool = False
+    feedback: Feedback = field(default_factory=Feedback)
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

@@ -11,13 +11,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
-from gradwire.doors.hook import HookState, ddp_hook
+from gradwire.doors.hook import Copied, HookState, ddp_hook
 from gradwire.doors.watching import Watch
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.wire.communicator import DEFAULT_TIMEOUT_S
 
 
 class _Door:
@@ -38,6 +37,9 @@ class _Door:
         except RuntimeError as error:
             raise Unsupported(_TAKEN) from error
         self._is_registered = True
+
+    def __reduce__(self) -> Any:
+        return (Copied, ())
 
 
 _TAKEN = "this DDP model has a communication hook already and takes only one; attach to a model without a hook"
@@ -80,7 +82,7 @@ def attach(
     scaler: Any = None,
     *,
     fidelity: str | Sequence[str] | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     trace: bool = False,
 ) -> Attachment:
     """Let `scheme` reduce the gradients of `ddp`. Collective: every rank calls it, with the same arguments.
@@ -92,7 +94,7 @@ def attach(
             DDP's own all-reduce where nothing is to be won.
         fidelity: of scheme "auto": "exact" (the default: the losses of DDP), "close" or "any", or a list of schemes.
         scaler: the torch.amp.GradScaler, if the loss is scaled.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as the model's process group does).
         trace: keep single spans for a Chrome trace.
     Raises: Unsupported (not DDP, a wrapper or optimizer that is not supported), InvalidArgument.
     """

@@ -14,11 +14,14 @@ from torch._C._distributed_c10d import GradBucket
 
 from gradwire.core.slot import Slot, slot_of
 from gradwire.doors.watching import Watch
-from gradwire.errors import Unsupported
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from gradwire.telemetry.stopwatch import Stopwatch
-from gradwire.wire.communicator import DEFAULT_TIMEOUT_S
+
+
+class Copied:
+    """What a copied or saved DDP model has in the place of its hook's state. DDP gives the copy no hook, so none asks."""
 
 
 class HookState(Reducer):
@@ -32,7 +35,7 @@ class HookState(Reducer):
         optimizer: the optimizer; needed by schemes that read its state (gcomp with importance="paper").
         scaler: the GradScaler, if the loss is scaled.
         group: the process group that DDP uses (default: all ranks). Making a HookState is collective over it.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
         trace: keep single spans for a Chrome trace.
     Raises: InvalidArgument, Unsupported.
     """
@@ -44,17 +47,21 @@ class HookState(Reducer):
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
         group: dist.ProcessGroup | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = None,
         trace: bool = False,
     ) -> None:
         self._group = group
         self._watch: Watch | None = None
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
+        self._closed_by_all = False
         self._waiting = Stopwatch()
         super().__init__(scheme, group, module, optimizer, scaler, timeout_s=timeout_s, trace=trace)
         self._slot_of: dict[torch.Tensor, Slot] = {
             slot.parameter: slot for slot in self.slots.values() if slot.parameter is not None
         }
+
+    def __reduce__(self) -> Any:
+        return (Copied, ())  # connections and threads stay with the model that they serve
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the reduction of one DDP bucket; called by DDP during the backward pass."""
@@ -63,6 +70,7 @@ class HookState(Reducer):
                 self._look_from_outside()
                 slots = [slot_of(parameter) for parameter in bucket.parameters()]
                 self.scheme.add_carried(slots, bucket.gradients())
+                return self._start_ddp_mean(bucket)
             return self._all_reduce_as_ddp_does(bucket)
         in_backward = torch._C._current_graph_task_id() != -1
         # With the last bucket, not the first: a re-entrant checkpoint has backward passes of its own inside the pass, and
@@ -128,12 +136,42 @@ class HookState(Reducer):
         super().close()
 
     def _all_reduce_as_ddp_does(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not self._closed_by_all:
+            try:
+                self.communicator.closing.wait_for_all(self.communicator.timeout_s)
+                self._closed_by_all = True
+            except GradwireError as error:
+                return self._fail_without_ddp(bucket.buffer(), error)
+        return self._start_ddp_mean(bucket)
+
+    def _start_ddp_mean(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Exactly what DDP does without a hook, on its own group."""
         buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
+    def _fail_without_ddp(self, buffer: torch.Tensor, error: GradwireError) -> torch.futures.Future[torch.Tensor]:
+        """DDP's own all-reduce would wait for ranks that do not come: `error` instead, at the end of the backward pass."""
+
+        def raise_it() -> None:
+            raise error
+
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(raise_it))  # after DDP's own callback
+        unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        unchanged.set_result(buffer)
+        return unchanged
+
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook for `DistributedDataParallel.register_comm_hook(state, gradwire.ddp_hook)`."""
+    """The communication hook for `DistributedDataParallel.register_comm_hook(state, gradwire.ddp_hook)`.
+
+    Raises: InvalidArgument (`state` is no HookState).
+    """
+    if not isinstance(state, HookState):
+        raise InvalidArgument(
+            f"gradwire.ddp_hook needs a gradwire.HookState, got {type(state).__name__}: "
+            'ddp.register_comm_hook(gradwire.HookState("gcomp", module=ddp, optimizer=optimizer, group=...), gradwire.ddp_hook)'
+        )
     return state.reduce_bucket(bucket)

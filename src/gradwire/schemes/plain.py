@@ -21,7 +21,7 @@ class Plain(Scheme):
     """Mean by the backend's all-reduce, in the gradient's own dtype; bit-identical to DDP without a hook."""
 
     name = "plain"
-    # What float32 gradients are rounded to for the sum; None: nothing.
+    # What wider gradients are rounded to for the sum; None: nothing.
     wire_dtype: ClassVar[torch.dtype | None] = None
 
     @property
@@ -68,7 +68,7 @@ def start_plain_mean(
 ) -> torch.futures.Future:
     """Start the mean as this scheme takes it, on the lane, which need not wait: the future is done when it is there.
 
-    With a `wire_dtype` float32 gradients are rounded to it for the sum, and put back.
+    With a `wire_dtype` wider gradients are rounded to it for the sum, and put back.
     """
     done: torch.futures.Future = torch.futures.Future()
     # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
@@ -91,20 +91,8 @@ def start_plain_mean(
         if is_rounded:
             bucket.buffer.copy_(travelling)
         n_bytes = ring_bytes(travelling.numel() * travelling.element_size(), communicator.world_size)
-        bucket.record.count_sent(n_bytes)
-        bucket.record.count_received(n_bytes)
+        bucket.record.count_exchanged(n_bytes)
         done.set_result(bucket.buffer)
 
     summed.add_done_callback(finish)
     return done
-
-
-def all_reduce_plainly(communicator: Communicator, bucket: Bucket) -> None:
-    """The mean as this scheme takes it, before this returns; on the lane. What other schemes fall back on."""
-    started = time.perf_counter_ns()
-    bucket.buffer.mul_(1.0 / communicator.world_size)
-    communicator.all_reduce(bucket.buffer)
-    bucket.record.add("communicate", started, time.perf_counter_ns())
-    n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
-    bucket.record.count_sent(n_bytes)
-    bucket.record.count_received(n_bytes)

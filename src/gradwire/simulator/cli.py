@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.results.console import make_console
+from gradwire.results.console import WIDE_HELP, Wide, make_console
 from gradwire.results.records import write_csv, write_json
 from gradwire.simulator import figures, workloads
 from gradwire.simulator.bandwidth import parse_trace
@@ -31,6 +31,7 @@ DEFAULT_SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire simulate`."""
+    parser.add_argument("--wide", action=Wide, nargs=0, help=WIDE_HELP)
     parser.add_argument(
         "--scheme",
         nargs="+",

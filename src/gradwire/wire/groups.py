@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from gradwire.errors import InvalidArgument
@@ -37,3 +40,12 @@ def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:
     if dist.get_rank() not in members:
         raise InvalidArgument(f"rank {dist.get_rank()} is not in the group {members} that it was given")
     return members
+
+
+def timeout_of(group: dist.ProcessGroup | Sequence[int] | None) -> float:
+    """How long `group` waits by itself, in seconds; a list of ranks and None stand for the group of all ranks."""
+    backends: Any = dist.group.WORLD if group is None or isinstance(group, Sequence) else group
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # a group may serve only one of them
+            return float(backends._get_backend(torch.device(device)).options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds())

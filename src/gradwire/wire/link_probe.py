@@ -55,36 +55,27 @@ _MOST_ALL_PAIRS = 16  # ranks; above, each with its neighbour
 
 
 def probe_pairs(communicator: Communicator) -> list[tuple[int, int, float, float]]:
-    """(one, other, bytes/s, seconds there and back) of pairs of ranks, one pair at a time; on the lane, every rank alike."""
+    """(one, other, bytes/s each way, seconds of next to nothing) of pairs of ranks, one pair at a time, on the lane."""
     n = communicator.world_size
-    pairs = (
-        [(a, b) for a in range(n) for b in range(a + 1, n)]
-        if n <= _MOST_ALL_PAIRS
-        else [(a, a + 1) for a in range(n - 1)]
-    )
+    all_pairs = [(one, other) for one in range(n) for other in range(one + 1, n)]
+    pairs = all_pairs if n <= _MOST_ALL_PAIRS else [(one, one + 1) for one in range(n - 1)]
     found = torch.zeros((len(pairs), 2), dtype=torch.float64)
-    for index, (one, other) in enumerate(pairs):
-        tag = communicator.next_stream()
-        if communicator.rank in (one, other):
-            peer = other if communicator.rank == one else one
-            starts = communicator.rank == one
-            _bounce(communicator, peer, tag, _SMALL_ELEMENTS, starts)
-            there_s = min(_bounce(communicator, peer, tag, _SMALL_ELEMENTS, starts) for _ in range(_REPEATS))
-            large_s = _bounce(communicator, peer, tag, 2 * PROBE_ELEMENTS, starts)
-            if starts:
-                found[index, 0] = 2 * 8 * PROBE_ELEMENTS / max(large_s - there_s, 1e-7)
-                found[index, 1] = there_s
-        communicator.all_reduce(torch.zeros(1))  # the others wait their turn
+    for index, pair in enumerate(pairs):
+        if communicator.rank in pair:
+            peer = sum(pair) - communicator.rank
+            swap_s = [_swap_s(communicator, peer, _SMALL_ELEMENTS) for _ in range(_REPEATS + 1)]
+            large_s = _swap_s(communicator, peer, 2 * PROBE_ELEMENTS)
+            if communicator.rank == pair[0]:
+                found[index, 0] = 8 * PROBE_ELEMENTS / max(large_s - min(swap_s), 1e-7)
+                found[index, 1] = min(swap_s)
+        if n > 1:
+            communicator.all_reduce(torch.zeros(1))  # the others wait their turn
     if n > 1:
         communicator.all_reduce(found)
-    return [(one, other, rate, rtt_s) for (one, other), (rate, rtt_s) in zip(pairs, found.tolist(), strict=True)]
+    return [(*pair, *row) for pair, row in zip(pairs, found.tolist(), strict=True)]
 
 
-def _bounce(communicator: Communicator, peer: int, tag: int, n_elements: int, starts: bool) -> float:
-    """Seconds for a message to a peer and one back."""
-    values = torch.zeros(n_elements)
+def _swap_s(communicator: Communicator, peer: int, n_elements: int) -> float:
     started = time.perf_counter()
-    for sends in (starts, not starts):
-        work = communicator.isend(values, peer, tag) if sends else communicator.irecv(values, peer, tag)
-        communicator.wait(work, peer)
+    communicator.swap(torch.zeros(n_elements), peer)
     return time.perf_counter() - started

@@ -199,9 +199,8 @@ class Auto(Scheme):
         return name
 
     def _hand_over_to(self, name: str) -> None:
-        old = self._subs.get(self._active)
-        if old is not None:  # on the lane, after it has committed its last step
-            self._carried.take_over(self.session.communicator.submit(old.take_residuals).wait())
+        if self._active != PLAIN:  # on the lane, after it has committed its last step
+            self._carried.take_over(self.session.communicator.submit(self.session.feedback.take).wait())
         self._active = name
 
     def _end_carrying(self) -> None:
@@ -371,12 +370,14 @@ class Auto(Scheme):
 
     # ---- between runs
 
+    def _is_state_its_own(self, spec: str) -> bool:
+        """What is not sent yet belongs to the run and so to whoever is at work; tables and the like to each scheme."""
+        return spec == self._active or not self._subs[spec].state_is_per_world
+
     def take_residuals(self) -> dict[Slot, torch.Tensor]:
         """What the scheme at work and those before it have not sent."""
         self._end_carrying()
-        sub = self._subs.get(self._active)
-        if sub is not None:
-            self._carried.take_over(sub.take_residuals())
+        self._carried.take_over(self.session.feedback.take())
         left, self._carried = self._carried.left(), Carried()
         return left
 
@@ -387,7 +388,7 @@ class Auto(Scheme):
             "law": self._law.state_dict(),
             "step": self._n_steps,
             "active": self._active,
-            "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items()},
+            "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items() if self._is_state_its_own(spec)},
             "carried": {names[slot]: residual for slot, residual in self._carried.left().items()},
             "world_size": self.session.communicator.world_size,
         }
@@ -412,6 +413,16 @@ class Auto(Scheme):
             self._law.load_state_dict(law, step)
         else:
             self._law.go_on_at(step, PLAIN)
+
+    def hand_over(self) -> None:
+        """What is still carried is the successor's to send."""
+        feedback = self.session.feedback
+        self._end_carrying()
+        for slot, left in self._carried.left().items():
+            kept = feedback.of(slot)
+            feedback.stage(slot, left if kept is None else left + kept.values.view(-1) / kept.scale)
+        feedback.commit()
+        self._carried = Carried()
 
     def close(self) -> None:
         for sub in self._subs.values():

@@ -7,20 +7,26 @@ from typing import Any
 
 import torch
 
+from gradwire.core.feedback import Feedback
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.low_rank.matrices import MatrixShape, MatrixState
 
 
-def states_by_name(states: Mapping[Slot, MatrixState], slots: Mapping[str, Slot]) -> dict[str, dict[str, torch.Tensor]]:
+def states_by_name(
+    states: Mapping[Slot, MatrixState],
+    feedback: Feedback,
+    slots: Mapping[str, Slot],
+    shape_of: Callable[[Slot], MatrixShape | None],
+) -> dict[str, dict[str, torch.Tensor]]:
     """Copies: {"residuals": {name: (n_rows, n_columns)}, "factors": {name: (rank, n)}}, float32."""
-    residuals, factors = {}, {}
+    residuals = {
+        name: residual.view(shape.n_rows, shape.n_columns)
+        for name, residual in feedback.state_by_name(slots).items()
+        if (shape := shape_of(slots[name])) is not None
+    }
     names = {slot: name for name, slot in slots.items()}
-    for slot, state in states.items():
-        if state.residual is not None:
-            residuals[names[slot]] = state.residual / state.residual_scale
-        if state.factor is not None:
-            factors[names[slot]] = state.factor.clone()
+    factors = {names[slot]: state.factor.clone() for slot, state in states.items() if state.factor is not None}
     return {"residuals": residuals, "factors": factors}
 
 
@@ -30,7 +36,7 @@ def load_states(
     shape_of: Callable[[Slot], MatrixShape | None],
     side: str,
 ) -> dict[Slot, MatrixState]:
-    """The inverse. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
+    """The factors again, and the residuals checked. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
     if not isinstance(saved.get("residuals"), Mapping) or not isinstance(saved.get("factors"), Mapping):
         raise InvalidArgument("this is not the state of a low-rank scheme: it lacks residuals or factors")
     states: dict[Slot, MatrixState] = {}
@@ -46,7 +52,7 @@ def load_states(
         state = states[slot] = MatrixState()
         if name in saved["residuals"]:
             expected = (shape.n_rows, shape.n_columns)
-            state.residual = _checked(saved["residuals"][name], expected, name, "residual")
+            _checked(saved["residuals"][name], expected, name, "residual")
         if name in saved["factors"]:
             expected = (shape.rank, shape.n_rows if side == "p" else shape.n_columns)
             state.factor = _checked(saved["factors"][name], expected, name, "factor")

@@ -11,7 +11,7 @@ CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
 .PHONY: help demo test campaign fuzz lint bench setup native format clean
 
 help:
-	@echo 'make demo     train a small GPT with plain DDP and with GComp, compare them   (DEMO_ARGS=--quick)'
+	@echo 'make demo     train a small GPT on a slow network: DDP, bf16, gradwire       (DEMO_ARGS=--quick)'
 	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp")'
 	@echo 'make campaign random trainings, faults, resumptions, hostile bytes, soaks   (CAMPAIGN_ARGS="--minutes 10 --seed 7")'
 	@echo 'make fuzz     the decoders under the sanitizers, by libFuzzer where clang is (FUZZ_SECONDS=60)'

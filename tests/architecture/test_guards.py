@@ -27,6 +27,7 @@ FLOORS = [
     ["stepping", "schemes"],
     ["reducer"],
     ["doors"],
+    ["planning"],
     ["workloads"],
     ["training", "report"],
     ["simulator"],

@@ -12,6 +12,7 @@ import gradwire
 from gradwire.cli import COMMANDS, main
 from gradwire.cli.inspection import inspect_path
 from gradwire.codecs.huffman import HuffmanTable
+from gradwire.schemes.auto.fidelity import as_markdown
 
 _ROOT = Path(__file__).parents[2]
 
@@ -50,9 +51,14 @@ def test_every_command_is_named_in_the_readme():
     assert [command for command in COMMANDS if f"gradwire {command}" not in readme] == []
 
 
-def test_every_scheme_has_its_row_in_the_readme():
-    readme = (_ROOT / "README.md").read_text()
-    assert [name for name in gradwire.schemes.names() if f"| `{name}` |" not in readme] == []
+def test_every_scheme_has_its_row_in_the_page_of_schemes():
+    page = (_ROOT / "docs" / "schemes.md").read_text()
+    assert [name for name in gradwire.schemes.names() if f"| `{name}` |" not in page] == []
+
+
+def test_the_page_of_auto_holds_the_table_that_the_code_uses():
+    page = (_ROOT / "docs" / "auto.md").read_text()
+    assert "\n".join(as_markdown()) in page
 
 
 def test_every_error_has_its_section_in_the_errors_page():

@@ -8,30 +8,38 @@ from pathlib import Path
 import pytest
 
 from gradwire import cli
+from gradwire.cli import demo
 
-TINY_GPT = {"n_layers": 1, "width": 32, "n_heads": 2, "length": 16, "batch_size": 2}
+TINY = "gpt:n_layers=1,width=32,n_heads=2,length=16,batch_size=2"
 
 
-def test_demo_prints_a_table_and_writes_one_report(
+def test_demo_trains_four_ways_and_says_what_was_decided(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("COLUMNS", "160")
-    options = [f"--workload-option={key}={value}" for key, value in TINY_GPT.items()]
-    assert cli.main(["demo", "--ranks", "2", "--steps", "5", "--out", str(tmp_path), *options]) == 0
+    arguments = ["demo", "--workload", TINY, "--rate", "none", "--seconds", "3", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "deviation of the loss, largest" in printed
-    summaries = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in ("ddp", "gcomp")}
-    assert 0 < summaries["gcomp"]["wire_bytes"] < summaries["ddp"]["wire_bytes"]
-    assert summaries["gcomp"]["replicas_equal"]
-    page = (tmp_path / "report.html").read_text()
-    assert "<svg" in page
-    assert "gcomp" in page
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert set(result["runs"]) == set(demo.CONTENDERS)
+    assert result["n_steps"] >= 16
+    assert len(result["runs"]["auto"]["step_s"]) == result["n_steps"]
+    assert demo.strays(result["runs"]["auto"], result["runs"]["ddp"]) < 1e-5
+    assert "loss strays" in printed
+    for decision in result["runs"]["auto"]["auto"]["decisions"]:
+        assert decision["why"]
 
 
-def test_demo_of_ddp_with_itself_is_refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    assert cli.main(["demo", "--scheme", "ddp", "--out", str(tmp_path)]) == 1
-    assert "compares a scheme with plain DDP" in capsys.readouterr().err
+def test_the_demo_calls_a_loss_a_loss() -> None:
+    assert "2x faster" in demo.verdict(2.0)
+    assert "nothing was to be won" in demo.verdict(1.0)
+    assert "slower than DDP" in demo.verdict(0.9)
+    assert "faster" not in demo.verdict(0.9) + demo.verdict(1.0)
+
+
+def test_a_demo_of_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["demo", "--ranks", "1"]) == 1
+    assert "nothing to communicate" in capsys.readouterr().err
 
 
 def test_minimal_example_runs_under_torchrun_and_has_at_most_60_lines() -> None:

@@ -132,6 +132,15 @@ class TrainContender:
         self.losses.append(self._workload.reported_loss(loss))
         self._steps += 1
 
+    @property
+    def scheme(self) -> schemes.Scheme | None:
+        """gradwire's scheme at work; None for a rival."""
+        return None if self._attachment is None else self._attachment.scheme
+
+    def stats(self) -> dict[str, Any]:
+        """gradwire's own figures; empty for a rival."""
+        return {} if self._attachment is None else self._attachment.stats()
+
     def finish_block(self) -> None:
         """End of a turn: what a scheme has put off is done before the next contender's turn, on the last step's account."""
         if self._attachment is None or not self._owns_step:

@@ -11,9 +11,14 @@ from gradwire.errors import GradwireError
 
 # name: (module, one-line help). Modules load only when called, so that `gradwire --help` does not import torch.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("gradwire.cli.demo", "train a small GPT with plain DDP and with GComp, and compare them"),
+    "demo": ("gradwire.cli.demo", "train a small GPT on a slow network with DDP, PyTorch's bf16 hook and gradwire"),
     "train": ("gradwire.cli.train", "train a workload with a scheme, on this machine or under torchrun"),
+    "recommend": ("gradwire.cli.recommend", "say which scheme to take, if any: measured here, predicted elsewhere"),
     "bench": ("gradwire.cli.bench", "run experiments; measure codecs, all-reduce and training beside others'"),
+    "regret": (
+        "gradwire.cli.regret",
+        "auto beside DDP and every scheme that it may use, on several networks: what it loses",
+    ),
     "netlab": ("gradwire.ranks.netlab.cli", "run a command in ranks with shaped links between them"),
     "switch": ("gradwire.cli.switch", "run the emulation of a programmable switch that sums packets of integers"),
     "report": ("gradwire.cli.report", "one self-contained HTML page from training runs and benchmark results"),

@@ -1,103 +1,219 @@
-"""The demo: a small GPT trained with plain DDP and with a scheme, compared in a table and an HTML report."""
+"""The demo: a small GPT on a slow network, with DDP, with PyTorch's bf16 hook, and with the two lines of gradwire.
+
+All four train in turns, in the same processes, on the same batches from the same weights; every trial that `auto` makes is
+on its own bill. What is not won is not claimed: the summary says so.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.cli.train import parse_options
 from gradwire.errors import InvalidArgument
-from gradwire.results.captions import describe_network
-from gradwire.training import TrainConfig
-from gradwire.training.display import format_bytes, format_ms
-from gradwire.training.launching import check, run_ranks
+from gradwire.planning.plan import describe_rate
 
-# 200 steps of two runs take about 2 minutes on 2 cores; 20 are enough to see that everything works.
-_STEPS, _QUICK_STEPS = 200, 20
-_RANKS, _QUICK_RANKS = 4, 2
+_SECONDS, _QUICK_SECONDS = 110.0, 25.0
+_MOST_STEPS = 200
+_TURN = 4  # steps
+_FEWEST_STEPS = 16  # after fewer, `auto` has not tried anything
+CONTENDERS = {
+    "ddp": "DDP",
+    "ddp-bf16": "DDP, bf16 hook",
+    "auto": "gradwire",
+    "auto:fidelity=close": 'fidelity="close"',
+}
+_MARK = "@demo "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--workload", default="gpt", metavar="NAME", help="default: gpt")
-    parser.add_argument("--workload-option", action="append", default=[], metavar="K=V")
-    parser.add_argument("--scheme", default="gcomp", metavar="NAME", help="what to compare with DDP (default: gcomp)")
-    parser.add_argument("--scheme-option", action="append", default=[], metavar="K=V")
-    parser.add_argument("--ranks", type=int, metavar="N", help=f"default: {_RANKS}")
-    parser.add_argument("--steps", type=int, metavar="N", help=f"default: {_STEPS}")
-    parser.add_argument("--rate", default="none", metavar="RATE", help="each rank's link: 1gbit, ... (default: none)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps of {_QUICK_RANKS} ranks, for CI")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="default: 2")
+    parser.add_argument(
+        "--rate", default="100mbit", metavar="RATE", help="each rank's link (default: 100mbit; none: as it is)"
+    )
+    parser.add_argument("--seconds", type=float, metavar="S", help=f"of training, about (default: {_SECONDS:.0f})")
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_SECONDS:.0f} seconds of training")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train twice with the same seeds, compare, write DIR/report.html."""
-    from gradwire.report import write_report
-
-    n_ranks = args.ranks if args.ranks is not None else _QUICK_RANKS if args.quick else _RANKS
-    n_steps = args.steps if args.steps is not None else _QUICK_STEPS if args.quick else _STEPS
-    if args.scheme == "ddp":
-        raise InvalidArgument("the demo compares a scheme with plain DDP: name another --scheme than ddp")
-    scheme_options = parse_options(args.scheme_option, "--scheme-option")
-    configs = [
-        TrainConfig(
-            workload=args.workload,
-            workload_options=parse_options(args.workload_option, "--workload-option"),
-            scheme=scheme,
-            scheme_options=options,
-            steps=n_steps,
-            seed=args.seed,
-            out=args.out / scheme,
-        )
-        for scheme, options in (("ddp", {}), (args.scheme, scheme_options))
-    ]
-    for config in configs:
-        check(config)  # the second run's mistakes, before the first takes its minute
-    console = Console()
-    console.print(f"Training {args.workload} for {n_steps} steps on {n_ranks} local ranks, with plain DDP and with "
-                  f"{args.scheme}: same seeds, same data.", highlight=False)  # fmt: skip
-    summaries = [run_ranks(config, n_ranks, args.rate, show_table=False) for config in configs]
-    losses = [read_losses(args.out / config.scheme / "steps.jsonl") for config in configs]
-    console.print(make_table(summaries, losses))
-    report = write_report([args.out / config.scheme for config in configs], args.out / "report.html")
-    console.print(f"Report with plots: {report}", highlight=False, soft_wrap=True)
+    """Start the ranks, show what they found, write DIR/demo.json."""
+    seconds = args.seconds if args.seconds is not None else _QUICK_SECONDS if args.quick else _SECONDS
+    if not seconds > 0:
+        raise InvalidArgument(f"--seconds must be positive, got {seconds}")
+    if args.ranks < 2:
+        raise InvalidArgument(f"--ranks {args.ranks}: with one rank there is nothing to communicate; take 2 or more")
+    if "RANK" in os.environ:
+        _train(args.workload, seconds)
+        return 0
+    result = _start_ranks(args, seconds)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
+    show(result, Console())
+    print(f"All figures: {args.out / 'demo.json'}")
     return 0
 
 
-def read_losses(path: Path) -> list[float]:
-    """The loss of each step in a run's steps.jsonl, in full precision."""
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+def _start_ranks(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    from gradwire.ranks.launch import start_ranks
+    from gradwire.ranks.supervisor import end_on_signals
+
+    found: dict[str, Any] = {}
+
+    def take_line(rank: int, line: str) -> None:
+        if line.startswith(_MARK):
+            found.update(json.loads(line[len(_MARK) :]))
+        else:
+            print(line, flush=True)
+
+    command = [sys.executable, "-m", "gradwire", "demo", "--workload", args.workload, "--seconds", str(seconds)]
+    print(
+        f"{args.workload} on {args.ranks} local ranks, links of {args.rate}; {seconds:.0f} s of training, in turns.",
+        flush=True,
+    )
+    with end_on_signals(), start_ranks(command, args.ranks, args.rate, on_line=take_line) as launch:
+        found["shaped"] = launch.shaped
+        if args.rate != "none" and not launch.shaped:
+            print(
+                "This machine refuses shaped links (docs/netlab.md says what they take). What follows is its loopback without\n"
+                "a limit, where next to nothing waits: there is nothing to be won, and auto has to find that out.",
+                flush=True,
+            )
+        launch.wait().raise_if_failed()
+    return found | {"rate": args.rate if found["shaped"] else "none"}
 
 
-def make_table(summaries: list[dict[str, Any]], losses: list[list[float]]) -> Table:
-    """The two runs side by side."""
-    baseline, compared = summaries
-    table = Table(title=f"{compared['workload']}, {compared['ranks']} ranks, {compared['n_steps']} steps, "
-                  f"{compared['n_parameters']:,} parameters, {describe_network(compared)}", title_justify="left")  # fmt: skip
+def _train(workload_name: str, seconds: float) -> None:
+    """As one rank: all contenders in turns until the time is up, then one line of JSON from rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    from gradwire import workloads
+    from gradwire.bench.train_contenders import TrainContender
+    from gradwire.core.threads import use_fair_share_of_cores
+    from gradwire.registry import parse_spec
+
+    dist.init_process_group("gloo")
+    use_fair_share_of_cores()
+    name, options = parse_spec(workload_name)
+    workload = workloads.by_name(name, **options)
+    contenders = {spec: TrainContender(spec, workload, 0) for spec in CONTENDERS}
+    for contender in contenders.values():
+        contender.run_step()  # DDP cuts its buckets anew after the first
+    n_done, ends = 0, time.monotonic() + seconds
+    order = list(contenders.values())
+    while n_done < _MOST_STEPS:
+        for contender in order:
+            dist.barrier()
+            for _ in range(_TURN):
+                contender.run_step()
+        order.reverse()
+        n_done += _TURN
+        left = torch.tensor([ends - time.monotonic()])
+        dist.all_reduce(left, op=dist.ReduceOp.MIN)
+        if float(left) < 0 and n_done >= _FEWEST_STEPS:
+            break
+        if dist.get_rank() == 0:
+            print(f"  {n_done} steps of each, {max(0.0, float(left)):.0f} s to go", flush=True)
+    result: dict[str, Any] = {"n_steps": n_done, "ranks": dist.get_world_size(), "workload": workload_name, "runs": {}}
+    for spec, contender in contenders.items():
+        times = torch.tensor([t.iteration_s for t in contender.times[-n_done:]], dtype=torch.float64)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        losses = torch.tensor(contender.losses[-n_done:], dtype=torch.float64)
+        dist.all_reduce(losses)
+        result["runs"][spec] = {
+            "step_s": times.tolist(),
+            "losses": (losses / dist.get_world_size()).tolist(),
+            "sent_bytes_per_step": contender.sent_bytes() / (n_done + 1),
+        } | _of_auto(contender)
+    if dist.get_rank() == 0:
+        print(_MARK + json.dumps(result), flush=True)
+    for contender in contenders.values():
+        contender.close()
+    dist.destroy_process_group()
+
+
+def _of_auto(contender: Any) -> dict[str, Any]:
+    """What it decided and why, and what it would take on faster networks."""
+    if contender.name != "auto":
+        return {}
+    scheme = contender.scheme
+    plans = {}
+    for rate_bps in (1e9, 10e9):
+        plan = scheme.plan_for(rate_bps)
+        plans[str(int(rate_bps))] = {"plain_s": plan[0], "best": plan[1], "best_s": plan[2]}
+    return {"auto": contender.stats()["auto"], "elsewhere": plans}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The table, what was decided, and where it would not help."""
+    baseline = result["runs"]["ddp"]
+    network = "loopback without a limit" if result["rate"] == "none" else f"links of {result['rate']}"
+    title = f"{result['workload']}, {result['ranks']} ranks, {result['n_steps']} steps each, {network}"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
-    for summary in summaries:
-        table.add_column(str(summary["scheme"]), justify="right")
+    for spec in result["runs"]:
+        table.add_column(CONTENDERS[spec], justify="right")
+    total = {spec: sum(found["step_s"]) for spec, found in result["runs"].items()}
+    half = {spec: _median(found["step_s"][len(found["step_s"]) // 2 :]) for spec, found in result["runs"].items()}
+    lines = {
+        "seconds, trials included": [f"{seconds:.1f}" for seconds in total.values()],
+        "as fast as DDP": ["", *(f"{total['ddp'] / total[spec]:.2f} x" for spec in total if spec != "ddp")],
+        "a step of the second half": [f"{1e3 * seconds:.0f} ms" for seconds in half.values()],
+        "sent a step": [f"{found['sent_bytes_per_step'] / 1e6:.2f} MB" for found in result["runs"].values()],
+        "loss, mean of the last 4": [f"{_mean(found['losses'][-4:]):.5f}" for found in result["runs"].values()],
+        "loss strays from DDP by": [
+            "", *(f"{strays(found, baseline):.1e}" for spec, found in result["runs"].items() if spec != "ddp")
+        ],
+    }  # fmt: skip
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
+    console.print(table)
+    for spec, found in result["runs"].items():
+        if "auto" not in found:
+            continue
+        console.print(f"\n[bold]{CONTENDERS[spec]}[/bold]: {verdict(total['ddp'] / total[spec])}", highlight=False)
+        for decision in found["auto"]["decisions"][:8]:
+            console.print(
+                f"  step {decision['step']}: {decision['kind']} {decision['scheme']}: {decision['why']}",
+                highlight=False,
+            )
+        for rate_bps, plan in found["elsewhere"].items():
+            console.print(f"  at {describe_rate(float(rate_bps))}, predicted: {_elsewhere(plan)}", highlight=False)
 
-    def add(name: str, values: list[str]) -> None:
-        table.add_row(name, *values)
 
-    add("bytes sent per step and rank", [format_bytes(summary["wire_bytes"]) for summary in summaries])
-    add("ratio to a float32 ring", [f"{summary['ratio']:.4f}" for summary in summaries])
-    add("iteration time, median", [format_ms(summary["iteration_s"]) for summary in summaries])
-    add("  exposed communication", [format_ms(summary["exposed_s"]) for summary in summaries])
-    add("loss, last step", [f"{curve[-1]:.7f}" for curve in losses])
-    for key in ("held_out_loss", "accuracy"):
-        if key in baseline:
-            add(key.replace("_", " "), [f"{summary[key]:.5f}" for summary in summaries])
-    deviations = [abs(ours - theirs) for theirs, ours in zip(*losses, strict=True)]
-    add("deviation of the loss, largest", ["", f"{max(deviations):.2e}"])
-    add("deviation of the loss, mean", ["", f"{sum(deviations) / len(deviations):.2e}"])
-    add("parameters equal on all ranks", ["yes" if summary["replicas_equal"] else "NO" for summary in summaries])
-    add("parameters, sha256", [summary["parameters_sha256"][:12] + "..." for summary in summaries])
-    return table
+def verdict(speed: float) -> str:
+    """In words what a speed relative to DDP is; a loss is called one."""
+    if speed >= 1.03:
+        return f"{speed:.2g}x faster than DDP over the whole run, trials included."
+    if speed >= 0.98:
+        return "as fast as DDP: nothing was to be won here, and nothing was lost."
+    return f"slower than DDP here ({speed:.2f}x). The trials of a run this short, or another program on the machine."
+
+
+def _elsewhere(plan: dict[str, Any]) -> str:
+    if plan["best"] == "plain":
+        return f"plain DDP, {1e3 * plan['plain_s']:.0f} ms a step; nothing wins 3 %"
+    return f"{plan['best']} {1e3 * plan['best_s']:.0f} ms a step, DDP {1e3 * plan['plain_s']:.0f}"
+
+
+def strays(found: dict[str, Any], baseline: dict[str, Any]) -> float:
+    """The largest difference of a step's loss from the baseline's."""
+    return max(abs(a - b) for a, b in zip(found["losses"], baseline["losses"], strict=True))
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -112,6 +112,12 @@ class Feedback:
         for slot in list(self._staged) if slots is None else slots:
             self._staged.pop(slot, None)
 
+    def take(self) -> dict[Slot, Tensor]:
+        """Give all residuals away, flat, as copies: this begins anew without."""
+        taken = {slot: (kept.values.reshape(-1) / kept.scale).clone() for slot, kept in self._current.items()}
+        self.clear()
+        return taken
+
     def clear(self) -> None:
         """Forget everything: the model is let go."""
         self.__init__()  # type: ignore[misc]

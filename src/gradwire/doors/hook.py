@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.core.slot import Slot, slot_of
+from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
@@ -50,6 +51,7 @@ class HookState(Reducer):
         trace: bool = False,
     ) -> None:
         self._group = group
+        self._watch: Watch | None = None
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._closed_by_all = False
         self._waiting = Stopwatch()
@@ -63,7 +65,12 @@ class HookState(Reducer):
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the reduction of one DDP bucket; called by DDP during the backward pass."""
-        if self.closed:
+        if self.closed or self.scheme.is_transparent:
+            if not self.closed:
+                self._look_from_outside()
+                slots = [slot_of(parameter) for parameter in bucket.parameters()]
+                self.scheme.add_carried(slots, bucket.gradients())
+                return self._start_ddp_mean(bucket)
             return self._all_reduce_as_ddp_does(bucket)
         in_backward = torch._C._current_graph_task_id() != -1
         # With the last bucket, not the first: a re-entrant checkpoint has backward passes of its own inside the pass, and
@@ -87,6 +94,12 @@ class HookState(Reducer):
                     self._shadows.pop().wait()
                 self.close_pass(step, 0)
         return reduced
+
+    def _look_from_outside(self) -> None:
+        """Where a framework has put the hook in by itself, `auto` sees its first step here."""
+        model = self.session.module
+        if self._watch is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            self._watch = Watch(self, model, model, lambda: None)
 
     def _check_divisor(self) -> None:
         """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""
@@ -117,6 +130,9 @@ class HookState(Reducer):
     def close(self) -> None:
         """Stop compressing; a hook that stays registered then reduces as DDP does by itself. Every rank calls it."""
         self._slot_of = {}
+        if self._watch is not None:  # which holds the model
+            self._watch.close()
+            self._watch = None
         super().close()
 
     def _all_reduce_as_ddp_does(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -126,6 +142,10 @@ class HookState(Reducer):
                 self._closed_by_all = True
             except GradwireError as error:
                 return self._fail_without_ddp(bucket.buffer(), error)
+        return self._start_ddp_mean(bucket)
+
+    def _start_ddp_mean(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Exactly what DDP does without a hook, on its own group."""
         buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(self._group))
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None

@@ -16,6 +16,8 @@ _REGISTRY: Registry[Scheme] = Registry(
     {
         "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
         "aqgb": "gradwire.schemes.aqgb.scheme:Aqgb",
+        "auto": "gradwire.schemes.auto.scheme:Auto",
+        "bf16": "gradwire.schemes.bf16:Bf16",
         "broadcast": "gradwire.schemes.aqgb.scheme:Broadcast",
         "dgc": "gradwire.schemes.dgc:Dgc",
         "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloatScheme",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.slot import Slot
 from gradwire.schemes.duties import OptionalDuties
 from gradwire.wire.facts import Facts
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, hash_configuration
@@ -29,6 +31,14 @@ class Scheme(OptionalDuties, ABC):
     replicas_may_differ: ClassVar[bool] = False
 
     session: Session
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether this step's buckets are DDP's own affair, reduced as without gradwire (`auto` while it stays plain)."""
+        return False
+
+    def add_carried(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
+        """Add to the gradients of a transparent step what an earlier scheme has not sent."""
 
     @property
     @abstractmethod

@@ -6,7 +6,7 @@ When not to use this: when nothing of gradwire is wanted; DDP without a hook doe
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,8 @@ class Plain(Scheme):
     """Mean by the backend's all-reduce, in the gradient's own dtype; bit-identical to DDP without a hook."""
 
     name = "plain"
+    # What wider gradients are rounded to for the sum; None: nothing.
+    wire_dtype: ClassVar[torch.dtype | None] = None
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -41,7 +43,7 @@ class Plain(Scheme):
                 return
             if bucket.is_last:
                 self._check.start(self.preamble(bucket), bucket.record)
-            start_plain_mean(communicator, bucket).add_done_callback(finish)
+            start_plain_mean(communicator, bucket, self.wire_dtype).add_done_callback(finish)
 
         def finish(finished: torch.futures.Future) -> None:
             try:
@@ -61,13 +63,23 @@ class Plain(Scheme):
         return done
 
 
-def start_plain_mean(communicator: Communicator, bucket: Bucket) -> torch.futures.Future:
-    """Start the mean as this scheme takes it, on the lane, which need not wait: the future is done when it is there."""
+def start_plain_mean(
+    communicator: Communicator, bucket: Bucket, wire_dtype: torch.dtype | None = None
+) -> torch.futures.Future:
+    """Start the mean as this scheme takes it, on the lane, which need not wait: the future is done when it is there.
+
+    With a `wire_dtype` wider gradients are rounded to it for the sum, and put back.
+    """
     done: torch.futures.Future = torch.futures.Future()
     # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
     bucket.buffer.mul_(1.0 / communicator.world_size)
+    travelling = bucket.buffer
+    is_rounded = wire_dtype is not None and wire_dtype.itemsize < bucket.buffer.element_size()
+    if is_rounded and wire_dtype is not None:
+        n_bytes = wire_dtype.itemsize * bucket.n_elements
+        travelling = communicator.scratch(f"rounded {bucket.index}", n_bytes).view(wire_dtype).copy_(bucket.buffer)
     started = time.perf_counter_ns()
-    summed = communicator.start_all_reduce(bucket.buffer)
+    summed = communicator.start_all_reduce(travelling)
 
     def finish(summed: torch.futures.Future) -> None:
         try:
@@ -76,7 +88,9 @@ def start_plain_mean(communicator: Communicator, bucket: Bucket) -> torch.future
             done.set_exception(communicator.fail(error))
             return
         bucket.record.add("communicate", started, time.perf_counter_ns())
-        n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
+        if is_rounded:
+            bucket.buffer.copy_(travelling)
+        n_bytes = ring_bytes(travelling.numel() * travelling.element_size(), communicator.world_size)
         bucket.record.count_exchanged(n_bytes)
         done.set_result(bucket.buffer)
 

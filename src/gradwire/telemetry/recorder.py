@@ -168,6 +168,7 @@ class StepRecord:
         busy_ns: time by kind.
         exposed_ns: how long the training thread stood still for communication, i.e. what no overlap hid.
         iteration_ns: from the previous step's close to this one's; in the first step from its first bucket.
+        scheme: what reduced it, where that may differ from step to step (`auto`); else empty.
         first_ns, closed_ns: the step's first bucket opened, and the step closed, on `time.perf_counter_ns`.
     """
 
@@ -184,13 +185,14 @@ class StepRecord:
     iteration_ns: int
     first_ns: int
     closed_ns: int
+    scheme: str = ""
 
     @property
     def ratio(self) -> float:
         """bytes_sent / reference_bytes; 1.0 where there is nothing to send (one rank, or no gradients)."""
         return self.bytes_sent / self.reference_bytes if self.reference_bytes else 1.0
 
-    def as_dict(self) -> dict[str, int | float]:
+    def as_dict(self) -> dict[str, Any]:
         """Flat, plain values, times in seconds: the fields of a step's line in a JSONL log."""
         return {
             "step": self.step,
@@ -204,7 +206,7 @@ class StepRecord:
             "n_buckets": self.n_buckets,
             "n_messages": self.n_messages,
             "n_fallbacks": self.n_fallbacks,
-        }
+        } | ({"scheme": self.scheme} if self.scheme else {})
 
 
 class Sink(Protocol):
@@ -243,6 +245,7 @@ class Recorder:
         self._closed: list[BucketRecord] = []
         self._totals: Counter[str] = Counter()
         self._last_step_ns = 0
+        self.scheme = ""  # what reduces the steps that close from now on
         for sink in sinks:
             self.add_sink(sink)
 
@@ -298,6 +301,7 @@ class Recorder:
                 iteration_ns=now_ns - started_ns,
                 first_ns=first_ns,
                 closed_ns=now_ns,
+                scheme=self.scheme,
             )
             self.steps.append(step_record)
             self.last_buckets = buckets

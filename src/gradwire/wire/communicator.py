@@ -206,6 +206,15 @@ class Communicator:
             self._group.alltoall_base(received, shards.contiguous(), [], []).wait()
         return received
 
+    def swap(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """Send `tensor` (n,) to one rank, which swaps too, and give what it sent. Raises: PeerLost."""
+        received = torch.empty_like(tensor)
+        with self._naming_peers():
+            sent = self._group.send([tensor], peer, 0)
+            self._group.recv([received], peer, 0).wait()
+            sent.wait()
+        return received
+
     @property
     def mesh(self) -> _native.Mesh:
         """Connections of our own, for exchanges of messages. Ranks ask first at the same place in their order of tasks.

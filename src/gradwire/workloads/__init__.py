@@ -25,6 +25,8 @@ _REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
     "vgg19": ("gradwire.workloads.vision:VisionWorkload", {"shape": "vgg19"}),
     "lstm": ("gradwire.workloads.lstm:LstmWorkload", {}),
     "ncf": ("gradwire.workloads.ncf:NcfWorkload", {}),
+    "many-tensors": ("gradwire.workloads.extremes:ManyTensorsWorkload", {}),
+    "huge-embedding": ("gradwire.workloads.extremes:HugeEmbeddingWorkload", {}),
 }
 
 

@@ -1,0 +1,449 @@
+"""Which scheme a step is reduced with: a cost model proposes, short races between schemes dispose.
+
+Steps begin plain. A few of them say how long a step takes and how much of it waits for the network; where next to
+nothing waits nothing can be won. Otherwise candidates run against the incumbent, the most promising first, in blocks that
+alternate with the incumbent's, so that a network that changes meanwhile changes under both. Only a measured gain makes a
+switch, and what races cost is a budget: a share of the time so far and of what was saved. A step time that moves for
+good, or a link that does, starts again from new predictions.
+
+Pure: no clock, no I/O; whole numbers, `+ - * //` and comparisons only, ties by name. Ranks that feed it the same numbers
+decide the same on every machine. Shares are in permille, times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gradwire.control.race import Candidate, Decision, Limits, Planned, Race
+from gradwire.control.samples import median, variance
+
+__all__ = ["PLAIN", "Candidate", "Decision", "Law", "Limits"]
+
+PLAIN = "plain"
+
+_SURE_ABOVE = 4  # squared: two standard errors
+_MEDIAN_VARIANCE = 157  # percent: of a median against that of a mean, pi / 2
+_BIAS_RANGE = (250, 4000)  # permille: a prediction is never corrected by more than a factor of four
+
+
+class Law:
+    """Decides step by step; see the module.
+
+    Args:
+        predicted_us: microseconds a step of every scheme allowed, "plain" among them.
+        predict_again: called with what a step computes (us, without waiting) after the baseline and when the network has
+            changed; gives predictions anew. Must be a function of what all ranks share.
+        family_of: schemes of one family share what the model misjudges until they have raced themselves.
+        not_before: first step at which a scheme may race, where that is not the first.
+        first_step: the step that training goes on with.
+    """
+
+    def __init__(
+        self,
+        predicted_us: Mapping[str, int],
+        limits: Limits | None = None,
+        predict_again: Callable[[int], Mapping[str, int]] | None = None,
+        family_of: Callable[[str], str] = lambda name: name,
+        not_before: Mapping[str, int] | None = None,
+        first_step: int = 0,
+    ) -> None:
+        assert PLAIN in predicted_us, "plain is always allowed"
+        self.limits = limits or Limits()
+        waits = not_before or {}
+        self.candidates = {
+            name: Candidate(name, us, not_before=waits.get(name, 0)) for name, us in predicted_us.items()
+        }
+        self.incumbent = PLAIN
+        self.state = "baseline"  # baseline, run, race
+        self.since_step = first_step
+        self.decisions: list[Decision] = []
+        self.elapsed_us = self.saved_us = self._spent_before_us = 0
+        self._predict_again, self._family_of, self._not_before = predict_again, family_of, dict(waits)
+        self._first_step = self._next_step = first_step
+        self._plan = [Planned(PLAIN, "warmup")] * self.limits.warmup
+        self._n_handed_out = 0
+        self._baseline: list[int] = []
+        self._computing: list[int] = []
+        self._waiting: list[int] = []  # under plain: what any scheme could win at most
+        self._could_win_us = 0
+        self._race = Race()
+        self._window: list[int] = []
+        self._last_window: list[int] = []
+        self._reference_us = self._n_off = self._n_sudden = 0
+        self._probe_every, self._next_probe = self.limits.probe_every, 0
+
+    # ---- what ranks ask
+
+    def scheme_of(self, step: int) -> str:
+        """What `step` is reduced with; may be asked for any number of steps beyond the last one observed.
+
+        What has been handed out stands. So ranks ask and tell in the same order.
+        """
+        self._n_handed_out = max(self._n_handed_out, step + 1 - self._first_step)
+        return self._planned(step).scheme
+
+    def role_of(self, step: int) -> str:
+        """What `step` is for: warmup, baseline, run, settle (first of a turn) or race; asked after `scheme_of`."""
+        return self._planned(step).role
+
+    def wants_probe(self, step: int) -> bool:
+        """Whether the link is to be probed after `step`: under a compressed scheme a faster network does not show."""
+        return self.state == "run" and self.incumbent != PLAIN and step == self._next_probe
+
+    @property
+    def next_step(self) -> int:
+        """The first step that has not been observed."""
+        return self._next_step
+
+    @property
+    def computing_us(self) -> int:
+        """What a step computes, without waiting, as plain steps showed it last; 0 before the first."""
+        return median(self._computing) if self._computing else 0
+
+    @property
+    def challenger(self) -> str:
+        """What races against the incumbent now; empty if nothing does."""
+        return self._race.challenger if self.state == "race" else ""
+
+    @property
+    def spent_us(self) -> int:
+        """What races have cost beyond the incumbent; one that wins costs nothing."""
+        return self._spent_before_us + max(0, self._race.excess_us)
+
+    @property
+    def allowed_us(self) -> int:
+        """What races may still cost beyond the incumbent."""
+        limits = self.limits
+        return (
+            limits.credit * self.candidates[PLAIN].expected_us
+            + limits.budget * self.elapsed_us // 1000
+            + limits.savings * max(0, self.saved_us) // 1000
+            - self.spent_us
+        )
+
+    def _planned(self, step: int) -> Planned:
+        role = "baseline" if self.state == "baseline" else "run"
+        while step - self._first_step >= len(self._plan):
+            self._plan.append(Planned(self.incumbent, role))
+        return self._plan[step - self._first_step]
+
+    # ---- what ranks tell
+
+    def observe(
+        self, step: int, time_us: int, waiting_us: int = 0, link_changed: bool = False, is_typical: bool = True
+    ) -> None:
+        """The agreed numbers of one step, in order.
+
+        Args:
+            time_us: the slowest rank's; waiting_us: of it, what the rank that waited least waited.
+            link_changed: a probe found another rate, or someone asked to think again.
+            is_typical: False for a step that says nothing of its scheme (a non-finite gradient): it only passes.
+        """
+        assert step == self._next_step, f"step {step} observed, {self._next_step} is next"
+        planned = self._planned(step)
+        self._next_step += 1
+        self.elapsed_us += time_us
+        if planned.race and planned.scheme != self.incumbent:
+            self._race.excess_us += time_us - self.candidates[self.incumbent].expected_us
+        elif planned.scheme != PLAIN:
+            self.saved_us += self.candidates[PLAIN].expected_us - time_us
+        if planned.role == "baseline" and self.state == "baseline":
+            if is_typical:
+                self._observe_baseline(step, time_us, waiting_us)
+        elif planned.race and planned.race == self._race.number and self.state == "race":
+            self._observe_race(step, planned, time_us, is_typical)
+        elif planned.role == "run" and self.state == "run" and planned.scheme == self.incumbent:
+            if planned.scheme == PLAIN and is_typical:
+                self._waiting.append(waiting_us)
+                self._computing.append(time_us - waiting_us)
+            if is_typical or link_changed:
+                self._watch(step, time_us, link_changed)
+
+    def exclude(self, name: str, why: str) -> None:
+        """Never run `name` again. The incumbent cannot be excluded."""
+        assert name not in (PLAIN, self.incumbent)
+        self.candidates[name].excluded = why
+
+    def go_on_at(self, step: int, scheme: str | None = None) -> None:
+        """`step` is the next one: the run was resumed, or steps passed unseen. A race under way is off.
+
+        Args:
+            scheme: what is at work; by default what was.
+        """
+        if scheme is not None and scheme != self.incumbent:
+            self.incumbent, self.since_step = scheme, step
+        if self.state == "race" or self.incumbent != PLAIN:
+            self.state = "run"
+        self._first_step = self._next_step = step
+        self._n_handed_out = 0
+        self._plan = [Planned(self.incumbent, "warmup")] * self.limits.warmup
+        self._next_probe = step + self._probe_every
+
+    # ---- plain, before anything else
+
+    def _observe_baseline(self, step: int, time_us: int, waiting_us: int) -> None:
+        self._baseline.append(time_us)
+        self._computing.append(time_us - waiting_us)
+        self._waiting.append(waiting_us)
+        if len(self._baseline) < self.limits.baseline and 2 * waiting_us <= time_us:
+            return
+        plain_us, waits_us = median(self._baseline), median(self._waiting)
+        self._predict()
+        self._learn(PLAIN, plain_us)
+        self._could_win_us = waits_us
+        if waits_us * 1000 < self.limits.margin * plain_us:
+            self._say(
+                step, "stay", PLAIN, f"{waits_us / 1000:.1f} of {plain_us / 1000:.1f} ms a step wait for communication"
+            )
+        self._run(step)
+
+    # ---- races
+
+    def _next_candidate(self, step: int) -> Candidate | None:
+        """The most promising candidate that the budget allows to race, if there is one."""
+        limits, base_us, allowed_us = self.limits, self.candidates[self.incumbent].expected_us, self.allowed_us
+        goal = base_us * (1000 - limits.margin)
+        if self._floor_us * 1000 >= goal:
+            return None  # less waits than a switch has to win
+        for candidate in sorted(self.candidates.values(), key=lambda c: (c.expected_us, c.name)):
+            if candidate.name in (self.incumbent, self.challenger) or candidate.excluded or step < candidate.not_before:
+                continue
+            expected_us = max(candidate.expected_us, self._floor_us)
+            doubt = limits.known_doubt if candidate.is_tried else limits.doubt
+            cost_us = max(0, expected_us * (1000 + doubt) // 1000 - base_us) * limits.block
+            promises = expected_us * (1000 - doubt) < goal and cost_us <= allowed_us
+            could = not candidate.is_tried and expected_us * (1000 - limits.curiosity) < goal
+            if promises or (could and 3 * cost_us <= allowed_us):
+                return candidate
+        return None
+
+    @property
+    def _floor_us(self) -> int:
+        """No scheme takes less: plain without its waiting."""
+        return self.candidates[PLAIN].expected_us - self._could_win_us if self.incumbent == PLAIN else 0
+
+    def _begin_race(self, step: int) -> None:
+        """Race the most promising candidate, if one is worth it."""
+        candidate, base_us = self._next_candidate(step), self.candidates[self.incumbent].expected_us
+        if candidate is None:
+            return
+        self.state = "race"
+        self._spent_before_us = self.spent_us
+        self._race = Race(
+            self._race.number + 1,
+            candidate.name,
+            step,
+            reference_us=base_us,
+            samples={self.incumbent: [], candidate.name: []},
+        )
+        expected_us = max(candidate.expected_us, self._floor_us)
+        why = f"expected to take {expected_us / 1000:.1f} ms a step; {self.incumbent} takes {base_us / 1000:.1f}"
+        self._say(step, "try", candidate.name, why)
+        self._add_pair()
+
+    def _add_pair(self) -> None:
+        """One more turn of each; what has been handed out before stands."""
+        race = self._race
+        n_steps = min(self.limits.longest_block, self.limits.block << race.n_pairs)
+        for scheme in (race.challenger, self.incumbent):
+            for index in range(n_steps):
+                role = "race" if index else "settle"
+                self._plan.append(Planned(scheme, role, race.number, index == n_steps - 1))
+        race.n_pairs += 1
+
+    def _observe_race(self, step: int, planned: Planned, time_us: int, is_typical: bool) -> None:
+        race = self._race
+        if planned.role == "race" and is_typical:
+            race.samples[planned.scheme].append(time_us)
+        if planned.ends_turn and planned.scheme == race.challenger:
+            self._end_turn(step)
+        elif planned.ends_turn:
+            self._end_pair(step)
+
+    def _end_turn(self, step: int) -> None:
+        """After a turn of the challenger: end what is hopeless, take what is overwhelming."""
+        base, mine = self._race.samples[self.incumbent], self._race.samples[self._race.challenger]
+        if not mine:
+            return
+        base_us = median(base) if base else self.candidates[self.incumbent].expected_us
+        tried_us = median(mine)
+        if tried_us * 1000 > base_us * self.limits.hopeless:
+            self._conclude(step, base_us, tried_us, is_better=False)
+        elif max(mine) * 1000 < base_us * self.limits.overwhelming:  # all of them: steps may differ in length
+            self._conclude(step, base_us, tried_us, is_better=True)
+
+    def _end_pair(self, step: int) -> None:
+        base, mine = self._race.samples[self.incumbent], self._race.samples[self._race.challenger]
+        n_steps = step - self._race.began
+        is_out_of_time = n_steps > self.limits.longest_race or (
+            n_steps > self.limits.longest_tie and self._next_candidate(step) is not None
+        )
+        if not base or not mine:  # nothing but steps that say nothing
+            if is_out_of_time:
+                self._give_up(step)
+            else:
+                self._add_pair()
+            return
+        if self._base_has_moved(base):
+            self._start_again(step, median(base[self._race.turn_began :]), self._race.reference_us, False)
+            return
+        self._race.turn_began = len(base)
+        base_us, tried_us = median(base), median(mine)
+        noise = _MEDIAN_VARIANCE * (variance(base) // len(base) + variance(mine) // len(mine)) // 100
+        gain, goal = base_us - tried_us, self.limits.margin * base_us // 1000
+        if gain > goal // 2 and (gain - goal // 2) ** 2 > _SURE_ABOVE * noise:
+            self._conclude(step, base_us, tried_us, is_better=True)
+        elif gain < goal and (goal - gain) ** 2 > _SURE_ABOVE * noise:
+            self._conclude(step, base_us, tried_us, is_better=False)
+        elif is_out_of_time or (gain < 0 and self.allowed_us < 0):
+            self._conclude(step, base_us, tried_us, is_better=gain > goal and gain * gain > noise)
+        else:
+            self._add_pair()
+
+    def _base_has_moved(self, base: list[int]) -> bool:
+        """Whether the incumbent's last two turns are far off what it took before: the race then says nothing of others."""
+        race = self._race
+        turn = base[race.turn_began :]
+        if len(turn) < 3:
+            return False
+        off_us = abs(median(turn) - race.reference_us)
+        noise = _MEDIAN_VARIANCE * variance(turn) // len(turn) // 100
+        is_off = off_us * 1000 > self.limits.drift * race.reference_us and off_us * off_us > _SURE_ABOVE * noise
+        race.n_off = race.n_off + 1 if is_off else 0
+        return race.n_off >= 2
+
+    def _conclude(self, step: int, base_us: int, tried_us: int, is_better: bool) -> None:
+        old, new, limits = self.incumbent, self._race.challenger, self.limits
+        self._learn(old, base_us)
+        self._learn(new, tried_us)
+        loser = self.candidates[old if is_better else new]
+        loser.n_losses += 1
+        is_narrow = loser.n_losses == 1 and abs(base_us - tried_us) * 10 < base_us
+        wait = limits.check_after if is_narrow else limits.again_after << min(6, loser.n_losses - 1)
+        loser.not_before = max(loser.not_before, step + wait)
+        if is_better:
+            self.incumbent, self.since_step = new, self._first_step + self._n_handed_out
+        kind = "switch" if is_better else "reject"
+        self._say(step, kind, new, f"{tried_us / 1000:.1f} ms a step; {old} takes {base_us / 1000:.1f}")
+        self._end_race(step)
+
+    def _give_up(self, step: int) -> None:
+        self._say(step, "reject", self._race.challenger, "no step of its race could be counted")
+        self.candidates[self._race.challenger].not_before = step + self.limits.again_after
+        self._end_race(step)
+
+    def _end_race(self, step: int) -> None:
+        """Back to the incumbent, and on to the next race if one is worth it."""
+        del self._plan[self._n_handed_out :]
+        self._run(step)
+
+    def _learn(self, name: str, measured_us: int) -> None:
+        candidate = self.candidates[name]
+        candidate.measured_us, candidate.is_tried = measured_us, True
+        if candidate.predicted_us <= 0:
+            return
+        candidate.bias = min(max(measured_us * 1000 // candidate.predicted_us, _BIAS_RANGE[0]), _BIAS_RANGE[1])
+        for other in self.candidates.values():
+            if not other.is_tried and self._family_of(other.name) == self._family_of(name):
+                other.bias = candidate.bias
+
+    def _predict(self) -> None:
+        if self._predict_again is None or not self._computing:
+            return
+        for name, predicted_us in self._predict_again(median(self._computing)).items():
+            self.candidates[name].predicted_us = predicted_us
+
+    # ---- a scheme at work
+
+    def _run(self, step: int) -> None:
+        self.state = "run"
+        self._window.clear()
+        self._last_window = []
+        self._reference_us = self.candidates[self.incumbent].measured_us
+        self._n_off = self._n_sudden = 0
+        self._probe_every = self.limits.probe_every
+        self._next_probe = step + self._probe_every
+        self._begin_race(step)
+
+    def _watch(self, step: int, time_us: int, link_changed: bool) -> None:
+        limits, reference_us = self.limits, self._reference_us
+        self._window.append(time_us)
+        is_sudden = self._has_jumped(time_us)
+        if len(self._window) < limits.window and not link_changed and not is_sudden:
+            return
+        now_us = median(self._window[-3:] if is_sudden else self._window)
+        noise = _MEDIAN_VARIANCE * variance(self._window) // len(self._window) // 100
+        self._last_window, self._window = self._window, []
+        if not reference_us:
+            self._reference_us = reference_us = self.candidates[self.incumbent].measured_us = now_us
+        is_off = abs(now_us - reference_us) * 1000 > limits.drift * reference_us
+        self._n_off = self._n_off + 1 if is_off and (now_us - reference_us) ** 2 > _SURE_ABOVE * noise else 0
+        if self.incumbent == PLAIN and self._waiting:
+            n_seen = 3 if is_sudden else limits.window
+            self._could_win_us = median(self._waiting[-n_seen:])
+            del self._waiting[:-n_seen], self._computing[:-n_seen]
+        if self._n_off >= 2 or is_sudden or link_changed:
+            self._start_again(step, now_us, reference_us, link_changed)
+            return
+        if self._n_off:
+            return  # a second look decides; what is measured meanwhile would be of neither network
+        if step >= self._next_probe:
+            self._probe_every = min(limits.probe_most, 2 * self._probe_every)
+            self._next_probe = step + self._probe_every
+        self._reference_us = self.candidates[self.incumbent].measured_us = (3 * reference_us + now_us) // 4
+        self._begin_race(step)
+
+    def _has_jumped(self, time_us: int) -> bool:
+        """Whether this is the third step in a row that is slower, or faster, than any of the last window."""
+        reference_us, sudden = self._reference_us, self.limits.sudden
+        up = reference_us and time_us * 1000 > sudden * reference_us and time_us > max(self._last_window, default=0)
+        down = (
+            reference_us
+            and time_us * sudden < 1000 * reference_us
+            and time_us < min(self._last_window, default=time_us + 1)
+        )
+        direction = 1 if up else -1 if down else 0
+        self._n_sudden = self._n_sudden + direction if direction * self._n_sudden >= 0 and direction else direction
+        return abs(self._n_sudden) >= 3
+
+    def _start_again(self, step: int, now_us: int, reference_us: int, link_changed: bool) -> None:
+        """The network is another: what was measured is forgotten, what the model misjudges stays."""
+        self._say(
+            step,
+            "drift",
+            self.incumbent,
+            f"{now_us / 1000:.1f} ms a step, was {reference_us / 1000:.1f}"
+            + ("; the link has changed" if link_changed else ""),
+        )
+        self._predict()
+        for candidate in self.candidates.values():
+            candidate.measured_us = candidate.n_losses = 0
+            candidate.not_before = self._not_before.get(candidate.name, 0)
+        self.candidates[self.incumbent].measured_us = now_us
+        self._end_race(step)
+
+    def _say(self, step: int, kind: str, scheme: str, why: str) -> None:
+        self.decisions.append(Decision(step, kind, scheme, why))
+
+    # ---- between runs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: what a resumed run begins with."""
+        return {
+            "incumbent": self.incumbent,
+            "candidates": {
+                c.name: {"bias": c.bias, "is_tried": c.is_tried, "measured_us": c.measured_us}
+                for c in self.candidates.values()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on at `step` with what `state_dict` gave, as far as it names schemes that are allowed here."""
+        for name, known in state["candidates"].items():
+            if name in self.candidates:
+                candidate = self.candidates[name]
+                candidate.bias, candidate.is_tried = int(known["bias"]), bool(known["is_tried"])
+                candidate.measured_us = int(known["measured_us"])
+        name = state["incumbent"]
+        self.go_on_at(step, name if name in self.candidates and not self.candidates[name].excluded else PLAIN)

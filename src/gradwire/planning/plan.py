@@ -1,0 +1,212 @@
+"""A plan: what a step would take under every scheme, here or elsewhere, and one sentence on what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradwire.control.cost_model import CodecCost, break_even_rate, predict_s
+from gradwire.errors import InvalidArgument
+from gradwire.schemes.auto.fidelity import LEVELS, row_of
+from gradwire.schemes.auto.profile import CostProfile
+from gradwire.wire.communicator import ring_bytes
+
+PLAN_VERSION = 1
+_MARGIN = 1.03  # what a recommendation has to win, as in the control law
+_PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One scheme: seconds a step, whether that was measured here, bytes a rank sends, and the link rate below which it pays."""
+
+    spec: str
+    level: str
+    step_s: float
+    is_measured: bool
+    sent_bytes: float
+    pays_below_bps: float | None
+    by_name_only: bool
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was measured of a run, and what follows.
+
+    Attributes:
+        profile: the cost model's inputs; scheme "auto" takes it: `by_name("auto", profile=plan.profile.as_dict())`.
+        compute_s: what a step computes, without waiting; `plain_s`: what it takes under DDP, the slowest rank's.
+        measured_s: seconds a step of the schemes that were tried.
+        adam: whether the optimizer is one of Adam's kin.
+        links: of pairs of ranks: (one, other, bytes/s, seconds there and back).
+        is_here: whether this is the network that was measured, or another.
+    """
+
+    profile: CostProfile
+    compute_s: float
+    plain_s: float
+    measured_s: Mapping[str, float]
+    fidelity: str
+    adam: bool
+    links: tuple[tuple[int, int, float, float], ...] = ()
+    is_here: bool = True
+
+    def forecasts(self) -> list[Forecast]:
+        """Every scheme that the profile knows, the fastest first, plain among them."""
+        profile, step = self.profile, self.profile.step(self.compute_s)
+        predicted = {
+            spec: predict_s(profile.shapes[spec], codec, step, profile.link, profile.machine)
+            for spec, codec in profile.codecs.items()
+        }
+        # What the model misjudges in DDP itself it misjudges in all.
+        bias = self.plain_s / predicted[_PLAIN] if self.is_here and predicted[_PLAIN] else 1.0
+        found = []
+        for spec, codec in profile.codecs.items():
+            row = row_of(spec)
+            step_s = self.measured_s.get(spec, predicted[spec] * bias)
+            found.append(
+                Forecast(
+                    spec,
+                    row.level,
+                    max(step_s, 0.0),
+                    spec in self.measured_s,
+                    self._sent_bytes(spec, codec),
+                    None if spec == _PLAIN else self._pays_below(spec, codec),
+                    row.by_name_only,
+                    row.evidence,
+                )
+            )
+        return sorted(found, key=lambda forecast: (forecast.step_s, forecast.spec))
+
+    def _sent_bytes(self, spec: str, codec: CodecCost) -> float:
+        n_ranks, n_values = self.profile.machine.n_ranks, sum(self.profile.buckets)
+        message = n_values * codec.bits / 8
+        return (n_ranks - 1) * message if self.profile.shapes[spec] == "gather" else ring_bytes(int(message), n_ranks)
+
+    def _pays_below(self, spec: str, codec: CodecCost) -> float | None:
+        profile = self.profile
+        step = profile.step(self.compute_s)
+        rate = break_even_rate(profile.shapes[spec], codec, step, profile.link, profile.machine, _MARGIN)
+        return None if rate is None else 8 * rate
+
+    @property
+    def plain(self) -> Forecast:
+        """DDP as it is."""
+        return next(forecast for forecast in self.forecasts() if forecast.spec == _PLAIN)
+
+    def best(self, level: str) -> Forecast:
+        """The fastest scheme that `level` allows by itself, plain if none wins by the margin."""
+        allowed = LEVELS[: LEVELS.index(level) + 1]
+        plain = self.plain
+        for forecast in self.forecasts():
+            if forecast.spec != _PLAIN and forecast.level in allowed and not forecast.by_name_only:
+                # What was measured counts for more than what was predicted to be a little faster.
+                doubt = 1.0 if forecast.is_measured or not self.measured_s else 1.15
+                if forecast.step_s * doubt * _MARGIN < plain.step_s:
+                    return forecast
+        return plain
+
+    def sentence(self) -> str:
+        """What to do, and why."""
+        plain, best = self.plain, self.best(self.fidelity)
+        waits = max(0.0, 1 - self.compute_s / plain.step_s) if plain.step_s else 0.0
+        if best.spec == _PLAIN:
+            rates = [f.pays_below_bps for f in self.forecasts() if f.pays_below_bps and not f.by_name_only]
+            below = f" Compression would pay below {describe_rate(max(rates))}." if rates else ""
+            return f"Use plain DDP: a step waits for the network {waits:.0%} of its time, and nothing wins 3 %.{below}"
+        gain = plain.step_s / best.step_s
+        how = "measured" if best.is_measured else "predicted"
+        level = "" if best.level == "exact" else f', fidelity="{best.level}"'
+        return (
+            f"Take gradwire.attach(ddp, optimizer{level}): {best.spec} is {gain:.2g} times as fast as DDP here ({how}); "
+            f"a step waits for the network {waits:.0%} of its time."
+        )
+
+    def elsewhere(self, n_ranks: int | None = None, rate_bps: float | None = None) -> Plan:
+        """The same model and machine with more ranks, or on another network: all predicted.
+
+        Raises: InvalidArgument.
+        """
+        machine, link = self.profile.machine, self.profile.link
+        if n_ranks is not None:
+            if n_ranks < 2:
+                raise InvalidArgument(f"a plan is for two ranks or more, not {n_ranks}")
+            machine = replace(machine, n_ranks=n_ranks, n_local=min(machine.n_local, n_ranks))
+        if rate_bps is not None:
+            if not rate_bps > 0:
+                raise InvalidArgument(f"a rate is positive, got {rate_bps}")
+            link = replace(link, rate=rate_bps / 8)
+        profile = replace(self.profile, machine=machine, link=link)
+        step = profile.step(self.compute_s)
+        plain_s = predict_s("sum", profile.codecs[_PLAIN], step, link, machine)
+        return replace(self, profile=profile, plain_s=plain_s, measured_s={}, links=(), is_here=False)
+
+    def slow_ranks(self) -> list[int]:
+        """Ranks all of whose links are slower than two thirds of the typical link."""
+        if not self.links:
+            return []
+        rates = sorted(rate for _, _, rate, _ in self.links)
+        typical = rates[len(rates) // 2]
+        ranks = {rank for one, other, _, _ in self.links for rank in (one, other)}
+        return sorted(
+            rank
+            for rank in ranks
+            if len(ranks) > 2 and all(r < typical * 2 / 3 for a, b, r, _ in self.links if rank in (a, b))
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: everything that was measured, and what follows."""
+        return {
+            "version": PLAN_VERSION,
+            "profile": self.profile.as_dict(),
+            "compute_s": self.compute_s,
+            "plain_s": self.plain_s,
+            "measured_s": dict(self.measured_s),
+            "fidelity": self.fidelity,
+            "adam": self.adam,
+            "links": [list(link) for link in self.links],
+            "is_here": self.is_here,
+            "slow_ranks": self.slow_ranks(),
+            "sentence": self.sentence(),
+            "take": self.best(self.fidelity).spec,
+            "forecasts": [asdict(forecast) | _json_rate(forecast) for forecast in self.forecasts()],
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Any) -> Plan:
+        """What `as_dict` gave. Raises: InvalidArgument."""
+        try:
+            if saved["version"] != PLAN_VERSION:
+                raise InvalidArgument(f"this plan has version {saved['version']}, this gradwire reads {PLAN_VERSION}")
+            return cls(
+                CostProfile.from_dict(saved["profile"]),
+                float(saved["compute_s"]),
+                float(saved["plain_s"]),
+                dict(saved["measured_s"]),
+                str(saved["fidelity"]),
+                bool(saved["adam"]),
+                tuple((int(a), int(b), float(rate), float(rtt)) for a, b, rate, rtt in saved["links"]),
+                bool(saved["is_here"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"this is not a plan of `gradwire recommend --json`: {error}") from error
+
+
+def _json_rate(forecast: Forecast) -> dict[str, Any]:
+    rate = forecast.pays_below_bps
+    return {"pays_below_bps": "always" if rate == math.inf else rate}
+
+
+def describe_rate(bps: float | None) -> str:
+    """A rate as people say it."""
+    if bps is None:
+        return "never"
+    if math.isinf(bps):
+        return "always"
+    for unit, name in ((1e9, "Gb/s"), (1e6, "Mb/s")):
+        if bps >= unit:
+            return f"{bps / unit:.2g} {name}" if bps < 100 * unit else f"{bps / unit:.0f} {name}"
+    return f"{bps / 1e3:.0f} kb/s"

@@ -1,0 +1,174 @@
+"""`gradwire.recommend`: a minute on the user's own model and network, before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import schemes
+from gradwire.doors.attachment import attach
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.planning.plan import Plan
+from gradwire.registry import parse_spec
+from gradwire.schemes.auto.fidelity import TABLE, check_level, family_of_optimizer
+from gradwire.schemes.auto.profile import measure_profile
+from gradwire.telemetry.step_clock import StepClock
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.link_probe import probe_pairs
+
+_WARMUP, _FEWEST, _MOST = 2, 3, 10
+_PLAIN_SHARE, _TRIAL_SHARE = 0.2, 0.7  # of the time
+_N_TRIED = 4
+
+
+class _Timing:
+    """Seconds and seconds waiting of each step since the last look."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, float]] = []
+
+    def note(self, took_ns: int, waited_ns: int) -> None:
+        self.rows.append((took_ns / 1e9, waited_ns / 1e9))
+
+
+def recommend(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    step_function: Callable[[], Any],
+    *,
+    seconds: float = 60.0,
+    fidelity: str = "any",
+) -> Plan:
+    """Measure links, codecs and a few steps of the user's own model, and say which scheme to take. Collective.
+
+    Parameters, gradients, buffers and random numbers are as before when it returns; no optimizer step is taken. Call it
+    before `attach`.
+
+    Args:
+        step_function: one forward and backward pass of `ddp`, without the optimizer's step.
+        seconds: how long it may take, about; a few steps are taken in any case.
+        fidelity: what the sentence may name; the table shows all.
+    Raises: InvalidArgument, Unsupported, PeerLost.
+    """
+    check_level(fidelity)
+    if not seconds > 0:
+        raise InvalidArgument(f"seconds must be positive, got {seconds}")
+    family = family_of_optimizer(optimizer)
+    kept = _State(ddp)
+    elapsed = Stopwatch()
+    timing = _Timing()
+    clock = StepClock(ddp, ddp, lambda: None, timing.note)
+    was_training = ddp.training
+    try:
+        ddp.train()
+        communicator = Communicator(ddp.process_group)
+        try:
+            plain_s, waited_s = _time(step_function, ddp, timing, communicator, _PLAIN_SHARE * seconds)
+            rows = [row for row in TABLE if row.optimizers in ("all", family)]
+            parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+            profile = measure_profile(communicator, rows, parameters)
+            links = communicator.submit(probe_pairs, communicator).wait()
+            plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, family == "adam", tuple(links))
+            measured = {"plain": plain_s}
+            for spec in _worth_trying(plan):
+                if elapsed.elapsed_ns / 1e9 > (_PLAIN_SHARE + _TRIAL_SHARE) * seconds and len(measured) > 1:
+                    break
+                tried = _try(
+                    spec, ddp, optimizer, step_function, timing, communicator, _TRIAL_SHARE * seconds / _N_TRIED
+                )
+                if tried is not None:
+                    measured[spec] = tried
+            return Plan(profile, plain_s - waited_s, plain_s, measured, fidelity, family == "adam", tuple(links))
+        finally:
+            communicator.close()
+    finally:
+        clock.close()
+        ddp.train(was_training)
+        kept.put_back()
+
+
+def _worth_trying(plan: Plan) -> list[str]:
+    """Of each level what is predicted to be fastest, if that is at all promising. The same on all ranks."""
+    promising = [
+        f for f in plan.forecasts() if f.spec != "plain" and not f.by_name_only and f.step_s < 1.3 * plan.plain_s
+    ]
+    levels = sorted(
+        ("exact", "close", "any"), key=lambda level: level != plan.fidelity
+    )  # what was asked for comes first
+    of_level = [[f.spec for f in promising if f.level == level] for level in levels]
+    return [specs[i] for i in range(2) for specs in of_level if len(specs) > i]
+
+
+def _try(
+    spec: str,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    step_function: Callable[[], Any],
+    timing: _Timing,
+    communicator: Communicator,
+    limit_s: float,
+) -> float | None:
+    name, options = parse_spec(spec)
+    try:
+        attachment = attach(ddp, optimizer, schemes.by_name(name, **options))
+    except (Unsupported, InvalidArgument):
+        return None
+    try:
+        return _time(step_function, ddp, timing, communicator, limit_s)[0]
+    finally:
+        attachment.close()
+
+
+def _time(
+    step_function: Callable[[], Any],
+    ddp: DistributedDataParallel,
+    timing: _Timing,
+    communicator: Communicator,
+    limit_s: float,
+) -> tuple[float, float]:
+    """(seconds a step on the slowest rank, seconds it waits on the rank that waits least): medians of some steps."""
+    elapsed = Stopwatch()
+    n_done = 0
+    timing.rows.clear()
+    while n_done < _WARMUP + _MOST:
+        ddp.zero_grad(set_to_none=True)
+        step_function()
+        n_done += 1
+        if len(timing.rows) != n_done:
+            raise InvalidArgument(
+                "step_function has to run one forward and one backward pass of the model that recommend was given"
+            )
+        if n_done >= _WARMUP + _FEWEST:  # the slowest rank's watch says when to end, on all ranks
+            spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64)
+            communicator.submit(communicator.all_reduce, spent, dist.ReduceOp.MAX).wait()
+            if int(spent) / 1e9 > limit_s:
+                break
+    rows = torch.tensor([(took, -waited) for took, waited in timing.rows[_WARMUP:]], dtype=torch.float64)
+    communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
+    took, waited = rows.median(dim=0).values.tolist()
+    return took, min(-waited, took)
+
+
+class _State:
+    """What a step changes besides gradients, kept."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._tensors = {name: tensor.detach().clone() for name, tensor in ddp.module.state_dict().items()}
+        self._gradients = [None if p.grad is None else p.grad.detach().clone() for p in ddp.parameters()]
+        self._random = torch.get_rng_state()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for name, tensor in self._ddp.module.state_dict().items():
+            tensor.copy_(self._tensors[name])
+        self._ddp.zero_grad(set_to_none=True)
+        for parameter, gradient in zip(self._ddp.parameters(), self._gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient
+        torch.set_rng_state(self._random)

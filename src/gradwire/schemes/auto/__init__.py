@@ -1,0 +1,1 @@
+"""The scheme `auto`: gradwire chooses, step by step, and never slower than plain DDP."""

@@ -1,0 +1,201 @@
+"""What `scheme="auto"` may use: one table, by how faithful it is and under which optimizer, with the evidence for each row.
+
+A row is here because of a measurement, not because of an adjective: "unbiased" is not "close". Code, docs and tests read
+this table; a row that is added needs a run of 200 steps beside DDP, same seeds, same data (`gradwire train`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.errors import InvalidArgument
+from gradwire.registry import describe_choices, parse_spec
+
+LEVELS = ("exact", "close", "any")
+PROMISES = {
+    "exact": "the loss of every step within 1e-5 of DDP's after 200 steps: Gloo's own order of summation is as much",
+    "close": "the held-out loss within 0.5 % of DDP's after 200 steps",
+    "any": "converges as its paper says, with a learning rate to match: compare losses first",
+}
+_ADAM_LIKE = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "RMSprop", "Adadelta", "Lion")
+# Adam divides by the root of its second moments, which are small numbers from few steps at first: an error is divided too.
+FIRST_ADAM_STEP = 100
+
+
+@dataclass(frozen=True)
+class FidelityRow:
+    """One scheme with its options, at one level, under some optimizers.
+
+    Attributes:
+        spec: NAME:option=value,...
+        level: the least faithful level that takes it is any, the most faithful exact.
+        optimizers: "all", "adam" (those that divide by a moment) or "sgd".
+        shape: how it communicates (control/cost_model.py).
+        bits: a value on the wire, of a dense gradient.
+        codec: whose speed stands for its own (`codecs.by_name`); "" where it has none to speak of.
+        by_name_only: never unless it is asked for.
+        not_before: under Adam-like optimizers, the first step.
+        evidence: what was measured. GPT: 1.4 M parameters, AdamW; ResNet: 1.2 M parameters, SGD with momentum; 200 steps.
+    """
+
+    spec: str
+    level: str
+    optimizers: str
+    shape: str
+    bits: float
+    codec: str
+    evidence: str
+    by_name_only: bool = False
+    not_before: int = 0
+
+
+TABLE: tuple[FidelityRow, ...] = (
+    FidelityRow("plain", "exact", "all", "sum", 32, "", "DDP's own all-reduce: the same bits"),
+    FidelityRow(
+        "gcomp:importance=uniform,bits=12", "exact", "adam", "ring", 16.5, "gcomp:importance=uniform,bits=12",
+        "GPT: loss within 1.3e-6 of DDP's at every step, 0.52 of the bytes",
+    ),
+    FidelityRow(
+        "gcomp", "exact", "sgd", "ring", 25, "gcomp:importance=none",
+        "ResNet and GPT: loss within 2e-6 of DDP's at every step, 0.74 to 0.79 of the bytes",
+    ),
+    FidelityRow(
+        "bf16", "close", "all", "sum", 16, "",
+        "ResNet: loss 0.361 as DDP's after the run of docs/results.md, 0.50 of the bytes",
+    ),
+    FidelityRow(
+        "embedded-float:bits=8", "close", "all", "ring", 8.03, "embedded-float:bits=8",
+        "GPT: held-out loss 0.0003 nats from DDP's 2.4623; ResNet: 0.360 against 0.361",
+    ),
+    FidelityRow(
+        "truncated-float:bits=8,rounding=stochastic", "close", "sgd", "ring", 8.03, "truncated-float:bits=8",
+        "ResNet: loss 0.361 as DDP's (rounded towards zero; stochastic rounding is no worse)",
+    ),
+    FidelityRow("thc", "any", "all", "agreed-sum", 8, "thc", "ResNet: loss 0.367 against 0.361"),
+    FidelityRow("qsgd", "any", "all", "quantised", 4.1, "qsgd", "GPT: 0.112 nats behind DDP; ResNet: 0.372 against 0.361"),
+    FidelityRow("terngrad", "any", "all", "agreed-sum", 4, "ternary", "GPT: 0.067 nats behind; ResNet: 0.406 against 0.361"),
+    FidelityRow(
+        "homomorphic", "exact", "all", "sum", 32, "",
+        "sums sparse gradients as they are; a dense one travels as plain does", by_name_only=True,
+    ),
+    FidelityRow(
+        "one-bit", "any", "all", "quantised", 1.1, "one-bit",
+        "ResNet: loss 0.581 against 0.361 after few steps; error feedback", True, FIRST_ADAM_STEP,
+    ),
+    FidelityRow(
+        "two-bit", "any", "all", "quantised", 2.1, "two-bit",
+        "ResNet: loss 0.695 against 0.361 after few steps; error feedback", True, FIRST_ADAM_STEP,
+    ),
+    FidelityRow(
+        "acp-sgd", "any", "all", "sum", 0.5, "",
+        "ResNet: loss 1.170 against 0.361 after few steps; low rank", True, FIRST_ADAM_STEP,
+    ),
+    FidelityRow(
+        "power-sgd", "any", "all", "sum", 1.0, "",
+        "ResNet: loss 0.748 against 0.361 after few steps; low rank", True, FIRST_ADAM_STEP,
+    ),
+    FidelityRow(
+        "top-k", "any", "all", "gather", 0.1, "",
+        "ResNet: loss 1.418 against 0.361 after few steps; sparse", True, FIRST_ADAM_STEP,
+    ),
+    FidelityRow(
+        "sign-sgd", "any", "all", "gather", 1.0, "",
+        "ResNet: loss 3.203 against 0.361: needs a learning rate of its own", True, FIRST_ADAM_STEP,
+    ),
+)  # fmt: skip
+
+# These own the optimizer's step or its momentum, let replicas drift, or are there to be compared with: no turns for them.
+NEVER = (
+    "aqgb",
+    "auto",
+    "broadcast",
+    "dgc",
+    "periodic",
+    "power-sgd-overlap",
+    "random-k",
+    "slimgc",
+    "truncate",
+    "zlib",
+    "zstd",
+)
+
+
+def family_of_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
+    """ "adam" for those that divide by a moment of the gradient, "sgd" for all others; without one the careful answer."""
+    if optimizer is None:
+        return "adam"
+    return "adam" if any(cls.__name__ in _ADAM_LIKE for cls in type(optimizer).__mro__) else "sgd"
+
+
+def check_level(level: str) -> str:
+    """`level` if it is one. Raises: InvalidArgument."""
+    if level not in LEVELS:
+        raise InvalidArgument(f"no fidelity is called {level!r}; {describe_choices(str(level), LEVELS)}")
+    return level
+
+
+def rows_for(
+    level: str, optimizer_family: str, also: Sequence[str] = (), only: Sequence[str] | None = None
+) -> list[FidelityRow]:
+    """What may be used, plain first.
+
+    Args:
+        level: the least faithful level allowed.
+        optimizer_family: of `family_of_optimizer`.
+        also: specs to add. only: specs instead of the table's. Both take what stands in the table by name only too.
+    Raises: InvalidArgument (a scheme that takes no turns, or one that is less faithful than `level`; not under `only`).
+    """
+    check_level(level)
+    allowed = LEVELS[: LEVELS.index(level) + 1]
+    named = [row_of(spec) for spec in (also if only is None else only)]
+    for row in named:
+        if only is None and row.level not in allowed:
+            raise InvalidArgument(f'{row.spec!r} is not as faithful as "{level}"; fidelity="{row.level}" would take it')
+    chosen = [
+        row
+        for row in TABLE
+        if only is None
+        and row.level in allowed
+        and row.optimizers in ("all", optimizer_family)
+        and not row.by_name_only
+    ]
+    by_spec = {row.spec: row for row in [TABLE[0], *chosen, *named]}
+    return list(by_spec.values())
+
+
+def row_of(spec: str) -> FidelityRow:
+    """The table's row for a spec; for options that are not in it, that of the scheme, at the level "any".
+
+    Raises: InvalidArgument.
+    """
+    if not isinstance(spec, str):
+        raise InvalidArgument(f"a candidate is a text NAME:option=value, not {type(spec).__name__}")
+    name, _ = parse_spec(spec)
+    if name in NEVER:
+        raise InvalidArgument(f"scheme {name!r} takes no turns with others; attach it by itself")
+    for row in TABLE:
+        if row.spec == spec:
+            return row
+    for row in TABLE:
+        if parse_spec(row.spec)[0] == name:
+            evidence = "options of your own: nothing was measured with them"
+            return FidelityRow(spec, "any", "all", row.shape, row.bits, row.codec, evidence, True, row.not_before)
+    known = sorted({parse_spec(row.spec)[0] for row in TABLE})
+    raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
+
+
+def as_markdown(rows: Iterable[FidelityRow] = TABLE) -> list[str]:
+    """The table for the docs, line by line."""
+    lines = ["| level | scheme | optimizers | measured |", "|---|---|---|---|"]
+    for level in LEVELS:
+        for row in rows:
+            if row.level == level:
+                name = f"`{row.spec}`" + (" (by name only)" if row.by_name_only else "")
+                when = {"all": "all", "adam": "Adam and its kin", "sgd": "SGD"}[row.optimizers]
+                if row.not_before:
+                    when += f"; Adam from step {row.not_before} on"
+                lines.append(f"| {level} | {name} | {when} | {row.evidence} |")
+    return lines

@@ -1,0 +1,435 @@
+"""The scheme `auto`: watches, tries, switches, and stays plain where nothing is to be won.
+
+It holds the schemes that `fidelity` allows, all bound to one session, and hands each step to one of them. Which one the
+control law says (`control/racing.py`), from numbers that all ranks share: every rank's time and waiting of a step ride on a
+background all-reduce that is read two steps later. Steps begin plain and without a communication hook, so that where
+nothing is to be won DDP runs as it does without gradwire (`doors/watching.py`).
+
+When not to use this: where a run must be repeated bit for bit, unless by `replay`; it decides by the clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import schemes
+from gradwire.control.racing import PLAIN, Law, Limits
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.core.slot import Slot
+from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
+from gradwire.registry import parse_spec
+from gradwire.schemes.auto.carrying import Carried
+from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, family_of_optimizer, rows_for
+from gradwire.schemes.auto.profile import CostProfile, measure_profile
+from gradwire.schemes.auto.votes import Ballot, Vote
+from gradwire.schemes.base import Scheme
+from gradwire.wire.link_probe import probe_transfer_us
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
+
+_log = logging.getLogger("gradwire.auto")
+_LAG = 2  # steps after which a vote is read
+_BATCH = 5  # steps that share a vote while nothing is tried
+_LINK_CHANGED = 250  # permille
+_MOST_BUDGET = 0.1
+
+
+class Auto(Scheme):
+    """One of several schemes at a time, chosen by measurement; never slower than plain DDP, but for a budget.
+
+    Args:
+        fidelity: "exact" (the losses of DDP), "close", "any": what each allows is one table
+            (`gradwire.schemes.auto.fidelity`, docs/auto.md); or a list of schemes, NAME:option=value, and no others.
+        candidates: schemes to allow besides; at least as faithful as `fidelity`.
+        budget: share of the run's time that trials may cost, 0 to 0.1. With 0 nothing is tried: all stays plain.
+        replay: [(step, scheme)]: the `schedule` of an earlier run's stats, to be repeated step by step.
+        profile: what `gradwire recommend` measured on this cluster, instead of measuring when attached.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self,
+        fidelity: str | Sequence[str] = "exact",
+        candidates: Sequence[str] = (),
+        budget: float = 0.01,
+        replay: Sequence[tuple[int, str]] | None = None,
+        profile: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not 0 <= budget <= _MOST_BUDGET:
+            raise InvalidArgument(f"budget is a share of the time from 0 to {_MOST_BUDGET}, got {budget}")
+        self._only = None if isinstance(fidelity, str) else list(fidelity)
+        self.fidelity = check_level(fidelity) if isinstance(fidelity, str) else "any"
+        self._also = list(candidates)
+        rows_for(self.fidelity, "sgd", self._also, self._only)  # its complaints, now
+        self._budget = budget
+        self._replay = None if replay is None else sorted((int(step), str(spec)) for step, spec in replay)
+        self._profile: CostProfile | None = None if profile is None else CostProfile.from_dict(profile)
+        self._rows: list[FidelityRow] = []
+        self._subs: dict[str, Scheme] = {}
+        self._excluded: dict[str, str] = {}
+        self._carried = Carried()
+        self._active = PLAIN
+        self._schedule: list[tuple[int, str]] = []
+        self._pending: deque[Vote] = deque()
+        self._ballot = Ballot()
+        self._records: list[Any] = []
+        self._is_probing, self._wants_to_reconsider = False, False
+        self._transfer_us = 0
+        self._told = self._n_steps = 0
+        self._last_scale = 0.0
+        self._stays_plain = ""
+        self._law: Law
+        self.state_is_per_world = False
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {
+            "fidelity": self._only if self._only is not None else self.fidelity,
+            "candidates": self._also,
+            "budget": self._budget,
+        }
+
+    @property
+    def active(self) -> str:
+        """What this step is, or the next one will be, reduced with."""
+        return self._active
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether DDP's own all-reduce does this step, as without gradwire."""
+        return self._active == PLAIN
+
+    @property
+    def law(self) -> Law:
+        """What decides."""
+        return self._law
+
+    # ---- binding
+
+    def bind(self, session: Session) -> None:
+        """Bind every candidate and measure. Collective. Raises: InvalidArgument (no DDP model), RankMismatch, PeerLost."""
+        module = session.module
+        if not isinstance(module, DistributedDataParallel):
+            raise InvalidArgument(
+                'scheme "auto" times the steps of a DDP model: gradwire.attach(ddp, optimizer), or HookState(..., module=ddp)'
+            )
+        super().bind(session)
+        self._last_scale = session.loss_scale()
+        family = family_of_optimizer(session.optimizer)
+        rows = rows_for(self.fidelity, family, self._also, self._only)
+        if session.communicator.world_size == 1:
+            rows = rows[:1]
+        for row in rows[1:]:
+            name, options = parse_spec(row.spec)
+            try:
+                sub = schemes.by_name(name, **options)
+                sub.bind(session)
+            except (Unsupported, InvalidArgument) as error:
+                self._excluded[row.spec] = str(error)
+            else:
+                self._subs[row.spec] = sub
+        self.state_is_per_world = any(sub.state_is_per_world for sub in self._subs.values())
+        self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
+        self._compare_candidates()
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if self._profile is None:
+            self._profile = measure_profile(session.communicator, self._rows, parameters)
+        limits = Limits(budget=int(1000 * self._budget)) if self._budget else Limits(budget=0, savings=0, credit=0)
+        predicted = self._profile.predict_us(1)
+        self._law = Law(
+            {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
+            limits,
+            self._predict,
+            lambda spec: self._shape_of(spec),
+            {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and family == "adam"},
+        )
+
+    def _compare_candidates(self) -> None:
+        """Raises: RankMismatch if ranks were given other options, or can bind other schemes."""
+        communicator = self.session.communicator
+        if communicator.world_size == 1:
+            return
+        specs = [row.spec for row in self._rows]
+        facts = hash_configuration(self.name, {**self.configuration, "bound": specs})
+        mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
+        record = self.session.recorder.open_bucket(0, -1, 0)
+        communicator.submit(compare_preambles, communicator, mine, record).wait()
+
+    def _shape_of(self, spec: str) -> str:
+        return next(row.shape for row in self._rows if row.spec == spec)
+
+    def _predict(self, computing_us: int) -> Mapping[str, int]:
+        assert self._profile is not None
+        predicted = self._profile.predict_us(computing_us)
+        return {row.spec: predicted[row.spec] for row in self._rows if row.spec in predicted}
+
+    # ---- a step
+
+    def choose(self, step: int) -> None:
+        """On the training thread, before the first forward pass of `step`: read what is due, and decide.
+
+        Raises: RankMismatch (ranks are at different steps), PeerLost.
+        """
+        self._end_carrying()
+        while self._pending and self._pending[0].last_step < step - _LAG:
+            self._count(self._pending.popleft())
+        name = self._replayed(step) if self._replay is not None else self._law.scheme_of(step)
+        if self._stays_plain:
+            name = PLAIN
+        if name != self._active:
+            self._hand_over_to(name)
+        if not self._schedule or self._schedule[-1][1] != name:
+            self._schedule.append((step, name))
+        self.session.recorder.scheme = name
+
+    def _replayed(self, step: int) -> str:
+        assert self._replay is not None
+        name = next((spec for since, spec in reversed(self._replay) if since <= step), PLAIN)
+        if name != PLAIN and name not in self._subs:
+            raise InvalidArgument(f"the schedule to replay names {name!r}, which is not allowed here")
+        return name
+
+    def _hand_over_to(self, name: str) -> None:
+        if self._active != PLAIN:  # on the lane, after it has committed its last step
+            self._carried.take_over(self.session.communicator.submit(self.session.feedback.take).wait())
+        self._active = name
+
+    def _end_carrying(self) -> None:
+        scale = self.session.loss_scale()
+        self._carried.end_step(was_applied=scale >= self._last_scale)  # a scaler lowers it where it skips a step
+        self._last_scale = scale
+
+    def add_carried(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
+        """Add what an earlier scheme has not sent; for steps that are transparent, by whoever reduces them."""
+        if self._carried:
+            self._carried.add_to(slots, gradients, self.session.loss_scale())
+
+    def begin_step(self, step: int) -> None:
+        self._subs[self._active].begin_step(step)
+
+    def end_buckets(self, step: int) -> None:
+        self._subs[self._active].end_buckets(step)
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        self._records.append(bucket.record)
+        if self._carried:
+            flat = bucket.buffer
+            gradients = [flat[o : o + slot.numel()] for slot, o in zip(bucket.slots, bucket.offsets, strict=True)]
+            self.add_carried(bucket.slots, gradients)
+        return self._subs[self._active].reduce(bucket)
+
+    def end_step(self, step: int) -> None:
+        self._subs[self._active].end_step(step)
+
+    def end_backward(self, step: int) -> int:
+        sub = self._subs.get(self._active)
+        return 0 if sub is None else sub.end_backward(step)
+
+    def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
+        """On the training thread, after the backward pass of `step`: put this rank's numbers to the vote."""
+        self._n_steps = step + 1
+        fell_back = any(record.fallbacks for record in self._records)
+        self._records.clear()
+        communicator = self.session.communicator
+        if communicator.world_size == 1 or self._replay is not None or self._stays_plain:
+            return
+        self._ballot.add(took_ns // 1000, waited_ns // 1000, fell_back)
+        is_quiet = self._law.role_of(step) == "run" and not self._is_probing and not self._wants_to_reconsider
+        if is_quiet and self._ballot.n_steps < _BATCH:
+            return
+        if self._is_probing:
+            communicator.submit(self._probe)
+        vote, self._ballot = self._ballot.close(step, self._wants_to_reconsider), Ballot()
+        self._wants_to_reconsider = False
+        vote.started = communicator.submit(self._start_vote, vote)
+        self._pending.append(vote)
+
+    def _probe(self) -> None:
+        self._transfer_us = probe_transfer_us(self.session.communicator)
+
+    def _start_vote(self, vote: Vote) -> torch.futures.Future:
+        vote.set_transfer(self._transfer_us)
+        self._transfer_us = 0
+        return self.session.communicator.start_all_reduce(vote.numbers, dist.ReduceOp.MAX)
+
+    def _count(self, vote: Vote) -> None:
+        """Give the law what the ranks agreed on. Raises: RankMismatch, PeerLost."""
+        communicator = self.session.communicator
+        communicator.finish(vote.started.wait())
+        if not vote.ranks_agree:
+            raise communicator.fail(
+                RankMismatch(
+                    f"rank {communicator.rank} is at step {vote.last_step}, another is elsewhere: call backward equally often "
+                    "on all ranks, and resume all of them from the same checkpoint"
+                )
+            )
+        link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
+        for step, took_us, waited_us, fell_back in vote.steps():
+            if self._law.wants_probe(step):
+                self._is_probing = True
+            is_last = step == vote.last_step
+            self._law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
+        self._tell()
+
+    def _note_transfer(self, transfer_us: int) -> bool:
+        """Whether a probe has found another link than the profile holds."""
+        if not transfer_us or self._profile is None:
+            return False
+        self._is_probing = False
+        old, new = self._profile.link.rate, self._profile.with_transfer(transfer_us)
+        if abs(new.link.rate - old) * 1000 <= _LINK_CHANGED * old:
+            return False
+        self._profile = new
+        return True
+
+    def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
+        """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone."""
+        assert self._profile is not None
+        there = replace(self._profile, link=replace(self._profile.link, rate=rate_bps / 8))
+        predicted = there.predict_us(self._law.computing_us)
+        allowed = {spec: predicted[spec] for spec in self._law.candidates}
+        best = min(allowed, key=lambda spec: (allowed[spec], spec))
+        if allowed[best] * 1.03 >= allowed[PLAIN]:
+            best = PLAIN
+        return allowed[PLAIN] / 1e6, best, allowed[best] / 1e6
+
+    # ---- words
+
+    def _tell(self) -> None:
+        for decision in self._law.decisions[self._told :]:
+            if self.session.communicator.rank == 0:
+                level = logging.WARNING if decision.kind == "drift" else logging.INFO
+                _log.log(level, "step %d: %s %s: %s", decision.step, decision.kind, decision.scheme, decision.why)
+        self._told = len(self._law.decisions)
+
+    def stay_plain(self, why: str) -> None:
+        """Never leave DDP's own all-reduce again: something outside forbids it. On all ranks alike."""
+        self._stays_plain = why
+        self._active = PLAIN
+        _log.warning("auto stays plain: %s", why)
+
+    def reconsider(self) -> None:
+        """Think again soon: forget what was measured under the old network. Any rank may call it."""
+        self._wants_to_reconsider = True
+
+    def agree_on_step(self, step: int) -> int:
+        """The next step's number, after steps that some ranks have not seen. Collective. Raises: PeerLost."""
+        communicator = self.session.communicator
+        for vote in self._pending:
+            communicator.finish(vote.started.wait())
+        self._pending.clear()
+        self._ballot = Ballot()
+        latest = torch.tensor([step], dtype=torch.int64)
+        communicator.submit(communicator.all_reduce, latest, dist.ReduceOp.MAX).wait()
+        self._law.go_on_at(int(latest))
+        return int(latest)
+
+    def stats(self) -> dict[str, Any]:
+        """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
+        law = self._law
+        assert self._profile is not None
+        levels = {row.spec: row.level for row in self._rows}
+        return {
+            "auto": {
+                "state": "stay" if self._stays_plain else law.state,
+                "scheme": self._active,
+                "since_step": law.since_step,
+                "fidelity": self.fidelity if self._only is None else list(self._only),
+                "candidates": [
+                    {
+                        "spec": candidate.name,
+                        "level": levels[candidate.name],
+                        "predicted_ms": candidate.predicted_us / 1000,
+                        "measured_ms": candidate.measured_us / 1000 or None,
+                        "bias": candidate.bias / 1000,
+                        "n_losses": candidate.n_losses,
+                        "not_before": candidate.not_before,
+                        "excluded": candidate.excluded,
+                    }
+                    for candidate in law.candidates.values()
+                ]
+                + [{"spec": spec, "excluded": why} for spec, why in self._excluded.items()],
+                "decisions": [asdict(decision) for decision in law.decisions],
+                "schedule": list(self._schedule),
+                "link_mbit": self._profile.link.rate * 8 / 1e6,
+                "spent_s": law.spent_us / 1e6,
+                "budget_s": law.allowed_us / 1e6,
+                "saved_s": law.saved_us / 1e6,
+                "stays_plain": self._stays_plain,
+            }
+        }
+
+    # ---- between runs
+
+    def _is_state_its_own(self, spec: str) -> bool:
+        """What is not sent yet belongs to the run and so to whoever is at work; tables and the like to each scheme."""
+        return spec == self._active or not self._subs[spec].state_is_per_world
+
+    def take_residuals(self) -> dict[Slot, torch.Tensor]:
+        """What the scheme at work and those before it have not sent."""
+        self._end_carrying()
+        self._carried.take_over(self.session.feedback.take())
+        left, self._carried = self._carried.left(), Carried()
+        return left
+
+    def state_dict(self) -> dict[str, Any]:
+        self._end_carrying()
+        names = {slot: name for name, slot in self.session.slots.items()}
+        return {
+            "law": self._law.state_dict(),
+            "step": self._n_steps,
+            "active": self._active,
+            "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items() if self._is_state_its_own(spec)},
+            "carried": {names[slot]: residual for slot, residual in self._carried.left().items()},
+            "world_size": self.session.communicator.world_size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the scheme that was at work. Of another world size only what does not hang on it is taken.
+
+        Raises: InvalidArgument.
+        """
+        try:
+            law, saved, carried = state["law"], state["schemes"], state["carried"]
+            step, world_size = int(state["step"]), int(state["world_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument(f"this is not the state of scheme auto: {error}") from error
+        is_same_world = world_size == self.session.communicator.world_size
+        for spec, sub in self._subs.items():
+            if spec in saved and (is_same_world or not sub.state_is_per_world):
+                sub.load_state_dict(saved[spec])
+        if is_same_world:
+            self._carried = Carried()
+            self._carried.take_over({self.session.slots[name]: residual for name, residual in carried.items()})
+            self._law.load_state_dict(law, step)
+        else:
+            self._law.go_on_at(step, PLAIN)
+
+    def hand_over(self) -> None:
+        """What is still carried is the successor's to send."""
+        feedback = self.session.feedback
+        self._end_carrying()
+        for slot, left in self._carried.left().items():
+            kept = feedback.of(slot)
+            feedback.stage(slot, left if kept is None else left + kept.values.view(-1) / kept.scale)
+        feedback.commit()
+        self._carried = Carried()
+
+    def close(self) -> None:
+        for sub in self._subs.values():
+            sub.close()
+
+    def unbind(self) -> None:
+        for sub in self._subs.values():
+            sub.unbind()
+        self._subs.clear()
+        super().unbind()

@@ -1,0 +1,74 @@
+"""How long a DDP model's steps take and how much of it they wait, seen from outside: no communication hook, no wrapper.
+
+A step is from the start of its first forward pass to the end of its backward pass. What lies between steps (loading,
+evaluation, the optimizer) counts for nobody: no scheme changes it. Waiting is from the last gradient to the moment at which DDP
+has all means: autograd runs what is queued on it in order, so one callback comes before DDP's own and one after.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+class StepClock:
+    """Calls `begin` before every step and `end(took_ns, waited_ns)` after it, on the training thread.
+
+    Only passes in which DDP synchronises end a step; under `no_sync` the passes before it are part of it. What `begin` and
+    `end` raise comes out of the forward and the backward pass.
+
+    Args:
+        ddp: the model; `called`: what the user calls, the same or what torch.compile made of it.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        called: torch.nn.Module,
+        begin: Callable[[], None],
+        end: Callable[[int, int], None],
+    ) -> None:
+        self._ddp, self._begin, self._end = ddp, begin, end
+        self._began_ns = self._computed_ns = self._paused_ns = 0
+        self._is_queued = False
+        # torch.compile would trace a hook into the model, and its clock with it.
+        self._handles: list[Any] = [called.register_forward_pre_hook(torch.compiler.disable(self._before_forward))]
+        parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        if not (ddp.find_unused_parameters or ddp.static_graph):
+            parameters = parameters[-1:]  # each has a gradient in every pass; the last is ready early
+        self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters]
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        self._is_queued = False
+        if self._began_ns:
+            return
+        self._begin()
+        self._began_ns = time.perf_counter_ns()
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        if self._is_queued or not self._began_ns or not self._ddp.require_backward_grad_sync:
+            return
+        self._is_queued = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._before_ddp_waits)
+
+    def _before_ddp_waits(self) -> None:
+        self._computed_ns = time.perf_counter_ns()
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_ddp_waited)
+
+    def _after_ddp_waited(self) -> None:
+        now_ns, began_ns = time.perf_counter_ns(), self._began_ns
+        self._began_ns = 0
+        if began_ns:
+            self._end(now_ns - began_ns, now_ns - self._computed_ns)
+
+    def close(self) -> None:
+        """Take the hooks back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,146 @@
+"""Plans: tables that follow from what was measured, elsewhere and as JSON; and the measure of what auto loses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.bench.regret import below_the_bars, make_record
+from gradwire.control.cost_model import CodecCost, LinkCost, SharedCores
+from gradwire.errors import InvalidArgument
+from gradwire.planning.plan import Plan, describe_rate
+from gradwire.report.regret import draw_step_times
+from gradwire.schemes.auto.profile import CostProfile, bucket_sizes, codec_speed
+from ranks import run_ranks
+
+
+def profile(rate_bps: float, n_ranks: int = 2) -> CostProfile:
+    return CostProfile(
+        SharedCores(n_ranks, 1, 8),
+        LinkCost(rate_bps / 8, 1e-4, 1e-4, 1e-5, 1e-4),
+        {"plain": CodecCost(), "bf16": CodecCost(1e-10, 1e-10, 16), "terngrad": CodecCost(1e-9, 1e-9, 4)},
+        {"plain": "sum", "bf16": "sum", "terngrad": "agreed-sum"},
+        (250_000, 1_000_000),
+    )
+
+
+def plan_at(rate_bps: float, fidelity: str = "any") -> Plan:
+    made = Plan(profile(rate_bps), 0.1, 1.0, {}, fidelity, False, is_here=False)
+    return made.elsewhere(rate_bps=rate_bps)
+
+
+def test_on_a_slow_network_it_names_what_wins_and_on_a_fast_one_plain() -> None:
+    assert plan_at(1e8).best("any").spec == "terngrad"
+    assert plan_at(1e8).best("close").spec == "bf16"
+    assert plan_at(1e8).best("exact").spec == "plain"
+    assert 'fidelity="any"' in plan_at(1e8).sentence()
+    fast = plan_at(1e11)
+    assert fast.best("any").spec == "plain"
+    assert fast.sentence().startswith("Use plain DDP")
+    assert "Compression would pay below" in fast.sentence()
+
+
+def test_what_was_measured_is_believed_before_what_is_predicted() -> None:
+    made = Plan(profile(1e8), 0.1, 0.5, {"plain": 0.5, "bf16": 0.30, "terngrad": 0.9}, "any", False)
+    assert made.best("any").spec == "bf16"
+    assert "measured" in made.sentence()
+
+
+def test_a_plan_survives_json_and_grows() -> None:
+    made = plan_at(1e8)
+    again = Plan.from_dict(json.loads(json.dumps(made.as_dict())))
+    assert again.forecasts() == made.forecasts()
+    more = again.elsewhere(n_ranks=16)
+    assert more.profile.machine.n_ranks == 16
+    assert more.plain.step_s > made.plain.step_s
+    with pytest.raises(InvalidArgument, match="two ranks"):
+        made.elsewhere(n_ranks=1)
+    with pytest.raises(InvalidArgument, match="not a plan"):
+        Plan.from_dict({"version": 1})
+
+
+def test_a_rank_behind_a_slow_link_is_named() -> None:
+    links = (
+        (0, 1, 1e9, 1e-4),
+        (0, 2, 1e8, 1e-4),
+        (1, 2, 1e8, 1e-4),
+        (0, 3, 1e9, 1e-4),
+        (1, 3, 1e9, 1e-4),
+        (2, 3, 1e8, 1e-4),
+    )
+    assert Plan(profile(1e9, 4), 0.1, 0.2, {}, "any", False, links).slow_ranks() == [2]
+
+
+def test_rates_read_as_people_say_them() -> None:
+    assert [describe_rate(rate) for rate in (None, float("inf"), 2.5e9, 97e6)] == [
+        "never",
+        "always",
+        "2.5 Gb/s",
+        "97 Mb/s",
+    ]
+
+
+def test_buckets_are_cut_as_ddp_cuts_them_and_codecs_have_a_speed() -> None:
+    parameters = [torch.empty(n) for n in (10, 1_000_000, 300_000)]
+    assert bucket_sizes(parameters) == (300_000, 1_000_010)
+    assert 0 < codec_speed("embedded-float:bits=8")[0] < 1e-6
+
+
+def measured(rank: int, world_size: int) -> tuple[bool, list[str], str, bool]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 200), nn.BatchNorm1d(200), nn.Linear(200, 5)))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    before = [tensor.clone() for tensor in ddp.module.state_dict().values()]
+    drawn = torch.get_rng_state()
+    inputs = torch.randn(8, 20)
+    torch.set_rng_state(drawn)
+    plan = gradwire.recommend(ddp, optimizer, lambda: ddp(inputs).square().mean().backward(), seconds=0.5)
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, ddp.module.state_dict().values(), strict=True))
+    unchanged = unchanged and torch.equal(drawn, torch.get_rng_state())
+    attachment = gradwire.attach(ddp, optimizer, gradwire.schemes.by_name("auto", profile=plan.profile.as_dict()))
+    attachment.close()
+    return unchanged, [f.spec for f in plan.forecasts()], plan.sentence(), "plain" in plan.measured_s
+
+
+def test_recommend_leaves_the_model_as_it_was_and_says_the_same_on_all_ranks() -> None:
+    results = run_ranks(measured, 2)
+    assert results[0] == results[1]
+    unchanged, specs, sentence, has_plain = results[0]
+    assert unchanged
+    assert has_plain
+    assert {"plain", "bf16", "gcomp", "embedded-float:bits=8", "terngrad"} <= set(specs)
+    assert sentence.startswith(("Use plain DDP", "Take gradwire.attach"))
+
+
+def test_what_auto_loses_is_counted_against_the_best_of_the_second_half(tmp_path: Path) -> None:
+    auto = {"scheme": "a", "spent_s": 0.1, "decisions": [], "candidates": [{"spec": "plain", "excluded": ""}]}
+    times = {"ddp": [2.0] * 4, "auto": [2.0, 2.0, 1.0, 1.0], "a": [1.0] * 4, "b": [0.5, 0.5, 3.0, 3.0]}
+    record = make_record(times, auto)
+    assert record["x_ddp"] == pytest.approx(8 / 6)
+    assert record["best"] == "a"
+    assert record["x_best_last_half"] == pytest.approx(1.0)
+    cell = {"workload": "gpt", "ranks": 2, "rate": "none", "fidelity": "exact"}
+    assert below_the_bars([record | cell]) == []
+    assert "gpt, 2 ranks" in below_the_bars([record | cell | {"x_ddp": 0.97}])[0]
+
+
+def test_the_picture_is_drawn_from_records_of_one_workload(tmp_path: Path) -> None:
+    cell = {
+        "workload": "gpt",
+        "ranks": 2,
+        "fidelity": "close",
+        "median_ms": {"ddp": 20.0, "bf16": 15.0},
+        "x_ddp_last_half": 2.0,
+    }
+    records = [cell | {"rate_bps": rate} for rate in (1e8, 1e9, None)]
+    page = draw_step_times(records, tmp_path / "picture.svg").read_text()
+    assert page.startswith("<?xml")
+    assert draw_step_times(records, tmp_path / "again.svg").read_text().count("<path") == page.count("<path")
+    with pytest.raises(InvalidArgument, match="one workload"):
+        draw_step_times([*records, cell | {"ranks": 4}], tmp_path / "picture.svg")

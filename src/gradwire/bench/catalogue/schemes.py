@@ -7,8 +7,9 @@ from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Tab
 
 # PyTorch's own: DDP, and its hooks.
 HOOKS = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8"]
-EVERYTHING = [*HOOKS, *schemes.names()]
-REDUCING = ["ddp", "ddp-bf16", *(name for name in schemes.names() if not schemes.owns_step(name))]
+FIXED = [name for name in schemes.names() if name != "auto"]  # what `auto` loses to each is measured by `gradwire regret`
+EVERYTHING = [*HOOKS, *FIXED]
+REDUCING = ["ddp", "ddp-bf16", *(name for name in FIXED if not schemes.owns_step(name))]
 DDP = {"scheme": "ddp"}
 # These send DDP's very bytes by the same all-reduce: `homomorphic` finds dense gradients too dense and sends them plainly.
 TWINS = ["plain", "homomorphic"]

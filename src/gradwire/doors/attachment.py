@@ -1,15 +1,19 @@
-"""`attach`: the one door. Connects a scheme to a DDP model and its optimizer."""
+"""`attach`: picks the door for a model, and puts a scheme to work behind it."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
+from gradwire.doors import fsdp2
+from gradwire.doors.gradients import GradientState
 from gradwire.doors.hook import HookState, ddp_hook
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
@@ -36,28 +40,41 @@ Attachment = Reducer
 
 
 def attach(
-    ddp: torch.nn.Module,
+    module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scheme: Scheme | str,
     scaler: Any = None,
     *,
+    group: dist.ProcessGroup | Sequence[int] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     trace: bool = False,
+    **options: Any,
 ) -> Attachment:
-    """Let `scheme` reduce the gradients of `ddp`. Collective: every rank calls it, with the same arguments.
+    """Let `scheme` reduce the gradients of `module`. Collective: every rank calls it, with the same arguments.
 
     Args:
-        ddp: a DistributedDataParallel model, or one given to torch.compile.
-        optimizer: the optimizer that steps its parameters; read, never changed.
+        module: a DistributedDataParallel model, or one given to torch.compile; a module on which FSDP2's `fully_shard` was
+            called over the ranks of a node, or HSDP; or a module that nothing reduces yet.
+        optimizer: the optimizer that steps its parameters, or Accelerate's wrapper of it; read, never changed.
         scheme: a Scheme, or a registry name such as "gcomp".
         scaler: the torch.amp.GradScaler, if the loss is scaled.
+        group: not for DDP, which has one: the ranks to reduce over, with FSDP2 those that hold the same shard, one a node.
         timeout_s: how long to wait for a peer before PeerLost.
         trace: keep single spans for a Chrome trace.
-    Raises: Unsupported (not DDP, a wrapper or optimizer that is not supported), InvalidArgument.
+        options: not for DDP: bucket_mb, bucket_dtype, op; see GradientState.
+    Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
-    model = _checked_ddp(ddp, optimizer)
+    optimizer = _checked_optimizer(optimizer)
+    model = getattr(module, "_orig_mod", module)  # torch.compile keeps the module it was given here
+    if not isinstance(model, DistributedDataParallel):
+        fsdp2.check(model)
+    _check_stepped(model, optimizer)
+    if not isinstance(model, DistributedDataParallel):
+        return GradientState(scheme, model, optimizer, scaler, group, timeout_s=timeout_s, trace=trace, **options)
+    if options or group is not None:
+        raise InvalidArgument(f"DDP has its own {', '.join(options) or 'group'}; give it to DistributedDataParallel")
     scheme = schemes.by_name(scheme) if isinstance(scheme, str) else scheme
-    if getattr(scheme, "owns_step", False) and model is not ddp:
+    if getattr(scheme, "owns_step", False) and model is not module:
         raise Unsupported(
             f"scheme {scheme.name!r} steps parameters inside the forward pass, which torch.compile would trace: attach it to "
             "a model that is not compiled, or a scheme that leaves the step to the optimizer"
@@ -83,23 +100,23 @@ def attach(
     return state
 
 
-def _checked_ddp(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:
-    model = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile keeps the module it was given here
-    kind = type(model).__name__
-    if not isinstance(model, DistributedDataParallel):
-        if "FullyShardedDataParallel" in kind or "FSDP" in kind:
-            raise Unsupported("FSDP models are not supported yet; wrap the model in DistributedDataParallel instead")
-        raise Unsupported(f"attach() takes a DistributedDataParallel model, got {kind}; wrap it: DDP(model)")
+def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself; Accelerate wraps it."""
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise Unsupported(
             "ZeroRedundancyOptimizer is not supported yet; use the optimizer that it wraps, or DDP without gradwire"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Unsupported(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def _check_stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise InvalidArgument(
-            "this optimizer steps none of the model's parameters; give the one made from ddp.parameters(), after the "
-            "model took its final form"
+            "this optimizer steps none of the model's parameters; give the one made from the model's parameters, after the "
+            "model took its final form (after DDP(...), or fully_shard(...))"
         )
-    return model

@@ -27,6 +27,7 @@ FLOORS = [
     ["stepping", "schemes"],
     ["reducer"],
     ["doors"],
+    ["integrations"],
     ["workloads"],
     ["training", "report"],
     ["simulator"],
@@ -53,6 +54,7 @@ CLASSES_NAMED_TWICE: set[str] = {
     "EmbeddedFloat",
     "Exchange",
     "GComp",
+    "GradwireCallback",  # what users of two frameworks look for
     "Group",
     "Measurement",
     "Measuring",

@@ -9,8 +9,9 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices, describe_wrong_option
 from gradwire.schemes.base import Scheme
+from gradwire.schemes.two_level import TwoLevel
 
-__all__ = ["Scheme", "Session", "by_name", "names"]
+__all__ = ["Scheme", "Session", "TwoLevel", "by_name", "names"]
 
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: dict[str, str] = {

@@ -48,6 +48,7 @@ class Dgc(Optimistic):
     """
 
     name = "dgc"
+    per_rank_state = ("residuals", "momenta")
     state_is_per_world = True
 
     def __init__(

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import functools
 import json
+import os
 import queue
 import threading
 import time
@@ -96,6 +97,11 @@ class Communicator:
                     timedelta(seconds=timeout_s),
                 )
         except PeerLost as error:
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+                error = PeerLost(
+                    f"{error} In a restarted life torch's groups need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else ranks find "
+                    "addresses of the life before in the agent's store"
+                )
             raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
@@ -105,12 +111,12 @@ class Communicator:
         self._lane.start()
         _open_communicators.add(self)
 
-    def twin(self) -> Communicator:
-        """Another communicator over the same ranks, with a lane and connections of its own. Collective.
+    def twin(self, members: Sequence[int] | None = None) -> Communicator:
+        """Another communicator over the same ranks, or over some of them, with a lane and connections of its own. Collective.
 
         When this one fails, the twin's connections break too: whoever waits on them wakes.
         """
-        twin = Communicator(self.members, self.timeout_s)
+        twin = Communicator(self.members if members is None else members, self.timeout_s)
         self._twins.add(twin)
         return twin
 
@@ -212,6 +218,11 @@ class Communicator:
         with self._naming_peer(None):
             self._group._allgather_base(gathered, tensor).wait()
 
+    def reduce_scatter_into(self, share: torch.Tensor, values: torch.Tensor) -> None:
+        """The sum over all ranks of part number `rank` of `values` (world n,) into `share` (n,). Raises: PeerLost."""
+        with self._naming_peer(None):
+            self._group._reduce_scatter_base(share, values).wait()
+
     def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
         """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""
         received = torch.empty_like(shards)
@@ -262,12 +273,14 @@ class Communicator:
                 return self._failure
             failure = error if isinstance(error, GradwireError) else None
             if failure is None:
-                failure = RankMismatch(f"rank {self.rank} failed: {type(error).__name__}: {error}")
+                failure = RankMismatch(f"rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
             origin, note = self._exchange_notes(failure)
             if origin != self.rank:
                 cls = getattr(errors, note["type"], PeerLost)
-                told = cls(note["message"] if cls is PeerLost else f"rank {origin} raised: {note['message']}")
+                told = cls(
+                    note["message"] if cls is PeerLost else f"rank {self.members[origin]} raised: {note['message']}"
+                )
                 told.__cause__ = error
                 failure = told
             self._failure = failure
@@ -326,11 +339,12 @@ class Communicator:
         except GradwireError:
             raise
         except (RuntimeError, ValueError) as error:
-            whom = "its peers" if peer is None else f"rank {peer}"
+            whom = "its peers" if peer is None else f"rank {self.members[peer]}"
             waited_s = time.monotonic() - started
             what = "did not answer" if "imed out" in str(error) else "closed the connection"
             raise PeerLost(
-                f"rank {self.rank} lost {whom}, which {what} (waited {waited_s:.1f} s, timeout_s={self.timeout_s:g}). "
+                f"rank {self.members[self.rank]} lost {whom}, which {what} (waited {waited_s:.1f} s, "
+                f"timeout_s={self.timeout_s:g}). "
                 f"Look at the output of {whom} for the cause, and restart from the last checkpoint. Backend: {error}"
             ) from error
 
@@ -353,7 +367,11 @@ class Communicator:
         self._tasks.put(None)
         self._lane.join(_EXIT_WAIT_S)
         if self._lane.is_alive():
-            self.fail(PeerLost(f"rank {self.rank} left in the middle of a step; look at its output for the cause"))
+            self.fail(
+                PeerLost(
+                    f"rank {self.members[self.rank]} left in the middle of a step; look at its output for the cause"
+                )
+            )
             self._lane.join(_EXIT_WAIT_S)
 
 

@@ -110,6 +110,8 @@ class SlimGC(Scheme):
         self.update, self.max_grad_value = update, max_grad_value
         check_update(update, max_grad_value, topology, pull, bool(backup))
         self.backup, self.owns_step = bool(backup), bool(backup) or update == "owner"
+        if update == "owner":
+            self.per_rank_state = None  # its shards of the optimizer's state are cut for so many ranks
         if sync_steps is None:
             sync_steps = (warmup_steps if threshold_bytes is None else 0) + 2
         if not backup and (max_grad_norm is not None or local_rate is not None):

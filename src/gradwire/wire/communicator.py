@@ -18,7 +18,6 @@ import atexit
 import contextlib
 import functools
 import json
-import os
 import queue
 import threading
 import time
@@ -33,7 +32,7 @@ import torch.distributed as dist
 
 from gradwire import errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
-from gradwire.wire.groups import name_group, ranks_of
+from gradwire.wire.groups import name_group, ranks_of, restart_advice
 
 DEFAULT_TIMEOUT_S = 120.0
 # Tags below 2**20 number the streams of point-to-point messages; this one is never sent on (see `_break_connections`).
@@ -97,12 +96,9 @@ class Communicator:
                     timedelta(seconds=timeout_s),
                 )
         except PeerLost as error:
-            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-                error = PeerLost(
-                    f"{error} In a restarted life torch's groups need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else ranks find "
-                    "addresses of the life before in the agent's store"
-                )
-            raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
+            raise self.fail(
+                PeerLost(f"{error}{restart_advice()}")
+            ) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()

@@ -22,8 +22,7 @@ def name_group(members: list[int]) -> str:
     """
     _n_groups[tuple(members)] += 1
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"gradwire/{digest}/{life}/{_n_groups[tuple(members)]}"
+    return f"gradwire/{digest}/{_life()}/{_n_groups[tuple(members)]}"
 
 
 def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:
@@ -37,3 +36,18 @@ def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:
     if dist.get_rank() not in members:
         raise InvalidArgument(f"rank {dist.get_rank()} is not in the group {members} that it was given")
     return members
+
+
+def restart_advice() -> str:
+    """What to try where a group cannot be built in a restarted life; nothing in the first."""
+    if _life() == "0":
+        return ""
+    return (
+        " In a restarted life torch's groups need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else ranks find addresses of the life "
+        "before in the agent's store."
+    )
+
+
+def _life() -> str:
+    """How often torchrun has restarted this rank."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -172,14 +172,12 @@ class Communicator:
     def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start sending a contiguous CPU tensor to group rank `peer`."""
         with self._naming_peer(peer):
-            work: dist.Work = self._group.send([tensor], peer, tag)
-        return work
+            return cast(dist.Work, self._group.send([tensor], peer, tag))
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start receiving exactly `tensor`'s bytes from group rank `peer`."""
         with self._naming_peer(peer):
-            work: dist.Work = self._group.recv([tensor], peer, tag)
-        return work
+            return cast(dist.Work, self._group.recv([tensor], peer, tag))
 
     def wait(self, work: dist.Work, peer: int) -> None:
         """Wait for one send or receive. Raises: PeerLost."""

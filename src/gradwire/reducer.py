@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.core import checkpoint
+from gradwire.core import checkpoint, gathering
 from gradwire.core.bucket import SUPPORTED_DTYPES, Bucket, cut_into_buckets, offsets_of
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot, local_of, named_parameters, slots_by_name
@@ -286,8 +286,11 @@ class Reducer:
         if not self._closed:
             self.scheme.flush()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps: tensors and plain values only. Save one per rank."""
+    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+        """This rank's state between two steps: tensors and plain values only. Save one per rank.
+
+        `all_ranks`: every rank calls it, and rank 0's answer holds all states: one file, which any number of ranks can load.
+        """
         self.flush()
         self.wait_until_idle()
         if not self.slots:
@@ -295,16 +298,20 @@ class Reducer:
                 "state_dict() names parameters as the module does, and this HookState was made without one; "
                 "pass HookState(scheme, module=model)"
             )
-        return checkpoint.state_of(self.scheme, self.communicator, self.step)
+        state = checkpoint.state_of(self.scheme, self.communicator, self.step)
+        return gathering.gather(state, self.communicator) if all_ranks else state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Take back what `state_dict` gave on this rank, after the same scheme was set to work on the same names.
+        """Take back what `state_dict` gave, for this rank or all, after the same scheme was set to work on the same names.
 
         Args:
-            strict: refuse the state of another world size. Without it, a scheme whose state is the same on all ranks
-                takes it; one with residuals needs `gradwire.core.feedback.redistribute` first.
+            strict: refuse one rank's state of another world size. Without it, a scheme whose state is the same on all ranks
+                takes it; one with residuals needs a state for all ranks.
         Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
         """
+        if gathering.is_gathered(state):
+            scheme, communicator = self.scheme, self.communicator
+            state = gathering.state_for(state, scheme.per_rank_state, communicator.world_size, communicator.rank)
         checkpoint.check(state)
         self.wait_until_idle()
         self.step = checkpoint.load(self.scheme, self.communicator, state, strict)

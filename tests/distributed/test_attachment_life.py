@@ -27,10 +27,10 @@ def refuse(rank: int, world_size: int) -> None:
     sharded_in_place = fully_shard(build_model(), mesh=init_device_mesh("cpu", (world_size,)))
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     for model, given, scheme, error, words in [
-        (bare, optimizer, "gcomp", gradwire.Unsupported, "wrap it: DDP\\(model\\)"),
+        (bare, optimizer, "gcomp", gradwire.InvalidArgument, "steps none of the model's parameters"),
         (nn.DataParallel(bare), optimizer, "gcomp", gradwire.Unsupported, "got DataParallel"),
-        (sharded, optimizer, "gcomp", gradwire.Unsupported, "FSDP models are not supported yet"),
-        (sharded_in_place, optimizer, "gcomp", gradwire.Unsupported, "FSDP models are not supported yet"),
+        (sharded, optimizer, "gcomp", gradwire.Unsupported, "FSDP1 models are not supported"),
+        (sharded_in_place, sgd(sharded_in_place), "gcomp", gradwire.InvalidArgument, "hold the same shard"),
         (ddp, zero, "gcomp", gradwire.Unsupported, "ZeroRedundancyOptimizer is not supported yet"),
         (ddp, None, "gcomp", gradwire.Unsupported, "torch.optim.Optimizer, got NoneType"),
         (ddp, optimizer, "gcmop", gradwire.InvalidArgument, "no scheme is called 'gcmop'; there are: acp-sgd, "),

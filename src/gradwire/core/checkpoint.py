@@ -61,7 +61,7 @@ def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], stric
         )
     if saved["world_size"] != communicator.world_size and (strict or scheme.state_is_per_world):
         cure = (
-            "redistribute its residuals over the new ranks first (gradwire.core.feedback.redistribute)"
+            "save state_dict(all_ranks=True), which any number of ranks can load"
             if scheme.state_is_per_world
             else "this scheme's state is the same on all ranks: load_state_dict(..., strict=False) takes it"
         )

@@ -1,4 +1,4 @@
-"""`attach`: the one door. Connects a scheme to a DDP model and its optimizer."""
+"""`attach`: picks the door for a model, and puts a scheme to work behind it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
+from gradwire.doors import fsdp2
+from gradwire.doors.gradients import GradientState
 from gradwire.doors.hook import Copied, HookState, ddp_hook
 from gradwire.doors.watching import Watch
 from gradwire.errors import InvalidArgument, Unsupported
@@ -76,34 +79,51 @@ class _Attached(HookState):
 
 
 def attach(
-    ddp: torch.nn.Module,
+    module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scheme: Scheme | str = "auto",
     scaler: Any = None,
     *,
     fidelity: str | Sequence[str] | None = None,
+    group: dist.ProcessGroup | Sequence[int] | None = None,
     timeout_s: float | None = None,
     trace: bool = False,
+    **options: Any,
 ) -> Attachment:
-    """Let `scheme` reduce the gradients of `ddp`. Collective: every rank calls it, with the same arguments.
+    """Let `scheme` reduce the gradients of `module`. Collective: every rank calls it, with the same arguments.
 
     Args:
-        ddp: a DistributedDataParallel model, or one given to torch.compile.
-        optimizer: the optimizer that steps its parameters; read, never changed.
+        module: a DistributedDataParallel model, or one given to torch.compile; a module on which FSDP2's `fully_shard` was
+            called over the ranks of a node, or HSDP; or a module that nothing reduces yet.
+        optimizer: the optimizer that steps its parameters, or Accelerate's wrapper of it; read, never changed.
         scheme: a Scheme, or a registry name such as "gcomp". By default "auto": gradwire measures and chooses, and stays with
-            DDP's own all-reduce where nothing is to be won.
+            DDP's own all-reduce where nothing is to be won. Other modules than DDP need a scheme by name.
         fidelity: of scheme "auto": "exact" (the default: the losses of DDP), "close" or "any", or a list of schemes.
         scaler: the torch.amp.GradScaler, if the loss is scaled.
+        group: not for DDP, which has one: the ranks to reduce over, with FSDP2 those that hold the same shard, one a node.
         timeout_s: how long to wait for a peer before PeerLost (default: as long as the model's process group does).
         trace: keep single spans for a Chrome trace.
-    Raises: Unsupported (not DDP, a wrapper or optimizer that is not supported), InvalidArgument.
+        options: not for DDP: bucket_mb, bucket_dtype, op; see GradientState.
+    Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
-    model = _checked_ddp(ddp, optimizer)
+    optimizer = _checked_optimizer(optimizer)
+    model = getattr(module, "_orig_mod", module)  # torch.compile keeps the module it was given here
+    if not isinstance(model, DistributedDataParallel):
+        fsdp2.check(model)
+    _check_stepped(model, optimizer)
     if fidelity is not None and scheme != "auto":
         raise InvalidArgument('fidelity is an argument of scheme "auto"; leave one of the two out')
-    options = {} if fidelity is None else {"fidelity": fidelity}
-    scheme = schemes.by_name(scheme, **options) if isinstance(scheme, str) else scheme
-    if getattr(scheme, "owns_step", False) and model is not ddp:
+    if not isinstance(model, DistributedDataParallel):
+        if scheme == "auto":
+            raise Unsupported(
+                'scheme "auto" watches DDP; name a scheme for other modules: attach(module, optimizer, "gcomp")'
+            )
+        return GradientState(scheme, model, optimizer, scaler, group, timeout_s=timeout_s, trace=trace, **options)
+    if options or group is not None:
+        raise InvalidArgument(f"DDP has its own {', '.join(options) or 'group'}; give it to DistributedDataParallel")
+    chosen = {} if fidelity is None else {"fidelity": fidelity}
+    scheme = schemes.by_name(scheme, **chosen) if isinstance(scheme, str) else scheme
+    if getattr(scheme, "owns_step", False) and model is not module:
         raise Unsupported(
             f"scheme {scheme.name!r} steps parameters inside the forward pass, which torch.compile would trace: attach it to "
             "a model that is not compiled, or a scheme that leaves the step to the optimizer"
@@ -119,7 +139,7 @@ def attach(
     door = door or _Door(state, model)
     try:
         door.state = state
-        state.connect(door, model, ddp)
+        state.connect(door, model, module)
     except Unsupported:
         state.close()
         raise
@@ -127,23 +147,23 @@ def attach(
     return state
 
 
-def _checked_ddp(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:
-    model = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile keeps the module it was given here
-    kind = type(model).__name__
-    if not isinstance(model, DistributedDataParallel):
-        if "FullyShardedDataParallel" in kind or "FSDP" in kind:
-            raise Unsupported("FSDP models are not supported yet; wrap the model in DistributedDataParallel instead")
-        raise Unsupported(f"attach() takes a DistributedDataParallel model, got {kind}; wrap it: DDP(model)")
+def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself; Accelerate wraps it."""
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise Unsupported(
             "ZeroRedundancyOptimizer is not supported yet; use the optimizer that it wraps, or DDP without gradwire"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Unsupported(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def _check_stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise InvalidArgument(
-            "this optimizer steps none of the model's parameters; give the one made from ddp.parameters(), after the "
-            "model took its final form"
+            "this optimizer steps none of the model's parameters; give the one made from the model's parameters, after the "
+            "model took its final form (after DDP(...), or fully_shard(...))"
         )
-    return model

@@ -80,7 +80,7 @@ def start_ranks(
         env: variables on top of this process's environment.
         grace_s, on_line: see `RankSet`.
         switch: also run the emulation of an aggregating switch, which ranks find in GRADWIRE_SWITCH; see `Netlab`.
-        lab_options: `Netlab`'s: mtu, queue_ms, require_shaping.
+        lab_options: `Netlab`'s: mtu, queue_ms, require_shaping, ranks_per_node.
     Returns: a handle to use in a with statement.
     Raises: InvalidArgument, Unsupported.
     """
@@ -91,8 +91,11 @@ def start_ranks(
     if rate is None or (isinstance(rate, str | int | float) and parse_rate(rate) is None):
         if isinstance(n_ranks, bool) or not isinstance(n_ranks, int) or n_ranks < 1:
             raise InvalidArgument(f"ranks is {n_ranks!r}; it must be a whole number from 1")
+        per_node = lab_options.get("ranks_per_node", 1)
+        if per_node < 1 or n_ranks % per_node:
+            raise InvalidArgument(f"{n_ranks} ranks do not make whole nodes of {per_node}")
         ranks = RankSet(grace_s, on_line)
-        network = Network("loopback", (), n_ranks)
+        network = Network("loopback", (), n_ranks, per_node)
         port = find_free_port()
         host: SwitchHost | None = None
         try:
@@ -103,7 +106,10 @@ def start_ranks(
                 host = SwitchHost("127.0.0.1", find_free_port())
                 more = {SWITCH_VARIABLE: host.address, **more}
             for rank in range(n_ranks):
-                variables = rank_environment(rank, n_ranks, network, address="127.0.0.1", port=port, interface="lo")
+                variables = rank_environment(
+                    rank, n_ranks, network, address="127.0.0.1", port=port, interface="lo",
+                    ranks_per_node=per_node if per_node > 1 else None,
+                )  # fmt: skip
                 ranks.start(command, variables | more)
         except BaseException:
             ranks.end()

@@ -7,8 +7,9 @@ from typing import Any
 from gradwire.core.session import Session
 from gradwire.registry import Registry
 from gradwire.schemes.base import Scheme
+from gradwire.schemes.two_level import TwoLevel
 
-__all__ = ["Scheme", "Session", "by_name", "names"]
+__all__ = ["Scheme", "Session", "TwoLevel", "by_name", "names"]
 
 # name: "module:class". A new scheme is one file or folder and one line here.
 _REGISTRY: Registry[Scheme] = Registry(

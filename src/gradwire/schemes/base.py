@@ -27,6 +27,9 @@ class Scheme(OptionalDuties, ABC):
     name: ClassVar[str]
     # Whether its state depends on how many ranks there are (residuals do, code tables do not).
     state_is_per_world: bool = False
+    # Fields of its state that differ between ranks: tensors by name, of which another number of ranks gets the mean.
+    # None: its state serves as many ranks as wrote it.
+    per_rank_state: tuple[str, ...] | None = ("residuals",)
     # Whether ranks may end a step with different results, by definition of the scheme; all but `periodic` may not.
     replicas_may_differ: ClassVar[bool] = False
 

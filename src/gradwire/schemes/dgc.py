@@ -47,6 +47,7 @@ class Dgc(Redoing):
     """
 
     name = "dgc"
+    per_rank_state = ("residuals", "momenta")
     state_is_per_world = True
     acts_alone = True
 

@@ -6,12 +6,17 @@ import time
 
 
 class Stopwatch:
-    """Runs from when it is made."""
+    """Runs from when it is made, at `started_ns`."""
 
     def __init__(self) -> None:
-        self._started_ns = time.perf_counter_ns()
+        self.started_ns = time.perf_counter_ns()
 
     @property
     def elapsed_ns(self) -> int:
         """Nanoseconds since it was made."""
-        return time.perf_counter_ns() - self._started_ns
+        return self.now_ns - self.started_ns
+
+    @property
+    def now_ns(self) -> int:
+        """The same clock, now."""
+        return time.perf_counter_ns()

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from gradwire import _native, errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
 from gradwire.wire.closing import Closing
-from gradwire.wire.groups import name_group, ranks_of, timeout_of
+from gradwire.wire.groups import name_group, ranks_of, restart_advice, timeout_of
 from gradwire.wire.rendezvous import Rendezvous
 
 # Of a receive that nothing answers (see `_break_connections`).
@@ -99,7 +99,9 @@ class Communicator:
                     timedelta(seconds=timeout_s),
                 )
         except PeerLost as error:
-            lost = PeerLost(f"{error} Every rank of the model calls attach(): did this one come alone?")
+            lost = PeerLost(
+                f"{error} Every rank of the model calls attach(): did this one come alone?{restart_advice()}"
+            )
             raise self.fail(lost) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
@@ -109,12 +111,12 @@ class Communicator:
         self._lane.start()
         _open_communicators.add(self)
 
-    def twin(self) -> Communicator:
-        """Another communicator over the same ranks, with a lane and connections of its own. Collective.
+    def twin(self, members: Sequence[int] | None = None) -> Communicator:
+        """Another communicator over the same ranks, or over some of them, with a lane and connections of its own. Collective.
 
         When this one fails, the twin's connections break too: whoever waits on them wakes.
         """
-        twin = Communicator(self.members, self.timeout_s)
+        twin = Communicator(self.members if members is None else members, self.timeout_s)
         self._twins.add(twin)
         return twin
 
@@ -194,10 +196,24 @@ class Communicator:
             self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
         return gathered
 
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `tensor` (n,), by rank, on rank 0; nothing elsewhere. Raises: PeerLost."""
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        gathered = [] if self.rank else [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._naming_peers():
+            self._group.gather([gathered] if gathered else [], [tensor], options).wait()
+        return gathered
+
     def all_gather_into(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Every rank's `tensor` (n,), by rank, into `gathered` (world n,); in place. Raises: PeerLost."""
         with self._naming_peers():
             self._group._allgather_base(gathered, tensor).wait()
+
+    def reduce_scatter_into(self, share: torch.Tensor, values: torch.Tensor) -> None:
+        """The sum over all ranks of part number `rank` of `values` (world n,) into `share` (n,). Raises: PeerLost."""
+        with self._naming_peers():
+            self._group._reduce_scatter_base(share, values).wait()
 
     def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
         """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""
@@ -274,14 +290,16 @@ class Communicator:
                 return self._failure
             failure = error if isinstance(error, GradwireError) else None
             if failure is None:
-                failure = RankMismatch(f"rank {self.rank} failed: {type(error).__name__}: {error}")
+                failure = RankMismatch(f"rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
             if isinstance(failure, PeerLost):
                 failure = self._name_who_closed(failure)
             origin, note = self._exchange_notes(failure)
             if origin != self.rank:
                 cls = getattr(errors, note["type"], PeerLost)
-                told = cls(note["message"] if cls is PeerLost else f"rank {origin} raised: {note['message']}")
+                told = cls(
+                    note["message"] if cls is PeerLost else f"rank {self.members[origin]} raised: {note['message']}"
+                )
                 told.__cause__ = error
                 failure = told
             self._failure = failure
@@ -353,7 +371,7 @@ class Communicator:
             what = "did not answer" if was_slow else "closed the connection"
             cure = " If it was only slow, pass attach(..., timeout_s=) more." if was_slow else ""
             raise PeerLost(
-                f"rank {self.rank} lost its peers, one of which {what} (waited {waited_s:.1f} s, "
+                f"rank {self.members[self.rank]} lost its peers, one of which {what} (waited {waited_s:.1f} s, "
                 f"timeout_s={self.timeout_s:g}). Look at their output for the cause, and restart from the last "
                 f"checkpoint.{cure} Backend: {error}"
             ) from error
@@ -381,7 +399,11 @@ class Communicator:
         self._tasks.put(None)
         self._lane.join(_EXIT_WAIT_S)
         if self._lane.is_alive():
-            self.fail(PeerLost(f"rank {self.rank} left in the middle of a step; look at its output for the cause"))
+            self.fail(
+                PeerLost(
+                    f"rank {self.members[self.rank]} left in the middle of a step; look at its output for the cause"
+                )
+            )
             self._lane.join(_EXIT_WAIT_S)
 
 

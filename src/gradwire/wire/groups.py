@@ -25,8 +25,7 @@ def name_group(members: list[int]) -> str:
     """
     _n_groups[tuple(members)] += 1
     digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"gradwire/{digest}/{life}/{_n_groups[tuple(members)]}"
+    return f"gradwire/{digest}/{_life()}/{_n_groups[tuple(members)]}"
 
 
 def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:
@@ -49,3 +48,18 @@ def timeout_of(group: dist.ProcessGroup | Sequence[int] | None) -> float:
         with contextlib.suppress(RuntimeError, AttributeError):  # a group may serve only one of them
             return float(backends._get_backend(torch.device(device)).options._timeout.total_seconds())
     return float(dist.default_pg_timeout.total_seconds())
+
+
+def restart_advice() -> str:
+    """What to try where a group cannot be built in a restarted life; nothing in the first."""
+    if _life() == "0":
+        return ""
+    return (
+        " In a restarted life torch's groups need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else ranks find addresses of the life "
+        "before in the agent's store."
+    )
+
+
+def _life() -> str:
+    """How often torchrun has restarted this rank."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

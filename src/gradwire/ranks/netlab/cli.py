@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Run a command in every rank, with torchrun's environment variables and a shaped link of its own.",
     )
     run_parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: %(default)s")
+    run_parser.add_argument(
+        "--ranks-per-node", type=int, default=1, metavar="N", help="ranks that share one link (default: %(default)s)"
+    )
     run_parser.add_argument("--rate", default="1gbit", metavar="RATE", help=_RATE_HELP)
     run_parser.add_argument(
         "--straggler", action="append", default=[], metavar="RANK=RATE", help="another rate for one rank; repeatable"
@@ -86,18 +89,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    rates: list[str | float | None] = [args.rate] * args.ranks
+    n_links = max(1, args.ranks // max(1, args.ranks_per_node))
+    rates: list[str | float | None] = [args.rate] * n_links
     for straggler in args.straggler:
         rank, equals, rate = straggler.partition("=")
-        if not equals or not rank.isdecimal() or int(rank) >= args.ranks:
-            raise InvalidArgument(f"--straggler {straggler}: write RANK=RATE, with a rank from 0 to {args.ranks - 1}")
+        if not equals or not rank.isdecimal() or int(rank) >= n_links:
+            raise InvalidArgument(f"--straggler {straggler}: write RANK=RATE, with a rank from 0 to {n_links - 1}")
         rates[int(rank)] = rate
     if parse_rate(args.rate) is None and args.at and not args.straggler:
         raise InvalidArgument("--at changes a lab's links and ranks; with --rate none there is no lab")
     events = [parse_event(text, args.ranks) for text in args.at]
     rate = rates if args.straggler else args.rate
     counters: list[LinkCounters] | None = None
-    options = {"mtu": args.mtu, "queue_ms": args.queue_ms, "require_shaping": args.require_shaping}
+    options = {
+        "mtu": args.mtu, "queue_ms": args.queue_ms, "require_shaping": args.require_shaping,
+        "ranks_per_node": args.ranks_per_node,
+    }  # fmt: skip
     with (
         end_on_signals(),
         start_ranks(args.rank_command, args.ranks, rate, grace_s=args.grace, **options) as launch,

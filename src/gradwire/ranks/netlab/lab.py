@@ -61,19 +61,20 @@ class LinkCounters:
 
 
 class Netlab:
-    """A lab of `ranks` namespaces, each with a link of its own to one switch.
+    """A lab of `ranks` namespaces, each with a link of its own to one switch; or of one namespace and link a node.
 
     Without the right to make namespaces it makes them in an unprivileged user namespace; where the kernel refuses that
     too, the lab falls back to unshaped loopback, logs why, has `shaped` False, and tells its ranks (GRADWIRE_NETWORK).
 
     Args:
         ranks: 1 to 250.
-        rate: of every link in both directions, as `parse_rate` takes it, or a sequence with one for each rank.
+        rate: of every link in both directions, as `parse_rate` takes it, or a sequence with one for each rank (node).
         mtu: of the links in bytes, 1280 to 65535.
         queue_ms: what each direction's queue holds at its rate, in milliseconds.
         require_shaping: raise Unsupported instead of falling back to loopback.
         switch: put one more host beside the ranks, whose link carries what all of theirs carry together, and start the
             emulation of an aggregating switch there (`gradwire switch`); ranks find it in GRADWIRE_SWITCH.
+        ranks_per_node: so many ranks, which follow each other, share one link; inside a node nothing is shaped.
     Raises: InvalidArgument; Unsupported (pyroute2 is missing; not Linux).
     Cost: 0.5 s, nearly all of it the start of one Python process.
     """
@@ -87,12 +88,18 @@ class Netlab:
         queue_ms: float = QUEUE_MS,
         require_shaping: bool = False,
         switch: bool = False,
+        ranks_per_node: int = 1,
     ) -> None:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
             raise InvalidArgument(f"ranks is {ranks!r}; it must be a whole number from 1 to {MAX_RANKS}")
-        rates = [rate] * ranks if rate is None or isinstance(rate, str | int | float) else list(rate)
-        if len(rates) != ranks:
-            raise InvalidArgument(f"{len(rates)} rates for {ranks} ranks; give one for all or one for each")
+        if ranks_per_node < 1 or ranks % ranks_per_node:
+            raise InvalidArgument(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
+        n_nodes = ranks // ranks_per_node
+        self._ranks_per_node = ranks_per_node
+        rates = [rate] * n_nodes if rate is None or isinstance(rate, str | int | float) else list(rate)
+        if len(rates) != n_nodes:
+            links = "ranks" if ranks_per_node == 1 else "nodes"
+            raise InvalidArgument(f"{len(rates)} rates for {n_nodes} {links}; give one for all or one for each")
         if not 1280 <= mtu <= 65535:
             raise InvalidArgument(f"mtu is {mtu}; it must be from 1280 to 65535 bytes")
         if not 1 <= queue_ms <= 10_000:
@@ -142,7 +149,7 @@ class Netlab:
             )
         self._channel.settimeout(_ANSWER_S)
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, self._n_ranks + 3)
+            packet, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, self._n_nodes + 3)
         except OSError as error:
             raise GradwireError(f"the lab's network process did not answer within {_ANSWER_S:.0f} s") from error
         answer = json.loads(packet or '{"unavailable": "the network process ended; its message is above"}')
@@ -208,24 +215,34 @@ class Netlab:
             raise GradwireError(f"the lab's network process could not {operation}: {answer['error']}")
         return answer["answer"]
 
+    @property
+    def _n_nodes(self) -> int:
+        return len(self._rates_bps)
+
+    def _check_node(self, node: int) -> None:
+        if self._ranks_per_node == 1:
+            self._check_rank(node)
+        elif not 0 <= node < self._n_nodes:
+            raise InvalidArgument(f"there is no node {node}; this lab has nodes 0 to {self._n_nodes - 1}")
+
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self._n_ranks:
             raise InvalidArgument(f"there is no rank {rank}; this lab has ranks 0 to {self._n_ranks - 1}")
 
     @property
     def rates_bps(self) -> tuple[int | None, ...]:
-        """Each rank's rate as it is set now; None is no limit."""
+        """Each rank's (node's) rate as it is set now; None is no limit."""
         return tuple(self._rates_bps)
 
     @property
     def network(self) -> Network:
         """What the ranks and their results are told."""
         kind, rates = ("netlab", self.rates_bps) if self.shaped else ("loopback", ())
-        return Network(kind, rates, self._n_ranks)
+        return Network(kind, rates, self._n_ranks, self._ranks_per_node)
 
     @property
     def namespace_paths(self) -> list[str]:
-        """A path a rank for `nsenter --net=PATH`, to look inside an open lab; empty without a shaped network."""
+        """A path a rank (node) for `nsenter --net=PATH`, to look inside an open lab; empty without a shaped network."""
         return [f"/proc/{os.getpid()}/fd/{namespaces[-1]}" for namespaces in self._enter] if self.shaped else []
 
     def start(
@@ -260,16 +277,22 @@ class Netlab:
             lab[SWITCH_VARIABLE] = self._start_switch(lab).address
         for rank in range(self._n_ranks):
             variables = rank_environment(
-                rank, self._n_ranks, self.network, address=address, port=port, interface=interface
+                rank,
+                self._n_ranks,
+                self.network,
+                address=address,
+                port=port,
+                interface=interface,
+                ranks_per_node=self._ranks_per_node if self._ranks_per_node > 1 else None,
             )
             variables |= {**lab, **(env or {})}
-            self._ranks.start(command, variables, self._enter[rank] if self.shaped else ())
+            self._ranks.start(command, variables, self._enter[rank // self._ranks_per_node] if self.shaped else ())
         return self._ranks
 
     def _start_switch(self, variables: Mapping[str, str]) -> SwitchHost:
         """The lab's switch, started unless it is there from an earlier run. It may come after the ranks: they ask again."""
         if self._switch is None:
-            number = self._n_ranks + 1  # the host after the last rank's
+            number = self._n_nodes + 1  # the host after the last node's
             if self.shaped:
                 address = f"10.77.{number >> 8}.{number & 255}"
                 self._switch = SwitchHost(address, namespaces=self._enter[-1], env=variables)
@@ -299,32 +322,32 @@ class Netlab:
         return self._ranks
 
     def set_rate(self, rank: int, rate: str | float | None) -> None:
-        """Change one rank's link, both directions; packets in its queues stay. Raises: Unsupported (loopback)."""
-        self._check_rank(rank)
+        """Change one rank's (node's) link, both directions; packets in its queues stay. Raises: Unsupported (loopback)."""
+        self._check_node(rank)
         rate_bps = parse_rate(rate)
         self._ask("set_rate", rank=rank, rate_bps=rate_bps)
         self._rates_bps[rank] = rate_bps
         _logger.info("rank %d's link is now at %s", rank, format_rate(rate_bps))
 
     def link_down(self, rank: int) -> None:
-        """Pull the rank's cable: it keeps its address and loses its carrier. Raises: Unsupported (loopback)."""
-        self._check_rank(rank)
+        """Pull the rank's (node's) cable: it keeps its address and loses its carrier. Raises: Unsupported (loopback)."""
+        self._check_node(rank)
         self._ask("set_link", rank=rank, up=False)
 
     def link_up(self, rank: int) -> None:
         """Put the cable back; TCP connections that have not given up go on. Raises: Unsupported (loopback)."""
-        self._check_rank(rank)
+        self._check_node(rank)
         self._ask("set_link", rank=rank, up=True)
 
     def counters(self) -> list[LinkCounters]:
-        """Each rank's counters since the lab was opened. Raises: Unsupported (loopback carries all ranks)."""
-        return [LinkCounters(*row) for row in self._ask("counters")][: self._n_ranks]
+        """Each rank's (node's) counters since the lab was opened. Raises: Unsupported (loopback carries all ranks)."""
+        return [LinkCounters(*row) for row in self._ask("counters")][: self._n_nodes]
 
     def switch_counters(self) -> LinkCounters:
         """The link counters of the aggregating switch. Raises: Unsupported (loopback), InvalidArgument (there is none)."""
         if not self._has_switch:
             raise InvalidArgument("this lab has no switch: open it with switch=True")
-        return LinkCounters(*self._ask("counters")[self._n_ranks])
+        return LinkCounters(*self._ask("counters")[self._n_nodes])
 
     def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to all processes of a rank."""

@@ -94,6 +94,8 @@ class SlimGC(Scheme):
         self.error_feedback = bool(error_feedback)
         self.backup, self.update = bool(self.stepping.backup), self.stepping.update
         self.owns_step = self.backup or self.update == "owner"
+        if self.update == "owner":
+            self.per_rank_state = None  # its shards of the optimizer's state are cut for so many ranks
         self._look_ahead = self.stepping.look_ahead(2 + (self.measured.warmup_steps if threshold_bytes is None else 0))
         self._stepper: LookAhead | OwnerStep | None = None
         self._reset()

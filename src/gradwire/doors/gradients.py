@@ -1,0 +1,281 @@
+"""The gradient door: reduces what lies in `.grad`, parameter by parameter, without DDP. For FSDP2 and for bare modules.
+
+Every parameter gets a post-accumulate-grad hook. A gradient is copied into its place in a flat bucket when it is final; a
+full bucket is on its way at once, and the backward pass goes on. A callback at the end of the pass waits, puts the means
+into `.grad` and raises what went wrong. FSDP2 calls these hooks with the shard that its reduce-scatter has made, after
+casting, accumulating and offloading: so none of that has rules here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire import _native
+from gradwire.core.bucket import cut_into_buckets, offsets_of
+from gradwire.core.slot import Slot, local_of
+from gradwire.doors import fsdp2
+from gradwire.errors import InvalidArgument, PeerLost, Unsupported
+from gradwire.reducer import BUCKET_MB, Reducer
+from gradwire.schemes import Scheme
+from gradwire.telemetry.stopwatch import Stopwatch
+
+
+@dataclasses.dataclass
+class _Home:
+    """One flat bucket: its slots in order, the place of each, and which of them have not come in this pass."""
+
+    flat: torch.Tensor
+    places: dict[Slot, torch.Tensor]
+    offsets: list[int]
+    missing: set[Slot]
+    reduced: torch.futures.Future[torch.Tensor] | None = None
+
+
+class GradientState(Reducer):
+    """A scheme on the gradients of a module's parameters; `attach` makes one for modules that are not DDP.
+
+    Args:
+        scheme: a Scheme, or a registry name; not one that steps parameters itself.
+        module: FSDP2 (`fully_shard` over the ranks inside a node), native HSDP, or a module that nothing else reduces,
+            whose parameters are the same on all ranks.
+        optimizer: needed by schemes that read its state.
+        scaler: the GradScaler, if the loss is scaled.
+        group: the ranks to reduce over: with FSDP2 those that hold the same shard, one a node; HSDP knows them itself.
+        bucket_dtype: of what is sent, where it is not the gradient's own.
+        options: as for Reducer: bucket_mb, op ("sum" where FSDP2's divide factor is 1), timeout_s, trace.
+    Raises: Unsupported, InvalidArgument.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme | str,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Any = None,
+        group: dist.ProcessGroup | Sequence[int] | None = None,
+        bucket_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        fsdp2.check(module)
+        replicas, self._give_back = fsdp2.take_over(module)
+        group = replicas if group is None else group
+        self._handles: list[Any] = []
+        try:
+            fsdp2.check_group(module, group)
+            super().__init__(scheme, group, module, optimizer, scaler, **options)
+        except BaseException:
+            self._give_back()
+            raise
+        if self.scheme.owns_step:
+            name = self.scheme.name
+            self.close()
+            raise Unsupported(
+                f"scheme {name!r} steps parameters itself, which only a DDP model lets it do; wrap the module in DDP, or "
+                "choose a scheme that leaves the step to the optimizer"
+            )
+        if not fsdp2.is_fsdp2(module):
+            self._compare_parameters()
+        self._is_syncing = True
+        self._pass: int | None = None  # the graph task of the backward pass that is under way
+        self._next = 0  # the bucket that goes next
+        self._sharded = {p.sharded_param: group for group in fsdp2.param_groups(module) for p in group.fsdp_params}
+        trained = [slot for slot in self.slots.values() if slot.parameter is not None and slot.parameter.requires_grad]
+        self._homes = list(self._build(trained[::-1], options.get("bucket_mb", BUCKET_MB), bucket_dtype))
+        self._home = {slot: home for home in self._homes for slot in home.places}
+        self._handles = [
+            _parameter(slot).register_post_accumulate_grad_hook(_Arrival(self, slot)) for slot in self._home
+        ]
+        # Where the backward pass begins: a callback queued from a hook inside a re-entrant checkpoint would run too early.
+        self._handles.append(module.register_forward_hook(self._after_forward))
+
+    def _build(self, slots: list[Slot], bucket_mb: float, dtype: torch.dtype | None) -> Iterator[_Home]:
+        """Buckets in the order in which gradients usually come: last parameters first."""
+        for group in cut_into_buckets([(slot, _parameter(slot)) for slot in slots], bucket_mb * (1 << 20)):
+            own, first = [slot for slot, _ in group], group[0][1]
+            offsets = offsets_of(own)
+            flat = torch.zeros(offsets.pop(), dtype=dtype or first.dtype, device=local_of(first).device)
+            places = {
+                slot: flat[offset : offset + slot.numel()].view(slot.shape)
+                for slot, offset in zip(own, offsets, strict=True)
+            }
+            yield _Home(flat, places, offsets, set(own))
+
+    def _compare_parameters(self) -> None:
+        """Nobody has made the replicas equal, as DDP does. Raises: InvalidArgument, on all ranks."""
+        crc = 0
+        for slot in self.slots.values():
+            values = _parameter(slot).detach().cpu().contiguous().view(-1).view(torch.uint8)
+            crc = _native.crc32c(values, crc)
+        crcs = self.communicator.submit(self.communicator.all_gather, torch.tensor([crc])).wait().view(-1).tolist()
+        members = self.communicator.members
+        odd = [rank for rank, other in zip(members, crcs, strict=True) if other != crcs[0]]
+        if odd:
+            self.close()
+            raise InvalidArgument(
+                f"ranks {odd} have other parameters than rank {members[0]}: seed the ranks alike, load one checkpoint, or "
+                "broadcast the parameters before attaching; DDP would do it by itself"
+            )
+
+    # ---- the pass
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up in `.grad` and send nothing: for all but the last micro-batch."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+
+    def _begin(self, _: torch.Tensor | None = None) -> None:
+        """The first hook of a backward pass."""
+        if self.closed or not self._is_syncing:
+            return
+        task = torch._C._current_graph_task_id()
+        if self._pass is None:
+            self._pass = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        elif _ is not None and task != self._pass:
+            # The pass before never came to its end: an exception was raised in it.
+            if self._next:
+                self.fail(PeerLost("a backward pass was given up half-way, with some of its gradients sent"))
+            self._reset()
+            self._begin(_)
+
+    def arrive(self, slot: Slot) -> None:
+        """The gradient of `slot` is final: called by autograd, or by FSDP2 when it has reduced the shard."""
+        parameter = _parameter(slot)
+        if self.closed or not self._is_syncing or not self._is_all_reduced(parameter):
+            return
+        self._begin()
+        home = self._home[slot]
+        if slot not in home.missing:
+            self.fail(
+                Unsupported(f"a second gradient of {slot.name!r} in one backward pass; call backward() once for each")
+            )
+            return
+        gradient = parameter.grad
+        assert gradient is not None
+        gradient = local_of(gradient.detach())
+        if gradient.device.type == "cpu" and torch.cuda.is_initialized():  # offloaded: before torch 2.13 not waited for
+            torch.cuda.current_stream().synchronize()
+        home.places[slot].copy_(gradient)
+        home.missing.discard(slot)
+        self._send(only_full=True)
+
+    def _is_all_reduced(self, parameter: torch.Tensor) -> bool:
+        """False while HSDP's `set_requires_all_reduce(False)` is in force: as `no_sync`."""
+        group = self._sharded.get(parameter)
+        return group is None or group.all_reduce_grads
+
+    def _send(self, only_full: bool) -> None:
+        """Buckets go in one order on all ranks, whatever the order in which they fill."""
+        while self._next < len(self._homes):
+            home = self._homes[self._next]
+            if home.missing and only_full:
+                return
+            for slot in home.missing:  # not used in this pass on this rank
+                home.places[slot].zero_()
+            is_last = self._next == len(self._homes) - 1
+            home.reduced = self.reduce(home.flat, list(home.places), home.offsets, self._next, is_last)
+            self._next += 1
+
+    def _end(self) -> None:
+        # Queued once more, so that callbacks queued before this pass's first hook (FSDP2's) are certainly done.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Every gradient that will come has come."""
+        waiting = Stopwatch()
+        try:
+            if self._next == 0 and all(len(home.missing) == len(home.places) for home in self._homes):
+                return  # a pass that reached none of our parameters, or one without synchronisation
+            step = self.step
+            if self._next == len(self._homes):
+                step -= 1  # the last bucket has gone already
+            self._send(only_full=False)
+            for home in self._homes:
+                assert home.reduced is not None
+                home.reduced.wait()
+            self.close_pass(step, waiting.elapsed_ns)
+            for home in self._homes:
+                for slot, mean in home.places.items():
+                    gradient = _parameter(slot).grad
+                    if gradient is not None:
+                        local_of(gradient).copy_(mean)
+                    elif bool(mean.any()):  # used on another rank only
+                        _give(_parameter(slot), mean)
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        self._pass, self._next = None, 0
+        for home in self._homes:
+            home.missing, home.reduced = set(home.places), None
+
+    def close(self) -> None:
+        """Stop compressing. HSDP goes on with its own all-reduce; nothing reduces other modules. Every rank calls it."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._homes, self._home, self._sharded = [], [], {}, {}
+        self._give_back()
+        super().close()
+
+
+class _Arrival:
+    """A hook that says whose it is."""
+
+    def __init__(self, state: GradientState, slot: Slot) -> None:
+        self._state, self._slot = state, slot
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._state.arrive(self._slot)
+
+
+def _parameter(slot: Slot) -> torch.Tensor:
+    assert slot.parameter is not None
+    return slot.parameter
+
+
+def _give(parameter: torch.Tensor, mean: torch.Tensor) -> None:
+    """A gradient, where this rank had none."""
+    if local_of(parameter) is parameter:
+        parameter.grad = mean.to(parameter.dtype, copy=True)
+        return
+    from torch.distributed.tensor import DTensor
+
+    parameter.grad = DTensor.from_local(
+        mean.to(parameter.dtype, copy=True),
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        parameter.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returned."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(output):
+        yield from _tensors([getattr(output, field.name) for field in dataclasses.fields(output)])

@@ -1,0 +1,57 @@
+"""Lightning: a callback that attaches when training starts, saves and loads with Lightning's checkpoints, and closes.
+
+trainer = Trainer(strategy=DDPStrategy(process_group_backend="gloo"), callbacks=[GradwireCallback("acp-sgd")])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    from pytorch_lightning import Callback
+
+import gradwire
+from gradwire.doors.attachment import Attachment
+from gradwire.schemes import Scheme
+
+
+class GradwireCallback(Callback):  # type: ignore[misc,unused-ignore]
+    """Puts a scheme to work on the strategy's model: DDP, or FSDP2 (ModelParallelStrategy).
+
+    Args:
+        scheme: a Scheme, or a registry name.
+        options: as for `gradwire.attach`; `group` may be a function of the trainer, for groups that exist only then.
+    """
+
+    def __init__(self, scheme: Scheme | str, **options: Any) -> None:
+        self.scheme, self.options = scheme, options
+        self.attachment: Attachment | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach; all ranks are here."""
+        options = dict(self.options)
+        if callable(options.get("group")):
+            options["group"] = options["group"](trainer)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.attachment = gradwire.attach(trainer.strategy.model, trainer.optimizers[0], self.scheme, scaler, **options)
+        if self._loaded is not None:
+            self.attachment.load_state_dict(self._loaded)
+            self._loaded = None
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """On every rank; Lightning writes rank 0's."""
+        if self.attachment is not None:
+            checkpoint["gradwire"] = self.attachment.state_dict(all_ranks=True)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Before there is anything to load into."""
+        self._loaded = checkpoint.get("gradwire")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close; all ranks are here."""
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = None

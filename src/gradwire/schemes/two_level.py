@@ -1,0 +1,305 @@
+"""Two levels around any scheme: sums inside a node, the scheme between nodes on a share of every tensor, and back.
+
+For each bucket: (1) inside the node, where the network is fast, every rank gets the node's mean of the rows that it owns;
+(2) the ranks of all nodes that own the same rows reduce them by the inner scheme; (3) inside the node every rank gets all
+rows. So a node sends each value once, whatever the number of its ranks, and each rank encodes and keeps residuals of its
+share alone. Tensors are cut by rows, as FSDP2 cuts them: who owns what does not depend on buckets, and matrices stay matrices.
+
+When not to use this: with one rank a node; where the network inside a node is no faster than between nodes; or where little
+is sent anyway, as two more copies through the node's memory then cost more than the wire saves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.core.slot import Slot
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.base import Scheme
+from gradwire.telemetry.stopwatch import Stopwatch
+
+
+class _Piece(NamedTuple):
+    """Elements `start` to `end` of a bucket, which lie from `place` on in their owner's share."""
+
+    start: int
+    end: int
+    place: int
+
+
+class _Cut:
+    """How one bucket layout is cut over the ranks of a node: each owner's pieces, and this rank's inner slots."""
+
+    def __init__(self, bucket: Bucket, size: int, own: int) -> None:
+        self.pieces: list[list[_Piece]] = [[] for _ in range(size)]
+        self.slots: list[Slot] = []
+        self.offsets: list[int] = []
+        lengths = [0] * size
+        tensors = zip(bucket.slots, bucket.offsets, strict=True) if bucket.slots else [(None, 0)]
+        for slot, offset in tensors:
+            n = bucket.n_elements if slot is None else slot.numel()
+            for owner, (start, end) in enumerate(cut_rows(slot, n, size)):
+                if start == end:
+                    continue
+                if owner == own and slot is not None:
+                    self.slots.append(_slice(slot, start, end))
+                    self.offsets.append(lengths[owner])
+                self.pieces[owner].append(_Piece(offset + start, offset + end, lengths[owner]))
+                lengths[owner] += end - start
+        self.n_own = lengths[own]
+        self.n_share = max(lengths) + 1  # and last a flag: not finite somewhere in the node
+
+
+class TwoLevel(Scheme):
+    """`inner` between nodes, plain sums inside: `attach(ddp, optimizer, TwoLevel("one-bit"))`.
+
+    Counted as sent is what leaves the node.
+
+    Args:
+        inner: a scheme that only reduces, or its registry name.
+        nodes: ranks a node, which follow each other (default: LOCAL_WORLD_SIZE), or the ranks of each node, by their place
+            in the group. All nodes have equally many.
+        options: the inner scheme's, where `inner` is a name.
+    """
+
+    name = "two-level"
+    state_is_per_world = True
+    per_rank_state = None  # a rank's rows are others on nodes of another size
+
+    def __init__(
+        self, inner: Scheme | str = "plain", nodes: int | Sequence[Sequence[int]] | None = None, **options: Any
+    ) -> None:
+        from gradwire.schemes import by_name
+
+        self.inner = by_name(inner, **options) if isinstance(inner, str) else inner
+        if self.inner.owns_step or self.inner.replicas_may_differ:
+            raise Unsupported(
+                f"two-level takes a scheme that only reduces, and {self.inner.name!r} does more; choose another, or attach "
+                "it without two levels"
+            )
+        self.nodes = nodes if nodes is not None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._turns = threading.Lock()
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        nodes = self.nodes if isinstance(self.nodes, int) else [list(node) for node in self.nodes]
+        return {"inner": self.inner.name, "nodes": nodes, "options": self.inner.configuration}
+
+    @property
+    def settling_steps(self) -> int:
+        return self.inner.settling_steps
+
+    @property
+    def is_settled(self) -> bool:
+        return self.inner.is_settled
+
+    def bind(self, session: Session) -> None:
+        """Raises: InvalidArgument (ranks do not make equal nodes), and what the inner scheme does."""
+        communicator = session.communicator
+        nodes = _nodes_of(self.nodes, communicator.world_size)
+        own = next(node for node in nodes if communicator.rank in node)
+        self._size, self._own = len(own), own.index(communicator.rank)
+        super().bind(session)
+        members = communicator.members
+        in_node = [members[rank] for rank in own]
+        # Twice: sums of a bucket and rows of an earlier one may cross on the way, in another order on other ranks.
+        self._sums, self._gathers = communicator.twin(in_node), communicator.twin(in_node)
+        self._between = communicator.twin([members[node[self._own]] for node in nodes])
+        self._inner_slots: dict[str, Slot] = {}
+        self._cuts: dict[tuple[int, int], _Cut] = {}
+        self._ready: dict[int, Callable[[], None]] = {}  # gathers whose turn has not come, by number
+        self._pending: dict[int, torch.futures.Future] = {}
+        self._n_begun = self._n_gathered = self._bytes_in_node = 0
+        try:
+            self.inner.bind(replace(session, communicator=self._between, slots=self._inner_slots))
+        except Exception:
+            self._close_groups()
+            raise
+
+    # ---- one bucket
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Sums on one lane, the inner scheme on its own, gathers on a third: buckets overlap."""
+        done: torch.futures.Future = torch.futures.Future()
+        number = self._n_begun
+        self._n_begun += 1
+        self._pending[number] = done
+        cut = self._cut_of(bucket)
+        # The last one of the step before may still be gathered from: buckets keep their buffers apart by number.
+        flat = torch.zeros(self._size, cut.n_share, dtype=bucket.buffer.dtype)
+        share = torch.empty(cut.n_share, dtype=bucket.buffer.dtype)
+
+        def sum_in_node() -> None:
+            bucket.wait_for_all()
+            watch = Stopwatch()
+            for owner, pieces in enumerate(cut.pieces):
+                for start, end, place in pieces:
+                    torch.mul(bucket.buffer[start:end], 1.0 / self._size, out=flat[owner, place : place + end - start])
+            flat[:, -1] = bucket.buffer.sum() * 0  # 0, or NaN if any value is not finite
+            self._sums.reduce_scatter_into(share, flat.view(-1))
+            if cut.n_own and not bool(share[-1].isfinite()):
+                share[0] = float("nan")  # so that no share of a step that is not finite is kept
+            bucket.record.add("communicate", watch.started_ns, watch.now_ns)
+            self._bytes_in_node += 2 * (self._size - 1) * share.numel() * share.element_size()
+
+        def reduce_between(summed: torch.futures.Future) -> None:
+            try:
+                summed.wait()
+                if bucket.index == 0:
+                    self.inner.begin_step(bucket.step)
+                inner_bucket = Bucket(
+                    share[: cut.n_own], cut.slots, cut.offsets, index=bucket.index, step=bucket.step,
+                    is_last=bucket.is_last, record=bucket.record,
+                )  # fmt: skip
+                reduced = self.inner.reduce(inner_bucket)
+                if bucket.is_last:
+                    self.inner.end_buckets(bucket.step)
+                    # Here and not in `end_step`, which runs on another lane and would overtake it.
+                    self._between.submit(self.inner.end_step, bucket.step).add_done_callback(self._note_failure)
+                reduced.add_done_callback(gather_in_turn)
+            except Exception as error:
+                self._fail_all(error)
+
+        def gather_in_turn(reduced: torch.futures.Future) -> None:
+            try:
+                reduced.wait()
+                self._in_turn(number, lambda: self._gathers.submit(gather).add_done_callback(finish))
+            except Exception as error:
+                self._fail_all(error)
+
+        def gather() -> None:
+            watch = Stopwatch()
+            self._gathers.all_gather_into(flat.view(-1), share)
+            for owner, pieces in enumerate(cut.pieces):
+                for start, end, place in pieces:
+                    bucket.buffer[start:end] = flat[owner, place : place + end - start]
+            bucket.record.add("communicate", watch.started_ns, watch.now_ns)
+
+        def finish(gathered: torch.futures.Future) -> None:
+            try:
+                gathered.wait()
+            except Exception as error:
+                self._fail_all(error)
+            else:
+                self._pending.pop(number, done)
+                done.set_result(bucket.buffer)
+
+        self._sums.submit(sum_in_node).add_done_callback(reduce_between)
+        return done
+
+    def _cut_of(self, bucket: Bucket) -> _Cut:
+        key = (bucket.index, bucket.layout_hash)
+        cut = self._cuts.get(key)
+        if cut is None or [(s.name, s.parameter) for s in cut.slots] != self._owned(bucket):
+            cut = self._cuts[key] = _Cut(bucket, self._size, self._own)
+            self._inner_slots.update({slot.name: slot for slot in cut.slots if slot.name})
+        return cut
+
+    def _owned(self, bucket: Bucket) -> list[tuple[str, torch.Tensor | None]]:
+        """Whose rows this rank owns some of."""
+        owned = []
+        for slot in bucket.slots:
+            start, end = cut_rows(slot, slot.numel(), self._size)[self._own]
+            if start != end:
+                owned.append((slot.name, slot.parameter))
+        return owned
+
+    def _in_turn(self, number: int, start: Callable[[], None]) -> None:
+        """Gathers go in the order of the buckets: the inner scheme may end in another order on another rank of the node."""
+        with self._turns:
+            self._ready[number] = start
+            while self._n_gathered in self._ready:
+                self._ready.pop(self._n_gathered)()
+                self._n_gathered += 1
+
+    def _note_failure(self, ended: torch.futures.Future) -> None:
+        try:
+            ended.wait()
+        except Exception as error:
+            self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        """One bucket has failed: those that wait for their turn would wait for ever."""
+        failure = self.session.communicator.fail(error)
+        for number in list(self._pending):
+            done = self._pending.pop(number, None)
+            if done is not None and not done.done():
+                done.set_exception(failure)
+
+    # ---- between steps
+
+    def _settle(self) -> None:
+        """Return when the inner scheme has ended its step."""
+        for communicator in (self._sums, self._between, self._gathers):
+            communicator.submit(lambda: None).wait()
+
+    def end_backward(self, step: int) -> int:
+        return self.inner.end_backward(step)
+
+    def step_figures(self) -> dict[str, float]:
+        return self.inner.step_figures()
+
+    def stats(self) -> dict[str, Any]:
+        """The inner scheme's figures, and the bytes that this rank sent inside its node."""
+        return {"inner": self.inner.name, "bytes_sent_in_node": self._bytes_in_node, **self.inner.stats()}
+
+    def state_dict(self) -> dict[str, Any]:
+        self._settle()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        self._settle()
+        for name, slot in self.session.slots.items():  # no bucket has been seen yet
+            start, end = cut_rows(slot, slot.numel(), self._size)[self._own]
+            if start != end:
+                self._inner_slots.setdefault(name, _slice(slot, start, end))
+        self.inner.load_state_dict(state)
+
+    def close(self) -> None:
+        """Finish the lanes, which are the ranks' of a node and of a place; every rank calls it."""
+        self._close_groups()
+        self.inner.close()
+        self.inner.unbind()
+
+    def _close_groups(self) -> None:
+        for communicator in (self._sums, self._between, self._gathers):
+            communicator.close()
+
+
+def cut_rows(slot: Slot | None, n_elements: int, size: int) -> list[tuple[int, int]]:
+    """(start, end) of each owner's elements: rows, as FSDP2 cuts them, or elements where there are fewer rows than owners."""
+    n_rows = slot.shape[0] if slot is not None and slot.dim() and slot.shape[0] >= size else n_elements
+    per_row = n_elements // n_rows if n_rows else 0
+    step = -(-n_rows // size) * per_row
+    return [(min(owner * step, n_elements), min((owner + 1) * step, n_elements)) for owner in range(size)]
+
+
+def _slice(slot: Slot, start: int, end: int) -> Slot:
+    """The slot of elements `start` to `end`."""
+    per_row = slot.numel() // slot.shape[0] if slot.dim() else 1
+    is_rows = slot.dim() > 0 and start % per_row == 0 and end % per_row == 0
+    shape = ((end - start) // per_row, *slot.shape[1:]) if is_rows else (end - start,)
+    return Slot(slot.name, shape, slot.parameter, slot.start + start)
+
+
+def _nodes_of(nodes: int | Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
+    """The ranks of each node. Raises: InvalidArgument."""
+    if isinstance(nodes, int):
+        if nodes < 1 or world_size % nodes:
+            raise InvalidArgument(f"{world_size} ranks do not make whole nodes of {nodes}; say nodes=..., ranks a node")
+        return [list(range(first, first + nodes)) for first in range(0, world_size, nodes)]
+    groups = [list(node) for node in nodes]
+    if sorted(rank for node in groups for rank in node) != list(range(world_size)):
+        raise InvalidArgument(f"nodes {groups} must hold each rank from 0 to {world_size - 1} once")
+    if len({len(node) for node in groups}) > 1:
+        raise InvalidArgument(f"nodes {groups} have unequally many ranks; two levels need equally many")
+    return groups

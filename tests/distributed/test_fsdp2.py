@@ -1,0 +1,288 @@
+"""FSDP2 inside a node and gradwire between nodes: with `plain` the bits of native HSDP, whatever its policies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_cases import attach, batch_of, build, make_mesh, shards_of, train
+from torch import nn
+
+import gradwire
+from gradwire import schemes
+from gradwire.core.slot import Slot, local_of
+from gradwire.schemes.gcomp.importance import QuantisationMetric
+from ranks import run_ranks, try_ranks
+
+CASES = ["", "clip", "noreshard", "mixed32", "offload", "bf16", "micro sync", "micro all-reduce", "compile"]
+CHECKPOINTING = ["ordinary", "reentrant"]
+
+
+def options_of(case: str) -> dict[str, Any]:
+    return {"clip": "clip" in case, "micro": 3 if "micro" in case else 1}
+
+
+def compare_with_hsdp(rank: int, world_size: int, cases: list[tuple[str, str]]) -> None:
+    mesh = make_mesh()
+    for case, checkpointing in cases:
+        native, optimizer = build(mesh, case, checkpointing)
+        between = lambda is_last: None  # noqa: E731
+        if "sync" in case:
+            between = native.set_requires_gradient_sync  # type: ignore[assignment]
+        elif "all-reduce" in case:
+            between = native.set_requires_all_reduce  # type: ignore[assignment]
+        train(native, optimizer, rank, between=between, **options_of(case))
+
+        ours, optimizer = build(mesh["shard"], case, checkpointing)
+        state = attach(ours, optimizer, mesh, bucket_dtype=torch.bfloat16 if "bf16" in case else None)
+        if "sync" in case:
+            between = ours.set_requires_gradient_sync  # type: ignore[assignment]
+        elif "all-reduce" in case:
+            between = lambda is_last: None if is_last else state.no_sync()  # type: ignore[attr-defined,return-value]  # noqa: E731,B023
+        train(ours, optimizer, rank, between=between, **options_of(case))
+        assert state.step == 5, case
+        state.close()
+        for mine, theirs in zip(shards_of(ours), shards_of(native), strict=True):
+            assert torch.equal(mine, theirs), (case, checkpointing)
+
+
+def test_plain_between_nodes_gives_the_bits_of_native_hsdp() -> None:
+    run_ranks(compare_with_hsdp, 4, [(case, "") for case in CASES] + [("", kind) for kind in CHECKPOINTING])
+
+
+def take_over(rank: int, world_size: int) -> None:
+    """A native HSDP model gets the `attach` line only; after `close` it all-reduces by itself again."""
+    mesh = make_mesh()
+    for case in ("clip", "micro sync", "micro all-reduce", "noreshard"):
+        nets = []
+        for is_ours in (False, True):
+            net, optimizer = build(mesh, case)
+            state = gradwire.attach(net, optimizer, "plain", bucket_mb=0.01, timeout_s=20) if is_ours else None
+            between: Any = lambda is_last: None  # noqa: E731
+            if "micro" in case:
+                between = net.set_requires_gradient_sync if "sync" in case else net.set_requires_all_reduce
+            train(net, optimizer, rank, between=between, **options_of(case))
+            if state is not None:
+                assert state.step == 5
+                assert state.stats()["bytes_sent"] > 0
+                state.close()
+            train(net, optimizer, rank, steps=range(5, 7), between=between, **options_of(case))
+            nets.append(net)
+        assert "Replicate" in str(next(nets[1].parameters()).placements)  # type: ignore[attr-defined]
+        for mine, theirs in zip(shards_of(nets[1]), shards_of(nets[0]), strict=True):
+            assert torch.equal(mine, theirs), case
+
+
+def test_a_native_hsdp_model_is_taken_over_as_it_is() -> None:
+    run_ranks(take_over, 4)
+
+
+# Codecs that keep no state are one case: embedded-float stands for them.
+STATELESS = {"periodic", "plain", "truncate", "truncated-float", "zlib", "zstd"}
+SCHEMES = sorted(name for name in schemes.names() if not schemes.owns_step(name) and name not in STATELESS)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "homomorphic": {"aggregator": "process-group"},
+    "slimgc": {"threshold_bytes": 100},
+}
+
+
+def resume(rank: int, world_size: int) -> None:
+    """Replicas stay equal, and a resumed run goes on with the same bits."""
+    mesh = make_mesh()
+    for name in SCHEMES:
+        net, optimizer = build(mesh["shard"])
+        state = attach(net, optimizer, mesh, schemes.by_name(name, **OPTIONS.get(name, {})))
+        train(net, optimizer, rank, range(3))
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), state.state_dict()))
+        train(net, optimizer, rank, range(3, 5))
+        state.close()
+        for shard in shards_of(net):
+            other = shard.clone()
+            dist.broadcast(
+                other, dist.get_process_group_ranks(mesh.get_group("replicate"))[0], mesh.get_group("replicate")
+            )
+            assert torch.equal(other, shard), name
+        again, optimizer = build(mesh["shard"])
+        state = attach(again, optimizer, mesh, schemes.by_name(name, **OPTIONS.get(name, {})))
+        again.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        state.load_state_dict(saved[2])
+        train(again, optimizer, rank, range(3, 5))
+        state.close()
+        assert all(torch.equal(a, b) for a, b in zip(shards_of(again), shards_of(net), strict=True)), name
+
+
+def test_every_reducing_scheme_serves_shards_and_resumes() -> None:
+    run_ranks(resume, 4)
+
+
+def importance(rank: int, world_size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    nets = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        net: nn.Module = nn.Linear(33, 50)
+        if is_sharded:
+            fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+        for step in range(3):
+            net(torch.randn(8, 33, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append((net, optimizer))
+    for whole, shard in zip(nets[0][0].parameters(), nets[1][0].parameters(), strict=True):
+        expected = torch.zeros(whole.numel(), dtype=torch.uint8)
+        QuantisationMetric(nets[0][1], 2).write_window([whole], [0], 0, expected)
+        local = local_of(shard)
+        found = torch.zeros(local.numel(), dtype=torch.uint8)
+        QuantisationMetric(nets[1][1], 2).write_window([Slot("", local.shape, shard)], [0], 0, found)
+        assert found.max() > 0
+        n_rows = whole.shape[0] // world_size
+        assert torch.equal(found, expected.view(whole.shape)[rank * n_rows : (rank + 1) * n_rows].reshape(-1))
+
+
+def test_importance_of_shards_is_that_of_the_whole() -> None:
+    run_ranks(importance, 2)
+
+
+def overlap(rank: int, world_size: int) -> None:
+    """Arrivals never block: the first layer's backward pass begins before the first mean is there."""
+    mesh = make_mesh()
+    net, optimizer = build(mesh["shard"])
+    state = attach(net, optimizer, mesh)
+    events: list[str] = []
+    reduce = state.scheme.reduce
+
+    def slowly(bucket: Any) -> torch.futures.Future:
+        if bucket.index == 0:
+            import time
+
+            state.communicator.submit(time.sleep, 0.5)
+        done = reduce(bucket)
+        done.add_done_callback(lambda _: events.append("mean"))
+        return done
+
+    state.scheme.reduce = slowly  # type: ignore[method-assign]
+    net.blocks[0].register_full_backward_pre_hook(lambda *_: events.append("first layer"))  # type: ignore[union-attr,operator]
+    train(net, optimizer, rank, range(1))
+    assert events.index("first layer") < events.index("mean")
+    state.close()
+
+
+def test_the_backward_pass_waits_for_no_mean() -> None:
+    run_ranks(overlap, 4)
+
+
+def break_it(rank: int, world_size: int, how: str) -> None:
+    mesh = make_mesh()
+    net, optimizer = build(mesh["shard"])
+    bits = 7 if how == "mismatch" and rank >= 2 else 8
+    state = attach(net, optimizer, mesh, schemes.by_name("embedded-float", bits=bits), timeout_s=5)
+    if how == "codec" and rank == 1:
+        state.scheme.codec = None  # type: ignore[attr-defined]
+    train(net, optimizer, rank)
+
+
+def test_a_mismatch_between_nodes_is_named_on_all_ranks() -> None:
+    for rank, outcome in enumerate(try_ranks(break_it, 4, "mismatch")):
+        assert isinstance(outcome.error, gradwire.RankMismatch), (rank, outcome)
+
+
+def test_an_error_inside_one_rank_is_raised_where_it_is_waited_for() -> None:
+    outcomes = try_ranks(break_it, 4, "codec", timeout_s=60)
+    assert isinstance(outcomes[1].error, gradwire.RankMismatch)
+    assert isinstance(outcomes[3].error, gradwire.RankMismatch)
+    assert "rank 1 raised" in str(outcomes[3].error) or "rank 0 raised" in str(outcomes[3].error)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    mesh = make_mesh()
+    net, optimizer = build(mesh["shard"])
+    for options, error, words in [
+        ({}, gradwire.InvalidArgument, "which ranks hold the same shard"),
+        ({"group": mesh.get_group("shard")}, gradwire.InvalidArgument, "hold other shards"),
+        ({"group": list(range(4))}, gradwire.InvalidArgument, "hold other shards"),
+        ({"group": mesh.get_group("replicate"), "op": "max"}, gradwire.InvalidArgument, "op must be"),
+    ]:
+        with pytest.raises(error, match=words):
+            gradwire.attach(net, optimizer, "plain", **options)
+    for name in sorted(name for name in schemes.names() if schemes.owns_step(name)):
+        with pytest.raises(gradwire.Unsupported, match=name):
+            attach(net, optimizer, mesh, name)
+    state = attach(net, optimizer, mesh)
+    with pytest.raises(gradwire.Unsupported, match="close\\(\\) the attachment"):
+        attach(net, optimizer, mesh)
+    state.close()
+    attach(net, optimizer, mesh).close()
+    net.spare.weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[union-attr,operator]
+    with pytest.raises(gradwire.Unsupported, match=r"spare\.weight has a post-accumulate hook"):
+        attach(net, optimizer, mesh)
+
+
+def test_what_this_door_cannot_serve_is_refused_by_name() -> None:
+    run_ranks(refuse, 4)
+
+
+def bare(rank: int, world_size: int) -> None:
+    """A module that nothing else reduces: replicas stay equal, and a parameter used on one rank only is stepped on all."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        net = nn.ModuleDict({"body": nn.Linear(9, 9), "extra": nn.Linear(9, 9)})
+        return net, torch.optim.SGD(net.parameters(), 0.1)
+
+    net, optimizer = make()
+    hooked = nn.Sequential(net["body"], net["extra"])
+    state = gradwire.attach(hooked, optimizer, "plain", timeout_s=20)
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
+    (net["body"](x) if rank else hooked(x)).square().mean().backward()
+    gradients = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    assert gradients.numel() == sum(p.numel() for p in net.parameters())
+    gathered = [torch.empty_like(gradients) for _ in range(world_size)]
+    dist.all_gather(gathered, gradients)
+    assert all(torch.equal(gradients, other) for other in gathered)
+    assert net["extra"].weight.grad.abs().sum() > 0  # type: ignore[union-attr,operator]
+    # A pass that was given up before anything was sent does no harm.
+    optimizer.zero_grad()
+    handle = net["extra"].register_full_backward_pre_hook(raise_error)  # type: ignore[operator]
+    with pytest.raises(ZeroDivisionError):
+        hooked(x).square().mean().backward()
+    handle.remove()
+    optimizer.zero_grad()
+    hooked(x).square().mean().backward()
+    assert state.step == 2
+    state.close()
+
+    torch.manual_seed(rank)
+    other = nn.Linear(3, 3)
+    with pytest.raises(gradwire.InvalidArgument, match=r"ranks \[1\] have other parameters than rank 0"):
+        gradwire.attach(other, torch.optim.SGD(other.parameters(), 0.1), "plain", timeout_s=20)
+
+
+def raise_error(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_bare_module_needs_no_ddp() -> None:
+    run_ranks(bare, 2)
+
+
+def meet_nan(rank: int, world_size: int) -> bool:
+    mesh = make_mesh()
+    net, optimizer = build(mesh["shard"])
+    state = attach(net, optimizer, mesh, "one-bit")
+    x, y = batch_of(rank, 0)
+    loss = nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
+    (loss * (float("nan") if rank == 2 else 1.0)).backward()
+    seen = all(not local_of(p.grad).isfinite().all() for p in net.head.parameters() if p.grad is not None)  # type: ignore[union-attr]
+    state.close()
+    return seen
+
+
+def test_a_nan_on_one_rank_is_seen_by_all() -> None:
+    assert all(run_ranks(meet_nan, 4))

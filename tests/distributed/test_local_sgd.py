@@ -1,0 +1,235 @@
+"""LocalSgd: DiLoCo as it would be written by hand, with any scheme; and states for all ranks that any number can load."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp2_cases import build, make_mesh, shards_of, train
+from torch import nn
+
+import gradwire
+from gradwire import schemes
+from gradwire.core.slot import local_of
+from gradwire.doors.local_sgd import nesterov
+from ranks import run_ranks
+
+EVERY = 4
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 5))
+    return net, torch.optim.AdamW(net.parameters(), 2e-3)
+
+
+def step_inner(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
+        nn.functional.cross_entropy(net(x), x[:, :5].argmax(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(rank: int, world_size: int, n_outer: int, delay: int) -> list[torch.Tensor]:
+    net, optimizer = make()
+    anchors = [nn.Parameter(p.detach().clone()) for p in net.parameters()]
+    outer = nesterov(anchors)
+    for round_ in range(n_outer):
+        step_inner(net, optimizer, rank, range(round_ * EVERY, (round_ + 1) * EVERY - delay))
+        deltas = [a.detach() - p.detach() for a, p in zip(anchors, net.parameters(), strict=True)]
+        before = [a.detach().clone() for a in anchors]
+        step_inner(net, optimizer, rank, range((round_ + 1) * EVERY - delay, (round_ + 1) * EVERY))
+        for anchor, delta in zip(anchors, deltas, strict=True):
+            anchor.grad = delta / world_size
+            dist.all_reduce(anchor.grad)
+        outer.step()
+        with torch.no_grad():
+            for p, anchor, old, delta in zip(net.parameters(), anchors, before, deltas, strict=True):
+                p.add_(anchor - old + delta) if delay else p.copy_(anchor)
+    return [p.detach() for p in net.parameters()]
+
+
+def compare(rank: int, world_size: int) -> None:
+    for delay in (0, 3):
+        net, optimizer = make()
+        loop = gradwire.LocalSgd(net, optimizer, "plain", EVERY, delay=delay, timeout_s=20)
+        step_inner(net, optimizer, rank, range(3 * EVERY))
+        assert loop.reducer.step == 3
+        loop.close()
+        step_inner(net, optimizer, rank, range(1))  # no exchange any more
+        expected_net, _ = make()
+        expected = by_hand(rank, world_size, 3, delay)
+        net_again, optimizer_again = make()
+        loop = gradwire.LocalSgd(net_again, optimizer_again, "plain", EVERY, delay=delay, timeout_s=20)
+        step_inner(net_again, optimizer_again, rank, range(3 * EVERY))
+        assert all(torch.equal(a, b) for a, b in zip(net_again.parameters(), expected, strict=True)), delay
+        assert not torch.equal(next(expected_net.parameters()), expected[0])
+        loop.close()
+
+
+def test_plain_is_the_loop_written_by_hand() -> None:
+    run_ranks(compare, 2)
+
+
+def resume(rank: int, world_size: int) -> None:
+    """In mid-interval, with every kind of state; replicas are equal after each outer step."""
+    for name in ("plain", "two-bit", "one-bit", "acp-sgd", "top-k"):
+        nets = []
+        saved: Any = None
+        for is_resumed in (False, True):
+            net, optimizer = make()
+            momentum_free = lambda anchors: torch.optim.SGD(anchors, 1.0)  # noqa: E731
+            loop = gradwire.LocalSgd(net, optimizer, name, EVERY, momentum_free, timeout_s=20)
+            cut = EVERY + 2
+            if is_resumed:
+                net.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                loop.load_state_dict(saved[2])
+            else:
+                step_inner(net, optimizer, rank, range(cut))
+                saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), loop.state_dict()))
+            step_inner(net, optimizer, rank, range(cut, 3 * EVERY))
+            loop.close()
+            nets.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+        assert torch.equal(*nets), name
+        other = nets[0].clone()
+        dist.broadcast(other, 0)
+        assert torch.equal(other, nets[0]), name
+
+
+def test_it_resumes_in_mid_interval_bit_for_bit() -> None:
+    run_ranks(resume, 2)
+
+
+def shard(rank: int, world_size: int) -> None:
+    """Over FSDP2 the same as unsharded DiLoCo whose workers see both of a node's batches, to rounding."""
+    mesh = make_mesh()
+    net, optimizer = build(mesh["shard"])
+    loop = gradwire.LocalSgd(net, optimizer, "plain", 2, group=mesh.get_group("replicate"), timeout_s=20)
+    train(net, optimizer, rank, range(4))
+    loop.close()
+    for own in shards_of(net):
+        other = own.clone()
+        group = mesh.get_group("replicate")
+        dist.broadcast(other, dist.get_process_group_ranks(group)[0], group)
+        assert torch.equal(other, own)
+    reference, optimizer = build(mesh["shard"])  # by hand, on the shards
+    anchors = [nn.Parameter(local_of(p.detach()).clone()) for p in reference.parameters()]
+    outer = nesterov(anchors)
+    for first in (0, 2):
+        train(reference, optimizer, rank, range(first, first + 2))
+        for anchor, p in zip(anchors, reference.parameters(), strict=True):
+            anchor.grad = (anchor.detach() - local_of(p.detach())) / 2
+            dist.all_reduce(anchor.grad, group=mesh.get_group("replicate"))
+        outer.step()
+        with torch.no_grad():
+            for anchor, p in zip(anchors, reference.parameters(), strict=True):
+                local_of(p).copy_(anchor)
+    assert all(torch.equal(a, b) for a, b in zip(shards_of(net), shards_of(reference), strict=True))
+
+
+def test_shards_of_fsdp2_are_exchanged_between_nodes() -> None:
+    run_ranks(shard, 4)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    net, optimizer = make()
+    for every, delay in ((0, 0), (3, 3), (3, -1)):
+        with pytest.raises(gradwire.InvalidArgument, match="delay from 0 to every - 1"):
+            gradwire.LocalSgd(net, optimizer, "plain", every, delay=delay)
+    with pytest.raises(gradwire.Unsupported, match="aqgb"):
+        gradwire.LocalSgd(net, optimizer, "aqgb", 3)
+    with pytest.warns(UserWarning, match=r"momentum of 0\.9 do not go together.*is used without"):
+        loop = gradwire.LocalSgd(net, optimizer, "two-bit", 3, delay=1, timeout_s=20)
+    assert not loop.reducer.scheme.error_feedback  # type: ignore[attr-defined]
+    step_inner(net, optimizer, rank, range(2))
+    with pytest.raises(gradwire.InvalidArgument, match="exchange is under way: save in the first 1 steps"):
+        loop.state_dict()
+    with pytest.raises(gradwire.CorruptMessage, match="not the state of a LocalSgd"):
+        loop.load_state_dict({"anchors": {}})
+    step_inner(net, optimizer, rank, range(1))
+    loop.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradwire.LocalSgd(net, optimizer, "embedded-float", 3, timeout_s=20).close()
+
+
+def test_misuse_is_named_and_feedback_meets_no_momentum() -> None:
+    run_ranks(refuse, 2)
+
+
+SHAPES = {"w": (24, 20), "b": (24,)}
+ELASTIC = ["one-bit", "two-bit", "acp-sgd", "dgc", "gcomp", "top-k"]
+
+
+def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def live(rank: int, world_size: int, saved: dict[str, Any] | None) -> Any:
+    """One life: load, two steps, save. Returns what rank 0 saves, and this rank's residuals as loaded."""
+    out: dict[str, Any] = {}
+    for name in ELASTIC:
+        options = {"importance": "none"} if name == "gcomp" else {}
+        reducer = gradwire.Reducer(schemes.by_name(name, **options), names=draw(0, 0), timeout_s=20)
+        loaded = None
+        if saved is not None:
+            reducer.load_state_dict(saved[name][0])
+            loaded = copy.deepcopy(reducer.state_dict()["state"].get("residuals", {}))
+        for step in range(2):
+            reducer.all_reduce(draw(rank, step)).wait()
+        own = copy.deepcopy(reducer.state_dict())
+        whole = reducer.state_dict(all_ranks=True)
+        if rank == 0:  # the same ranks get what a file a rank would give them
+            assert len(whole["ranks"]) == world_size
+        out[name] = (whole, own["state"].get("residuals", {}), loaded)
+        reducer.close()
+    return out
+
+
+def test_one_state_serves_any_number_of_ranks() -> None:
+    saved = None
+    kept: dict[str, dict[str, torch.Tensor]] = {}
+    for world_size in (3, 2, 4):
+        lives = run_ranks(live, world_size, saved)
+        for name in ELASTIC:
+            for key in SHAPES:
+                if saved is not None and key in kept[name]:
+                    mean = torch.stack([life[name][2][key].double() for life in lives]).mean(0)
+                    assert torch.allclose(mean, kept[name][key], atol=1e-7), (name, key, world_size)
+            residuals = [life[name][1] for life in lives]
+            kept[name] = {
+                key: torch.stack([r[key].double() for r in residuals]).mean(0) for key in SHAPES if key in residuals[0]
+            }
+        saved = lives[0]
+        assert all(not life[name][0]["ranks"] for life in lives[1:] for name in ELASTIC)
+
+
+def load_wrong(rank: int, world_size: int) -> None:
+    reducer = gradwire.Reducer("one-bit", names=draw(0, 0), timeout_s=20)
+    reducer.all_reduce(draw(rank, 0)).wait()
+    whole = reducer.state_dict(all_ranks=True)
+    own = reducer.state_dict()
+    if rank:
+        with pytest.raises(gradwire.InvalidArgument, match="rank 0's answer"):
+            reducer.load_state_dict(whole)
+    else:
+        reducer.load_state_dict(whole)
+        for wrong in ({"version": 1, "ranks": [{}]}, {"version": 1, "ranks": whole["ranks"][::-1]}):
+            with pytest.raises(gradwire.CorruptMessage):
+                reducer.load_state_dict(wrong)
+    after = reducer.state_dict()
+    assert all(
+        torch.equal(after["state"]["residuals"][k], own["state"]["residuals"][k]) for k in own["state"]["residuals"]
+    )
+    reducer.close()
+
+
+def test_the_same_ranks_get_their_own_state_and_others_are_refused() -> None:
+    run_ranks(load_wrong, 2)

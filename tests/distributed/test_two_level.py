@@ -1,0 +1,181 @@
+"""Two levels: sums inside a node, any scheme between nodes; the same bits on all ranks, each value out of a node once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_cases import agree, batches, build_model, sgd, take_step, wrap
+
+import gradwire
+from gradwire import schemes
+from gradwire.core.slot import Slot
+from gradwire.schemes.two_level import TwoLevel, cut_rows
+from ranks import run_ranks, try_ranks
+
+SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50), "d": (9, 5, 6)}
+N_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+# Codecs that keep no state are one case: embedded-float stands for them.
+STATELESS = {"periodic", "truncate", "truncated-float", "zlib", "zstd"}
+INNER = sorted(name for name in schemes.names() if not schemes.owns_step(name) and name not in STATELESS)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gcomp": {"importance": "none"},
+    "homomorphic": {"aggregator": "process-group"},
+    "slimgc": {"threshold_bytes": 100},
+}
+
+
+def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def make(name: str, size: int) -> TwoLevel:
+    return TwoLevel(name, size, **OPTIONS.get(name, {}))
+
+
+def work(rank: int, world_size: int, size: int, names: list[str]) -> None:
+    for name in names:
+        reducer = gradwire.Reducer(make(name, size), bucket_mb=4 / 1024, timeout_s=20)
+        for step in range(3):
+            tensors, exact = draw(rank, step), draw(rank, step)
+            reducer.all_reduce(tensors).wait()
+            for key, tensor in tensors.items():
+                gathered = [torch.empty_like(tensor) for _ in range(world_size)]
+                dist.all_gather(gathered, tensor)
+                assert all(torch.equal(tensor, other) for other in gathered), (name, key, step)
+                if name == "plain":  # as flat, but for rounding
+                    dist.all_reduce(exact[key])
+                    assert torch.allclose(tensor, exact[key] / world_size, atol=1e-6), key
+        state = copy.deepcopy(reducer.state_dict())
+        residuals = state["state"].get("residuals", {})
+        assert sum(r.numel() for r in residuals.values()) <= sum(
+            max(end - start for start, end in cut_rows(Slot("", s), torch.Size(s).numel(), size))
+            for s in SHAPES.values()
+        )
+        went_on = draw(rank, 3)
+        reducer.all_reduce(went_on).wait()
+        reducer.close()
+        resumed = gradwire.Reducer(make(name, size), names=draw(rank, 0), bucket_mb=4 / 1024, timeout_s=20)
+        resumed.load_state_dict(state)
+        again = draw(rank, 3)
+        resumed.all_reduce(again).wait()
+        assert all(torch.equal(again[key], went_on[key]) for key in SHAPES), name
+        resumed.close()
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "size", "names"),
+    [(2, 2, INNER), (1, 4, ["plain", "one-bit"]), (4, 1, ["plain", "one-bit"]), (2, 3, ["plain", "acp-sgd", "qsgd"])],
+)
+def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(
+    n_nodes: int, size: int, names: list[str]
+) -> None:
+    run_ranks(work, n_nodes * size, size, names)
+
+
+def conserve(rank: int, world_size: int) -> None:
+    """mean(sent) + mean over nodes of what is left = mean(given), across DDP's rebuild of its buckets."""
+    ddp = wrap(build_model())
+    optimizer = sgd(ddp)
+    attachment = gradwire.attach(ddp, optimizer, TwoLevel("one-bit", 2), timeout_s=20)
+    for batch in list(batches(rank)) * 2:
+        take_step(ddp, optimizer, batch)
+    assert agree(world_size, torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+    state = attachment.state_dict()["state"]["residuals"]
+    n = torch.tensor([sum(residual.numel() for residual in state.values())])
+    dist.all_reduce(n)
+    assert int(n) == 2 * sum(p.numel() for p in ddp.parameters())  # every element once a node: none is an orphan
+    attachment.switch(TwoLevel("gcomp", 2))
+    take_step(ddp, optimizer, next(iter(batches(rank))))
+    attachment.close()
+
+
+def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned() -> None:
+    run_ranks(conserve, 4)
+
+
+def keep_low_rank(rank: int, world_size: int) -> None:
+    """A bucket of one matrix still compresses: its rows are a matrix."""
+    reducer = gradwire.Reducer(TwoLevel("acp-sgd", 2, rank=1), timeout_s=20)
+    for step in range(3):
+        reducer.all_reduce({"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(step))}).wait()
+    stats = reducer.stats()
+    assert stats["n_matrices"] == 1
+    assert stats["bytes_sent"] < 3 * 64 * 64 * 4 / 8
+    reducer.close()
+
+
+def test_low_rank_stays_low_rank() -> None:
+    run_ranks(keep_low_rank, 4)
+
+
+def break_it(rank: int, world_size: int, how: str) -> None:
+    inner = schemes.by_name("embedded-float", bits=7 if how == "mismatch" and rank == 2 else 8)
+    reducer = gradwire.Reducer(TwoLevel(inner, 2), bucket_mb=4 / 1024, timeout_s=5)
+    reducer.all_reduce(draw(rank, 0)).wait()
+    if how == "codec" and rank == 1:
+        inner.codec = None  # type: ignore[attr-defined]
+    if how == "death" and rank == 1:
+        import os
+
+        os._exit(7)
+    reducer.all_reduce(draw(rank, 1)).wait()
+    reducer.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("mismatch", gradwire.RankMismatch, "disagree on configuration"),
+        ("codec", gradwire.RankMismatch, "rank 1 failed"),
+        ("death", gradwire.PeerLost, ""),
+    ],
+)
+def test_what_one_rank_fails_of_is_raised_on_all(how: str, error: type[Exception], words: str) -> None:
+    for rank, outcome in enumerate(try_ranks(break_it, 4, how, timeout_s=60)):
+        if how == "death" and rank == 1:
+            assert outcome.exit_code == 7
+        else:
+            assert isinstance(outcome.error, error), (rank, outcome)
+            assert words in str(outcome.error)
+
+
+def meet_nan(rank: int, world_size: int) -> None:
+    """A NaN is seen by all ranks, and no rank keeps anything of that step."""
+    reducer = gradwire.Reducer(TwoLevel("one-bit", 2), timeout_s=20)
+    reducer.all_reduce(draw(rank, 0)).wait()
+    before = copy.deepcopy(reducer.state_dict()["state"]["residuals"])
+    tensors = draw(rank, 1)
+    if rank == 3:
+        tensors["a"][0, 0] = float("nan")
+    reducer.all_reduce(tensors).wait()
+    assert not all(tensor.isfinite().all() for tensor in tensors.values())
+    after = reducer.state_dict()["state"]["residuals"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    reducer.close()
+
+
+def test_a_nan_is_seen_by_all_and_nothing_of_its_step_is_kept() -> None:
+    run_ranks(meet_nan, 4)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    for nodes, words in [(3, "whole nodes of 3"), ([[0, 1], [2]], "once"), ([[0, 1, 2], [3]], "unequally many")]:
+        with pytest.raises(gradwire.InvalidArgument, match=words):
+            gradwire.Reducer(TwoLevel("plain", nodes), timeout_s=5)
+    for name in ("aqgb", "periodic"):
+        with pytest.raises(gradwire.Unsupported, match=name):
+            TwoLevel(name)
+    crossed = gradwire.Reducer(TwoLevel("plain", [[0, 2], [1, 3]]), timeout_s=20)
+    tensor = torch.full((5,), float(rank))
+    crossed.all_reduce({"x": tensor}).wait()
+    assert tensor.tolist() == [1.5] * 5
+    crossed.close()
+
+
+def test_groups_that_do_not_fit_are_refused() -> None:
+    run_ranks(refuse, 4)

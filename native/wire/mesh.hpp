@@ -105,6 +105,7 @@ class Mesh {
     std::vector<Clock::time_point> waiting_since;  // by peer, of receive_any
   };
   using Lock = std::unique_lock<std::mutex>;
+  static constexpr std::uint64_t kWakeUp = UINT64_MAX;  // what epoll says of wake_; of a connection it says the peer
 
   void add(int peer, Descriptor socket);
   void meet(Lock& lock, int peer);

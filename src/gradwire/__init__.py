@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 # fmt: off
 # isort: off
 from gradwire.errors import (BufferTooSmall, CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument,
-                             PeerLost, RankMismatch, Unsupported)
+                             OutOfMemory, PeerLost, RankMismatch, Unsupported)
 # isort: on
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",
-    "InvalidArgument", "PeerLost", "RankMismatch", "Unsupported", "attach", "codecs", "ddp_hook", "schemes",
+    "InvalidArgument", "OutOfMemory", "PeerLost", "RankMismatch", "Unsupported", "attach", "codecs", "ddp_hook", "schemes",
     "set_thread_count", "thread_count",
 ]
 # fmt: on

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.core.staging import HostStaging, StagedBucket
+from gradwire.core.staging import StagedBucket, Staging
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.telemetry.recorder import BucketRecord
 
@@ -64,19 +64,25 @@ class Bucket:
         bucket: GradBucket,
         step: int,
         record: BucketRecord | None = None,
-        staging: HostStaging | None = None,
+        staging: Staging | None = None,
+        by_tensor: bool = False,
     ) -> Bucket:
-        """The bucket of a DDP communication hook. Raises: Unsupported (device, sparse), InvalidArgument (dtype).
+        """The bucket of a DDP communication hook. Raises: Unsupported (device, sparse), InvalidArgument (dtype), OutOfMemory.
 
-        `staging`: for a bucket on a device; `buffer` is then its copy on the host, and on its way.
+        Args:
+            staging: for a bucket on a device; `buffer` is then its copy on the host, and on its way.
+            by_tensor: whether its tensors are waited for one by one.
         """
         buffer = bucket.buffer()
+        check_gradient(buffer, on_any_device=staging is not None)
         start = buffer.storage_offset()
         offsets = [int(gradient.storage_offset() - start) for gradient in bucket.gradients()]
         staged = None
         if staging is not None:
-            sizes = [gradient.numel() for gradient in bucket.gradients()]
-            bounds = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+            bounds = [(0, buffer.numel())]
+            if by_tensor:
+                sizes = [gradient.numel() for gradient in bucket.gradients()]
+                bounds = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
             staged = staging.stage(bucket.index(), buffer, bounds)
             buffer = staged.on_host
         return cls(
@@ -96,7 +102,10 @@ class Bucket:
         return cls(tensor, step=step)
 
     def wait_for(self, position: int) -> None:
-        """Return when the gradient of parameter number `position` may be read; at once, but for device gradients."""
+        """Return when the gradient of parameter number `position` may be read; at once, but for device gradients.
+
+        Only for schemes that wait `by_tensor`.
+        """
         if self.staged is not None:
             self.staged.wait_for(position)
 
@@ -114,17 +123,16 @@ class Bucket:
         return self.buffer.numel() * self.buffer.element_size()
 
 
-def check_gradient(gradient: torch.Tensor) -> None:
+def check_gradient(gradient: torch.Tensor, on_any_device: bool = False) -> None:
     """Raise unless `gradient` is what codecs and collectives take: (n,) dense float, contiguous, on the CPU."""
     if gradient.layout is not torch.strided:
         raise Unsupported(
             "a sparse gradient reached gradwire; make the layer's gradient dense (for instance Embedding(sparse=False))"
         )
-    if gradient.device.type != "cpu":
+    if gradient.device.type != "cpu" and not on_any_device:
         raise Unsupported(
-            f"a bucket on {gradient.device} reached gradwire, which with this scheme reduces CPU buckets "
-            "only; take slimgc, which stages them through the host, train on the CPU with the gloo backend, or keep DDP's own "
-            "all-reduce on this device"
+            f"a gradient on {gradient.device}: schemes work on host memory; let DDP's hook stage it (gradwire.attach), or pass "
+            "gradient.cpu()"
         )
     if gradient.dtype not in SUPPORTED_DTYPES:
         raise InvalidArgument(

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.core.staging import CudaDevice, HostStaging
+from gradwire.core.staging import LossScale, Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes import Scheme, by_name
@@ -57,23 +57,18 @@ class HookState:
         self.step = 0
         self._group = group
         self._error: GradwireError | None = None
-        self._staging: HostStaging | None = None
         self._layouts: set[tuple[int, int]] = set()  # bucket index and layout hash of what was compared
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._waiting_since_ns = 0
         self._closed = False
         communicator = Communicator(group, timeout_s)
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
+        self._loss_scale = LossScale(scaler)
         self.session = Session(
-            communicator,
-            self.recorder,
-            optimizer,
-            names_of(module),
-            (lambda: 1.0) if scaler is None else (lambda: float(scaler.get_scale())),
-            module,
-            scaler is not None,
+            communicator, self.recorder, optimizer, names_of(module), self._loss_scale, module, scaler is not None
         )
         try:
+            self._staging = Staging(() if module is None else module.parameters())
             self.scheme.bind(self.session)
             self.scheme.take_over()
         except Exception as error:
@@ -102,16 +97,21 @@ class HookState:
         if in_backward and ddp_bucket.is_last():
             torch.autograd.Variable._execution_engine.queue_callback(self._before_ddp_waits)
         buffer = ddp_bucket.buffer()
-        on_device = buffer.device.type == "cuda"
+        on_device = buffer.device.type != "cpu"
         reduced: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if on_device else None)
         step = self.step
         record = self.recorder.open_bucket(step, ddp_bucket.index(), buffer.numel() * buffer.element_size())
         try:
             self._check_divisor()
-            bucket = Bucket.from_ddp(ddp_bucket, step, record, self._staging_for(buffer))
+            staging = self._staging if on_device else None
+            bucket = Bucket.from_ddp(ddp_bucket, step, record, staging, self.scheme.waits_by_tensor)
+            if on_device and bucket.index == 0:
+                self._loss_scale.note(self._staging)
             if (bucket.index, bucket.layout_hash) not in self._layouts:
                 self._layouts.add((bucket.index, bucket.layout_hash))
                 self.communicator.submit(self._compare_layout, bucket)
+            if on_device and not self.scheme.waits_by_tensor:
+                self.communicator.submit(bucket.wait_for_all)
             done = self.scheme.reduce(bucket)
         except Exception as error:
             self._error = self.communicator.fail(error)
@@ -146,26 +146,23 @@ class HookState:
     def _compare_layout(self, bucket: Bucket) -> None:
         compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record)
 
-    def _staging_for(self, buffer: torch.Tensor) -> HostStaging | None:
-        """For a bucket on a device and a scheme that works on copies in host memory."""
-        if buffer.device.type != "cuda" or not self.scheme.stages_device_buckets:
-            return None
-        if self._staging is None:
-            self._staging = HostStaging(CudaDevice(buffer.device))
-        return self._staging
-
     def _finish_bucket(
         self, bucket: Bucket, buffer: torch.Tensor, done: torch.futures.Future, reduced: torch.futures.Future
     ) -> None:
         """On the lane or the backend's thread: hand the mean, or whatever there is in case of an error, to DDP."""
         try:
             done.wait()
-            if bucket.staged is not None and not self.scheme.owns_step:  # which leaves DDP its own gradient
-                bucket.staged.copy_back()
+            # A scheme that owns the step leaves DDP its own gradient; the last one may say that a peer's was not finite.
+            is_changed = not self.scheme.owns_step or (self.session.has_scaler and bucket.is_last)
+            if bucket.staged is not None and is_changed:
+                bucket.staged.send_back()
         except Exception as error:
             self._error = self.communicator.fail(error)
         self.recorder.close_bucket(bucket.record)
-        reduced.set_result(buffer)
+        if bucket.staged is None:
+            reduced.set_result(buffer)
+        else:
+            bucket.staged.complete(reduced)
 
     def _end_step(self, step: int) -> None:
         try:
@@ -240,7 +237,8 @@ class HookState:
             self.scheme.unbind()
             self.recorder.close()
             self.module = None
-            self.session = replace(self.session, optimizer=None, names={}, loss_scale=lambda: 1.0, module=None)
+            self._loss_scale, self._staging = LossScale(), Staging()
+            self.session = replace(self.session, optimizer=None, names={}, loss_scale=self._loss_scale, module=None)
 
     def _all_reduce_as_ddp_does(self, ddp_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = ddp_bucket.buffer().mul_(1.0 / dist.get_world_size(self._group))

@@ -29,8 +29,8 @@ class Scheme(ABC):
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
     owns_step: bool = False
 
-    # Whether it reduces device buckets by their copies in host memory, waiting for each tensor's (`Bucket.wait_for`).
-    stages_device_buckets: ClassVar[bool] = False
+    # Whether it waits for each tensor of a device bucket itself (`Bucket.wait_for`); otherwise it gets whole buckets.
+    waits_by_tensor: ClassVar[bool] = False
 
     session: Session
 

@@ -136,6 +136,7 @@ class DeferredScheme(Scheme):
             self._interceptor.begin_reduction()
             self._is_finite = True
             self._begin_step(bucket.step)
+        bucket.wait_for_all()
         if self._flags is not None and not bool(torch.isfinite(bucket.buffer).all()):
             self._is_finite = False
         for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):

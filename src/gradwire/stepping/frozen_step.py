@@ -55,6 +55,10 @@ class FrozenStep:
         optimizer = self._optimizer
         groups = [dict(group) for group in optimizer.param_groups]
         kept = {parameter: parameter.grad for parameter in (stepped.get(p, p) for p in chosen)}
+        # What GradScaler tells an optimizer that unscales by itself; these gradients are free of its scale already.
+        told: dict[str, Any] = {
+            name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf") if name in vars(optimizer)
+        }
         try:
             # Groups that came after the call took no part in it.
             for group, frozen in zip(optimizer.param_groups, self._groups, strict=False):
@@ -62,9 +66,10 @@ class FrozenStep:
             for group in optimizer.param_groups:
                 group["params"] = [stepped.get(p, p) for p in group["params"] if p in chosen]
             for parameter, gradient in chosen.items():
-                stepped.get(parameter, parameter).grad = gradient
+                stepped.get(parameter, parameter).grad = gradient.to(parameter.device)
             raw_step(optimizer)(optimizer)
         finally:
+            vars(optimizer).update(told)
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.update(before)
             for parameter, own in kept.items():

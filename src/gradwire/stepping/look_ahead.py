@@ -100,8 +100,7 @@ class LookAhead:
         self._arriving.done.append(self._send(copied))
         done: torch.futures.Future = torch.futures.Future()
         if bucket.is_last and self._flags is not None:
-            shared = bucket.buffer if bucket.staged is None else bucket.staged.on_device
-            self._flags.submit(self._share_finiteness, shared).add_done_callback(lambda f: _forward(f, done))
+            self._flags.submit(self._share_finiteness, bucket.buffer).add_done_callback(lambda f: _forward(f, done))
         else:
             done.set_result(bucket.buffer)
         return done

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.gcomp import importance_on_device
 from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
 
 __all__ = ["QuantisationMetric"]
@@ -70,7 +71,7 @@ class QuantisationMetric:
         Args:
             parameters: as in the optimizer's groups; float32, bfloat16, float16 or float64, any device.
             offsets: of each parameter's first element in `out`, one per parameter.
-            out: (n,) uint8, contiguous, CPU. Elements of no parameter are left alone.
+            out: (n,) uint8, contiguous, on the CPU. Elements of no parameter are left alone.
             loss_scale: what gradients are multiplied by (GradScaler's scale).
             gradient_dtype: of what is sent, where it is not the parameter's own: the metric compares last places.
         Raises: InvalidArgument, Unsupported (a group with `differentiable`, complex parameters, incomplete state).
@@ -96,7 +97,10 @@ class QuantisationMetric:
         loss_scale: float = 1.0,
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
-        """Like `write_importance`, for the elements from `start` on that `out` has room for: one chunk of a bucket."""
+        """Like `write_importance`, for the elements from `start` on that `out` has room for: one chunk of a bucket.
+
+        `out` may be on a device: the bytes are then computed there, and nothing is waited for.
+        """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -136,34 +140,37 @@ class QuantisationMetric:
         theta = _flatten_like(parameter, parameter)[part]
         second = None if terms.second_moment is None else _flatten_like(terms.second_moment, parameter)[part]
         first = None if terms.first_moment is None else _flatten_like(terms.first_moment, parameter)[part]
-        if terms.mean is None and terms.shift is None and all(map(_is_plain, (theta, second, first))):
+        on_cpu = out.device.type == "cpu"
+        if on_cpu and terms.mean is None and terms.shift is None and all(map(_is_plain, (theta, second, first))):
             _native.importance(theta, second, first, a, b, c, out)
             return
         mean = None if terms.mean is None else _flatten_like(terms.mean[1], parameter)[part]
         shift = None if terms.shift is None else _flatten_like(terms.shift[1], parameter)[part]
         for begin in range(0, out.numel(), _TILE_ELEMENTS):
             tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
-            theta_tile = self._tiles.load(0, theta, tile)
-            second_tile = None if second is None else self._tiles.load(1, second, tile)
-            first_tile = None if first is None else self._tiles.load(2, first, tile)
+            theta_tile = self._tiles.load(0, theta, tile, out.device)
+            second_tile = None if second is None else self._tiles.load(1, second, tile, out.device)
+            first_tile = None if first is None else self._tiles.load(2, first, tile, out.device)
             if terms.mean is not None and mean is not None and second_tile is not None:
-                mean_tile = self._tiles.load(3, mean, tile)
+                mean_tile = self._tiles.load(3, mean, tile, out.device)
                 second_tile.addcmul_(mean_tile, mean_tile, value=-terms.mean[0])
             if terms.shift is not None and shift is not None:
-                theta_tile.add_(self._tiles.load(3, shift, tile), alpha=terms.shift[0])
-            _native.importance(theta_tile, second_tile, first_tile, a, b, c, out[tile])
+                theta_tile.add_(self._tiles.load(3, shift, tile, out.device), alpha=terms.shift[0])
+            write = _native.importance if on_cpu else importance_on_device.write_importance
+            write(theta_tile, second_tile, first_tile, a, b, c, out[tile])
 
 
 class _Tiles:
-    """Float32 copies on the CPU of one tile of each operand, where the kernel cannot read the operand itself."""
+    """Float32 copies of one tile of each operand, where the kernel cannot read the operand itself."""
 
     def __init__(self) -> None:
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[tuple[int, torch.device], Tensor] = {}
 
-    def load(self, slot: int, values: Tensor, tile: slice) -> Tensor:
-        if slot not in self._buffers:
-            self._buffers[slot] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32)
-        return self._buffers[slot][: tile.stop - tile.start].copy_(values[tile])
+    def load(self, slot: int, values: Tensor, tile: slice, device: torch.device) -> Tensor:
+        key = slot, device
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32, device=device)
+        return self._buffers[key][: tile.stop - tile.start].copy_(values[tile])
 
 
 def _find_terms(optimizer: torch.optim.Optimizer) -> Callable[..., Terms | None]:

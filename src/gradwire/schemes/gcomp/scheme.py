@@ -19,6 +19,7 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.chunk_codec import Importance
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance_on_device import window_of
 from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.through_codec import ThroughCodec
 
@@ -95,6 +96,11 @@ class GComp(ThroughCodec):
                 'use importance="uniform" or "none" for plain tensors'
             )
         metric, loss_scale = self._metric, self.session.loss_scale()
+        if bucket.staged is not None:
+            started = time.perf_counter_ns()
+            window = window_of(bucket, metric.write_window, bucket.parameters, bucket.offsets, loss_scale)
+            bucket.record.add("importance", started, time.perf_counter_ns())
+            return window
 
         def importance(start: int, end: int) -> torch.Tensor:
             started = time.perf_counter_ns()

@@ -13,6 +13,7 @@ from gradwire.core.session import Session
 from gradwire.exchange.chunk_codec import Importance
 from gradwire.exchange.push_pull import Cut
 from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.gcomp.importance_on_device import window_of
 from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
 from gradwire.schemes.slimgc.exchange import Exchange, Source
 from gradwire.schemes.slimgc.feedback import Feedback, is_used
@@ -235,6 +236,11 @@ class Reduction:
         if metric is None or not plan.parameters:
             return None
         loss_scale = self._session.loss_scale()
+        if bucket.staged is not None:
+            started = time.perf_counter_ns()
+            window = window_of(bucket, metric.write_window, plan.parameters, plan.offsets, loss_scale)
+            bucket.record.add("importance", started, time.perf_counter_ns())
+            return window
 
         def importance(start: int, end: int) -> torch.Tensor:
             started = time.perf_counter_ns()

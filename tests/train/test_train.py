@@ -189,7 +189,7 @@ def test_records_hold_what_a_report_needs(tmp_path: Path) -> None:
 def test_command_line_says_all_of_a_configuration() -> None:
     import argparse
 
-    from gradwire import train
+    from gradwire.cli import train
 
     config = TrainConfig(
         workload="resnet", workload_options={"optimizer": "sgd", "learning_rate": 0.1, "compute": "emulate"},

@@ -25,6 +25,7 @@ FLOORS = [
     ["core"],
     ["exchange"],
     ["stepping", "schemes"],
+    ["reducer"],
     ["doors"],
     ["workloads"],
     ["training", "report"],
@@ -102,7 +103,6 @@ ARGPARSE_OUTSIDE_COMMANDS: set[str] = {
     "report/__init__.py",
 }
 CLOCKS_ELSEWHERE: set[str] = {
-    "doors/hook.py",
     "exchange/aggregators/process_group.py",
     "exchange/aggregators/switch.py",
     "exchange/chunk_codec.py",

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from gradwire.doors.checkpoint import STATE_VERSION
+from gradwire.core.checkpoint import STATE_VERSION
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from ranks import run_ranks
 

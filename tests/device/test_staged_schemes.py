@@ -11,7 +11,7 @@ import pytest
 import torch
 from late_cases import CPU, N_STEPS, SCHEMES, Place, begin, train
 
-from gradwire.doors.hook import HookState
+from gradwire.reducer import Reducer
 from ranks import run_ranks
 
 
@@ -19,20 +19,20 @@ from ranks import run_ranks
 def counting_waits_of_hooks(late: Any) -> Iterator[list[int]]:
     """How often DDP's hook stood still for the device, call by call."""
     waits: list[int] = []
-    reduce = HookState.reduce
+    reduce = Reducer.reduce
 
-    def counted(state: HookState, bucket: Any) -> Any:
+    def counted(reducer: Reducer, *bucket: Any) -> Any:
         before = late.n_waits_here()
         try:
-            return reduce(state, bucket)
+            return reduce(reducer, *bucket)
         finally:
             waits.append(late.n_waits_here() - before)
 
-    HookState.reduce = counted  # type: ignore[method-assign]
+    Reducer.reduce = counted  # type: ignore[method-assign]
     try:
         yield waits
     finally:
-        HookState.reduce = reduce  # type: ignore[method-assign]
+        Reducer.reduce = reduce  # type: ignore[method-assign]
 
 
 def train_on_both(rank: int, world_size: int, library: Path, names: list[str], latenesses_us: list[int]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 import gradwire
 from gradwire.core import staging
 from gradwire.core.bucket import Bucket
+from gradwire.core.slot import slot_of
 from gradwire.core.staging import LossScale, StagedBucket, Staging
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from ranks import run_ranks
@@ -218,10 +219,12 @@ def compare_importance(rank: int, world_size: int, library: Path) -> None:
                 optimizer.step()
             parameters.append(unused)
             n = sum(p.numel() for p in parameters)
-            out = torch.full((n,), 7, dtype=torch.uint8, device=place)
             metric = QuantisationMetric(optimizer, 3)
-            metric.write_window(parameters, [0, 5_000, 5_021], 0, out, 8.0)
-            found.append(out.cpu())
+            if place == device:
+                found.append(metric.bytes_on_device([slot_of(p) for p in parameters], device, 8.0).cpu())
+            else:
+                found.append(torch.full((n,), 7, dtype=torch.uint8))
+                metric.write_importance(parameters, [0, 5_000, 5_021], found[0], 8.0)
         assert torch.equal(*found), f"{optimizer}: {(found[0] != found[1]).sum()} bytes differ"
         assert found[0].unique().numel() > 20
 

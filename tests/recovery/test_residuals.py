@@ -10,6 +10,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.residual import Residual, redistribute
+from gradwire.core.slot import slot_of, slots_by_name
 from gradwire.errors import InvalidArgument
 
 SIZES = [7, 0, 12, 1, 30]
@@ -73,12 +74,12 @@ def test_discarded_step_changes_nothing() -> None:
     bucket = bucket_of(model, [torch.full((size,), 0.1) for size in SIZES])
     residual.stage(bucket, cut(bucket))
     residual.commit()
-    names = {parameter: str(i) for i, parameter in enumerate(model)}
-    before = residual.state_by_name(names)
+    slots = slots_by_name({str(i): parameter for i, parameter in enumerate(model)})
+    before = residual.state_by_name(slots)
     residual.stage(bucket, torch.full_like(bucket.buffer, float("nan")))
     residual.discard()
     residual.commit()
-    after = residual.state_by_name(names)
+    after = residual.state_by_name(slots)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -99,7 +100,7 @@ def test_two_tensors_a_parameter_change_places_and_none_is_made_once_warm() -> N
     for _ in range(6):
         residual.stage(bucket, bucket.buffer)
         residual.commit()
-        places.append(residual._current[model[0]].data_ptr())
+        places.append(residual._current[slot_of(model[0])].data_ptr())
     assert len(set(places[2:])) == 2
     assert places[2:4] == places[4:6]
 
@@ -128,20 +129,20 @@ def test_redistribution_of_nothing_is_refused() -> None:
 
 def test_state_comes_back_by_name_and_misfits_are_refused() -> None:
     model, residual = parameters(), Residual()
-    names = {parameter: f"layer.{i}" for i, parameter in enumerate(model)}
+    slots = slots_by_name({f"layer.{i}": parameter for i, parameter in enumerate(model)})
     bucket = bucket_of(model, [torch.randn(size) for size in SIZES])
     residual.stage(bucket, bucket.buffer)
     residual.commit()
     file = io.BytesIO()
-    torch.save(residual.state_by_name(names), file)
+    torch.save(residual.state_by_name(slots), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
     other = Residual()
-    other.load_by_name(state, names)
+    other.load_by_name(state, slots)
     loaded = bucket_of(model, [torch.zeros(size) for size in SIZES])
     other.add_to(loaded)
     assert torch.equal(loaded.buffer, bucket.buffer)
     for misfit in ({"layer.9": torch.zeros(3)}, {"layer.0": torch.zeros(3)}):
         with pytest.raises(InvalidArgument, match="Load the checkpoint into the model that wrote it"):
-            other.load_by_name(misfit, names)
-    assert other.state_by_name(names).keys() == state.keys()  # what it held is still there
+            other.load_by_name(misfit, slots)
+    assert other.state_by_name(slots).keys() == state.keys()  # what it held is still there

@@ -19,6 +19,7 @@ from gradwire.bench.lone_rank import LoneRank
 from gradwire.bench.timing import Timing
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.slot import slots_by_name
 from gradwire.registry import parse_spec
 from gradwire.telemetry.environment import describe_environment
 from gradwire.telemetry.recorder import Recorder
@@ -42,8 +43,8 @@ class Gradients:
     def __init__(self, workload: str, bucket_bytes: int, seed: int = 0) -> None:
         with torch.device("meta"):
             model = workloads.by_name(workload).make_model()
-        self.names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        parameters = list(reversed(self.names))
+        self.slots = slots_by_name(dict(model.named_parameters()))
+        parameters: list[torch.Tensor] = list(reversed(list(model.parameters())))
         assigned = _compute_bucket_assignment_by_size(
             [torch.empty(p.shape, device="meta") for p in parameters], [_FIRST_BUCKET_BYTES, bucket_bytes]
         )[0]
@@ -73,7 +74,7 @@ class SchemeSteps:
         self._gradients = gradients
         self._communicator = LoneRank(_WORLD_SIZE)
         self._recorder = Recorder(0, _WORLD_SIZE)
-        self._scheme.bind(Session(self._communicator, self._recorder, None, gradients.names, lambda: 1.0))
+        self._scheme.bind(Session(self._communicator, self._recorder, None, gradients.slots, lambda: 1.0))
         self._step = 0
         self.parts: list[tuple[float, float, float]] = []  # encode, decode, commit, in seconds
 
@@ -87,7 +88,10 @@ class SchemeSteps:
                 offsets.append(end)
                 end += parameter.numel()
             buckets.append(Bucket(buffer, members, offsets, index=index, step=self._step, is_last=index == last))
-        for future in [self._scheme.reduce(bucket) for bucket in buckets]:
+        self._scheme.begin_step(self._step)
+        futures = [self._scheme.reduce(bucket) for bucket in buckets]
+        self._scheme.end_buckets(self._step)
+        for future in futures:
             future.wait()
         self._communicator.submit(lambda: None).wait()
         started = time.perf_counter()

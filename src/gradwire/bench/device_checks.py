@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
+from gradwire.core.slot import slot_of
 from gradwire.core.staging import Staging
 from gradwire.doors.attachment import attach
 from gradwire.errors import GradwireError
@@ -163,9 +164,12 @@ def check_importance(device: torch.device) -> dict[str, Any]:
             moments[1][::7] = 0
             state = {"exp_avg": moments[0].to(place), "exp_avg_sq": moments[1].to(place), "step": torch.tensor(3.0)}
             optimizer.state[parameter] = state
-            out = torch.zeros(n_elements, dtype=torch.uint8, device=place)
-            QuantisationMetric(optimizer, 3).write_window([parameter], [0], 0, out)
-            made.append(out.cpu())
+            metric = QuantisationMetric(optimizer, 3)
+            if place == device:
+                made.append(metric.bytes_on_device([slot_of(parameter)], device).cpu())
+            else:
+                made.append(torch.zeros(n_elements, dtype=torch.uint8))
+                metric.write_importance([parameter], [0], made[0])
         n_different = int((made[0] != made[1]).sum())
         if n_different:
             raise CheckFailed(f"{n_different} of {n_elements} bytes of importance are others on {device}")

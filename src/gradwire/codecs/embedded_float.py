@@ -60,6 +60,10 @@ class EmbeddedFloat:
         """Write the first `bits` bits of `gradient`; see `encode_planes`. `importance` is ignored."""
         return self.encode_planes(gradient, 0, self.bits, out)
 
+    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
+        """This codec as exchanges call it. Raises: InvalidArgument."""
+        return _native.embedded_float_exchange_codec(dtype_code(dtype), self.partition, self.bits)
+
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Read a message that begins with bit 0, of any number of bits, into `out`.
 

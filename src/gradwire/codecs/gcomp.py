@@ -181,6 +181,24 @@ class GComp:
             raise InvalidArgument(f"a histogram of {gradient.dtype} has {n_counts} counts, out has {out.numel()}")
         _native.gcomp_count_exponents(_bytes_of(gradient), dtype_code, out)
 
+    def exchange_codec(
+        self, dtype: torch.dtype, importance: _native.BucketImportance | None, counts: torch.Tensor | None = None
+    ) -> _native.ExchangeCodec:
+        """This codec as exchanges call it, with the tables known now, for one bucket of `dtype`.
+
+        Args: counts: as `out` of `histogram`: the exponents of all that is encoded are counted.
+        Raises: InvalidArgument.
+        """
+        return _native.gcomp_exchange_codec(
+            _dtype_code(dtype),
+            _MODE_CODES[self.importance],
+            self._kept_bits(dtype),
+            self._in_use[exponent_bits_of(dtype)].native,
+            [table.native for table in (_PRIORS[exponent_bits_of(dtype)], *self._tables.values())],
+            importance if self.importance == "paper" else None,
+            counts,
+        )
+
     def _kept_bits(self, dtype: torch.dtype) -> int:
         n_mantissa = _MANTISSA_BITS[dtype]
         if self.bits is None:

@@ -1,6 +1,6 @@
 """Error feedback: what compression left out of a gradient, kept for the next step.
 
-Keyed by parameter, never by bucket, because DDP rebuilds its buckets after the first step. New residuals are staged and
+Keyed by slot, never by bucket, because DDP rebuilds its buckets after the first step. New residuals are staged and
 take effect only at `commit`, so that a step with a non-finite gradient changes nothing.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 
 
@@ -19,9 +20,9 @@ class Residual:
 
     def __init__(self) -> None:
         # Two tensors a parameter, current and next, that change places at `commit`: no allocation once warm.
-        self._current: dict[torch.Tensor, torch.Tensor] = {}
-        self._next: dict[torch.Tensor, torch.Tensor] = {}
-        self._staged: set[torch.Tensor] = set()
+        self._current: dict[Slot, torch.Tensor] = {}
+        self._next: dict[Slot, torch.Tensor] = {}
+        self._staged: set[Slot] = set()
         # For schemes that write residuals in the codec's own sweep: by layout, two flat tensors, of which the above
         # then hold views.
         self._flat: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -69,7 +70,7 @@ class Residual:
         """
         pair = self._flat.get(bucket.layout_hash)
         for current, following in (pair, pair[::-1]) if pair else ():
-            if all(self._holds(current, *place) for place in zip(bucket.parameters, bucket.offsets, strict=True)):
+            if all(self._holds(current, *place) for place in zip(bucket.slots, bucket.offsets, strict=True)):
                 return current, following
         flat, following = torch.zeros(bucket.n_elements), torch.zeros(bucket.n_elements)
         for parameter, part in _split(flat, bucket):
@@ -89,9 +90,9 @@ class Residual:
 
     def stage_flat(self, bucket: Bucket) -> None:
         """Keep what `next` of `flat_pair` holds, from the next `commit` on."""
-        self._staged.update(bucket.parameters)
+        self._staged.update(bucket.slots)
 
-    def _holds(self, flat: torch.Tensor, parameter: torch.Tensor, offset: int) -> bool:
+    def _holds(self, flat: torch.Tensor, parameter: Slot, offset: int) -> bool:
         residual = self._current.get(parameter)
         return residual is not None and (
             residual.numel() == 0 or residual.data_ptr() == flat.data_ptr() + offset * flat.element_size()
@@ -110,23 +111,23 @@ class Residual:
         """Forget what was staged in this step."""
         self._staged.clear()
 
-    def state_by_name(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-        """Copies of the residuals, by parameter name."""
-        return {names[parameter]: residual.clone() for parameter, residual in self._current.items()}
+    def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
+        """Copies of the residuals, by name."""
+        names = {slot: name for name, slot in slots.items()}
+        return {names[slot]: residual.clone() for slot, residual in self._current.items()}
 
-    def load_by_name(self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    def load_by_name(self, state: Mapping[str, torch.Tensor], slots: Mapping[str, Slot]) -> None:
         """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size)."""
-        parameters = {name: parameter for parameter, name in names.items()}
-        loaded: dict[torch.Tensor, torch.Tensor] = {}
+        loaded: dict[Slot, torch.Tensor] = {}
         for name, residual in state.items():
-            parameter = parameters.get(name)
-            if parameter is None or parameter.numel() != residual.numel():
-                has = "no such parameter" if parameter is None else f"{parameter.numel()} elements"
+            slot = slots.get(name)
+            if slot is None or slot.numel() != residual.numel():
+                has = "no such parameter" if slot is None else f"{slot.numel()} elements"
                 raise InvalidArgument(
                     f"the checkpoint holds a residual of {residual.numel()} elements for {name!r}; it has {has}. "
                     "Load the checkpoint into the model that wrote it."
                 )
-            loaded[parameter] = residual.clone()
+            loaded[slot] = residual.clone()
         self._current, self._next, self._flat = loaded, {}, {}
         self._staged.clear()
 
@@ -149,9 +150,9 @@ def redistribute(states: list[Mapping[str, torch.Tensor]], world_size: int) -> d
     return redistributed
 
 
-def _split(flat: torch.Tensor, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _split(flat: torch.Tensor, bucket: Bucket) -> Iterator[tuple[Slot, torch.Tensor]]:
     """Each parameter of the bucket with its part of `flat`."""
-    for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+    for parameter, offset in zip(bucket.slots, bucket.offsets, strict=True):
         yield parameter, flat[offset : offset + parameter.numel()]
 
 

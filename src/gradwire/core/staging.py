@@ -33,7 +33,7 @@ class Staging:
         self._devices: dict[torch.device, _Device] = {}
         n_bytes: Counter[torch.device] = Counter()
         for parameter in parameters:
-            if parameter.device.type != "cpu" and parameter.requires_grad:
+            if parameter.device.type != "cpu":
                 # Room for every parameter to be a bucket of its own.
                 n_bytes[parameter.device] += _aligned(parameter.numel() * parameter.element_size())
         for device, needed in n_bytes.items():

@@ -16,8 +16,8 @@ from gradwire.wire.preamble import FORMAT_VERSION, Preamble, hash_configuration
 class Scheme(ABC):
     """One way to replace a bucket by its mean over the ranks.
 
-    The life of a scheme: made with its options, `bind` once, then for every step `reduce` once per bucket and
-    `end_step`; `state_dict` between steps; `close` at the end.
+    The life of a scheme: made with its options, `bind` once, then for every step `begin_step`, `reduce` once per
+    bucket, `end_buckets` and `end_step`; `state_dict` between steps; `close` at the end.
     """
 
     name: ClassVar[str]
@@ -66,9 +66,15 @@ class Scheme(ABC):
     def take_over(self) -> None:
         """Called once bound and alone: a scheme that owns the step puts itself before the optimizer. Raises: Unsupported."""
 
+    def begin_step(self, step: int) -> None:
+        """Called on the training thread before the first bucket of a step, be it the scheme's own or not."""
+
     @abstractmethod
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start replacing bucket.buffer by its mean over the ranks; the future is done when it is. Never blocks."""
+
+    def end_buckets(self, step: int) -> None:
+        """Called on the training thread when the last bucket of a step has been handed over, not yet reduced."""
 
     def end_step(self, step: int) -> None:
         """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""

@@ -155,7 +155,7 @@ class Dgc(Optimistic):
         """Where what is sent whole lies: everything, with one rank."""
         if self.session.communicator.world_size == 1:
             return spans or [(0, bucket.n_elements)]
-        return [span for parameter, span in zip(bucket.parameters, spans, strict=True) if parameter.dim() < 2]
+        return [span for slot, span in zip(bucket.slots, spans, strict=True) if slot.dim() < 2]
 
     def _clipped(self, bucket: Bucket, spans: list[tuple[int, int]], scale: float) -> torch.Tensor:
         """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""
@@ -242,14 +242,14 @@ class Dgc(Optimistic):
         self._momenta = Residual()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "momenta": self._momenta.state_by_name(self.session.names)}
+        return {**super().state_dict(), "momenta": self._momenta.state_by_name(self.session.slots)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if not isinstance(state.get("momenta"), dict):
             raise InvalidArgument("this is not the state of scheme dgc: it lacks momenta")
         super().load_state_dict(state)
-        self._momenta.load_by_name(state["momenta"], self.session.names)
+        self._momenta.load_by_name(state["momenta"], self.session.slots)
 
 
 def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:

@@ -127,14 +127,14 @@ class Optimistic(Scheme):
         return {"n_buckets_redone": self._n_redone}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": self._residual.state_by_name(self.session.names)} if self.error_feedback else {}
+        return {"residuals": self._residual.state_by_name(self.session.slots)} if self.error_feedback else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if self.error_feedback:
             if not isinstance(state.get("residuals"), dict):
                 raise InvalidArgument(f"this is not the state of scheme {self.name}: it lacks residuals")
-            self._residual.load_by_name(state["residuals"], self.session.names)
+            self._residual.load_by_name(state["residuals"], self.session.slots)
 
 
 def _checksum(payload: torch.Tensor) -> int:

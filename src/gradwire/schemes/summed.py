@@ -92,7 +92,7 @@ class Summed(Optimistic):
         """Sums to means, in the bucket."""
 
     def _room_for(self, bucket: Bucket) -> _Agreement:
-        n_flags, n_scales = len(bucket.parameters), self._n_scales(bucket)
+        n_flags, n_scales = len(bucket.slots), self._n_scales(bucket)
         n_words = _FACT_WORDS + n_flags + n_scales
         words = self.session.communicator.scratch("agreement", 4 * n_words).view(torch.int32)
         return _Agreement(words, words[_FACT_WORDS:][:n_flags], words[n_words - n_scales :].view(torch.float32))

@@ -11,10 +11,8 @@ from gradwire.codecs import Codec
 from gradwire.codecs.truncated_float import TruncatedFloat as TruncatedFloatCodec
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.chunk_codec import Importance
-from gradwire.exchange.direct import direct_mean
+from gradwire.exchange.engine import Importance, direct_mean, ring_mean
 from gradwire.exchange.parts import CHUNK_ELEMENTS
-from gradwire.exchange.ring import ring_mean
 from gradwire.schemes.base import Scheme
 
 _TOPOLOGIES = {"ring": ring_mean, "direct": direct_mean}

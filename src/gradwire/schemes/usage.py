@@ -47,10 +47,7 @@ class Withheld:
 
 def bucket_spans(bucket: Bucket) -> list[tuple[int, int]]:
     """Where each parameter lies in the bucket: (start, end)."""
-    return [
-        (offset, offset + parameter.numel())
-        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
-    ]
+    return [(offset, offset + slot.numel()) for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)]
 
 
 def holds_nonzero(gradient: torch.Tensor) -> bool:

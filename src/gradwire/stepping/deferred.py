@@ -23,7 +23,7 @@ from gradwire.wire.preamble import Preamble
 
 
 @dataclass
-class Slot:
+class OpenBlock:
     """One block under way.
 
     Attributes:
@@ -62,8 +62,8 @@ class DeferredScheme(Scheme):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InvalidArgument(f"max_grad_norm must be positive, got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
-        self._slots: list[Slot] = []
-        self._home: dict[torch.Tensor, Slot] = {}
+        self._slots: list[OpenBlock] = []
+        self._home: dict[torch.Tensor, OpenBlock] = {}
         self._interceptor: Interceptor | None = None
         self._flags: Communicator | None = None
         self._is_finite = True
@@ -128,14 +128,16 @@ class DeferredScheme(Scheme):
         """The blocks belong to the layout: ranks that cut the model differently find out before the first payload."""
         return super().preamble(bucket)._replace(layout=bucket.layout_hash ^ self.blocks_hash)
 
+    def begin_step(self, step: int) -> None:
+        """Raises: Unsupported (ddp.join)."""
+        assert self._interceptor is not None
+        refuse_join(self.session.module, f"scheme {self.name!r}", "a scheme that leaves the step to the optimizer")
+        self._interceptor.begin_reduction()
+        self._is_finite = True
+        self._begin_round(step)
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Copy the bucket into its blocks, start those that are complete; DDP goes on with this rank's own gradient."""
-        assert self._interceptor is not None
-        if bucket.index == 0:
-            refuse_join(self.session.module, f"scheme {self.name!r}", "a scheme that leaves the step to the optimizer")
-            self._interceptor.begin_reduction()
-            self._is_finite = True
-            self._begin_step(bucket.step)
         bucket.wait_for_all()
         if self._flags is not None and not bool(torch.isfinite(bucket.buffer).all()):
             self._is_finite = False
@@ -156,7 +158,7 @@ class DeferredScheme(Scheme):
             done.set_result(bucket.buffer)
         return done
 
-    def _vacate(self, slot: Slot, coming: torch.Tensor, step: int) -> None:
+    def _vacate(self, slot: OpenBlock, coming: torch.Tensor, step: int) -> None:
         """Make room for the next gradient: the step before is taken, or was not called for."""
         if slot.frozen is not None:
             # Nothing called for it in this forward pass. That is fine for a block that nothing used.
@@ -211,7 +213,7 @@ class DeferredScheme(Scheme):
 
     # ---- one block's step
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, slot: OpenBlock) -> None:
         frozen = slot.frozen
         assert frozen is not None
         factor = None if self.max_grad_norm is None else self._clip_factor(frozen, self.max_grad_norm)
@@ -223,7 +225,7 @@ class DeferredScheme(Scheme):
         slot.frozen = slot.done = None
         frozen.apply(slot.parts)
 
-    def _wait(self, slot: Slot) -> None:
+    def _wait(self, slot: OpenBlock) -> None:
         if slot.done is not None and not slot.done.done():
             started = time.perf_counter_ns()
             self._wait_or_tell(slot.done)
@@ -239,7 +241,7 @@ class DeferredScheme(Scheme):
             self._is_told = True
             raise
 
-    def _note_wait(self, slot: Slot, start_ns: int, end_ns: int) -> None:
+    def _note_wait(self, slot: OpenBlock, start_ns: int, end_ns: int) -> None:
         self._waited_ns += end_ns - start_ns
 
     def _clip_factor(self, frozen: FrozenStep, max_norm: float) -> torch.Tensor:
@@ -259,14 +261,14 @@ class DeferredScheme(Scheme):
     # ---- for the subclass
 
     @abstractmethod
-    def _start_block(self, slot: Slot) -> torch.futures.Future:
+    def _start_block(self, slot: OpenBlock) -> torch.futures.Future:
         """Start replacing slot.gradient by its mean over the ranks; on whatever thread DDP's hook runs. Never blocks."""
 
-    def _begin_step(self, step: int) -> None:
+    def _begin_round(self, step: int) -> None:
         """The first bucket of `step` is there."""
 
 
-def _make_slot(block: Block) -> Slot:
+def _make_slot(block: Block) -> OpenBlock:
     dtypes = {parameter.dtype for parameter in block.parameters}
     if len(dtypes) > 1:
         raise Unsupported(
@@ -274,7 +276,7 @@ def _make_slot(block: Block) -> Slot:
             "modules of each dtype in blocks of their own (blocks=[[...], ...])"
         )
     gradient = torch.zeros(block.n_elements, dtype=dtypes.pop())
-    return Slot(block, gradient, dict(_parts(block, gradient)), len(block.parameters))
+    return OpenBlock(block, gradient, dict(_parts(block, gradient)), len(block.parameters))
 
 
 def _parts(block: Block, gradient: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -89,8 +89,6 @@ class LookAhead:
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Copy the bucket to grad_buf and send that; DDP goes on with this rank's own gradient."""
-        if bucket.index == 0:
-            self._begin(bucket.step)
         assert self._arriving is not None
         bucket.wait_for_all()
         if self._flags is not None and not bool(torch.isfinite(bucket.buffer).all()):
@@ -105,7 +103,8 @@ class LookAhead:
             done.set_result(bucket.buffer)
         return done
 
-    def _begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
+        """A backward pass has its first gradients."""
         refuse_join(self._wrapper, "backup=True", "backup=False")
         self._interceptor.begin_reduction()
         self._is_finite = True
@@ -123,7 +122,7 @@ class LookAhead:
         # The hook closes its own record at the end of the backward pass; this traffic goes on after that.
         record = self._session.recorder.open_bucket(bucket.step, -1, 0)
         return Bucket(
-            copied, bucket.parameters, bucket.offsets, index=bucket.index, step=bucket.step, is_last=bucket.is_last,
+            copied, bucket.slots, bucket.offsets, index=bucket.index, step=bucket.step, is_last=bucket.is_last,
             record=record,
         )  # fmt: skip
 

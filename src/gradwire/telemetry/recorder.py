@@ -16,6 +16,7 @@ __all__ = ["KINDS", "BucketRecord", "Recorder", "Sink", "Span", "StepRecord"]
 
 _log = logging.getLogger("gradwire.telemetry")
 
+# The first four in the order of native/exchange/account.hpp.
 KINDS = ("encode", "decode", "communicate", "importance", "table", "wait")
 
 # A caller that never closes a step (a bare comm hook) must not make the recorder grow: older steps close by themselves.
@@ -105,6 +106,17 @@ class BucketRecord:
                 raise InvalidArgument(f"telemetry knows no kind {kind!r}; there are: {', '.join(KINDS)}")
         if self.spans is not None:
             self.spans.append(Span(kind, start_ns, end_ns, threading.get_ident()))
+
+    def add_account(
+        self, bytes_sent: int, bytes_received: int, n_messages: int, spans: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Count one exchange of the native core: its bytes, and its spans of work (place in `KINDS`, start_ns, end_ns)."""
+        with self._lock:
+            self.bytes_sent += bytes_sent
+            self.bytes_received += bytes_received
+            self.n_messages += n_messages
+        for kind, start_ns, end_ns in spans:
+            self.add(KINDS[kind], start_ns, end_ns)
 
     def count_sent(self, n_bytes: int) -> None:
         """Count one message of `n_bytes`, headers included, that this rank sent."""

@@ -22,7 +22,7 @@ from gradwire.schemes.aqgb.pacing import Clock, Pacing
 from gradwire.schemes.aqgb.round import Round
 from gradwire.schemes.aqgb.streams import TOPOLOGIES, Streams
 from gradwire.stepping.blocks import Block, Division
-from gradwire.stepping.deferred import DeferredScheme, Slot
+from gradwire.stepping.deferred import DeferredScheme, OpenBlock
 from gradwire.telemetry.recorder import BucketRecord
 
 # Ahead of what the network has taken by our estimate: a newer block should not queue behind much, and the network never
@@ -87,8 +87,7 @@ class BlockBroadcast(DeferredScheme):
         self._failure = None
         if world_size > 1:
             heads = HeadFormat(n_blocks, world_size, self.configuration_hash, self.blocks_hash)
-            tags = communicator.next_stream(), communicator.next_stream()
-            self._streams = Streams(communicator, self.topology, heads, tags, self, time.perf_counter_ns)
+            self._streams = Streams(communicator, self.topology, heads, self)
 
     def close(self) -> None:
         try:
@@ -114,7 +113,7 @@ class BlockBroadcast(DeferredScheme):
 
     # ---- the training thread and DDP's hook
 
-    def _begin_step(self, step: int) -> None:
+    def _begin_round(self, step: int) -> None:
         streams = self._streams
         if streams is None:
             return
@@ -130,7 +129,7 @@ class BlockBroadcast(DeferredScheme):
         streams.begin_round(step)
         self.session.communicator.submit(self._run_round, current).add_done_callback(self._hear_of_lane)
 
-    def _start_block(self, slot: Slot) -> torch.futures.Future:
+    def _start_block(self, slot: OpenBlock) -> torch.futures.Future:
         done: torch.futures.Future = torch.futures.Future()
         if self._streams is None:
             done.set_result(None)
@@ -171,7 +170,7 @@ class BlockBroadcast(DeferredScheme):
             self.fail(error)
             raise
 
-    def _note_wait(self, slot: Slot, start_ns: int, end_ns: int) -> None:
+    def _note_wait(self, slot: OpenBlock, start_ns: int, end_ns: int) -> None:
         super()._note_wait(slot, start_ns, end_ns)
         self.figures.note_wait(end_ns - start_ns)
 
@@ -179,7 +178,7 @@ class BlockBroadcast(DeferredScheme):
         self.figures.end_backward()
         return super().end_backward(step)
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, slot: OpenBlock) -> None:
         super()._settle(slot)
         if self.error_feedback:
             self._leftovers.commit(slot)
@@ -213,7 +212,7 @@ class BlockBroadcast(DeferredScheme):
             self._raise_failure()
         streams.finish()
 
-    def _next_to_send(self, current: Round) -> tuple[Slot, int, bool]:
+    def _next_to_send(self, current: Round) -> tuple[OpenBlock, int, bool]:
         """The block that came last, how many values wait with it, and whether it is the last of all."""
         with self._changed:
             while True:
@@ -278,7 +277,7 @@ class BlockBroadcast(DeferredScheme):
         record = None if index == NO_BLOCK else current.records[index]
         return record or next((one for one in current.records if one is not None), self._spare)
 
-    # ---- the receivers
+    # ---- the receiver
 
     @property
     def max_body_bytes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gradwire.errors import InvalidArgument
-from gradwire.stepping.deferred import Slot
+from gradwire.stepping.deferred import OpenBlock
 
 
 class Leftovers:
@@ -18,9 +18,9 @@ class Leftovers:
         self._staged: dict[int, torch.Tensor] = {}
         self._has_staged: set[int] = set()
         self._scales: dict[int, float] = {}
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, OpenBlock] = {}
 
-    def add_to(self, slot: Slot, loss_scale: float) -> None:
+    def add_to(self, slot: OpenBlock, loss_scale: float) -> None:
         """slot.gradient += residual x loss_scale."""
         index = slot.block.index
         self._scales[index] = loss_scale
@@ -28,7 +28,7 @@ class Leftovers:
         if index in self._current:
             slot.gradient.add_(self._current[index], alpha=loss_scale)
 
-    def stage(self, slot: Slot, sent: torch.Tensor) -> None:
+    def stage(self, slot: OpenBlock, sent: torch.Tensor) -> None:
         """Keep slot.gradient - `sent` (n,) from the next `commit` on; nothing if it is not finite."""
         index = slot.block.index
         if index not in self._staged:
@@ -37,7 +37,7 @@ class Leftovers:
         if bool(torch.isfinite(left).all()):
             self._has_staged.add(index)
 
-    def commit(self, slot: Slot) -> None:
+    def commit(self, slot: OpenBlock) -> None:
         """The block's step was taken."""
         index = slot.block.index
         if index in self._has_staged:
@@ -57,7 +57,7 @@ class Leftovers:
         }
 
     def load_by_name(
-        self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str], slots: Sequence[Slot]
+        self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str], slots: Sequence[OpenBlock]
     ) -> None:
         """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size)."""
         left = dict(state)
@@ -85,7 +85,7 @@ class Leftovers:
         self._has_staged.clear()
 
 
-def _split(slot: Slot, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _split(slot: OpenBlock, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     parts, offset = [], 0
     for parameter in slot.block.parameters:
         parts.append((parameter, flat[offset : offset + parameter.numel()]))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.core.slot import Slot, local_of, slot_of
+from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.gcomp import importance_on_device
 from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
@@ -55,6 +58,8 @@ class QuantisationMetric:
         self._terms_of = _find_terms(optimizer)
         self._world_factor = world_size / 2 ** (world_size - 1).bit_length()
         self._tiles = _Tiles()
+        self._ready = torch.empty(0, dtype=torch.uint8)  # bytes that are written before they are asked for
+        self._n_ready = 0
         for group in optimizer.param_groups:
             _require_supported(optimizer, group)
 
@@ -71,7 +76,7 @@ class QuantisationMetric:
         Args:
             parameters: as in the optimizer's groups; float32, bfloat16, float16 or float64, any device.
             offsets: of each parameter's first element in `out`, one per parameter.
-            out: (n,) uint8, contiguous, on the CPU. Elements of no parameter are left alone.
+            out: (n,) uint8, contiguous, CPU. Elements of no parameter are left alone.
             loss_scale: what gradients are multiplied by (GradScaler's scale).
             gradient_dtype: of what is sent, where it is not the parameter's own: the metric compares last places.
         Raises: InvalidArgument, Unsupported (a group with `differentiable`, complex parameters, incomplete state).
@@ -86,36 +91,85 @@ class QuantisationMetric:
                 raise InvalidArgument(
                     f"{parameter.numel()} elements at {offset} do not fit in out, which has {out.numel()}"
                 )
-        self.write_window(parameters, offsets, 0, out, loss_scale, gradient_dtype)
+        self.of_bucket(parameters, offsets, loss_scale, gradient_dtype).write(0, out)
 
-    def write_window(
+    def of_bucket(
         self,
-        parameters: Sequence[Tensor],
+        slots: Sequence[Slot | Tensor],
         offsets: Sequence[int],
-        start: int,
-        out: Tensor,
         loss_scale: float = 1.0,
         gradient_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Like `write_importance`, for the elements from `start` on that `out` has room for: one chunk of a bucket.
+        staged: StagedBucket | None = None,
+    ) -> _native.BucketImportance:
+        """What `write_importance` writes, for any range of the bucket, from parameters and state as they are then.
 
-        `out` may be on a device: the bytes are then computed there, and nothing is waited for.
+        The optimizer must not step before it has been used; it is void when this is called again.
+
+        Args:
+            staged: of a bucket from a device: the bytes are computed there, and wait for nothing else. Raises: OutOfMemory.
         """
+        places = sorted(zip(offsets, map(slot_of, slots), strict=True), key=lambda place: place[0])
+        if staged is not None:
+            in_order, device = [slot for _, slot in places], staged.on_device.device
+            on_host = staged.compute(lambda: self.bytes_on_device(in_order, device, loss_scale, gradient_dtype))
+            return _windows_of(on_host, places)
+        operands_of = self._reader(loss_scale, gradient_dtype)
+        windows: list[tuple[int, int, int, int, int, float, float, float, int]] = []
+        reads: list[Tensor] = []
+        self._n_ready = 0
+        for offset, slot in places:
+            n, operands = slot.numel(), operands_of(slot)
+            if n == 0:
+                continue
+            if operands is None:
+                ready = self._reserve(n).zero_()
+            elif operands.is_plain:
+                reads += operands.tensors
+                windows.append((offset, n, *operands.addresses, operands.a, operands.b, operands.c, 0))
+                continue
+            else:
+                ready = self._reserve(n)
+                self._write(operands, ready)
+            reads.append(ready)
+            windows.append((offset, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr()))
+        importance = _native.BucketImportance(windows)
+        importance.reads = reads
+        return importance
+
+    def bytes_on_device(
+        self,
+        slots: Sequence[Slot],
+        device: torch.device,
+        loss_scale: float = 1.0,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """(n,) uint8 on the device: the bytes of all elements of `slots`, one slot after the other; waits for nothing."""
+        operands_of = self._reader(loss_scale, gradient_dtype)
+        out = torch.zeros(sum(slot.numel() for slot in slots), dtype=torch.uint8, device=device)
+        for slot, part in zip(slots, out.split([slot.numel() for slot in slots]), strict=True):
+            operands = operands_of(slot)
+            if operands is not None:
+                self._write(operands, part)
+        return out
+
+    def _reader(self, loss_scale: float, gradient_dtype: torch.dtype | None) -> Callable[[Slot], _Operands | None]:
+        """What to read for a slot; None: nothing of it may be dropped. Raises: InvalidArgument."""
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            begin, end = max(offset, start), min(offset + parameter.numel(), start + out.numel())
-            if begin >= end:
-                continue
-            destination = out[begin - start : end - start]
+
+        def read(slot: Slot) -> _Operands | None:
+            parameter = slot.parameter
+            if parameter is None or slot.numel() == 0:
+                return None
             terms = self._read_terms(parameter, groups.get(parameter))
             if terms is None:
-                destination.zero_()
-                continue
+                return None
             gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
             factor = self._world_factor * loss_scale * 2.0**gap
-            self._write(parameter, terms, factor, slice(begin - offset, end - offset), destination)
+            return _operands(terms, parameter, factor, slice(slot.start, slot.start + slot.numel()))
+
+        return read
 
     def _read_terms(self, parameter: Tensor, group: dict[str, Any] | None) -> Terms | None:
         if group is None:
@@ -131,33 +185,92 @@ class QuantisationMetric:
                 "as if an option had been switched on after the first step; make a new optimizer, or: " + _ADVICE
             ) from missing
 
-    def _write(self, parameter: Tensor, terms: Terms, factor: float, part: slice, out: Tensor) -> None:
-        """The bytes of one part of a parameter, in its memory order."""
-        a, b, c = terms.a * factor, terms.b * factor, terms.c * factor
-        if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
-            out.zero_()  # a step size beyond float32 (eta below 1e-38, say, or NaN): drop nothing
-            return
-        theta = _flatten_like(parameter, parameter)[part]
-        second = None if terms.second_moment is None else _flatten_like(terms.second_moment, parameter)[part]
-        first = None if terms.first_moment is None else _flatten_like(terms.first_moment, parameter)[part]
-        on_cpu = out.device.type == "cpu"
-        if on_cpu and terms.mean is None and terms.shift is None and all(map(_is_plain, (theta, second, first))):
-            _native.importance(theta, second, first, a, b, c, out)
-            return
-        mean = None if terms.mean is None else _flatten_like(terms.mean[1], parameter)[part]
-        shift = None if terms.shift is None else _flatten_like(terms.shift[1], parameter)[part]
+    def _reserve(self, n: int) -> Tensor:
+        """(n,) uint8 of this call's own, from memory that grows to what a bucket needs."""
+        first, self._n_ready = self._n_ready, self._n_ready + n
+        if self._ready.numel() < self._n_ready:  # the smaller one lives on in the windows that read it
+            self._ready, first, self._n_ready = torch.empty(2 * self._n_ready, dtype=torch.uint8), 0, n
+        return self._ready[first : first + n]
+
+    def _write(self, operands: _Operands, out: Tensor) -> None:
+        """The bytes of a parameter that the kernel cannot read where it lies, in its memory order, tile by tile."""
         for begin in range(0, out.numel(), _TILE_ELEMENTS):
             tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
-            theta_tile = self._tiles.load(0, theta, tile, out.device)
-            second_tile = None if second is None else self._tiles.load(1, second, tile, out.device)
-            first_tile = None if first is None else self._tiles.load(2, first, tile, out.device)
-            if terms.mean is not None and mean is not None and second_tile is not None:
-                mean_tile = self._tiles.load(3, mean, tile, out.device)
-                second_tile.addcmul_(mean_tile, mean_tile, value=-terms.mean[0])
-            if terms.shift is not None and shift is not None:
-                theta_tile.add_(self._tiles.load(3, shift, tile, out.device), alpha=terms.shift[0])
-            write = _native.importance if on_cpu else importance_on_device.write_importance
-            write(theta_tile, second_tile, first_tile, a, b, c, out[tile])
+            load = lambda slot, values, tile=tile: self._tiles.load(slot, values, tile, out.device)  # noqa: E731
+            theta_tile = load(0, operands.theta)
+            second_tile = None if operands.second is None else load(1, operands.second)
+            first_tile = None if operands.first is None else load(2, operands.first)
+            if operands.mean is not None and second_tile is not None:
+                mean_tile = load(3, operands.mean[1])
+                second_tile.addcmul_(mean_tile, mean_tile, value=-operands.mean[0])
+            if operands.shift is not None:
+                theta_tile.add_(load(3, operands.shift[1]), alpha=operands.shift[0])
+            write = _native.importance if out.device.type == "cpu" else importance_on_device.write_importance
+            write(theta_tile, second_tile, first_tile, operands.a, operands.b, operands.c, out[tile])
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The terms of one parameter, as (n,) in the order of its gradient."""
+
+    a: float
+    b: float
+    c: float
+    theta: Tensor
+    second: Tensor | None
+    first: Tensor | None
+    mean: tuple[float, Tensor] | None
+    shift: tuple[float, Tensor] | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the kernel can read them where they lie."""
+        return self.mean is None and self.shift is None and all(map(_is_plain, (self.theta, self.second, self.first)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [values for values in (self.theta, self.second, self.first) if values is not None]
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        theta, second, first = (
+            0 if values is None else values.data_ptr() for values in (self.theta, self.second, self.first)
+        )
+        return theta, second, first
+
+
+def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _Operands | None:
+    """Those of one part of a parameter, in its memory order.
+
+    None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then.
+    """
+    a, b, c = terms.a * factor, terms.b * factor, terms.c * factor
+    if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
+        return None
+    parameter = local_of(parameter)
+
+    def flatten(values: Tensor | None) -> Tensor | None:
+        return None if values is None else _flatten_like(values, parameter)[part]
+
+    def flatten_weighted(weighted: tuple[float, Tensor] | None) -> tuple[float, Tensor] | None:
+        return None if weighted is None else (weighted[0], _flatten_like(weighted[1], parameter)[part])
+
+    return _Operands(
+        a, b, c, _flatten_like(parameter, parameter)[part], flatten(terms.second_moment), flatten(terms.first_moment),
+        flatten_weighted(terms.mean), flatten_weighted(terms.shift),
+    )  # fmt: skip
+
+
+def _windows_of(ready: Tensor, places: Sequence[tuple[int, Slot]]) -> _native.BucketImportance:
+    """Bytes that are there already, one slot's after the other's, as the kernels ask for them."""
+    windows, address = [], ready.data_ptr()
+    for offset, slot in places:
+        if slot.numel():
+            windows.append((offset, slot.numel(), 0, 0, 0, 0.0, 0.0, 0.0, address))
+        address += slot.numel()
+    importance = _native.BucketImportance(windows)
+    importance.reads = [ready]
+    return importance
 
 
 class _Tiles:
@@ -222,7 +335,7 @@ def _flatten_like(values: Tensor, parameter: Tensor) -> Tensor:
 
     DDP's reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row.
     """
-    values = values.detach()
+    values = local_of(values.detach())
     if values.shape != parameter.shape:
         raise Unsupported(
             f"the optimizer holds state of shape {tuple(values.shape)} for a parameter of shape "

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
-from gradwire.core.bucket import Bucket
-
-__all__ = ["window_of", "write_importance"]
+__all__ = ["write_importance"]
 
 # As native/gcomp/importance.hpp has them.
 _LOWEST_CODE = 348
@@ -33,29 +29,3 @@ def write_importance(
     if second_moment is not None:
         code.masked_fill_(second_moment.view(torch.int32) <= 0, 0)  # on the bits: subnormals count
     out.copy_(code)
-
-
-def window_of(
-    bucket: Bucket,
-    write_window: Callable[..., None],
-    parameters: Sequence[Tensor],
-    offsets: Sequence[int],
-    loss_scale: float,
-) -> Callable[[int, int], Tensor]:
-    """The importance of values `start` to `end` of a device bucket, in host memory; computed once, on the device.
-
-    Args:
-        write_window: as `QuantisationMetric.write_window`.
-        parameters, offsets: as they lie in what is encoded.
-    Raises: OutOfMemory.
-    """
-    assert bucket.staged is not None
-    device, n_elements = bucket.staged.on_device.device, bucket.n_elements
-
-    def compute() -> Tensor:
-        out = torch.zeros(n_elements, dtype=torch.uint8, device=device)
-        write_window(parameters, offsets, 0, out, loss_scale, bucket.buffer.dtype)
-        return out
-
-    on_host = bucket.staged.compute(compute)
-    return lambda start, end: on_host[start:end]

@@ -10,16 +10,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
 from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.engine import Importance
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from gradwire.schemes.gcomp.importance_on_device import window_of
 from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.through_codec import ThroughCodec
 
@@ -84,31 +81,19 @@ class GComp(ThroughCodec):
         self._reduce_with(codec, bucket, self._importance_of(bucket))
 
     def _importance_of(self, bucket: Bucket) -> Importance | None:
-        """Says how large each value of a chunk may be before its low bits matter; None if all values are alike.
-
-        Asked chunk by chunk, just before a chunk is encoded: so this work, too, overlaps with what is on the wire.
-        """
+        """What says how large each value of the bucket may be before its low bits matter; None if all are alike."""
         if self._metric is None:
             return None
-        if not bucket.parameters:
+        if not bucket.slots:
             raise Unsupported(
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
             )
-        metric, loss_scale = self._metric, self.session.loss_scale()
-        if bucket.staged is not None:
-            started = time.perf_counter_ns()
-            window = window_of(bucket, metric.write_window, bucket.parameters, bucket.offsets, loss_scale)
-            bucket.record.add("importance", started, time.perf_counter_ns())
-            return window
-
-        def importance(start: int, end: int) -> torch.Tensor:
-            started = time.perf_counter_ns()
-            out = self.session.communicator.scratch("importance", end - start)
-            metric.write_window(bucket.parameters, bucket.offsets, start, out, loss_scale, bucket.buffer.dtype)
-            bucket.record.add("importance", started, time.perf_counter_ns())
-            return out
-
+        started = time.perf_counter_ns()
+        importance = self._metric.of_bucket(
+            bucket.slots, bucket.offsets, self.session.loss_scale(), bucket.buffer.dtype, bucket.staged
+        )
+        bucket.record.add("importance", started, time.perf_counter_ns())
         return importance
 
     def end_step(self, step: int) -> None:

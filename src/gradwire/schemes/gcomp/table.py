@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradwire import _native
 from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import InvalidArgument
@@ -131,6 +132,12 @@ class _CountingCodec:
         self._counts = counts
 
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
-        counts = _NARROW if gradient.dtype == torch.float16 else _WIDE
-        self._codec.histogram(gradient, self._counts[counts])
+        self._codec.histogram(gradient, self._counts_of(gradient.dtype))
         return self._codec.encode(gradient, out, importance)
+
+    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
+        """As `GComp.exchange_codec`."""
+        return self._codec.exchange_codec(dtype, importance, self._counts_of(dtype))
+
+    def _counts_of(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._counts[_NARROW if dtype == torch.float16 else _WIDE]

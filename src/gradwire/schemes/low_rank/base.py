@@ -13,6 +13,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
@@ -110,11 +111,11 @@ class LowRank(Scheme):
                 f'{communicator.world_size}; use factor_dtype="float32"'
             )
         super().bind(session)
-        self._plans = Plans(self._shape_of, lambda parameter: session.names.get(parameter))
+        self._plans = Plans(self._shape_of)
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)
 
-    def _shape_of(self, parameter: torch.Tensor) -> MatrixShape | None:
-        return matrix_shape(parameter, self.rank, self.min_compression_rate)
+    def _shape_of(self, slot: Slot) -> MatrixShape | None:
+        return matrix_shape(slot, self.rank, self.min_compression_rate)
 
     # ---- one bucket
 
@@ -122,7 +123,8 @@ class LowRank(Scheme):
         """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
         work = Work(bucket, torch.futures.Future())
         if bucket.index == 0:
-            self._open.clear()  # of a backward pass that was given up half-way; nobody waits for those
+            # Nobody waits for those of a backward pass that was given up half-way; for the step before someone may.
+            self._open[:] = [other for other in self._open if other.bucket.step >= bucket.step - 1]
         self._open.append(work)
 
         def fail_all_open(taken: torch.futures.Future) -> None:
@@ -287,7 +289,7 @@ class LowRank(Scheme):
 
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
-        self._plans = Plans(self._shape_of, lambda _: None)
+        self._plans = Plans(self._shape_of)
         self._works.clear()
         self._open.clear()
 
@@ -304,11 +306,11 @@ class LowRank(Scheme):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return states_by_name(self._plans.states, self.session.names)
+        return states_by_name(self._plans.states, self.session.slots)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument (another model or rank, fields missing)."""
-        states = load_states(state, self.session.names, self._shape_of, self._sides_in(state))
+        states = load_states(state, self.session.slots, self._shape_of, self._sides_in(state))
         self._plans.states.clear()
         self._plans.states.update(states)
         self._plans.forget_layouts()

@@ -12,6 +12,7 @@ import torch
 
 from gradwire import _native
 from gradwire.core.bucket import Bucket
+from gradwire.core.slot import Slot
 
 # A gradient with values nearly always shows one among its first few: only zero gradients are read to their end.
 _GLANCE_ELEMENTS = 64
@@ -29,7 +30,7 @@ class MatrixShape(NamedTuple):
         return self.n_rows * self.n_columns
 
 
-def matrix_shape(parameter: torch.Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
+def matrix_shape(parameter: Slot | torch.Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
     """The matrix that `parameter` is compressed as, or None if it travels as it is.
 
     The rate is n m / ((n + m) r): what both factors together save, as in PyTorch's powerSGD_hook.
@@ -86,10 +87,10 @@ class Group:
         corrected: (k, n_rows, n_columns): gradient + residual; after `subtract_...` the new residual.
     """
 
-    def __init__(self, shape: MatrixShape, members: Sequence[tuple[torch.Tensor, int, str, MatrixState]]) -> None:
-        """`members`: parameter, offset in the bucket, key and state of each matrix."""
+    def __init__(self, shape: MatrixShape, members: Sequence[tuple[Slot, int, str, MatrixState]]) -> None:
+        """`members`: slot, offset in the bucket, key and state of each matrix."""
         self.shape = shape
-        self.parameters, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
+        self.slots, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
         n = len(members)
         self.p = torch.empty(n, shape.rank, shape.n_rows)
         self.q = torch.empty(n, shape.rank, shape.n_columns)
@@ -127,7 +128,7 @@ class Group:
     def write_product(self, flat: torch.Tensor, q: torch.Tensor | None = None) -> None:
         """P Q^T of every matrix to where it lies in the bucket; `q` stands in for the group's own."""
         q = self.q if q is None else q
-        for i in range(len(self.parameters)):
+        for i in range(len(self.slots)):
             out = self.view_in(flat, i)
             product = out if out.dtype == torch.float32 else torch.empty(out.shape)
             _native.multiply_factors(self.p[i].view(-1), q[i].view(-1), self.shape.rank, False, product.view(-1))
@@ -136,7 +137,7 @@ class Group:
 
     def subtract_product(self) -> None:
         """corrected -= P Q^T, which makes it the new residual against the factors as they stand."""
-        for i in range(len(self.parameters)):
+        for i in range(len(self.slots)):
             _native.multiply_factors(
                 self.p[i].view(-1), self.q[i].view(-1), self.shape.rank, True, self.corrected[i].view(-1)
             )
@@ -144,7 +145,7 @@ class Group:
 
     def subtract_result(self, flat: torch.Tensor) -> None:
         """corrected -= what lies in the bucket, which makes it the new residual against the aggregate."""
-        for i in range(len(self.parameters)):
+        for i in range(len(self.slots)):
             self.corrected[i].sub_(self.view_in(flat, i))
         self._keep_withheld()
 

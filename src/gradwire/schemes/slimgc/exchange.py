@@ -15,9 +15,8 @@ import torch
 
 from gradwire.codecs import Codec, pieces
 from gradwire.codecs.quantised import Quantised
-from gradwire.exchange.chunk_codec import Importance
-from gradwire.exchange.push_pull import Cut, Group, push_pull
-from gradwire.exchange.ring import ring_mean
+from gradwire.exchange.engine import Importance, ring_mean
+from gradwire.exchange.push_pull import Cut, Ends, Group, push_pull
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.facts import Facts
@@ -74,7 +73,7 @@ class Exchange:
         """
         if self.topology == "server":
             ends = _ServerEnds(self, values, left_out, cut, record, importance, source, is_void)
-            return push_pull(self.communicator, cut, ends, facts, record)
+            return push_pull(self.communicator, cut.n_groups, ends, facts, record)
         assert source is None
         left_out.zero_()
         ring_mean(self.communicator, self.codec, values, facts, record, importance, self.group_elements, left_out)
@@ -97,10 +96,10 @@ class Exchange:
         pull. What is void is replaced all the same. Nothing is left to do.
         """
         ends = _ServerEnds(self, values, left_out, cut, record, importance, source, is_void, has_pull=False)
-        return push_pull(self.communicator, cut, ends, facts, record, has_pull=False)
+        return push_pull(self.communicator, cut.n_groups, ends, facts, record, has_pull=False)
 
 
-class _ServerEnds:
+class _ServerEnds(Ends):
     """A rank as a worker, which pushes and pulls, and as the server of its own part."""
 
     def __init__(
@@ -122,6 +121,7 @@ class _ServerEnds:
         self._record, self._importance = record, importance
         communicator = exchange.communicator
         self._rank, self._world_size = communicator.rank, communicator.world_size
+        self._scratch = communicator.scratch
         self.max_push_bytes = _max_group_bytes(self._codec, cut)
         self.max_pull_bytes = _max_group_bytes(self._pull_codec, cut)
         n_bytes = 4 * cut.max_group_elements
@@ -146,20 +146,25 @@ class _ServerEnds:
 
     # ---- as the server of its own part
 
-    def add_pushed(self, source: int, group: int, message: torch.Tensor | None) -> None:
+    def add_pushed(self, source: int, group: int, message: torch.Tensor) -> None:
         start, end, sizes = self._cut.groups[self._rank][group]
         total = self._total[: end - start]
         started = time.perf_counter_ns()
-        if message is None:
-            # Its own values never leave this rank, so they stay exact; what was left out of them is in the sum.
-            own, residual = self._source_of(start, end)
-            if residual is not None:
-                own = torch.add(own, residual, out=self._decoded[: end - start])
-            total.copy_(own) if source == 0 else total.add_(own)
-        elif source == 0:
+        if source == 0:
             pieces.decode(self._codec, message, sizes, total)
         else:
             pieces.add(self._codec, message, sizes, total, self._decoded[: end - start])
+        self._record.add("decode", started, time.perf_counter_ns())
+
+    def add_own(self, group: int) -> None:
+        start, end, _ = self._cut.groups[self._rank][group]
+        total = self._total[: end - start]
+        started = time.perf_counter_ns()
+        # Its own values never leave this rank, so they stay exact; what was left out of them is in the sum.
+        own, residual = self._source_of(start, end)
+        if residual is not None:
+            own = torch.add(own, residual, out=self._decoded[: end - start])
+        total.copy_(own) if self._rank == 0 else total.add_(own)
         self._record.add("decode", started, time.perf_counter_ns())
 
     def encode_pull(self, group: int, out: torch.Tensor) -> int:
@@ -182,7 +187,10 @@ class _ServerEnds:
         self, codec: Codec, group: Group, values: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
     ) -> int:
         start, end, sizes = group
-        importance = None if self._importance is None else self._importance(start, end)
+        importance = None
+        if self._importance is not None:
+            importance = self._scratch("importance", end - start).zero_()
+            self._importance.write(start, importance)
         started = time.perf_counter_ns()
         left_out = self._left_out[start:end]
         n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)

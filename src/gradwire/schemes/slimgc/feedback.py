@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.slimgc.plan import Plan, Span
 
@@ -19,14 +20,14 @@ class Feedback:
     """The residuals of one rank: float32, free of the loss scale, a view of one flat buffer per bucket."""
 
     def __init__(self) -> None:
-        self._current: dict[torch.Tensor, torch.Tensor] = {}
-        self._staged: dict[torch.Tensor, torch.Tensor | None] = {}  # None: flushed
+        self._current: dict[Slot, torch.Tensor] = {}
+        self._staged: dict[Slot, torch.Tensor | None] = {}  # None: flushed
         # Two buffers a bucket that change places: what is staged never overwrites what counts.
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def holds_any(self, spans: tuple[Span, ...]) -> bool:
         """Whether a residual waits to be flushed into one of these tensors."""
-        return bool(self._current) and any(span.parameter in self._current for span in spans)
+        return bool(self._current) and any(span.slot in self._current for span in spans)
 
     def buffer_for(self, bucket: int, plan: Plan) -> torch.Tensor:
         """(plan.n_bit_buf,) float32 to write what is left out into; `stage` takes it."""
@@ -34,9 +35,7 @@ class Feedback:
         if buffers is None or buffers[0].numel() != plan.n_bit_buf:
             buffers = (torch.empty(plan.n_bit_buf), torch.empty(plan.n_bit_buf))
         self._buffers[bucket] = buffers
-        used = {
-            r.untyped_storage().data_ptr() for r in (self._current.get(p) for p in plan.parameters) if r is not None
-        }
+        used = {r.untyped_storage().data_ptr() for r in (self._current.get(p) for p in plan.slots) if r is not None}
         for buffer in buffers:
             if buffer.untyped_storage().data_ptr() not in used:
                 return buffer
@@ -50,7 +49,7 @@ class Feedback:
         A parameter whose gradient is all zero (unused on this rank) keeps its residual: out is zero there. If the
         parameter is unused on every rank, DDP throws its result away, and the residual would go with it.
         """
-        residual = None if span.parameter is None else self._current.get(span.parameter)
+        residual = None if span.slot is None else self._current.get(span.slot)
         if residual is None or not is_used(gradient):
             out.copy_(gradient)
         elif gradient.dtype == out.dtype == residual.dtype:
@@ -63,7 +62,7 @@ class Feedback:
         """(plan.n_bit_buf,) the residuals of all compressed tensors, if they lie as in the fused buffer."""
         flat: torch.Tensor | None = None
         for span in plan.compressed:
-            mine = None if span.parameter is None else self._current.get(span.parameter)
+            mine = None if span.slot is None else self._current.get(span.slot)
             if mine is None:
                 return None
             if flat is None:
@@ -82,52 +81,52 @@ class Feedback:
         if loss_scale != 1.0:
             left_out.div_(loss_scale)
         for span in plan.compressed:
-            if span.parameter is None:
+            if span.slot is None:
                 continue
             mine = span.in_fused(left_out)
-            kept = self._current.get(span.parameter)
+            kept = self._current.get(span.slot)
             if bucket is not None and kept is not None and not is_used(span.in_bucket(bucket)):
                 mine.add_(kept)
-            self._staged[span.parameter] = mine
+            self._staged[span.slot] = mine
 
     def stage_flushed(self, spans: tuple[Span, ...], bucket: torch.Tensor) -> None:
         """The residuals of these tensors went out with their raw gradients; `bucket`: the gradients before that."""
         for span in spans:
-            if span.parameter in self._current and is_used(span.in_bucket(bucket)):
-                self._staged[span.parameter] = None
+            if span.slot in self._current and is_used(span.in_bucket(bucket)):
+                self._staged[span.slot] = None
 
     def commit(self) -> None:
         """Make what was staged in this step count."""
-        for parameter, residual in self._staged.items():
+        for slot, residual in self._staged.items():
             if residual is None:
-                self._current.pop(parameter, None)
+                self._current.pop(slot, None)
             else:
-                self._current[parameter] = residual
+                self._current[slot] = residual
         self._staged.clear()
 
     def discard(self) -> None:
         """Forget what was staged in this step."""
         self._staged.clear()
 
-    def state_by_name(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-        """Copies of the residuals, by parameter name."""
-        return {names[parameter]: residual.clone() for parameter, residual in self._current.items()}
+    def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
+        """Copies of the residuals, by name."""
+        names = {slot: name for name, slot in slots.items()}
+        return {names[slot]: residual.clone() for slot, residual in self._current.items()}
 
-    def load_by_name(self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    def load_by_name(self, state: Mapping[str, torch.Tensor], slots: Mapping[str, Slot]) -> None:
         """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size or dtype)."""
-        parameters = {name: parameter for parameter, name in names.items()}
         loaded = {}
         for name, residual in state.items():
-            parameter = parameters.get(name)
+            slot = slots.get(name)
             if (
                 not isinstance(residual, torch.Tensor)
-                or parameter is None
-                or (residual.dtype, residual.numel()) != (torch.float32, parameter.numel())
+                or slot is None
+                or (residual.dtype, residual.numel()) != (torch.float32, slot.numel())
             ):
                 raise InvalidArgument(
                     f"the checkpoint's residual for {name!r} does not fit this model; load it into the model that wrote it"
                 )
-            loaded[parameter] = residual.detach().clone().view(-1)
+            loaded[slot] = residual.detach().clone().view(-1)
         self._current, self._buffers = loaded, {}
         self._staged.clear()
 

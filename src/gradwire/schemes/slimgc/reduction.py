@@ -10,10 +10,9 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.engine import Importance
 from gradwire.exchange.push_pull import Cut
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from gradwire.schemes.gcomp.importance_on_device import window_of
 from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
 from gradwire.schemes.slimgc.exchange import Exchange, Source
 from gradwire.schemes.slimgc.feedback import Feedback, is_used
@@ -197,8 +196,14 @@ class Reduction:
             mean = self._means[bucket.index] = torch.empty(n_own)
         if fused is not None:
             mean.copy_(fused[edges[rank] : edges[rank + 1]])
-        whole = tuple(span.parameter for span in plan.raw if span.parameter is not None)
-        cut = tuple((span.parameter, span.fused) for span in plan.compressed if span.parameter is not None)
+        whole = tuple(
+            span.slot.parameter for span in plan.raw if span.slot is not None and span.slot.parameter is not None
+        )
+        cut = tuple(
+            (span.slot.parameter, span.fused)
+            for span in plan.compressed
+            if span.slot is not None and span.slot.parameter is not None
+        )
         self.owner_step.keep(bucket.index, Owned(whole, cut, edges, mean))
 
     def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
@@ -231,24 +236,14 @@ class Reduction:
             self._keep_mean(bucket, plan, bit_buf)
 
     def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
-        """For a codec that weighs values by the optimizer: asked for windows of the fused buffer."""
+        """Of the fused buffer, for a codec that weighs values by the optimizer."""
         metric = self._metric
-        if metric is None or not plan.parameters:
+        if metric is None or not plan.slots:
             return None
+        started = time.perf_counter_ns()
         loss_scale = self._session.loss_scale()
-        if bucket.staged is not None:
-            started = time.perf_counter_ns()
-            window = window_of(bucket, metric.write_window, plan.parameters, plan.offsets, loss_scale)
-            bucket.record.add("importance", started, time.perf_counter_ns())
-            return window
-
-        def importance(start: int, end: int) -> torch.Tensor:
-            started = time.perf_counter_ns()
-            out = self._session.communicator.scratch("importance", end - start)
-            metric.write_window(plan.parameters, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
-            bucket.record.add("importance", started, time.perf_counter_ns())
-            return out
-
+        importance = metric.of_bucket(plan.slots, plan.offsets, loss_scale, bucket.buffer.dtype, bucket.staged)
+        bucket.record.add("importance", started, time.perf_counter_ns())
         return importance
 
     def probe(self, values: torch.Tensor, is_compressed: bool, record: BucketRecord) -> None:
@@ -267,10 +262,7 @@ class Reduction:
         probed.copy_(values)
         cut = Cut([(0, n)], communicator.world_size, self._exchange.group_elements)
         facts = Facts(0, n, record.step & 0xFFFFFFFF, 0)
-        importance: Importance | None = None
-        if self._metric is not None:
-            zeros = communicator.scratch("importance", n).zero_()
-            importance = lambda start, end: zeros[start:end]  # noqa: E731
+        importance = None if self._metric is None else Importance([])
         self._exchange.mean(probed, left_out, cut, facts, record, importance)()
 
 

@@ -197,6 +197,11 @@ class SlimGC(Scheme):
         elif self.update == "owner":
             self._stepper = self._reduction.owner_step = OwnerStep(self.session, self._start_mean, self.max_grad_value)
 
+    def begin_step(self, step: int) -> None:
+        """Raises: Unsupported (ddp.join, where the step is not the optimizer's)."""
+        if self._stepper is not None:
+            self._stepper.begin_step(step)
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
         return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
@@ -335,7 +340,7 @@ class SlimGC(Scheme):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "residuals": self._reduction.feedback.state_by_name(self.session.names),
+            "residuals": self._reduction.feedback.state_by_name(self.session.slots),
             "threshold_bytes": self._threshold,
             "measuring": self._measuring.state_dict(),
             "stepping": {} if self._stepper is None else self._stepper.state_dict(),
@@ -348,7 +353,7 @@ class SlimGC(Scheme):
             raise InvalidArgument("this is not the state of scheme slimgc: it lacks residuals or the threshold table")
         threshold = check_threshold(state.get("threshold_bytes"))
         feedback = Feedback()
-        feedback.load_by_name(residuals, self.session.names)
+        feedback.load_by_name(residuals, self.session.slots)
         if self._stepper is not None:
             self._stepper.load_state_dict(state.get("stepping", {}))
             if isinstance(self._stepper, OwnerStep):

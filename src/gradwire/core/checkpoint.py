@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from gradwire.doors.hook import HookState
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from gradwire.wire.communicator import Communicator
 
 STATE_VERSION = 1
 _FIELDS = {"version": int, "scheme": str, "configuration": dict, "world_size": int, "rank": int, "step": int}
 
 
-def state_of(hook_state: HookState) -> dict[str, Any]:
+class Saved(Protocol):
+    """What a checkpoint knows of a scheme."""
+
+    name: ClassVar[str]
+    state_is_per_world: bool
+
+    @property
+    def configuration(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def state_of(scheme: Saved, communicator: Communicator, step: int) -> dict[str, Any]:
     """Tensors and plain values only, so that torch.load(weights_only=True) reads it."""
-    hook_state.flush()
-    hook_state.wait_until_idle()
-    if hook_state.module is None:
-        raise InvalidArgument(
-            "state_dict() names parameters as the module does, and this HookState was made without one; "
-            "pass HookState(scheme, module=model)"
-        )
     return {
         "version": STATE_VERSION,
-        "scheme": hook_state.scheme.name,
-        "configuration": hook_state.scheme.configuration,
-        "world_size": hook_state.communicator.world_size,
-        "rank": hook_state.communicator.rank,
-        "step": hook_state.step,
-        "state": hook_state.scheme.state_dict(),
+        "scheme": scheme.name,
+        "configuration": scheme.configuration,
+        "world_size": communicator.world_size,
+        "rank": communicator.rank,
+        "step": step,
+        "state": scheme.state_dict(),
     }
 
 
-def load_state(hook_state: HookState, saved: dict[str, Any], strict: bool) -> None:
-    """Check the envelope, then give the scheme its state. Nothing is changed if a check fails."""
-    _check_shape(saved)
-    hook_state.wait_until_idle()
-    scheme, communicator = hook_state.scheme, hook_state.communicator
+def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], strict: bool) -> int:
+    """Check what the envelope says, then give the scheme its state. Returns: the step to go on with.
+
+    Nothing is changed if a check fails. Raises: InvalidArgument.
+    """
     if saved["scheme"] != scheme.name:
         raise InvalidArgument(
             f"the checkpoint was written by scheme {saved['scheme']!r}, but {scheme.name!r} is attached; "
@@ -68,10 +73,11 @@ def load_state(hook_state: HookState, saved: dict[str, Any], strict: bool) -> No
             f"this is the state of rank {saved['rank']}, loaded by rank {communicator.rank}; load each rank's own file"
         )
     scheme.load_state_dict(saved["state"])
-    hook_state.step = saved["step"]
+    return int(saved["step"])
 
 
-def _check_shape(saved: Any) -> None:
+def check(saved: Any) -> None:
+    """Raises: CorruptMessage (not such a state at all), IncompatibleVersion."""
     if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
         raise CorruptMessage("this is not a gradwire state_dict: pass what attachment.state_dict() returned")
     for field, kind in _FIELDS.items():

@@ -105,8 +105,6 @@ ARGPARSE_OUTSIDE_COMMANDS: set[str] = {
 CLOCKS_ELSEWHERE: set[str] = {
     "exchange/aggregators/process_group.py",
     "exchange/aggregators/switch.py",
-    "exchange/chunk_codec.py",
-    "exchange/frames.py",
     "exchange/quantised.py",
     "schemes/acp_sgd.py",
     "schemes/aqgb/broadcasting.py",

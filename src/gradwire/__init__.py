@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 # fmt: off
 # isort: off
 from gradwire.errors import (BufferTooSmall, CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument,
-                             PeerLost, RankMismatch, Unsupported)
+                             OutOfMemory, PeerLost, RankMismatch, Unsupported)
 # isort: on
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",
-    "InvalidArgument", "LocalSgd", "PeerLost", "RankMismatch", "Reducer", "Unsupported", "attach", "codecs", "ddp_hook",
-    "recommend",
+    "InvalidArgument", "LocalSgd", "OutOfMemory", "PeerLost", "RankMismatch", "Reducer", "Unsupported", "attach", "codecs",
+    "ddp_hook", "recommend",
     "schemes", "set_thread_count", "thread_count",
 ]
 # fmt: on

@@ -34,5 +34,9 @@ class RankMismatch(GradwireError):
     """Ranks disagree on model, scheme, options or step, or one of them failed; the message names ranks and field."""
 
 
+class OutOfMemory(GradwireError):
+    """A device has no memory left, or host memory cannot be pinned; training without gradwire may go on."""
+
+
 class PeerLost(GradwireError):
     """A peer died, closed its connection or did not answer within `timeout_s`."""

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.core import checkpoint, gathering
-from gradwire.core.bucket import SUPPORTED_DTYPES, Bucket, cut_into_buckets, offsets_of
+from gradwire.core.bucket import SUPPORTED_DTYPES, Bucket, check_gradient, cut_into_buckets, offsets_of
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot, local_of, named_parameters, slots_by_name
-from gradwire.core.staging import CudaDevice, HostStaging, StagedBucket
+from gradwire.core.staging import LossScale, StagedBucket, Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes import Scheme, by_name
@@ -79,18 +79,18 @@ class Reducer:
         self._closed = False
         self._op, self._bucket_bytes = op, bucket_mb * (1 << 20)
         self._error: GradwireError | None = None
-        self._staging: HostStaging | None = None
         self._layouts: set[tuple[int, int]] = set()  # bucket index and layout hash of what was compared
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         module = names if isinstance(names, nn.Module) else None
         self.slots = slots_by_name(named_parameters(names) if isinstance(names, nn.Module) else names or {})
         communicator = Communicator(group, timeout_s)
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
-        loss_scale = (lambda: 1.0) if scaler is None else (lambda: float(scaler.get_scale()))
+        self._loss_scale = LossScale(scaler)
         self.session = Session(
-            communicator, self.recorder, _unwrapped(optimizer), self.slots, loss_scale, module, scaler is not None
+            communicator, self.recorder, _unwrapped(optimizer), self.slots, self._loss_scale, module, scaler is not None
         )
         try:
+            self._staging = Staging(self._parameters_of_buckets())
             self.scheme.bind(self.session)
             self.scheme.take_over()
         except Exception as error:
@@ -176,7 +176,7 @@ class Reducer:
         """
         step = self.step
         reduced: torch.futures.Future = torch.futures.Future(
-            devices=[buffer.device] if buffer.device.type == "cuda" else None
+            devices=None if buffer.device.type == "cpu" else [buffer.device]
         )
         record = self.recorder.open_bucket(step, index, buffer.numel() * buffer.element_size())
         try:
@@ -189,6 +189,8 @@ class Reducer:
             if (index, bucket.layout_hash) not in self._layouts:
                 self._layouts.add((index, bucket.layout_hash))
                 self.communicator.submit(self._compare_layout, bucket)
+            if staged is not None and not self.scheme.waits_by_tensor:
+                self.communicator.submit(staged.wait_for_all)
             done = self.scheme.reduce(bucket)
             if is_last:
                 self.scheme.end_buckets(step)
@@ -207,13 +209,20 @@ class Reducer:
         self, index: int, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]
     ) -> tuple[torch.Tensor, StagedBucket | None]:
         """What the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
-        if buffer.device.type != "cuda" or not self.scheme.stages_device_buckets:
+        if buffer.device.type == "cpu":
             return buffer, None
-        if self._staging is None:
-            self._staging = HostStaging(CudaDevice(buffer.device))
-        bounds = [(offset, offset + slot.numel()) for slot, offset in zip(slots, offsets, strict=True)]
+        check_gradient(buffer, on_any_device=True)
+        bounds = [(0, buffer.numel())]
+        if self.scheme.waits_by_tensor:
+            bounds = [(offset, offset + slot.numel()) for slot, offset in zip(slots, offsets, strict=True)]
         staged = self._staging.stage(index, buffer, bounds)
+        if index == 0:
+            self._loss_scale.note(self._staging)
         return staged.on_host, staged
+
+    def _parameters_of_buckets(self) -> list[torch.Tensor]:
+        """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
+        return []
 
     def fail(self, error: Exception) -> GradwireError:
         """Note an error for `close_pass`, tell the peers, and return what to raise."""
@@ -231,12 +240,17 @@ class Reducer:
             done.wait()
             if self._op == "sum":
                 bucket.buffer.mul_(self.communicator.world_size)
-            if bucket.staged is not None and not self.scheme.owns_step:  # which leaves DDP its own gradient
-                bucket.staged.copy_back()
+            # A scheme that owns the step leaves DDP its own gradient; the last one may say that a peer's was not finite.
+            is_changed = not self.scheme.owns_step or (self.session.has_scaler and bucket.is_last)
+            if bucket.staged is not None and is_changed:
+                bucket.staged.send_back()
         except Exception as error:
             self.fail(error)
         self.recorder.close_bucket(bucket.record)
-        reduced.set_result(buffer)
+        if bucket.staged is None:
+            reduced.set_result(buffer)
+        else:
+            bucket.staged.complete(reduced)
 
     def _end_step(self, step: int) -> None:
         try:
@@ -350,7 +364,8 @@ class Reducer:
             self.scheme.unbind()
             self.recorder.close()
             self.slots, self._flats = {}, {}
-            self.session = replace(self.session, optimizer=None, slots={}, loss_scale=lambda: 1.0, module=None)
+            self._loss_scale, self._staging = LossScale(), Staging()
+            self.session = replace(self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None)
 
 
 class AllReduceWork:

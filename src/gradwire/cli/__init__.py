@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "switch": ("gradwire.cli.switch", "run the emulation of a programmable switch that sums packets of integers"),
     "report": ("gradwire.cli.report", "one self-contained HTML page from training runs and benchmark results"),
     "simulate": ("gradwire.simulator.cli", "predict training on a network that you do not have"),
+    "gpu": ("gradwire.cli.gpu", "check gradwire on this machine's GPUs, and keep a record of it"),
     "inspect": (
         "gradwire.cli.inspection",
         "say what a message, run, benchmark result, checkpoint or gradient file holds",

@@ -64,7 +64,10 @@ class Bucket:
         return cls(tensor, step=step)
 
     def wait_for(self, position: int) -> None:
-        """Return when the gradient of slot number `position` may be read; at once, but for device gradients."""
+        """Return when the gradient of slot number `position` may be read; at once, but for device gradients.
+
+        Only for schemes that wait by tensor (`Scheme.waits_by_tensor`).
+        """
         if self.staged is not None:
             self.staged.wait_for(position)
 
@@ -97,17 +100,16 @@ class Bucket:
         return self.buffer.numel() * self.buffer.element_size()
 
 
-def check_gradient(gradient: torch.Tensor) -> None:
+def check_gradient(gradient: torch.Tensor, on_any_device: bool = False) -> None:
     """Raise unless `gradient` is what codecs and collectives take: (n,) dense float, contiguous, on the CPU."""
     if gradient.layout is not torch.strided:
         raise Unsupported(
             "a sparse gradient reached gradwire; make the layer's gradient dense (for instance Embedding(sparse=False))"
         )
-    if gradient.device.type != "cpu":
+    if gradient.device.type != "cpu" and not on_any_device:
         raise Unsupported(
-            f"a bucket on {gradient.device} reached gradwire, which with this scheme reduces CPU buckets "
-            "only; take slimgc, which stages them through the host, train on the CPU with the gloo backend, or keep DDP's own "
-            "all-reduce on this device"
+            f"a gradient on {gradient.device}: schemes work on host memory; let a Reducer stage it (gradwire.attach), or pass "
+            "gradient.cpu()"
         )
     if gradient.dtype not in SUPPORTED_DTYPES:
         raise InvalidArgument(

@@ -1,82 +1,65 @@
-"""Compression offload: gradients of a device go to host memory and back without holding up the device.
+"""Device buckets in host memory: the one place that knows of streams, events and pinned memory.
 
-Each tensor of a bucket is copied by itself on a stream beside the computation, into pinned memory, and has an event of
-its own: what compresses the first tensor need not wait for the last one. The lane waits for events; the training thread
-never does.
+A bucket of a device is copied to pinned memory on a stream of gradwire's own, behind the kernels that write it. The lane
+waits for the copy, the scheme works on host memory as ever, and the mean is copied back on the same stream. DDP's future
+is completed within that stream, so the streams of autograd wait for the copy and the host never does.
 
-Checked with a stand-in for the device (tests/distributed/test_staging.py). On CUDA itself it has not been run.
+Everything of one device goes through one stream, so a copy into pinned memory comes after what was copied back from it.
+Only torch's device-neutral interface is used: `torch.accelerator`, `torch.Stream`, `torch.Event`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
+from gradwire.errors import OutOfMemory, Unsupported
 
-class Arrival(Protocol):
-    """One copy under way."""
-
-    def wait(self) -> None:
-        """Return when it is done; on any thread."""
-        ...
+_ALIGNMENT_BYTES = 512
 
 
-class Device(Protocol):
-    """What staging asks of a device."""
+class Staging:
+    """The streams and the pinned memory of one attachment.
 
-    def new_buffer(self, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """(n_elements,) of host memory that the device copies to by itself."""
-        ...
+    Args:
+        parameters: whose gradients will come; those on a device get their pinned memory now, because to pin is slow.
+    Raises: OutOfMemory, Unsupported (a device that is not torch's accelerator).
+    """
 
-    def start_copies(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[Arrival]:
-        """Copy each source on the device to its target on the host, in order, after what the device has been given."""
-        ...
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._devices: dict[torch.device, _Device] = {}
+        n_bytes: Counter[torch.device] = Counter()
+        for parameter in parameters:
+            if parameter.device.type != "cpu":
+                # Room for every parameter to be a bucket of its own.
+                n_bytes[parameter.device] += _aligned(parameter.numel() * parameter.element_size())
+        for device, needed in n_bytes.items():
+            self._device(device).reserve(needed)
 
-    def copy_back(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy from the host to the device; returns when the target may be read by any stream."""
-        ...
+    def stage(self, index: int, buffer: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> StagedBucket:
+        """Start copying a bucket, (n,) on its device; on the thread whose stream writes it.
 
+        Args:
+            index: position of the bucket in its backward pass. With 0 the memory of the pass before is used again.
+            bounds: first and past-the-last value of each piece that can be waited for by itself.
+        Raises: OutOfMemory, Unsupported.
+        """
+        if index == 0:
+            for device in self._devices.values():
+                device.begin_step()
+        return StagedBucket(self._device(buffer.device), buffer, bounds)
 
-class CudaDevice:
-    """A CUDA device, with a stream of gradwire's own for the copies."""
+    def read_later(self, value: torch.Tensor) -> Callable[[], float]:
+        """A function that gives the value that a tensor of one element on a device has now, once it has arrived."""
+        return self._device(value.device).read_later(value)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def new_buffer(self, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(n_elements, dtype=dtype, pin_memory=True)
-
-    def start_copies(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[Arrival]:
-        with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream())  # the kernels that write the gradients
-            arrivals: list[Arrival] = []
-            with torch.cuda.stream(self._stream):
-                for source, target in zip(sources, targets, strict=True):
-                    target.copy_(source, non_blocking=True)
-                    source.record_stream(self._stream)  # its memory must not be given away before
-                    event = torch.cuda.Event(blocking=True)  # the waiting lane sleeps, and leaves its core to others
-                    event.record(self._stream)
-                    arrivals.append(_CudaArrival(event))
-        return arrivals
-
-    def copy_back(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            target.record_stream(self._stream)
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._stream)
-        event.synchronize()
-
-
-class _CudaArrival:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
+    def _device(self, device: torch.device) -> _Device:
+        if device not in self._devices:
+            self._devices[device] = _Device(device)
+        return self._devices[device]
 
 
 class StagedBucket:
@@ -84,43 +67,166 @@ class StagedBucket:
 
     Attributes:
         on_device: DDP's buffer.
-        on_host: (n,) pinned; a tensor's values are valid once `wait_for` of it has returned.
+        on_host: (n,) pinned; values are valid once `wait_for` of their piece has returned.
     """
 
-    def __init__(
-        self, device: Device, on_device: torch.Tensor, on_host: torch.Tensor, bounds: Sequence[tuple[int, int]]
-    ) -> None:
-        self.on_device, self.on_host = on_device, on_host
+    def __init__(self, device: _Device, on_device: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> None:
+        self.on_device = on_device
         self._device = device
-        self._arrivals = device.start_copies([on_device[a:b] for a, b in bounds], [on_host[a:b] for a, b in bounds])
+        self.on_host = device.take(on_device.numel(), on_device.dtype)
+        self._arrivals = device.start_copies([(on_device[a:b], self.on_host[a:b]) for a, b in bounds])
 
     def wait_for(self, position: int) -> None:
-        """Return when tensor number `position` of the bucket has arrived."""
-        self._arrivals[position].wait()
+        """Return when piece number `position` has arrived; on the lane."""
+        self._arrivals[position].synchronize()
 
     def wait_for_all(self) -> None:
-        """Return when the whole bucket has arrived."""
-        for arrival in self._arrivals:
-            arrival.wait()
+        """Return when the whole bucket has arrived; on the lane."""
+        if self._arrivals:
+            self._arrivals[-1].synchronize()  # the stream is in order
 
-    def copy_back(self) -> None:
-        """The host's values into DDP's buffer, before this returns; on the lane."""
-        self._device.copy_back(self.on_host, self.on_device)
+    def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The (n,) result of `function`, which works on the device, in host memory; on the lane.
+
+        It sees the parameters and the optimizer as the backward pass sees them. Raises: OutOfMemory.
+        """
+        return self._device.compute(function)
+
+    def send_back(self) -> None:
+        """Start copying the host's values into DDP's buffer; waits for nothing."""
+        self._device.send_back(self.on_host, self.on_device)
+
+    def complete(self, reduced: torch.futures.Future) -> None:
+        """Complete DDP's future: whoever waits for it has his stream wait for what was sent back."""
+        with self._device.stream:
+            reduced.set_result(self.on_device)
 
 
-class HostStaging:
-    """The pinned buffers of one attachment: one for every bucket, used again at every step.
+class LossScale:
+    """What the gradients of this backward pass are multiplied by, read so that no thread waits for the whole device.
 
-    A bucket's buffer is free again when its reduction is done, which DDP waits for before its next backward pass.
+    Args:
+        scaler: the GradScaler; None: nothing is scaled.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._buffers: dict[int, torch.Tensor] = {}
+    def __init__(self, scaler: Any = None) -> None:
+        self._scaler = scaler
+        self._read: Callable[[], float] | None = None
 
-    def stage(self, index: int, buffer: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> StagedBucket:
-        """Start copying bucket `index`, (n,) on the device; `bounds`: first and past-the-last value of each tensor."""
-        on_host = self._buffers.get(index)
-        if on_host is None or on_host.numel() != buffer.numel() or on_host.dtype != buffer.dtype:
-            on_host = self._buffers[index] = self._device.new_buffer(buffer.numel(), buffer.dtype)
-        return StagedBucket(self._device, buffer, on_host, bounds)
+    def note(self, staging: Staging) -> None:
+        """Start reading the scale, with the first bucket of a pass that comes from a device."""
+        # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
+        scale = getattr(self._scaler, "_scale", None)
+        is_on_device = isinstance(scale, torch.Tensor) and scale.device.type != "cpu"
+        self._read = staging.read_later(scale) if is_on_device else None  # type: ignore[arg-type]
+
+    def __call__(self) -> float:
+        if self._scaler is None:
+            return 1.0
+        return float(self._scaler.get_scale()) if self._read is None else self._read()
+
+
+class _Device:
+    """One device's stream and pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+        if accelerator is None or accelerator.type != device.type:
+            raise Unsupported(
+                f"a bucket on {device}: gradwire copies buckets of {accelerator or 'no device'}, torch's accelerator here, "
+                "through host memory; train there or on the CPU, with torch 2.9 or newer"
+            )
+        self._name = device
+        self.stream = torch.Stream(device=device)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._n_taken = 0
+        self._results: dict[int, torch.Tensor] = {}  # by position in the step, of what was computed on the device
+        self._n_results = 0
+
+    # ---- pinned memory
+
+    def reserve(self, n_bytes: int) -> None:
+        """Make room for a step of `n_bytes`. Raises: OutOfMemory."""
+        if n_bytes > self._memory.numel():
+            self._memory, self._n_taken = self._pin(n_bytes), 0
+
+    def begin_step(self) -> None:
+        self._n_taken = self._n_results = 0
+
+    def take(self, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """(n_elements,) of pinned memory that nobody else gets in this step. Raises: OutOfMemory."""
+        n_bytes = n_elements * dtype.itemsize
+        if self._n_taken + n_bytes > self._memory.numel():
+            self.reserve(max(n_bytes, 2 * self._memory.numel()))  # buckets hold on to the memory that they have
+        taken = self._memory[self._n_taken : self._n_taken + n_bytes].view(dtype)
+        self._n_taken += _aligned(n_bytes)
+        return taken
+
+    def _pin(self, n_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise OutOfMemory(
+                f"{n_bytes / 1e6:.0f} MB of host memory could not be pinned for the gradients of {self._name}: free host "
+                "memory or raise the limit on locked memory (ulimit -l), or train without gradwire; DDP goes on by itself "
+                f"after close(). Backend: {error}"
+            ) from error
+
+    # ---- the stream
+
+    def start_copies(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Event]:
+        """Copy (source on the device, target on the host) in order, behind what the calling thread's stream was given."""
+        self._follow_caller()
+        arrivals = []
+        with self.stream:
+            for source, target in pieces:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self.stream)  # its memory must not be given away before
+                arrivals.append(self._record())
+        return arrivals
+
+    def read_later(self, value: torch.Tensor) -> Callable[[], float]:
+        target = self.take(1, value.dtype)
+        (arrival,) = self.start_copies([(value.detach().reshape(1), target)])
+
+        def read() -> float:
+            arrival.synchronize()
+            return float(target[0])
+
+        return read
+
+    def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        position, self._n_results = self._n_results, self._n_results + 1
+        try:
+            with self.stream:
+                result = function()
+                kept = self._results.get(position)
+                if kept is None or kept.numel() * kept.element_size() < result.numel() * result.element_size():
+                    kept = self._results[position] = self._pin(result.numel() * result.element_size())
+                on_host = kept[: result.numel() * result.element_size()].view(result.dtype)
+                on_host.copy_(result, non_blocking=True)
+                arrival = self._record()
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self._name} has no memory left for what gradwire computes there: make the model or the batch smaller, or "
+                f"close() the attachment and train without gradwire. Backend: {error}"
+            ) from error
+        arrival.synchronize()
+        return on_host
+
+    def send_back(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        with self.stream:
+            target.copy_(source, non_blocking=True)
+            target.record_stream(self.stream)
+
+    def _follow_caller(self) -> None:
+        self.stream.wait_stream(torch.accelerator.current_stream(self._name))
+
+    def _record(self) -> torch.Event:
+        event = torch.Event(device=self._name, blocking=True)  # where it is heeded, the waiting lane leaves its core
+        event.record(self.stream)
+        return event
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

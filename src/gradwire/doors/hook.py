@@ -101,6 +101,10 @@ class HookState(Reducer):
         if self._watch is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):
             self._watch = Watch(self, model, model, lambda: None)
 
+    def _parameters_of_buckets(self) -> list[torch.Tensor]:
+        known = [slot.parameter for slot in self.slots.values() if slot.parameter is not None]
+        return [parameter for parameter in known if parameter.requires_grad]
+
     def _check_divisor(self) -> None:
         """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""
         module = self.session.module

@@ -33,6 +33,9 @@ class Scheme(OptionalDuties, ABC):
     # Whether ranks may end a step with different results, by definition of the scheme; all but `periodic` may not.
     replicas_may_differ: ClassVar[bool] = False
 
+    # Whether it waits for each tensor of a device bucket itself (`Bucket.wait_for`); otherwise it gets whole buckets.
+    waits_by_tensor: ClassVar[bool] = False
+
     session: Session
 
     @property

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class OptionalDuties:
     """The rest of a scheme's life, with what holds for all schemes that only reduce. None of it is needed to write one."""
 
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
     owns_step: bool = False
-
-    # Whether it reduces device buckets by their copies in host memory, waiting for each tensor's (`Bucket.wait_for`).
-    stages_device_buckets: ClassVar[bool] = False
 
     @property
     def settling_steps(self) -> int:

@@ -138,6 +138,7 @@ class DeferredScheme(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Copy the bucket into its blocks, start those that are complete; DDP goes on with this rank's own gradient."""
+        bucket.wait_for_all()
         if self._flag is not None:
             self._flag.see(bucket.buffer)
         for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):

@@ -65,7 +65,7 @@ class FrozenStep:
             for group in optimizer.param_groups:
                 group["params"] = [stepped.get(p, p) for p in group["params"] if p in chosen]
             for parameter, gradient in chosen.items():
-                stepped.get(parameter, parameter).grad = gradient
+                stepped.get(parameter, parameter).grad = gradient.to(parameter.device)
             raw_step(optimizer)(optimizer)
         finally:
             for group, before in zip(optimizer.param_groups, groups, strict=True):

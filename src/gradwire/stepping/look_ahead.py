@@ -96,7 +96,7 @@ class LookAhead:
         self._arriving.buckets.append(copied)
         self._arriving.done.append(self._send(copied))
         if bucket.is_last and self._flag is not None:
-            return self._flag.share(bucket.buffer if bucket.staged is None else bucket.staged.on_device)
+            return self._flag.share(bucket.buffer)
         done: torch.futures.Future = torch.futures.Future()
         done.set_result(bucket.buffer)
         return done

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.core.slot import Slot, local_of, slot_of
+from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.gcomp import importance_on_device
 from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
 
 __all__ = ["QuantisationMetric"]
@@ -97,25 +99,28 @@ class QuantisationMetric:
         offsets: Sequence[int],
         loss_scale: float = 1.0,
         gradient_dtype: torch.dtype | None = None,
+        staged: StagedBucket | None = None,
     ) -> _native.BucketImportance:
         """What `write_importance` writes, for any range of the bucket, from parameters and state as they are then.
 
         The optimizer must not step before it has been used; it is void when this is called again.
+
+        Args:
+            staged: of a bucket from a device: the bytes are computed there, and wait for nothing else. Raises: OutOfMemory.
         """
-        if not (math.isfinite(loss_scale) and loss_scale > 0):
-            raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
-        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        places = sorted(zip(offsets, map(slot_of, slots), strict=True), key=lambda place: place[0])
+        if staged is not None:
+            in_order, device = [slot for _, slot in places], staged.on_device.device
+            on_host = staged.compute(lambda: self.bytes_on_device(in_order, device, loss_scale, gradient_dtype))
+            return _windows_of(on_host, places)
+        operands_of = self._reader(loss_scale, gradient_dtype)
         windows: list[tuple[int, int, int, int, int, float, float, float, int]] = []
         reads: list[Tensor] = []
         self._n_ready = 0
-        for offset, slot in sorted(zip(offsets, map(slot_of, slots), strict=True), key=lambda place: place[0]):
-            n, parameter, operands = slot.numel(), slot.parameter, None
+        for offset, slot in places:
+            n, operands = slot.numel(), operands_of(slot)
             if n == 0:
                 continue
-            if parameter is not None and (terms := self._read_terms(parameter, groups.get(parameter))) is not None:
-                gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
-                factor = self._world_factor * loss_scale * 2.0**gap
-                operands = _operands(terms, parameter, factor, slice(slot.start, slot.start + n))
             if operands is None:
                 ready = self._reserve(n).zero_()
             elif operands.is_plain:
@@ -130,6 +135,41 @@ class QuantisationMetric:
         importance = _native.BucketImportance(windows)
         importance.reads = reads
         return importance
+
+    def bytes_on_device(
+        self,
+        slots: Sequence[Slot],
+        device: torch.device,
+        loss_scale: float = 1.0,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """(n,) uint8 on the device: the bytes of all elements of `slots`, one slot after the other; waits for nothing."""
+        operands_of = self._reader(loss_scale, gradient_dtype)
+        out = torch.zeros(sum(slot.numel() for slot in slots), dtype=torch.uint8, device=device)
+        for slot, part in zip(slots, out.split([slot.numel() for slot in slots]), strict=True):
+            operands = operands_of(slot)
+            if operands is not None:
+                self._write(operands, part)
+        return out
+
+    def _reader(self, loss_scale: float, gradient_dtype: torch.dtype | None) -> Callable[[Slot], _Operands | None]:
+        """What to read for a slot; None: nothing of it may be dropped. Raises: InvalidArgument."""
+        if not (math.isfinite(loss_scale) and loss_scale > 0):
+            raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
+        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+
+        def read(slot: Slot) -> _Operands | None:
+            parameter = slot.parameter
+            if parameter is None or slot.numel() == 0:
+                return None
+            terms = self._read_terms(parameter, groups.get(parameter))
+            if terms is None:
+                return None
+            gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
+            factor = self._world_factor * loss_scale * 2.0**gap
+            return _operands(terms, parameter, factor, slice(slot.start, slot.start + slot.numel()))
+
+        return read
 
     def _read_terms(self, parameter: Tensor, group: dict[str, Any] | None) -> Terms | None:
         if group is None:
@@ -156,7 +196,7 @@ class QuantisationMetric:
         """The bytes of a parameter that the kernel cannot read where it lies, in its memory order, tile by tile."""
         for begin in range(0, out.numel(), _TILE_ELEMENTS):
             tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
-            load = lambda slot, values, tile=tile: self._tiles.load(slot, values, tile)  # noqa: E731
+            load = lambda slot, values, tile=tile: self._tiles.load(slot, values, tile, out.device)  # noqa: E731
             theta_tile = load(0, operands.theta)
             second_tile = None if operands.second is None else load(1, operands.second)
             first_tile = None if operands.first is None else load(2, operands.first)
@@ -165,7 +205,8 @@ class QuantisationMetric:
                 second_tile.addcmul_(mean_tile, mean_tile, value=-operands.mean[0])
             if operands.shift is not None:
                 theta_tile.add_(load(3, operands.shift[1]), alpha=operands.shift[0])
-            _native.importance(theta_tile, second_tile, first_tile, operands.a, operands.b, operands.c, out[tile])
+            write = _native.importance if out.device.type == "cpu" else importance_on_device.write_importance
+            write(theta_tile, second_tile, first_tile, operands.a, operands.b, operands.c, out[tile])
 
 
 @dataclass(frozen=True)
@@ -220,16 +261,29 @@ def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _O
     )  # fmt: skip
 
 
+def _windows_of(ready: Tensor, places: Sequence[tuple[int, Slot]]) -> _native.BucketImportance:
+    """Bytes that are there already, one slot's after the other's, as the kernels ask for them."""
+    windows, address = [], ready.data_ptr()
+    for offset, slot in places:
+        if slot.numel():
+            windows.append((offset, slot.numel(), 0, 0, 0, 0.0, 0.0, 0.0, address))
+        address += slot.numel()
+    importance = _native.BucketImportance(windows)
+    importance.reads = [ready]
+    return importance
+
+
 class _Tiles:
-    """Float32 copies on the CPU of one tile of each operand, where the kernel cannot read the operand itself."""
+    """Float32 copies of one tile of each operand, where the kernel cannot read the operand itself."""
 
     def __init__(self) -> None:
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[tuple[int, torch.device], Tensor] = {}
 
-    def load(self, slot: int, values: Tensor, tile: slice) -> Tensor:
-        if slot not in self._buffers:
-            self._buffers[slot] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32)
-        return self._buffers[slot][: tile.stop - tile.start].copy_(values[tile])
+    def load(self, slot: int, values: Tensor, tile: slice, device: torch.device) -> Tensor:
+        key = slot, device
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32, device=device)
+        return self._buffers[key][: tile.stop - tile.start].copy_(values[tile])
 
 
 def _find_terms(optimizer: torch.optim.Optimizer) -> Callable[..., Terms | None]:

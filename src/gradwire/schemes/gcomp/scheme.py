@@ -91,7 +91,7 @@ class GComp(ThroughCodec):
             )
         started = time.perf_counter_ns()
         importance = self._metric.of_bucket(
-            bucket.slots, bucket.offsets, self.session.loss_scale(), bucket.buffer.dtype
+            bucket.slots, bucket.offsets, self.session.loss_scale(), bucket.buffer.dtype, bucket.staged
         )
         bucket.record.add("importance", started, time.perf_counter_ns())
         return importance

@@ -275,8 +275,9 @@ class Reduction:
         metric = self._metric
         if metric is None or not plan.slots:
             return None
+        loss_scale = self._session.loss_scale()
         with bucket.record.timing("importance"):
-            importance = metric.of_bucket(plan.slots, plan.offsets, self._session.loss_scale(), bucket.buffer.dtype)
+            importance = metric.of_bucket(plan.slots, plan.offsets, loss_scale, bucket.buffer.dtype, bucket.staged)
         return importance
 
     def probe(self, values: torch.Tensor, is_compressed: bool, record: BucketRecord) -> None:

@@ -71,7 +71,7 @@ class SlimGC(Scheme):
 
     name = "slimgc"
     state_is_per_world = True
-    stages_device_buckets = True
+    waits_by_tensor = True
 
     def __init__(
         self,

@@ -1,0 +1,236 @@
+"""What one machine with a device can show: copies and their rates, staging, importance, every scheme against the CPU's bits.
+
+Device-neutral: any accelerator of torch's, so the tests run the same code on a device of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import schemes
+from gradwire.core.slot import slot_of
+from gradwire.core.staging import Staging
+from gradwire.doors.attachment import attach
+from gradwire.errors import GradwireError
+from gradwire.schemes.base import Scheme
+from gradwire.schemes.gcomp.importance import QuantisationMetric
+
+_SHAPES = [(60, 20), (60,), (60, 60), (3,), (0,), (40_000,), (25, 4)]
+_COPY_BYTES = 64 << 20
+_N_STEPS = 5
+_N_ROUNDS = 20
+_BUSY_WIDTH = 1024  # 20 products of matrices of this width hold the stream up before each round
+
+# Options under which a scheme's bits are the same in every run; all others have theirs by default.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "aqgb": {"floor": 0.125, "ceiling": 0.125},  # its bits follow the clock
+    "gcomp": {"refresh_every": 3},
+    "slimgc": {"threshold_bytes": 2_000},
+}
+
+
+class CheckFailed(GradwireError):
+    """A device does not do what it has to; the message says which and where."""
+
+
+def why_no_device() -> str | None:
+    """None where torch has a device to work with, else the reason in words."""
+    if not hasattr(torch, "accelerator"):
+        return f"torch {torch.__version__} has no torch.accelerator: gradwire's device path needs torch 2.9 or newer"
+    if torch.accelerator.is_available():
+        return None
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a build for CPUs: install one with CUDA"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # no driver, one that is too old, a device that does not answer
+        return f"torch {torch.__version__} finds no GPU: {str(error).splitlines()[0]}"
+    return f"torch {torch.__version__} sees no GPU"
+
+
+def describe_devices(device: torch.device) -> dict[str, Any]:
+    """Names, driver, libraries, and what hides or splits devices."""
+    found: dict[str, Any] = {
+        "type": device.type,
+        "n_devices": torch.accelerator.device_count(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "cuda_of_torch": torch.version.cuda,
+        "nvcc": shutil.which("nvcc"),
+    }
+    if device.type == "cuda":
+        found["names"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found["capabilities"] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+        found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        listing = ["nvidia-smi", "--query-gpu=name,driver_version,mig.mode.current,pci.bus_id", "--format=csv,noheader"]
+        try:
+            found["nvidia_smi"] = subprocess.run(listing, capture_output=True, text=True, timeout=30).stdout.split("\n")
+        except (OSError, subprocess.SubprocessError) as error:
+            found["nvidia_smi"] = f"did not run: {error}"
+    return found
+
+
+def measure_copies(device: torch.device) -> dict[str, Any]:
+    """GB/s of pinned memory to the device and back, each alone, and of a copy on the device (read plus write)."""
+    host, back = (torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    there, other = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    host.random_()
+
+    def rate(target: Tensor, source: Tensor, factor: int = 1) -> float:
+        times = []
+        for _ in range(12):
+            torch.accelerator.synchronize(device)
+            started = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.accelerator.synchronize(device)
+            times.append(time.perf_counter() - started)
+        return factor * _COPY_BYTES / statistics.median(times[2:]) / 1e9
+
+    rates = {
+        "to_device_gb_s": rate(there, host),
+        "on_device_gb_s": rate(other, there, 2),
+        "to_host_gb_s": rate(back, other),
+    }
+    if not torch.equal(back, host):
+        raise CheckFailed(f"{_COPY_BYTES} bytes came back from {device} as others")
+    return rates
+
+
+def check_staging(device: torch.device) -> dict[str, Any]:
+    """Buckets go to the host and back behind kernels that take long, many times, on one set of pinned memory."""
+    n_elements, n_rounds = 1 << 20, _N_ROUNDS
+    staging = Staging([nn.Parameter(torch.empty(n_elements, device=device)) for _ in range(3)])
+    expected = torch.arange(float(n_elements)) % 1009
+    busy = torch.ones(_BUSY_WIDTH, _BUSY_WIDTH, device=device)
+    started = time.perf_counter()
+    for number in range(n_rounds):
+        for _ in range(20):
+            busy = busy @ busy * 1e-3
+        buffers = [expected.to(device) + (number + index) for index in range(3)]
+        futures: list[torch.futures.Future] = [torch.futures.Future(devices=[device]) for _ in buffers]
+        staged = [staging.stage(index, buffer, [(0, n_elements)]) for index, buffer in enumerate(buffers)]
+        wrong: list[str] = []
+
+        def reduce(
+            staged: Any = staged, futures: Any = futures, wrong: list[str] = wrong, number: int = number
+        ) -> None:
+            for index, (bucket, future) in enumerate(zip(staged, futures, strict=True)):
+                bucket.wait_for_all()
+                if not torch.equal(bucket.on_host, expected + (number + index)):
+                    wrong.append(f"bucket {index} of round {number} was read on the host before it was there")
+                bucket.on_host.mul_(2)
+                bucket.send_back()
+                bucket.complete(future)
+
+        lane = threading.Thread(target=reduce)
+        lane.start()
+        for future in futures:
+            future.wait()
+        for index, buffer in enumerate(buffers):
+            if not torch.equal((buffer + 0).cpu(), 2 * (expected + (number + index))):
+                wrong.append(f"bucket {index} of round {number} was read on the device before it was back")
+        lane.join()
+        if wrong:
+            raise CheckFailed("; ".join(wrong))
+    return {"n_buckets": 3 * n_rounds, "seconds_a_round": (time.perf_counter() - started) / n_rounds}
+
+
+def check_importance(device: torch.device) -> dict[str, Any]:
+    """gcomp's importance, computed on the device, against the kernel for CPUs, byte by byte."""
+    n_bytes = 0
+    for n_elements in (1, 31, 4097, (1 << 20) + 3):
+        made: list[Tensor] = []
+        for place in (torch.device("cpu"), device):
+            generator = torch.Generator().manual_seed(n_elements)
+            values = torch.randn(n_elements, generator=generator) * torch.logspace(-30, 10, n_elements)
+            parameter = nn.Parameter(values.to(place))
+            optimizer = torch.optim.AdamW([parameter])
+            moments = [torch.rand(n_elements, generator=generator) * 10.0**k for k in (-3, -9)]
+            moments[1][::7] = 0
+            state = {"exp_avg": moments[0].to(place), "exp_avg_sq": moments[1].to(place), "step": torch.tensor(3.0)}
+            optimizer.state[parameter] = state
+            metric = QuantisationMetric(optimizer, 3)
+            if place == device:
+                made.append(metric.bytes_on_device([slot_of(parameter)], device).cpu())
+            else:
+                made.append(torch.zeros(n_elements, dtype=torch.uint8))
+                metric.write_importance([parameter], [0], made[0])
+        n_different = int((made[0] != made[1]).sum())
+        if n_different:
+            raise CheckFailed(f"{n_different} of {n_elements} bytes of importance are others on {device}")
+        n_bytes += n_elements
+    return {"n_bytes_compared": n_bytes}
+
+
+class GivenGradients(nn.Module):
+    """A model whose gradient is what it is given, exactly, on every kind of device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.weights = nn.ParameterList([torch.randn(shape, generator=generator) for shape in _SHAPES])
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack(
+            [(weight * gradient).sum() for weight, gradient in zip(self.weights, gradients, strict=True)]
+        ).sum()
+
+
+def train_with_given_gradients(scheme: Scheme, device: torch.device, group: Any = None) -> Tensor:
+    """(n,) on the CPU: the parameters after a few steps, which depend on `device` only if gradwire's means do.
+
+    The learning rate is a power of two, so that the optimizer's step rounds once, wherever it runs.
+    """
+    model = GivenGradients().to(device)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.02)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-7, foreach=False)
+    attachment = attach(ddp, optimizer, scheme, timeout_s=60)
+    for step in range(_N_STEPS):
+        generator = torch.Generator().manual_seed(1_000 * dist.get_rank() + step)
+        gradients = [torch.randn(shape, generator=generator).to(device) for shape in _SHAPES]
+        optimizer.zero_grad()
+        ddp(gradients).backward()
+        optimizer.step()
+    attachment.close()
+    return torch.cat([parameter.detach().cpu().reshape(-1) for parameter in model.parameters()])
+
+
+def check_schemes(device: torch.device, group: Any = None, note: Callable[[str], None] = print) -> dict[str, Any]:
+    """Every scheme on the device ends with the bits of its run on the CPU; in a rank, with the same on all of them.
+
+    Args:
+        group: DDP's process group for the device; None: the default one.
+    Raises: CheckFailed.
+    """
+    seconds: dict[str, float] = {}
+    different = []
+    for name in schemes.names():
+        on_cpu, on_device = (
+            schemes.by_name(name, **_OPTIONS.get(name, {})),
+            schemes.by_name(name, **_OPTIONS.get(name, {})),
+        )
+        expected = train_with_given_gradients(on_cpu, torch.device("cpu"))
+        started = time.perf_counter()
+        found = train_with_given_gradients(on_device, device, group)
+        seconds[name] = time.perf_counter() - started
+        if not torch.equal(found, expected):
+            different.append(f"{name} (by up to {float((found - expected).abs().max()):.3g})")
+        note(f"  {name}: {'other bits' if different and different[-1].startswith(name) else 'same bits'}")
+    if different:
+        raise CheckFailed(f"on {device} other bits than on the CPU: {', '.join(different)}")
+    return {"n_schemes": len(seconds), "seconds": seconds}

@@ -1,0 +1,126 @@
+"""`gradwire gpu check`: its sections on the late device, its honesty without a device, its record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import late
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+from gradwire.bench import device_checks
+from gradwire.bench.device_checks import CheckFailed
+from gradwire.cli import gpu
+from gradwire.core.staging import StagedBucket, _Device
+from ranks import run_ranks
+
+
+def do_nothing(*arguments: Any) -> None:
+    pass
+
+
+def run_sections(rank: int, world_size: int, library: Path) -> None:
+    functions = late.load(library)
+    functions.set_lateness_us(500)
+    device = torch.device("late", 0)
+    assert device_checks.why_no_device() is None
+    assert device_checks.describe_devices(device)["n_devices"] == 2
+    device_checks._N_ROUNDS, device_checks._BUSY_WIDTH = 2, 32
+    with mock.patch.object(device_checks, "_COPY_BYTES", 1 << 16):
+        assert all(rate > 0 for rate in device_checks.measure_copies(device).values())
+    assert device_checks.check_importance(device)["n_bytes_compared"] > 1 << 20
+    assert device_checks.check_staging(device)["n_buckets"] == 6
+    functions.set_lateness_us(0)
+    functions.set_stream_lateness_us(0, 0, 30_000)
+    with mock.patch.object(_Device, "_follow_caller", do_nothing), pytest.raises(CheckFailed, match="the host"):
+        device_checks.check_staging(device)
+    functions.set_lateness_us(30_000)
+    functions.set_stream_lateness_us(0, 0, 0)
+    with (
+        mock.patch.object(StagedBucket, "complete", lambda self, future: future.set_result(self.on_device)),
+        pytest.raises(CheckFailed, match="the device"),
+    ):
+        device_checks.check_staging(device)
+
+
+def test_sections_pass_on_the_late_device_and_see_faults(library: Path) -> None:
+    run_ranks(run_sections, 1, library)
+
+
+def compare_schemes(rank: int, world_size: int, library: Path) -> None:
+    functions = late.load(library)
+    functions.set_lateness_us(500)
+    group = dist.new_group(backend="like_nccl")
+    found = device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None)
+    assert found["n_schemes"] > 15
+    with (
+        mock.patch.object(StagedBucket, "send_back", do_nothing),
+        pytest.raises(CheckFailed, match=r"other bits.*one-bit"),
+    ):
+        device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None)
+
+
+def test_schemes_are_compared_with_the_cpu(library: Path) -> None:
+    run_ranks(compare_schemes, 2, library)
+
+
+def test_without_a_device_nothing_is_claimed(tmp_path: Path) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has a device")
+    command = [sys.executable, "-m", "gradwire", "gpu", "check", "--json", str(tmp_path / "gpu.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "nothing was checked" in ended.stderr
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert {section["status"] for section in record["sections"].values()} == {"not run"}
+    assert record["device"] is None
+
+    (tmp_path / "gpu.json").write_text("[]")
+    with pytest.raises(gradwire.InvalidArgument, match="name another"):
+        gpu._read(tmp_path / "gpu.json")
+
+
+def test_reasons_for_no_device() -> None:
+    with mock.patch.object(torch.accelerator, "is_available", return_value=False):
+        with mock.patch.object(torch.version, "cuda", None):
+            assert "build for CPUs" in str(device_checks.why_no_device())
+        with mock.patch.object(torch.version, "cuda", "13.0"):
+            with mock.patch.dict("os.environ", {"CUDA_VISIBLE_DEVICES": ""}):
+                assert "CUDA_VISIBLE_DEVICES" in str(device_checks.why_no_device())
+            for told in ("Found no NVIDIA driver on your system.", "The NVIDIA driver on your system is too old"):
+                with (
+                    mock.patch.dict("os.environ", {"CUDA_VISIBLE_DEVICES": "0"}),
+                    mock.patch.object(torch.cuda, "init", side_effect=RuntimeError(told)),
+                ):
+                    assert told in str(device_checks.why_no_device())
+
+
+def test_sections_are_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    calls: list[str] = []
+
+    def fail() -> dict[str, Any]:
+        calls.append("bad")
+        raise CheckFailed("two bytes differ")
+
+    sections = {"good": lambda: calls.append("good") or {"figure": 3}, "bad": fail, "last": lambda: {}}
+    arguments = argparse.Namespace(section=None, again=False, json=path)
+    assert gpu.run_sections(sections, {"benchmark": "gpu-check", "key": "a"}, arguments) == 1
+    record = json.loads(path.read_text())
+    assert [record["sections"][name]["status"] for name in sections] == ["passed", "failed", "passed"]
+    assert record["sections"]["good"]["figure"] == 3
+    assert "two bytes differ" in record["sections"]["bad"]["error"]
+    assert gpu.run_sections(sections, gpu._read(path), arguments) == 1
+    assert calls == ["good", "bad", "bad"], "what has passed is not repeated"
+    assert gpu.run_sections(sections, {**gpu._read(path), "key": "another commit"}, arguments) == 1
+    assert calls == ["good", "bad", "bad", "good", "bad"]
+    arguments.section = ["last"]
+    assert gpu.run_sections(sections, gpu._read(path), arguments) == 0

@@ -45,7 +45,7 @@ def train_on_both(rank: int, world_size: int, library: Path, names: list[str], l
             scheme = SCHEMES[name]()
             with counting_waits_of_hooks(late) as waits:
                 found = train(rank, device, scheme)
-            assert len(waits) > N_STEPS
+            assert len(waits) > N_STEPS or name == "auto"  # which puts its hook in where something is to be won
             assert scheme.owns_step or not any(waits), f"{name}: autograd's thread waited for the device"
             assert torch.equal(found, expected), f"{name}, {lateness_us} us: off by {(found - expected).abs().max()}"
     assert late.n_waits_with_gil() == 0, "a thread waited for the device and held up all others"

@@ -14,6 +14,7 @@ DOORS = {
 }
 _OWNS_STEP = "steps parameters itself, inside DDP's model"
 _READS_OPTIMIZER = 'with `importance="none"`'
+_WATCHES_DDP = "times the steps of a DDP model"
 _DIFFERS = "its replicas differ by design"
 
 
@@ -23,6 +24,8 @@ def refusal(scheme: str, door: str) -> str | None:
         return None
     if schemes.owns_step(scheme):
         return _OWNS_STEP
+    if scheme == "auto":
+        return _WATCHES_DDP
     if scheme == "periodic" and door in ("two-level", "local-sgd"):
         return _DIFFERS
     if scheme == "gcomp" and door in ("local-sgd", "reducer"):

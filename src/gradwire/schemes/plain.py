@@ -31,6 +31,7 @@ class Plain(Scheme):
     def bind(self, session: Session) -> None:
         super().bind(session)
         self._check = StepCheck(session.communicator)
+        self._rounded: dict[int, torch.futures.Future] = {}  # the last sum of rounded values, by bucket
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start the all-reduce on the lane and leave it to the backend, so that buckets overlap as they do in DDP."""
@@ -43,7 +44,7 @@ class Plain(Scheme):
                 return
             if bucket.is_last:
                 self._check.start(self.preamble(bucket), bucket.record)
-            start_plain_mean(communicator, bucket, self.wire_dtype).add_done_callback(finish)
+            start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded).add_done_callback(finish)
 
         def finish(finished: torch.futures.Future) -> None:
             try:
@@ -64,11 +65,15 @@ class Plain(Scheme):
 
 
 def start_plain_mean(
-    communicator: Communicator, bucket: Bucket, wire_dtype: torch.dtype | None = None
+    communicator: Communicator,
+    bucket: Bucket,
+    wire_dtype: torch.dtype | None = None,
+    rounded: dict[int, torch.futures.Future] | None = None,
 ) -> torch.futures.Future:
     """Start the mean as this scheme takes it, on the lane, which need not wait: the future is done when it is there.
 
-    With a `wire_dtype` wider gradients are rounded to it for the sum, and put back.
+    With a `wire_dtype` wider gradients are rounded to it for the sum, and put back; `rounded` says which such sums, by
+    bucket, are under way: a bucket's next one takes their memory.
     """
     done: torch.futures.Future = torch.futures.Future()
     # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
@@ -76,6 +81,10 @@ def start_plain_mean(
     travelling = bucket.buffer
     is_rounded = wire_dtype is not None and wire_dtype.itemsize < bucket.buffer.element_size()
     if is_rounded and wire_dtype is not None:
+        rounded = {} if rounded is None else rounded
+        if bucket.index in rounded:
+            rounded[bucket.index].wait()
+        rounded[bucket.index] = done
         n_bytes = wire_dtype.itemsize * bucket.n_elements
         travelling = communicator.scratch(f"rounded {bucket.index}", n_bytes).view(wire_dtype).copy_(bucket.buffer)
     started = time.perf_counter_ns()

@@ -140,14 +140,15 @@ void bind_gcomp(nb::module_& m) {
   m.def(
       "gcomp_encode",
       [](const ConstBytes& values, const std::optional<ConstBytes>& importance, int dtype, int mode, int kept_bits,
-         const HuffmanTable& table, const Bytes& out) {
-        const gcomp::EncodeOptions options{dtype_of(dtype), mode_of(mode), kept_bits};
+         bool truncates, const HuffmanTable& table, const Bytes& out) {
+        const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
+        const gcomp::EncodeOptions options{dtype_of(dtype), mode_of(mode), kept_bits, rounding};
         const nb::gil_scoped_release unlocked;
         return gcomp::encode(span_of(values), importance ? span_of(*importance) : std::span<const std::uint8_t>(),
                              options, table, span_of(out));
       },
       nb::arg("values"), nb::arg("importance").none(), nb::arg("dtype"), nb::arg("mode"), nb::arg("kept_bits"),
-      nb::arg("table"), nb::arg("out"));
+      nb::arg("truncates"), nb::arg("table"), nb::arg("out"));
   m.def(
       "gcomp_decode",
       [](const ConstBytes& message, int dtype, const HuffmanTable& table, const Bytes& values) {

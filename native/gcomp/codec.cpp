@@ -18,6 +18,7 @@ namespace gradwire::gcomp {
 namespace {
 
 struct Scratch {
+  alignas(64) std::array<std::uint8_t, 4 * kChunkValues> rounded;
   std::array<std::uint8_t, kChunkValues> exponents;
   std::array<std::uint8_t, kChunkValues / 4 + kPackSlackBytes> levels;
 };
@@ -42,6 +43,7 @@ struct Encoding {
   const HuffmanTable& table;
   const Kernels& kernels;
   Packing packing;
+  bool rounds;
   const WordMasks& masks;
   std::size_t value_bytes;
   std::uint8_t* message;
@@ -51,12 +53,17 @@ struct Encoding {
 ChunkHeader encode_chunk(const Encoding& encoding, std::size_t chunk, std::uint64_t offset, bool& holds_nonfinite) {
   const std::size_t first = chunk * kChunkValues;
   const std::size_t n_values = std::min<std::uint64_t>(kChunkValues, encoding.n_elements - first);
-  const std::uint8_t* const values = encoding.values.data() + first * encoding.value_bytes;
+  const std::uint8_t* values = encoding.values.data() + first * encoding.value_bytes;
+  const std::uint8_t* const importance = encoding.importance.empty() ? nullptr : encoding.importance.data() + first;
   std::uint8_t* const begin = encoding.message + offset;
   Scratch& buffers = scratch();
   std::uint8_t* const exponents = buffers.exponents.data();
 
-  const ExponentSummary summary = encoding.kernels.split_exponents(values, n_values, encoding.packing, exponents);
+  if (encoding.rounds) {
+    encoding.kernels.round(values, importance, n_values, encoding.packing, buffers.rounded.data());
+    values = buffers.rounded.data();
+  }
+  const ExponentSummary summary = encoding.kernels.split_exponents(values, n_values, exponents);
   if (summary.holds_nonfinite) holds_nonfinite = true;
   ChunkHeader header{};
   header.exponent_offset = offset;
@@ -73,7 +80,6 @@ ChunkHeader encode_chunk(const Encoding& encoding, std::size_t chunk, std::uint6
   // Levels are few: they go to scratch first, because packing scribbles past their end.
   std::uint8_t* const level_begin = encoding.message + header.level_offset();
   std::uint8_t* const mantissa_begin = encoding.message + header.mantissa_offset();
-  const std::uint8_t* const importance = encoding.importance.empty() ? nullptr : encoding.importance.data() + first;
   const SegmentBits bits = encoding.kernels.pack(values, exponents, importance, n_values, encoding.packing,
                                                  encoding.masks, buffers.levels.data(), mantissa_begin);
   header.mantissa_bits = static_cast<std::uint32_t>(bits.mantissas);
@@ -137,8 +143,11 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
   const Kernels& kernels = kernels_for(options.dtype);
   WordMasks masks;
   kernels.fill_masks(packing, masks);
-  const Encoding encoding{values,    importance, n_elements, table,
-                          kernels,   packing,    masks,      static_cast<std::size_t>(layout.value_bytes),
+  const bool rounds =
+      options.mode == Mode::uniform || (options.mode == Mode::paper && options.rounding == Rounding::nearest);
+  const Encoding encoding{values,    importance, n_elements,
+                          table,     kernels,    packing,
+                          rounds,    masks,      static_cast<std::size_t>(layout.value_bytes),
                           out.data()};
   const std::size_t n_chunks = chunks_of(n_elements);
   const std::uint64_t first_offset = kBlockHeaderBytes + n_chunks * kChunkHeaderBytes;
@@ -211,7 +220,7 @@ void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, std::spa
   std::array<std::array<std::uint32_t, 256>, 4> counts;
   for (std::size_t first = 0; first < n_values; first += kChunkValues) {
     const std::size_t n = std::min(kChunkValues, n_values - first);
-    kernels.split_exponents(values.data() + first * value_bytes, n, {Mode::none, 0}, exponents);
+    kernels.split_exponents(values.data() + first * value_bytes, n, exponents);
     for (auto& part : counts) part.fill(0);
     std::size_t i = 0;
     for (; i + 8 <= n; i += 8) {

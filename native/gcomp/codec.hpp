@@ -9,10 +9,14 @@
 
 namespace gradwire::gcomp {
 
+// What becomes of the bits that mode paper lets go of; mode uniform rounds to nearest, mode truncate towards zero.
+enum class Rounding : std::uint8_t { nearest = 0, truncate = 1 };
+
 struct EncodeOptions {
   Dtype dtype;
   Mode mode;
   int kept_bits;  // of the mantissa; modes uniform and truncate, the whole mantissa otherwise
+  Rounding rounding = Rounding::nearest;
 };
 
 // Writes `values` (little-endian floats of options.dtype) as one message into `out` of at least max_message_bytes;

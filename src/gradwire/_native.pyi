@@ -43,7 +43,14 @@ GCOMP_CHUNK_VALUES: int
 
 def gcomp_max_encoded_bytes(n_elements: int, dtype: int, mode: int) -> int: ...
 def gcomp_encode(
-    values: Any, importance: Any | None, dtype: int, mode: int, kept_bits: int, table: HuffmanTable, out: Any
+    values: Any,
+    importance: Any | None,
+    dtype: int,
+    mode: int,
+    kept_bits: int,
+    truncates: bool,
+    table: HuffmanTable,
+    out: Any,
 ) -> int: ...
 def gcomp_decode(message: Any, dtype: int, table: HuffmanTable, values: Any) -> None: ...
 

@@ -32,6 +32,7 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GComp]:
         str(importance),
         bits=None if bits == "None" else int(bits),
         table=HuffmanTable.from_bytes(arrays["table"].tobytes()),
+        rounding="truncate",  # version 1 was released before there was any other
     )
     return arrays, getattr(torch, str(dtype_name).removeprefix("torch.")), codec
 

@@ -35,12 +35,20 @@ def fitted_table(gradient: torch.Tensor) -> HuffmanTable:
     return HuffmanTable.from_histogram(histogram) if histogram.any() else HuffmanTable.prior(gradient.dtype)
 
 
-def check_against_oracle(gradient: torch.Tensor, mode: str, bits: int | None, table: HuffmanTable) -> None:
+def check_against_oracle(
+    gradient: torch.Tensor, mode: str, bits: int | None, table: HuffmanTable, rounding: str = "nearest"
+) -> None:
     name, importance = NAMES[gradient.dtype], make_importance(gradient.numel())
-    codec = GComp(mode, bits=bits, table=table)
+    codec = GComp(mode, bits=bits, table=table, rounding=rounding)
     message = encode(codec, gradient, importance)
     expected = oracle.encode(
-        words_of(gradient), name, mode, kept_bits(mode, bits, gradient.dtype), importance.numpy(), table.lengths
+        words_of(gradient),
+        name,
+        mode,
+        kept_bits(mode, bits, gradient.dtype),
+        importance.numpy(),
+        table.lengths,
+        rounding,
     )
     assert message.numpy().tobytes() == expected
     decoded = torch.full_like(gradient, 7.0)
@@ -56,6 +64,8 @@ def test_messages_of_every_small_size_equal_those_of_the_oracle(
     for n in SIZES:
         for kind in ("special", KINDS[n % 4]):
             check_against_oracle(make_gradient(kind, n, dtype), mode, bits, HuffmanTable.prior(dtype))
+        if mode == "paper":
+            check_against_oracle(make_gradient("special", n, dtype), mode, bits, HuffmanTable.prior(dtype), "truncate")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,3 +170,16 @@ def test_histogram_counts_exponent_fields_and_adds_up(dtype: torch.dtype) -> Non
         words_of(gradient[:5]) >> oracle.MANTISSA_BITS[NAMES[dtype]] & (n_counts - 1), minlength=n_counts
     )
     np.testing.assert_array_equal(histogram.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_to_nearest_halves_the_largest_error_of_truncation_and_has_no_bias(dtype: torch.dtype) -> None:
+    gradient, importance = make_gradient("gaussian", 50_000, dtype), make_importance(50_000)
+    errors = {}
+    for rounding in ("nearest", "truncate"):
+        codec, decoded = GComp("paper", rounding=rounding), torch.empty_like(gradient)
+        codec.decode(encode(codec, gradient, importance), decoded)
+        errors[rounding] = (decoded.double() - gradient.double()).numpy()
+    assert np.abs(errors["nearest"]).max() <= 0.51 * np.abs(errors["truncate"]).max()
+    towards_zero = (errors["truncate"] * np.sign(gradient.double().numpy())).mean()
+    assert abs((errors["nearest"] * np.sign(gradient.double().numpy())).mean()) < 0.1 * abs(towards_zero)

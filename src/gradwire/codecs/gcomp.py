@@ -16,6 +16,7 @@ __all__ = ["GComp", "HuffmanTable", "Truncate", "describe", "message_holds_nonfi
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+_ROUNDINGS = ("nearest", "truncate")
 _MODE_CODES = {"none": 0, "paper": 1, "uniform": 2, "truncate": 3}
 
 # The table in use, the next one (agreed, not switched to yet) and the one before (messages still under way), for each
@@ -37,7 +38,13 @@ class GComp:
 
     name = "gcomp"
 
-    def __init__(self, importance: str = "paper", bits: int | None = None, table: HuffmanTable | None = None) -> None:
+    def __init__(
+        self,
+        importance: str = "paper",
+        bits: int | None = None,
+        table: HuffmanTable | None = None,
+        rounding: str = "nearest",
+    ) -> None:
         """
         Args:
             importance: which mantissa bits travel. "paper": per value, by the importance bytes given to `encode`;
@@ -46,6 +53,8 @@ class GComp:
             bits: only with "uniform" (mantissa bits to keep) and "truncate" (mantissa bits to drop; 18 if not given);
                 0 to 23 for float32, 7 for bfloat16, 10 for float16.
             table: Huffman table to encode with from the start; the built-in prior if not given.
+            rounding: what "paper" does with the bits it lets go of: "nearest" (ties to even; about 25 times closer at
+                the same bytes) or "truncate" (towards zero, as published).
         Raises: InvalidArgument.
         """
         if importance not in _MODE_CODES:
@@ -62,8 +71,11 @@ class GComp:
             )
         if bits is not None and not 0 <= bits <= max(_MANTISSA_BITS.values()):
             raise InvalidArgument(f"bits is from 0 to 23 (float32's mantissa), not {bits}")
+        if rounding not in _ROUNDINGS:
+            raise InvalidArgument(f"rounding is one of {', '.join(_ROUNDINGS)}, not {rounding!r}")
         self.importance = importance
         self.bits = bits
+        self.rounding = rounding
         self._lock = threading.Lock()
         self._tables: dict[int, HuffmanTable] = {}  # by id, oldest first; replaced, never changed in place
         self._in_use = dict(_PRIORS)  # by exponent bits
@@ -121,6 +133,7 @@ class GComp:
             dtype_code,
             _MODE_CODES[self.importance],
             self._kept_bits(gradient.dtype),
+            self.rounding == "truncate",
             table.native,
             _bytes_of(out),
         )

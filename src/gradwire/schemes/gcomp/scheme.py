@@ -39,6 +39,7 @@ class GComp(ThroughCodec):
         refresh_every: steps between two Huffman tables; 0 keeps the built-in one.
         topology: "ring", as in the paper, or "direct".
         chunk_elements: values encoded, sent and decoded at a time.
+        rounding: what importance="paper" does with the bits it lets go of: "nearest", or "truncate" as published.
     Raises: InvalidArgument.
     """
 
@@ -51,11 +52,13 @@ class GComp(ThroughCodec):
         refresh_every: int = 50,
         topology: str = "ring",
         chunk_elements: int = CHUNK_ELEMENTS,
+        rounding: str = "nearest",
     ) -> None:
         if importance not in ("paper", "uniform", "none"):
             raise InvalidArgument(f"importance is one of paper, uniform, none, not {importance!r}")
-        codec = GCompCodec(importance, bits)
-        super().__init__(codec, topology, chunk_elements, importance=importance, bits=bits, refresh_every=refresh_every)
+        codec = GCompCodec(importance, bits, rounding=rounding)
+        options = {"importance": importance, "bits": bits, "refresh_every": refresh_every, "rounding": rounding}
+        super().__init__(codec, topology, chunk_elements, **options)
         self._codec = codec
         self._importance = importance
         self._refresh_every = refresh_every

@@ -56,7 +56,7 @@ class GComp(ThroughCodec):
     ) -> None:
         if importance not in ("paper", "uniform", "none"):
             raise InvalidArgument(f"importance is one of paper, uniform, none, not {importance!r}")
-        codec = GCompCodec(importance, bits, rounding=rounding)
+        codec = GCompCodec(importance, bits, rounding=rounding, format=1)
         options = {"importance": importance, "bits": bits, "refresh_every": refresh_every, "rounding": rounding}
         super().__init__(codec, topology, chunk_elements, **options)
         self._codec = codec

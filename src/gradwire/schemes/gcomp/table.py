@@ -56,7 +56,7 @@ class TableRefresh:
             # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
             if int(histogram.sum()) and not int(histogram[-1]):
                 table = HuffmanTable.from_histogram(histogram.contiguous())
-                assert table.exponent_bits == self._codec.table_in_use(dtype).exponent_bits
+                assert table.exponent_bits == self._codec.exponent_bits(dtype)
                 self._codec.use_table(table)
                 self._n_refreshes += 1
         self._counts.zero_()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator
+from gradwire.core.bucket import Bucket
 from gradwire.schemes import Scheme, Session
 from gradwire.telemetry.recorder import Recorder
+from gradwire.wire.communicator import Communicator
 
 
 class Driver:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.rank_environment import find_free_port
+from gradwire.ranks.rank_environment import find_free_port
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo comes with a rank's first optimizer: 0.8 s of a rank's time, where its test takes 0.1 s.
@@ -25,7 +25,7 @@ _context.set_forkserver_preload(
         "torch.distributed",
         "torch.nn.parallel",
         "torch._dynamo",
-        "gradwire.attachment",
+        "gradwire.doors.attachment",
         "gradwire.schemes.gcomp.scheme",
     ]
 )

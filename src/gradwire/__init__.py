@@ -14,9 +14,9 @@ from gradwire.errors import (BufferTooSmall, CorruptMessage, GradwireError, Inco
 
 if TYPE_CHECKING:
     from gradwire import codecs, schemes
-    from gradwire.attachment import Attachment, attach
-    from gradwire.hook import HookState, ddp_hook
-    from gradwire.threads import set_thread_count, thread_count
+    from gradwire.core.threads import set_thread_count, thread_count
+    from gradwire.doors.attachment import Attachment, attach
+    from gradwire.doors.hook import HookState, ddp_hook
 
 __version__ = "0.1.0"
 
@@ -28,8 +28,9 @@ __all__ = [
 # fmt: on
 
 # Loaded at first use, so that `gradwire --help` and the lab's own processes do not wait for torch.
-_LAZY = {"Attachment": "attachment", "attach": "attachment", "HookState": "hook", "ddp_hook": "hook"}
-_LAZY |= {"set_thread_count": "threads", "thread_count": "threads", "codecs": "", "schemes": ""}
+_LAZY = {"Attachment": "doors.attachment", "attach": "doors.attachment"}
+_LAZY |= {"HookState": "doors.hook", "ddp_hook": "doors.hook"}
+_LAZY |= {"set_thread_count": "core.threads", "thread_count": "core.threads", "codecs": "", "schemes": ""}
 
 
 def __getattr__(name: str) -> Any:

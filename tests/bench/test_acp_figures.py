@@ -13,10 +13,10 @@ from gradwire import schemes
 from gradwire.bench import acp_figures, acp_shapes, train
 from gradwire.bench.acp_figures_table import PLANS
 from gradwire.bench.figures import acp_numbers
-from gradwire.bench.records import RecordLog
-from gradwire.bench.specs import parse_spec
 from gradwire.bench.train_contenders import RIVALS, check_rival_options
 from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.results.records import RecordLog
 
 
 def test_every_row_is_a_call_that_bench_train_takes() -> None:

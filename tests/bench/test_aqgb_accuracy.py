@@ -11,8 +11,8 @@ import pytest
 from gradwire.bench import aqgb_accuracy, paired_trainings
 from gradwire.bench.figures import paired_trainings as figures
 from gradwire.bench.paired_trainings import FULL, Case
-from gradwire.bench.specs import parse_spec
 from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
 from gradwire.schemes import by_name
 
 

@@ -10,10 +10,10 @@ import pytest
 from gradient_files import adamw_arrays, sparse_arrays, write
 
 from gradwire.bench import contender_registry
-from gradwire.bench.gradients import load_gradients
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 from gradwire.cli import main
 from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.workloads.gradients import load_gradients
 
 FIELDS = {
     "codec": str,

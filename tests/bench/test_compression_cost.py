@@ -54,7 +54,7 @@ def test_command_writes_flat_records_beside_the_hook(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "gradwire.cli",
+        "gradwire",
         "bench",
         "compression-cost",
         "--workload",

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from gradwire import cli, train
+from gradwire import cli
 from gradwire.bench import convergence
 from gradwire.bench.fidelity_runs import FinishedRun
 from gradwire.bench.figures import convergence_numbers as numbers
 from gradwire.bench.figures import convergence_plots
 from gradwire.errors import InvalidArgument
-from gradwire.training import TrainConfig
+from gradwire.training import TrainConfig, launching
 from gradwire.training.run_files import RunFiles
 
 
@@ -75,7 +75,7 @@ def test_runs_are_trained_once_by_scheme_workload_and_seed(tmp_path: Path, monke
         started.append((config.scheme, config.workload_options, config.seed))
         return pretend_to_train(config, *args, **options)
 
-    monkeypatch.setattr(train, "run_ranks", counting)
+    monkeypatch.setattr(launching, "run_ranks", counting)
     command = ["bench", "convergence", "--workload", "gpt:n_layers=1", "--steps", "12", "--batch-size", "2",
                "--scheme", "ddp", "sign-sgd:ties=positive,workload.learning_rate=1e-4", "--seeds", "0", "7",
                "--out", str(tmp_path)]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gradwire.bench.specs import needs_switch
+from gradwire.bench.launching import needs_switch
 from gradwire.cli import main
 
 

@@ -13,18 +13,18 @@ import pytest
 from rich.console import Console
 
 import ranks
-from gradwire import cli, train
+from gradwire import cli
 from gradwire.bench import fidelity
 from gradwire.bench.fidelity_runs import FinishedRun, run_planned
 from gradwire.bench.figures import fidelity_numbers as numbers
-from gradwire.bench.gradients import load_gradients
 from gradwire.errors import InvalidArgument
-from gradwire.training import TrainConfig, train_rank
+from gradwire.training import TrainConfig, launching, train_rank
+from gradwire.workloads.gradients import load_gradients
 
 
 # Ranks of the tests' own server stand in for the launcher's, which import torch anew for every run.
 def train_in_ranks(config: TrainConfig, n_ranks: int, rate: str = "none", **options: Any) -> dict[str, Any]:
-    train.check(config)
+    launching.check(config)
     return ranks.run_ranks(_train, n_ranks, config, timeout_s=150)[0]
 
 
@@ -107,7 +107,7 @@ def test_finished_runs_are_not_trained_again_and_others_are(tmp_path: Path, monk
         started.append(config.scheme)
         return train_in_ranks(config, *args, **options)
 
-    monkeypatch.setattr(train, "run_ranks", counting)
+    monkeypatch.setattr(launching, "run_ranks", counting)
     command = [
         "bench",
         "fidelity",
@@ -155,7 +155,7 @@ def test_finished_runs_are_not_trained_again_and_others_are(tmp_path: Path, monk
 def test_parameters_are_equal_on_all_ranks_in_every_world_and_topology(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "run_ranks", train_in_ranks)
+    monkeypatch.setattr(launching, "run_ranks", train_in_ranks)
     out = ["--out", str(tmp_path), "--json", str(tmp_path / "hashes.json")]
     assert cli.main(["bench", "fidelity", "--hashes", *TINY, *out]) == 0
     records = json.loads((tmp_path / "hashes.json").read_text())

@@ -21,7 +21,7 @@ from ranks import run_ranks
 
 
 def _bench(*arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gradwire.cli", "bench", *arguments]
+    command = [sys.executable, "-m", "gradwire", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
@@ -53,7 +53,7 @@ def test_allreduce_records_every_scheme_and_size_verified(tmp_path: Path) -> Non
 def test_allreduce_runs_under_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    bench = ["-m", "gradwire.cli", "bench", "allreduce", "--scheme", "ddp", "plain", "--n-bytes", "4096"]
+    bench = ["-m", "gradwire", "bench", "allreduce", "--scheme", "ddp", "plain", "--n-bytes", "4096"]
     command = [*launcher, *bench, "--rounds", "2", "--budget", "0.1", "--json", str(out)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert result.returncode == 0, result.stderr
@@ -124,7 +124,7 @@ def _bench_altered(folder: Path, alteration: str, *arguments: str) -> subprocess
     lines = ["import os", "if 'RANK' in os.environ:", *(f"    {line}" for line in alteration.splitlines())]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "gradwire.cli", "bench", *arguments]
+    command = [sys.executable, "-m", "gradwire", "bench", *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
 

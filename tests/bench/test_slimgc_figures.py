@@ -14,13 +14,13 @@ from gradwire.bench.figures import slimgc_accuracy as figures
 from gradwire.bench.overlap import Timeline, without
 from gradwire.bench.paired_trainings import FULL, Case
 from gradwire.bench.slimgc_accuracy import configurations, plan
-from gradwire.bench.specs import parse_spec
 from gradwire.bench.train_contenders import RIVALS, check_rival_options
 from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.report.inputs import Run
+from gradwire.report.thresholds import make_threshold_table
 from gradwire.schemes import by_name
-from gradwire.telemetry.report.inputs import Run
-from gradwire.telemetry.report.thresholds import make_threshold_table
 from gradwire.workloads.optimizers import scale_learning_rate
 
 

@@ -10,8 +10,8 @@ import torch
 from gradient_files import adamw_arrays, write
 
 from gradwire.bench.figures import tfp_numbers
-from gradwire.bench.gradients import load_gradients
 from gradwire.cli import main
+from gradwire.workloads.gradients import load_gradients
 
 WORKLOAD = "resnet:width=4,batch_size=8"
 

@@ -107,7 +107,7 @@ def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path:
     command = [
         sys.executable,
         "-m",
-        "gradwire.cli",
+        "gradwire",
         "bench",
         "train",
         "--scheme",

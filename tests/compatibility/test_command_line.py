@@ -10,8 +10,8 @@ import torch
 
 import gradwire
 from gradwire.cli import COMMANDS, main
+from gradwire.cli.inspection import inspect_path
 from gradwire.codecs.huffman import HuffmanTable
-from gradwire.inspection import inspect_path
 
 _ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from gradwire.checkpoint import STATE_VERSION
+from gradwire.doors.checkpoint import STATE_VERSION
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from ranks import run_ranks
 
@@ -95,7 +95,7 @@ def load_misfits(rank: int, world_size: int) -> None:
     attachment = attach(PerRank())
     good = attachment.state_dict()
     for strict in (True, False):
-        with pytest.raises(InvalidArgument, match=r"gradwire\.residual\.redistribute"):
+        with pytest.raises(InvalidArgument, match=r"gradwire\.core\.residual\.redistribute"):
             attachment.load_state_dict({**good, "world_size": 5}, strict=strict)
     with pytest.raises(InvalidArgument, match="load each rank's own file"):
         attachment.load_state_dict({**good, "rank": 1 - rank})

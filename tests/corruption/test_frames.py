@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire import _native, errors
-from gradwire.collectives.frames import HEADER_BYTES, Facts, FrameReceiver, FrameSender
-from gradwire.preamble import FORMAT_VERSION, Preamble, compare_preambles
+from gradwire.exchange.frames import HEADER_BYTES, FrameReceiver, FrameSender
 from gradwire.telemetry.recorder import Recorder
+from gradwire.wire.facts import Facts
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
 FACTS = Facts(configuration=1, layout=2, step=3, bucket=4)
 MAX_MESSAGE_BYTES = 2_000

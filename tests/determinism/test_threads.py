@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire import _native, codecs, schemes, threads
-from gradwire.bucket import Bucket
+from gradwire import _native, codecs, schemes
+from gradwire.core import threads
+from gradwire.core.bucket import Bucket
 from ranks import run_ranks
 
 

@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import gradwire
 from gradwire import codecs, schemes
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
 from gradwire.schemes.through_codec import Zlib
 from ranks import run_ranks, try_ranks
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.collectives.direct import direct_mean
-from gradwire.collectives.frames import Facts
-from gradwire.collectives.ring import ring_mean
-from gradwire.communicator import Communicator
 from gradwire.errors import CorruptMessage
+from gradwire.exchange.direct import direct_mean
+from gradwire.exchange.ring import ring_mean
 from gradwire.telemetry.recorder import Recorder
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.facts import Facts
 from ranks import run_ranks
 
 COLLECTIVES = {"ring": ring_mean, "direct": direct_mean}

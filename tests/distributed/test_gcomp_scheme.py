@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from gradwire.checkpoint import state_of
+from gradwire.doors.checkpoint import state_of
 from ranks import run_ranks
 
 

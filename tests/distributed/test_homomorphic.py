@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from buckets import Driver
 from gradwire import schemes
-from gradwire.aggregators.process_group import ProcessGroup
 from gradwire.codecs.count_sketch import FixedPoint
+from gradwire.exchange.aggregators.process_group import ProcessGroup
 from ranks import run_ranks, try_ranks
 from sketches import quantise, sparse_gradients
 

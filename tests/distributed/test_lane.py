@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.communicator import Communicator, Rest
 from gradwire.errors import RankMismatch
+from gradwire.wire.communicator import Communicator, Rest
 from ranks import run_ranks
 
 

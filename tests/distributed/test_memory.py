@@ -15,9 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import gradwire
 from gradwire import schemes
-from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator, Rest
+from gradwire.core.bucket import Bucket
 from gradwire.telemetry.recorder import Recorder
+from gradwire.wire.communicator import Communicator, Rest
 from ranks import run_ranks
 
 # Below it chunks are not made smaller: the work space is that of a bucket of this size, 8 MB, at most.

@@ -11,9 +11,9 @@ import torch
 from slimgc_cases import COARSE, SHAPES, agree, flat, gradients_of, residuals_of
 
 from buckets import Driver
-from gradwire.collectives import push_pull
-from gradwire.communicator import Communicator
+from gradwire.exchange import push_pull
 from gradwire.schemes.slimgc import SlimGC
+from gradwire.wire.communicator import Communicator
 from ranks import run_ranks
 
 

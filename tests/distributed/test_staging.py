@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator
-from gradwire.schemes import Session
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.core.staging import HostStaging
 from gradwire.schemes.slimgc import SlimGC
-from gradwire.staging import HostStaging
 from gradwire.telemetry.recorder import Recorder
+from gradwire.wire.communicator import Communicator
 from ranks import run_ranks
 
 SHAPES = [(40,), (3,), (25, 4), (0,), (7,)]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import aggregators
-from gradwire.communicator import Communicator
 from gradwire.errors import CorruptMessage, InvalidArgument, PeerLost, Unsupported
+from gradwire.exchange import aggregators
 from gradwire.telemetry.recorder import Recorder
+from gradwire.wire.communicator import Communicator
 from ranks import run_ranks, try_ranks
 from switch_cases import Serving
 

@@ -173,7 +173,7 @@ def test_what_ranks_disagree_on_is_named_on_all_of_them(difference: str) -> None
 
 def train_raw_hook(rank: int, world_size: int) -> None:
     """DDP itself compares shapes when it is built, so a layout mismatch needs a group per rank to get past it."""
-    from gradwire.bucket import Bucket
+    from gradwire.core.bucket import Bucket
 
     state = gradwire.HookState(schemes.by_name("gcomp", importance="none"), timeout_s=10)
     bucket = Bucket.from_tensor(torch.ones(100 + rank))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.rank_environment import find_free_port
+from gradwire.ranks.rank_environment import find_free_port
 
 SCRIPT = """
 import os, signal, sys, time
@@ -116,7 +116,7 @@ def test_interrupt_ends_a_rank_though_its_lane_waits_for_a_peer() -> None:
     if rank == 1:
         sys.stdin.read()  # until rank 0 has ended
         os._exit(7)
-    from gradwire.bucket import Bucket
+    from gradwire.core.bucket import Bucket
     attachment.scheme.reduce(Bucket.from_tensor(torch.ones(1000), step=9))
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, 0.5)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import Unsupported
-from gradwire.netlab import Netlab
-from gradwire.netlab.stale import end_stale_labs
+from gradwire.ranks.netlab import Netlab
+from gradwire.ranks.netlab.stale import end_stale_labs
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 STREAM = Path(__file__).with_name("stream.py")
-CLI = [sys.executable, "-m", "gradwire.cli", "netlab"]
+CLI = [sys.executable, "-m", "gradwire", "netlab"]
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

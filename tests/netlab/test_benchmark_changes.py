@@ -18,7 +18,7 @@ from gradwire.errors import GradwireError
 def test_links_change_between_the_phases_and_records_say_so(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--workload", "resnet", "--ranks", "2", "--steps", "2", "--warmup", "1", "--batch-size", "4"]
-    command = [sys.executable, "-m", "gradwire.cli", "bench", "train", "--scheme", "ddp", "plain", *options]
+    command = [sys.executable, "-m", "gradwire", "bench", "train", "--scheme", "ddp", "plain", *options]
     changes = ["--rate", "1gbit", "--then", "50mbit", "1gbit,50mbit"]
     result = subprocess.run(
         [*command, *changes, "--json", str(out)], capture_output=True, text=True, timeout=150, check=False

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lab_watch import CLI
 
-from gradwire.netlab import Netlab
+from gradwire.ranks.netlab import Netlab
 
 pytestmark = pytest.mark.root
 

@@ -10,7 +10,7 @@ import pytest
 from lab_watch import STREAM
 
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.netlab import Netlab
+from gradwire.ranks.netlab import Netlab
 
 pytestmark = pytest.mark.root
 

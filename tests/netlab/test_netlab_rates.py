@@ -7,9 +7,9 @@ import math
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire.netlab import Netlab, format_rate, parse_rate
-from gradwire.netlab.schedule import Event, parse_event
-from gradwire.network import Network, current_network
+from gradwire.ranks.netlab import Netlab, format_rate, parse_rate
+from gradwire.ranks.netlab.schedule import Event, parse_event
+from gradwire.ranks.network import Network, current_network
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from lab_watch import CLI, is_running, wait_until
 
 from gradwire.errors import InvalidArgument, PeerLost
-from gradwire.launch import launch_ranks, start_ranks
-from gradwire.network import current_network
+from gradwire.ranks.launch import launch_ranks, start_ranks
+from gradwire.ranks.network import current_network
 
 
 def shell(script: str) -> list[str]:
@@ -107,7 +107,7 @@ def test_a_rank_killed_by_a_signal_gives_the_shells_status() -> None:
 
 
 def test_a_rank_that_ignores_sigterm_or_is_stopped_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.supervisor._TERM_TO_KILL_S", 0.3)
+    monkeypatch.setattr("gradwire.ranks.supervisor._TERM_TO_KILL_S", 0.3)
     script = "[ $RANK = 0 ] && exit 1; trap '' TERM; [ $RANK = 1 ] && kill -STOP $$; while :; do sleep 0.1; done"
     with start_ranks(shell(script), 3, grace_s=0.3) as launch:
         result = launch.wait(30)
@@ -174,6 +174,6 @@ def test_ranks_on_loopback_die_with_a_killed_owner(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_goes_away_does_not_hang_the_ranks() -> None:
-    script = f"{sys.executable} -m gradwire.cli netlab run --ranks 2 --rate none -- seq 1 300000 | head -1"
+    script = f"{sys.executable} -m gradwire netlab run --ranks 2 --rate none -- seq 1 300000 | head -1"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.stdout.startswith("[")

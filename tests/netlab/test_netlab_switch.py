@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire.launch import start_ranks
-from gradwire.netlab import Netlab
-from gradwire.netlab.switch_host import switch_rate_bps
+from gradwire.ranks.launch import start_ranks
+from gradwire.ranks.netlab import Netlab
+from gradwire.ranks.netlab.switch_host import switch_rate_bps
 
 RANK = [sys.executable, str(Path(__file__).with_name("rank_switch_sum.py"))]
 

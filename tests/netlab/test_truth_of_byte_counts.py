@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire import schemes
-from gradwire.netlab import Netlab
+from gradwire.ranks.netlab import Netlab
 
 pytestmark = pytest.mark.root
 

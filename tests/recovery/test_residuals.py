@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
+from gradwire.core.residual import Residual, redistribute
 from gradwire.errors import InvalidArgument
-from gradwire.residual import Residual, redistribute
 
 SIZES = [7, 0, 12, 1, 30]
 

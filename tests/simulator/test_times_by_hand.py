@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.collectives.parts import CHUNK_ELEMENTS
 from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
+from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.simulator.jitter import Uniform
 from gradwire.simulator.schemes.aqgb import Aqgb
 from gradwire.simulator.schemes.base import Scheme

@@ -21,10 +21,10 @@ from sample_results import (
 
 from gradwire.cli import main
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.report import write_report
+from gradwire.report.drawing import SLOTS, Palette
+from gradwire.results.captions import describe_network, describe_networks, format_rate
 from gradwire.telemetry.chrome_trace import ChromeTraceSink
-from gradwire.telemetry.report import write_report
-from gradwire.telemetry.report.drawing import SLOTS, Palette
-from gradwire.telemetry.report.inputs import describe_network, describe_networks, format_rate
 
 
 def write_json(path: Path, records: list[dict[str, Any]]) -> Path:

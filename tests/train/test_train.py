@@ -11,9 +11,10 @@ import torch
 
 import ranks
 from gradwire import cli
+from gradwire.cli.train import parse_options
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch, Unsupported
-from gradwire.train import parse_options, to_command_line
 from gradwire.training import TrainConfig, TrainResult, checkpoints, train_rank
+from gradwire.training.launching import to_command_line
 
 # A busy machine needs its time: these are tests of results, and pytest's own time limit catches a hang.
 run_ranks = functools.partial(ranks.run_ranks, timeout_s=150)
@@ -188,7 +189,7 @@ def test_records_hold_what_a_report_needs(tmp_path: Path) -> None:
 def test_command_line_says_all_of_a_configuration() -> None:
     import argparse
 
-    from gradwire import train
+    from gradwire.cli import train
 
     config = TrainConfig(
         workload="resnet", workload_options={"optimizer": "sgd", "learning_rate": 0.1, "compute": "emulate"},

@@ -8,11 +8,11 @@ from typing import Any
 
 from gradwire.bench import acp_shapes
 from gradwire.bench.acp_figures_table import PLANS, choose_plans
-from gradwire.bench.console import make_console
 from gradwire.bench.figures import acp_numbers
-from gradwire.bench.records import write_csv, write_json, write_text
 from gradwire.bench.sweep import Sweep
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.results.console import make_console
+from gradwire.results.records import write_csv, write_json, write_text
 
 _SHAPES = "shapes"
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradwire import workloads
-from gradwire.bench.compression_cost import rank_of
+from gradwire.bench.compression_cost_steps import rank_of
 from gradwire.schemes.low_rank.matrices import MatrixShape, matrix_shape
 
 MODELS = ("resnet50", "resnet152", "bert-base", "bert-large")

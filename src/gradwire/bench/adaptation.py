@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from gradwire.bench.console import make_console
-from gradwire.bench.records import write_json
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.results.console import make_console
+from gradwire.results.records import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from rich.table import Table
 
 from gradwire.bench import reducers
-from gradwire.bench.console import make_console
-from gradwire.bench.gradients import load_gradients
-from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
+from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, needs_switch, run_in_ranks
 from gradwire.bench.sources import PATTERNS, Source
-from gradwire.bench.specs import choose_specs, needs_switch
 from gradwire.errors import InvalidArgument
+from gradwire.registry import choose_specs
+from gradwire.results.console import make_console
+from gradwire.workloads.gradients import load_gradients
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
 FULL_SIZES = tuple(1 << power for power in range(10, 25, 2)) + (25_000_000, 100_000_000, 400_000_000)

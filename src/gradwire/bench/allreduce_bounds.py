@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.bench.gradients import OptimizerState
 from gradwire.bench.level_rule import Float64Array, allowed_scale
+from gradwire.workloads.gradients import OptimizerState
 
 # Half a unit in the last place, relative: what one rounding to the format may change.
 _FLOAT32_ROUNDING = 2.0**-24

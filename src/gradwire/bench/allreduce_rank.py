@@ -15,18 +15,18 @@ import torch.distributed as dist
 
 from gradwire.bench import kernel_counters
 from gradwire.bench.allreduce_bounds import Exact, error_bound
-from gradwire.bench.gradients import OptimizerState
 from gradwire.bench.launching import write_results
-from gradwire.bench.records import RecordLog
 from gradwire.bench.reducers import RIVALS, BackendReducer, Reducer, SchemeReducer
 from gradwire.bench.sources import Source
-from gradwire.bench.specs import parse_spec
 from gradwire.bench.timing import MIN_SAMPLE_S, Timing
-from gradwire.communicator import Communicator, ring_bytes
+from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import CorruptMessage
-from gradwire.network import current_network
+from gradwire.ranks.network import current_network
+from gradwire.registry import parse_spec
+from gradwire.results.records import RecordLog
 from gradwire.telemetry.environment import describe_environment
-from gradwire.threads import use_fair_share_of_cores
+from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.workloads.gradients import OptimizerState
 
 # A longer gradient is checked at this many stretches of this many elements, evenly spread, both ends among them: half a
 # million, since checking four million in float64 took longer than most reductions of 25 MB. The checksum covers all.

@@ -14,14 +14,14 @@ from rich.table import Table
 
 from gradwire import _native
 from gradwire.bench import contender_registry
-from gradwire.bench.console import make_console
 from gradwire.bench.contenders import Contender
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
-from gradwire.bench.gradients import GradientFile, load_gradients
-from gradwire.bench.records import write_csv, write_json
 from gradwire.bench.timing import Task, Timing, time_interleaved
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.results.console import make_console
+from gradwire.results.records import write_csv, write_json
 from gradwire.telemetry.environment import describe_environment
+from gradwire.workloads.gradients import GradientFile, load_gradients
 
 YARDSTICK = "zstd"
 

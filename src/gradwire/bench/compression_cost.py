@@ -12,14 +12,11 @@ from typing import Any
 from rich.table import Table
 
 from gradwire import workloads
-from gradwire.bench.console import make_console
-from gradwire.bench.records import write_csv, write_json
-from gradwire.bench.specs import parse_spec
+from gradwire.bench.compression_cost_steps import YARDSTICK, measure, rank_of
 from gradwire.errors import InvalidArgument
-
-YARDSTICK = "ddp-powersgd"
-_RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}  # of the ACP-SGD paper, section III-A
-_DEFAULT_RANK = 4
+from gradwire.registry import parse_spec
+from gradwire.results.console import make_console
+from gradwire.results.records import write_csv, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
     """Measure in a process of its own, whose thread count is set before torch starts; print, write."""
     check(args)
     if args.out_here is not None:
-        from gradwire.bench.compression_cost_steps import measure
-
         write_json(
             args.out_here, [one for name in args.workload for one in measure(name, args.rank or rank_of(name), args)]
         )
@@ -64,12 +59,12 @@ def _measure_apart(args: argparse.Namespace) -> list[dict[str, Any]]:
     import json
     import tempfile
 
-    from gradwire.launch import start_ranks
-    from gradwire.supervisor import end_on_signals
+    from gradwire.ranks.launch import start_ranks
+    from gradwire.ranks.supervisor import end_on_signals
 
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         out = Path(folder) / "records.json"
-        command = [sys.executable, "-m", "gradwire.cli", "bench", "compression-cost", *args.arguments]
+        command = [sys.executable, "-m", "gradwire", "bench", "compression-cost", *args.arguments]
         # PyTorch's hook computes on the backend's threads, where OpenMP has its own idea of how many threads there are.
         environment = {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
         with end_on_signals(), start_ranks([*command, "--out-here", str(out)], 1, env=environment) as launch:
@@ -96,11 +91,6 @@ def check(args: argparse.Namespace) -> None:
     for spec in args.scheme:
         name, options = parse_spec(spec)
         schemes.by_name(name, **options)
-
-
-def rank_of(workload: str) -> int:
-    """The rank with which the paper compresses this model."""
-    return _RANKS.get(workload, _DEFAULT_RANK)
 
 
 def make_table(records: Sequence[dict[str, Any]]) -> Table:

@@ -15,18 +15,25 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import gradwire
 from gradwire import schemes, workloads
-from gradwire.bench.compression_cost import YARDSTICK
 from gradwire.bench.lone_rank import LoneRank
-from gradwire.bench.specs import parse_spec
 from gradwire.bench.timing import Timing
-from gradwire.bucket import Bucket
-from gradwire.schemes import Session
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.registry import parse_spec
 from gradwire.telemetry.environment import describe_environment
 from gradwire.telemetry.recorder import Recorder
 
+YARDSTICK = "ddp-powersgd"
+_RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}  # of the ACP-SGD paper, section III-A
+_DEFAULT_RANK = 4
 _WORLD_SIZE = 4  # what schemes believe; sums do not get longer with it, only what is gathered does
 _FIRST_BUCKET_BYTES = 1 << 20  # DDP's own: the first bucket is small, so that communication starts early
 _LOW_RANK = ("acp-sgd", "power-sgd", "power-sgd-overlap")
+
+
+def rank_of(workload: str) -> int:
+    """The rank with which the paper compresses this model."""
+    return _RANKS.get(workload, _DEFAULT_RANK)
 
 
 class Gradients:

@@ -9,9 +9,9 @@ from gradwire import codecs
 from gradwire.bench import rivals
 from gradwire.bench.contenders import CodecContender, Contender, RivalContender
 from gradwire.bench.gcomp_contender import GCompContender
-from gradwire.bench.gradients import GradientFile
-from gradwire.bench.specs import parse_spec
 from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.workloads.gradients import GradientFile
 
 # What `all` means beside every codec and rival with its own defaults: GComp's other modes, and its table before training.
 _VARIANTS = ("gcomp:importance=none", "gcomp:importance=uniform,bits=10", "gcomp:table=prior")

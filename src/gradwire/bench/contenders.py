@@ -10,8 +10,8 @@ import torch
 
 from gradwire import codecs
 from gradwire.bench import rivals
-from gradwire.bench.gradients import GradientFile
 from gradwire.errors import CorruptMessage
+from gradwire.workloads.gradients import GradientFile
 
 # Every lane of a buffer that a decoder is to fill, so that one that leaves it alone is found out.
 _POISON = np.uint32(0xFFC0DEAD)

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire import train
-from gradwire.bench.console import make_console
 from gradwire.bench.fidelity_runs import PlannedRun, folder_name, run_planned
 from gradwire.bench.figures import convergence_numbers as numbers
-from gradwire.bench.records import write_csv, write_json, write_text
-from gradwire.bench.specs import parse_spec
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.training import TrainConfig
+from gradwire.registry import parse_spec
+from gradwire.results.console import make_console
+from gradwire.results.records import write_csv, write_json, write_text
+from gradwire.training import TrainConfig, launching
 
 # Figs. 6 and 7 of the ACP-SGD paper: the methods, and ACP-SGD without each of its two mechanisms.
 SCHEMES = ("plain", "power-sgd", "acp-sgd", "acp-sgd:error_feedback=false", "acp-sgd:reuse=false")
@@ -108,7 +107,7 @@ def plan(args: argparse.Namespace) -> list[PlannedRun]:
                         PlannedRun(spec, label, _configure(args, workload, spec, seed, out), args.ranks, rate)
                     )
     for one in planned:
-        train.check(one.config)
+        launching.check(one.config)
     return planned
 
 

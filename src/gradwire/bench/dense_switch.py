@@ -9,11 +9,11 @@ import math
 
 import torch
 
-from gradwire.aggregators.switch import Switch
 from gradwire.bench.reducers import Reducer
-from gradwire.communicator import Communicator
 from gradwire.errors import Unsupported
+from gradwire.exchange.aggregators.switch import Switch
 from gradwire.telemetry.recorder import BucketRecord, Recorder
+from gradwire.wire.communicator import Communicator
 
 # Values in a sum: while one is on its way the next is scaled. 16 MB are 0.6 s at 200 Mb/s, a round trip a thousandth.
 _BLOCK_ELEMENTS = 1 << 22

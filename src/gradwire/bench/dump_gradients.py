@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from gradwire import workloads
-from gradwire.bench.console import make_console
 from gradwire.errors import InvalidArgument
+from gradwire.results.console import make_console
 from gradwire.training.snapshot import write_snapshot
 from gradwire.workloads import Workload
 

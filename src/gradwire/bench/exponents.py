@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.bench.gradients import FloatArray
+from gradwire.workloads.gradients import FloatArray
 
 
 def exponent_histogram(values: FloatArray) -> npt.NDArray[np.int64]:

@@ -9,16 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from gradwire import train
-from gradwire.bench.console import make_console
 from gradwire.bench.fidelity_runs import FinishedRun, PlannedRun, folder_name, run_planned
 from gradwire.bench.figures import fidelity_numbers as numbers
 from gradwire.bench.figures.numbers import Records
 from gradwire.bench.gcomp_figures import make_table
-from gradwire.bench.records import write_csv, write_json, write_text
-from gradwire.bench.specs import parse_spec
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.training import TrainConfig
+from gradwire.registry import parse_spec
+from gradwire.results.console import make_console
+from gradwire.results.records import write_csv, write_json, write_text
+from gradwire.training import TrainConfig, launching
 from gradwire.training.session import PLAIN_DDP
 
 # What the paper and the frontier need, the most telling first: a table that is not finished is of use from the top on.
@@ -118,7 +117,7 @@ def plan(args: argparse.Namespace) -> list[PlannedRun]:
             folder = args.out / folder_name(workload) / folder_name(spec)
             config = _configure(args, workload, spec, folder, every)
             planned.append(PlannedRun(spec, workload, config, args.ranks, args.rate))
-            train.check(planned[-1].config)
+            launching.check(planned[-1].config)
     return planned
 
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from gradwire import train
-from gradwire.netlab.rate import parse_rate
-from gradwire.training import TrainConfig
+from gradwire.ranks.netlab.rate import parse_rate
+from gradwire.training import TrainConfig, launching
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def run_planned(planned: Sequence[PlannedRun], console: Console) -> None:
     for index, run in enumerate(left):
         began = time.monotonic()
         console.print(f"run {index + 1} of {len(left)}: {run.workload}, {run.name}, {run.n_ranks} ranks")
-        train.run_ranks(run.config, run.n_ranks, run.rate, show_table=False)
+        launching.run_ranks(run.config, run.n_ranks, run.rate, show_table=False)
         took_s = time.monotonic() - began
         spent.setdefault(run.workload, []).append(took_s)
         every = [one for ones in spent.values() for one in ones]

@@ -9,13 +9,13 @@ import torch
 
 from gradwire.bench.contenders import CodecContender
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
-from gradwire.bench.gradients import GradientFile
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 from gradwire.bench.live_optimizer import make_optimizer
 from gradwire.codecs.gcomp import GComp, describe
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.workloads.gradients import GradientFile
 
 _MANTISSA_BITS = 23
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from rich.table import Table
 
-from gradwire.bench.console import make_console
 from gradwire.bench.figures import numbers
 from gradwire.bench.figures.huffman import time_decoders
 from gradwire.bench.figures.numbers import Records
-from gradwire.bench.gradients import GradientFile, load_gradients
-from gradwire.bench.records import write_json
 from gradwire.errors import GradwireError, Unsupported
+from gradwire.results.console import make_console
+from gradwire.results.records import write_json
 from gradwire.telemetry.environment import describe_environment
+from gradwire.workloads.gradients import GradientFile, load_gradients
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

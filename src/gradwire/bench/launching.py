@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.link_changes import LinkChanges
-from gradwire.bench.records import RecordLog, write_csv, write_json
 from gradwire.errors import InvalidArgument
-from gradwire.launch import start_ranks
-from gradwire.supervisor import end_on_signals
+from gradwire.ranks.launch import start_ranks
+from gradwire.ranks.supervisor import end_on_signals
+from gradwire.registry import parse_spec
+from gradwire.results.records import RecordLog, write_csv, write_json
 
 DEFAULT_RANKS = 4
 
@@ -40,7 +41,7 @@ def is_rank() -> bool:
 
 def check_rank_arguments(args: argparse.Namespace) -> None:
     """Raises: InvalidArgument, before any rank is started."""
-    from gradwire.netlab import parse_rate
+    from gradwire.ranks.netlab import parse_rate
 
     if args.ranks is not None and args.ranks < 1:
         raise InvalidArgument(f"--ranks must be at least 1, got {args.ranks}")
@@ -60,7 +61,7 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
     rates: Sequence[str] = args.rate or ["none"]
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
-        command = [sys.executable, "-m", "gradwire.cli", "bench", bench, *args.arguments, "--log", str(log.path)]
+        command = [sys.executable, "-m", "gradwire", "bench", bench, *args.arguments, "--log", str(log.path)]
         changes = LinkChanges(log.path)
 
         def take_line(rank: int, line: str) -> None:
@@ -88,3 +89,9 @@ def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> No
         write_json(args.json, records)
     if args.csv:
         write_csv(args.csv, records)
+
+
+def needs_switch(specs: Sequence[str]) -> bool:
+    """Whether one of them sums in the network: `dense-switch`, or any scheme with `aggregator=switch`."""
+    parsed = [parse_spec(spec) for spec in specs]
+    return any(name == "dense-switch" or options.get("aggregator") == "switch" for name, options in parsed)

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.bench.gradients import FloatArray, OptimizerState
+from gradwire.workloads.gradients import FloatArray, OptimizerState
 
 # Low mantissa bits dropped at levels 1 to 3 of float32 (level 0 drops none).
 LEVEL_BITS = (6, 12, 18)

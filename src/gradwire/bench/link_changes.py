@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from gradwire.errors import GradwireError
-from gradwire.launch import Launch
+from gradwire.ranks.launch import Launch
 
 _QUESTION = "gradwire bench: change links to "
 _PATIENCE_S = 20.0

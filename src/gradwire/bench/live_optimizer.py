@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.bench.gradients import FloatArray, OptimizerState
+from gradwire.workloads.gradients import FloatArray, OptimizerState
 
 
 def make_optimizer(state: OptimizerState, n_elements: int | None = None) -> torch.optim.Optimizer:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.communicator import Communicator
+from gradwire.wire.communicator import Communicator
 
 
 class LoneRank(Communicator):

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from gradwire import workloads
-from gradwire.bench.console import make_console
 from gradwire.bench.launching import DEFAULT_RANKS, add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
-from gradwire.bench.records import RecordLog, write_json, write_text
-from gradwire.bench.specs import parse_spec
 from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.results.console import make_console
+from gradwire.results.records import RecordLog, write_json, write_text
 
 FULL = "full precision"
 _FOLDED = ("resnet", "vgg")  # workloads whose data is cut into folds

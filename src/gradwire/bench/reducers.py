@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire import schemes
-from gradwire.bench.gradients import OptimizerState
 from gradwire.bench.live_optimizer import make_optimizer
-from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator, ring_bytes
-from gradwire.schemes.base import Session
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.telemetry.recorder import Recorder
+from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.workloads.gradients import OptimizerState
 
 RIVALS = ("ddp", "ddp-bf16")
 # Measured when asked for by name: they need a switch beside the ranks.

@@ -16,10 +16,10 @@ from typing import Any
 from rich.table import Table
 
 from gradwire import schemes
-from gradwire.bench.console import make_console
-from gradwire.bench.records import RecordLog, write_json, write_text
-from gradwire.bench.specs import parse_spec
 from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.results.console import make_console
+from gradwire.results.records import RecordLog, write_json, write_text
 from gradwire.simulator.schemes.measured import FORMAT, TABLE, MeasuredTable
 
 Record = dict[str, Any]
@@ -191,7 +191,7 @@ class Measuring:
         results, log = self._out / "partial.json", self._out / "logs" / f"{cell.key}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         results.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "gradwire.cli", "bench", cell.bench, *cell.arguments, "--json", str(results)]
+        command = [sys.executable, "-m", "gradwire", "bench", cell.bench, *cell.arguments, "--json", str(results)]
         if self._call(command, log) != 0 or not results.is_file():
             return None
         records: list[Record] = json.loads(results.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.bench.simulator_blocks import block_workload, bucket_workload
-from gradwire.bench.specs import parse_spec
+from gradwire.registry import parse_spec
 from gradwire.simulator.jitter import Uniform
 from gradwire.simulator.schemes.aqgb import Aqgb
 from gradwire.simulator.schemes.base import Scheme

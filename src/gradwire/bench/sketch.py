@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gradwire.bench.console import make_console
 from gradwire.bench.figures import sketch_numbers
 from gradwire.bench.figures.numbers import Records
 from gradwire.bench.gcomp_figures import make_table
-from gradwire.bench.records import write_json
 from gradwire.bench.sources import PATTERNS
+from gradwire.core.threads import set_thread_count
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.results.console import make_console
+from gradwire.results.records import write_json
 from gradwire.telemetry.environment import describe_environment
-from gradwire.threads import set_thread_count
 
 SECTIONS = ("sizes", "recovery", "speed")
 _SPEED_DENSITIES = (0.01, 0.05, 0.1)

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.bench.console import make_console
-from gradwire.bench.records import write_json, write_text
-from gradwire.bench.specs import parse_spec
 from gradwire.bench.sweep import Sweep
 from gradwire.bench.sweep_table import Row
 from gradwire.errors import InvalidArgument
-from gradwire.netlab import parse_rate
+from gradwire.ranks.netlab import parse_rate
+from gradwire.registry import parse_spec
+from gradwire.results.console import make_console
+from gradwire.results.records import write_json, write_text
 
 # Fig. 12 and 13: a bare quantiser, then one strategy after the other.
 _STRATEGIES = ("threshold_bytes=0", "", "backup=true,threshold_bytes=0", "backup=true")

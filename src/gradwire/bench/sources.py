@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.bench.gradients import FloatArray, GradientFile
 from gradwire.errors import InvalidArgument
+from gradwire.workloads.gradients import FloatArray, GradientFile
 
 # Positions of non-zeros come in runs of this many elements: single values, embedding rows, whole batches of a sketch.
 PATTERNS = {"element": 1, "row": 32, "batch": 1024}

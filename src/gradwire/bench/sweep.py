@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.bench.console import make_console
-from gradwire.bench.records import RecordLog, write_csv, write_json
 from gradwire.bench.sweep_table import OUT, Row, choose_rows
 from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.results.console import make_console
+from gradwire.results.records import RecordLog, write_csv, write_json
 
 # What is shown of the output of a row that failed; all of it is in its log.
 _SHOWN_LINES = 15
@@ -120,7 +120,7 @@ class Sweep:
         except OSError as error:
             raise GradwireError(f"could not write in {self.out}: {error.strerror or error}") from error
         arguments = [argument.replace(OUT, str(self.out)) for argument in row.arguments]
-        command = [sys.executable, "-m", "gradwire.cli", "bench", row.bench, *arguments]
+        command = [sys.executable, "-m", "gradwire", "bench", row.bench, *arguments]
         if row.bench != "dump-gradients":
             command += ["--json", str(results)]
         started = time.monotonic()

@@ -6,14 +6,14 @@ import argparse
 import time
 from pathlib import Path
 
-from gradwire.bench.console import make_console
 from gradwire.bench.figures import tfp_numbers
 from gradwire.bench.figures.numbers import Records
 from gradwire.bench.gcomp_figures import make_table
-from gradwire.bench.gradients import load_gradients
-from gradwire.bench.records import write_csv, write_json
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.results.console import make_console
+from gradwire.results.records import write_csv, write_json
 from gradwire.telemetry.environment import describe_environment
+from gradwire.workloads.gradients import load_gradients
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,11 +10,18 @@ from rich.table import Table
 
 from gradwire import workloads
 from gradwire.bench import train_contenders
-from gradwire.bench.console import make_console
-from gradwire.bench.launching import DEFAULT_RANKS, add_rank_arguments, check_rank_arguments, is_rank, run_in_ranks
-from gradwire.bench.specs import choose_specs, needs_switch, parse_spec
+from gradwire.bench.launching import (
+    DEFAULT_RANKS,
+    add_rank_arguments,
+    check_rank_arguments,
+    is_rank,
+    needs_switch,
+    run_in_ranks,
+)
 from gradwire.errors import InvalidArgument
-from gradwire.netlab import parse_rate
+from gradwire.ranks.netlab import parse_rate
+from gradwire.registry import choose_specs, parse_spec
+from gradwire.results.console import make_console
 
 YARDSTICK = "ddp"
 

@@ -16,9 +16,9 @@ import gradwire
 from gradwire import codecs, schemes
 from gradwire.bench import gloo_hooks, training_thread
 from gradwire.bench.overlap import Timeline
-from gradwire.bench.specs import parse_spec
-from gradwire.communicator import ring_bytes
 from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.wire.communicator import ring_bytes
 from gradwire.workloads import Workload
 
 # Bare quantisers that encode and decode on the training thread; `all` does not mean them.

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from gradwire.bench import kernel_counters
 from gradwire.bench.launching import write_results
 from gradwire.bench.link_changes import change_links
-from gradwire.bench.records import RecordLog
 from gradwire.bench.timing import Timing
 from gradwire.bench.train_contenders import RIVALS, StepTimes, TrainContender, describe
-from gradwire.communicator import ring_bytes
 from gradwire.errors import Unsupported
-from gradwire.netlab.rate import format_rate, parse_rate
-from gradwire.network import Network, current_network
+from gradwire.ranks.netlab.rate import format_rate, parse_rate
+from gradwire.ranks.network import Network, current_network
+from gradwire.results.records import RecordLog
 from gradwire.telemetry.environment import describe_environment
+from gradwire.wire.communicator import ring_bytes
 from gradwire.workloads import Workload
 
 # Steps of one contender before the next has its turn: long enough that caches are its own, short against drifts of the

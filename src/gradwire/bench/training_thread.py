@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.two_bit import TwoBit
-from gradwire.threads import use_fair_share_of_cores
+from gradwire.core.threads import use_fair_share_of_cores
 
 CODECS: dict[str, type[Quantised]] = {"ddp-one-bit": OneBit, "ddp-two-bit": TwoBit}
 

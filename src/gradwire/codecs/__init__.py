@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.choices import describe_choices, describe_wrong_option
 from gradwire.errors import InvalidArgument
+from gradwire.registry import describe_choices, describe_wrong_option
 
 __all__ = ["Codec", "by_name", "names"]
 

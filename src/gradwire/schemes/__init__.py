@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from gradwire.choices import describe_choices, describe_wrong_option
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.base import Scheme, Session
+from gradwire.registry import describe_choices, describe_wrong_option
+from gradwire.schemes.base import Scheme
 
 __all__ = ["Scheme", "Session", "by_name", "names"]
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.bucket import Bucket
 from gradwire.codecs.quantised import check_positive
-from gradwire.communicator import ring_bytes
+from gradwire.core.bucket import Bucket
+from gradwire.core.residual import Residual
+from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.residual import Residual
-from gradwire.schemes.base import Session
 from gradwire.schemes.optimistic import Optimistic, check_share, count_of
 from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero, stream_of
+from gradwire.wire.communicator import ring_bytes
 
 _log = logging.getLogger(__name__)
 _MAX_ADAPTATIONS = 10

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.codecs.one_bit import OneBit as OneBitCodec
-from gradwire.collectives.parts import QUANTISED_CHUNK_ELEMENTS
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
+from gradwire.core.residual import Residual
 from gradwire.errors import CorruptMessage, InvalidArgument, RankMismatch
-from gradwire.preamble import compare_preambles
-from gradwire.residual import Residual
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain import all_reduce_plainly
+from gradwire.wire.preamble import compare_preambles
 
 _log = logging.getLogger(__name__)
 _FALLBACK = "non-finite gradient: this bucket was sent uncompressed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire import codecs
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.through_codec import ThroughCodec
 

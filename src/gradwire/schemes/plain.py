@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator, ring_bytes
-from gradwire.schemes.base import Scheme, Session
-from gradwire.step_check import StepCheck
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.schemes.base import Scheme
+from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.step_check import StepCheck
 
 
 class Plain(Scheme):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.codecs.qsgd import Qsgd as QsgdCodec
-from gradwire.collectives.parts import QUANTISED_CHUNK_ELEMENTS
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.bucket import Bucket
 from gradwire.codecs.quantised import Quantised
-from gradwire.collectives.parts import QUANTISED_CHUNK_ELEMENTS
-from gradwire.collectives.quantised import Exchange, quantised_mean
+from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
+from gradwire.exchange.quantised import Exchange, quantised_mean
 from gradwire.schemes.optimistic import Optimistic
 from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero, stream_of
 

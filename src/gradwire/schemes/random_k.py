@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import ring_bytes
+from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.optimistic import Optimistic, check_share, count_of
+from gradwire.wire.communicator import ring_bytes
 
 _FACT_BITS = 31
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.base import Session
 from gradwire.schemes.optimistic import Optimistic
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

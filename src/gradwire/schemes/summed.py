@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import ring_bytes
+from gradwire.core.bucket import Bucket
 from gradwire.schemes.optimistic import Optimistic
 from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero
+from gradwire.wire.communicator import ring_bytes
 
 _INFINITY = 0x7F80_0000  # float32: patterns from here on are not finite
 _FACT_WORDS = 2  # a checksum of what ranks must share, and its negative: their maxima cancel if all are alike

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from gradwire.bucket import Bucket
 from gradwire.codecs.hadamard import Thc as ThcCodec
-from gradwire.schemes.base import Session
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.schemes.summed import Summed
 from gradwire.schemes.usage import stream_of
 

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire import codecs
-from gradwire.bucket import Bucket
 from gradwire.codecs import Codec
 from gradwire.codecs.truncated_float import TruncatedFloat as TruncatedFloatCodec
-from gradwire.collectives.chunk_codec import Importance
-from gradwire.collectives.direct import direct_mean
-from gradwire.collectives.parts import CHUNK_ELEMENTS
-from gradwire.collectives.ring import ring_mean
+from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
+from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.direct import direct_mean
+from gradwire.exchange.parts import CHUNK_ELEMENTS
+from gradwire.exchange.ring import ring_mean
 from gradwire.schemes.base import Scheme
 
 _TOPOLOGIES = {"ring": ring_mean, "direct": direct_mean}

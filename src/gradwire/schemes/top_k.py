@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
 from gradwire.errors import CorruptMessage
 from gradwire.schemes.optimistic import Optimistic, check_share, count_of
 

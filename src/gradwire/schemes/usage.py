@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
 
 
 class Withheld:

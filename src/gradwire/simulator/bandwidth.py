@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.errors import InvalidArgument
-from gradwire.netlab.rate import parse_rate
+from gradwire.ranks.netlab.rate import parse_rate
 
 Trace = tuple[tuple[float, float], ...]
 

@@ -11,10 +11,10 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gradwire.bench.console import make_console
-from gradwire.bench.records import write_csv, write_json
-from gradwire.bench.specs import parse_spec
 from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.results.console import make_console
+from gradwire.results.records import write_csv, write_json
 from gradwire.simulator import figures, workloads
 from gradwire.simulator.bandwidth import parse_trace
 from gradwire.simulator.jitter import Jitter, Stragglers, Uniform
@@ -193,7 +193,7 @@ def make_jitter(kind: str, seed: int, sigma: float = 1.5) -> Jitter:
 
 def parse_link_rate(text: str) -> float:
     """Bits a second. Raises: InvalidArgument (none: a simulated link has a rate)."""
-    from gradwire.netlab.rate import parse_rate
+    from gradwire.ranks.netlab.rate import parse_rate
 
     rate_bps = parse_rate(text)
     if rate_bps is None:

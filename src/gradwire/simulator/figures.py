@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from gradwire.bench.console import make_console
-from gradwire.bench.records import write_json
 from gradwire.errors import InvalidArgument
+from gradwire.results.console import make_console
+from gradwire.results.records import write_json
 from gradwire.simulator import workloads
 from gradwire.simulator.bandwidth import make_trace
 from gradwire.simulator.jitter import Jitter, Stragglers, Uniform

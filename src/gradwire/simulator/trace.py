@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gradwire.bench.records import write_text
 from gradwire.errors import InvalidArgument
+from gradwire.results.records import write_text
 from gradwire.simulator.simulation import Simulation
 
 _ROWS = {"compute": 0, "network": 1}

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire.preamble import Preamble
-from gradwire.schemes.base import Scheme, Session
+from gradwire.schemes.base import Scheme
 from gradwire.stepping.blocks import Block, Division, check_division, find_blocks, hash_blocks
 from gradwire.stepping.demands import inner_of, refuse_join, stepped_parameters
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.preamble import Preamble
 
 
 @dataclass

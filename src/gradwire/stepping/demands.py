@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.base import Session
 
 
 def inner_of(module: nn.Module) -> nn.Module:

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.base import Session
 from gradwire.stepping.blocks import Block
 from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.stepping.loc_buf import LocBuf
 from gradwire.stepping.peeking import LookAheadOptions, ThrownAwayState, check_peekable
+from gradwire.wire.communicator import Communicator
 
 # Parameters whose state is copied at a time: 16 MB of float32 a moment, instead of the whole optimizer's state again.
 _CHUNK_ELEMENTS = 1 << 22

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import ring_bytes
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.base import Session
 from gradwire.stepping.blocks import Block
 from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.stepping.sharded_state import Edges, ShardedState
+from gradwire.wire.communicator import ring_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gradwire.telemetry.report.inputs import describe_network
+from gradwire.results.captions import describe_network
 from gradwire.training.config import TrainConfig
 
 

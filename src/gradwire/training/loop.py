@@ -234,6 +234,6 @@ def _init_process_group(device: torch.device) -> None:
 
 def _rate_bps() -> float | None:
     """The links' rate if the test network says one; None for links that are not shaped."""
-    from gradwire.network import current_network
+    from gradwire.ranks.network import current_network
 
     return current_network().rate_bps

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from gradwire.bench.acp_shapes import sent_elements, sizes_of
-from gradwire.bench.compression_cost import rank_of
+from gradwire.bench.compression_cost_steps import rank_of
 from gradwire.bench.figures.numbers import Records
 from gradwire.bench.figures.plots import COLOURS, STYLE, make_panels, save_figure
 

@@ -12,8 +12,8 @@ import torch
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.fidelity_runs import FinishedRun
 from gradwire.bench.figures.numbers import Records
-from gradwire.bench.gradients import load_gradients
 from gradwire.codecs.gcomp import GComp, HuffmanTable, describe
+from gradwire.workloads.gradients import load_gradients
 
 BASELINE = "gcomp:importance=none"
 PAPER = "gcomp:importance=paper"

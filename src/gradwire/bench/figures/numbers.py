@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.figures.huffman import escaped_lengths, gradwire_lengths, mean_bits, native_lengths
-from gradwire.bench.gradients import GradientFile
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
+from gradwire.workloads.gradients import GradientFile
 
 Records = list[dict[str, Any]]
 MANTISSA_BITS = 24  # the sign travels with the mantissa

@@ -14,7 +14,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from gradwire.bench.paired_trainings import Case
-from gradwire.bench.specs import parse_spec
+from gradwire.registry import parse_spec
 
 Records = list[dict[str, Any]]
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last the normal one is within 2 %.

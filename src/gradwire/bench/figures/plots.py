@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from gradwire.bench.exponents import exponent_histogram
 from gradwire.bench.figures.numbers import Records, gradient_parameter_ratio
-from gradwire.bench.gradients import GradientFile
 from gradwire.errors import GradwireError
+from gradwire.workloads.gradients import GradientFile
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")

@@ -14,8 +14,8 @@ from gradwire.bench.timing import Task, time_interleaved
 from gradwire.codecs import bloom_filter, sketch_sizes
 from gradwire.codecs.bloom_filter import BloomShape
 from gradwire.codecs.count_sketch import MAX_CORE, CountSketch, Outcome, index_words, write_index
+from gradwire.core.threads import thread_count
 from gradwire.errors import CorruptMessage
-from gradwire.threads import thread_count
 
 FORMULA_DENSITIES = tuple(10 ** (exponent / 10) for exponent in range(-40, 0)) + (0.9, 0.99)
 FORMULA_WIDTHS = (4, 8, 16, 32)

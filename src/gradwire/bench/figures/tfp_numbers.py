@@ -11,12 +11,12 @@ import torch
 
 from gradwire import codecs, workloads
 from gradwire.bench.figures.numbers import Records
-from gradwire.bench.gradients import GradientFile
-from gradwire.bench.specs import parse_spec
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
 from gradwire.workloads.base import step_generator
+from gradwire.workloads.gradients import GradientFile
 
 # What the paper's figure shows, and gradwire's codecs at the same widths. "none" is 32 bits. `+ef`: with error feedback.
 # A|B: each value through A or B, with equal chance (the paper's "2-8bit": QSGD with 2 bits or 8).

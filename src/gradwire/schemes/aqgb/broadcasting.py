@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gradwire.codecs.embedded_float import EmbeddedFloat
+from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes.aqgb.block_values import BlockValues, Scratch
 from gradwire.schemes.aqgb.figures import Figures
@@ -20,7 +21,6 @@ from gradwire.schemes.aqgb.leftovers import Leftovers
 from gradwire.schemes.aqgb.pacing import Clock, Pacing
 from gradwire.schemes.aqgb.round import Round
 from gradwire.schemes.aqgb.streams import TOPOLOGIES, Streams
-from gradwire.schemes.base import Session
 from gradwire.stepping.blocks import Block, Division
 from gradwire.stepping.deferred import DeferredScheme, Slot
 from gradwire.telemetry.recorder import BucketRecord

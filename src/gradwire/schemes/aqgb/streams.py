@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from gradwire.communicator import Communicator
 from gradwire.errors import CorruptMessage
 from gradwire.schemes.aqgb.heads import NO_BLOCK, Head, HeadFormat
+from gradwire.wire.communicator import Communicator
 
 TOPOLOGIES = ("fan-out", "ring")
 # A wait that takes no longer found its message there.

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from gradwire.bucket import Bucket
 from gradwire.codecs.gcomp import GComp as GCompCodec
-from gradwire.collectives.chunk_codec import Importance
-from gradwire.collectives.parts import CHUNK_ELEMENTS
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.base import Session
+from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.through_codec import ThroughCodec

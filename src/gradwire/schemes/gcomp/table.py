@@ -14,9 +14,9 @@ import torch
 
 from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
-from gradwire.communicator import Communicator, ring_bytes
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.wire.communicator import Communicator, ring_bytes
 
 # Steps from counting to switching: the sum overlaps with the whole step between them.
 _SWITCH_AFTER = 2

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from gradwire import _native, aggregators
-from gradwire.aggregators import Aggregator
-from gradwire.bucket import Bucket
+from gradwire import _native
 from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, MIN_GAMMA, CountSketch, FixedPoint, Outcome
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
-from gradwire.schemes.base import Session
+from gradwire.exchange import aggregators
+from gradwire.exchange.aggregators import Aggregator
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
 from gradwire.schemes.optimistic import Optimistic, check_share, count_of
 from gradwire.schemes.plain import all_reduce_plainly

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.aggregators import Aggregator
-from gradwire.bucket import Bucket
 from gradwire.codecs import bloom_filter
 from gradwire.codecs.bloom_filter import BloomShape
 from gradwire.codecs.count_sketch import IndexFacts, index_words, write_index
-from gradwire.communicator import Communicator
+from gradwire.core.bucket import Bucket
+from gradwire.exchange.aggregators import Aggregator
+from gradwire.wire.communicator import Communicator
 
 # facts, ~facts, flags, then a bit for each exponent: docs/format.md#count-sketch
 _HEADER_WORDS = 12

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.base import Scheme, Session
+from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
 from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
 from gradwire.schemes.low_rank.plan import Plan, Plans

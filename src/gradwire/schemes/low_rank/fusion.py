@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.communicator import Communicator, ring_bytes
+from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument, RankMismatch
-from gradwire.preamble import Preamble, compare_preambles
 from gradwire.schemes.low_rank.plan import Plan
+from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.preamble import Preamble, compare_preambles
 
 _FINGERPRINT_BITS = 32
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gradwire import _native
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
 
 # A gradient with values nearly always shows one among its first few: only zero gradients are read to their end.
 _GLANCE_ELEMENTS = 64

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from gradwire import _native
-from gradwire.bucket import Bucket
+from gradwire.core.bucket import Bucket
 from gradwire.schemes.low_rank.matrices import Group, MatrixShape, MatrixState
 
 

@@ -15,12 +15,12 @@ import torch
 
 from gradwire.codecs import Codec, pieces
 from gradwire.codecs.quantised import Quantised
-from gradwire.collectives.chunk_codec import Importance
-from gradwire.collectives.frames import Facts
-from gradwire.collectives.push_pull import Cut, Group, push_pull
-from gradwire.collectives.ring import ring_mean
-from gradwire.communicator import Communicator
+from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.push_pull import Cut, Group, push_pull
+from gradwire.exchange.ring import ring_mean
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.facts import Facts
 
 
 class Source(NamedTuple):
@@ -70,7 +70,7 @@ class Exchange:
 
         Args:
             is_void: asked before the first value is replaced; if it says so, on every rank, none is.
-        Returns: what is left to do until the values are replaced (gradwire.collectives.push_pull).
+        Returns: what is left to do until the values are replaced (gradwire.exchange.push_pull).
         """
         if self.topology == "server":
             ends = _ServerEnds(self, values, left_out, cut, record, importance, source, is_void)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.communicator import Communicator, ring_bytes
 from gradwire.control.threshold import Measurement, ThresholdTable, has_drifted, log_spaced
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.wire.communicator import Communicator, ring_bytes
 
 # DDP's first step has one bucket for the whole model and every buffer is new: nothing in it is typical.
 _COLD_STEPS = 2

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.collectives.push_pull import Cut
+from gradwire.core.bucket import Bucket
+from gradwire.exchange.push_pull import Cut
 
 
 class Span(NamedTuple):

@@ -8,12 +8,10 @@ import time
 
 import torch
 
-from gradwire.bucket import Bucket
-from gradwire.collectives.chunk_codec import Importance
-from gradwire.collectives.frames import Facts
-from gradwire.collectives.push_pull import Cut
-from gradwire.communicator import Rest, ring_bytes
-from gradwire.schemes.base import Session
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.push_pull import Cut
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
 from gradwire.schemes.slimgc.exchange import Exchange, Source
@@ -21,6 +19,8 @@ from gradwire.schemes.slimgc.feedback import Feedback, is_used
 from gradwire.schemes.slimgc.plan import Plan
 from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.wire.communicator import Rest, ring_bytes
+from gradwire.wire.facts import Facts
 
 _log = logging.getLogger(__name__)
 _FALLBACK = "non-finite gradient: this bucket was sent uncompressed"

@@ -17,17 +17,15 @@ from typing import Any
 
 import torch
 
-from gradwire.bucket import Bucket
 from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
 from gradwire.codecs.quantised import Quantised
-from gradwire.collectives.frames import Facts
-from gradwire.collectives.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
-from gradwire.communicator import Rest
 from gradwire.control.threshold import NEVER, check_threshold
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire.preamble import Preamble, compare_preambles
-from gradwire.schemes.base import Scheme, Session
+from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
+from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.slimgc.exchange import Exchange
 from gradwire.schemes.slimgc.feedback import Feedback
@@ -35,11 +33,14 @@ from gradwire.schemes.slimgc.measuring import Measuring
 from gradwire.schemes.slimgc.options import check_topology, check_update, codec_of, options_of
 from gradwire.schemes.slimgc.plan import Plan, tensors_of
 from gradwire.schemes.slimgc.reduction import Reduction
-from gradwire.step_check import StepCheck
 from gradwire.stepping.look_ahead import LookAhead
 from gradwire.stepping.owner_step import OwnerStep
 from gradwire.stepping.peeking import LookAheadOptions
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.wire.communicator import Rest
+from gradwire.wire.facts import Facts
+from gradwire.wire.preamble import Preamble, compare_preambles
+from gradwire.wire.step_check import StepCheck
 
 
 class SlimGC(Scheme):

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import simpy
 
-from gradwire.collectives.parts import count_chunks
 from gradwire.errors import InvalidArgument
+from gradwire.exchange.parts import count_chunks
 from gradwire.simulator.network import FlowClass
 from gradwire.simulator.schemes.base import Scheme
 from gradwire.simulator.simulation import Group, Simulation

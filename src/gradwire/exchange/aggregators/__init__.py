@@ -1,0 +1,91 @@
+"""Aggregators: what adds up the ranks' sketches and ORs their indices. A scheme that sums needs nothing else of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import torch
+
+from gradwire.errors import InvalidArgument
+from gradwire.telemetry.recorder import BucketRecord, Recorder
+from gradwire.wire.communicator import Communicator
+
+__all__ = ["Aggregator", "Sum", "by_name", "names"]
+
+# name: "module:class". A new aggregator is one file and one line here.
+_REGISTRY: dict[str, str] = {
+    "process-group": "gradwire.exchange.aggregators.process_group:ProcessGroup",
+    "switch": "gradwire.exchange.aggregators.switch:Switch",
+}
+
+
+class Sum(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> None:
+        """Return when the sum lies in the tensor that was given. Raises: PeerLost."""
+        ...
+
+
+class Aggregator(Protocol):
+    """Element by element, over all ranks, in place. Every rank calls the same methods in the same order, on the lane.
+
+    Results are bit-identical on all ranks. Each call notes in `record` what it sends and receives, and how long it takes.
+
+    Attributes:
+        name: as in the registry.
+        sums_floats: whether `start_sum` takes float32. A programmable switch only adds integers.
+    """
+
+    name: str
+    sums_floats: bool
+
+    def bind(self, communicator: Communicator, recorder: Recorder) -> None:
+        """Take the ranks. Raises: Unsupported, InvalidArgument, PeerLost."""
+        ...
+
+    def or_words(self, words: torch.Tensor, record: BucketRecord) -> None:
+        """Replace `words` (n,) int32 by their bitwise OR over the ranks. Raises: PeerLost."""
+        ...
+
+    def max_int32(self, values: torch.Tensor, record: BucketRecord) -> None:
+        """Replace `values` (n,) int32, a few of them, by their largest over the ranks. Raises: PeerLost."""
+        ...
+
+    def start_sum(self, values: torch.Tensor, record: BucketRecord) -> Sum:
+        """Start replacing `values` (n,) float32, int32 or int64 by their sum over the ranks; integers wrap around.
+
+        `values` must be left alone until the sum has been waited for.
+        Raises: Unsupported (a dtype that this aggregator cannot sum), PeerLost.
+        """
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of this aggregator's own, as plain values."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds; it may be bound again."""
+        ...
+
+
+def names() -> list[str]:
+    """The registered aggregators, sorted."""
+    return sorted(_REGISTRY)
+
+
+def by_name(name: str, **options: Any) -> Aggregator:
+    """A new aggregator by its registry name.
+
+    Raises: InvalidArgument (unknown name, or an option that the aggregator does not take).
+    """
+    if name not in _REGISTRY:
+        raise InvalidArgument(f"no aggregator is called {name!r}; there are: {', '.join(names())}")
+    module_path, class_name = _REGISTRY[name].split(":")
+    cls = getattr(importlib.import_module(module_path), class_name)
+    try:
+        aggregator: Aggregator = cls(**options)
+    except TypeError as error:
+        raise InvalidArgument(f"aggregator {name!r}: {error}") from error
+    return aggregator

@@ -1,0 +1,103 @@
+"""The aggregator `process-group`: the backend's own all-reduce. A fabric with reduction offload serves it unchanged."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.telemetry.recorder import BucketRecord, Recorder
+from gradwire.wire.communicator import Communicator, ring_bytes
+
+_SUMMED = (torch.float32, torch.int32, torch.int64)
+_OR_BY = ("all-reduce", "all-to-all")
+
+
+class ProcessGroup:
+    """Sums by all-reduce; ORs by all-reduce (Gloo's BOR) or by shards.
+
+    Args:
+        or_by: "all-reduce", or "all-to-all" for backends that know no OR (NCCL): each rank gets one shard of every
+            rank's words, ORs them, and all ranks gather the shards. Both send 2 (N-1)/N of the words.
+    Raises: InvalidArgument.
+    """
+
+    name = "process-group"
+    sums_floats = True
+
+    def __init__(self, or_by: str = "all-reduce") -> None:
+        if or_by not in _OR_BY:
+            raise InvalidArgument(f"or_by is one of {', '.join(_OR_BY)}, not {or_by!r}")
+        self.or_by = or_by
+        self._communicator: Communicator
+
+    def bind(self, communicator: Communicator, recorder: Recorder) -> None:
+        self._communicator = communicator
+
+    def or_words(self, words: torch.Tensor, record: BucketRecord) -> None:
+        _check(words, (torch.int32,))
+        started = time.perf_counter_ns()
+        if self.or_by == "all-reduce" or words.numel() < self._communicator.world_size:
+            self._communicator.all_reduce(words, dist.ReduceOp.BOR)
+        else:
+            self._or_by_shards(words)
+        self._count(words, record, started)
+
+    def max_int32(self, values: torch.Tensor, record: BucketRecord) -> None:
+        _check(values, (torch.int32,))
+        started = time.perf_counter_ns()
+        self._communicator.all_reduce(values, dist.ReduceOp.MAX)
+        self._count(values, record, started)
+
+    def start_sum(self, values: torch.Tensor, record: BucketRecord) -> _BackendSum:
+        _check(values, _SUMMED)
+        return _BackendSum(self, self._communicator, values, record)
+
+    def stats(self) -> dict[str, Any]:
+        """Nothing of its own: the recorder has the bytes."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _or_by_shards(self, words: torch.Tensor) -> None:
+        world_size, rank = self._communicator.world_size, self._communicator.rank
+        shard_words = -(-words.numel() // world_size)
+        whole = torch.zeros(world_size * shard_words, dtype=torch.int32)
+        whole[: words.numel()] = words
+        theirs = self._communicator.all_to_all(whole.view(world_size, shard_words))
+        shard = theirs[rank]
+        for other in range(world_size):
+            if other != rank:
+                shard |= theirs[other]
+        words.copy_(self._communicator.all_gather(shard).view(-1)[: words.numel()])
+
+    def _count(self, tensor: torch.Tensor, record: BucketRecord, started_ns: int) -> None:
+        record.add("communicate", started_ns, time.perf_counter_ns())
+        n_bytes = ring_bytes(tensor.numel() * tensor.element_size(), self._communicator.world_size)
+        record.count_sent(n_bytes)
+        record.count_received(n_bytes)
+
+
+class _BackendSum:
+    def __init__(
+        self, aggregator: ProcessGroup, communicator: Communicator, values: torch.Tensor, record: BucketRecord
+    ) -> None:
+        self._aggregator, self._communicator, self._values, self._record = aggregator, communicator, values, record
+        self._started_ns = time.perf_counter_ns()
+        self._future = communicator.start_all_reduce(values)
+
+    def wait(self) -> None:
+        self._communicator.finish(self._future)
+        self._aggregator._count(self._values, self._record, self._started_ns)
+
+
+def _check(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        listing = ", ".join(str(dtype) for dtype in dtypes)
+        raise Unsupported(f"the aggregator process-group takes {listing} here, not {tensor.dtype}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise InvalidArgument(f"an aggregator takes (n,) contiguous tensors, got shape {tuple(tensor.shape)}")

@@ -1,0 +1,74 @@
+"""Things with names and options: `NAME:option=value` read, and what there is instead of a wrong name or option."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gradwire.errors import InvalidArgument
+
+
+def describe_choices(wrong: str, names: Iterable[str]) -> str:
+    """What there is instead of a `wrong` name, the nearest first to be tried: the end of a message."""
+    known = list(names)
+    nearest = difflib.get_close_matches(wrong.lower().replace("_", "-"), known, n=1) or difflib.get_close_matches(
+        wrong.lower(), known, n=1
+    )
+    return f"there are: {', '.join(known)}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+
+
+def describe_wrong_option(cls: type, options: Iterable[str]) -> str | None:
+    """The first of `options` that `cls` does not take, and those that it takes; None if it takes them all."""
+    takes: list[str] = []
+    for ancestor in cls.__mro__:  # one that takes **options hands them on to the next
+        init = vars(ancestor).get("__init__")
+        if init is None:
+            continue
+        parameters = inspect.signature(init).parameters.values()
+        takes += [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    takes = [name for name in dict.fromkeys(takes) if name != "self"]
+    wrong = next((option for option in options if option not in takes), None)
+    if wrong is None:
+        return None
+    return f"has no option {wrong!r}; " + (describe_choices(wrong, takes) if takes else "it takes none")
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """`NAME` or `NAME:option=value,option=value` to a name and its options; numbers and true/false become such.
+
+    Raises: InvalidArgument.
+    """
+    name, _, text = spec.partition(":")
+    options: dict[str, Any] = {}
+    for pair in filter(None, text.split(",")):
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise InvalidArgument(f"{spec!r}: expected NAME:option=value,option=value")
+        options[key] = _parse_value(value)
+    return name, options
+
+
+def _parse_value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False, "none": "none"}.get(text.lower(), text)
+
+
+def choose_specs(asked: list[str], known: list[str], more: Sequence[str] = ()) -> list[str]:
+    """`all` spelt out to `known`, doubles dropped; `more` are names that `all` does not mean.
+
+    Raises: InvalidArgument (a name that is in neither).
+    """
+    for spec in asked:
+        name = parse_spec(spec)[0]
+        if name not in ("all", *known, *more):
+            listing = ", ".join([*known, *more])
+            raise InvalidArgument(f"nothing to measure is called {name!r}; there are: all, {listing}")
+    return list(dict.fromkeys(one for spec in asked for one in (known if spec == "all" else [spec])))

@@ -1,0 +1,294 @@
+"""The rules that keep the house: which room may use which, and where a kind of code may stand.
+
+Each rule has a list of exceptions from the time before it. A list may only shrink: an exception that is no longer needed
+fails its test too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "gradwire"
+MODULES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+# From the ground up. A room may use those before it, and no others; files loose in src/gradwire are rooms of their own.
+FLOORS = [
+    ["errors", "_native"],
+    ["registry"],
+    ["telemetry", "control", "ranks", "results"],
+    ["wire", "codecs"],
+    ["core"],
+    ["exchange"],
+    ["stepping", "schemes"],
+    ["doors"],
+    ["workloads"],
+    ["training", "report"],
+    ["simulator"],
+    ["bench"],
+    ["cli"],
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+# Rooms that use one another: what is between them should move below both.
+UPWARD_ARROWS = {
+    ("schemes", "stepping"),  # schemes that own the step are made of stepping's parts ...
+    ("stepping", "schemes"),  # ... which know what a scheme is
+}
+
+# Imports for annotations alone that close a circle.
+ARROWS_IN_A_CIRCLE = {
+    ("simulator/metrics.py", "simulator/simulation.py"),
+    ("simulator/schemes/base.py", "simulator/simulation.py"),
+}
+
+CLASSES_NAMED_TWICE: set[str] = {
+    "Aqgb",
+    "Block",
+    "EmbeddedFloat",
+    "Exchange",
+    "GComp",
+    "Group",
+    "Measurement",
+    "Measuring",
+    "Network",
+    "OneBit",
+    "Plan",
+    "Qsgd",
+    "Round",
+    "Run",
+    "Scheme",
+    "Session",
+    "Source",
+    "Span",
+    "Thc",
+    "Truncate",
+    "TruncatedFloat",
+    "TwoBit",
+    "Workload",
+    "Zlib",
+    "Zstd",
+}
+LONG_CONSTRUCTORS: set[str] = {
+    "schemes/aqgb/pacing.py:Pacing",
+    "schemes/aqgb/scheme.py:Aqgb",
+    "schemes/homomorphic/scheme.py:Homomorphic",
+    "schemes/slimgc/scheme.py:SlimGC",
+}
+ARGPARSE_OUTSIDE_COMMANDS: set[str] = {
+    "bench/acp_figures.py",
+    "bench/adaptation.py",
+    "bench/allreduce.py",
+    "bench/aqgb_accuracy.py",
+    "bench/codec.py",
+    "bench/compression_cost.py",
+    "bench/convergence.py",
+    "bench/dump_gradients.py",
+    "bench/fidelity.py",
+    "bench/gcomp_figures.py",
+    "bench/launching.py",
+    "bench/paired_trainings.py",
+    "bench/simulator.py",
+    "bench/sketch.py",
+    "bench/slimgc_accuracy.py",
+    "bench/slimgc_speed.py",
+    "bench/sweep.py",
+    "bench/tfp_figures.py",
+    "bench/train.py",
+    "report/__init__.py",
+}
+CLOCKS_ELSEWHERE: set[str] = {
+    "doors/hook.py",
+    "exchange/aggregators/process_group.py",
+    "exchange/aggregators/switch.py",
+    "exchange/chunk_codec.py",
+    "exchange/frames.py",
+    "exchange/quantised.py",
+    "schemes/acp_sgd.py",
+    "schemes/aqgb/broadcasting.py",
+    "schemes/aqgb/scheme.py",
+    "schemes/dgc.py",
+    "schemes/gcomp/scheme.py",
+    "schemes/gcomp/table.py",
+    "schemes/homomorphic/scheme.py",
+    "schemes/homomorphic/shared_index.py",
+    "schemes/low_rank/base.py",
+    "schemes/low_rank/fusion.py",
+    "schemes/optimistic.py",
+    "schemes/plain.py",
+    "schemes/power_sgd.py",
+    "schemes/random_k.py",
+    "schemes/sign_sgd.py",
+    "schemes/slimgc/exchange.py",
+    "schemes/slimgc/measuring.py",
+    "schemes/slimgc/reduction.py",
+    "schemes/slimgc/scheme.py",
+    "schemes/summed.py",
+    "schemes/top_k.py",
+    "simulator/runs.py",
+    "stepping/deferred.py",
+    "stepping/look_ahead.py",
+    "stepping/owner_step.py",
+    "training/loop.py",
+    "training/session.py",
+    "workloads/capture.py",
+    "workloads/replay.py",
+}
+
+MOST_PARAMETERS = 9
+CLOCKS = {
+    "perf_counter",
+    "perf_counter_ns",
+    "monotonic",
+    "monotonic_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
+}
+# Waiting, timing and timeouts are the work of these rooms; an algorithm asks its wire or record.
+ROOMS_WITH_CLOCKS = {"wire", "telemetry", "bench", "ranks", "cli"}
+
+
+def room_of(path: Path) -> str:
+    """`wire/preamble.py` -> wire; `errors.py` -> errors."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The dotted modules of gradwire that `tree` imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gradwire":
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("gradwire."))
+
+
+def module_file(dotted: str) -> Path | None:
+    """The file that `gradwire.wire.facts.Facts` is in."""
+    parts = dotted.split(".")[1:]
+    while parts:
+        place = SOURCE.joinpath(*parts)
+        if place.with_suffix(".py").is_file():
+            return place.with_suffix(".py")
+        if (place / "__init__.py").is_file():
+            return place / "__init__.py"
+        parts.pop()
+    return None
+
+
+def check(found: set[str], allowed: set[str], rule: str) -> None:
+    assert not found - allowed, f"{rule}: {sorted(found - allowed)}"
+    assert not allowed - found, f"no exception any more, take it off the list: {sorted(allowed - found)}"
+
+
+def test_every_room_has_a_floor_and_says_what_it_is() -> None:
+    rooms = {room_of(path) for path in MODULES} - {"__init__", "__main__"}
+    assert rooms <= set(FLOOR_OF), f"no floor for {rooms - set(FLOOR_OF)}"
+    for path, tree in MODULES.items():
+        assert ast.get_docstring(tree), f"{name_of(path)} does not say what it is"
+    assert all((SOURCE / room / "__init__.py").is_file() for room in rooms if (SOURCE / room).is_dir())
+
+
+def test_arrows_between_rooms_go_down() -> None:
+    arrows = set()
+    for path, tree in MODULES.items():
+        for dotted in imported(tree):
+            target = module_file(dotted)
+            if target is None or name_of(target) == "__init__.py" or room_of(path) in ("__init__", "__main__"):
+                continue
+            here, there = room_of(path), room_of(target)
+            if here != there and FLOOR_OF[there] >= FLOOR_OF[here]:
+                arrows.add((here, there))
+    check(
+        {f"{a} -> {b}" for a, b in arrows},
+        {f"{a} -> {b}" for a, b in UPWARD_ARROWS},
+        "these rooms use what is above them",
+    )
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {
+        path: {f for d in imported(tree) if (f := module_file(d)) not in (None, path)} for path, tree in MODULES.items()
+    }
+    for path in graph:  # a package's face names its parts, and its parts may name siblings through it
+        ends = {target for source, target in ARROWS_IN_A_CIRCLE if source == name_of(path)}
+        assert ends <= {name_of(target) for target in graph[path]}, "no exception any more, take it off the list"
+        graph[path] = {target for target in graph[path] if target.name != "__init__.py" and name_of(target) not in ends}
+    state: dict[Path, str] = {}
+
+    def visit(path: Path, trail: list[Path]) -> None:
+        state[path] = "open"
+        for target in graph[path]:
+            assert state.get(target) != "open", "circle: " + " -> ".join(map(name_of, [*trail, path, target]))
+            if target not in state:
+                visit(target, [*trail, path])
+        state[path] = "done"
+
+    for path in graph:
+        if path not in state:
+            visit(path, [])
+
+
+def test_no_class_name_twice() -> None:
+    places = defaultdict(list)
+    for path, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name_of(path))
+    check({name for name, files in places.items() if len(files) > 1}, CLASSES_NAMED_TWICE, "one word, two things")
+
+
+def test_no_long_constructor() -> None:
+    found = set()
+    for path, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                        arguments = method.args
+                        n_parameters = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs) - 1
+                        if n_parameters > MOST_PARAMETERS:
+                            found.add(f"{name_of(path)}:{node.name}")
+    check(found, LONG_CONSTRUCTORS, f"more than {MOST_PARAMETERS} parameters")
+
+
+def test_arguments_are_parsed_in_command_files_only() -> None:
+    found = {
+        name_of(path)
+        for path, tree in MODULES.items()
+        if room_of(path) != "cli" and path.name != "cli.py"
+        if any(isinstance(node, ast.Attribute) and node.attr == "add_argument" for node in ast.walk(tree))
+    }
+    check(found, ARGPARSE_OUTSIDE_COMMANDS, "add_argument outside a command file")
+
+
+def test_clocks_are_read_where_time_is_measured() -> None:
+    found = {
+        name_of(path)
+        for path, tree in MODULES.items()
+        if room_of(path) not in ROOMS_WITH_CLOCKS
+        if any(isinstance(node, ast.Attribute) and node.attr in CLOCKS for node in ast.walk(tree))
+    }
+    check(found, CLOCKS_ELSEWHERE, "a clock is read")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_private_member_of_another_class(path: Path) -> None:
+    """`self._x` and `cls._x` only, and module-level names of the file itself."""
+    for node in ast.walk(MODULES[path]):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gradwire"):
+            private = [
+                alias.name
+                for alias in node.names
+                if alias.name.startswith("_") and alias.name not in ("_native", "__version__")
+            ]
+            assert not private, f"line {node.lineno} takes {private} from {node.module}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices, describe_wrong_option
 
-__all__ = ["Codec", "by_name", "names"]
+__all__ = ["Codec", "OnePassCodec", "by_name", "names"]
 
 # name: "module:class". A new codec is one file and one line here.
 _REGISTRY: dict[str, str] = {
@@ -44,6 +44,25 @@ class Codec(Protocol):
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Read `message` (exactly one message, uint8) into `out` (n,), whose size and dtype the caller knows."""
+        ...
+
+
+@runtime_checkable
+class OnePassCodec(Protocol):
+    """A codec whose decoder may need the sender's importance bytes, and adds or divides while it decodes."""
+
+    one_pass: bool
+
+    def decode(
+        self,
+        message: torch.Tensor,
+        out: torch.Tensor,
+        importance: torch.Tensor | None = None,
+        *,
+        addend: torch.Tensor | None = None,
+        divisor: int = 1,
+    ) -> None:
+        """`out` = addend + decoded message, or decoded message / divisor."""
         ...
 
 

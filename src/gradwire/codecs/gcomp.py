@@ -41,6 +41,7 @@ class GComp:
     """
 
     name = "gcomp"
+    one_pass = True
 
     def __init__(
         self,
@@ -214,6 +215,10 @@ class GComp:
     def table_in_use(self, dtype: torch.dtype) -> HuffmanTable:
         """The table that gradients of `dtype` are encoded with. Raises: InvalidArgument (dtype)."""
         return self._in_use[self.exponent_bits(dtype)]
+
+    def table_of_width(self, exponent_bits: int) -> HuffmanTable:
+        """The table in use for exponents of 8 or 5 bits."""
+        return self._in_use[exponent_bits]
 
     def histogram(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
         """Add the exponent fields of `gradient` to the counts in `out`, for `HuffmanTable.from_histogram`.

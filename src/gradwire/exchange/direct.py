@@ -34,7 +34,7 @@ def direct_mean(
     Rank r owns part r: it adds the decoded parts of all ranks, its own unencoded, in rank order.
 
     Args:
-        importance: asked for each chunk's importance bytes when it is encoded.
+        importance: asked for a chunk's importance bytes when it is encoded or decoded.
         left_out: (n,) for error feedback: what this rank's encodings lost. N x result + the sum of all ranks'
             left_out = the sum of their gradients.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.
@@ -89,7 +89,7 @@ def direct_mean(
             if source == rank:
                 total.add_(own)
             else:
-                chunks.add_decoded(receivers[source].read(), total)
+                chunks.add_decoded(receivers[source].read(), total, rank, chunk)
         return total
 
     for number in range(n_messages + ahead):

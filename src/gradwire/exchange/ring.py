@@ -34,7 +34,7 @@ def ring_mean(
     """Replace `buffer` (n,) by the mean over the ranks, each message through `codec`; runs on the lane.
 
     Args:
-        importance: asked for each chunk's importance bytes when it is encoded.
+        importance: asked for a chunk's importance bytes when it is encoded or decoded.
         left_out: (n,) for error feedback: what this rank's encodings lost. N x result + the sum of all ranks'
             left_out = the sum of their gradients.
     Raises: PeerLost, RankMismatch, and whatever the codec raises.

@@ -20,9 +20,9 @@ from gradwire.wire.communicator import Communicator, ring_bytes
 
 # Steps from counting to switching: the sum overlaps with the whole step between them.
 _SWITCH_AFTER = 2
-# Counts for 8-bit exponents (float32, bfloat16), then for 5-bit ones (float16); the last of each is Inf and NaN.
+# Counts for 8-bit exponents, then for 5-bit ones (float16 in format 1); the last of each is Inf and NaN.
 _WIDE, _NARROW = slice(0, 256), slice(256, 288)
-_DTYPES = {"wide": (torch.float32, _WIDE), "narrow": (torch.float16, _NARROW)}
+_WIDTHS = {"wide": (8, _WIDE), "narrow": (5, _NARROW)}
 
 
 class TableRefresh:
@@ -51,12 +51,11 @@ class TableRefresh:
             return
         started = time.perf_counter_ns()
         self._finish_sum(communicator)
-        for dtype, counts in _DTYPES.values():
+        for _, counts in _WIDTHS.values():
             histogram = self._counts[counts]
             # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
             if int(histogram.sum()) and not int(histogram[-1]):
                 table = HuffmanTable.from_histogram(histogram.contiguous())
-                assert table.exponent_bits == self._codec.exponent_bits(dtype)
                 self._codec.use_table(table)
                 self._n_refreshes += 1
         self._counts.zero_()
@@ -81,15 +80,15 @@ class TableRefresh:
         """How often the table was refreshed, and the ids of those in use."""
         return {
             "table_refreshes": self._n_refreshes,
-            **{f"table_id_{name}": self._codec.table_in_use(dtype).id for name, (dtype, _) in _DTYPES.items()},
+            **{f"table_id_{name}": self._codec.table_of_width(width).id for name, (width, _) in _WIDTHS.items()},
         }
 
     def state_dict(self, communicator: Communicator) -> dict[str, Any]:
         """The tables in use and a refresh that is under way."""
         communicator.submit(self._finish_sum, communicator).wait()
         tables = {
-            name: torch.frombuffer(bytearray(self._codec.table_in_use(dtype).to_bytes()), dtype=torch.uint8)
-            for name, (dtype, _) in _DTYPES.items()
+            name: torch.frombuffer(bytearray(self._codec.table_of_width(width).to_bytes()), dtype=torch.uint8)
+            for name, (width, _) in _WIDTHS.items()
         }
         return {"tables": tables, "counts": self._counts.clone(), "switch_step": self._switch_step}
 
@@ -101,7 +100,7 @@ class TableRefresh:
         tables, counts, switch_step = (state.get(field) for field in ("tables", "counts", "switch_step"))
         if (
             not isinstance(tables, dict)
-            or tables.keys() != _DTYPES.keys()
+            or tables.keys() != _WIDTHS.keys()
             or not all(isinstance(raw, torch.Tensor) and raw.dtype == torch.uint8 for raw in tables.values())
             or not isinstance(counts, torch.Tensor)
             or (counts.dtype, counts.shape) != (self._counts.dtype, self._counts.shape)
@@ -111,8 +110,8 @@ class TableRefresh:
                 "this is not the state of scheme gcomp: it needs tables, counts and switch_step as state_dict() gave them"
             )
         decoded = {name: HuffmanTable.from_bytes(bytes(raw.tolist())) for name, raw in tables.items()}
-        for name, (dtype, _) in _DTYPES.items():
-            if decoded[name].exponent_bits != self._codec.table_in_use(dtype).exponent_bits:
+        for name, (width, _) in _WIDTHS.items():
+            if decoded[name].exponent_bits != width:
                 raise InvalidArgument(f"the state of scheme gcomp holds a table of the wrong width under {name!r}")
         for table in decoded.values():
             self._codec.use_table(table)
@@ -125,12 +124,13 @@ class _CountingCodec:
 
     def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
         self.name = codec.name
+        self.one_pass = True
         self.max_encoded_bytes = codec.max_encoded_bytes
         self.decode = codec.decode
         self._codec = codec
         self._counts = counts
 
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
-        counts = _NARROW if gradient.dtype == torch.float16 else _WIDE
+        counts = _WIDE if self._codec.exponent_bits(gradient.dtype) == 8 else _NARROW
         self._codec.histogram(gradient, self._counts[counts])
         return self._codec.encode(gradient, out, importance)

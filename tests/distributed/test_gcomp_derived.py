@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_gcomp_scheme import build, run_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -11,7 +12,6 @@ import gradwire
 from gcomp_gradients import make_gradient
 from gradwire import schemes
 from ranks import run_ranks
-from test_gcomp_scheme import build, run_steps
 
 
 def diverge(rank: int, world_size: int, how: str) -> None:

@@ -1,8 +1,8 @@
 """GComp: near-lossless ring all-reduce (Li et al., SoCC 2024). Reads like the paper's sections 4 to 6.
 
 A step, per bucket: the level of every value from the live optimizer (section 5.1), then a ring whose messages hold
-Huffman-coded exponents, levels and what is left of the mantissas (6.2). Every 50 steps the exponents sent are counted;
-the counts of all ranks, summed in the gap before the next step, give the next Huffman table (4).
+Huffman-coded exponents and what is left of the mantissas (6.2). Every few steps the exponents sent are counted; the
+counts of all ranks, summed in the gap before the next step, give the next Huffman table (4).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gradwire.exchange.chunk_codec import Importance
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.gcomp.table import TableRefresh
+from gradwire.schemes.gcomp.watch import OptimizerWatch
 from gradwire.schemes.through_codec import ThroughCodec
 
 
@@ -37,7 +38,8 @@ class GComp(ThroughCodec):
         importance: which mantissa bits travel: "paper" (per value, from the optimizer), "uniform" (the `bits` highest,
             rounded to nearest) or "none" (all: lossless but for subnormals of float32 and bfloat16, which become 0).
         bits: mantissa bits to keep with importance="uniform"; with "paper" no value keeps more (no cap if not given).
-        refresh_every: steps between two Huffman tables; 0 keeps the built-in one.
+        refresh_every: steps between two Huffman tables (50 as published); 0 keeps the built-in one. None: by need, when
+            the table in use takes 3 % more bits than the entropy of the exponents.
         topology: "ring", as in the paper, or "direct".
         chunk_elements: values encoded, sent and decoded at a time.
         rounding: what importance="paper" does with the bits it lets go of: "nearest", or "truncate" as published.
@@ -51,7 +53,7 @@ class GComp(ThroughCodec):
         self,
         importance: str = "paper",
         bits: int | None = None,
-        refresh_every: int = 50,
+        refresh_every: int | None = None,
         topology: str = "ring",
         chunk_elements: int = CHUNK_ELEMENTS,
         rounding: str = "nearest",
@@ -68,6 +70,7 @@ class GComp(ThroughCodec):
         self._refresh_every = refresh_every
         self._tables = TableRefresh(codec, refresh_every)
         self._metric: QuantisationMetric | None = None
+        self._watch: OptimizerWatch | None = None
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no optimizer), Unsupported (an optimizer that the paper's table does not hold)."""
@@ -78,18 +81,28 @@ class GComp(ThroughCodec):
                     'optimizer=optimizer), or choose importance="uniform" or "none"'
                 )
             self._metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
+            self._watch = OptimizerWatch(session.optimizer)
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
         self._tables = TableRefresh(self._codec, self._refresh_every)
         super().bind(session)
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
+        if self._watch is not None:
+            self._watch.before_reduction(bucket.parameters)
+        return super().reduce(bucket)
 
     def _reduce_on_lane(self, bucket: Bucket) -> None:
         if self.session.communicator.world_size == 1:
             return
         self._tables.begin_bucket(bucket.step, self.session.communicator, bucket.record)
         codec = self._tables.counting_codec if self._tables.counts_in(bucket.step) else self._codec
-        self._reduce_with(codec, bucket, self._importance_of(bucket))
+        loss_scale = self.session.loss_scale()
+        self._reduce_with(codec, bucket, self._importance_of(bucket, loss_scale))
+        if self._watch is not None:
+            self._watch.after_reduction(bucket.parameters, bucket.offsets, bucket.buffer, loss_scale)
 
-    def _importance_of(self, bucket: Bucket) -> Importance | None:
+    def _importance_of(self, bucket: Bucket, loss_scale: float) -> Importance | None:
         """Says how large each value of a chunk may be before its low bits matter; None if all values are alike.
 
         Made chunk by chunk, just before the first message of a chunk is written or read: so this work, too, overlaps with
@@ -102,7 +115,7 @@ class GComp(ThroughCodec):
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
             )
-        metric, loss_scale = self._metric, self.session.loss_scale()
+        metric = self._metric
         if bucket.buffer.dtype == torch.float16:
             loss_scale /= (
                 self.session.communicator.world_size
@@ -126,6 +139,9 @@ class GComp(ThroughCodec):
 
     def close(self) -> None:
         self._metric = None  # which holds the optimizer
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def stats(self) -> dict[str, Any]:
         return self._tables.stats()

@@ -1,12 +1,14 @@
 """Refresh of GComp's Huffman table: count what is sent, sum over the ranks, switch at a step that all ranks agree on.
 
-In step t, a multiple of `refresh_every`, the exponents of everything that a rank encodes are counted. After its last
+In step t, a multiple of `refresh_every` (by need: of 4), the exponents of everything that a rank encodes are counted. After its last
 bucket the counts are summed over the ranks in the background, while the next forward and backward pass go on. The new
-table takes over with the first bucket of step t + 2: by then the sum has long arrived, and nobody needs to say so.
+table takes over with the first bucket of step t + 2: by then the sum has long arrived, and nobody needs to say so. By need, it does so only where the table in use takes 3 %
+more bits than the entropy of the counts, which all ranks find alike.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -20,6 +22,9 @@ from gradwire.wire.communicator import Communicator, ring_bytes
 
 # Steps from counting to switching: the sum overlaps with the whole step between them.
 _SWITCH_AFTER = 2
+# By need: steps from one look at the counts to the next, and bits above their entropy that are worth a new table.
+_LOOK_EVERY = 4
+_WORTH_A_TABLE = 1.03
 # Counts for 8-bit exponents, then for 5-bit ones (float16 in format 1); the last of each is Inf and NaN.
 _WIDE, _NARROW = slice(0, 256), slice(256, 288)
 _WIDTHS = {"wide": (8, _WIDE), "narrow": (5, _NARROW)}
@@ -28,10 +33,13 @@ _WIDTHS = {"wide": (8, _WIDE), "narrow": (5, _NARROW)}
 class TableRefresh:
     """The life of one codec's tables. Used on the lane only, but for `stats`."""
 
-    def __init__(self, codec: GCompCodec, refresh_every: int) -> None:
+    def __init__(self, codec: GCompCodec, refresh_every: int | None) -> None:
+        self._by_need = refresh_every is None
+        refresh_every = _LOOK_EVERY if refresh_every is None else refresh_every
         if refresh_every < 0 or 0 < refresh_every <= _SWITCH_AFTER:
             raise InvalidArgument(
-                f"refresh_every is 0 (keep the built-in table) or more than {_SWITCH_AFTER} steps, got {refresh_every}"
+                f"refresh_every is 0 (keep the built-in table), more than {_SWITCH_AFTER} steps or None (by need), "
+                f"got {refresh_every}"
             )
         self._codec = codec
         self._every = refresh_every
@@ -51,10 +59,12 @@ class TableRefresh:
             return
         started = time.perf_counter_ns()
         self._finish_sum(communicator)
-        for _, counts in _WIDTHS.values():
+        for width, counts in _WIDTHS.values():
             histogram = self._counts[counts]
             # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
-            if int(histogram.sum()) and not int(histogram[-1]):
+            if not int(histogram.sum()) or int(histogram[-1]):
+                continue
+            if not self._by_need or excess_of(self._codec.table_of_width(width), histogram) > _WORTH_A_TABLE:
                 table = HuffmanTable.from_histogram(histogram.contiguous())
                 self._codec.use_table(table)
                 self._n_refreshes += 1
@@ -117,6 +127,16 @@ class TableRefresh:
             self._codec.use_table(table)
         self._counts.copy_(counts)
         self._switch_step = switch_step
+
+
+def excess_of(table: HuffmanTable, histogram: torch.Tensor) -> float:
+    """Bits that `table` takes for values counted in `histogram` (n,) int64, of their entropy; Inf where that is 0."""
+    *lengths, escape = table.lengths
+    bits = [length or escape + 8 for length in lengths]
+    total = int(histogram.sum())
+    counted = [(count, n_bits) for count, n_bits in zip(histogram.tolist(), bits, strict=True) if count]
+    entropy = sum(count * math.log2(total / count) for count, _ in counted)
+    return sum(count * n_bits for count, n_bits in counted) / entropy if entropy > 0 else math.inf
 
 
 class _CountingCodec:

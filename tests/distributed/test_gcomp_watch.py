@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_gcomp_scheme import batch_of, build, run_steps
 
 import gradwire
 from gradwire import schemes
 from ranks import run_ranks
-from test_gcomp_scheme import batch_of, build, run_steps
 
 
 def new_optimizer(rank: int, world_size: int) -> None:

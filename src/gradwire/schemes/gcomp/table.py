@@ -1,9 +1,10 @@
 """Refresh of GComp's Huffman table: count what is sent, sum over the ranks, switch at a step that all ranks agree on.
 
-In step t, a multiple of `refresh_every` (by need: of 4), the exponents of everything that a rank encodes are counted. After its last
-bucket the counts are summed over the ranks in the background, while the next forward and backward pass go on. The new
-table takes over with the first bucket of step t + 2: by then the sum has long arrived, and nobody needs to say so. By need, it does so only where the table in use takes 3 %
-more bits than the entropy of the counts, which all ranks find alike.
+In step t, a multiple of `refresh_every` (by need: of 4), the exponents of everything that a rank encodes are counted.
+After its last bucket the counts are summed over the ranks in the background, while the next forward and backward pass go
+on. The new table takes over with the first bucket of step t + 2: by then the sum has long arrived, and nobody needs to say
+so. By need, it does so only where the table in use takes 3 % more bits than the entropy of the counts, which all ranks
+find alike.
 """
 
 from __future__ import annotations

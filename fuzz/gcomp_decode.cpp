@@ -45,7 +45,7 @@ void seal(std::vector<std::uint8_t>& message, std::uint64_t table_id) {
     const std::uint64_t end = header.end_offset();
     if (header.offset > message.size() || end > message.size() || end < header.offset) continue;
     if (version == gcomp::Version::derived && message[6] == static_cast<std::uint8_t>(gcomp::Mode::paper)) {
-      const auto importance = gradwire::fuzz::importance_bytes(kMaxValues);
+      static const auto importance = gradwire::fuzz::importance_bytes(kMaxValues);
       const std::size_t first = std::min<std::size_t>(chunk * gcomp::kChunkValues, kMaxValues);
       const std::size_t n = std::min<std::size_t>(header.n_values, kMaxValues - first);
       write(message, gcomp::kBlockHeaderBytes + chunk * gcomp::kChunkHeaderBytes + 12,

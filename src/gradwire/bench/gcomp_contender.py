@@ -40,6 +40,8 @@ class GCompContender(CodecContender):
         elif options.get("importance") == "paper" and file.state is None:
             raise InvalidArgument(f'{file.path}: importance "paper" needs the optimizer\'s state, but {file.missing}')
         options.setdefault("format", 1)  # whose levels the rule below judges
+        if name.endswith("gcomp"):
+            options.setdefault("rounding", "truncate")
         super().__init__(name, options, file, n_threads)
         self.importance = self.codec.importance + (f" {self.codec.bits}" if self.codec.bits is not None else "")
         self.setting = f"{self.importance}, {table} table"

@@ -8,11 +8,13 @@ SOURCES := src tests examples
 CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench setup native format clean
+.PHONY: help demo test campaign fuzz lint bench setup native format clean
 
 help:
 	@echo 'make demo     train a small GPT with plain DDP and with GComp, compare them   (DEMO_ARGS=--quick)'
 	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp")'
+	@echo 'make campaign random trainings, faults, resumptions, hostile bytes, soaks   (CAMPAIGN_ARGS="--minutes 10 --seed 7")'
+	@echo 'make fuzz     the decoders under the sanitizers, by libFuzzer where clang is (FUZZ_SECONDS=60)'
 	@echo 'make lint     ruff, mypy, clang-format; changes nothing'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make bench    the quick set of benchmarks                                    (BENCH_ARGS=...)'
@@ -26,6 +28,12 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
+campaign: setup
+	PYTHONPATH=tests $(BIN)/python -m campaign $(CAMPAIGN_ARGS)
+
+fuzz: setup
+	PYTHON=$(BIN)/python fuzz/run $(FUZZ_SECONDS)
+
 lint: setup
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -33,7 +41,7 @@ lint: setup
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 bench: setup
-	$(BIN)/gradwire bench sweep --quick $(BENCH_ARGS)
+	$(BIN)/gradwire bench run --quick $(BENCH_ARGS)
 
 format: setup
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,5 +1,6 @@
 // The main loop of every driver: mutated messages and plain random bytes, from a fixed seed, into a libFuzzer harness
-// that a compiler without libFuzzer (GCC) can run too. Arguments of the program: [N_RUNS [SEED]]
+// that a compiler without libFuzzer (GCC) can run too. Arguments of the program: [N_RUNS [SEED [FOLDER]]]; with a
+// folder the inputs are written there too, as seeds for libFuzzer.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +8,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <random>
+#include <string>
 #include <vector>
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
@@ -32,6 +35,14 @@ int drive(int n_arguments, char** arguments, std::size_t header_bytes, MakeMessa
       const std::size_t reach = random() % 2 == 0 ? std::min<std::size_t>(input.size(), header_bytes) : input.size();
       for (std::size_t n = random() % 6; n > 0; --n) input[2 + random() % (reach - 2)] = random_byte();
       if (random() % 8 == 0) input.resize(2 + random() % (input.size() - 1));
+    }
+    if (n_arguments > 3) {
+      std::ofstream file(std::string(arguments[3]) + "/" + std::to_string(run), std::ios::binary);
+      file.write(reinterpret_cast<const char*>(input.data()), static_cast<std::streamsize>(input.size()));
+      if (!file) {
+        std::fprintf(stderr, "cannot write into %s\n", arguments[3]);
+        return 1;
+      }
     }
     LLVMFuzzerTestOneInput(input.data(), input.size());
   }

@@ -1,5 +1,5 @@
-// Drives fuzz_float_decode where the compiler has no libFuzzer (GCC): mutated encodings of random gradients and plain
-// random bytes, from a fixed seed. Usage: fuzz_float_decode [N_RUNS [SEED]]
+// Drives fuzz_float_decode without libFuzzer, and makes its seeds: mutated encodings of random gradients and plain
+// random bytes, from a fixed seed.
 #include <algorithm>
 #include <cstdint>
 #include <random>

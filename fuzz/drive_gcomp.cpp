@@ -1,5 +1,5 @@
-// Drives fuzz_gcomp_decode and fuzz_switch_packets where the compiler has no libFuzzer (GCC): mutated encodings of
-// random gradients and plain random bytes, from a fixed seed. Usage: fuzz_gcomp_decode [N_RUNS [SEED]]
+// Drives fuzz_gcomp_decode and fuzz_switch_packets without libFuzzer, and makes its seeds: mutated encodings of
+// random gradients and plain random bytes, from a fixed seed.
 #include <cstdint>
 #include <random>
 #include <vector>

@@ -1,5 +1,5 @@
-// Drives fuzz_quantised_decode where the compiler has no libFuzzer (GCC): mutated encodings of random gradients, with
-// and without error feedback, and plain random bytes, from a fixed seed. Usage: fuzz_quantised_decode [N_RUNS [SEED]]
+// Drives fuzz_quantised_decode without libFuzzer, and makes its seeds: mutated encodings of random gradients, with
+// and without error feedback, and plain random bytes, from a fixed seed.
 #include <cstdint>
 #include <cstring>
 #include <random>

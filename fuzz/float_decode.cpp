@@ -1,7 +1,6 @@
 // libFuzzer harness of the float codecs' decoders. The first two bytes choose dtype, codec, instruction set, bits that
 // a receiver already knows, and whether checksums are made right, so that what lies behind them is reached; the rest is
-// the message. Build: cmake -S . -B build/fuzz -DGRADWIRE_SANITIZE=ON && cmake --build build/fuzz --target
-// fuzz_float_decode
+// the message. Run: fuzz/run SECONDS float_decode
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

@@ -1,6 +1,5 @@
 // libFuzzer harness of GComp's decoder. The first two bytes choose dtype, instruction set and whether checksums are
-// made right, so that what lies behind them is reached; the rest is the message. Build:
-//   cmake -S . -B build/fuzz -DGRADWIRE_SANITIZE=ON && cmake --build build/fuzz --target fuzz_gcomp_decode
+// made right, so that what lies behind them is reached; the rest is the message. Run: fuzz/run SECONDS gcomp_decode
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

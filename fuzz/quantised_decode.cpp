@@ -1,6 +1,6 @@
 // libFuzzer harness of the quantisers' decoders. The first two bytes choose quantiser, dtype, instruction set and
-// whether the checksum is made right, so that what lies behind it is reached; the rest is the message. Build:
-//   cmake -S . -B build/fuzz -DGRADWIRE_SANITIZE=ON && cmake --build build/fuzz --target fuzz_quantised_decode
+// whether the checksum is made right, so that what lies behind it is reached; the rest is the message. Run: fuzz/run
+// SECONDS quantised_decode
 #include <cstdint>
 #include <cstring>
 #include <vector>

@@ -1,7 +1,6 @@
 // libFuzzer harness of the switch: the input is a run of packets, each led by a byte that says how much of its header
 // is made right, so that what lies behind the checks is reached. Whatever they are, a reply points into the registers
-// and is a packet itself. Build:
-//   cmake -S . -B build/fuzz -DGRADWIRE_SANITIZE=ON && cmake --build build/fuzz --target fuzz_switch_packets
+// and is a packet itself. Run: fuzz/run SECONDS switch_packets
 #include <algorithm>
 #include <chrono>
 #include <cstdint>

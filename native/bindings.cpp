@@ -1,5 +1,5 @@
-// The one file that knows both Python and the core. Arguments arrive checked by gradwire's Python layer; every kernel
-// runs with the GIL released.
+// The Python module: what knows both Python and the core, with bindings_*.cpp, one for each family of formats.
+// Arguments arrive checked by gradwire's Python layer; every kernel runs with the GIL released.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -27,6 +27,7 @@
 namespace nb = nanobind;
 using namespace gradwire;
 
+void bind_engine(nb::module_& m);      // bindings_engine.cpp
 void bind_floats(nb::module_& m);      // bindings_floats.cpp
 void bind_quantisers(nb::module_& m);  // bindings_quantisers.cpp
 void bind_sketch(nb::module_& m);      // bindings_sketch.cpp
@@ -343,6 +344,7 @@ NB_MODULE(_native, m) {
   bind_gcomp(m);
   bind_comparators(m);
   bind_floats(m);
+  bind_engine(m);
   bind_quantisers(m);
   bind_sketch(m);
   bind_switch(m);

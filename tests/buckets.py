@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.slot import slots_by_name
 from gradwire.schemes import Scheme, Session
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
@@ -19,14 +20,15 @@ class Driver:
         self, scheme: Scheme, parameters: Sequence[torch.Tensor], bucket_sizes: Sequence[int] | None = None
     ) -> None:
         self.scheme = scheme
-        self.communicator = Communicator(timeout_s=20)
+        self.communicator = Communicator(timeout_s=100)
         self.recorder = Recorder(self.communicator.rank, self.communicator.world_size)
         self.parameters = list(parameters)
         self.loss_scale = 1.0
         self.step = 0
         self.bucket_sizes = list(bucket_sizes or [len(self.parameters)])
-        names = {parameter: f"p{i}" for i, parameter in enumerate(self.parameters)}
-        scheme.bind(Session(self.communicator, self.recorder, None, names, lambda: self.loss_scale))
+        slots = slots_by_name({f"p{i}": parameter for i, parameter in enumerate(self.parameters)})
+        self.slots = list(slots.values())
+        scheme.bind(Session(self.communicator, self.recorder, None, slots, lambda: self.loss_scale))
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the means of `gradients`, one per parameter, in its shape."""
@@ -38,7 +40,7 @@ class Driver:
             buckets.append(
                 Bucket(
                     flat,
-                    [self.parameters[i] for i in mine],
+                    [self.slots[i] for i in mine],
                     offsets,
                     index=index,
                     step=self.step,
@@ -46,7 +48,9 @@ class Driver:
                 )
             )
             first += size
+        self.scheme.begin_step(self.step)
         futures = [self.scheme.reduce(bucket) for bucket in buckets]
+        self.scheme.end_buckets(self.step)
         for future in futures:
             future.wait()
         self.communicator.submit(self.scheme.end_step, self.step).wait()

@@ -41,6 +41,11 @@ class Outcome:
     exit_code: int | None = None
 
 
+def patience() -> float:
+    """What time limits are multiplied by: how many threads want each core now. They are there for hangs, not for speed."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
     """[function(rank, world_size, *args) for every rank], each in its own process; raises if one does not return."""
     outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s)
@@ -53,6 +58,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
 def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Outcome]:
     """Like run_ranks, but errors and deaths of ranks are returned. A rank that hangs is killed and fails the test."""
+    timeout_s *= patience()
     port = find_free_port()
     results: Any = _context.SimpleQueue()
     processes = [
@@ -113,6 +119,6 @@ def _run_rank(
         outcome.error.__cause__ = outcome.error.__context__ = outcome.error.__traceback__ = None
     # Pickled here: a queue would hand tensors over as file descriptors, which die with this process.
     results.put((rank, pickle.dumps(outcome)))
-    if outcome.error is None:
+    if outcome.error is None and dist.is_initialized():
         dist.destroy_process_group()
     os._exit(0)  # a failed group's threads must not hold up the process

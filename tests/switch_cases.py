@@ -140,7 +140,7 @@ class Relay:
 
 
 @contextlib.contextmanager
-def clients(port: int, n: int, job: int = 7, slots: int = 64, timeout_s: float = 20.0) -> Iterator[list[Any]]:
+def clients(port: int, n: int, job: int = 7, slots: int = 64, timeout_s: float = 100.0) -> Iterator[list[Any]]:
     """`n` workers of one job, joined; they leave at the end."""
     made = [_native.SwitchClient("127.0.0.1", port, job, worker, n, slots) for worker in range(n)]
     at_once([lambda client=client: client.join(timeout_s) for client in made])
@@ -178,7 +178,7 @@ def try_at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def reduce_all(
-    workers: Sequence[Any], arrays: Sequence[IntArray], operation: int = ADD, timeout_s: float = 20.0
+    workers: Sequence[Any], arrays: Sequence[IntArray], operation: int = ADD, timeout_s: float = 100.0
 ) -> list[IntArray]:
     """Each worker's result; the arrays stay as they are."""
     copies = [array.copy() for array in arrays]

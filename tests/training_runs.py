@@ -105,7 +105,7 @@ class Run:
         self.attachment = None
         if scheme is not None:
             made = scheme(blocks, max_norm)
-            self.attachment = gradwire.attach(self.ddp, self.optimizer, made, self.scaler, timeout_s=20)
+            self.attachment = gradwire.attach(self.ddp, self.optimizer, made, self.scaler, timeout_s=100)
         self.scheduler = scheduler or SCHEDULES[schedule](self.optimizer)
         self.seen: list[Tensor] = []
         self.n_hook_calls = 0

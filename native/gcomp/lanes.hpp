@@ -28,8 +28,8 @@ struct KeepRule {
 };
 KeepRule keep_rule(Dtype dtype, Mode mode, int kept_bits);
 
-// kept = min(cap, max(0, exponent - importance / 4 + mantissa_bits - kKeepOffset)): 2^(importance / 4 - 40) is at most the
-// S of the importance byte, and what lies 2^-mantissa_bits below it cannot matter.
+// kept = min(cap, max(0, exponent - importance / 4 + mantissa_bits - kKeepOffset)): 2^(importance / 4 - 40) is at most
+// the S of the importance byte, and what lies 2^-mantissa_bits below it cannot matter.
 inline constexpr int kKeepOffset = 86;
 
 // Every lane's newest bits, at the bottom of its word; full words go to `at`, oldest bits first.

@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from gradwire.core.threads import set_thread_count, thread_count
     from gradwire.doors.attachment import Attachment, attach
     from gradwire.doors.hook import HookState, ddp_hook
+    from gradwire.reducer import Reducer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "BufferTooSmall", "CorruptMessage", "GradwireError", "HookState", "IncompatibleVersion",
-    "InvalidArgument", "PeerLost", "RankMismatch", "Unsupported", "attach", "codecs", "ddp_hook", "schemes",
+    "InvalidArgument", "PeerLost", "RankMismatch", "Reducer", "Unsupported", "attach", "codecs", "ddp_hook", "schemes",
     "set_thread_count", "thread_count",
 ]
 # fmt: on
 
 # Loaded at first use, so that `gradwire --help` and the lab's own processes do not wait for torch.
 _LAZY = {"Attachment": "doors.attachment", "attach": "doors.attachment"}
-_LAZY |= {"HookState": "doors.hook", "ddp_hook": "doors.hook"}
+_LAZY |= {"HookState": "doors.hook", "ddp_hook": "doors.hook", "Reducer": "reducer"}
 _LAZY |= {"set_thread_count": "core.threads", "thread_count": "core.threads", "codecs": "", "schemes": ""}
 
 

@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from gradwire.errors import InvalidArgument
+
+Made = TypeVar("Made")
+
+
+class Registry(Generic[Made]):
+    """Classes by name, imported when they are first asked for.
+
+    Args:
+        kind: what they are called in an error.
+        places: name -> "module:class".
+    """
+
+    def __init__(self, kind: str, places: Mapping[str, str]) -> None:
+        self._kind, self._places = kind, places
+
+    def names(self) -> list[str]:
+        return sorted(self._places)
+
+    def class_of(self, name: str) -> type[Made]:
+        """Raises: InvalidArgument (no such name)."""
+        if name not in self._places:
+            raise InvalidArgument(f"no {self._kind} is called {name!r}; {describe_choices(name, self.names())}")
+        module_path, class_name = self._places[name].split(":")
+        found: type[Made] = getattr(importlib.import_module(module_path), class_name)
+        return found
+
+    def make(self, name: str, options: Mapping[str, Any]) -> Made:
+        """Raises: InvalidArgument (no such name or option, or a value out of range)."""
+        cls = self.class_of(name)
+        try:
+            return cls(**options)
+        except TypeError as error:
+            wrong = describe_wrong_option(cls, options)
+            raise InvalidArgument(f"{self._kind} {name!r}{' ' + wrong if wrong else f': {error}'}") from error
 
 
 def describe_choices(wrong: str, names: Iterable[str]) -> str:

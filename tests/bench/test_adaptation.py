@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gradwire.bench.adaptation import draw, make_table, read_steps
+from gradwire.bench.measures.adaptation import in_windows, read_steps
 from gradwire.errors import CorruptMessage, InvalidArgument
 
 
@@ -19,13 +19,13 @@ def step(number, bits):
             "first_bits_per_value": 4.0, "acknowledged_bps": 1e8}  # fmt: skip
 
 
-def test_steps_become_records_and_a_plot(tmp_path):
+def test_steps_become_records_and_windows_of_time(tmp_path):
     write(tmp_path, [{"step": 0, "loss": 2.0}, step(1, 4.0), step(2, 16.0)])
     records = read_steps(tmp_path)
     assert [record["q_ratio"] for record in records] == [0.125, 0.5]
-    assert make_table(records, 5.0).row_count == 1
-    draw(records, tmp_path / "plot.svg")
-    assert "<svg" in (tmp_path / "plot.svg").read_text()
+    (window,) = in_windows(records, 5.0)
+    assert (window["from_s"], window["n_steps"], window["bits_per_value"]) == (0.0, 2, 10.0)
+    assert [one["from_s"] for one in in_windows(records, 0.5)] == [0.5, 1.0]
 
 
 def test_other_folders_are_refused(tmp_path):

@@ -1,19 +1,16 @@
-"""bench compression-cost: what is timed is the compression that training does, for schemes and PyTorch's hook alike."""
+"""The cost of compression: what is timed is the compression that training does, for schemes and PyTorch's hook alike."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.bench import compression_cost
-from gradwire.bench.compression_cost_steps import Gradients, HookSteps, SchemeSteps
+from gradwire.bench.measures import Call, compression_cost
+from gradwire.bench.measures.compression_cost import Asked, Gradients, HookSteps, SchemeSteps
 from gradwire.errors import InvalidArgument
 from ranks import run_ranks
 
@@ -49,41 +46,28 @@ def test_every_contender_reduces_the_gradient_that_is_timed() -> None:
     assert 0.1 < differences["ddp-powersgd"] < 2
 
 
-def test_command_writes_flat_records_beside_the_hook(tmp_path: Path) -> None:
-    out = tmp_path / "cost.json"
-    command = [
-        sys.executable,
-        "-m",
-        "gradwire",
-        "bench",
-        "compression-cost",
-        "--workload",
-        "resnet",
-        "--steps",
-        "2",
-    ]
-    command += ["--warmup", "2", "--scheme", "acp-sgd:error_feedback=false", "top-k", "--json", str(out)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert result.returncode == 0, result.stderr
-    records = json.loads(out.read_text())
-    assert [record["scheme"] for record in records] == ["ddp-powersgd", "acp-sgd", "top-k"]
-    assert [record["rank"] for record in records] == [4, 4, None]
-    assert records[0]["ratio"] == 1.0
-    assert records[1]["options"] == "error_feedback=False"
-    for record in records[1:]:
+def test_records_are_flat_and_beside_the_hook(tmp_path: Path) -> None:
+    schemes = ["acp-sgd:error_feedback=false", "ddp-powersgd", "top-k"]
+    cells = [{"workload": "resnet", "scheme": scheme} for scheme in schemes]
+    call = Call("k", cells, {"workload": "resnet"}, {"steps": 2, "warmup": 2}, tmp_path)
+    found = {cell["scheme"]: record for cell, record in compression_cost.measure(call)}
+    assert list(found) == schemes
+    assert [found[scheme]["rank"] for scheme in schemes] == [4, 4, None]
+    assert found["ddp-powersgd"]["ratio"] == 1.0
+    assert found[schemes[0]]["options"] == "error_feedback=False"
+    for scheme in (schemes[0], "top-k"):
+        record = found[scheme]
         assert 0 < record["encode_s"] < record["step_s"]
         assert record["step_s_low"] <= record["step_s"] <= record["step_s_high"]
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--scheme", "acpsgd"], ["--workload", "bart"], ["--threads", "0"], ["--steps", "0"], ["--warmup", "1"],
-     ["--rank", "0"], ["--bucket-mb", "0"]],
+    "changes",
+    [{"schemes": ["acpsgd"]}, {"workload": "bart"}, {"threads": 0}, {"steps": 0}, {"warmup": 1}, {"rank": -1},
+     {"bucket_mb": 0}],
 )  # fmt: skip
-def test_bad_request_is_refused_before_anything_is_measured(words: list[str]) -> None:
-    parser = argparse.ArgumentParser()
-    compression_cost.add_arguments(parser)
+def test_bad_request_is_refused_before_anything_is_measured(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
-        compression_cost.run(parser.parse_args(words))
+        Asked(**{"workload": "resnet50", "schemes": ["acp-sgd"], **changes})
     assert not dist.is_initialized()
     assert torch.get_num_threads() >= 1

@@ -38,7 +38,9 @@ def test_allreduce_records_every_scheme_and_size_verified(tmp_path: Path) -> Non
     result = _bench("allreduce", "--scheme", *schemes, *options, "--json", str(out))
     assert result.returncode == 0, result.stderr
     records = json.loads(out.read_text())
-    _check_flat(records, {"scheme", "ranks", "rate_bps", "n_bytes", "time_s", "wire_bytes", "kernel_bytes", "commit"})
+    _check_flat(
+        records, {"scheme", "ranks", "rate_bps", "n_bytes", "time_s", "cpu_s", "wire_bytes", "kernel_bytes", "commit"}
+    )
     assert [(record["n_bytes"], record["scheme"]) for record in records] == [
         (n_bytes, scheme.partition(":")[0]) for n_bytes in (4, 40000) for scheme in schemes
     ]

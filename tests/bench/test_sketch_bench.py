@@ -1,16 +1,16 @@
-"""`gradwire bench sketch`: sizes obey the paper's bound, and the command writes numbers and plots."""
+"""Sketches as measures: sizes obey the paper's bound, what is measured has a record a cell."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 from pathlib import Path
 
 import pytest
 
-from gradwire.bench.figures import sketch_numbers
-from gradwire.cli import main
+from gradwire.bench.measures import Call, sketches
 from gradwire.codecs import sketch_sizes
+from gradwire.errors import InvalidArgument
 
 DENSITIES = [10 ** (exponent / 5) for exponent in range(-25, 0)] + [0.7, 0.9, 0.99]
 
@@ -46,32 +46,38 @@ def test_the_filters_rate_of_false_positives_is_where_filter_and_sketch_are_smal
 
 @pytest.mark.parametrize("pattern", ["element", "row", "batch"])
 def test_built_sketches_and_indices_are_as_large_as_the_formulas_say(pattern: str) -> None:
-    for record in sketch_numbers.built_sizes(1 << 18, (0.01, 0.1), pattern):
+    for record in sketches.built_sizes(1 << 18, (0.01, 0.1), pattern):
         assert record["bound_share"] < record["bitmap_share"]
         assert record["bitmap_over_formula"] < 1.05
         assert record["bloom_over_formula"] < 1.1
 
 
 def test_recovery_is_complete_from_gamma_on_and_only_partial_below() -> None:
-    below, above = sketch_numbers.recovery_over_size(1 << 17, 0.1, [0.08, 0.15], "element")
+    below, above = sketches.recovery_over_size(1 << 17, 0.1, [0.08, 0.15], "element")
     assert below["recovery_rate"] < 0.5
     assert below["relative_error"] > 0.5
     assert above["recovery_rate"] == 1.0
     assert above["relative_error"] < 1e-4
 
 
-def test_the_command_writes_numbers_and_plots(tmp_path: Path) -> None:
-    words = ["bench", "sketch", "--n-elements", "65536", "--rounds", "1", "--density", "0.02", "--out", str(tmp_path)]
-    assert main(words) == 0
-    records = json.loads((tmp_path / "sketch.json").read_text())
-    assert {record["figure"] for record in records} == {"size_formulas", "built_sizes", "recovery", "speed"}
-    assert all(record["recover_gb_per_s"] > 0 for record in records if record["figure"] == "speed")
-    for name in ("fig02_size_and_bound", "fig03_recovery_over_size", "sketch_speed"):
-        for kind in ("svg", "png"):
-            assert (tmp_path / f"{name}.{kind}").stat().st_size > 1000
+def call(axes: dict[str, list], **fixed: object) -> Call:
+    cells = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+    return Call("k", cells, {}, fixed, Path("unused"))
 
 
-def test_options_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "sketch", "--n-elements", "10"]) == 1
-    assert main(["bench", "sketch", "--density", "1.5"]) == 1
-    assert "InvalidArgument" in capsys.readouterr().err
+def test_every_measure_has_a_record_a_cell() -> None:
+    formulas = sketches.measure_formulas(call({"value_bits": [4, 32], "density": [0.01, 0.1]}))
+    assert [(c["value_bits"], c["density"]) for c, _ in formulas] == [
+        (r["value_bits"], r["density"]) for _, r in formulas
+    ]
+    (sizes,) = sketches.measure_sizes(call({"pattern": ["row"], "density": [0.02]}, n_elements=65536))
+    assert sizes[1]["pattern"] == "row"
+    recovery = sketches.measure_recovery(call({"sketch_size": [0.1, 2.0]}, n_elements=65536, density=0.5))
+    assert [record["recovery_rate"] for _, record in recovery][1] == 1.0
+    (speed,) = sketches.measure_speed(call({"n_elements": [65536], "density": [0.02]}, rounds=1, threads=1))
+    assert min(speed[1]["recover_gb_per_s"], speed[1]["compress_gb_per_s"]) > 0
+
+
+def test_density_out_of_range_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="density"):
+        sketches.measure_sizes(call({"pattern": ["row"], "density": [1.5]}, n_elements=65536))

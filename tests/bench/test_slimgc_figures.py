@@ -1,20 +1,13 @@
-"""SlimGC's figures: which trainings they ask for, what is made of them, and what overlap could gain at most."""
+"""SlimGC's figures: what overlap could gain at most, what hides behind what, settling, and the report's threshold table."""
 
 from __future__ import annotations
-
-import argparse
-import math
 
 import pytest
 from torch import nn
 
 from gradwire import workloads
-from gradwire.bench import slimgc_accuracy, slimgc_speed
-from gradwire.bench.figures import slimgc_accuracy as figures
+from gradwire.bench.measures.overlap import add_bounds
 from gradwire.bench.overlap import Timeline, without
-from gradwire.bench.paired_trainings import FULL, Case
-from gradwire.bench.slimgc_accuracy import configurations, plan
-from gradwire.bench.train_contenders import RIVALS, check_rival_options
 from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
@@ -22,63 +15,6 @@ from gradwire.report.inputs import Run
 from gradwire.report.thresholds import make_threshold_table
 from gradwire.schemes import by_name
 from gradwire.workloads.optimizers import scale_learning_rate
-
-
-def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    slimgc_accuracy.add_arguments(parser)
-    return parser.parse_args(list(words))
-
-
-def test_figure_9_trains_every_strategy_on_every_fold_and_seed_once() -> None:
-    cases = plan(arguments("--part", "strategies"))
-    digits = {case.key for case in cases if case.workload.startswith("resnet")}
-    assert len(digits) == 5 * 10 * 7  # full precision is shared by both codecs
-    assert len({case.key for case in cases} - digits) == 3 * 7
-    assert cases[0].seed == 0
-    assert [case.seed for case in cases] == sorted(case.seed for case in cases)
-
-
-def test_every_configuration_is_one_that_the_scheme_takes() -> None:
-    for part in slimgc_accuracy.PARTS:
-        found = configurations(part, 15_000)
-        assert found
-        for _, _, spec in found:
-            name, options = parse_spec(spec)
-            by_name(name, **options)
-    for spec in slimgc_speed.specs(["1 bit", "2 bit"], has_rivals=True):
-        name, options = parse_spec(spec)
-        if name in RIVALS:
-            check_rival_options(name, options)
-        else:
-            by_name(name, **options)
-
-
-def test_rows_can_leave_out_what_takes_raw_steps() -> None:
-    all_of_them = slimgc_speed.specs(["1 bit"], has_rivals=False)
-    without_raw = slimgc_speed.specs(["1 bit"], has_rivals=False, has_plain=False, has_table=False)
-    assert without_raw == [spec for spec in all_of_them if spec != "ddp" and "warmup_steps" not in spec]
-    assert "slimgc:codec=one-bit,backup=true,threshold_bytes=0" in without_raw
-
-
-def test_differences_are_paired_and_their_interval_is_students() -> None:
-    cases, results = [], {}
-    bare, better = [90.0, 80.0, 70.0], [92.0, 81.0, 73.0]
-    for seed in range(3):
-        for name, values in (("bare", bare), ("everything", better), (FULL, [93.0, 83.0, 73.0])):
-            case = Case("strategies", "1-bit", name, name, "resnet", seed)
-            cases.append(case)
-            results[case.key] = {"accuracy": values[seed] / 100, "loss": 0.1}
-    diverged = Case("strategies", "1-bit", "everything", "everything", "resnet", 3)
-    results[diverged.key] = {"accuracy": 0.1, "loss": None}
-    records = figures.summarize([*cases, diverged], results)
-    found = next(record for record in records if record["configuration"] == "everything")
-    assert found["n"] == 3
-    assert found["n_diverged"] == 1
-    assert found["gain"] == pytest.approx(2.0)
-    assert found["gain_high"] - found["gain"] == pytest.approx(4.30 * 1.0 / math.sqrt(3))
-    assert found["to_full"] == pytest.approx(-1.0)
-    assert "+2.000" in figures.to_markdown(records)
 
 
 def test_speed_up_is_told_beside_what_overlap_could_gain_at_most() -> None:
@@ -89,30 +25,14 @@ def test_speed_up_is_told_beside_what_overlap_could_gain_at_most() -> None:
         {**shared, "scheme": "slimgc", "options": "codec=one-bit,backup=true", "iteration_s": 1.0, "compute_s": 0.6,
          "codec_s": 0.2, "wire_bytes": 1e8},
     ]  # fmt: skip
-    found = slimgc_speed.summarize(records)[1]
+    found = add_bounds(dict(zip(("one-bit", "slimgc:codec=one-bit,backup=true"), records, strict=True)))[
+        "slimgc:codec=one-bit,backup=true"
+    ]
     assert found["speed_up"] == pytest.approx(1.5)
     assert found["bound"] == pytest.approx((0.6 + 0.2 + 0.8) / 0.8)
     assert found["attainable"] == pytest.approx(1.5 / 0.8)
     assert found["hidden_s"] == pytest.approx(0.6)
-    assert "80%" in slimgc_speed.to_markdown([found])
-
-
-def speed_arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    slimgc_speed.add_arguments(parser)
-    return parser.parse_args(list(words))
-
-
-def test_one_row_a_workload_and_rate_can_be_chosen_and_says_how_long_it_takes() -> None:
-    rows = slimgc_speed.make_rows(speed_arguments())
-    assert len(rows) == 4 * 3
-    chosen = slimgc_speed.make_rows(speed_arguments("--only", "vgg16-1"))
-    assert [row.key for row in chosen] == ["vgg16-100mbit", "vgg16-1gbit"]
-    assert chosen[0].estimate_s > chosen[1].estimate_s > 0
-    shorter = slimgc_speed.make_rows(speed_arguments("--only", "vgg16-100mbit", "--steps", "3", "--no-rivals"))
-    assert shorter[0].estimate_s < chosen[0].estimate_s
-    with pytest.raises(InvalidArgument, match="no row"):
-        slimgc_speed.make_rows(speed_arguments("--only", "alexnet"))
+    assert found["bound_share"] == pytest.approx(0.8)
 
 
 def test_overlap_and_exposed_codec_time_are_told_against_the_codec_on_the_training_thread() -> None:
@@ -126,13 +46,13 @@ def test_overlap_and_exposed_codec_time_are_told_against_the_codec_on_the_traini
         {**shared, "scheme": "slimgc", "options": "codec=one-bit,backup=true,warmup_steps=4", "iteration_s": 0.9,
          "overlap_s": 0.45, "exposed_codec_s": 0.05},
     ]  # fmt: skip
-    found = {record["scheme"]: record for record in slimgc_speed.summarize(records)}
-    everything = found["slimgc codec=one-bit backup=true"]
+    specs = ["ddp", "one-bit", "ddp-one-bit", "slimgc:codec=one-bit,backup=true,warmup_steps=4"]
+    found = add_bounds(dict(zip(specs, records, strict=True)))
+    everything = found[specs[3]]
     assert everything["overlap_x"] == pytest.approx(4.5)
     assert everything["exposed_codec_x"] == pytest.approx(0.25)
     assert found["ddp"]["overlap_x"] is None
-    assert found["ddp-one-bit"]["compute_s"] == 0.6, "its codec between two gradients is no computation"
-    assert "overlap 4.50x (goal 3.5), exposed codec 0.25x (goal 0.4)" in slimgc_speed.to_markdown(list(found.values()))
+    assert found["ddp-one-bit"]["computed_s"] == 0.6, "its codec between two gradients is no computation"
 
 
 def test_hidden_communication_and_exposed_codec_work_follow_from_intervals() -> None:

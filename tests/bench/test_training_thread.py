@@ -64,7 +64,7 @@ def check_probes_count_to_their_step(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(20, 60))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for backup in (False, True):
-        attachment = gradwire.attach(ddp, optimizer, SlimGC("one-bit", warmup_steps=4, backup=backup), timeout_s=20)
+        attachment = gradwire.attach(ddp, optimizer, SlimGC("one-bit", warmup_steps=4, backup=backup), timeout_s=100)
         sent = []
         for step in range(5):
             optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import time
 from typing import Any
@@ -28,7 +29,7 @@ def build(scheme: Scheme | None, seed: int = 1, dtype: torch.dtype = torch.float
     model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20) if scheme else None
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100) if scheme else None
     return ddp, optimizer, attachment
 
 
@@ -51,6 +52,26 @@ def hash_of(ddp: nn.Module) -> str:
 
 
 # ---- the same on every rank
+
+
+def count_bytes(rank: int, world_size: int) -> list[int]:
+    ddp, optimizer, attachment = build(Broadcast(bits=8, blocks=THREE_BLOCKS))
+    counts = []
+    for step in range(8):
+        take_step(ddp, optimizer, rank, step)
+        if step % 2:
+            attachment.flush()
+            counts.append(attachment.stats()["bytes_sent"])
+    attachment.close()
+    return [*counts, attachment.stats()["bytes_sent"]]
+
+
+def test_every_byte_sent_is_in_the_totals_as_soon_as_the_steps_are_taken() -> None:
+    for counts in run_ranks(count_bytes, 2):
+        steps = {after - before for before, after in itertools.pairwise(counts[1:4])}
+        assert counts[0] >= max(steps), counts  # the first two steps lack nothing, and begin with a preamble
+        assert counts[4] == counts[3], counts
+        assert len(steps) == 1, counts
 
 
 def train_under_delays(rank: int, world_size: int) -> tuple[list[str], list[float]]:

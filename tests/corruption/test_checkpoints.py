@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from gradwire.doors.checkpoint import STATE_VERSION
+from gradwire.core.checkpoint import STATE_VERSION
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from ranks import run_ranks
 
@@ -30,7 +30,7 @@ def attach(scheme: Any) -> gradwire.Attachment:
     torch.manual_seed(1)
     ddp = DistributedDataParallel(torch.nn.Linear(20, 30))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
     ddp(torch.ones(2, 20)).sum().backward()
     return attachment
 

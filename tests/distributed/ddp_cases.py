@@ -74,7 +74,7 @@ def batches(rank: int, n_steps: int = N_STEPS, width: int = 20) -> Iterator[Tens
 
 def attach(ddp: nn.Module, optimizer: torch.optim.Optimizer, scheme: Scheme | None, **options: Any) -> Any:
     """The attachment, or None for the run of DDP alone."""
-    return gradwire.attach(ddp, optimizer, scheme, timeout_s=20, **options) if scheme else None
+    return gradwire.attach(ddp, optimizer, scheme, timeout_s=100, **options) if scheme else None
 
 
 def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, goal: float = 1.0) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gradwire.errors import CorruptMessage
-from gradwire.exchange.direct import direct_mean
-from gradwire.exchange.ring import ring_mean
+from gradwire.exchange.engine import direct_mean, ring_mean
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.facts import Facts

@@ -170,7 +170,7 @@ def compile_the_model(rank: int, scheme: Scheme | None) -> Tensor:
 def register_the_hook_alone(rank: int, scheme: Scheme | None) -> Tensor:
     ddp = wrap(build_model())
     optimizer = adamw(ddp)
-    state = gradwire.HookState(scheme, optimizer=optimizer, timeout_s=20) if scheme else None
+    state = gradwire.HookState(scheme, optimizer=optimizer, timeout_s=100) if scheme else None
     if state:
         ddp.register_comm_hook(state, gradwire.ddp_hook)
     for batch in batches(rank):
@@ -249,7 +249,7 @@ def test_feature_works_with_every_scheme(feature: Callable[[int, Scheme | None],
 def join_with_another_divisor(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=100)
     with (
         pytest.raises(gradwire.Unsupported, match="divide_by_initial_world_size"),
         ddp.join(divide_by_initial_world_size=False),

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from gradwire.doors.checkpoint import state_of
 from ranks import run_ranks
 
 
@@ -170,7 +169,7 @@ def without_optimizer(rank: int, world_size: int) -> None:
     ddp.register_comm_hook(state, gradwire.ddp_hook)
     ddp(batch_of(rank, 0)).sum().backward()
     with pytest.raises(gradwire.InvalidArgument, match="HookState\\(scheme, module=model\\)"):
-        state_of(state)
+        state.state_dict()
     state.close()
 
 

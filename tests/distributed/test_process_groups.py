@@ -87,7 +87,7 @@ def test_subgroups_of_different_ranks_train_side_by_side() -> None:
 def let_a_model_go(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = adamw(ddp)
-    attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=100)
     take_step(ddp, optimizer, next(batches(rank)))
     attachment.close()
     parameter = weakref.ref(next(ddp.parameters()))
@@ -104,11 +104,11 @@ def test_closed_attachment_keeps_no_model_alive() -> None:
 def share_a_scheme(rank: int, world_size: int) -> None:
     scheme = schemes.by_name("gcomp")
     first, second = wrap(build_model(1)), wrap(build_model(2))
-    attachment = gradwire.attach(first, adamw(first), scheme, timeout_s=20)
+    attachment = gradwire.attach(first, adamw(first), scheme, timeout_s=100)
     with pytest.raises(gradwire.InvalidArgument, match="make one for each"):
         gradwire.attach(second, adamw(second), scheme)
     attachment.switch("plain")
-    other = gradwire.attach(second, adamw(second), scheme, timeout_s=20)  # free again
+    other = gradwire.attach(second, adamw(second), scheme, timeout_s=100)  # free again
     with pytest.raises(gradwire.InvalidArgument, match="make one for each"):
         attachment.switch(scheme)
     attachment.close()

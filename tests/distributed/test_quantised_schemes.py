@@ -9,7 +9,6 @@ import torch
 
 from buckets import Driver
 from gradwire import InvalidArgument, codecs, schemes
-from gradwire.schemes.usage import stream_of
 from quantiser_oracles import decode, encode
 from ranks import run_ranks
 
@@ -73,12 +72,12 @@ class AllRanks:
                         total += gradients[rank][place]
                         continue
                     corrected = gradients[rank][place] + self.residuals[rank][place]
-                    sent = self.quantise(corrected, stream_of(bucket, rank, owner, chunk, False))
+                    sent = self.quantise(corrected, bucket.draw(rank, owner, chunk, False))
                     total += sent
                     if self.feeds_back:
                         self.residuals[rank][place] = corrected - sent
                 total = total + self.residuals[owner][place]
-                stream = stream_of(bucket, owner, owner, chunk, True)
+                stream = bucket.draw(owner, owner, chunk, True)
                 sent = total if self.pulls_raw else self.quantise(total, stream)
                 if self.feeds_back:
                     self.residuals[owner][place] = total - sent

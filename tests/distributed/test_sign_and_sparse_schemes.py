@@ -257,7 +257,7 @@ def overflow(rank: int, scheme: str) -> None:
                     assert torch.equal(kept_value, after[kind][name])
             assert attachment.stats()["n_fallbacks"] == attachment.stats()["n_buckets_redone"] > 0
         elif scheme in STOCHASTIC:  # the same number of steps on both sides
-            attachment._state.step += 1
+            attachment.step += 1
         run_steps(ddp, optimizer, rank, range(3, 6))
         runs.append(parameters_of(ddp))
         attachment.close()

@@ -259,7 +259,7 @@ def train_with_other_tables(rank: int, world_size: int, n_before: int) -> None:
     model = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 3))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC("one-bit"), timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC("one-bit"), timeout_s=100)
     for step in range(4):
         if step == n_before:
             state = attachment.state_dict()

@@ -12,6 +12,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.slot import slots_by_name
 from gradwire.core.staging import HostStaging
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.telemetry.recorder import Recorder
@@ -64,10 +65,10 @@ def reduce_staged(rank: int, world_size: int) -> None:
         schemes = [SlimGC("one-bit", threshold_bytes=threshold) for _ in range(2)]
         device = LateDevice()
         staging = HostStaging(device)
-        communicators = [Communicator(timeout_s=20) for _ in schemes]
+        communicators = [Communicator(timeout_s=100) for _ in schemes]
         for scheme, communicator in zip(schemes, communicators, strict=True):
-            names = {p: str(i) for i, p in enumerate(parameters)}
-            scheme.bind(Session(communicator, Recorder(rank, world_size), None, names, lambda: 1.0))
+            slots = slots_by_name({str(i): p for i, p in enumerate(parameters)})
+            scheme.bind(Session(communicator, Recorder(rank, world_size), None, slots, lambda: 1.0))
         for step in range(3):
             gradient = torch.randn(bounds[-1][1], generator=torch.Generator().manual_seed(10 * rank + step))
             on_device, plain = gradient.clone(), gradient.clone()
@@ -77,6 +78,7 @@ def reduce_staged(rank: int, world_size: int) -> None:
                 Bucket(plain, parameters, [a for a, _ in bounds], step=step),
             ]
             for scheme, communicator, bucket in zip(schemes, communicators, buckets, strict=True):
+                communicator.submit(scheme.begin_step, step)
                 scheme.reduce(bucket).wait()
                 communicator.submit(scheme.end_step, step).wait()
             staged.copy_back()

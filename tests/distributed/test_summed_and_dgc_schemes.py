@@ -11,9 +11,9 @@ import torch
 import quantiser_oracles as oracle
 from buckets import Driver
 from gradwire import InvalidArgument, schemes
+from gradwire.core.bucket import Bucket
 from gradwire.errors import RankMismatch, Unsupported
 from gradwire.schemes.dgc import Dgc, select_by_sample
-from gradwire.schemes.usage import stream_of
 from ranks import run_ranks, try_ranks
 
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
@@ -34,8 +34,8 @@ def buckets_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [flat(tensors[:2]), flat(tensors[2:])]
 
 
-def place_of(step: int, index: int) -> Any:
-    return type("Place", (), {"step": step, "index": index})
+def place_of(step: int, index: int) -> Bucket:
+    return Bucket(torch.zeros(1), step=step, index=index)
 
 
 def follow_terngrad(rank: int, world_size: int) -> None:
@@ -46,7 +46,7 @@ def follow_terngrad(rank: int, world_size: int) -> None:
         for index, result in enumerate(results):
             scale = max(oracle.ternary_scale(ranks[index].numpy(), 2.5) for ranks in everyone)
             drawn = [
-                oracle.ternary(ranks[index].numpy(), scale, SEED, stream_of(place_of(step, index), other))
+                oracle.ternary(ranks[index].numpy(), scale, SEED, place_of(step, index).draw(other))
                 for other, ranks in enumerate(everyone)
             ]
             expected = np.sum(drawn, 0) * scale / world_size
@@ -68,9 +68,9 @@ def follow_thc(rank: int, world_size: int) -> None:
             for index, result in enumerate(results):
                 given = [ranks[index].numpy() + residuals[other][index] for other, ranks in enumerate(everyone)]
                 norms = np.max([oracle.thc_norms(one) for one in given], 0)
-                sign_step = stream_of(place_of(step, index), -1)
+                sign_step = place_of(step, index).draw(-1)
                 codes = [
-                    oracle.thc_codes(one, norms, 2.15, SEED, sign_step, stream_of(place_of(step, index), other))
+                    oracle.thc_codes(one, norms, 2.15, SEED, sign_step, place_of(step, index).draw(other))
                     for other, one in enumerate(given)
                 ]
                 expected = oracle.thc_mean(np.sum(codes, 0), sizes[index], world_size, norms, 2.15, SEED, sign_step)

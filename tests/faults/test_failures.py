@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
 from gradwire.codecs.huffman import HuffmanTable
-from ranks import Outcome, try_ranks
+from ranks import Outcome, run_ranks, try_ranks
 
 N_STEPS = 4
 BAD_STEP = 2
@@ -206,3 +208,64 @@ def fail_and_go_on(rank: int, world_size: int) -> None:
 def test_a_new_attachment_works_after_a_failure() -> None:
     outcomes = try_ranks(fail_and_go_on, 2)
     assert [outcome.error for outcome in outcomes] == [None, None], outcomes
+
+
+def close_alone(rank: int, step: int, attachment: Any) -> None:
+    if (rank, step) == (1, BAD_STEP):
+        attachment.close()
+
+
+def train_and_close_alone(rank: int, world_size: int, scheme: str) -> None:
+    train(rank, scheme, close_alone, timeout_s=60)
+
+
+@pytest.mark.parametrize(("scheme", "world_size"), [("plain", 2), ("gcomp", 3), ("acp-sgd", 3), ("broadcast", 2)])
+def test_rank_that_closes_alone_is_told_and_so_are_the_others(scheme: str, world_size: int) -> None:
+    outcomes = try_ranks(train_and_close_alone, world_size, scheme)
+    alone = outcomes.pop(1)
+    assert type(alone.error) is gradwire.RankMismatch, alone
+    assert f"this rank closed its attachment at step {BAD_STEP}, the others did not" in str(alone.error)
+    check_all_raised(outcomes, gradwire.PeerLost, f"rank 1 closed its attachment at step {BAD_STEP}")
+
+
+def attach_on_rank_0_only(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    if rank == 0:
+        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "plain", timeout_s=2)
+    else:
+        time.sleep(4)  # its connections stay open meanwhile
+
+
+def test_rank_that_attaches_alone_is_told_that_every_rank_calls_attach() -> None:
+    outcomes = try_ranks(attach_on_rank_0_only, 2)
+    assert type(outcomes[0].error) is gradwire.PeerLost, outcomes[0]
+    assert "Every rank of the model calls attach()" in str(outcomes[0].error)
+
+
+def take_the_groups_timeout(rank: int, world_size: int) -> list[float]:
+    model = nn.Linear(3, 2)
+    groups = [None, dist.new_group(timeout=timedelta(seconds=77))]
+    attachments = [
+        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "plain")
+        for ddp in (DistributedDataParallel(model, process_group=group) for group in groups)
+    ]
+    return [attachment.communicator.timeout_s for attachment in attachments]
+
+
+def test_timeout_is_the_process_groups_own_unless_it_is_given() -> None:
+    assert run_ranks(take_the_groups_timeout, 2) == [[1_800.0, 77.0]] * 2
+
+
+def wait_for_a_late_rank(rank: int, step: int, attachment: Any) -> None:
+    if (rank, step) == (0, BAD_STEP):
+        time.sleep(3)  # as one that evaluates alone
+
+
+def train_with_a_late_rank(rank: int, world_size: int) -> None:
+    train(rank, "plain", wait_for_a_late_rank, timeout_s=1)
+
+
+def test_error_of_a_rank_that_was_only_slow_says_which_argument_to_raise() -> None:
+    outcome = try_ranks(train_with_a_late_rank, 2)[1]
+    assert type(outcome.error) is gradwire.PeerLost
+    assert "pass attach(..., timeout_s=) more" in str(outcome.error)

@@ -40,5 +40,5 @@ def test_windows_of_any_size_add_up_to_the_whole(cls: type, options: dict, windo
     assert whole.count_nonzero() > 400
     pieces = torch.full_like(whole, 77)
     for start in range(0, whole.numel(), window):
-        metric.write_window(in_bucket, offsets, start, pieces[start : start + window], 4.0)
+        metric.of_bucket(in_bucket, offsets, 4.0).write(start, pieces[start : start + window])
     assert torch.equal(pieces, whole)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gradwire.core.bucket import Bucket
-from gradwire.core.residual import Residual, redistribute
+from gradwire.core.feedback import Feedback, redistribute
+from gradwire.core.slot import slot_of, slots_by_name
 from gradwire.errors import InvalidArgument
 
 SIZES = [7, 0, 12, 1, 30]
@@ -32,19 +33,29 @@ def cut(bucket: Bucket) -> torch.Tensor:
     return left_out
 
 
+def stage(feedback: Feedback, bucket: Bucket, left_out: torch.Tensor, loss_scale: float = 1.0) -> None:
+    _, unsent = feedback.pair(bucket)
+    torch.div(left_out, loss_scale, out=unsent)
+    feedback.stage_bucket(bucket, unsent)
+
+
+def add_to(feedback: Feedback, bucket: Bucket, loss_scale: float = 1.0) -> None:
+    bucket.buffer.add_(feedback.pair(bucket)[0], alpha=loss_scale)
+
+
 def test_rebuilt_buckets_get_the_bits_that_the_old_ones_left_out() -> None:
     torch.manual_seed(0)
-    model, residual = parameters(), Residual()
+    model, residual = parameters(), Feedback()
     gradients = [torch.randn(size) for size in SIZES]
     bucket = bucket_of(model, gradients)
-    residual.stage(bucket, cut(bucket))
+    stage(residual, bucket, cut(bucket))
     residual.commit()
     sent = {
         parameter: bucket.buffer[o : o + parameter.numel()] for parameter, o in zip(model, bucket.offsets, strict=True)
     }
     for chosen in ([4, 1, 0], [3, 2]):  # DDP's next buckets: another order, and two of them
         rebuilt = bucket_of([model[i] for i in chosen], [torch.zeros(SIZES[i]) for i in chosen])
-        residual.add_to(rebuilt)
+        add_to(residual, rebuilt)
         for i, offset in zip(chosen, rebuilt.offsets, strict=True):
             kept = rebuilt.buffer[offset : offset + SIZES[i]]
             assert torch.equal(kept + sent[model[i]], gradients[i])
@@ -52,54 +63,54 @@ def test_rebuilt_buckets_get_the_bits_that_the_old_ones_left_out() -> None:
 
 def test_what_was_sent_and_what_is_left_add_up_to_what_was_given_over_many_steps() -> None:
     torch.manual_seed(0)
-    model, residual = parameters(), Residual()
+    model, residual = parameters(), Feedback()
     given = torch.zeros(sum(SIZES), dtype=torch.float64)
     sent = torch.zeros_like(given)
     for _ in range(50):
         bucket = bucket_of(model, [torch.randn(size) for size in SIZES])
         given += bucket.buffer.double()
-        residual.add_to(bucket)
+        add_to(residual, bucket)
         left_out = cut(bucket)
         sent += bucket.buffer.double()
-        residual.stage(bucket, left_out)
+        stage(residual, bucket, left_out)
         residual.commit()
     rest = bucket_of(model, [torch.zeros(size) for size in SIZES])
-    residual.add_to(rest)
+    add_to(residual, rest)
     assert torch.allclose(sent + rest.buffer.double(), given, rtol=0, atol=1e-5)
 
 
 def test_discarded_step_changes_nothing() -> None:
-    model, residual = parameters(), Residual()
+    model, residual = parameters(), Feedback()
     bucket = bucket_of(model, [torch.full((size,), 0.1) for size in SIZES])
-    residual.stage(bucket, cut(bucket))
+    stage(residual, bucket, cut(bucket))
     residual.commit()
-    names = {parameter: str(i) for i, parameter in enumerate(model)}
-    before = residual.state_by_name(names)
-    residual.stage(bucket, torch.full_like(bucket.buffer, float("nan")))
+    slots = slots_by_name({str(i): parameter for i, parameter in enumerate(model)})
+    before = residual.state_by_name(slots)
+    stage(residual, bucket, torch.full_like(bucket.buffer, float("nan")))
     residual.discard()
     residual.commit()
-    after = residual.state_by_name(names)
+    after = residual.state_by_name(slots)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_residual_is_free_of_the_loss_scale() -> None:
-    model, residual = parameters(), Residual()
+    model, residual = parameters(), Feedback()
     bucket = bucket_of(model, [torch.full((size,), 8.0) for size in SIZES])
-    residual.stage(bucket, bucket.buffer.clone(), loss_scale=8.0)
+    stage(residual, bucket, bucket.buffer.clone(), loss_scale=8.0)
     residual.commit()
     after = bucket_of(model, [torch.zeros(size) for size in SIZES])
-    residual.add_to(after, loss_scale=4.0)
+    add_to(residual, after, loss_scale=4.0)
     assert torch.equal(after.buffer, torch.full((sum(SIZES),), 4.0))
 
 
 def test_two_tensors_a_parameter_change_places_and_none_is_made_once_warm() -> None:
-    model, residual = parameters(), Residual()
+    model, residual = parameters(), Feedback()
     bucket = bucket_of(model, [torch.ones(size) for size in SIZES])
     places = []
     for _ in range(6):
-        residual.stage(bucket, bucket.buffer)
+        stage(residual, bucket, bucket.buffer)
         residual.commit()
-        places.append(residual._current[model[0]].data_ptr())
+        places.append(residual._current[slot_of(model[0])].values.data_ptr())
     assert len(set(places[2:])) == 2
     assert places[2:4] == places[4:6]
 
@@ -127,21 +138,46 @@ def test_redistribution_of_nothing_is_refused() -> None:
 
 
 def test_state_comes_back_by_name_and_misfits_are_refused() -> None:
-    model, residual = parameters(), Residual()
-    names = {parameter: f"layer.{i}" for i, parameter in enumerate(model)}
+    model, residual = parameters(), Feedback()
+    slots = slots_by_name({f"layer.{i}": parameter for i, parameter in enumerate(model)})
     bucket = bucket_of(model, [torch.randn(size) for size in SIZES])
-    residual.stage(bucket, bucket.buffer)
+    stage(residual, bucket, bucket.buffer)
     residual.commit()
     file = io.BytesIO()
-    torch.save(residual.state_by_name(names), file)
+    torch.save(residual.state_by_name(slots), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    other = Residual()
-    other.load_by_name(state, names)
+    other = Feedback()
+    other.load_by_name(state, slots)
     loaded = bucket_of(model, [torch.zeros(size) for size in SIZES])
-    other.add_to(loaded)
+    add_to(other, loaded)
     assert torch.equal(loaded.buffer, bucket.buffer)
     for misfit in ({"layer.9": torch.zeros(3)}, {"layer.0": torch.zeros(3)}):
         with pytest.raises(InvalidArgument, match="Load the checkpoint into the model that wrote it"):
-            other.load_by_name(misfit, names)
-    assert other.state_by_name(names).keys() == state.keys()  # what it held is still there
+            other.load_by_name(misfit, slots)
+    assert other.state_by_name(slots).keys() == state.keys()  # what it held is still there
+
+
+def test_buckets_that_are_laid_out_alike_keep_residuals_of_their_own() -> None:
+    first, second, feedback = parameters(), parameters(), Feedback()
+    buckets = [bucket_of(model, [torch.ones(size) for size in SIZES]) for model in (first, second)]
+    assert buckets[0].layout_hash == buckets[1].layout_hash
+    for step in range(4):
+        for number, bucket in enumerate(buckets):
+            residual, unsent = feedback.pair(bucket)
+            assert bool((residual == (10 * number + step - 1 if step else 0)).all())
+            unsent.fill_(10 * number + step)
+            feedback.stage_bucket(bucket, unsent)
+        feedback.commit()
+
+
+def test_what_is_staged_for_some_is_committed_for_these_alone_and_none_leaves_nothing() -> None:
+    (first, second, *_), feedback = map(slot_of, parameters()), Feedback()
+    for value, slot in enumerate((first, second)):
+        feedback.stage(slot, feedback.room(slot, slot.numel()).fill_(value + 1)[:])
+    feedback.commit([first])
+    assert feedback.of(first) is not None
+    assert feedback.of(second) is None
+    feedback.stage(first, None)
+    feedback.commit()
+    assert feedback.of(first) is None

@@ -1,21 +1,20 @@
-"""`gradwire bench simulator`: cells are kept and not measured again, and records become predictions."""
+"""The simulator against reality: records become predictions, and sizes its table."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from gradwire.bench.simulator import Cell, Measuring, summarise
-from gradwire.bench.simulator_blocks import block_workload, bucket_workload
-from gradwire.bench.simulator_predictions import predict, rate_with_cores
-from gradwire.cli import main
+from gradwire.bench.measures import Call, reality
 from gradwire.errors import InvalidArgument
+from gradwire.simulator.predictions import predict, rate_with_cores
+from gradwire.simulator.replayed import block_workload, bucket_workload
+from gradwire.simulator.schemes.measured import MeasuredTable
 
-CELLS = [Cell("a", "train", ("--ranks", "2")), Cell("b", "train", ("--ranks", "4"))]
 STEP_MS = 60.0
+OPTIONS = {"n_layers": 2, "width": 128, "n_heads": 4, "length": 16, "step_ms": STEP_MS}
 WORKLOAD = f"gpt:n_layers=2,width=128,n_heads=4,length=16,step_ms={STEP_MS}"
 
 
@@ -24,31 +23,6 @@ def _captures_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-def test_finished_cells_are_not_measured_again_and_failed_ones_are(tmp_path: Path) -> None:
-    calls: list[str] = []
-    fails = {"4"}
-
-    def call(command: Sequence[str], log: Path) -> int:
-        ranks = command[command.index("--ranks") + 1]
-        calls.append(ranks)
-        if ranks in fails:
-            return 1
-        Path(command[command.index("--json") + 1]).write_text(json.dumps([{"ranks": ranks}]), encoding="utf-8")
-        return 0
-
-    first = Measuring(tmp_path, lambda _: None, call=call)
-    assert first.run(CELLS) == {"a": [{"ranks": "2"}]}
-    assert first.failed == ["b"]
-    fails.clear()
-    second = Measuring(tmp_path, lambda _: None, call=call)
-    assert second.run(CELLS) == {"a": [{"ranks": "2"}], "b": [{"ranks": "4"}]}
-    assert calls == ["2", "4", "4"]
-    changed = [Cell("a", "train", ("--ranks", "3"))]
-    assert Measuring(tmp_path, lambda _: None, call=call).run(changed) == {"a": [{"ranks": "3"}]}
-    assert Measuring(tmp_path, lambda _: None, fresh=True, call=call).run(CELLS[:1]) == {"a": [{"ranks": "2"}]}
-    assert calls == ["2", "4", "4", "3", "2"]
 
 
 def test_buckets_and_blocks_hold_every_value_and_all_of_the_step() -> None:
@@ -61,24 +35,26 @@ def test_buckets_and_blocks_hold_every_value_and_all_of_the_step() -> None:
         bucket_workload("gpt", options | {"step_ms": 0}, 0.0)
 
 
+def made_record(scheme: str, wire_bytes: float, codec_s: float = 0.0) -> dict[str, object]:
+    return {
+        "scheme": scheme, "options": "", "ranks": 2, "rate_bps": 1_000_000, "iteration_s": 1.0, "iteration_s_low": 1.0,
+        "iteration_s_high": 1.0, "compute_s": 0.06, "codec_s": codec_s, "decode_s": codec_s / 2, "kernel_bytes": None,
+        "wire_bytes": wire_bytes, "n_bytes": 4 * bucket_workload("gpt", OPTIONS, 1.0).n_values,
+        "compute": "emulate", "commit": "", "date": "",
+    }  # fmt: skip
+
+
 def test_a_ring_is_predicted_by_its_bytes_and_the_rest_by_its_own_record() -> None:
     n_values = bucket_workload(
         "gpt", {"n_layers": 2, "width": 128, "n_heads": 4, "length": 16, "step_ms": STEP_MS}, 1.0
     ).n_values
 
-    def record(scheme: str, wire_bytes: float, codec_s: float = 0.0) -> dict[str, object]:
-        return {
-            "scheme": scheme, "options": "", "ranks": 2, "rate_bps": 1_000_000, "iteration_s": 1.0, "iteration_s_low": 1.0,
-            "iteration_s_high": 1.0, "compute_s": 0.06, "codec_s": codec_s, "decode_s": codec_s / 2, "kernel_bytes": None,
-            "wire_bytes": wire_bytes, "n_bytes": 4 * n_values, "compute": "emulate", "commit": "", "date": "",
-        }  # fmt: skip
-
     n_bytes = 4.0 * n_values
     records = [
-        record("ddp", n_bytes),
-        record("gcomp", n_bytes / 2, 1.0),
-        record("broadcast", n_bytes / 8),
-        record("aqgb", 0.0),
+        made_record("ddp", n_bytes),
+        made_record("gcomp", n_bytes / 2, 1.0),
+        made_record("broadcast", n_bytes / 8),
+        made_record("aqgb", 0.0),
     ]
     predicted = {one["scheme"]: one for one in predict(records, {"backend": 0.0, "frames": 0.0}, WORKLOAD)}
     wire_s = 8 * n_bytes / 1e6
@@ -89,7 +65,6 @@ def test_a_ring_is_predicted_by_its_bytes_and_the_rest_by_its_own_record() -> No
     # Its floor is 4 bits of 32; a shared exponent makes it 4 1/32.
     assert wire_s / 8 < predicted["aqgb"]["predicted_s"] < wire_s / 8 * 1.1 + 0.06
     assert predicted["ddp"]["error"] == pytest.approx(predicted["ddp"]["predicted_s"] - 1)
-    assert summarise(list(predicted.values()))[0].startswith("all: median error")
 
 
 def test_ranks_that_share_cores_move_their_bits_no_faster_than_the_cores_do() -> None:
@@ -102,6 +77,38 @@ def test_ranks_that_share_cores_move_their_bits_no_faster_than_the_cores_do() ->
     assert rate_with_cores(busy | {"rate_bps": 1e6}) == 1e6
 
 
-def test_one_rank_is_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "simulator", "--quick", "--ranks", "1", "--out", str(tmp_path)]) == 1
-    assert "at least 2 ranks" in capsys.readouterr().err
+def test_a_run_measures_the_hops_and_the_schemes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands stand in for ranks: which are called, and that every cell has its own scheme's prediction."""
+    calls: list[tuple[str, object]] = []
+    n_bytes = 4.0 * bucket_workload("gpt", OPTIONS, 1.0).n_values
+
+    def pretend(bench: str, arguments: dict[str, object], call: Call) -> list[dict[str, object]]:
+        calls.append((bench, arguments["scheme"]))
+        if bench == "allreduce":
+            return [{"scheme": scheme, "ranks": 2, "time_s": 2e-3} for scheme in ("plain", "gcomp")]
+        return [made_record(scheme, n_bytes) | {"network": "netlab"} for scheme in ("ddp", "plain")]
+
+    monkeypatch.setattr(reality, "run_command", pretend)
+    monkeypatch.setattr("gradwire.bench.measures.commands.run_command", pretend)
+    cells = [{"ranks": 2, "rate": "1mbit", "scheme": scheme} for scheme in ("ddp", "plain")]
+    call = Call("k", cells, {"ranks": 2, "rate": "1mbit"}, {"workload": WORKLOAD}, tmp_path)
+    found = reality.measure(call)
+    assert calls == [("allreduce", ["plain", "gcomp"]), ("train", ["ddp", "plain"])]
+    assert [(cell, record["scheme"]) for cell, record in found] == [(cell, cell["scheme"]) for cell in cells]
+    assert all(record["error_size"] == abs(record["error"]) for _, record in found)
+    assert found[0][1]["latency_s"] == 1e-3
+
+
+def test_sizes_go_into_the_simulators_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "measured.json"
+    monkeypatch.setattr(reality, "TABLE", table)
+    more = {"gradients": "g", "cpu": "c", "n_cores": 2, "torch": "t"}
+    for ranks in (3, 2):
+        measured = [({"scheme": "gcomp"}, made_record("gcomp", 8e6, 0.5) | {"ranks": ranks} | more)]
+        monkeypatch.setattr(reality, "train", lambda call, measured=measured: measured)
+        reality.measure_sizes(Call("k", [], {"workload": "gpt:step_ms=5"}, {}, tmp_path))
+    content = json.loads(table.read_text())
+    rows = content["workloads"]["gpt"]["schemes"]["gcomp"]
+    assert [row["ranks"] for row in rows] == [2, 3]
+    assert (rows[0]["sent_bytes"], rows[0]["encode_s"], rows[0]["decode_s"]) == (8e6, 0.25, 0.25)
+    assert MeasuredTable.load(table)

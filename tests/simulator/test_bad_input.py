@@ -14,7 +14,8 @@ from gradwire.simulator.bandwidth import make_trace, parse_trace
 from gradwire.simulator.jitter import Stragglers, Uniform
 from gradwire.simulator.schemes import registry
 from gradwire.simulator.schemes.measured import MeasuredTable, Measurement, fit
-from gradwire.simulator.simulation import Setting, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Setting
 from gradwire.simulator.trace import write_trace
 
 PAPER = workloads.by_name("resnet50-4blocks")
@@ -133,7 +134,7 @@ def test_a_scheme_measured_at_several_worlds_keeps_its_shape() -> None:
 @pytest.mark.parametrize("name", live.names())
 def test_every_registered_scheme_is_simulated_or_says_how_it_will_be(name: str) -> None:
     if name not in registry.names():
-        with pytest.raises(InvalidArgument, match="gradwire bench simulator --measure"):
+        with pytest.raises(InvalidArgument, match="gradwire bench run simulator-sizes"):
             registry.by_name(name)
         return
     metrics = Simulation(Setting(PAPER, 4, 1e9), registry.by_name(name)).run(rounds=2)

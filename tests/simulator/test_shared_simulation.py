@@ -12,7 +12,8 @@ from gradwire.simulator.bandwidth import make_trace
 from gradwire.simulator.jitter import Stragglers, Uniform
 from gradwire.simulator.metrics import Metrics
 from gradwire.simulator.schemes import registry
-from gradwire.simulator.simulation import Setting, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Setting
 
 PAPER = workloads.by_name("resnet50-4blocks")
 SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain", "direct-32", "parameter-server"]

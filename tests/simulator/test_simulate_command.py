@@ -87,7 +87,6 @@ def test_a_chrome_trace_nests_and_names_its_rows(tmp_path: Path) -> None:
         ["--workers", "0"],
         ["--trace=-1=1gbit"],
         ["--workload", "alexnet"],
-        ["--figure", "fig99"],
         ["--plot", "a.txt"],
         ["--chrome-trace", "a.json", "--workers", "2", "4"],
     ],

@@ -13,7 +13,8 @@ from gradwire.simulator.schemes.base import Scheme
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
 from gradwire.simulator.schemes.collective import Collective, Cost, ParameterServer
 from gradwire.simulator.schemes.slimgc import SlimGc
-from gradwire.simulator.simulation import Setting, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Setting
 from gradwire.simulator.workloads import Block, Workload
 
 # 100 values of 32 bits each: 3,200 bits; forward 1 s and backward 2 s a block.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.stepping.deferred import DeferredScheme, Slot
+from gradwire.stepping.deferred import DeferredScheme, OpenBlock
 
 
 class DeferredSum(DeferredScheme):
     name = "deferred-sum"
 
-    def _start_block(self, slot: Slot) -> torch.futures.Future:
+    def _start_block(self, slot: OpenBlock) -> torch.futures.Future:
         communicator = self.session.communicator
 
         def reduce() -> None:

@@ -59,7 +59,7 @@ def loss_of(ddp: nn.Module, inputs: Tensor) -> Tensor:
 def train(optimizer_name: str, case: str, scheme: SlimGC | None) -> tuple[Tensor, list[float], dict[str, Any]]:
     ddp = build(gradient_as_bucket_view=case == "view")
     optimizer = OPTIMIZERS[optimizer_name](ddp.parameters())
-    attachment = None if scheme is None else gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+    attachment = None if scheme is None else gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
     has_schedule = case in ("schedule", "everything")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) if has_schedule else None
     losses = []
@@ -108,6 +108,36 @@ def test_one_rank_without_compression_is_synchronous_training_bit_for_bit() -> N
     run_ranks(check_one_rank, 1)
 
 
+def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: SlimGC | None) -> Tensor:
+    """Under a GradScaler that meets an overflow and grows; powers of two, so that scaling itself rounds nothing."""
+    ddp = build()
+    optimizer = make(ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    attachment = None if scheme is None else gradwire.attach(ddp, optimizer, scheme, scaler=scaler, timeout_s=100)
+    for step in range(8):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ddp, batch(0, step)) * (math.inf if step == 3 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    if attachment is not None:
+        attachment.close()
+    return torch.cat([value.detach().double().reshape(-1) for value in ddp.state_dict().values()])
+
+
+def check_scaled(rank: int, world_size: int) -> None:
+    fused: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+        "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    }
+    for name, make in (OPTIMIZERS | fused).items():
+        found = train_scaled(make, SlimGC(**PLAIN, local="peek", sync_steps=0))
+        assert torch.equal(found, train_scaled(make, None)), name
+
+
+def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup() -> None:
+    run_ranks(check_scaled, 1)
+
+
 # ---- two ranks: the very formula, and the staleness
 
 
@@ -116,7 +146,7 @@ def follow_formula(rank: int, world_size: int, local: str) -> None:
     rate, n_steps = 0.1, 7
     ddp = build()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=rate, momentum=0.9)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local=local, sync_steps=0), timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local=local, sync_steps=0), timeout_s=100)
     twin = copy.deepcopy(ddp.module)
     weights = [p.detach().clone() for p in twin.parameters()]
     velocity: list[Tensor] | None = None
@@ -165,7 +195,7 @@ def watch_staleness(rank: int, world_size: int) -> None:
     ddp = build(bucket_cap_mb=25)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scheme = SlimGC(**PLAIN, sync_steps=0)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
     events: list[tuple[str, int]] = []
     lock = threading.Lock()
     inner = scheme._reduce_on_lane
@@ -213,7 +243,7 @@ def check_resumption(rank: int, world_size: int) -> None:
     options = {"codec": "one-bit", "threshold_bytes": 400, "backup": True, "sync_steps": 2}
     ddp = build()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**options), timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**options), timeout_s=100)
 
     def run(steps: range) -> Tensor:
         for step in steps:
@@ -239,7 +269,7 @@ def check_resumption(rank: int, world_size: int) -> None:
         ddp.module.load_state_dict(model_state)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
         optimizer.load_state_dict(optimizer_state)
-        attachment = gradwire.attach(ddp, optimizer, SlimGC(**options), timeout_s=20)
+        attachment = gradwire.attach(ddp, optimizer, SlimGC(**options), timeout_s=100)
         attachment.load_state_dict(scheme_state)
         results.append(run(range(6, 10)))
         assert attachment.stats()["steps_ahead"] == 4, "the synchronous steps are behind it"
@@ -260,16 +290,16 @@ def check_refusals(rank: int, world_size: int) -> None:
     for kind in (Odd, torch.optim.LBFGS):
         ddp = build()
         with pytest.raises(Unsupported, match="cannot be peeked"):
-            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1), SlimGC(**PLAIN), timeout_s=20)
+            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1), SlimGC(**PLAIN), timeout_s=100)
     ddp = build()
     # Its step is not tried where the local one is plain SGD.
     optimizer: torch.optim.Optimizer = Odd(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local="sgd"), timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local="sgd"), timeout_s=100)
     attachment.close()
     # Clipping would be of the local gradient, and too late for the mean.
     ddp = build()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN), timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN), timeout_s=100)
     loss_of(ddp, batch(rank, 0)).backward()
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
     with pytest.raises(Unsupported, match="max_grad_norm"):
@@ -278,7 +308,7 @@ def check_refusals(rank: int, world_size: int) -> None:
     ddp = build()
     # What the user does to parameters between steps would be lost: it is said, and after a flush it holds.
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, sync_steps=0), timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, sync_steps=0), timeout_s=100)
     loss_of(ddp, batch(rank, 0)).backward()
     optimizer.step()
     with torch.no_grad():

@@ -70,7 +70,7 @@ def train(
     optimizer = OPTIMIZERS[name](ddp.parameters())
     clips: dict[str, Any] = {"max_grad_value": 0.01} if case == "clipping" and update == "owner" else {}
     scheme = SlimGC(**OPTIONS, **clips, update=update, threshold_bytes=threshold_bytes, warmup_steps=4, drift_every=0)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) if case == "schedule" else None
     seen: list[Tensor] = []
     for step in range(8):
@@ -131,7 +131,7 @@ def check_resumption(rank: int, world_size: int) -> None:
         ddp = build()
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
         scheme = SlimGC("raw", pull="raw", update="owner", threshold_bytes=300)
-        return ddp, optimizer, gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+        return ddp, optimizer, gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
 
     def run(parts: tuple[Any, ...], steps: range) -> list[Tensor]:
         ddp, optimizer, _ = parts
@@ -176,13 +176,13 @@ def check_refusals(rank: int, world_size: int) -> None:
     for kind, options in kinds:
         ddp = build()
         with pytest.raises(Unsupported, match=r"Adagrad|LBFGS|fused"):
-            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1, **options), SlimGC(**owner), timeout_s=20)
+            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1, **options), SlimGC(**owner), timeout_s=100)
     ddp = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
     with pytest.raises(Unsupported, match="float32"):
-        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), SlimGC(**owner), timeout_s=20)
+        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), SlimGC(**owner), timeout_s=100)
     ddp = build()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**owner), timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**owner), timeout_s=100)
     loss_of(ddp, rank, 0).backward()
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
     with pytest.raises(Unsupported, match="max_grad_value"):
@@ -219,7 +219,7 @@ def load_other_shards(rank: int, world_size: int) -> None:
     ddp = build()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
     scheme = SlimGC("one-bit", pull="raw", update="owner", threshold_bytes=0)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
     for step in range(3):
         if step == 2:
             state = attachment.state_dict()

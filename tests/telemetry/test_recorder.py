@@ -27,7 +27,7 @@ def test_step_record_sums_its_buckets() -> None:
     step = run_step(Recorder(rank=0, world_size=4), 7)
     assert (step.step, step.n_buckets, step.original_bytes) == (7, 3, 12000)
     assert (step.bytes_sent, step.bytes_received, step.n_messages) == (1800, 2100, 3)
-    assert (step.encode_ns, step.communicate_ns, step.decode_ns, step.exposed_ns) == (30, 120, 0, 5)
+    assert (*(step.busy_ns[kind] for kind in ("encode", "communicate", "decode")), step.exposed_ns) == (30, 120, 0, 5)
 
 
 def test_ratio_is_against_a_plain_ring_all_reduce() -> None:
@@ -96,6 +96,28 @@ def test_steps_that_nobody_closes_close_by_themselves() -> None:
     assert recorder.totals()["bytes_sent"] == 400
 
 
+def test_totals_hold_what_was_sent_after_the_last_step_had_closed() -> None:
+    recorder = Recorder(rank=0, world_size=2)
+    early, late = recorder.open_bucket(0, 0, 4), recorder.open_bucket(0, 1, 8)
+    early.count_sent(4)
+    recorder.close_bucket(early)
+    recorder.close_step(0, 0)
+    late.count_sent(8)
+    late.count_received(5)
+    recorder.close_bucket(late)  # no step comes that would sum it up
+    early.count_sent(16)  # and a message that ended after its bucket
+    apart = recorder.open_apart()
+    apart.count_sent(32)
+    apart.count_received(64)
+    for _ in range(2):  # with the next step, and without
+        totals = recorder.totals()
+        assert totals["bytes_sent"] == 4 + 8 + 16 + 32
+        assert (totals["bytes_received"], totals["n_messages"]) == (5 + 64, 4)
+        assert (totals["n_buckets"], totals["original_bytes"]) == (2, 12)
+        recorder.close_step(1, 0)
+    assert sum(step.bytes_sent for step in recorder.steps) == 4 + 8
+
+
 def test_bucket_that_closes_late_counts_to_the_next_step() -> None:
     recorder = Recorder(rank=0, world_size=2)
     late = recorder.open_bucket(0, -1, 0)
@@ -122,7 +144,7 @@ def test_hook_and_lane_may_count_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (record.encode_ns, record.bytes_sent, record.bytes_received, record.n_messages) == (
+    assert (record.busy_ns["encode"], record.bytes_sent, record.bytes_received, record.n_messages) == (
         20000,
         20000,
         40000,

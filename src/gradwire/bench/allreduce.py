@@ -7,44 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from rich.table import Table
 
 from gradwire.bench import reducers
-from gradwire.bench.launching import add_rank_arguments, check_rank_arguments, is_rank, needs_switch, run_in_ranks
-from gradwire.bench.sources import PATTERNS, Source
+from gradwire.bench.launching import check_rank_arguments, is_rank, needs_switch, run_in_ranks
+from gradwire.bench.sources import Source
 from gradwire.errors import InvalidArgument
 from gradwire.registry import choose_specs
-from gradwire.results.console import make_console
+from gradwire.results.tables import Grid, print_grid
 from gradwire.workloads.gradients import load_gradients
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
 FULL_SIZES = tuple(1 << power for power in range(10, 25, 2)) + (25_000_000, 100_000_000, 400_000_000)
 YARDSTICK = "ddp"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `gradwire bench allreduce`."""
-    parser.add_argument(
-        "--scheme",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help="schemes and rivals (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one (default) "
-        "but dense-switch, the emulated switch without compression",
-    )
-    add_rank_arguments(parser)
-    parser.add_argument("--n-bytes", nargs="+", type=int, metavar="N", help="sizes of the float32 gradient")
-    parser.add_argument("--quick", action="store_true", help="four sizes to 25 MB, few samples: under two minutes")
-    parser.add_argument("--gradients", metavar="FILE.npz", help="take the values from a gradient file")
-    parser.add_argument("--density", type=float, default=1.0, metavar="D", help="share of non-zeros (random gradient)")
-    parser.add_argument(
-        "--pattern", choices=list(PATTERNS), default="element", help="how non-zeros cluster: singly, in 32s, in 1,024s"
-    )
-    parser.add_argument("--rounds", type=int, metavar="N", help="samples a scheme and size (9; quick 5)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="calls dropped before the first sample (2)")
-    parser.add_argument(
-        "--budget", type=float, metavar="S", help="seconds for a scheme at a size, three samples apart (20; quick 2)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,47 +45,47 @@ def _run_rank(args: argparse.Namespace, source: Source, specs: Sequence[str]) ->
     dist.init_process_group("gloo")
     try:
         bench = AllReduceBench(args, source, specs)
-        console = make_console()
         for n_bytes in sizes:
             records = bench.run_size(n_bytes)
             if bench.rank == 0:
-                console.print(make_table(records))
+                print_grid(make_grid(records), args.wide)
         bench.close()
     finally:
         dist.destroy_process_group()
     return 0
 
 
-def make_table(records: Sequence[dict[str, Any]]) -> Table:
+def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     """The records of one size, for people."""
     first = records[0]
     network = f"{first['rate_bps'] / 1e6:g} Mb/s" if first["rate_bps"] else f"not shaped ({first['network']})"
     size = format_bytes(first["n_bytes"])
-    table = Table(
-        title=f"all-reduce of {size} ({first['gradients']}), {first['ranks']} ranks, {network}",
-        caption="time: median over samples of the slowest rank (quartiles); bytes: sent per rank, mean",
-    )
-    table.add_column("scheme")
-    for heading in ("time ms", "x ddp", "algbw GB/s", "busbw GB/s", "wire bytes", "ratio", "kernel bytes", "error"):
-        table.add_column(heading, justify="right")
-    table.add_column("verified")
     yardstick = next((record["time_s"] for record in records if record["scheme"] == YARDSTICK), None)
+    rows = []
     for record in records:
-        spread = f"({record['time_s_low'] * 1e3:.2f}-{record['time_s_high'] * 1e3:.2f})"
         kernel = record["kernel_bytes"]
-        table.add_row(
-            record["scheme"] + (f":{record['options']}" if record["options"] else ""),
-            f"{record['time_s'] * 1e3:.2f} {spread}",
-            "-" if yardstick is None else f"{record['time_s'] / yardstick:.2f}",
-            f"{record['algorithm_gb_per_s']:.3f}",
-            f"{record['bus_gb_per_s']:.3f}",
-            f"{record['wire_bytes']:,.0f}",
-            f"{record['wire_ratio']:.3f}",
-            "-" if kernel is None else f"{kernel:,.0f}",
-            f"{record['relative_error']:.1e}",
-            record["verified"],
+        rows.append(
+            [
+                record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+                f"{record['time_s'] * 1e3:.2f}",
+                f"({record['time_s_low'] * 1e3:.2f}-{record['time_s_high'] * 1e3:.2f})",
+                "-" if yardstick is None else f"{record['time_s'] / yardstick:.2f}",
+                f"{record['wire_ratio']:.3f}",
+                f"{record['wire_bytes']:,.0f}",
+                f"{record['algorithm_gb_per_s']:.3f}",
+                f"{record['bus_gb_per_s']:.3f}",
+                "-" if kernel is None else f"{kernel:,.0f}",
+                f"{record['relative_error']:.1e}",
+                record["verified"],
+            ]
         )
-    return table
+    return Grid(
+        f"all-reduce of {size} ({first['gradients']}), {first['ranks']} ranks, {network}",
+        ["scheme", "time ms", "quartiles", "x ddp", "ratio", "wire bytes", "algbw GB/s", "busbw GB/s", "kernel bytes",
+         "error", "verified"],
+        rows,
+        "time: median over samples of the slowest rank; bytes: sent per rank, mean",
+    )  # fmt: skip
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire.bench import kernel_counters
 from gradwire.bench.allreduce_bounds import Exact, error_bound
 from gradwire.bench.launching import write_results
-from gradwire.bench.reducers import RIVALS, BackendReducer, Reducer, SchemeReducer
+from gradwire.bench.reducers import RIVALS, BackendReducer, SchemeReducer, TimedReducer
 from gradwire.bench.sources import Source
 from gradwire.bench.timing import MIN_SAMPLE_S, Timing
 from gradwire.core.threads import use_fair_share_of_cores
@@ -41,6 +41,7 @@ class _Tally:
     n_rounds: int
     n_repeats: int
     samples_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)  # of this process, all threads and the kernel, a call
     sent_bytes: list[float] = field(default_factory=list)  # a call
     kernel_bytes: list[float] = field(default_factory=list)
     verdict: str = ""
@@ -92,7 +93,7 @@ class AllReduceBench:
                 write_results(self.args, self.records)
         return records
 
-    def _plan(self, reducer: Reducer, gradient: torch.Tensor, buffer: torch.Tensor) -> _Tally:
+    def _plan(self, reducer: TimedReducer, gradient: torch.Tensor, buffer: torch.Tensor) -> _Tally:
         """Warm up (`--warmup` calls, fewer where `--budget` is spent before), and fit rounds and repeats into `--budget`.
 
         Equal on all ranks.
@@ -115,18 +116,25 @@ class AllReduceBench:
         n_rounds = int(min(self.args.rounds, max(3, self.args.budget / (once_s * n_repeats))))
         return _Tally(n_rounds, n_repeats)
 
-    def _sample(self, reducer: Reducer, tally: _Tally, gradient: torch.Tensor, buffer: torch.Tensor) -> None:
-        """One sample: repeats of the same reduction; filling the buffer and finishing the step are off the clock."""
-        elapsed_s = 0.0
+    def _sample(self, reducer: TimedReducer, tally: _Tally, gradient: torch.Tensor, buffer: torch.Tensor) -> None:
+        """One sample: repeats of the same reduction; filling the buffer and finishing the step are off the clock.
+
+        Of the processors' time only the filling is left out: it holds the ends of steps, and one barrier a sample.
+        """
+        elapsed_s = filling_s = 0.0
         dist.barrier()
         kernel_before, reducer.sent_bytes = kernel_counters.sent_bytes(), 0
+        cpu_before_s = time.process_time()
         for _ in range(tally.n_repeats):
+            filling_since_s = time.thread_time()
             buffer.copy_(gradient)
+            filling_s += time.thread_time() - filling_since_s
             started = time.perf_counter()
             reducer.reduce(buffer)
             elapsed_s += time.perf_counter() - started
             reducer.finish_step()
         dist.barrier()  # now everything sent has arrived, so the kernel has counted it
+        tally.cpu_s.append((time.process_time() - cpu_before_s - filling_s) / tally.n_repeats)
         kernel_after = kernel_counters.sent_bytes()
         tally.samples_s.append(elapsed_s / tally.n_repeats)
         tally.sent_bytes.append(reducer.sent_bytes / tally.n_repeats)
@@ -145,7 +153,7 @@ class AllReduceBench:
         return Exact(total / self.world_size, magnitude / self.world_size, positions, self.world_size)
 
     def _verify(
-        self, reducer: Reducer, tally: _Tally, buffer: torch.Tensor, exact: Exact, state: OptimizerState | None
+        self, reducer: TimedReducer, tally: _Tally, buffer: torch.Tensor, exact: Exact, state: OptimizerState | None
     ) -> None:
         """Hold the result to its promise. Raises: CorruptMessage, on every rank."""
         result = buffer.numpy()
@@ -173,12 +181,13 @@ class AllReduceBench:
         dist.all_gather(everyone, mine)
         return [float(one) for one in everyone]
 
-    def _record(self, reducer: Reducer, tally: _Tally, n_elements: int) -> dict[str, Any]:
+    def _record(self, reducer: TimedReducer, tally: _Tally, n_elements: int) -> dict[str, Any]:
         samples = torch.tensor(tally.samples_s, dtype=torch.float64)
         dist.all_reduce(samples, op=dist.ReduceOp.MAX)  # a reduction has ended when its last rank has
         timing = Timing.of(samples.tolist(), tally.n_repeats)
         sent = self._gather(float(np.median(tally.sent_bytes)))
         kernel = self._gather(float(np.median(tally.kernel_bytes)) if tally.kernel_bytes else -1.0)
+        cpu = self._gather(float(np.median(tally.cpu_s)))
         n_bytes = 4 * n_elements
         network = current_network()
         ring = ring_bytes(n_bytes, self.world_size)
@@ -193,6 +202,7 @@ class AllReduceBench:
             "time_s": timing.median_s,
             "time_s_low": timing.low_s,
             "time_s_high": timing.high_s,
+            "cpu_s": sum(cpu) / self.world_size,
             "wire_bytes": sum(sent) / self.world_size,
             "wire_bytes_max": max(sent),
             "kernel_bytes": sum(kernel) / self.world_size if min(kernel) >= 0 else None,
@@ -209,7 +219,7 @@ class AllReduceBench:
         }
 
 
-def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | None, n_elements: int) -> Reducer:
+def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | None, n_elements: int) -> TimedReducer:
     """A rival or a scheme from its spec. Raises: InvalidArgument."""
     name, options = parse_spec(spec)
     if name in RIVALS:

@@ -10,34 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from gradwire import _native
 from gradwire.bench import contender_registry
 from gradwire.bench.contenders import Contender
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
+from gradwire.bench.measures.gradient_files import gradient_file
 from gradwire.bench.timing import Task, Timing, time_interleaved
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.results.console import make_console
 from gradwire.results.records import write_csv, write_json
+from gradwire.results.tables import Grid, print_grid
 from gradwire.telemetry.environment import describe_environment
 from gradwire.workloads.gradients import GradientFile, load_gradients
 
 YARDSTICK = "zstd"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `gradwire bench codec`."""
-    parser.add_argument("--gradients", nargs="+", required=True, metavar="FILE.npz", help="gradients to encode")
-    parser.add_argument(
-        "--codec", nargs="+", default=["all"], metavar="NAME", help="codecs and rivals; `all` is every one (default)"
-    )
-    parser.add_argument(
-        "--threads", nargs="+", type=int, default=None, metavar="N", help="thread counts (default: 1 and the cores)"
-    )
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="samples a codec, after one dropped (7)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,15 +32,15 @@ def run(args: argparse.Namespace) -> int:
     if min(threads) < 1 or args.rounds < 1:
         raise InvalidArgument("--threads and --rounds count from 1")
     names = contender_registry.choose_specs(args.codec)
-    files = [load_gradients(path) for path in args.gradients]  # all of them, before anything is timed
+    # All of them, before anything is timed.
+    files = [load_gradients(gradient_file(name, Path("runs/bench"))) for name in args.gradients]
     environment = describe_environment()
-    console = make_console()
     records: list[dict[str, Any]] = []
     for file in files:
         for n_threads in threads:
             batch = measure(file, names, n_threads, args.rounds)
             records += [{**record, **environment} for record in batch]
-            console.print(make_table(file, n_threads, batch))
+            print_grid(make_grid(file, n_threads, batch), args.wide)
             # After every table: whoever stops the run keeps what was measured.
             if args.json:
                 write_json(args.json, records)
@@ -134,27 +120,26 @@ def _record(contender: Contender, encode: Timing, decode: Timing) -> dict[str, A
     return record
 
 
-def make_table(file: GradientFile, n_threads: int, records: Sequence[dict[str, Any]]) -> Table:
+def make_grid(file: GradientFile, n_threads: int, records: Sequence[dict[str, Any]]) -> Grid:
     """The records of one file and thread count, for people."""
     size = f"{file.gradient.size:,} values, {n_threads} thread{'s' if n_threads > 1 else ''}"
     entropy = entropy_bits(exponent_histogram(file.gradient))
-    table = Table(
-        title=f"{file.name}: {size}; exponent entropy {entropy:.3f} bits",
-        caption="GB/s of float32, median (quartiles); x: of zstd -1 in the same run; every round trip verified\n"
-        "over bound: the message against its exponents' entropy and the bits chosen for the other parts",
-    )
-    table.add_column("codec")
-    table.add_column("setting")
-    for heading in ("ratio", "over bound", "exponent bits", "encode GB/s", "x", "decode GB/s", "x"):
-        table.add_column(heading, justify="right")
-    table.add_column("verified")
+    rows = []
     for record in sorted(records, key=lambda record: record["ratio"]):
         bits, bound = record["exponent_bits"], record["bound_bytes"]
-        cells = [record["codec"], record["setting"], f"{record['ratio']:.4f}"]
+        cells = [record["codec"], f"{record['ratio']:.4f}"]
+        cells += [f"{record[f'{way}_{what}']:.{digits}f}" for way in ("encode", "decode")
+                  for what, digits in (("gb_per_s", 2), ("vs_zstd", 1))]  # fmt: skip
         cells.append(f"{100 * (record['encoded_bytes'] / bound - 1):+.2f} %" if bound else "-")
         cells.append("-" if bits is None else f"{bits:.3f}")
         for way in ("encode", "decode"):
-            low, high = record[f"{way}_gb_per_s_low"], record[f"{way}_gb_per_s_high"]
-            cells += [f"{record[f'{way}_gb_per_s']:.2f} ({low:.2f}-{high:.2f})", f"{record[f'{way}_vs_zstd']:.1f}"]
-        table.add_row(*cells, record["verified"])
-    return table
+            cells.append(f"{record[f'{way}_gb_per_s_low']:.2f}-{record[f'{way}_gb_per_s_high']:.2f}")
+        rows.append([*cells, record["setting"], record["verified"]])
+    return Grid(
+        f"{file.name}: {size}; exponent entropy {entropy:.3f} bits",
+        ["codec", "ratio", "encode GB/s", "x", "decode GB/s", "x", "over bound", "exponent bits", "encode quartiles",
+         "decode quartiles", "setting", "verified"],
+        rows,
+        "GB/s of float32, medians; x: of zstd -1 in the same run; every round trip verified. Over bound: the message "
+        "against its exponents' entropy and the bits chosen for the other parts",
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from gradwire.bench.reducers import Reducer
+from gradwire.bench.reducers import TimedReducer
 from gradwire.errors import Unsupported
 from gradwire.exchange.aggregators.switch import Switch
 from gradwire.telemetry.recorder import BucketRecord, Recorder
@@ -20,7 +20,7 @@ _BLOCK_ELEMENTS = 1 << 22
 _NOT_FINITE = 1 << 20  # above every exponent of float32
 
 
-class DenseSwitchReducer(Reducer):
+class DenseSwitchReducer(TimedReducer):
     """Mean of float32 gradients by sums of int32 in the switch, one exponent for all.
 
     When not to use this: in training. It keeps as many bits as the largest value of all leaves, and has no fallback.

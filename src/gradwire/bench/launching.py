@@ -20,20 +20,6 @@ from gradwire.results.records import RecordLog, write_csv, write_json
 DEFAULT_RANKS = 4
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say where the ranks run and where results go; the same in every benchmark with ranks."""
-    parser.add_argument("--ranks", type=int, metavar="N", help=f"ranks to start on this machine ({DEFAULT_RANKS})")
-    parser.add_argument(
-        "--rate",
-        nargs="+",
-        metavar="RATE",
-        help="link rates to measure at, one run each: 100mbit, 1gbit, none (default); R,R,R,S gives each rank its own",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
-    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)  # JSONL of records, from rank 0 to its launcher
-
-
 def is_rank() -> bool:
     """Whether this process was started as a rank, by the launcher below or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -84,7 +70,12 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
 
 
 def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """Write `--json` and `--csv`, where given. Raises: GradwireError."""
+    """Write `--json` and `--csv`, where given and if there are records: an interrupted run leaves earlier results be.
+
+    Raises: GradwireError.
+    """
+    if not records:
+        return
     if args.json:
         write_json(args.json, records)
     if args.csv:

@@ -71,10 +71,3 @@ def dropped_bits(
     for n_bits in sorted(level_bits):
         dropped[finite & (scale > np.ldexp(np.where(finite, magnitude, 0.0), n_bits))] = n_bits
     return dropped
-
-
-def error_bound(values: FloatArray, dropped: npt.NDArray[np.int64]) -> Float64Array:
-    """Exclusive bound on |value - decoded| after cutting `dropped` low bits: 2^dropped ulp, or 0 for none."""
-    exponent = np.maximum((values.view(np.uint32) >> 23 & 0xFF).astype(np.int64), 1)
-    unit = np.ldexp(1.0, exponent - 127 - 23)
-    return np.where(dropped > 0, np.ldexp(unit, dropped), 0.0)

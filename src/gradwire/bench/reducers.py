@@ -12,6 +12,7 @@ from gradwire import schemes
 from gradwire.bench.live_optimizer import make_optimizer
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.slot import slots_by_name
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.workloads.gradients import OptimizerState
@@ -21,7 +22,7 @@ RIVALS = ("ddp", "ddp-bf16")
 IN_NETWORK = ("dense-switch",)
 
 
-class Reducer(ABC):
+class TimedReducer(ABC):
     """One way to replace a tensor by its mean over the ranks."""
 
     def __init__(self, name: str, options: dict[str, Any] | None = None) -> None:
@@ -44,7 +45,7 @@ class Reducer(ABC):
         """Let go of everything. Collective."""
 
 
-class BackendReducer(Reducer):
+class BackendReducer(TimedReducer):
     """torch.distributed's own all-reduce, as DDP without a hook calls it: divide, then sum.
 
     The backend does not say what it sends; counted are the bytes of a ring, which Gloo's algorithm is.
@@ -70,7 +71,7 @@ class BackendReducer(Reducer):
         """Nothing is held."""
 
 
-class SchemeReducer(Reducer):
+class SchemeReducer(TimedReducer):
     """A scheme of the registry, bound as `attach` would bind it; the run's reducers take turns on one communicator."""
 
     def __init__(
@@ -89,15 +90,18 @@ class SchemeReducer(Reducer):
         self.scheme = schemes.by_name(name, **options)
         if name == "periodic":  # it communicates in one call of `every`
             self.period = int(self.scheme.configuration["every"])
-        names = dict.fromkeys(self._parameters, "gradient")
-        self.scheme.bind(Session(self._communicator, self._recorder, optimizer, names, lambda: 1.0))
+        slots = slots_by_name(dict(zip(["gradient"], self._parameters, strict=False)))
+        self.scheme.bind(Session(self._communicator, self._recorder, optimizer, slots, lambda: 1.0))
         self._step = 0
 
     def reduce(self, buffer: torch.Tensor) -> None:
         record = self._recorder.open_bucket(self._step, 0, buffer.numel() * buffer.element_size())
         offsets = [0] * len(self._parameters)
         bucket = Bucket(buffer, self._parameters, offsets, index=0, step=self._step, is_last=True, record=record)
-        self.scheme.reduce(bucket).wait()
+        self.scheme.begin_step(self._step)
+        reduced = self.scheme.reduce(bucket)
+        self.scheme.end_buckets(self._step)
+        reduced.wait()
         self._recorder.close_bucket(record)
 
     def finish_step(self) -> None:

@@ -6,13 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from gradwire import workloads
 from gradwire.bench import train_contenders
 from gradwire.bench.launching import (
     DEFAULT_RANKS,
-    add_rank_arguments,
     check_rank_arguments,
     is_rank,
     needs_switch,
@@ -21,44 +18,9 @@ from gradwire.bench.launching import (
 from gradwire.errors import InvalidArgument
 from gradwire.ranks.netlab import parse_rate
 from gradwire.registry import choose_specs, parse_spec
-from gradwire.results.console import make_console
+from gradwire.results.tables import Grid, print_grid
 
 YARDSTICK = "ddp"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `gradwire bench train`."""
-    rivals = ", ".join(train_contenders.RIVALS)
-    parser.add_argument(
-        "--scheme",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help=f"schemes and rivals ({rivals}), with options as NAME:option=value,...; `all` is every one (default)",
-    )
-    parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt); NAME:option=value,...")
-    add_rank_arguments(parser)
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps a scheme that count (30)")
-    parser.add_argument(
-        "--then",
-        nargs="+",
-        default=[],
-        metavar="RATE",
-        help="rates to change every link to in mid-run, --steps steps at each: what a scheme makes of another network",
-    )
-    parser.add_argument("--warmup", type=int, default=5, metavar="N",
-                        help="steps before them (5); a scheme that has to measure first takes as many as it needs")  # fmt: skip
-    parser.add_argument("--overlap", action="store_true",
-                        help="record what of communication and codec work computation hides")  # fmt: skip
-    parser.add_argument(
-        "--compute",
-        choices=("real", "emulate"),
-        default="real",
-        help="run the model, or replay captured gradients of its shape behind calibrated waits",
-    )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="samples a rank and step (the workload's own)")
-    parser.add_argument("--optimizer", metavar="NAME", help="optimizer (the workload's own)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,13 +70,13 @@ def _run_rank(args: argparse.Namespace, specs: Sequence[str]) -> int:
         records = bench.run()
         if bench.rank == 0:
             for phase in range(1 + len(args.then)):
-                make_console().print(make_table([record for record in records if record["phase"] == phase]))
+                print_grid(make_grid([record for record in records if record["phase"] == phase]), args.wide)
     finally:
         dist.destroy_process_group()
     return 0
 
 
-def make_table(records: Sequence[dict[str, Any]]) -> Table:
+def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     """The records of one network, for people."""
     first = records[0]
     network = first["rates"] if first["rate_bps"] else f"not shaped ({first['network']})"
@@ -122,29 +84,32 @@ def make_table(records: Sequence[dict[str, Any]]) -> Table:
         network = f"then {network}"
     marks = [f"computation {first['compute']}"] if first["compute"] != "real" else []
     marks += ["contenders one after another"] if not first["is_interleaved"] and len(records) > 1 else []
-    table = Table(
-        title=", ".join([f"{first['workload']}, {first['ranks']} ranks, {network}, {first['n_steps']} steps", *marks]),
-        caption="ms a step, medians (quartiles); codec time is busy time, hidden or not; loss: mean of the last steps, "
-        f"and of those before {first['loss_at_s']:.1f} s",
-    )
-    table.add_column("scheme")
-    headings = ("iteration", "x ddp", "compute", "exposed", "wait", "codec", "MB sent", "ratio", "samples/s", "loss")
-    for heading in (*headings, f"at {first['loss_at_s']:.1f} s"):
-        table.add_column(heading, justify="right")
     yardstick = next((record["iteration_s"] for record in records if record["scheme"] == YARDSTICK), None)
+    rows = []
     for record in records:
-        spread = f"({record['iteration_s_low'] * 1e3:.0f}-{record['iteration_s_high'] * 1e3:.0f})"
         codec_s = record["codec_s"]
-        table.add_row(
-            record["scheme"] + (f":{record['options']}" if record["options"] else ""),
-            f"{record['iteration_s'] * 1e3:.1f} {spread}",
-            "-" if yardstick is None else f"{record['iteration_s'] / yardstick:.2f}",
-            *(f"{record[part] * 1e3:.1f}" for part in ("compute_s", "exposed_s", "wait_s")),
-            "-" if codec_s is None else f"{codec_s * 1e3:.1f}",
-            f"{record['wire_bytes'] / 1e6:.3f}",
-            f"{record['wire_ratio']:.3f}",
-            f"{record['samples_per_s']:.1f}",
-            f"{record['loss']:.4f}",
-            f"{record['loss_after_s']:.4f}",
+        rows.append(
+            [
+                record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+                f"{record['iteration_s'] * 1e3:.1f}",
+                f"({record['iteration_s_low'] * 1e3:.0f}-{record['iteration_s_high'] * 1e3:.0f})",
+                "-" if yardstick is None else f"{record['iteration_s'] / yardstick:.2f}",
+                f"{record['exposed_s'] * 1e3:.1f}",
+                f"{record['wire_bytes'] / 1e6:.3f}",
+                f"{record['loss']:.4f}",
+                "-" if codec_s is None else f"{codec_s * 1e3:.1f}",
+                f"{record['compute_s'] * 1e3:.1f}",
+                f"{record['wait_s'] * 1e3:.1f}",
+                f"{record['wire_ratio']:.3f}",
+                f"{record['samples_per_s']:.1f}",
+                f"{record['loss_after_s']:.4f}",
+            ]
         )
-    return table
+    return Grid(
+        ", ".join([f"{first['workload']}, {first['ranks']} ranks, {network}, {first['n_steps']} steps", *marks]),
+        ["scheme", "step ms", "quartiles", "x ddp", "exposed", "MB sent", "loss", "codec", "compute", "wait", "ratio",
+         "samples/s", f"loss at {first['loss_at_s']:.1f} s"],
+        rows,
+        f"ms a step, medians; codec time is busy time, hidden or not; loss: mean of the last steps, and of those before "
+        f"{first['loss_at_s']:.1f} s",
+    )  # fmt: skip

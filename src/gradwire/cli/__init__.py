@@ -13,10 +13,10 @@ from gradwire.errors import GradwireError
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("gradwire.cli.demo", "train a small GPT with plain DDP and with GComp, and compare them"),
     "train": ("gradwire.cli.train", "train a workload with a scheme, on this machine or under torchrun"),
-    "bench": ("gradwire.bench.cli", "measure codecs, all-reduce and training against their rivals"),
+    "bench": ("gradwire.cli.bench", "run experiments; measure codecs, all-reduce and training beside others'"),
     "netlab": ("gradwire.ranks.netlab.cli", "run a command in ranks with shaped links between them"),
     "switch": ("gradwire.cli.switch", "run the emulation of a programmable switch that sums packets of integers"),
-    "report": ("gradwire.report", "one self-contained HTML page from training runs and benchmark results"),
+    "report": ("gradwire.cli.report", "one self-contained HTML page from training runs and benchmark results"),
     "simulate": ("gradwire.simulator.cli", "predict training on a network that you do not have"),
     "inspect": (
         "gradwire.cli.inspection",

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from gradwire.errors import InvalidArgument
-from gradwire.registry import describe_choices, describe_wrong_option
+from gradwire.registry import Registry
 
-__all__ = ["Codec", "OnePassCodec", "by_name", "names"]
-
-# name: "module:class". A new codec is one file and one line here.
-_REGISTRY: dict[str, str] = {
-    "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
-    "gcomp": "gradwire.codecs.gcomp:GComp",
-    "one-bit": "gradwire.codecs.one_bit:OneBit",
-    "qsgd": "gradwire.codecs.qsgd:Qsgd",
-    "ternary": "gradwire.codecs.ternary:Ternary",
-    "thc": "gradwire.codecs.hadamard:Thc",
-    "truncate": "gradwire.codecs.gcomp:Truncate",
-    "two-bit": "gradwire.codecs.two_bit:TwoBit",
-    "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",
-    "raw": "gradwire.codecs.general:RawCodec",
-    "zlib": "gradwire.codecs.general:ZlibCodec",
-    "zstd": "gradwire.codecs.general:ZstdCodec",
-}
+__all__ = ["Codec", "WeighingCodec", "by_name", "names"]
 
 
 class Codec(Protocol):
@@ -48,27 +30,39 @@ class Codec(Protocol):
 
 
 @runtime_checkable
-class OnePassCodec(Protocol):
-    """A codec whose decoder may need the sender's importance bytes, and adds or divides while it decodes."""
+class WeighingCodec(Protocol):
+    """A codec whose decoder may need the importance bytes that the sender encoded by."""
 
-    one_pass: bool
+    decodes_by_importance: bool
 
-    def decode(
-        self,
-        message: torch.Tensor,
-        out: torch.Tensor,
-        importance: torch.Tensor | None = None,
-        *,
-        addend: torch.Tensor | None = None,
-        divisor: int = 1,
-    ) -> None:
-        """`out` = addend + decoded message, or decoded message / divisor."""
+    def decode(self, message: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> None:
+        """As `Codec.decode`; `importance`: as in `encode`."""
         ...
+
+
+# name: "module:class". A new codec is one file and one line here.
+_REGISTRY: Registry[Codec] = Registry(
+    "codec",
+    {
+        "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
+        "gcomp": "gradwire.codecs.gcomp:GComp",
+        "one-bit": "gradwire.codecs.one_bit:OneBit",
+        "qsgd": "gradwire.codecs.qsgd:Qsgd",
+        "ternary": "gradwire.codecs.ternary:Ternary",
+        "thc": "gradwire.codecs.hadamard:Thc",
+        "truncate": "gradwire.codecs.gcomp:Truncate",
+        "two-bit": "gradwire.codecs.two_bit:TwoBit",
+        "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",
+        "raw": "gradwire.codecs.general:RawCodec",
+        "zlib": "gradwire.codecs.general:ZlibCodec",
+        "zstd": "gradwire.codecs.general:ZstdCodec",
+    },
+)
 
 
 def names() -> list[str]:
     """The registered codecs, sorted."""
-    return sorted(_REGISTRY)
+    return _REGISTRY.names()
 
 
 def by_name(name: str, **options: Any) -> Codec:
@@ -76,12 +70,4 @@ def by_name(name: str, **options: Any) -> Codec:
 
     Raises: InvalidArgument (unknown name, or an option that the codec does not take).
     """
-    if name not in _REGISTRY:
-        raise InvalidArgument(f"no codec is called {name!r}; {describe_choices(name, names())}")
-    module_path, class_name = _REGISTRY[name].split(":")
-    cls = getattr(importlib.import_module(module_path), class_name)
-    try:
-        return cls(**options)
-    except TypeError as error:
-        wrong = describe_wrong_option(cls, options)
-        raise InvalidArgument(f"codec {name!r} {wrong}" if wrong else f"codec {name!r}: {error}") from error
+    return _REGISTRY.make(name, options)

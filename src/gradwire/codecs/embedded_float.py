@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs.quantised import bytes_of, check_room, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_room, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 
 __all__ = ["EmbeddedFloat", "EmbeddedValues", "describe"]
@@ -59,6 +59,10 @@ class EmbeddedFloat:
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
         """Write the first `bits` bits of `gradient`; see `encode_planes`. `importance` is ignored."""
         return self.encode_planes(gradient, 0, self.bits, out)
+
+    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
+        """This codec as exchanges call it. Raises: InvalidArgument."""
+        return _native.embedded_float_exchange_codec(dtype_code(dtype), self.partition, self.bits)
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Read a message that begins with bit 0, of any number of bits, into `out`.

@@ -41,7 +41,7 @@ class GComp:
     """
 
     name = "gcomp"
-    one_pass = True
+    decodes_by_importance = True
 
     def __init__(
         self,
@@ -236,6 +236,26 @@ class GComp:
         if out.numel() != n_counts:
             raise InvalidArgument(f"a histogram of {gradient.dtype} has {n_counts} counts, out has {out.numel()}")
         _native.gcomp_count_exponents(_bytes_of(gradient), dtype_code, self.format, out)
+
+    def exchange_codec(
+        self, dtype: torch.dtype, importance: _native.BucketImportance | None, counts: torch.Tensor | None = None
+    ) -> _native.ExchangeCodec:
+        """This codec as exchanges call it, with the tables known now, for one bucket of `dtype`.
+
+        Args: counts: as `out` of `histogram`: the exponents of all that is encoded are counted.
+        Raises: InvalidArgument.
+        """
+        return _native.gcomp_exchange_codec(
+            _dtype_code(dtype),
+            _MODE_CODES[self.importance],
+            self._kept_bits(dtype),
+            self.rounding == "truncate",
+            self.format,
+            self.table_in_use(dtype).native,
+            [table.native for table in (_PRIORS[self.exponent_bits(dtype)], *self._tables.values())],
+            importance if self.importance == "paper" else None,
+            counts,
+        )
 
     def _kept_bits(self, dtype: torch.dtype) -> int:
         n_mantissa = _MANTISSA_BITS[dtype]

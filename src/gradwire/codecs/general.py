@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.codecs.tensors import DTYPE_CODES
 from gradwire.errors import BufferTooSmall, CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 
 __all__ = ["RawCodec", "ZlibCodec", "ZstdCodec", "describe"]
@@ -25,7 +26,6 @@ _CHECKSUM_OFFSET = _HEADER.size - 4
 
 _STORED, _ZLIB, _ZSTD = 0, 1, 2
 _METHOD_NAMES = {_STORED: "raw", _ZLIB: "zlib", _ZSTD: "zstd"}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class RawCodec:
@@ -40,8 +40,8 @@ class RawCodec:
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Header and raw values: a payload that compression would make longer is stored."""
-        if dtype not in _DTYPES:
-            raise InvalidArgument(f"{self.name} takes {', '.join(map(str, _DTYPES))}, not {dtype}")
+        if dtype not in DTYPE_CODES:
+            raise InvalidArgument(f"{self.name} takes {', '.join(map(str, DTYPE_CODES))}, not {dtype}")
         if n_elements < 0:
             raise InvalidArgument(f"n_elements must not be negative, got {n_elements}")
         return _HEADER.size + n_elements * dtype.itemsize
@@ -69,7 +69,7 @@ class RawCodec:
         message = out.numpy()
         end = _HEADER.size + payload.size
         message[_HEADER.size : end] = payload
-        dtype = _DTYPES[gradient.dtype]
+        dtype = DTYPE_CODES[gradient.dtype]
         message[: _HEADER.size] = np.frombuffer(
             _HEADER.pack(MAGIC, VERSION, method, dtype, 0, gradient.numel(), payload.size, 0), dtype=np.uint8
         )
@@ -105,9 +105,9 @@ class RawCodec:
         if zero != 0 or method not in (_STORED, self._method):
             found = _METHOD_NAMES.get(method, str(method))
             raise CorruptMessage(f"{self.name}: message of method {found}, this codec reads {self.name} and raw")
-        if dtype != _DTYPES[out.dtype]:
+        if dtype != DTYPE_CODES[out.dtype]:
             raise CorruptMessage(
-                f"{self.name}: message of dtype code {dtype}, out is {out.dtype} ({_DTYPES[out.dtype]})"
+                f"{self.name}: message of dtype code {dtype}, out is {out.dtype} ({DTYPE_CODES[out.dtype]})"
             )
         if n_elements > out.numel():
             raise BufferTooSmall(f"{self.name}: message of {n_elements} values, out has room for {out.numel()}")
@@ -203,12 +203,12 @@ def describe(message: Tensor) -> dict[str, Any]:
     _require_bytes("message", message)
     data = message.numpy()
     _, _, method, dtype, _, n_elements, payload_bytes, _ = _read_header(data, "general message")
-    if method not in _METHOD_NAMES or dtype not in _DTYPES.values():
+    if method not in _METHOD_NAMES or dtype not in DTYPE_CODES.values():
         raise CorruptMessage(f"general message: method {method}, dtype code {dtype}: not both are known")
     return {
         "codec": _METHOD_NAMES[method],
         "format_version": VERSION,
-        "dtype": next(str(known).removeprefix("torch.") for known, code in _DTYPES.items() if code == dtype),
+        "dtype": next(str(known).removeprefix("torch.") for known, code in DTYPE_CODES.items() if code == dtype),
         "n_elements": n_elements,
         "message_bytes": data.size,
         "payload_bytes": payload_bytes,
@@ -243,7 +243,12 @@ def _bytes_of(values: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _require_values(name: str, values: Tensor) -> None:
-    if values.dtype not in _DTYPES or values.dim() != 1 or not values.is_contiguous() or values.device.type != "cpu":
+    if (
+        values.dtype not in DTYPE_CODES
+        or values.dim() != 1
+        or not values.is_contiguous()
+        or values.device.type != "cpu"
+    ):
         raise InvalidArgument(
             f"{name} must be a contiguous (n,) float32, bfloat16 or float16 tensor on the CPU, "
             f"got {tuple(values.shape)} {values.dtype} on {values.device}"

@@ -6,15 +6,8 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.codecs.quantised import (
-    Quantised,
-    bytes_of,
-    check_positive,
-    check_seed,
-    check_step,
-    check_tensor,
-    dtype_code,
-)
+from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
 
 TRANSFORM_ELEMENTS = 1_024

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradwire.codecs.quantised import Quantised, check_positive
+from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.tensors import check_positive
 from gradwire.errors import InvalidArgument
 
 _RULES = {"fixed": 0, "mean": 1, "two-means": 2}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradwire.codecs.quantised import Quantised, check_seed
+from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.tensors import check_seed
 from gradwire.errors import InvalidArgument
 
 _BLOCKS = tuple(128 << i for i in range(6))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.codecs.quantised import Quantised, bytes_of, check_positive, check_seed, check_step, dtype_code
+from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
 
 _MAX_RANKS = 127  # counts of 2 n_ranks have to fit a byte

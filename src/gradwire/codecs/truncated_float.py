@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs.quantised import bytes_of, check_room, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_room, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 
 __all__ = ["RandomStreams", "TruncatedFloat", "describe"]
@@ -131,6 +131,13 @@ class TruncatedFloat:
         check_tensor("out", out)
         _native.truncated_float_decode(bytes_of(message), code, bytes_of(out))
 
+    def exchange_codec(
+        self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
+    ) -> _native.ExchangeCodec:
+        """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
+        seed = self.seed if self.rounding == "stochastic" else None
+        return _native.truncated_float_exchange_codec(*self._settings(dtype), seed, first_step)
+
     def streams(self, *key: int) -> RandomStreams:
         """This codec with numbers of its own for every message, of those named by `key` (rank, step, bucket)."""
         return RandomStreams(self, *key)
@@ -161,6 +168,10 @@ class RandomStreams:
         step = self._next
         self._next = (step + 1) & 0xFFFFFFFFFFFFFFFF
         return self._codec.encode(gradient, out, importance, step=step)
+
+    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
+        """As `TruncatedFloat.exchange_codec`; this object and what it returns draw the same numbers."""
+        return self._codec.exchange_codec(dtype, importance, self._next)
 
 
 def describe(message: torch.Tensor) -> dict[str, Any]:

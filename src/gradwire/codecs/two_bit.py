@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradwire.codecs.quantised import Quantised, check_positive
+from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.tensors import check_positive
 
 # Of a threshold that is also what values decode to, in units of the mean magnitude: the squared error is least at sqrt(2)
 # for a Laplace distribution and at 1.1 for a Gaussian; 1.25 is 1.2 % and 2.6 % above the least.

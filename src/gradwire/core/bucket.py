@@ -1,15 +1,15 @@
-"""The Bucket: one flat gradient as DDP hands it over, with the parameters it belongs to."""
+"""The Bucket: one flat gradient as a door hands it over, with the slots it belongs to."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch._C._distributed_c10d import GradBucket
 
-from gradwire.core.staging import HostStaging, StagedBucket
+from gradwire.core.slot import Slot, slot_of
+from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.telemetry.recorder import BucketRecord
 
@@ -17,12 +17,12 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Bucket:
-    """A flat gradient, its parameters, and where it stands in training.
+    """A flat gradient, its slots, and where it stands in training.
 
     Attributes:
         buffer: (n,) float32, bfloat16 or float16, contiguous, CPU: this rank's gradient; schemes write the mean here.
-        parameters: the parameters whose gradients lie in `buffer`, in order.
-        offsets: element offset of each parameter in `buffer`.
+        slots: whose gradients lie in `buffer`, in order; for a parameter that is given, its own.
+        offsets: element offset of each slot in `buffer`.
         index: position in this backward pass, 0 first.
         step: number of this reduction since attaching (or since the resumed checkpoint's start), 0 first.
         is_last: no bucket of this backward pass follows.
@@ -31,12 +31,12 @@ class Bucket:
         staged: if the gradient comes from a device, its copy under way to `buffer`; see `wait_for`.
     """
 
-    __slots__ = ("buffer", "index", "is_last", "layout_hash", "offsets", "parameters", "record", "staged", "step")
+    __slots__ = ("buffer", "index", "is_last", "layout_hash", "offsets", "record", "slots", "staged", "step")
 
     def __init__(
         self,
         buffer: torch.Tensor,
-        parameters: Sequence[torch.Tensor] = (),
+        slots: Sequence[Slot | torch.Tensor] = (),
         offsets: Sequence[int] = (),
         *,
         index: int = 0,
@@ -47,7 +47,7 @@ class Bucket:
     ) -> None:
         check_gradient(buffer)
         self.buffer = buffer
-        self.parameters = tuple(parameters)
+        self.slots = tuple(map(slot_of, slots))
         self.offsets = tuple(offsets)
         self.index = index
         self.step = step
@@ -56,47 +56,15 @@ class Bucket:
             step, index, buffer.numel() * buffer.element_size(), trace=False, lock=threading.Lock()
         )
         self.staged = staged
-        self.layout_hash = hash_layout(buffer, self.parameters, self.offsets)
-
-    @classmethod
-    def from_ddp(
-        cls,
-        bucket: GradBucket,
-        step: int,
-        record: BucketRecord | None = None,
-        staging: HostStaging | None = None,
-    ) -> Bucket:
-        """The bucket of a DDP communication hook. Raises: Unsupported (device, sparse), InvalidArgument (dtype).
-
-        `staging`: for a bucket on a device; `buffer` is then its copy on the host, and on its way.
-        """
-        buffer = bucket.buffer()
-        start = buffer.storage_offset()
-        offsets = [int(gradient.storage_offset() - start) for gradient in bucket.gradients()]
-        staged = None
-        if staging is not None:
-            sizes = [gradient.numel() for gradient in bucket.gradients()]
-            bounds = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
-            staged = staging.stage(bucket.index(), buffer, bounds)
-            buffer = staged.on_host
-        return cls(
-            buffer,
-            bucket.parameters(),
-            offsets,
-            index=bucket.index(),
-            step=step,
-            is_last=bucket.is_last(),
-            record=record,
-            staged=staged,
-        )
+        self.layout_hash = hash_layout(buffer, self.slots, self.offsets)
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, step: int = 0) -> Bucket:
-        """A bucket without parameters, for benchmarks and for reducing a plain tensor."""
+        """A bucket without slots, for benchmarks and for reducing a plain tensor."""
         return cls(tensor, step=step)
 
     def wait_for(self, position: int) -> None:
-        """Return when the gradient of parameter number `position` may be read; at once, but for device gradients."""
+        """Return when the gradient of slot number `position` may be read; at once, but for device gradients."""
         if self.staged is not None:
             self.staged.wait_for(position)
 
@@ -104,6 +72,21 @@ class Bucket:
         """Return when all of `buffer` may be read."""
         if self.staged is not None:
             self.staged.wait_for_all()
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """The parameters of the slots, for schemes that step them."""
+        return tuple(slot.parameter for slot in self.slots if slot.parameter is not None)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each slot lies: first and past-the-last element."""
+        return [(start, start + slot.numel()) for slot, start in zip(self.slots, self.offsets, strict=True)]
+
+    def draw(self, *place: object) -> int:
+        """64 bits to draw by, different for every step, bucket and place in it (rank, part, ...)."""
+        text = repr((self.step, self.index, *place))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
     @property
     def n_elements(self) -> int:
@@ -138,7 +121,32 @@ def check_gradient(gradient: torch.Tensor) -> None:
         )
 
 
-def hash_layout(buffer: torch.Tensor, parameters: Sequence[torch.Tensor], offsets: Sequence[int]) -> int:
+def hash_layout(buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]) -> int:
     """32 bits that differ, but for chance, when dtype, length, shapes or offsets do."""
-    text = repr((str(buffer.dtype), buffer.numel(), [tuple(p.shape) for p in parameters], list(offsets)))
+    text = repr((str(buffer.dtype), buffer.numel(), [tuple(slot.shape) for slot in slots], list(offsets)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+def cut_into_buckets(
+    slotted: Sequence[tuple[Slot, torch.Tensor]], bucket_bytes: float
+) -> Iterator[list[tuple[Slot, torch.Tensor]]]:
+    """Neighbours of one dtype, up to `bucket_bytes` together."""
+    group: list[tuple[Slot, torch.Tensor]] = []
+    n_bytes = 0
+    for slot, tensor in slotted:
+        size = slot.numel() * tensor.element_size()
+        if group and (n_bytes + size > bucket_bytes or group[0][1].dtype != tensor.dtype):
+            yield group
+            group, n_bytes = [], 0
+        group.append((slot, tensor))
+        n_bytes += size
+    if group:
+        yield group
+
+
+def offsets_of(slots: Sequence[Slot]) -> list[int]:
+    """Where each slot begins in a flat bucket, and last where it ends."""
+    offsets = [0]
+    for slot in slots:
+        offsets.append(offsets[-1] + slot.numel())
+    return offsets

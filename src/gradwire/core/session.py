@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from gradwire.core.feedback import Feedback
+from gradwire.core.slot import Slot
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 
@@ -19,16 +21,24 @@ class Session:
         communicator: the ranks and the lane.
         recorder: where bytes and times go.
         optimizer: the user's, read live and never changed; None if gradwire was not given it.
-        names: parameter -> its name in the module; empty if gradwire was not given the module.
+        slots: what is reduced, by name; read live, as named tensors are added at first sight. Empty if gradwire was not
+            told names.
         loss_scale: what the loss, and so every gradient, is multiplied by now (AMP); 1.0 without a scaler.
         module: the DDP model; None if gradwire was not given it.
         has_scaler: whether there is a GradScaler.
+        feedback: what the scheme at work has not sent yet.
     """
 
     communicator: Communicator
     recorder: Recorder
     optimizer: torch.optim.Optimizer | None
-    names: Mapping[torch.Tensor, str]
+    slots: Mapping[str, Slot]
     loss_scale: Callable[[], float]
     module: torch.nn.Module | None = None
     has_scaler: bool = False
+    feedback: Feedback = field(default_factory=Feedback)
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """Each parameter with its name."""
+        return {slot.parameter: name for name, slot in self.slots.items() if slot.parameter is not None}

@@ -1,4 +1,4 @@
-"""Who brings gradients: DDP's hook and the attachment that a user holds, with the state that a checkpoint keeps.
+"""Who brings gradients to a Reducer: DDP's hook, and `attach`, which picks the door.
 
-May use: everything that a reduction passes. Used by: users, through `gradwire.attach`.
+May use: the Reducer and everything below it. Used by: users, through `gradwire.attach`.
 """

@@ -10,12 +10,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
-from gradwire.doors import checkpoint
-from gradwire.doors.hook import HookState, ddp_hook
+from gradwire.doors.hook import Copied, HookState, ddp_hook
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
-from gradwire.telemetry.recorder import Recorder
-from gradwire.wire.communicator import DEFAULT_TIMEOUT_S
 
 
 class _Door:
@@ -23,6 +21,9 @@ class _Door:
 
     def __init__(self, state: HookState) -> None:
         self.state = state
+
+    def __reduce__(self) -> Any:
+        return (Copied, ())
 
 
 _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
@@ -32,67 +33,8 @@ def _door_hook(door, bucket):  # type: ignore[no-untyped-def]  # DDP compares an
     return ddp_hook(door.state, bucket)
 
 
-class Attachment:
-    """A scheme at work on a DDP model. Made by `attach`."""
-
-    def __init__(self, state: HookState) -> None:
-        self._state = state
-
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme at work."""
-        return self._state.scheme
-
-    @property
-    def recorder(self) -> Recorder:
-        """Bytes and times per step; add sinks to it for JSONL, TensorBoard or a Chrome trace."""
-        return self._state.recorder
-
-    @property
-    def step(self) -> int:
-        """Reductions done so far, those of a resumed run included."""
-        return self._state.step
-
-    def stats(self) -> dict[str, Any]:
-        """Totals since attaching (bytes, times, fallbacks) and the scheme's own figures; also after `close`."""
-        if not self._state.closed:
-            self._state.wait_until_idle()
-        return {
-            "scheme": self._state.scheme.name,
-            "world_size": self._state.communicator.world_size,
-            **self._state.recorder.totals(),
-            **self._state.scheme.stats(),
-        }
-
-    def flush(self) -> None:
-        """Take every optimizer step that was called for, so that parameters can be read directly.
-
-        Needed with schemes that own the step (their `owns_step` is true), and only where gradwire cannot see the reading:
-        evaluation, `state_dict` of model and optimizer, and `close` flush by themselves. Others have nothing to flush.
-        """
-        self._state.flush()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state between two steps: tensors and plain values only. Save one per rank."""
-        return checkpoint.state_of(self._state)
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Take back what `state_dict` gave on this rank, after attaching the same scheme to the same model.
-
-        Args:
-            strict: refuse the state of another world size. Without it, a scheme whose state is the same on all ranks
-                takes it; one with residuals needs `gradwire.core.residual.redistribute` first.
-        Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
-        """
-        checkpoint.load_state(self._state, state, strict)
-
-    def switch(self, scheme: Scheme | str) -> None:
-        """Use another scheme from the next step on. Every rank calls it between the same two steps."""
-        self._state.switch(scheme)
-
-    def close(self) -> None:
-        """Stop compressing; the model goes on with DDP's own all-reduce. Every rank calls it."""
-        self._state.close()
+# What `attach` returns: the door itself.
+Attachment = Reducer
 
 
 def attach(
@@ -101,7 +43,7 @@ def attach(
     scheme: Scheme | str,
     scaler: Any = None,
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     trace: bool = False,
 ) -> Attachment:
     """Let `scheme` reduce the gradients of `ddp`. Collective: every rank calls it, with the same arguments.
@@ -111,7 +53,7 @@ def attach(
         optimizer: the optimizer that steps its parameters; read, never changed.
         scheme: a Scheme, or a registry name such as "gcomp".
         scaler: the torch.amp.GradScaler, if the loss is scaled.
-        timeout_s: how long to wait for a peer before PeerLost.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as the model's process group does).
         trace: keep single spans for a Chrome trace.
     Raises: Unsupported (not DDP, a wrapper or optimizer that is not supported), InvalidArgument.
     """
@@ -130,7 +72,7 @@ def attach(
     state = HookState(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace)
     if door is not None:
         door.state = state
-        return Attachment(state)
+        return state
     door = _Door(state)
     try:
         model.register_comm_hook(door, _door_hook)
@@ -140,7 +82,7 @@ def attach(
             "this DDP model has a communication hook already and takes only one; attach to a model without a hook"
         ) from error
     _doors[model] = door
-    return Attachment(state)
+    return state
 
 
 def _checked_ddp(wrapped: torch.nn.Module, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:

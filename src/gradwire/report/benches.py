@@ -10,9 +10,9 @@ from gradwire.report.drawing import (
     DASH,
     SURFACE,
     TIMES,
+    Drawing,
+    PageTable,
     Palette,
-    Plot,
-    Table,
     add_end_labels,
     add_point_labels,
     new_axes,
@@ -107,7 +107,7 @@ def _split(record: Record) -> TimeSplit:
     return TimeSplit(record["scheme"], total_s, parts, lane, _spread(record, "iteration_s"))
 
 
-def _make_train_table(records: Sequence[Record], base: str | None) -> Table:
+def _make_train_table(records: Sequence[Record], base: str | None) -> PageTable:
     columns = [
         ("scheme", False),
         ("rate", True),
@@ -126,7 +126,7 @@ def _make_train_table(records: Sequence[Record], base: str | None) -> Table:
             row += [format_bytes(record.get("wire_bytes")), _number(record.get("loss"), 1, ".5g")]
             rows.append(row)
     caption = "Median (spread) of the iterations." + (f" Speed-up against {base} at the same rate." if base else "")
-    return Table("Training in numbers", columns, rows, caption)
+    return PageTable("Training in numbers", columns, rows, caption)
 
 
 # --- all-reduce -------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def _make_allreduce_sections(records: Sequence[Record], palette: Palette, wanted
     return sections
 
 
-def _draw_sizes(name: str, records: Sequence[Record], rate_bps: float | None, ranks: int, palette: Palette) -> Plot:
+def _draw_sizes(name: str, records: Sequence[Record], rate_bps: float | None, ranks: int, palette: Palette) -> Drawing:
     lines = list(_group(records, lambda record: record["scheme"]))
     with new_axes(labels_at_right=[scheme for scheme, _ in lines]) as axes:
         ends = []
@@ -178,10 +178,10 @@ def _draw_sizes(name: str, records: Sequence[Record], rate_bps: float | None, ra
     title = f"Time against size at {format_rate(rate_bps)}" if rate_bps else "Time against size, unshaped"
     gradients = records[0].get("gradients") or "gradient not recorded"
     where = f"{gradients}, {ranks} ranks; {describe_networks(records)}; {describe_machine(records[0])}"
-    return Plot(name, title, f"{where}. Median; both axes log.", svg)
+    return Drawing(name, title, f"{where}. Median; both axes log.", svg)
 
 
-def _make_allreduce_table(records: Sequence[Record], base: str | None) -> Table:
+def _make_allreduce_table(records: Sequence[Record], base: str | None) -> PageTable:
     columns = [("scheme", False), ("rate", True), ("size", True), ("time, ms", True), ("speed-up", True)]
     columns += [("on the wire", True), ("wire bytes / size", True)]
     rows = []
@@ -198,7 +198,7 @@ def _make_allreduce_table(records: Sequence[Record], base: str | None) -> Table:
                 row += [format_bytes(wire_bytes), DASH if wire_bytes is None else f"{wire_bytes / n_bytes:.3f}"]
                 rows.append(row)
     caption = "Median (spread)." + (f" Speed-up against {base} at the same rate and size." if base else "")
-    return Table("All-reduce in numbers", columns, rows, caption)
+    return PageTable("All-reduce in numbers", columns, rows, caption)
 
 
 # --- codecs -----------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _make_codec_section(records: Sequence[Record], palette: Palette) -> Section:
         row += [_with_spread(record, f"{way}_gb_per_s", 1, ".2f") for way in ("encode", "decode")]
         rows.append(row)
     caption = "Ratio: encoded / original size. GB/s of original bytes, median (spread); every round trip verified."
-    section.tables.append(Table("Codecs in numbers", columns, rows, caption))
+    section.tables.append(PageTable("Codecs in numbers", columns, rows, caption))
     return section
 
 
@@ -227,7 +227,7 @@ def codec_label(record: Record) -> str:
     return f"{record['codec']} {record.get('importance') or ''}".strip()
 
 
-def _draw_codecs(name: str, records: Sequence[Record], gradients: str, threads: int, palette: Palette) -> Plot:
+def _draw_codecs(name: str, records: Sequence[Record], gradients: str, threads: int, palette: Palette) -> Drawing:
     with new_axes(height_in=3.9) as axes:
         labels, others = [], []
         for record in records:
@@ -252,7 +252,7 @@ def _draw_codecs(name: str, records: Sequence[Record], gradients: str, threads: 
     many = f"{threads} thread" + ("s" if threads > 1 else "")
     caption = f"{gradients}, {many}; {describe_machine(records[0])}. Filled: encode, hollow: decode; log axis."
     caption += " Upper left is best."
-    return Plot(name, f"Ratio against throughput: {gradients}, {many}", caption, svg)
+    return Drawing(name, f"Ratio against throughput: {gradients}, {many}", caption, svg)
 
 
 # --- shared -----------------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.errors import Unsupported
+from gradwire.results.palette import GRID, INK, MARKERS, MUTED, SLOTS, STYLE, assign_slots
 
 __all__ = [
     "SLOTS",
+    "Drawing",
+    "PageTable",
     "Palette",
-    "Plot",
-    "Table",
     "Tile",
     "add_end_labels",
     "add_point_labels",
@@ -29,26 +30,12 @@ __all__ = [
     "to_svg",
 ]
 
-INK, MUTED, GRID, SURFACE = "#1b2430", "#5d6876", "#e2e6eb", "#fdfdfd"
+SURFACE = "#fdfdfd"
 # The two signs that ruff takes for typing errors.
 TIMES, DASH = "\u00d7", "\u2013"
 COMPUTE, CODEC, DECODE, EXPOSED, WAIT = "#b8c4d2", "#e0902f", "#f2c078", "#c0392b", "#e6a6a0"
 
-# CSS variable: (light, dark). Slots c0.. are for schemes and codecs: apart in hue and in lightness, readable as text.
-SLOTS: dict[str, tuple[str, str]] = {
-    "c0": ("#6f7a88", "#9aa5b4"),
-    "c1": ("#1d5fd1", "#74a9ff"),
-    "c2": ("#d2560c", "#ff9a57"),
-    "c3": ("#0e8563", "#45cf9c"),
-    "c4": ("#7a3fd0", "#bd9bff"),
-    "c5": ("#c2297a", "#ff86c0"),
-    "c6": ("#0a7d94", "#3fcbe2"),
-    "c7": ("#94690a", "#e3b84d"),
-    "c8": ("#b3261e", "#ff8a80"),
-    "c9": ("#557a12", "#a9d94f"),
-    "c10": ("#7d5138", "#d3a581"),
-    "c11": ("#30373f", "#e8edf3"),
-}
+# CSS variable: (light, dark).
 _VARIABLES: dict[str, tuple[str, str]] = {
     "ink": (INK, "#e6ebf1"),
     "muted": (MUTED, "#9ba7b5"),
@@ -62,57 +49,17 @@ _VARIABLES: dict[str, tuple[str, str]] = {
     **SLOTS,
 }
 _NAMES = {light: name for name, (light, _) in _VARIABLES.items()}
-# Schemes that appear in most reports keep their colour from page to page; all others take what is free, in order.
-_FIXED_SLOTS = {
-    "plain": "c0",
-    "ddp": "c11",
-    "gcomp": "c1",
-    "truncate": "c2",
-    "power_sgd": "c3",
-    "acp_sgd": "c4",
-    "periodic": "c5",
-    "zstd": "c6",
-    "zlib": "c7",
-    "top_k": "c8",
-    "aqgb": "c9",
-    "slimgc": "c10",
-}
 _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
-_MARKERS = "osD^vPX<>"
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 # One column of the page, and both with the gap between them: type has one size all over the page.
 WIDTH_IN, WIDE_IN = 5.7, 11.8
 
-_STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: the reader's own font, selectable, and a third of the size
-    "text.parse_math": False,  # a `$` in a name is a dollar
-    "font.family": "DejaVu Sans",  # ships with matplotlib; wider than the system fonts that take its place
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "xtick.minor.size": 2,
-    "text.color": INK,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "lines.linewidth": 2,
-    "lines.solid_capstyle": "round",
-}
+_STYLE: Any = STYLE
 
 
 @dataclass(frozen=True)
-class Plot:
+class Drawing:
     """One figure of the page. `name` is unique; `alt` says in words what the figure shows."""
 
     name: str
@@ -123,7 +70,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Columns are (heading, is_number)."""
 
     title: str
@@ -156,16 +103,8 @@ class Palette:
         """
         palette = cls()
         for group in groups:
-            names = sorted(set(group))
-            for name in names:
-                if slot := _FIXED_SLOTS.get(name.removesuffix(" paper")):
-                    palette.slots[name] = slot
-            taken = {palette.slots[name] for name in names if name in palette.slots}
-            free = [slot for slot in SLOTS if slot not in taken and slot not in ("c0", "c11")]
-            usable = free or [slot for slot in SLOTS if slot not in ("c0", "c11")]
-            for index, name in enumerate(name for name in names if name not in palette.slots):
-                palette.slots[name] = usable[index % len(usable)]
-                palette.order[name] = index // len(usable) + (not free)
+            for name, (slot, again) in assign_slots(group).items():
+                palette.slots[name], palette.order[name] = slot, again
         return palette
 
     def slot(self, name: str) -> str:
@@ -175,7 +114,7 @@ class Palette:
         return SLOTS[self.slots[name]][0]
 
     def marker(self, name: str) -> str:
-        return _MARKERS[(list(SLOTS).index(self.slots[name]) + self.order.get(name, 0) * 5) % len(_MARKERS)]
+        return MARKERS[(list(SLOTS).index(self.slots[name]) + self.order.get(name, 0) * 5) % len(MARKERS)]
 
     def dash(self, name: str) -> Any:
         return _DASHES[self.order.get(name, 0) % len(_DASHES)]

@@ -14,16 +14,14 @@ from gradwire.report.drawing import (
     DASH,
     DECODE,
     EXPOSED,
-    INK,
-    MUTED,
     SURFACE,
     TIMES,
     WAIT,
     WIDE_IN,
     WIDTH_IN,
+    Drawing,
+    PageTable,
     Palette,
-    Plot,
-    Table,
     Tile,
     add_end_labels,
     as_variable,
@@ -35,6 +33,7 @@ from gradwire.report.drawing import (
 from gradwire.report.inputs import Column, Run
 from gradwire.report.thresholds import make_threshold_table
 from gradwire.results.captions import describe_data, describe_machine, describe_networks
+from gradwire.results.palette import INK, MUTED
 
 __all__ = ["Section", "TimeSplit", "draw_time_split", "make_run_sections", "pick_baseline"]
 
@@ -52,8 +51,8 @@ class Section:
     title: str
     intro: str
     tiles: list[Tile] = field(default_factory=list)
-    plots: list[Plot] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    plots: list[Drawing] = field(default_factory=list)
+    tables: list[PageTable] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,9 @@ def _tile(run: Run, base: Run, palette: Palette) -> Tile:
     return Tile(run.label, values, palette.slot(run.label))
 
 
-def _draw_loss(name: str, runs: Sequence[Run], base: Run | None, palette: Palette, where: str, by_time: bool) -> Plot:
+def _draw_loss(
+    name: str, runs: Sequence[Run], base: Run | None, palette: Palette, where: str, by_time: bool
+) -> Drawing:
     with new_axes(labels_at_right=[run.label for run in runs]) as axes:
         ends = []
         for run in runs:
@@ -154,10 +155,10 @@ def _draw_loss(name: str, runs: Sequence[Run], base: Run | None, palette: Palett
         smoothed += f" Equal to {base.label}'s to the last digit: {', '.join(same)}." if same else ""
     title = "Loss against wall time" if by_time else "Loss against steps"
     clock = " Wall time is the sum of the iterations." if by_time else ""
-    return Plot(name, title, f"{where}.{clock}{smoothed}", svg)
+    return Drawing(name, title, f"{where}.{clock}{smoothed}", svg)
 
 
-def _draw_deviation(name: str, runs: Sequence[Run], base: Run, palette: Palette, where: str) -> Plot | None:
+def _draw_deviation(name: str, runs: Sequence[Run], base: Run, palette: Palette, where: str) -> Drawing | None:
     curves = [(run, curve) for run in runs if run is not base and (curve := _deviation(run, base)) is not None]
     if not any((curve[1] > 0).any() for _, curve in curves):
         return None
@@ -181,10 +182,12 @@ def _draw_deviation(name: str, runs: Sequence[Run], base: Run, palette: Palette,
         svg = to_svg(axes, name)
     same = [run.label for run, (_, distance) in curves if not distance.any()]
     note = f" Equal at every step: {', '.join(same)}." if same else ""
-    return Plot(name, "How far the loss strays", f"{where}. Absolute difference at the same step, log axis.{note}", svg)
+    return Drawing(
+        name, "How far the loss strays", f"{where}. Absolute difference at the same step, log axis.{note}", svg
+    )
 
 
-def _draw_bytes(name: str, runs: Sequence[Run], palette: Palette, where: str) -> Plot:
+def _draw_bytes(name: str, runs: Sequence[Run], palette: Palette, where: str) -> Drawing:
     with new_axes(labels_at_right=[run.label for run in runs]) as axes:
         ends = []
         top = max(float(run.columns["bytes_sent"].max()) for run in runs)
@@ -209,10 +212,10 @@ def _draw_bytes(name: str, runs: Sequence[Run], palette: Palette, where: str) ->
     computed = [run.label for run in runs if str(run.summary.get("wire_bytes_origin", "counted")) != "counted"]
     note = f" {', '.join(computed)}: computed for a ring, not counted." if computed else ""
     counted = "What a rank sent, headers and tables included"
-    return Plot(name, "Bytes over steps", f"{where}. {counted}; {scale}.{note}", svg)
+    return Drawing(name, "Bytes over steps", f"{where}. {counted}; {scale}.{note}", svg)
 
 
-def draw_time_split(name: str, title: str, splits: Sequence[TimeSplit], caption: str, wide: bool) -> Plot:
+def draw_time_split(name: str, title: str, splits: Sequence[TimeSplit], caption: str, wide: bool) -> Drawing:
     """Bars of one iteration each: thick, what fills it; thin below, what the background lane did meanwhile."""
     colours = {
         "computation": COMPUTE,
@@ -261,7 +264,7 @@ def draw_time_split(name: str, title: str, splits: Sequence[TimeSplit], caption:
     legend = [(part, colours[part]) for part in used]
     lane = [(part, colours[part]) for part in colours if any(split.lane.get(part) for split in splits)]
     key = _legend("", legend) + (_legend("thin bars, in the background: ", lane) if lane else "")
-    return Plot(name, title, caption, key + svg, wide)
+    return Drawing(name, title, caption, key + svg, wide)
 
 
 def _legend(prefix: str, entries: Sequence[tuple[str, str]]) -> str:
@@ -279,7 +282,7 @@ def _split(run: Run) -> TimeSplit:
     return TimeSplit(run.label, iteration_s, parts, lane if sum(lane.values()) else {})
 
 
-def _make_table(runs: Sequence[Run], base: Run | None) -> Table:
+def _make_table(runs: Sequence[Run], base: Run | None) -> PageTable:
     columns = [("scheme", False), ("steps", True), ("iteration, ms", True), ("speed-up", True), ("sent a step", True)]
     columns += [("of a plain ring", True), ("exposed, ms", True), ("encode, ms", True), ("decode, ms", True)]
     columns += [("final loss", True), ("largest deviation", True)]
@@ -301,7 +304,7 @@ def _make_table(runs: Sequence[Run], base: Run | None) -> Table:
     caption = "Iteration: median (quartiles). Other times and bytes: means. All after the first tenth of the steps."
     if base is not None:
         caption += f" Speed-up and deviation against {base.label}, step by step."
-    return Table("The runs in numbers", columns, rows, caption)
+    return PageTable("The runs in numbers", columns, rows, caption)
 
 
 def _warm(run: Run, name: str) -> Column:

@@ -7,13 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from gradwire.report.drawing import (
-    GRID,
-    INK,
     TIMES,
     WIDE_IN,
     WIDTH_IN,
+    Drawing,
     Palette,
-    Plot,
     add_end_labels,
     new_axes,
     set_log_axis,
@@ -21,11 +19,12 @@ from gradwire.report.drawing import (
 )
 from gradwire.report.inputs import Record
 from gradwire.results.captions import format_rate
+from gradwire.results.palette import GRID, INK
 
 
 def draw_speed_up(
     name: str, records: Sequence[Record], measure: str, base: str, palette: Palette, where: str, wide: bool
-) -> Plot:
+) -> Drawing:
     """Speed-up over `base` against the rate of the links; unshaped stands apart at the right."""
     grouped = by_rate(records)
     rates = [rate for rate, _ in grouped]
@@ -76,12 +75,12 @@ def draw_speed_up(
             tick.set_color(INK)
         add_end_labels(axes, ends)
         svg = to_svg(axes, name)
-    return Plot(name, "Speed-up against bandwidth", f"{where}. Ratio of medians in one run; {scale}.", svg, wide)
+    return Drawing(name, "Speed-up against bandwidth", f"{where}. Ratio of medians in one run; {scale}.", svg, wide)
 
 
 def _draw_bars(
     name: str, ratios: dict[str, float], base: str, palette: Palette, rate: str, where: str, wide: bool
-) -> Plot:
+) -> Drawing:
     """One bar a scheme, the fastest at the top; a logarithmic axis, so that half and twice are equally far from 1."""
     ordered = sorted(ratios.items(), key=lambda item: item[1])
     height_in = max(2.0, 0.9 + 0.24 * len(ordered))
@@ -107,7 +106,7 @@ def _draw_bars(
         axes.set_ylim(-0.6, len(ordered) - 0.4)
         axes.set_xlabel(f"speed-up over {base}")
         svg = to_svg(axes, name)
-    return Plot(name, f"Speed-up at {rate}", f"{where}. Ratio of medians in one run; log axis.", svg, wide)
+    return Drawing(name, f"Speed-up at {rate}", f"{where}. Ratio of medians in one run; log axis.", svg, wide)
 
 
 def by_rate(records: Iterable[Record]) -> list[tuple[float | None, list[Record]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.control.threshold import NEVER
-from gradwire.report.drawing import Table
+from gradwire.report.drawing import PageTable
 from gradwire.report.inputs import Run
 
 _COLUMNS = [("tensor, bytes", True), ("raw, ms", True), ("compressed, ms", True), ("codec, ms", True), ("both, ms", True),
@@ -13,7 +13,7 @@ _COLUMNS = [("tensor, bytes", True), ("raw, ms", True), ("compressed, ms", True)
 _FIELDS = ("size_bytes", "raw_s", "compressed_s", "codec_s", "total_compressed_s", "benefit")
 
 
-def make_threshold_table(run: Run) -> Table | None:
+def make_threshold_table(run: Run) -> PageTable | None:
     """The table that decided what this run compressed, or None if there was none, or it does not read."""
     stats = run.summary.get("stats")
     rows = stats.get("threshold_table") if isinstance(stats, dict) else None
@@ -36,7 +36,7 @@ def make_threshold_table(run: Run) -> Table | None:
         f"Communication threshold: {chosen}. One tensor of each size by itself, the slowest rank's mean over the warm-up; "
         f"benefit: raw / (compressed + codec). Measured {stats.get('threshold_measured', 1)} times."
     )
-    return Table(f"Where compression pays: {run.label}", _COLUMNS, cells, caption)
+    return PageTable(f"Where compression pays: {run.label}", _COLUMNS, cells, caption)
 
 
 def _is_row(row: Any) -> bool:

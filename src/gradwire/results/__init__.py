@@ -1,4 +1,5 @@
-"""Measured results as flat records: written so that nothing measured is lost, and shown. Knows only records.
+"""Measured results as data: records by machine and experiment, and tables, plots and pages made from them.
 
-May use: errors only. Used by: the benchmarks, the simulator, the commands.
+Knows only records and what an experiment says of itself (`experiment.py`). May use: errors only. Used by: the benchmarks,
+the report, the simulator, the commands.
 """

@@ -36,8 +36,13 @@ def write_csv(path: Path, records: Sequence[Record]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`. Raises: GradwireError."""
+    """Replace `path` by `text`; the old file stays whole if that fails. Raises: GradwireError."""
     _replace(path, text)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`; the old file stays whole if that fails. Raises: GradwireError."""
+    _replace(path, content)
 
 
 class RecordLog:
@@ -91,12 +96,12 @@ def _finite(record: Record) -> dict[str, Any]:
     }
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: str | bytes) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -15,7 +15,6 @@ models of few or small matrices, or where every step's gradient has to be exact.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -37,22 +36,23 @@ class AcpSgd(LowRank):
         cap_bytes = self._cap_bytes("p" if self._is_step_for_p else "q")
         loss_scale = self.session.loss_scale()
         for work in works:
-            started = time.perf_counter_ns()
-            self._send_uncompressed_part(work, cap_bytes)
-            for group in work.plan.groups:
-                group.correct(work.bucket, loss_scale)
-                if self._is_step_for_p:
-                    torch.bmm(group.q, group.corrected.mT, out=group.p)
-                else:
-                    torch.bmm(group.p, group.corrected, out=group.q)
-                self._send_factors(work, self._outgoing(group), cap_bytes)
-            work.is_sent = True
-            if is_last and work is works[-1]:
-                self._fusion.flush()
-            if self.error_feedback:
+            with work.bucket.record.timing("encode"):
+                self._send_uncompressed_part(work, cap_bytes)
                 for group in work.plan.groups:
-                    group.subtract_product()  # with the local factor, while its sum is under way
-            work.bucket.record.add("encode", started, time.perf_counter_ns())
+                    group.correct(work.bucket, self.session.feedback, loss_scale)
+                    if self._is_step_for_p:
+                        torch.bmm(group.q, group.corrected.mT, out=group.p)
+                    else:
+                        torch.bmm(group.p, group.corrected, out=group.q)
+                    self._send_factors(work, self._outgoing(group), cap_bytes)
+                work.is_sent = True
+                if is_last and work is works[-1]:
+                    self._fusion.flush()
+                if self.error_feedback:
+                    for group in work.plan.groups:
+                        group.subtract_product(
+                            self.session.feedback
+                        )  # with the local factor, while its sum is under way
         if is_last:
             self._fusion.finish_all()
 
@@ -60,10 +60,9 @@ class AcpSgd(LowRank):
         if not work.is_finite:
             self._unfinite.append(work)
             return
-        started = time.perf_counter_ns()
-        for group in work.plan.groups:
-            group.write_product(work.bucket.buffer)
-        work.bucket.record.add("decode", started, time.perf_counter_ns())
+        with work.bucket.record.timing("decode"):
+            for group in work.plan.groups:
+                group.write_product(work.bucket.buffer)
         self._finish(work)
 
     def _incoming(self, group: Group) -> torch.Tensor:

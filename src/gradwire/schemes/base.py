@@ -9,15 +9,17 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.schemes.duties import OptionalDuties
 from gradwire.wire.facts import Facts
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, hash_configuration
+from gradwire.wire.wire import Wire
 
 
-class Scheme(ABC):
+class Scheme(OptionalDuties, ABC):
     """One way to replace a bucket by its mean over the ranks.
 
-    The life of a scheme: made with its options, `bind` once, then for every step `reduce` once per bucket and
-    `end_step`; `state_dict` between steps; `close` at the end.
+    The life of a scheme: made with its options, `bind` once, then for every step `begin_step`, `reduce` once per
+    bucket, `end_buckets` and `end_step`; `state_dict` between steps; `close` at the end.
     """
 
     name: ClassVar[str]
@@ -26,23 +28,7 @@ class Scheme(ABC):
     # Whether ranks may end a step with different results, by definition of the scheme; all but `periodic` may not.
     replicas_may_differ: ClassVar[bool] = False
 
-    # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
-    owns_step: bool = False
-
-    # Whether it reduces device buckets by their copies in host memory, waiting for each tensor's (`Bucket.wait_for`).
-    stages_device_buckets: ClassVar[bool] = False
-
     session: Session
-
-    @property
-    def settling_steps(self) -> int:
-        """Steps from the first one until the scheme works as it will: it measures before. A benchmark lets them pass."""
-        return 0
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether what had to be measured first is measured; the same on all ranks between two steps."""
-        return True
 
     @property
     @abstractmethod
@@ -63,32 +49,21 @@ class Scheme(ABC):
         self.session = session
         self.configuration_hash = hash_configuration(self.name, self.configuration)
 
-    def take_over(self) -> None:
-        """Called once bound and alone: a scheme that owns the step puts itself before the optimizer. Raises: Unsupported."""
+    def begin_step(self, step: int) -> None:
+        """Called on the training thread before the first bucket of a step, be it the scheme's own or not.
+
+        The step before may not have ended: its backward pass was given up half-way.
+        """
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start replacing bucket.buffer by its mean over the ranks; the future is done when it is. Never blocks."""
 
+    def end_buckets(self, step: int) -> None:
+        """Called on the training thread when the last bucket of a step has been handed over, not yet reduced."""
+
     def end_step(self, step: int) -> None:
         """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""
-
-    def end_backward(self, step: int) -> int:
-        """Called on the training thread when DDP has ended a backward pass.
-
-        Returns: how long the training thread stood still for this scheme outside of the backward pass, in ns.
-        """
-        return 0
-
-    def flush(self) -> None:
-        """Take every optimizer step that was called for; only schemes that own the step have any outstanding."""
-
-    def hand_over(self) -> None:
-        """Another scheme takes over between two steps: give back what ranks share out among them. Collective."""
-
-    def step_figures(self) -> dict[str, float]:
-        """Figures of the last step that a training log keeps beside bytes and times; none by default."""
-        return {}
 
     def stats(self) -> dict[str, Any]:
         """Figures of this scheme's own, as plain values."""
@@ -103,6 +78,10 @@ class Scheme(ABC):
 
     def close(self) -> None:
         """Let go of what the scheme holds."""
+
+    def wire(self, bucket: Bucket) -> Wire:
+        """This rank's end of the exchange of one bucket; on the lane."""
+        return Wire(self.session.communicator, self.preamble(bucket), bucket.record)
 
     def facts(self, bucket: Bucket) -> Facts:
         """What every frame of this bucket's messages carries, for the receiver to compare."""

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from typing import Any
 
 import torch
 
 from gradwire import _native
-from gradwire.codecs.quantised import check_positive
+from gradwire.codecs.tensors import check_positive
+from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
-from gradwire.core.residual import Residual
+from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.schemes.optimistic import Optimistic, check_share, count_of
-from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero, stream_of
-from gradwire.wire.communicator import ring_bytes
+from gradwire.schemes.compressed import Redoing, count_of
+from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
 _MAX_ADAPTATIONS = 10
@@ -34,7 +33,7 @@ _MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below a
 _FEWEST, _MOST = 0.8, 1.3
 
 
-class Dgc(Optimistic):
+class Dgc(Redoing):
     """Mean over the ranks of each rank's largest accumulated updates. Its own state, u and v, is its error feedback.
 
     With one rank nothing is left out: the result is the gradient with momentum.
@@ -49,6 +48,7 @@ class Dgc(Optimistic):
 
     name = "dgc"
     state_is_per_world = True
+    acts_alone = True
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Dgc(Optimistic):
         self.warmup_steps = warmup_steps
         self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
         self.seed = seed
-        self._momenta = Residual()
+        self._momenta = Feedback()
 
     @property
     def settling_steps(self) -> int:
@@ -101,61 +101,63 @@ class Dgc(Optimistic):
         """The share that is sent in `step`: share^((step + 1) / (warmup_steps + 1)) while it warms up."""
         return self.share ** min(1.0, (step + 1) / (self.warmup_steps + 1))
 
-    def _send(self, bucket: Bucket) -> bool:
-        if bucket.index == 0:
-            self._momenta.discard()
-        communicator, scale = self.session.communicator, self.session.loss_scale()
-        started = time.perf_counter_ns()
-        momenta, new_momenta = self._momenta.flat_pair(bucket)
-        sums, new_sums = self._residual.flat_pair(bucket)
-        spans = bucket_spans(bucket)
-        whole = self._whole_spans(bucket, spans)
-        # What this rank did not use waits; the momentum of parameters that are sent whole is the same on all ranks.
-        is_used = [(start, end) in whole or holds_nonzero(bucket.buffer[start:end]) for start, end in spans]
-        waiting = [(Withheld(spans, is_used, state), state) for state in (momenta, sums)]
-        gradient = self._clipped(bucket, spans, scale)
-        torch.add(gradient, momenta, alpha=self.momentum, out=new_momenta)
-        torch.add(sums, new_momenta, out=new_sums)
-        for withheld, state in waiting:
-            withheld.put_back(state)
-        # One pass without a copy: the largest magnitude is NaN or Inf if anything is.
-        is_finite = all(
-            math.isfinite(float(torch.linalg.vector_norm(values, float("inf")))) for values in (gradient, new_sums)
-        )
-        dense = torch.cat([gradient[start:end] for start, end in whole]) if whole else None
-        for start, end in whole:
-            new_sums[start:end] = 0
-        indices, count = self._select(bucket, new_sums, sum(end - start for start, end in whole), is_finite)
-        values = torch.zeros(indices.numel())
-        values[:count] = new_sums[indices[:count].long()]
-        bucket.record.add("encode", started, time.perf_counter_ns())
+    def _begin_on_lane(self) -> None:
+        super()._begin_on_lane()
+        self._momenta.discard()
+
+    def _send(self, bucket: Bucket, wire: Wire) -> bool:
+        scale = self.session.loss_scale()
+        with wire.timing("encode"):
+            momenta, new_momenta = self._momenta.pair(bucket)
+            sums, new_sums = self.session.feedback.pair(bucket)
+            spans = bucket.spans
+            whole = self._whole_spans(bucket, spans)
+            # What this rank did not use waits; the momentum of parameters that are sent whole is the same on all ranks.
+            is_used = [span in whole or holds_nonzero(bucket.buffer[slice(*span)]) for span in spans]
+            waiting = [Withheld(spans, is_used, state) for state in (momenta, sums)]
+            gradient = self._clipped(bucket, spans, scale)
+            torch.add(gradient, momenta, alpha=self.momentum, out=new_momenta)
+            torch.add(sums, new_momenta, out=new_sums)
+            for withheld in waiting:
+                withheld.put_back()
+            # One pass without a copy: the largest magnitude is NaN or Inf if anything is.
+            is_finite = all(
+                math.isfinite(float(torch.linalg.vector_norm(values, float("inf")))) for values in (gradient, new_sums)
+            )
+            dense = torch.cat([gradient[start:end] for start, end in whole]) if whole else None
+            for start, end in whole:
+                new_sums[start:end] = 0
+            indices, count = self._select(bucket, new_sums, sum(end - start for start, end in whole), is_finite)
+            values = torch.zeros(indices.numel())
+            values[:count] = new_sums[indices[:count].long()]
         messages: torch.Tensor | None = None
-        if communicator.world_size > 1:
+        if wire.world_size > 1:
             payload = torch.cat([torch.tensor([count], dtype=torch.int32), indices, values.view(torch.int32)])
-            messages = self._gather(bucket, payload, is_finite)
+            messages = wire.gather(payload, is_finite)
             if messages is None:
                 return False
         elif not is_finite:
             return False
-        started = time.perf_counter_ns()
-        for state in (new_momenta, new_sums):
-            state[indices[:count].long()] = 0
-        mean = self._mean_of(bucket, messages, gradient)
-        if dense is not None:
-            self._add_whole(bucket, whole, dense, mean, momenta, new_momenta)
-        for (withheld, _), new in zip(waiting, (new_momenta, new_sums), strict=True):
-            withheld.keep(new, [False] * len(spans))
-        self._momenta.stage_flat(bucket)
-        self._residual.stage_flat(bucket)
-        bucket.buffer.copy_(mean.mul_(scale))
-        bucket.record.add("decode", started, time.perf_counter_ns())
+        if dense is not None and wire.world_size > 1:
+            wire.sum(dense).div_(wire.world_size)
+        with wire.timing("decode"):
+            for state in (new_momenta, new_sums):
+                state[indices[:count].long()] = 0
+            mean = self._mean_of(bucket, messages, gradient)
+            if dense is not None:
+                self._add_whole(whole, dense, mean, momenta, new_momenta)
+            for withheld, new in zip(waiting, (new_momenta, new_sums), strict=True):
+                withheld.keep(new, [False] * len(spans))
+            self._momenta.stage_bucket(bucket, new_momenta)
+            self.session.feedback.stage_bucket(bucket, new_sums)
+            bucket.buffer.copy_(mean.mul_(scale))
         return True
 
     def _whole_spans(self, bucket: Bucket, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Where what is sent whole lies: everything, with one rank."""
         if self.session.communicator.world_size == 1:
             return spans or [(0, bucket.n_elements)]
-        return [span for parameter, span in zip(bucket.parameters, spans, strict=True) if parameter.dim() < 2]
+        return [span for slot, span in zip(bucket.slots, spans, strict=True) if slot.dim() < 2]
 
     def _clipped(self, bucket: Bucket, spans: list[tuple[int, int]], scale: float) -> torch.Tensor:
         """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""
@@ -179,7 +181,7 @@ class Dgc(Optimistic):
         if not k or not is_finite:
             return indices, 0
         generator = torch.Generator().manual_seed(
-            stream_of(bucket, self.session.communicator.rank, self.seed) & 0x7FFF_FFFF_FFFF_FFFF
+            bucket.draw(self.session.communicator.rank, self.seed) & 0x7FFF_FFFF_FFFF_FFFF
         )
         chosen = select_by_sample(sums, k, generator)
         indices[: chosen.numel()] = chosen
@@ -205,23 +207,13 @@ class Dgc(Optimistic):
 
     def _add_whole(
         self,
-        bucket: Bucket,
         whole: list[tuple[int, int]],
         dense: torch.Tensor,
         mean: torch.Tensor,
         momenta: torch.Tensor,
         new_momenta: torch.Tensor,
     ) -> None:
-        """Parameters that are sent whole: their mean, then their momentum, alike on all ranks."""
-        communicator = self.session.communicator
-        if communicator.world_size > 1:
-            started = time.perf_counter_ns()
-            communicator.all_reduce(dense)
-            bucket.record.add("communicate", started, time.perf_counter_ns())
-            n_bytes = ring_bytes(4 * dense.numel(), communicator.world_size)
-            bucket.record.count_sent(n_bytes)
-            bucket.record.count_received(n_bytes)
-            dense.div_(communicator.world_size)
+        """Parameters that are sent whole: their mean, `dense`, then their momentum, alike on all ranks."""
         first = 0
         for start, end in whole:
             part = dense[first : first + end - start]
@@ -239,17 +231,17 @@ class Dgc(Optimistic):
 
     def close(self) -> None:
         super().close()
-        self._momenta = Residual()
+        self._momenta = Feedback()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "momenta": self._momenta.state_by_name(self.session.names)}
+        return {**super().state_dict(), "momenta": self._momenta.state_by_name(self.session.slots)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if not isinstance(state.get("momenta"), dict):
             raise InvalidArgument("this is not the state of scheme dgc: it lacks momenta")
         super().load_state_dict(state)
-        self._momenta.load_by_name(state["momenta"], self.session.names)
+        self._momenta.load_by_name(state["momenta"], self.session.slots)
 
 
 def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.codecs.one_bit import OneBit as OneBitCodec
+from gradwire.codecs.one_bit import OneBit
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect
 
 
-class OneBit(QuantisedDirect):
+class OneBitScheme(QuantisedDirect):
     """See `gradwire.codecs.one_bit.OneBit` for scale and threshold, `QuantisedDirect` for the rest."""
 
     name = "one-bit"
@@ -26,7 +26,7 @@ class OneBit(QuantisedDirect):
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
-        codec = OneBitCodec(scale, threshold)
+        codec = OneBit(scale, threshold)
         super().__init__(codec, error_feedback, pull, chunk_elements)
         self._options = {"scale": codec.scale, "threshold": codec.threshold}
 

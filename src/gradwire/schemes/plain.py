@@ -77,20 +77,8 @@ def start_plain_mean(communicator: Communicator, bucket: Bucket) -> torch.future
             return
         bucket.record.add("communicate", started, time.perf_counter_ns())
         n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
-        bucket.record.count_sent(n_bytes)
-        bucket.record.count_received(n_bytes)
+        bucket.record.count_exchanged(n_bytes)
         done.set_result(bucket.buffer)
 
     summed.add_done_callback(finish)
     return done
-
-
-def all_reduce_plainly(communicator: Communicator, bucket: Bucket) -> None:
-    """The mean as this scheme takes it, before this returns; on the lane. What other schemes fall back on."""
-    started = time.perf_counter_ns()
-    bucket.buffer.mul_(1.0 / communicator.world_size)
-    communicator.all_reduce(bucket.buffer)
-    bucket.record.add("communicate", started, time.perf_counter_ns())
-    n_bytes = ring_bytes(bucket.original_bytes, communicator.world_size)
-    bucket.record.count_sent(n_bytes)
-    bucket.record.count_received(n_bytes)

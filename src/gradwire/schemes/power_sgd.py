@@ -12,7 +12,6 @@ product, as published: where ranks see different data each rank's own E grows, t
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -48,14 +47,13 @@ class PowerSgd(LowRank):
         self._fusion.finish_all()
 
     def _send_p(self, work: Work) -> None:
-        started = time.perf_counter_ns()
-        cap_bytes, loss_scale = self._cap_bytes("p"), self.session.loss_scale()
-        self._send_uncompressed_part(work, cap_bytes)
-        for group in work.plan.groups:
-            group.correct(work.bucket, loss_scale)
-            torch.bmm(group.q, group.corrected.mT, out=group.p)
-            self._send_factors(work, group.p, cap_bytes)
-        work.bucket.record.add("encode", started, time.perf_counter_ns())
+        with work.bucket.record.timing("encode"):
+            cap_bytes, loss_scale = self._cap_bytes("p"), self.session.loss_scale()
+            self._send_uncompressed_part(work, cap_bytes)
+            for group in work.plan.groups:
+                group.correct(work.bucket, self.session.feedback, loss_scale)
+                torch.bmm(group.q, group.corrected.mT, out=group.p)
+                self._send_factors(work, group.p, cap_bytes)
 
     def _send_q(self, work: Work) -> None:
         """All ranks skip a bucket whose first sum was not finite."""
@@ -63,26 +61,24 @@ class PowerSgd(LowRank):
         if not work.is_finite or not work.plan.groups:
             self._on_arrival(work)
             return
-        started = time.perf_counter_ns()
-        for group in work.plan.groups:
-            orthogonalise(group.p)
-            if group not in self._new_q:
-                self._new_q[group] = torch.empty_like(group.q)
-            new_q = self._new_q[group]
-            torch.bmm(group.p, group.corrected, out=new_q)
-            self._send_factors(work, new_q, self._cap_bytes("q"))
-        work.bucket.record.add("encode", started, time.perf_counter_ns())
+        with work.bucket.record.timing("encode"):
+            for group in work.plan.groups:
+                orthogonalise(group.p)
+                if group not in self._new_q:
+                    self._new_q[group] = torch.empty_like(group.q)
+                new_q = self._new_q[group]
+                torch.bmm(group.p, group.corrected, out=new_q)
+                self._send_factors(work, new_q, self._cap_bytes("q"))
 
     def _on_arrival(self, work: Work) -> None:
         if not work.is_finite:
             self._unfinite.append(work)
             return
-        started = time.perf_counter_ns()
-        for group in work.plan.groups:
-            group.write_product(work.bucket.buffer, self._new_q[group])
-            if self.error_feedback:
-                group.subtract_result(work.bucket.buffer)
-        work.bucket.record.add("decode", started, time.perf_counter_ns())
+        with work.bucket.record.timing("decode"):
+            for group in work.plan.groups:
+                group.write_product(work.bucket.buffer, self._new_q[group])
+                if self.error_feedback:
+                    group.subtract_result(work.bucket.buffer, self.session.feedback)
         self._finish(work)
 
     def _incoming(self, group: Group) -> torch.Tensor:
@@ -121,8 +117,8 @@ class PowerSgdOverlap(PowerSgd):
 
     _previous: Work | None = None
 
-    def _begin_step(self) -> None:
-        super()._begin_step()
+    def _begin_on_lane(self) -> None:
+        super()._begin_on_lane()
         self._previous = None
 
     def _compress(self, works: list[Work], is_last: bool) -> None:

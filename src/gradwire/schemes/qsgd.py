@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.codecs.qsgd import Qsgd as QsgdCodec
+from gradwire.codecs.qsgd import Qsgd
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect
 
 
-class Qsgd(QuantisedDirect):
+class QsgdScheme(QuantisedDirect):
     """See `gradwire.codecs.qsgd.Qsgd` for levels, block and seed, `QuantisedDirect` for the rest."""
 
     name = "qsgd"
@@ -29,7 +29,7 @@ class Qsgd(QuantisedDirect):
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
-        super().__init__(QsgdCodec(levels, block, seed), False, pull, chunk_elements)
+        super().__init__(Qsgd(levels, block, seed), False, pull, chunk_elements)
         self._options = {"levels": levels, "block": block, "seed": seed}
 
     @property

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.codecs.quantised import Quantised
-from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
-from gradwire.exchange.quantised import Exchange, quantised_mean
-from gradwire.schemes.optimistic import Optimistic
-from gradwire.schemes.usage import Withheld, bucket_spans, holds_nonzero, stream_of
+from gradwire.exchange.patterns import Owners
+from gradwire.schemes.compressed import Compressed
 
 _PULLS = ("compressed", "raw")
 
 
-class QuantisedDirect(Optimistic):
+class QuantisedDirect(Compressed):
     """Mean over the ranks of what a quantiser makes of each rank's gradient + residual.
 
     Each rank owns a part of the bucket, adds what the others pushed of it to its own, unquantised share, and sends the
@@ -29,8 +27,6 @@ class QuantisedDirect(Optimistic):
         chunk_elements: values to a message; each message has its own scales.
     """
 
-    state_is_per_world = True
-
     def __init__(
         self,
         codec: Quantised,
@@ -38,54 +34,13 @@ class QuantisedDirect(Optimistic):
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
-        super().__init__(bool(error_feedback))
         if pull not in _PULLS:
             raise InvalidArgument(f"pull is one of {', '.join(_PULLS)}, not {pull!r}")
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
-        self.codec = codec
-        self.pull = pull
-        self.chunk_elements = chunk_elements
+        super().__init__(codec, Owners(pull == "raw", chunk_elements), error_feedback)
+        self.codec, self.pull, self.chunk_elements = codec, pull, chunk_elements
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {"error_feedback": self.error_feedback, "pull": self.pull, "chunk_elements": self.chunk_elements}
-
-    def _send(self, bucket: Bucket) -> bool:
-        communicator = self.session.communicator
-        if communicator.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to leave out
-            return True
-        residual, new_residual = self._residual.flat_pair(bucket) if self.error_feedback else (None, None)
-        spans = bucket_spans(bucket)
-        is_used = [holds_nonzero(bucket.buffer[start:end]) for start, end in spans]
-        withheld = Withheld(spans, is_used, residual)
-        results = communicator.scratch("quantised results", bucket.original_bytes).view(bucket.buffer.dtype)
-        exchange = Exchange(
-            bucket.buffer,
-            results,
-            residual,
-            new_residual,
-            self.session.loss_scale(),
-            spans,
-            is_used,
-            lambda part, chunk, is_final: stream_of(bucket, communicator.rank, part, chunk, is_final),
-            self.pull == "raw",
-        )
-        try:
-            used_by_any = quantised_mean(
-                communicator, self.codec, exchange, self.facts(bucket), bucket.record, self.chunk_elements
-            )
-        finally:
-            withheld.put_back(residual)
-        if used_by_any is None:
-            return False
-        if new_residual is not None:
-            withheld.keep(new_residual, used_by_any, self._owned(bucket))
-            self._residual.stage_flat(bucket)
-        bucket.buffer.copy_(results)
-        return True
-
-    def _owned(self, bucket: Bucket) -> tuple[int, int]:
-        """The part whose sums this rank sends, as the collective cuts it."""
-        world, rank = self.session.communicator.world_size, self.session.communicator.rank
-        return bucket.n_elements * rank // world, bucket.n_elements * (rank + 1) // world

@@ -7,21 +7,47 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.optimistic import Optimistic, check_share, count_of
-from gradwire.wire.communicator import ring_bytes
+from gradwire.exchange.patterns import FloatSum, Values
+from gradwire.schemes.compressed import Compressed, count_of
+from gradwire.wire.wire import Wire
 
-_FACT_BITS = 31
+
+class RandomElements:
+    """Payload: the values at the `share` of places that all ranks draw alike."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        self.share, self.seed = share, seed
+
+    def encode(self, values: Values, wire: Wire) -> tuple[Tensor, bool]:
+        unsent, places = values.summed(wire), self._places(values.bucket)
+        # One pass without a copy: the largest magnitude is NaN or Inf if anything is, drawn or not.
+        is_finite = math.isfinite(float(torch.linalg.vector_norm(unsent, float("inf"))))
+        payload = unsent[places]
+        unsent[places] = 0
+        values.keep(unsent)
+        return payload, is_finite
+
+    def decode(self, total: Tensor, values: Values, wire: Wire) -> None:
+        places, out = self._places(values.bucket), values.gradient
+        share = places.numel() / out.numel() if values.residual is None else 1.0
+        out.zero_()
+        out[places] = total.div_(wire.world_size * share).to(out.dtype)
+
+    def _places(self, bucket: Bucket) -> Tensor:
+        n = bucket.n_elements
+        return draw_indices(self.seed, bucket.step, bucket.index, n, count_of(self.share, n))
 
 
-class RandomK(Optimistic):
+class RandomK(Compressed):
     """Mean over the ranks of elements drawn anew for every bucket and step, zero elsewhere; with error feedback.
 
     Args:
@@ -32,59 +58,19 @@ class RandomK(Optimistic):
     """
 
     name = "random-k"
-    state_is_per_world = True
 
     def __init__(self, share: float = 0.01, error_feedback: bool = True, seed: int = 0) -> None:
-        super().__init__(error_feedback)
-        self.share = check_share("share", share)
         if not isinstance(seed, int):
             raise InvalidArgument(f"seed must be an integer, got {seed!r}")
-        self.seed = seed
+        self.share, self.seed = check_share("share", share), seed
+        super().__init__(RandomElements(self.share, seed), FloatSum(), error_feedback)
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {"share": self.share, "error_feedback": self.error_feedback, "seed": self.seed}
 
-    def _send(self, bucket: Bucket) -> bool:
-        communicator = self.session.communicator
-        if communicator.world_size == 1:
-            return True
-        started = time.perf_counter_ns()
-        corrected = self._corrected(bucket)
-        indices = draw_indices(
-            self.seed, bucket.step, bucket.index, bucket.n_elements, count_of(self.share, bucket.n_elements)
-        )
-        # One pass without a copy: the largest magnitude is NaN or Inf if anything is, drawn or not.
-        is_finite = math.isfinite(float(torch.linalg.vector_norm(corrected, float("inf"))))
-        facts = self._facts_of(bucket)
-        # In front of the values: whether this rank's are finite, and bits that all ranks must share.
-        head = [float(not is_finite), *(float(facts >> bit & 1) for bit in range(_FACT_BITS))]
-        message = torch.cat([torch.tensor(head), corrected[indices]])
-        bucket.record.add("encode", started, time.perf_counter_ns())
-        started = time.perf_counter_ns()
-        communicator.all_reduce(message)
-        bucket.record.add("communicate", started, time.perf_counter_ns())
-        n_bytes = ring_bytes(4 * message.numel(), communicator.world_size)
-        bucket.record.count_sent(n_bytes)
-        bucket.record.count_received(n_bytes)
-        started = time.perf_counter_ns()
-        fact_sums = message[1 : len(head)]
-        if not bool(((fact_sums == 0) | (fact_sums == communicator.world_size)).all()):
-            self._name_mismatch(bucket)
-        # A sum of finite values that overflows is redone as well.
-        if message[0] != 0 or not bool(message.isfinite().all()):
-            return False
-        corrected[indices] = 0
-        self._stage(bucket, corrected)
-        drawn_share = indices.numel() / bucket.n_elements
-        message[len(head) :].div_(communicator.world_size * (1.0 if self.error_feedback else drawn_share))
-        bucket.buffer.zero_()
-        bucket.buffer[indices] = message[len(head) :].to(bucket.buffer.dtype)
-        bucket.record.add("decode", started, time.perf_counter_ns())
-        return True
 
-
-def draw_indices(seed: int, step: int, bucket: int, n_elements: int, count: int) -> torch.Tensor:
+def draw_indices(seed: int, step: int, bucket: int, n_elements: int, count: int) -> Tensor:
     """(count,) int64, ascending, without repetition: the same on every rank, from what all ranks share alone."""
     digest = hashlib.blake2b(repr((seed, step, bucket, n_elements)).encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -8,23 +8,49 @@ ranks that is more than a plain all-reduce.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire import _native
-from gradwire.core.bucket import Bucket
+from gradwire.codecs.tensors import dtype_code
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.optimistic import Optimistic
+from gradwire.exchange.patterns import Gather, Values
+from gradwire.schemes.compressed import Compressed
+from gradwire.wire.wire import Wire
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_RANKS = 255  # votes are counted in bytes
 _TIES = ("zero", "positive")
 
 
-class SignSgd(Optimistic):
+class SignVotes:
+    """Payload: a bit an element. The result is +1, -1 or 0, times the loss scale."""
+
+    def __init__(self, ties: str) -> None:
+        self.ties = ties
+
+    def encode(self, values: Values, wire: Wire) -> tuple[Tensor, bool]:
+        gradient = values.gradient
+        words = torch.empty((gradient.numel() + 31) // 32, dtype=torch.int32)
+        code = dtype_code(gradient.dtype)
+        return words, _native.pack_signs(gradient.view(torch.uint8), code, words.view(torch.uint32))
+
+    def decode(self, payloads: Tensor, values: Values, wire: Wire) -> None:
+        gradient = values.gradient
+        unit = torch.tensor([values.loss_scale], dtype=gradient.dtype).view(torch.uint8)
+        _native.write_majority(
+            payloads.contiguous().view(-1).view(torch.uint32),
+            wire.world_size,
+            dtype_code(gradient.dtype),
+            int.from_bytes(bytes(unit.tolist()), "little"),
+            self.ties == "positive",
+            gradient.view(torch.uint8),
+        )
+
+
+class SignSgd(Compressed):
     """The sign that most ranks have. Zeros count as positive; -0.0 is a zero. Without error feedback, as published.
 
     With a GradScaler the result is multiplied by its scale, which `unscale_` takes off again.
@@ -34,11 +60,12 @@ class SignSgd(Optimistic):
     """
 
     name = "sign-sgd"
+    acts_alone = True
 
     def __init__(self, ties: str = "zero") -> None:
-        super().__init__(error_feedback=False)
         if ties not in _TIES:
             raise InvalidArgument(f"ties is one of {', '.join(_TIES)}, not {ties!r}")
+        super().__init__(SignVotes(ties), Gather())
         self.ties = ties
 
     @property
@@ -50,28 +77,3 @@ class SignSgd(Optimistic):
         if session.communicator.world_size > _MAX_RANKS:
             raise Unsupported(f"sign-sgd takes up to {_MAX_RANKS} ranks; use acp-sgd, whose sums do not grow with them")
         super().bind(session)
-
-    def _send(self, bucket: Bucket) -> bool:
-        raw, dtype = bucket.buffer.view(torch.uint8), _DTYPES.index(bucket.buffer.dtype)
-        started = time.perf_counter_ns()
-        words = torch.empty((bucket.n_elements + 31) // 32, dtype=torch.int32)
-        is_finite = _native.pack_signs(raw, dtype, words.view(torch.uint32))
-        bucket.record.add("encode", started, time.perf_counter_ns())
-        votes = self._gather(bucket, words, is_finite)
-        if votes is None:
-            return False
-        started = time.perf_counter_ns()
-        _native.write_majority(
-            votes.contiguous().view(-1).view(torch.uint32),
-            self.session.communicator.world_size,
-            dtype,
-            _bits_of(self.session.loss_scale(), bucket.buffer.dtype),
-            self.ties == "positive",
-            raw,
-        )
-        bucket.record.add("decode", started, time.perf_counter_ns())
-        return True
-
-
-def _bits_of(value: float, dtype: torch.dtype) -> int:
-    return int.from_bytes(bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist()), "little")

@@ -12,15 +12,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.codecs.ternary import Ternary
-from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.schemes.summed import Summed
-from gradwire.schemes.usage import stream_of
+from gradwire.exchange.patterns import ScaledSum, Values
+from gradwire.schemes.compressed import Compressed
+from gradwire.wire.wire import Wire
 
 
-class TernGrad(Summed):
+class TernaryCounts:
+    """Integers: -1, 0 or 1 by chance, in fields that hold the sum over all ranks."""
+
+    def __init__(self, codec: Ternary) -> None:
+        self.codec = codec
+
+    def n_scales(self, n_elements: int) -> int:
+        return 1
+
+    def write_scales(self, values: Values, out: Tensor) -> None:
+        out.fill_(self.codec.scale_of(values.gradient))
+
+    def encode(self, values: Values, scales: Tensor, wire: Wire) -> Tensor:
+        n_bytes = self.codec.count_bytes(values.gradient.numel(), wire.world_size)
+        codes = wire.scratch("ternary counts", n_bytes, torch.uint8)
+        draw = values.bucket.draw(wire.rank)
+        self.codec.write_counts(values.gradient, float(scales[0]), wire.world_size, codes, step=draw)
+        return codes
+
+    def decode(self, sums: Tensor, values: Values, scales: Tensor, wire: Wire) -> None:
+        self.codec.read_counts(sums, float(scales[0]), wire.world_size, values.gradient)
+
+
+class TernGrad(Compressed):
     """Right on average but for what is clipped; without error feedback, as published.
 
     Args:
@@ -29,11 +53,10 @@ class TernGrad(Summed):
     """
 
     name = "terngrad"
-    state_is_per_world = False
 
     def __init__(self, clip: float = 2.5, seed: int = 0) -> None:
-        super().__init__(error_feedback=False)
         self.codec = Ternary(clip, seed)
+        super().__init__(TernaryCounts(self.codec), ScaledSum())
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -43,22 +66,3 @@ class TernGrad(Summed):
         """Raises: Unsupported (more ranks than can be summed)."""
         self.codec.field_bits(session.communicator.world_size)
         super().bind(session)
-
-    def _n_scales(self, bucket: Bucket) -> int:
-        return 1
-
-    def _write_scales(self, bucket: Bucket, residual: torch.Tensor | None, out: torch.Tensor) -> None:
-        out.fill_(self.codec.scale_of(bucket.buffer))
-
-    def _encode(
-        self, bucket: Bucket, scales: torch.Tensor, residual: torch.Tensor | None, new_residual: torch.Tensor | None
-    ) -> torch.Tensor:
-        communicator = self.session.communicator
-        n_bytes = self.codec.count_bytes(bucket.n_elements, communicator.world_size)
-        codes = communicator.scratch("ternary counts", n_bytes)
-        stream = stream_of(bucket, communicator.rank)
-        self.codec.write_counts(bucket.buffer, float(scales[0]), communicator.world_size, codes, step=stream)
-        return codes
-
-    def _decode(self, bucket: Bucket, scales: torch.Tensor, sums: torch.Tensor) -> None:
-        self.codec.read_counts(sums, float(scales[0]), self.session.communicator.world_size, bucket.buffer)

@@ -12,15 +12,51 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gradwire.codecs.hadamard import Thc as ThcCodec
-from gradwire.core.bucket import Bucket
+from gradwire.codecs.hadamard import Thc
 from gradwire.core.session import Session
-from gradwire.schemes.summed import Summed
-from gradwire.schemes.usage import stream_of
+from gradwire.exchange.patterns import ScaledSum, Values
+from gradwire.schemes.compressed import Compressed
+from gradwire.wire.wire import Wire
+
+_NO_RANK = -1  # what is drawn by this number is the same on all ranks
 
 
-class Thc(Summed):
+class RotatedLevels:
+    """Integers: rotated values on 16 levels of their block's largest norm, a byte each, or two past 8 ranks."""
+
+    def __init__(self, codec: Thc) -> None:
+        self.codec = codec
+
+    def n_scales(self, n_elements: int) -> int:
+        return self.codec.n_norms(n_elements)
+
+    def write_scales(self, values: Values, out: Tensor) -> None:
+        self.codec.norms_of(values.gradient, out, values.residual, values.loss_scale)
+
+    def encode(self, values: Values, scales: Tensor, wire: Wire) -> Tensor:
+        codes = wire.scratch("thc codes", self.codec.n_codes(values.gradient.numel()), torch.uint8)
+        self.codec.write_codes(
+            values.gradient,
+            scales,
+            codes,
+            sign_step=values.bucket.draw(_NO_RANK),
+            step=values.bucket.draw(wire.rank),
+            residual=values.residual,
+            new_residual=values.unsent,
+            residual_scale=values.loss_scale,
+        )
+        # Two sums to a word, where bytes would overflow: Gloo has no sum of 16-bit integers, and none of these carries.
+        return codes.to(torch.int16).view(torch.int32) if self.codec.sums_are_wide(wire.world_size) else codes
+
+    def decode(self, sums: Tensor, values: Values, scales: Tensor, wire: Wire) -> None:
+        codes = sums.view(torch.int16) if self.codec.sums_are_wide(wire.world_size) else sums
+        sign_step = values.bucket.draw(_NO_RANK)
+        self.codec.read_sums(codes, scales, wire.world_size, values.gradient, sign_step=sign_step)
+
+
+class ThcScheme(Compressed):
     """Sums of what each rank's gradient + residual rounds to, rotated back once.
 
     Args:
@@ -32,8 +68,8 @@ class Thc(Summed):
     name = "thc"
 
     def __init__(self, clip: float = 2.15, seed: int = 0, error_feedback: bool = True) -> None:
-        super().__init__(bool(error_feedback))
-        self.codec = ThcCodec(clip, seed)
+        self.codec = Thc(clip, seed)
+        super().__init__(RotatedLevels(self.codec), ScaledSum(), error_feedback)
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -43,41 +79,3 @@ class Thc(Summed):
         """Raises: Unsupported (more ranks than can be summed)."""
         self.codec.sums_are_wide(session.communicator.world_size)
         super().bind(session)
-
-    def _n_scales(self, bucket: Bucket) -> int:
-        return self.codec.n_norms(bucket.n_elements)
-
-    def _write_scales(self, bucket: Bucket, residual: torch.Tensor | None, out: torch.Tensor) -> None:
-        self.codec.norms_of(bucket.buffer, out, residual, self.session.loss_scale())
-
-    def _encode(
-        self, bucket: Bucket, scales: torch.Tensor, residual: torch.Tensor | None, new_residual: torch.Tensor | None
-    ) -> torch.Tensor:
-        communicator = self.session.communicator
-        codes = communicator.scratch("thc codes", self.codec.n_codes(bucket.n_elements))
-        self.codec.write_codes(
-            bucket.buffer,
-            scales,
-            codes,
-            sign_step=self._sign_step(bucket),
-            step=stream_of(bucket, communicator.rank),
-            residual=residual,
-            new_residual=new_residual,
-            residual_scale=self.session.loss_scale(),
-        )
-        # Two sums to a word, where bytes would overflow: Gloo has no sum of 16-bit integers, and none of these carries.
-        return codes.to(torch.int16).view(torch.int32) if self._is_wide else codes
-
-    def _decode(self, bucket: Bucket, scales: torch.Tensor, sums: torch.Tensor) -> None:
-        sums = sums.view(torch.int16) if self._is_wide else sums
-        world_size = self.session.communicator.world_size
-        self.codec.read_sums(sums, scales, world_size, bucket.buffer, sign_step=self._sign_step(bucket))
-
-    @property
-    def _is_wide(self) -> bool:
-        return self.codec.sums_are_wide(self.session.communicator.world_size)
-
-    @staticmethod
-    def _sign_step(bucket: Bucket) -> int:
-        """The same on all ranks: no rank has this number."""
-        return stream_of(bucket, -1)

@@ -8,13 +8,11 @@ import torch
 
 from gradwire import codecs
 from gradwire.codecs import Codec
-from gradwire.codecs.truncated_float import TruncatedFloat as TruncatedFloatCodec
+from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.chunk_codec import Importance
-from gradwire.exchange.direct import direct_mean
+from gradwire.exchange.engine import Importance, direct_mean, ring_mean
 from gradwire.exchange.parts import CHUNK_ELEMENTS
-from gradwire.exchange.ring import ring_mean
 from gradwire.schemes.base import Scheme
 
 _TOPOLOGIES = {"ring": ring_mean, "direct": direct_mean}
@@ -72,7 +70,7 @@ class _Named(ThroughCodec):
         super().__init__(codecs.by_name(self.name, **codec_options), topology, chunk_elements, **codec_options)
 
 
-class Truncate(_Named):
+class TruncateScheme(_Named):
     """The `bits` lowest mantissa bits always cut off (18 by default): the quantisation of GComp's Fig. 18.
 
     When not to use this: for training; it is the comparator that GComp's levels are measured against.
@@ -81,7 +79,7 @@ class Truncate(_Named):
     name: ClassVar[str] = "truncate"
 
 
-class EmbeddedFloat(_Named):
+class EmbeddedFloatScheme(_Named):
     """`bits` bits (8 by default) of every value, with an exponent shared by a `partition` (256 values).
 
     When not to use this: beside AQGB, which sends the same bits and more where there is time; below 8 bits without
@@ -91,7 +89,7 @@ class EmbeddedFloat(_Named):
     name: ClassVar[str] = "embedded-float"
 
 
-class TruncatedFloat(_Named):
+class TruncatedFloatScheme(_Named):
     """The first `bits` bits (8 by default) of every value, of `format` "auto", "native", "fp16", "fp8-e4m3", "fp8-e5m2" or
     "fp4-e2m1", with `rounding` "truncate" or "stochastic" (`seed`): AQGB's TFP in an ordered all-reduce.
 
@@ -107,12 +105,12 @@ class TruncatedFloat(_Named):
     def _reduce_on_lane(self, bucket: Bucket) -> None:
         communicator = self.session.communicator
         if communicator.world_size > 1:
-            assert isinstance(self.codec, TruncatedFloatCodec)
+            assert isinstance(self.codec, TruncatedFloat)
             codec = self.codec.streams(communicator.rank, bucket.step, bucket.index)
             self._reduce_with(codec, bucket, importance=None)
 
 
-class Zstd(_Named):
+class ZstdScheme(_Named):
     """Lossless: zstd on the bytes (`level`, 1 by default).
 
     When not to use this: on any network faster than about 0.3 Gb/s a core; it gains 7 % and takes longer than it saves.
@@ -121,7 +119,7 @@ class Zstd(_Named):
     name: ClassVar[str] = "zstd"
 
 
-class Zlib(_Named):
+class ZlibScheme(_Named):
     """Lossless: zlib on the bytes (`level`, 1 by default).
 
     When not to use this: wherever zstd is to be had.

@@ -9,18 +9,50 @@ large enough to converge is no longer small.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire import _native
-from gradwire.core.bucket import Bucket
+from gradwire.control.checks import share as check_share
 from gradwire.errors import CorruptMessage
-from gradwire.schemes.optimistic import Optimistic, check_share, count_of
+from gradwire.exchange.patterns import Gather, Values
+from gradwire.schemes.compressed import Compressed, count_of
+from gradwire.wire.wire import Wire
 
 
-class TopK(Optimistic):
+class LargestElements:
+    """Payload: indices, then values, of the `share` of largest elements."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def encode(self, values: Values, wire: Wire) -> tuple[Tensor, bool]:
+        unsent = values.summed(wire)
+        indices = torch.empty(count_of(self.share, unsent.numel()), dtype=torch.int32)
+        is_finite = _native.select_largest(unsent, indices) == 0
+        places = indices.long()
+        chosen = unsent[places]
+        unsent[places] = 0
+        values.keep(unsent)
+        return torch.cat([indices, chosen.view(torch.int32)]), is_finite
+
+    def decode(self, payloads: Tensor, values: Values, wire: Wire) -> None:
+        bucket = values.bucket
+        mean = wire.scratch("mean", bucket.n_elements).zero_()
+        for rank, payload in enumerate(payloads):  # in rank order: the same sum everywhere
+            places, chosen = payload.chunk(2)
+            if int(places.min()) < 0 or int(places.max()) >= bucket.n_elements:
+                raise CorruptMessage(
+                    f"rank {rank} sent an index outside of bucket {bucket.index} ({bucket.n_elements} elements) in "
+                    f"step {bucket.step}; restart from the last checkpoint"
+                )
+            mean.index_add_(0, places.long(), chosen.view(torch.float32))
+        bucket.buffer.copy_(mean.div_(wire.world_size))
+
+
+class TopK(Compressed):
     """Mean over the ranks of each rank's largest elements: (index int32, value float32) of each, with error feedback.
 
     Args:
@@ -29,41 +61,11 @@ class TopK(Optimistic):
     """
 
     name = "top-k"
-    state_is_per_world = True
 
     def __init__(self, share: float = 0.001, error_feedback: bool = True) -> None:
-        super().__init__(error_feedback)
         self.share = check_share("share", share)
+        super().__init__(LargestElements(self.share), Gather(), error_feedback)
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {"share": self.share, "error_feedback": self.error_feedback}
-
-    def _send(self, bucket: Bucket) -> bool:
-        world_size = self.session.communicator.world_size
-        if world_size == 1:  # the mean of one is itself: nothing to send, so nothing to leave out
-            return True
-        started = time.perf_counter_ns()
-        corrected = self._corrected(bucket)
-        indices = torch.empty(count_of(self.share, bucket.n_elements), dtype=torch.int32)
-        is_finite = _native.select_largest(corrected, indices) == 0
-        values = corrected[indices.long()]
-        bucket.record.add("encode", started, time.perf_counter_ns())
-        messages = self._gather(bucket, torch.cat([indices, values.view(torch.int32)]), is_finite)
-        if messages is None:
-            return False
-        started = time.perf_counter_ns()
-        corrected[indices.long()] = 0
-        self._stage(bucket, corrected)
-        mean = corrected.zero_()
-        for rank, message in enumerate(messages):  # in rank order: the same sum everywhere
-            places, values = message[: indices.numel()].long(), message[indices.numel() :].view(torch.float32)
-            if int(places.min()) < 0 or int(places.max()) >= bucket.n_elements:
-                raise CorruptMessage(
-                    f"rank {rank} sent an index outside of bucket {bucket.index} ({bucket.n_elements} elements) in "
-                    f"step {bucket.step}; restart from the last checkpoint"
-                )
-            mean.index_add_(0, places, values)
-        bucket.buffer.copy_(mean.div_(world_size))
-        bucket.record.add("decode", started, time.perf_counter_ns())
-        return True

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.codecs.two_bit import TwoBit as TwoBitCodec
+from gradwire.codecs.two_bit import TwoBit
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect
 
 
-class TwoBit(QuantisedDirect):
+class TwoBitScheme(QuantisedDirect):
     """See `gradwire.codecs.two_bit.TwoBit` for threshold and relative, `QuantisedDirect` for the rest."""
 
     name = "two-bit"
@@ -26,7 +26,7 @@ class TwoBit(QuantisedDirect):
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
-        codec = TwoBitCodec(threshold, relative)
+        codec = TwoBit(threshold, relative)
         super().__init__(codec, error_feedback, pull, chunk_elements)
         self._options = {"threshold": codec.threshold, "relative": codec.relative}
 

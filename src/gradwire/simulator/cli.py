@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.results.console import make_console
+from gradwire.results.experiment import Column, Experiment, Plot
+from gradwire.results.plots import draw_panels, series_of
 from gradwire.results.records import write_csv, write_json
-from gradwire.simulator import figures, workloads
+from gradwire.results.summary import Summary
+from gradwire.results.tables import Grid, print_grid
+from gradwire.simulator import workloads
 from gradwire.simulator.bandwidth import parse_trace
 from gradwire.simulator.jitter import Jitter, Stragglers, Uniform
-from gradwire.simulator.plots import plot_sweep
 from gradwire.simulator.runs import Run
 from gradwire.simulator.schemes import registry
 from gradwire.simulator.schemes.measured import MeasuredTable
-from gradwire.simulator.simulation import Setting
+from gradwire.simulator.stage import Setting
 from gradwire.simulator.trace import write_trace
 
 _JITTERS = ("common", "per-worker", "stragglers", "none")
@@ -78,16 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows"
     )
-    parser.add_argument(
-        "--figure", nargs="+", metavar="NAME", help=f"figures of the papers: {', '.join(figures.names())}, all"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/simulate"), metavar="DIR", help="folder of --figure's results"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
     parser.add_argument("--details", type=Path, metavar="FILE", help="write every round, link and worker of every run")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
     parser.add_argument("--plot", nargs="+", type=Path, metavar="FILE", help="draw the records: PNG or SVG")
+    parser.add_argument("--wide", action="store_true", help="all columns of the table")
     parser.add_argument(
         "--chrome-trace", type=Path, metavar="FILE", help="spans of a single run's rounds, for Perfetto"
     )
@@ -96,8 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate what was asked and print a table. Raises: InvalidArgument, GradwireError."""
-    if args.figure:
-        return figures.draw(args.figure, args.out, args.seed)
     runs = make_runs(args)
     if args.chrome_trace and len(runs) > 1:
         raise InvalidArgument(
@@ -114,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
         TextColumn("{task.percentage:>3.0f} %"),
         TimeRemainingColumn(),
     )
-    console = make_console()
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(*columns, disable=not sys.stdout.isatty(), transient=True) as progress:
         task = progress.add_task("simulating", total=float(len(runs)))
         for index, one in enumerate(runs):
             progress.update(task, description=f"{one.scheme}, {one.setting.n_workers} workers")
@@ -135,11 +129,11 @@ def run(args: argparse.Namespace) -> int:
         write_csv(args.csv, records)
     if args.chrome_trace:
         n_events = write_trace(args.chrome_trace, simulation, n_rounds=args.trace_rounds)
-        console.print(f"{n_events} events in {args.chrome_trace}: open it at ui.perfetto.dev")
-    console.print(make_table(records))
+        print(f"{n_events} events in {args.chrome_trace}: open it at ui.perfetto.dev")
+    print_grid(make_grid(records), args.wide)
     for path in args.plot or ():
         plot_sweep(records, path)
-        console.print(f"plot: {path}")
+        print(f"plot: {path}")
     return 0
 
 
@@ -201,35 +195,13 @@ def parse_link_rate(text: str) -> float:
     return float(rate_bps)
 
 
-def make_table(records: Sequence[dict[str, Any]]) -> Table:
+def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     """The records, for people."""
-    table = Table(
-        title=f"simulated: {records[0]['jitter']} jitter",
-        caption="wait: mean of a worker and round; ROW, OSF: means over rounds; bits: sent of each value, all copies one",
-    )
-    headings = (
-        "workers",
-        "Gb/s",
-        "workload",
-        "seconds",
-        "rounds",
-        "round s",
-        "utilisation",
-        "wait s",
-        "ROW",
-        "OSF",
-        "bits",
-    )
-    table.add_column("scheme")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for record in records:
-        table.add_row(
+    rows = [
+        [
             record["scheme"] + (f":{record['options']}" if record["options"] else ""),
             str(record["workers"]),
             f"{record['rate_bps'] / 1e9:g}",
-            record["workload"],
-            f"{record['seconds']:.0f}",
             str(record["rounds"]),
             _number(record["round_s"], 3),
             f"{100 * record['utilisation']:.1f} %",
@@ -237,8 +209,50 @@ def make_table(records: Sequence[dict[str, Any]]) -> Table:
             _number(record["row"], 2),
             _number(record["osf"], 3),
             _number(record["bits_per_value"], 2),
-        )
-    return table
+            f"{record['seconds']:.0f}",
+            record["workload"],
+        ]
+        for record in records
+    ]
+    return Grid(
+        f"simulated: {records[0]['jitter']} jitter",
+        [
+            "scheme",
+            "workers",
+            "Gb/s",
+            "rounds",
+            "round s",
+            "use",
+            "wait s",
+            "ROW",
+            "OSF",
+            "bits",
+            "seconds",
+            "workload",
+        ],
+        rows,
+        "use: utilisation of the links; wait: mean of a worker and round; ROW, OSF: means over rounds; bits: sent of each "
+        "value, all copies one",
+    )
+
+
+def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Four panels over whatever varies most: rates, workers or schemes. Raises: GradwireError, Unsupported."""
+    varied = {field: len({record[field] for record in records}) for field in ("rate_bps", "workers")}
+    x = max(varied, key=lambda field: varied[field])
+    title, scale = {"rate_bps": ("link rate, Gb/s", 1e-9), "workers": ("workers", 1.0)}[x]
+    shown = [{**record, "wait_share": (record["wait_s"] or 0.0) / record["compute_s"]} for record in records]
+    measures = [Column("rounds"), Column("utilisation", "link utilisation, %", 100), Column("wait_share",
+                                                                                            "T_wait / computation"),
+                Column("row", "ROW")]  # fmt: skip
+    is_line = varied[x] > 1
+    axes: dict[str, list[Any]] = {field: [] for field in ("scheme", "options", "workload", "workers", "rate_bps")}
+    summary = Summary(Experiment("sweep", "", "", "", axes), shown)
+    plots = [
+        Plot(x if is_line else "scheme", one, style="lines" if is_line else "bars", x_title=title if is_line else "scheme",
+             x_scale=scale if is_line else 1.0) for one in measures
+    ]  # fmt: skip
+    draw_panels([(plot, series_of(plot, summary)) for plot in plots], path)
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -12,13 +12,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradwire.control.overlap import Interval, length_s, osf, overlap_s, row, utilisation
-
-if TYPE_CHECKING:
-    from gradwire.simulator.network import Link
-    from gradwire.simulator.simulation import Group, Simulation
+from gradwire.simulator.network import Link
+from gradwire.simulator.stage import Group, Stage
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class _OpenRound:
 class Metrics:
     """Collects during a run; read it when the run is over."""
 
-    def __init__(self, simulation: Simulation, keep_spans: bool) -> None:
+    def __init__(self, simulation: Stage, keep_spans: bool) -> None:
         self._simulation = simulation
         self._of_group = [_OfGroup() for _ in simulation.groups]
         self._open: dict[int, _OpenRound] = {}

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.simulator.schemes import registry
-from gradwire.simulator.simulation import Setting, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Setting
 
 
 @dataclass(frozen=True)

@@ -7,77 +7,17 @@ that are alike and compute alike are one *group*, simulated once: its transfers 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import simpy
 
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.bandwidth import Trace
-from gradwire.simulator.jitter import Jitter, Uniform
 from gradwire.simulator.metrics import Metrics
 from gradwire.simulator.network import Network
-from gradwire.simulator.topology import Site, Topology
-from gradwire.simulator.workloads import Workload
-
-if TYPE_CHECKING:
-    from gradwire.simulator.schemes.base import Scheme
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is simulated, but for the scheme.
-
-    Attributes:
-        rate_bps: of every worker's link, both ways.
-        rates_bps: of each worker's, instead.
-        trace: rates from given times on; of all links, or of those of `traced_workers`.
-        racks, core_bps: a two-level tree instead of one switch (`Topology`).
-        latency_s: from a sender to a receiver, paid by every message that somebody waits for.
-        shares_groups: simulate workers that are alike once; False lists them singly, for tests.
-    """
-
-    workload: Workload
-    n_workers: int
-    rate_bps: float
-    rates_bps: tuple[float, ...] | None = None
-    trace: Trace | None = None
-    traced_workers: tuple[int, ...] | None = None
-    jitter: Jitter = field(default_factory=Uniform)
-    racks: int = 1
-    core_bps: float | None = None
-    latency_s: float = 0.0
-    shares_groups: bool = True
-
-    def __post_init__(self) -> None:
-        if self.n_workers < 1:
-            raise InvalidArgument(f"{self.n_workers} workers: expected at least 1")
-        if self.rates_bps is not None and len(self.rates_bps) != self.n_workers:
-            raise InvalidArgument(f"{len(self.rates_bps)} rates for {self.n_workers} workers")
-        for rate_bps in self.rates_bps or (self.rate_bps,):
-            if not 0 < rate_bps < float("inf"):
-                raise InvalidArgument(f"a link rate of {rate_bps} bits a second: expected more than 0")
-        if not 0 <= self.latency_s < float("inf"):
-            raise InvalidArgument(f"latency_s={self.latency_s}: expected 0 or more")
-        for worker in self.traced_workers or ():
-            if not 0 <= worker < self.n_workers:
-                raise InvalidArgument(f"a trace for worker {worker}: there are workers 0 to {self.n_workers - 1}")
-
-    def replace(self, **changes: object) -> Setting:
-        """The same with `changes`. Raises: InvalidArgument."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Workers simulated as one: `count` of them from `first_worker` on, all of one site."""
-
-    index: int
-    first_worker: int
-    count: int
-    site: Site
+from gradwire.simulator.stage import Group, Setting, Stage, Synchroniser
+from gradwire.simulator.topology import Topology
 
 
 class Gates:
@@ -116,7 +56,7 @@ class Gates:
             self._simulation.end_round(round_number)
 
 
-class Simulation:
+class Simulation(Stage):
     """One run of one scheme.
 
     Args:
@@ -128,7 +68,7 @@ class Simulation:
     def __init__(
         self,
         setting: Setting,
-        make_scheme: Callable[[Simulation], Scheme],
+        make_scheme: Callable[[Simulation], Synchroniser],
         keep_spans: bool = False,
         on_round: Callable[[int, float], None] | None = None,
     ) -> None:

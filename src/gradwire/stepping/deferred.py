@@ -16,14 +16,14 @@ from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
 from gradwire.stepping.blocks import Block, Division, check_division, find_blocks, hash_blocks
 from gradwire.stepping.demands import inner_of, refuse_join, stepped_parameters
+from gradwire.stepping.finiteness import FiniteFlag, clip_factor
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
-from gradwire.wire.communicator import Communicator
 from gradwire.wire.preamble import Preamble
 
 
 @dataclass
-class Slot:
+class OpenBlock:
     """One block under way.
 
     Attributes:
@@ -62,11 +62,10 @@ class DeferredScheme(Scheme):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InvalidArgument(f"max_grad_norm must be positive, got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
-        self._slots: list[Slot] = []
-        self._home: dict[torch.Tensor, Slot] = {}
+        self._slots: list[OpenBlock] = []
+        self._home: dict[torch.Tensor, OpenBlock] = {}
         self._interceptor: Interceptor | None = None
-        self._flags: Communicator | None = None
-        self._is_finite = True
+        self._flag: FiniteFlag | None = None
         self._waited_ns = 0
         self._is_told = False  # whether what failed was raised to the user
         self._clip: tuple[int, torch.Tensor] | None = None  # step, factor
@@ -88,7 +87,7 @@ class DeferredScheme(Scheme):
         self._home = {parameter: slot for slot in self._slots for parameter in slot.block.parameters}
         self._in_order = reduced
         if session.has_scaler:
-            self._flags = session.communicator.twin()
+            self._flag = FiniteFlag(session.communicator)
 
     def take_over(self) -> None:
         """Put this scheme between the user and the optimizer; after `bind`. Raises: Unsupported."""
@@ -117,9 +116,9 @@ class DeferredScheme(Scheme):
         finally:
             if interceptor is not None:
                 interceptor.remove()
-            if self._flags is not None:
-                self._flags.close()
-                self._flags = None
+            if self._flag is not None:
+                self._flag.close()
+                self._flag = None
             self._slots, self._home = [], {}
 
     # ---- the backward pass
@@ -128,16 +127,19 @@ class DeferredScheme(Scheme):
         """The blocks belong to the layout: ranks that cut the model differently find out before the first payload."""
         return super().preamble(bucket)._replace(layout=bucket.layout_hash ^ self.blocks_hash)
 
+    def begin_step(self, step: int) -> None:
+        """Raises: Unsupported (ddp.join)."""
+        assert self._interceptor is not None
+        refuse_join(self.session.module, f"scheme {self.name!r}", "a scheme that leaves the step to the optimizer")
+        self._interceptor.begin_reduction()
+        if self._flag is not None:
+            self._flag.begin_step()
+        self._begin_round(step)
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Copy the bucket into its blocks, start those that are complete; DDP goes on with this rank's own gradient."""
-        assert self._interceptor is not None
-        if bucket.index == 0:
-            refuse_join(self.session.module, f"scheme {self.name!r}", "a scheme that leaves the step to the optimizer")
-            self._interceptor.begin_reduction()
-            self._is_finite = True
-            self._begin_step(bucket.step)
-        if self._flags is not None and not bool(torch.isfinite(bucket.buffer).all()):
-            self._is_finite = False
+        if self._flag is not None:
+            self._flag.see(bucket.buffer)
         for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             part = bucket.buffer[offset : offset + parameter.numel()]
             slot = self._home[parameter]
@@ -148,14 +150,13 @@ class DeferredScheme(Scheme):
             if slot.n_missing == 0:
                 slot.n_missing = len(slot.parts)
                 slot.done = self._start_block(slot)
+        if bucket.is_last and self._flag is not None:
+            return self._flag.share(bucket.buffer)
         done: torch.futures.Future = torch.futures.Future()
-        if bucket.is_last and self._flags is not None:
-            self._flags.submit(self._share_finiteness, bucket.buffer).add_done_callback(lambda f: _forward(f, done))
-        else:
-            done.set_result(bucket.buffer)
+        done.set_result(bucket.buffer)
         return done
 
-    def _vacate(self, slot: Slot, coming: torch.Tensor, step: int) -> None:
+    def _vacate(self, slot: OpenBlock, coming: torch.Tensor, step: int) -> None:
         """Make room for the next gradient: the step before is taken, or was not called for."""
         if slot.frozen is not None:
             # Nothing called for it in this forward pass. That is fine for a block that nothing used.
@@ -169,14 +170,6 @@ class DeferredScheme(Scheme):
         elif slot.done is not None:
             slot.done.wait()
         slot.step, slot.done = step, None
-
-    def _share_finiteness(self, buffer: torch.Tensor) -> None:
-        """Under AMP every rank must skip the same steps: one rank's Inf is put into all ranks' `.grad`."""
-        assert self._flags is not None
-        flag = torch.tensor([float(not self._is_finite)])
-        self._flags.all_reduce(flag)
-        if flag.item() > 0 and buffer.numel():
-            buffer[0] = torch.inf
 
     def end_backward(self, step: int) -> int:
         """Called when DDP has ended its part; returns how long the forward pass before waited for blocks, in ns."""
@@ -210,7 +203,7 @@ class DeferredScheme(Scheme):
 
     # ---- one block's step
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, slot: OpenBlock) -> None:
         frozen = slot.frozen
         assert frozen is not None
         factor = None if self.max_grad_norm is None else self._clip_factor(frozen, self.max_grad_norm)
@@ -222,7 +215,7 @@ class DeferredScheme(Scheme):
         slot.frozen = slot.done = None
         frozen.apply(slot.parts)
 
-    def _wait(self, slot: Slot) -> None:
+    def _wait(self, slot: OpenBlock) -> None:
         if slot.done is not None and not slot.done.done():
             started = time.perf_counter_ns()
             self._wait_or_tell(slot.done)
@@ -238,11 +231,11 @@ class DeferredScheme(Scheme):
             self._is_told = True
             raise
 
-    def _note_wait(self, slot: Slot, start_ns: int, end_ns: int) -> None:
+    def _note_wait(self, slot: OpenBlock, start_ns: int, end_ns: int) -> None:
         self._waited_ns += end_ns - start_ns
 
     def _clip_factor(self, frozen: FrozenStep, max_norm: float) -> torch.Tensor:
-        """What to multiply the mean by, so that its norm is at most `max_norm`; computed as clip_grad_norm_ does."""
+        """What to multiply the mean by, so that its norm is at most `max_norm`."""
         if self._clip is None or self._clip[0] != frozen.step:
             for slot in self._slots:
                 self._wait(slot)
@@ -251,21 +244,20 @@ class DeferredScheme(Scheme):
             gradients = [self._home[p].parts[p] for p in self._in_order if p in frozen.parameters]
             if not gradients:
                 return torch.ones(())
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
-            self._clip = (frozen.step, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            self._clip = (frozen.step, clip_factor(gradients, max_norm))
         return self._clip[1]
 
     # ---- for the subclass
 
     @abstractmethod
-    def _start_block(self, slot: Slot) -> torch.futures.Future:
+    def _start_block(self, slot: OpenBlock) -> torch.futures.Future:
         """Start replacing slot.gradient by its mean over the ranks; on whatever thread DDP's hook runs. Never blocks."""
 
-    def _begin_step(self, step: int) -> None:
+    def _begin_round(self, step: int) -> None:
         """The first bucket of `step` is there."""
 
 
-def _make_slot(block: Block) -> Slot:
+def _make_slot(block: Block) -> OpenBlock:
     dtypes = {parameter.dtype for parameter in block.parameters}
     if len(dtypes) > 1:
         raise Unsupported(
@@ -273,7 +265,7 @@ def _make_slot(block: Block) -> Slot:
             "modules of each dtype in blocks of their own (blocks=[[...], ...])"
         )
     gradient = torch.zeros(block.n_elements, dtype=dtypes.pop())
-    return Slot(block, gradient, dict(_parts(block, gradient)), len(block.parameters))
+    return OpenBlock(block, gradient, dict(_parts(block, gradient)), len(block.parameters))
 
 
 def _parts(block: Block, gradient: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
@@ -281,12 +273,3 @@ def _parts(block: Block, gradient: torch.Tensor) -> Iterable[tuple[torch.Tensor,
     for parameter in block.parameters:
         yield parameter, gradient[offset : offset + parameter.numel()].view(parameter.shape)
         offset += parameter.numel()
-
-
-def _forward(source: torch.futures.Future, target: torch.futures.Future) -> None:
-    try:
-        source.wait()
-    except Exception as error:
-        target.set_exception(error)
-    else:
-        target.set_result(None)

@@ -16,11 +16,17 @@ def inner_of(module: nn.Module) -> nn.Module:
 
 
 def model_and_optimizer(session: Session, what: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """What `what` needs. Raises: InvalidArgument if the session was not given both."""
+    """What `what` needs. Raises: InvalidArgument (the session was not given both), Unsupported (a wrapper without hooks)."""
     if session.module is None or session.optimizer is None:
         raise InvalidArgument(
             f"{what} takes the optimizer's step itself and needs the model and the optimizer: use "
             "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
+        )
+    if not hasattr(session.optimizer, "_optimizer_state_dict_pre_hooks"):
+        inner = type(getattr(session.optimizer, "optimizer", None)).__name__
+        raise Unsupported(
+            f"{what} needs an optimizer with torch's hooks, and {type(session.optimizer).__name__} has none: attach the "
+            f"optimizer inside it ({inner}), if its step is all that changes parameters"
         )
     return session.module, session.optimizer
 

@@ -55,6 +55,9 @@ class FrozenStep:
         optimizer = self._optimizer
         groups = [dict(group) for group in optimizer.param_groups]
         kept = {parameter: parameter.grad for parameter in (stepped.get(p, p) for p in chosen)}
+        # A GradScaler in its `step` lays these on the optimizer, whose step would unscale, or refuse them.
+        laid = [name for name in ("grad_scale", "found_inf") if name in vars(optimizer)]
+        told: dict[str, Any] = {name: vars(optimizer).pop(name) for name in laid}
         try:
             # Groups that came after the call took no part in it.
             for group, frozen in zip(optimizer.param_groups, self._groups, strict=False):
@@ -67,6 +70,7 @@ class FrozenStep:
         finally:
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.update(before)
+            vars(optimizer).update(told)
             for parameter, own in kept.items():
                 parameter.grad = own
 

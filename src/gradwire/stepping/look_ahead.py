@@ -25,11 +25,11 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.stepping.blocks import Block
 from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
+from gradwire.stepping.finiteness import FiniteFlag, clip_factor
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.stepping.loc_buf import LocBuf
 from gradwire.stepping.peeking import LookAheadOptions, ThrownAwayState, check_peekable
-from gradwire.wire.communicator import Communicator
 
 # Parameters whose state is copied at a time: 16 MB of float32 a moment, instead of the whole optimizer's state again.
 _CHUNK_ELEMENTS = 1 << 22
@@ -77,8 +77,7 @@ class LookAhead:
         self._n_taken = 0
         self._waited_ns = 0
         self._n_ahead = 0
-        self._is_finite = True
-        self._flags: Communicator | None = session.communicator.twin() if session.has_scaler else None
+        self._flag = FiniteFlag(session.communicator) if session.has_scaler else None
         inner = inner_of(self._wrapper)
         block = Block(0, type(inner).__name__, tuple(self._parameters), ())
         self._interceptor = Interceptor(
@@ -89,27 +88,25 @@ class LookAhead:
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Copy the bucket to grad_buf and send that; DDP goes on with this rank's own gradient."""
-        if bucket.index == 0:
-            self._begin(bucket.step)
         assert self._arriving is not None
         bucket.wait_for_all()
-        if self._flags is not None and not bool(torch.isfinite(bucket.buffer).all()):
-            self._is_finite = False
+        if self._flag is not None:
+            self._flag.see(bucket.buffer)
         copied = self._copy(bucket)
         self._arriving.buckets.append(copied)
         self._arriving.done.append(self._send(copied))
+        if bucket.is_last and self._flag is not None:
+            return self._flag.share(bucket.buffer if bucket.staged is None else bucket.staged.on_device)
         done: torch.futures.Future = torch.futures.Future()
-        if bucket.is_last and self._flags is not None:
-            shared = bucket.buffer if bucket.staged is None else bucket.staged.on_device
-            self._flags.submit(self._share_finiteness, shared).add_done_callback(lambda f: _forward(f, done))
-        else:
-            done.set_result(bucket.buffer)
+        done.set_result(bucket.buffer)
         return done
 
-    def _begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
+        """A backward pass has its first gradients."""
         refuse_join(self._wrapper, "backup=True", "backup=False")
         self._interceptor.begin_reduction()
-        self._is_finite = True
+        if self._flag is not None:
+            self._flag.begin_step()
         if self._arriving is not None:
             _wait(self._arriving)  # the user never called for its step; its memory is used again
         self._arriving = Aggregate(step, [], [])
@@ -124,7 +121,7 @@ class LookAhead:
         # The hook closes its own record at the end of the backward pass; this traffic goes on after that.
         record = self._session.recorder.open_bucket(bucket.step, -1, 0)
         return Bucket(
-            copied, bucket.parameters, bucket.offsets, index=bucket.index, step=bucket.step, is_last=bucket.is_last,
+            copied, bucket.slots, bucket.offsets, index=bucket.index, step=bucket.step, is_last=bucket.is_last,
             record=record,
         )  # fmt: skip
 
@@ -132,14 +129,6 @@ class LookAhead:
         done = self._start_mean(bucket)
         done.add_done_callback(lambda _: self._session.recorder.close_bucket(bucket.record))
         return done
-
-    def _share_finiteness(self, buffer: torch.Tensor) -> None:
-        """Under AMP every rank must skip the same steps: one rank's Inf is put into all ranks' `.grad`."""
-        assert self._flags is not None
-        flag = torch.tensor([float(not self._is_finite)])
-        self._flags.all_reduce(flag)
-        if flag.item() > 0 and buffer.numel():
-            buffer[0] = torch.inf
 
     def end_backward(self) -> int:
         """DDP has ended its part; returns how long the step before waited for its aggregate, in ns."""
@@ -225,8 +214,7 @@ class LookAhead:
         elif scale is not None:
             torch._foreach_mul_(values, scale)
         if self._options.max_grad_norm is not None:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values, 2.0)), 2.0)
-            torch._foreach_mul_(values, torch.clamp(self._options.max_grad_norm / (norm + 1e-6), max=1.0))
+            torch._foreach_mul_(values, clip_factor(values, self._options.max_grad_norm))
         return dict(zip(chosen, values, strict=True))
 
     # ---- the local step
@@ -272,8 +260,8 @@ class LookAhead:
             self.flush()
         finally:
             self._interceptor.remove()
-            if self._flags is not None:
-                self._flags.close()
+            if self._flag is not None:
+                self._flag.close()
 
 
 def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -292,12 +280,3 @@ def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _wait(aggregate: Aggregate) -> None:
     for done in aggregate.done:
         done.wait()
-
-
-def _forward(source: torch.futures.Future, target: torch.futures.Future) -> None:
-    try:
-        source.wait()
-    except Exception as error:
-        target.set_exception(error)
-    else:
-        target.set_result(None)

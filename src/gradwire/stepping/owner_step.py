@@ -86,13 +86,15 @@ class OwnerStep:
 
     # ---- the backward pass
 
+    def begin_step(self, step: int) -> None:
+        """A backward pass has its first gradients."""
+        refuse_join(self._wrapper, 'update="owner"', 'update="worker"')
+        self._interceptor.begin_reduction()
+        self._owned.clear()
+        self._step = step
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Push the bucket. DDP goes on with means of the tensors that travel raw, and this rank's own of the others."""
-        if bucket.index == 0:
-            refuse_join(self._wrapper, 'update="owner"', 'update="worker"')
-            self._interceptor.begin_reduction()
-            self._owned.clear()
-            self._step = bucket.step
         return self._start_mean(bucket)
 
     def keep(self, index: int, owned: Owned) -> None:

@@ -16,7 +16,11 @@ __all__ = ["KINDS", "BucketRecord", "Recorder", "Sink", "Span", "StepRecord"]
 
 _log = logging.getLogger("gradwire.telemetry")
 
+# The first four in the order of native/exchange/account.hpp.
 KINDS = ("encode", "decode", "communicate", "importance", "table", "wait")
+
+# What is summed up of buckets, for a step and for the totals.
+_SUMMED = ("original_bytes", "bytes_sent", "bytes_received", "n_messages")
 
 # A caller that never closes a step (a bare comm hook) must not make the recorder grow: older steps close by themselves.
 _MAX_OPEN_STEPS = 8
@@ -41,23 +45,19 @@ class BucketRecord:
 
     __slots__ = (
         "_lock",
+        "_summed_into",
         "bucket",
+        "busy_ns",
         "bytes_received",
         "bytes_sent",
-        "communicate_ns",
-        "decode_ns",
-        "encode_ns",
         "ended_ns",
         "fallbacks",
-        "importance_ns",
         "n_messages",
         "original_bytes",
         "spans",
         "started_ns",
         "step",
-        "table_ns",
         "thread",
-        "wait_ns",
     )
 
     def __init__(self, step: int, bucket: int, original_bytes: int, trace: bool, lock: threading.Lock) -> None:
@@ -67,18 +67,14 @@ class BucketRecord:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.n_messages = 0
-        self.encode_ns = 0
-        self.decode_ns = 0
-        self.communicate_ns = 0
-        self.importance_ns = 0
-        self.table_ns = 0
-        self.wait_ns = 0
+        self.busy_ns = dict.fromkeys(KINDS, 0)
         self.fallbacks: list[str] = []
         self.spans: list[Span] | None = [] if trace else None
         self.thread = threading.get_ident()  # the thread that opened it: DDP's hook
         self.started_ns = time.perf_counter_ns()
         self.ended_ns = 0
         self._lock = lock
+        self._summed_into: Counter[str] | None = None  # the totals that hold this bucket already
 
     def add(self, kind: str, start_ns: int, end_ns: int) -> None:
         """Count `end_ns - start_ns` (clock: `time.perf_counter_ns`) as time of `kind`, one of `KINDS`.
@@ -88,34 +84,48 @@ class BucketRecord:
         """
         duration_ns = end_ns - start_ns
         assert duration_ns >= 0, "a span ends before it starts"
-        with self._lock:  # `+=` on an attribute is not atomic, and hook and lane both add
-            if kind == "communicate":
-                self.communicate_ns += duration_ns
-            elif kind == "encode":
-                self.encode_ns += duration_ns
-            elif kind == "decode":
-                self.decode_ns += duration_ns
-            elif kind == "importance":
-                self.importance_ns += duration_ns
-            elif kind == "wait":
-                self.wait_ns += duration_ns
-            elif kind == "table":
-                self.table_ns += duration_ns
-            else:
-                raise InvalidArgument(f"telemetry knows no kind {kind!r}; there are: {', '.join(KINDS)}")
+        if kind not in self.busy_ns:
+            raise InvalidArgument(f"telemetry knows no kind {kind!r}; there are: {', '.join(KINDS)}")
+        with self._lock:  # `+=` is not atomic, and hook and lane both add
+            self.busy_ns[kind] += duration_ns
         if self.spans is not None:
             self.spans.append(Span(kind, start_ns, end_ns, threading.get_ident()))
 
+    def timing(self, kind: str) -> _Timing:
+        """`with record.timing("encode"):` counts the time inside as time of `kind`, unless it ends in an error."""
+        return _Timing(self, kind)
+
+    def count_exchanged(self, n_bytes: int) -> None:
+        """Count a collective in which this rank sent, and received, `n_bytes`."""
+        self.count_sent(n_bytes)
+        self.count_received(n_bytes)
+
+    def add_account(
+        self, bytes_sent: int, bytes_received: int, n_messages: int, spans: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Count one exchange of the native core: its bytes, and its spans of work (place in `KINDS`, start_ns, end_ns)."""
+        with self._lock:
+            self.bytes_sent += bytes_sent
+            self.bytes_received += bytes_received
+            self.n_messages += n_messages
+        for kind, start_ns, end_ns in spans:
+            self.add(KINDS[kind], start_ns, end_ns)
+
     def count_sent(self, n_bytes: int) -> None:
-        """Count one message of `n_bytes`, headers included, that this rank sent."""
+        """Count one message of `n_bytes`, headers included, that this rank sent; after the step's end too."""
         with self._lock:
             self.bytes_sent += n_bytes
             self.n_messages += 1
+            if self._summed_into is not None:
+                self._summed_into["bytes_sent"] += n_bytes
+                self._summed_into["n_messages"] += 1
 
     def count_received(self, n_bytes: int) -> None:
         """Count `n_bytes`, headers included, that this rank received."""
         with self._lock:
             self.bytes_received += n_bytes
+            if self._summed_into is not None:
+                self._summed_into["bytes_received"] += n_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, plain values, times in seconds: the fields of a bucket's line in a JSONL log."""
@@ -126,15 +136,26 @@ class BucketRecord:
             "bytes_sent": self.bytes_sent,
             "bytes_received": self.bytes_received,
             "n_messages": self.n_messages,
-            "encode_s": self.encode_ns / 1e9,
-            "decode_s": self.decode_ns / 1e9,
-            "communicate_s": self.communicate_ns / 1e9,
-            "importance_s": self.importance_ns / 1e9,
-            "table_s": self.table_ns / 1e9,
-            "wait_s": self.wait_ns / 1e9,
+            **_seconds_of(self.busy_ns),
             "duration_s": (self.ended_ns - self.started_ns) / 1e9,
             "fallbacks": list(self.fallbacks),
         }
+
+
+class _Timing:
+    """A stretch of time that is counted when it ends."""
+
+    __slots__ = ("_kind", "_record", "_started_ns")
+
+    def __init__(self, record: BucketRecord, kind: str) -> None:
+        self._record, self._kind = record, kind
+
+    def __enter__(self) -> None:
+        self._started_ns = time.perf_counter_ns()
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._record.add(self._kind, self._started_ns, time.perf_counter_ns())
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +165,7 @@ class StepRecord:
     Attributes:
         n_buckets: gradient buckets; traffic outside of them (bucket < 0) is in the bytes and times, not in this count.
         reference_bytes: what a ring all-reduce of the gradients as they are sends per rank: 2 (N-1)/N original_bytes.
+        busy_ns: time by kind.
         exposed_ns: how long the training thread stood still for communication, i.e. what no overlap hid.
         iteration_ns: from the previous step's close to this one's; in the first step from its first bucket.
         first_ns, closed_ns: the step's first bucket opened, and the step closed, on `time.perf_counter_ns`.
@@ -157,12 +179,7 @@ class StepRecord:
     bytes_received: int
     n_messages: int
     n_fallbacks: int
-    encode_ns: int
-    decode_ns: int
-    communicate_ns: int
-    importance_ns: int
-    table_ns: int
-    wait_ns: int
+    busy_ns: dict[str, int]
     exposed_ns: int
     iteration_ns: int
     first_ns: int
@@ -182,12 +199,7 @@ class StepRecord:
             "bytes_received": self.bytes_received,
             "original_bytes": self.original_bytes,
             "ratio": self.ratio,
-            "encode_s": self.encode_ns / 1e9,
-            "decode_s": self.decode_ns / 1e9,
-            "communicate_s": self.communicate_ns / 1e9,
-            "importance_s": self.importance_ns / 1e9,
-            "table_s": self.table_ns / 1e9,
-            "wait_s": self.wait_ns / 1e9,
+            **_seconds_of(self.busy_ns),
             "exposed_s": self.exposed_ns / 1e9,
             "n_buckets": self.n_buckets,
             "n_messages": self.n_messages,
@@ -252,6 +264,12 @@ class Recorder:
             self.close_step(oldest, 0)
         return BucketRecord(step, bucket, original_bytes, self.trace, self._lock)
 
+    def open_apart(self) -> BucketRecord:
+        """The record of traffic that belongs to no step: what it counts goes straight to the totals."""
+        record = BucketRecord(0, -1, 0, False, self._lock)
+        record._summed_into = self._totals
+        return record
+
     def close_bucket(self, record: BucketRecord) -> None:
         """End a bucket's record; it counts to its step, or to the next one to close if its own has closed already."""
         record.ended_ns = time.perf_counter_ns()
@@ -270,22 +288,12 @@ class Recorder:
             self._closed = [record for record in self._closed if record.step > step]
             first_ns = min((record.started_ns for record in buckets), default=now_ns)
             started_ns, self._last_step_ns = self._last_step_ns or first_ns, now_ns
-            original_bytes = sum(record.original_bytes for record in buckets)
+            sums = _sum(buckets)
             step_record = StepRecord(
                 step=step,
-                n_buckets=sum(record.bucket >= 0 for record in buckets),
-                original_bytes=original_bytes,
-                reference_bytes=2 * (self.world_size - 1) / self.world_size * original_bytes,
-                bytes_sent=sum(record.bytes_sent for record in buckets),
-                bytes_received=sum(record.bytes_received for record in buckets),
-                n_messages=sum(record.n_messages for record in buckets),
-                n_fallbacks=sum(len(record.fallbacks) for record in buckets),
-                encode_ns=sum(record.encode_ns for record in buckets),
-                decode_ns=sum(record.decode_ns for record in buckets),
-                communicate_ns=sum(record.communicate_ns for record in buckets),
-                importance_ns=sum(record.importance_ns for record in buckets),
-                table_ns=sum(record.table_ns for record in buckets),
-                wait_ns=sum(record.wait_ns for record in buckets),
+                **sums,
+                reference_bytes=2 * (self.world_size - 1) / self.world_size * sums["original_bytes"],
+                busy_ns={kind: sum(record.busy_ns[kind] for record in buckets) for kind in KINDS},
                 exposed_ns=exposed_ns,
                 iteration_ns=now_ns - started_ns,
                 first_ns=first_ns,
@@ -303,9 +311,13 @@ class Recorder:
             return list(self._closed)
 
     def totals(self) -> dict[str, float | int]:
-        """Sums over all closed steps: counts, bytes, seconds, and the ratio of bytes sent to a plain ring's."""
+        """Sums over all closed steps: counts, bytes, seconds, and the ratio of bytes sent to a plain ring's.
+
+        Bytes and times of closed buckets that no step has summed up yet are in them: what ended after its step did.
+        """
         with self._lock:
             totals = Counter(self._totals)
+            totals.update(_sum(self._closed))
         reference_bytes = 2 * (self.world_size - 1) / self.world_size * totals["original_bytes"]
         result: dict[str, float | int] = {
             name: totals[name]
@@ -314,7 +326,7 @@ class Recorder:
         result["bytes_received"] = totals["bytes_received"]
         result["ratio"] = totals["bytes_sent"] / reference_bytes if reference_bytes else 1.0
         for name in (*KINDS, "exposed", "iteration"):
-            result[f"{name}_s"] = totals[f"{name}_ns"] / 1e9
+            result[f"{name}_s"] = totals[name] / 1e9
         return result
 
     def close(self) -> None:
@@ -331,9 +343,11 @@ class Recorder:
         self._totals["n_steps"] += 1
         for name in ("n_buckets", "n_messages", "n_fallbacks", "original_bytes", "bytes_sent", "bytes_received"):
             self._totals[name] += getattr(step_record, name)
-        for kind in (*KINDS, "exposed", "iteration"):
-            self._totals[f"{kind}_ns"] += getattr(step_record, f"{kind}_ns")
+        self._totals.update(step_record.busy_ns)
+        self._totals["exposed"] += step_record.exposed_ns
+        self._totals["iteration"] += step_record.iteration_ns
         for record in buckets:
+            record._summed_into = self._totals
             for reason in record.fallbacks:
                 if reason in self.fallback_reasons or len(self.fallback_reasons) < _MAX_FALLBACK_REASONS:
                     self.fallback_reasons[reason] += 1
@@ -353,6 +367,19 @@ class Recorder:
                         step_record.step,
                         self.rank,
                     )
+
+
+def _seconds_of(busy_ns: dict[str, int]) -> dict[str, float]:
+    """The fields of a log's line: {"encode_s": ...}."""
+    return {f"{kind}_s": ns / 1e9 for kind, ns in busy_ns.items()}
+
+
+def _sum(buckets: Sequence[BucketRecord]) -> dict[str, Any]:
+    return {
+        "n_buckets": sum(record.bucket >= 0 for record in buckets),
+        "n_fallbacks": sum(len(record.fallbacks) for record in buckets),
+        **{name: sum(getattr(record, name) for record in buckets) for name in _SUMMED},
+    }
 
 
 def _name(sink: Sink) -> str:

@@ -1,4 +1,5 @@
-"""One rank's end of the group: the communication thread ("lane"), what ranks agree on, and how failure is told.
+"""One rank's end of the group: the communication thread ("lane"), what ranks agree on, how they find each other and tell
+of failure.
 
 May use: telemetry. Used by: core, exchange, schemes, doors.
 """

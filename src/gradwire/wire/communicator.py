@@ -17,14 +17,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
 import json
 import queue
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -32,11 +30,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire import errors
+from gradwire import _native, errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
+from gradwire.wire.closing import Closing
+from gradwire.wire.groups import name_group, ranks_of, timeout_of
+from gradwire.wire.rendezvous import Rendezvous
 
-DEFAULT_TIMEOUT_S = 120.0
-# Tags below 2**20 number the streams of point-to-point messages; this one is never sent on (see `_break_connections`).
+# Of a receive that nothing answers (see `_break_connections`).
 _SILENT_TAG = 1 << 20
 # A failing rank writes its note before it breaks its connections, so the note is there when the break is felt; the wait
 # only covers the store's own latency.
@@ -62,40 +62,46 @@ class Communicator:
     """One rank's end of a group of ranks.
 
     Args:
-        group: the ranks to talk to (default: all). gradwire makes a Gloo group of its own over the same ranks, so the
-            constructor is collective: every rank of `group` calls it.
-        timeout_s: how long to wait for a peer before PeerLost.
-    Raises: InvalidArgument (torch.distributed not initialised, timeout not positive), PeerLost (a rank did not come).
+        group: the ranks to talk to, as a process group or a list of global ranks (default: all). gradwire makes a Gloo
+            group of its own over the same ranks, so the constructor is collective: every rank of `group` calls it.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
+    Raises: InvalidArgument (torch.distributed not initialised, timeout not positive, not a group of this rank), PeerLost
+        (a rank did not come).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, group: dist.ProcessGroup | Sequence[int] | None = None, timeout_s: float | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group('gloo') first"
             )
+        if timeout_s is None:
+            timeout_s = timeout_of(group)
         if not timeout_s > 0:
             raise InvalidArgument(f"timeout_s must be positive, got {timeout_s}")
         self.timeout_s = timeout_s
-        self._parent = group
-        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.members = members = ranks_of(group)
         self.rank = members.index(dist.get_rank())
         self.world_size = len(members)
         self._store = dist.distributed_c10d._get_default_store()
-        self._name = _name_group(members)
+        self._name = name_group(members)
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
+        self.closing = Closing(self._store, self._name, self.rank, self.world_size)
+        self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
+        self._mesh: _native.Mesh | None = None
+        self._group: Any = None  # as long as it is being made, there are no connections to break
         try:
-            with self._naming_peer(None):
-                self._group: Any = dist.ProcessGroupGloo(  # torch's annotations lack its collectives
+            with self._naming_peers():
+                self._group = dist.ProcessGroupGloo(  # torch's annotations lack its collectives
                     dist.distributed_c10d.PrefixStore(self._name, self._store),
                     self.rank,
                     self.world_size,
                     timedelta(seconds=timeout_s),
                 )
         except PeerLost as error:
-            raise self.fail(error) from error  # a peer that was quicker may have failed already, and left a note
+            lost = PeerLost(f"{error} Every rank of the model calls attach(): did this one come alone?")
+            raise self.fail(lost) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
-        self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._scratch: dict[str, torch.Tensor] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
@@ -108,7 +114,7 @@ class Communicator:
 
         When this one fails, the twin's connections break too: whoever waits on them wakes.
         """
-        twin = Communicator(self._parent, self.timeout_s)
+        twin = Communicator(self.members, self.timeout_s)
         self._twins.add(twin)
         return twin
 
@@ -165,61 +171,59 @@ class Communicator:
 
     # ---- operations, all called on the lane
 
-    def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Start sending a contiguous CPU tensor to group rank `peer`."""
-        with self._naming_peer(peer):
-            work: dist.Work = self._group.send([tensor], peer, tag)
-        return work
-
-    def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Start receiving exactly `tensor`'s bytes from group rank `peer`."""
-        with self._naming_peer(peer):
-            work: dist.Work = self._group.recv([tensor], peer, tag)
-        return work
-
-    def wait(self, work: dist.Work, peer: int) -> None:
-        """Wait for one send or receive. Raises: PeerLost."""
-        with self._naming_peer(peer):
-            work.wait()
-
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce `tensor` in place over all ranks. Raises: PeerLost."""
-        with self._naming_peer(None):
+        with self._naming_peers():
             self._group.allreduce([tensor], op).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future:
         """Start reducing `tensor` in place over all ranks; `finish` the future before touching the tensor."""
-        with self._naming_peer(None):
+        with self._naming_peers():
             future: torch.futures.Future = self._group.allreduce([tensor], op).get_future()
         return future
 
     def finish(self, started: torch.futures.Future) -> None:
         """Wait for a started collective. Raises: PeerLost."""
-        with self._naming_peer(None):
+        with self._naming_peers():
             started.wait()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(world, n): every rank's `tensor` (n,), by rank. Raises: PeerLost."""
         gathered = torch.empty((self.world_size, tensor.numel()), dtype=tensor.dtype)
-        with self._naming_peer(None):
+        with self._naming_peers():
             self._group.allgather([list(gathered.unbind(0))], [tensor]).wait()
         return gathered
 
     def all_gather_into(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
         """Every rank's `tensor` (n,), by rank, into `gathered` (world n,); in place. Raises: PeerLost."""
-        with self._naming_peer(None):
+        with self._naming_peers():
             self._group._allgather_base(gathered, tensor).wait()
 
     def all_to_all(self, shards: torch.Tensor) -> torch.Tensor:
         """(world, n): row i of every rank's `shards` (world, n) goes to rank i, here by sender. Raises: PeerLost."""
         received = torch.empty_like(shards)
-        with self._naming_peer(None):
+        with self._naming_peers():
             self._group.alltoall_base(received, shards.contiguous(), [], []).wait()
         return received
 
+    @property
+    def mesh(self) -> _native.Mesh:
+        """Connections of our own, for exchanges of messages. Ranks ask first at the same place in their order of tasks.
+
+        Raises: InvalidArgument (no such interface), PeerLost.
+        """
+        if self._mesh is None:
+            store = dist.distributed_c10d.PrefixStore(f"{self._name}/mesh", self._store)
+            mesh = Rendezvous(store, self.rank, self.world_size, self.timeout_s).meet(self.all_gather)
+            with self._failure_lock:
+                self._mesh = mesh
+            if self._failure is not None:  # it has come too late to be broken off with the others
+                mesh.break_off()
+        return self._mesh
+
     def next_stream(self) -> int:
-        """A tag for one collective's messages; ranks call this in the same order, so they get the same numbers."""
-        self._n_streams = (self._n_streams + 1) % _SILENT_TAG
+        """The first of two numbers for one exchange's messages, the same on all ranks, which call this in the same order."""
+        self._n_streams = (self._n_streams + 2) % (1 << 32)
         return self._n_streams
 
     def scratch(self, name: str, n_bytes: int) -> torch.Tensor:
@@ -233,7 +237,8 @@ class Communicator:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of work space held now."""
-        return sum(buffer.numel() for buffer in self._scratch.values())
+        held = 0 if self._mesh is None else self._mesh.bytes_held
+        return held + sum(buffer.numel() for buffer in self._scratch.values())
 
     # ---- failure
 
@@ -262,6 +267,8 @@ class Communicator:
             if failure is None:
                 failure = RankMismatch(f"rank {self.rank} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
+            if isinstance(failure, PeerLost):
+                failure = self._name_who_closed(failure)
             origin, note = self._exchange_notes(failure)
             if origin != self.rank:
                 cls = getattr(errors, note["type"], PeerLost)
@@ -272,6 +279,12 @@ class Communicator:
         self._break_connections()
         self._let_peers_read()
         return failure
+
+    def _name_who_closed(self, lost: PeerLost) -> PeerLost:
+        """`lost`, or a better one if peers have closed their ends while this rank goes on."""
+        better: list[PeerLost] = []
+        _try_for(_NOTE_WAIT_S, lambda: better.extend(self.closing.blame(lost)))
+        return better[0] if better else lost
 
     def _exchange_notes(self, failure: GradwireError) -> tuple[int, dict[str, str]]:
         """Leave a note unless a peer has left one before; returns the note that stands and the rank that wrote it."""
@@ -303,11 +316,13 @@ class Communicator:
     def _break_connections(self) -> None:
         """Close every connection of this group, which wakes all peers that wait on them.
 
-        Gloo has no call for it, but a receive that times out closes the connections of its whole group; nothing is ever
-        sent on the silent tag, so this one always does.
+        The backend, which still sums, has no call for it (in torch 2.13 Gloo's `abort` closes nothing), but a receive that
+        times out closes the connections of its whole group, and nobody ever sends to this one.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or self._group is None:
             return
+        if self._mesh is not None:
+            self._mesh.break_off()
         for twin in list(self._twins):
             twin._break_connections()
         peer = (self.rank + 1) % self.world_size
@@ -316,24 +331,28 @@ class Communicator:
             work.wait(timedelta(milliseconds=1))
 
     @contextlib.contextmanager
-    def _naming_peer(self, peer: int | None) -> Any:
-        """Turn the backend's RuntimeError into PeerLost, which says who was waited for."""
+    def _naming_peers(self) -> Any:
+        """Turn the backend's RuntimeError into PeerLost; it does not say who was waited for."""
         started = time.monotonic()
         try:
             yield
         except GradwireError:
             raise
         except (RuntimeError, ValueError) as error:
-            whom = "its peers" if peer is None else f"rank {peer}"
             waited_s = time.monotonic() - started
-            what = "did not answer" if "imed out" in str(error) else "closed the connection"
+            was_slow = "imed out" in str(error) or "timeout" in str(error)
+            what = "did not answer" if was_slow else "closed the connection"
+            cure = " If it was only slow, pass attach(..., timeout_s=) more." if was_slow else ""
             raise PeerLost(
-                f"rank {self.rank} lost {whom}, which {what} (waited {waited_s:.1f} s, timeout_s={self.timeout_s:g}). "
-                f"Look at the output of {whom} for the cause, and restart from the last checkpoint. Backend: {error}"
+                f"rank {self.rank} lost its peers, one of which {what} (waited {waited_s:.1f} s, "
+                f"timeout_s={self.timeout_s:g}). Look at their output for the cause, and restart from the last "
+                f"checkpoint.{cure} Backend: {error}"
             ) from error
 
-    def close(self) -> None:
-        """Finish the lane. Every rank calls it; safe to call twice."""
+    def close(self, step: int | None = None) -> None:
+        """Finish the lane. Every rank calls it; safe to call twice. `step`: told to peers that go on without this one."""
+        if step is not None:
+            _try_for(_NOTE_WAIT_S, lambda: self.closing.tell(step))
         self._closed = True
         _open_communicators.discard(self)
         if not self._lane.is_alive():
@@ -342,6 +361,8 @@ class Communicator:
         if threading.current_thread() is not self._lane:
             self._lane.join()
         self._scratch.clear()
+        if self._mesh is not None:
+            self._mesh.shut()
         # By this thread and now: the group's own threads run callbacks that hold this object, and a group that is let go
         # on one of its threads waits for itself.
         del self._group
@@ -379,17 +400,6 @@ def _try_for(limit_s: float, action: Callable[[], None]) -> None:
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(limit_s)
-
-
-# How many groups this process has made over the same ranks. All ranks of a group make them in the same order.
-_n_groups: Counter[tuple[int, ...]] = Counter()
-
-
-def _name_group(members: list[int]) -> str:
-    """The prefix of the next group over `members` in the store: the same on all of them, and never used before."""
-    _n_groups[tuple(members)] += 1
-    digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
-    return f"gradwire/{digest}/{_n_groups[tuple(members)]}"
 
 
 def ring_bytes(n_bytes: int, world_size: int) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Facts(NamedTuple):
-    """What both ends of a stream must agree on; carried by every frame, compared on receipt."""
+    """What both ends of a stream must agree on; carried by every message header, compared on receipt."""
 
     configuration: int
     layout: int

@@ -1,7 +1,7 @@
 """The preamble: before ranks send gradients of a new layout, they compare one small record each.
 
 A mismatch found here names the field and the ranks, on every rank, before a byte of gradient has travelled. Between
-full exchanges the same facts ride in the header of every frame (`collectives/frames.py`).
+full exchanges the same facts ride in the header of every frame (`exchange/frames.py`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def compare_preambles(communicator: Communicator, mine: Preamble, record: Bucket
     """Exchange preambles with all ranks (on the lane). Raises: RankMismatch, naming the field and the ranks."""
     packed = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8)
     n_bytes = packed.numel() * (communicator.world_size - 1)
-    record.count_sent(n_bytes)
-    record.count_received(n_bytes)
+    record.count_exchanged(n_bytes)
     theirs = [Preamble.unpack(bytes(row.tolist())) for row in communicator.all_gather(packed)]
     for field in Preamble._fields:
         values = [getattr(preamble, field) for preamble in theirs]

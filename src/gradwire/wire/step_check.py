@@ -35,8 +35,7 @@ class StepCheck:
         self._mine = mine
         self._pending = self._communicator.start_all_reduce(self._extremes, dist.ReduceOp.MAX)
         n_bytes = ring_bytes(self._extremes.numel() * self._extremes.element_size(), self._communicator.world_size)
-        record.count_sent(n_bytes)
-        record.count_received(n_bytes)
+        record.count_exchanged(n_bytes)
 
     def _read(self, record: BucketRecord) -> None:
         if self._pending is None or self._mine is None:

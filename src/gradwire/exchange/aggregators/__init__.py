@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, Protocol
 
 import torch
 
-from gradwire.errors import InvalidArgument
+from gradwire.registry import Registry
 from gradwire.telemetry.recorder import BucketRecord, Recorder
 from gradwire.wire.communicator import Communicator
 
 __all__ = ["Aggregator", "Sum", "by_name", "names"]
-
-# name: "module:class". A new aggregator is one file and one line here.
-_REGISTRY: dict[str, str] = {
-    "process-group": "gradwire.exchange.aggregators.process_group:ProcessGroup",
-    "switch": "gradwire.exchange.aggregators.switch:Switch",
-}
 
 
 class Sum(Protocol):
@@ -70,9 +63,19 @@ class Aggregator(Protocol):
         ...
 
 
+# name: "module:class". A new aggregator is one file and one line here.
+_REGISTRY: Registry[Aggregator] = Registry(
+    "aggregator",
+    {
+        "process-group": "gradwire.exchange.aggregators.process_group:ProcessGroup",
+        "switch": "gradwire.exchange.aggregators.switch:Switch",
+    },
+)
+
+
 def names() -> list[str]:
     """The registered aggregators, sorted."""
-    return sorted(_REGISTRY)
+    return _REGISTRY.names()
 
 
 def by_name(name: str, **options: Any) -> Aggregator:
@@ -80,12 +83,4 @@ def by_name(name: str, **options: Any) -> Aggregator:
 
     Raises: InvalidArgument (unknown name, or an option that the aggregator does not take).
     """
-    if name not in _REGISTRY:
-        raise InvalidArgument(f"no aggregator is called {name!r}; there are: {', '.join(names())}")
-    module_path, class_name = _REGISTRY[name].split(":")
-    cls = getattr(importlib.import_module(module_path), class_name)
-    try:
-        aggregator: Aggregator = cls(**options)
-    except TypeError as error:
-        raise InvalidArgument(f"aggregator {name!r}: {error}") from error
-    return aggregator
+    return _REGISTRY.make(name, options)

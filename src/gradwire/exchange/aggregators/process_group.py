@@ -78,8 +78,7 @@ class ProcessGroup:
     def _count(self, tensor: torch.Tensor, record: BucketRecord, started_ns: int) -> None:
         record.add("communicate", started_ns, time.perf_counter_ns())
         n_bytes = ring_bytes(tensor.numel() * tensor.element_size(), self._communicator.world_size)
-        record.count_sent(n_bytes)
-        record.count_received(n_bytes)
+        record.count_exchanged(n_bytes)
 
 
 class _BackendSum:

@@ -8,7 +8,7 @@ import torch
 
 from gradwire.codecs.embedded_float import EmbeddedFloat, EmbeddedValues
 from gradwire.errors import CorruptMessage
-from gradwire.stepping.deferred import Slot
+from gradwire.stepping.deferred import OpenBlock
 
 WORD_BITS = 32
 
@@ -19,7 +19,7 @@ class BlockValues:
     With all 32 bits in one message the words travel as they are, without a codec.
     """
 
-    def __init__(self, codec: EmbeddedFloat, slot: Slot, rank: int, world_size: int) -> None:
+    def __init__(self, codec: EmbeddedFloat, slot: OpenBlock, rank: int, world_size: int) -> None:
         self._codec, self._slot, self._rank, self._world_size = codec, slot, rank, world_size
         self._refined: dict[int, EmbeddedValues] = {}
         self._plain: dict[int, torch.Tensor] = {}

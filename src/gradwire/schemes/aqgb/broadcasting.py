@@ -14,15 +14,15 @@ import torch
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.schemes.aqgb.block_feedback import BlockFeedback
 from gradwire.schemes.aqgb.block_values import BlockValues, Scratch
 from gradwire.schemes.aqgb.figures import Figures
 from gradwire.schemes.aqgb.heads import NO_BLOCK, Head, HeadFormat
-from gradwire.schemes.aqgb.leftovers import Leftovers
 from gradwire.schemes.aqgb.pacing import Clock, Pacing
 from gradwire.schemes.aqgb.round import Round
 from gradwire.schemes.aqgb.streams import TOPOLOGIES, Streams
 from gradwire.stepping.blocks import Block, Division
-from gradwire.stepping.deferred import DeferredScheme, Slot
+from gradwire.stepping.deferred import DeferredScheme, OpenBlock
 from gradwire.telemetry.recorder import BucketRecord
 
 # Ahead of what the network has taken by our estimate: a newer block should not queue behind much, and the network never
@@ -54,7 +54,6 @@ class BlockBroadcast(DeferredScheme):
         self.topology = topology
         self.error_feedback = error_feedback
         self._clock = clock
-        self._leftovers = Leftovers()
         self._streams: Streams | None = None
         self._changed = threading.Condition()
         self._failure: GradwireError | None = None
@@ -73,6 +72,7 @@ class BlockBroadcast(DeferredScheme):
 
     def bind(self, session: Session) -> None:
         super().bind(session)
+        self._unsent = BlockFeedback(session.feedback)
         communicator = session.communicator
         n_blocks, world_size = len(self._slots), communicator.world_size
         self._world_size, self._rank = world_size, communicator.rank
@@ -82,13 +82,12 @@ class BlockBroadcast(DeferredScheme):
         self._values = [BlockValues(self._codec, slot, communicator.rank, world_size) for slot in self._slots]
         self._scratch = Scratch()
         self._round: Round | None = None
-        self._spare = session.recorder.open_bucket(0, -1, 0)
+        self._spare = session.recorder.open_apart()
         self._received_bytes, self._receiving_us = [0] * world_size, [0] * world_size
         self._failure = None
         if world_size > 1:
             heads = HeadFormat(n_blocks, world_size, self.configuration_hash, self.blocks_hash)
-            tags = communicator.next_stream(), communicator.next_stream()
-            self._streams = Streams(communicator, self.topology, heads, tags, self, time.perf_counter_ns)
+            self._streams = Streams(communicator, self.topology, heads, self)
 
     def close(self) -> None:
         try:
@@ -97,7 +96,7 @@ class BlockBroadcast(DeferredScheme):
             if self._streams is not None:
                 self._streams.close()
                 self._streams = None
-            self._leftovers = Leftovers()
+            self.session.feedback.clear()
             self._values = []
 
     @abstractmethod
@@ -114,7 +113,7 @@ class BlockBroadcast(DeferredScheme):
 
     # ---- the training thread and DDP's hook
 
-    def _begin_step(self, step: int) -> None:
+    def _begin_round(self, step: int) -> None:
         streams = self._streams
         if streams is None:
             return
@@ -130,14 +129,14 @@ class BlockBroadcast(DeferredScheme):
         streams.begin_round(step)
         self.session.communicator.submit(self._run_round, current).add_done_callback(self._hear_of_lane)
 
-    def _start_block(self, slot: Slot) -> torch.futures.Future:
+    def _start_block(self, slot: OpenBlock) -> torch.futures.Future:
         done: torch.futures.Future = torch.futures.Future()
         if self._streams is None:
             done.set_result(None)
             return done
         index = slot.block.index
         if self.error_feedback:
-            self._leftovers.add_to(slot, self.session.loss_scale())
+            self._unsent.add_to(slot, self.session.loss_scale())
         self.pacing.note_gradient(index)
         with self._changed:
             if self._failure is not None:
@@ -171,7 +170,7 @@ class BlockBroadcast(DeferredScheme):
             self.fail(error)
             raise
 
-    def _note_wait(self, slot: Slot, start_ns: int, end_ns: int) -> None:
+    def _note_wait(self, slot: OpenBlock, start_ns: int, end_ns: int) -> None:
         super()._note_wait(slot, start_ns, end_ns)
         self.figures.note_wait(end_ns - start_ns)
 
@@ -179,10 +178,10 @@ class BlockBroadcast(DeferredScheme):
         self.figures.end_backward()
         return super().end_backward(step)
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, slot: OpenBlock) -> None:
         super()._settle(slot)
         if self.error_feedback:
-            self._leftovers.commit(slot)
+            self._unsent.commit(slot)
 
     # ---- the lane: what to send, and how much of it
 
@@ -213,7 +212,7 @@ class BlockBroadcast(DeferredScheme):
             self._raise_failure()
         streams.finish()
 
-    def _next_to_send(self, current: Round) -> tuple[Slot, int, bool]:
+    def _next_to_send(self, current: Round) -> tuple[OpenBlock, int, bool]:
         """The block that came last, how many values wait with it, and whether it is the last of all."""
         with self._changed:
             while True:
@@ -245,9 +244,8 @@ class BlockBroadcast(DeferredScheme):
         values, record = self._values[index], current.records[index]
         assert record is not None
         first_bit = values.sent_bits
-        started = time.perf_counter_ns()
-        message, is_plain = values.encode(n_bits)
-        record.add("encode", started, time.perf_counter_ns())
+        with record.timing("encode"):
+            message, is_plain = values.encode(n_bits)
         self.figures.note_sent(index, n_bits, first_bit == 0)  # sent, it may end the step before this thread goes on
         self._send(streams, current, index, first_bit, n_bits, message, is_plain)
         self.pacing.sent(message.numel())
@@ -278,7 +276,7 @@ class BlockBroadcast(DeferredScheme):
         record = None if index == NO_BLOCK else current.records[index]
         return record or next((one for one in current.records if one is not None), self._spare)
 
-    # ---- the receivers
+    # ---- the receiver
 
     @property
     def max_body_bytes(self) -> int:
@@ -336,15 +334,13 @@ class BlockBroadcast(DeferredScheme):
             if record is None or index not in current.awaited or not all(ended[index] for ended in current.ended):
                 return
             current.records[index] = None
-        started = time.perf_counter_ns()
-        with self._scratch.lock:
+        with record.timing("decode"), self._scratch.lock:
             sums, own = self._scratch.for_block(slot.gradient)
             self._values[index].write_own(own)
             self._values[index].sum_in_rank_order(sums, own)
             if self.error_feedback:
-                self._leftovers.stage(slot, own)
+                self._unsent.stage(slot, own)
             torch.mul(sums, 1.0 / self._world_size, out=slot.gradient)
-        record.add("decode", started, time.perf_counter_ns())
         self.session.recorder.close_bucket(record)
         with self._changed:
             current.n_summed += 1
@@ -388,11 +384,11 @@ class BlockBroadcast(DeferredScheme):
         return self.figures.last_bits() | self.pacing.figures()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": self._leftovers.state_by_name(self.session.names)} if self.error_feedback else {}
+        return {"residuals": self.session.feedback.state_by_name(self.session.slots)} if self.error_feedback else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if self.error_feedback:
             if not isinstance(state.get("residuals"), dict):
                 raise InvalidArgument(f"this is not the state of scheme {self.name}: it lacks residuals")
-            self._leftovers.load_by_name(state["residuals"], self.session.names, self._slots)
+            self.session.feedback.load_by_name(state["residuals"], self.session.slots)

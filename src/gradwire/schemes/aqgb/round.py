@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.stepping.deferred import Slot
+from gradwire.stepping.deferred import OpenBlock
 from gradwire.telemetry.recorder import BucketRecord
 
 
@@ -14,7 +14,7 @@ class Round:
     def __init__(self, step: int, n_blocks: int, world_size: int, records: list[BucketRecord | None]) -> None:
         self.step, self.n_blocks, self.records = step, n_blocks, records
         self.n_appeared = self.n_summed = 0
-        self.unsent: list[Slot] = []  # in the order in which they appeared
+        self.unsent: list[OpenBlock] = []  # in the order in which they appeared
         self.awaited: dict[int, torch.futures.Future] = {}  # of blocks that appeared and are not summed yet
         self.ended = [[False] * n_blocks for _ in range(world_size)]  # [rank][block]
         self.ending: set[int] = set()  # own blocks of which nothing follows; said with the next head

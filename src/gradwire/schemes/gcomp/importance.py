@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.core.slot import Slot, local_of, slot_of
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
 
@@ -54,6 +56,8 @@ class QuantisationMetric:
         self._terms_of = _find_terms(optimizer)
         self._world_factor = world_size / 2 ** (world_size - 1).bit_length()
         self._tiles = _Tiles()
+        self._ready = torch.empty(0, dtype=torch.uint8)  # bytes that are written before they are asked for
+        self._n_ready = 0
         for group in optimizer.param_groups:
             _require_supported(optimizer, group)
 
@@ -85,33 +89,47 @@ class QuantisationMetric:
                 raise InvalidArgument(
                     f"{parameter.numel()} elements at {offset} do not fit in out, which has {out.numel()}"
                 )
-        self.write_window(parameters, offsets, 0, out, loss_scale, gradient_dtype)
+        self.of_bucket(parameters, offsets, loss_scale, gradient_dtype).write(0, out)
 
-    def write_window(
+    def of_bucket(
         self,
-        parameters: Sequence[Tensor],
+        slots: Sequence[Slot | Tensor],
         offsets: Sequence[int],
-        start: int,
-        out: Tensor,
         loss_scale: float = 1.0,
         gradient_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Like `write_importance`, for the elements from `start` on that `out` has room for: one chunk of a bucket."""
+    ) -> _native.BucketImportance:
+        """What `write_importance` writes, for any range of the bucket, from parameters and state as they are then.
+
+        The optimizer must not step before it has been used; it is void when this is called again.
+        """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
-        for parameter, offset in zip(parameters, offsets, strict=True):
-            begin, end = max(offset, start), min(offset + parameter.numel(), start + out.numel())
-            if begin >= end:
+        windows: list[tuple[int, int, int, int, int, float, float, float, int]] = []
+        reads: list[Tensor] = []
+        self._n_ready = 0
+        for offset, slot in sorted(zip(offsets, map(slot_of, slots), strict=True), key=lambda place: place[0]):
+            n, parameter, operands = slot.numel(), slot.parameter, None
+            if n == 0:
                 continue
-            destination = out[begin - start : end - start]
-            terms = self._read_terms(parameter, groups.get(parameter))
-            if terms is None:
-                destination.zero_()
+            if parameter is not None and (terms := self._read_terms(parameter, groups.get(parameter))) is not None:
+                gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
+                factor = self._world_factor * loss_scale * 2.0**gap
+                operands = _operands(terms, parameter, factor, slice(slot.start, slot.start + n))
+            if operands is None:
+                ready = self._reserve(n).zero_()
+            elif operands.is_plain:
+                reads += operands.tensors
+                windows.append((offset, n, *operands.addresses, operands.a, operands.b, operands.c, 0))
                 continue
-            gap = _mantissa_bits(gradient_dtype or parameter.dtype) - _mantissa_bits(parameter.dtype)
-            factor = self._world_factor * loss_scale * 2.0**gap
-            self._write(parameter, terms, factor, slice(begin - offset, end - offset), destination)
+            else:
+                ready = self._reserve(n)
+                self._write(operands, ready)
+            reads.append(ready)
+            windows.append((offset, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr()))
+        importance = _native.BucketImportance(windows)
+        importance.reads = reads
+        return importance
 
     def _read_terms(self, parameter: Tensor, group: dict[str, Any] | None) -> Terms | None:
         if group is None:
@@ -127,31 +145,79 @@ class QuantisationMetric:
                 "as if an option had been switched on after the first step; make a new optimizer, or: " + _ADVICE
             ) from missing
 
-    def _write(self, parameter: Tensor, terms: Terms, factor: float, part: slice, out: Tensor) -> None:
-        """The bytes of one part of a parameter, in its memory order."""
-        a, b, c = terms.a * factor, terms.b * factor, terms.c * factor
-        if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
-            out.zero_()  # a step size beyond float32 (eta below 1e-38, say, or NaN): drop nothing
-            return
-        theta = _flatten_like(parameter, parameter)[part]
-        second = None if terms.second_moment is None else _flatten_like(terms.second_moment, parameter)[part]
-        first = None if terms.first_moment is None else _flatten_like(terms.first_moment, parameter)[part]
-        if terms.mean is None and terms.shift is None and all(map(_is_plain, (theta, second, first))):
-            _native.importance(theta, second, first, a, b, c, out)
-            return
-        mean = None if terms.mean is None else _flatten_like(terms.mean[1], parameter)[part]
-        shift = None if terms.shift is None else _flatten_like(terms.shift[1], parameter)[part]
+    def _reserve(self, n: int) -> Tensor:
+        """(n,) uint8 of this call's own, from memory that grows to what a bucket needs."""
+        first, self._n_ready = self._n_ready, self._n_ready + n
+        if self._ready.numel() < self._n_ready:  # the smaller one lives on in the windows that read it
+            self._ready, first, self._n_ready = torch.empty(2 * self._n_ready, dtype=torch.uint8), 0, n
+        return self._ready[first : first + n]
+
+    def _write(self, operands: _Operands, out: Tensor) -> None:
+        """The bytes of a parameter that the kernel cannot read where it lies, in its memory order, tile by tile."""
         for begin in range(0, out.numel(), _TILE_ELEMENTS):
             tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
-            theta_tile = self._tiles.load(0, theta, tile)
-            second_tile = None if second is None else self._tiles.load(1, second, tile)
-            first_tile = None if first is None else self._tiles.load(2, first, tile)
-            if terms.mean is not None and mean is not None and second_tile is not None:
-                mean_tile = self._tiles.load(3, mean, tile)
-                second_tile.addcmul_(mean_tile, mean_tile, value=-terms.mean[0])
-            if terms.shift is not None and shift is not None:
-                theta_tile.add_(self._tiles.load(3, shift, tile), alpha=terms.shift[0])
-            _native.importance(theta_tile, second_tile, first_tile, a, b, c, out[tile])
+            load = lambda slot, values, tile=tile: self._tiles.load(slot, values, tile)  # noqa: E731
+            theta_tile = load(0, operands.theta)
+            second_tile = None if operands.second is None else load(1, operands.second)
+            first_tile = None if operands.first is None else load(2, operands.first)
+            if operands.mean is not None and second_tile is not None:
+                mean_tile = load(3, operands.mean[1])
+                second_tile.addcmul_(mean_tile, mean_tile, value=-operands.mean[0])
+            if operands.shift is not None:
+                theta_tile.add_(load(3, operands.shift[1]), alpha=operands.shift[0])
+            _native.importance(theta_tile, second_tile, first_tile, operands.a, operands.b, operands.c, out[tile])
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The terms of one parameter, as (n,) in the order of its gradient."""
+
+    a: float
+    b: float
+    c: float
+    theta: Tensor
+    second: Tensor | None
+    first: Tensor | None
+    mean: tuple[float, Tensor] | None
+    shift: tuple[float, Tensor] | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the kernel can read them where they lie."""
+        return self.mean is None and self.shift is None and all(map(_is_plain, (self.theta, self.second, self.first)))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [values for values in (self.theta, self.second, self.first) if values is not None]
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        theta, second, first = (
+            0 if values is None else values.data_ptr() for values in (self.theta, self.second, self.first)
+        )
+        return theta, second, first
+
+
+def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _Operands | None:
+    """Those of one part of a parameter, in its memory order.
+
+    None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then.
+    """
+    a, b, c = terms.a * factor, terms.b * factor, terms.c * factor
+    if not max(abs(a), abs(b), abs(c)) <= _LARGEST_FLOAT32:
+        return None
+    parameter = local_of(parameter)
+
+    def flatten(values: Tensor | None) -> Tensor | None:
+        return None if values is None else _flatten_like(values, parameter)[part]
+
+    def flatten_weighted(weighted: tuple[float, Tensor] | None) -> tuple[float, Tensor] | None:
+        return None if weighted is None else (weighted[0], _flatten_like(weighted[1], parameter)[part])
+
+    return _Operands(
+        a, b, c, _flatten_like(parameter, parameter)[part], flatten(terms.second_moment), flatten(terms.first_moment),
+        flatten_weighted(terms.mean), flatten_weighted(terms.shift),
+    )  # fmt: skip
 
 
 class _Tiles:
@@ -215,7 +281,7 @@ def _flatten_like(values: Tensor, parameter: Tensor) -> Tensor:
 
     DDP's reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row.
     """
-    values = values.detach()
+    values = local_of(values.detach())
     if values.shape != parameter.shape:
         raise Unsupported(
             f"the optimizer holds state of shape {tuple(values.shape)} for a parameter of shape "

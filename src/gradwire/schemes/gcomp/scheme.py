@@ -7,7 +7,6 @@ counts of all ranks, summed in the gap before the next step, give the next Huffm
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.engine import Importance
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.gcomp.table import TableRefresh
@@ -100,39 +99,21 @@ class GComp(ThroughCodec):
         loss_scale = self.session.loss_scale()
         self._reduce_with(codec, bucket, self._importance_of(bucket, loss_scale))
         if self._watch is not None:
-            self._watch.after_reduction(bucket.parameters, bucket.offsets, bucket.buffer, loss_scale)
+            self._watch.after_reduction(bucket, loss_scale)
 
     def _importance_of(self, bucket: Bucket, loss_scale: float) -> Importance | None:
-        """Says how large each value of a chunk may be before its low bits matter; None if all values are alike.
-
-        Made chunk by chunk, just before the first message of a chunk is written or read: so this work, too, overlaps with
-        what is on the wire.
-        """
+        """What says how large each value of the bucket may be before its low bits matter; None if all are alike."""
         if self._metric is None:
             return None
-        if not bucket.parameters:
+        if not bucket.slots:
             raise Unsupported(
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
             )
-        metric = self._metric
-        if bucket.buffer.dtype == torch.float16:
-            loss_scale /= (
-                self.session.communicator.world_size
-            )  # which the ranks' shares are divided by before they are sent
-        bytes_of_bucket = self.session.communicator.scratch("importance", bucket.n_elements)
-        written: set[int] = set()
-
-        def importance(start: int, end: int) -> torch.Tensor:
-            out = bytes_of_bucket[start:end]
-            if start not in written:
-                written.add(start)
-                started = time.perf_counter_ns()
-                metric.write_window(bucket.parameters, bucket.offsets, start, out, loss_scale, bucket.buffer.dtype)
-                bucket.record.add("importance", started, time.perf_counter_ns())
-            return out
-
-        return importance
+        if bucket.buffer.dtype == torch.float16:  # which the exchange divides by the number of ranks first
+            loss_scale /= self.session.communicator.world_size
+        with bucket.record.timing("importance"):
+            return self._metric.of_bucket(bucket.slots, bucket.offsets, loss_scale, bucket.buffer.dtype)
 
     def end_step(self, step: int) -> None:
         self._tables.end_step(step, self.session.communicator)

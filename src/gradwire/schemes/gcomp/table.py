@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gradwire import _native
 from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import InvalidArgument
@@ -145,13 +146,18 @@ class _CountingCodec:
 
     def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
         self.name = codec.name
-        self.one_pass = True
         self.max_encoded_bytes = codec.max_encoded_bytes
         self.decode = codec.decode
         self._codec = codec
         self._counts = counts
 
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
-        counts = _WIDE if self._codec.exponent_bits(gradient.dtype) == 8 else _NARROW
-        self._codec.histogram(gradient, self._counts[counts])
+        self._codec.histogram(gradient, self._counts_of(gradient.dtype))
         return self._codec.encode(gradient, out, importance)
+
+    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
+        """As `GComp.exchange_codec`."""
+        return self._codec.exchange_codec(dtype, importance, self._counts_of(dtype))
+
+    def _counts_of(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._counts[_WIDE if self._codec.exponent_bits(dtype) == 8 else _NARROW]

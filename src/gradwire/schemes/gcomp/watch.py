@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core.bucket import Bucket
+from gradwire.core.slot import local_of
 from gradwire.errors import Unsupported
 
 _ADVICE = 'importance="uniform" (a fixed number of bits) and importance="none" (lossless) do not read the optimizer'
@@ -57,11 +59,13 @@ class OptimizerWatch:
                 f'="paper" reads its state. Close the attachment and attach the optimizer that makes the steps; {_ADVICE}'
             )
 
-    def after_reduction(self, parameters: Sequence[Tensor], offsets: Sequence[int], mean: Tensor, scale: float) -> None:
-        """Keep a few values of the bucket's `mean`, of gradients whose loss was multiplied by `scale`."""
-        if parameters and parameters[0].is_contiguous():
-            n = min(_SAMPLE_ELEMENTS, parameters[0].numel())
-            self._samples[parameters[0]] = (mean[offsets[0] : offsets[0] + n].float(), scale)
+    def after_reduction(self, bucket: Bucket, scale: float) -> None:
+        """Keep a few values of the mean that `bucket` holds, of gradients whose loss was multiplied by `scale`."""
+        for slot, offset in zip(bucket.slots[:1], bucket.offsets, strict=False):
+            parameter = slot.parameter
+            if parameter is not None and slot.start == 0 and local_of(parameter).is_contiguous():
+                n = min(_SAMPLE_ELEMENTS, slot.numel())
+                self._samples[parameter] = (bucket.buffer[offset : offset + n].float(), scale)
 
     def close(self) -> None:
         """Take the hooks back."""
@@ -73,7 +77,7 @@ class OptimizerWatch:
         if getattr(optimizer, "grad_scale", None) is not None:
             return  # a fused step under a GradScaler takes the loss scale out by itself
         for parameter, (arrived, scale) in samples.items():
-            gradient = parameter.grad
+            gradient = None if parameter.grad is None else local_of(parameter.grad)
             if gradient is None or not gradient.is_contiguous():
                 continue
             now = gradient.detach().reshape(-1)[: arrived.numel()].float().to(arrived.device)

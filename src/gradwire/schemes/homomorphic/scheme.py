@@ -17,21 +17,22 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from typing import Any
 
 import torch
 
 from gradwire import _native
 from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, MIN_GAMMA, CountSketch, FixedPoint, Outcome
+from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
+from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
+from gradwire.schemes.compressed import Redoing, count_of
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
-from gradwire.schemes.optimistic import Optimistic, check_share, count_of
-from gradwire.schemes.plain import all_reduce_plainly
+from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
 _MODES = ("lossless", "exact", "lossy")
@@ -55,7 +56,7 @@ _MIN_BUDGET_CELLS = 256
 _MAX_DENSE_CORE = 64
 
 
-class Homomorphic(Optimistic):
+class Homomorphic(Redoing):
     """Mean over the ranks of gradients with many zeros, by OR and sum alone.
 
     Args:
@@ -145,18 +146,14 @@ class Homomorphic(Optimistic):
 
     # ---- one bucket
 
-    def _send(self, bucket: Bucket) -> bool:
-        if self.session.communicator.world_size == 1:  # the mean of one is itself: nothing to send or to leave out
-            return True
+    def _send(self, bucket: Bucket, wire: Wire) -> bool:
         key = f"{bucket.index}:{bucket.layout_hash:08x}"
         if self._is_known_as_dense(key):
-            return self._send_plainly(bucket)
-        values, left_out = self._values_to_send(bucket)
-        union = self._index.agree(
-            values, self._facts_of(bucket), key, bucket, self.session.communicator, self.aggregator
-        )
+            return self._send_plainly(bucket, wire)
+        values, unsent = self._values_to_send(bucket, wire)
+        union = self._index.agree(values, wire.checksum, key, bucket, self.session.communicator, self.aggregator)
         if not union.ranks_agree:
-            self._name_mismatch(bucket)
+            wire.name_mismatch()
         if not union.is_finite or self._may_overflow(union):
             return False
         # Estimates that missed the same way at every step would bend the training; peeled values do not care.
@@ -166,53 +163,56 @@ class Homomorphic(Optimistic):
         cell_bytes = 8 if self.mode == "exact" and self.integer_bits == 64 else 4
         if cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes and n_cells:
             self._next_tries_in[key] = _STEPS_BETWEEN_TRIES
-            return self._send_plainly(bucket)
-        self._send_sketch(bucket, values, left_out, union)
+            return self._send_plainly(bucket, wire)
+        self._send_sketch(bucket, wire, values, unsent, union)
         return True
 
-    def _values_to_send(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(n,) float32 or bfloat16 to be summed, and (n,) float32, scratch, that the sparsifier left out of it."""
-        started = time.perf_counter_ns()
-        if self.error_feedback or self.sparsifier:
-            corrected = self._corrected(bucket)
+    def _values_to_send(self, bucket: Bucket, wire: Wire) -> tuple[torch.Tensor, _Unsent | None]:
+        """(n,) float32 or bfloat16 to be summed, and with error feedback what is kept of it."""
+        n, gradient = bucket.n_elements, bucket.buffer
+        with wire.timing("encode"):
+            if not self.error_feedback and not self.sparsifier:
+                if gradient.dtype == torch.float16:
+                    return wire.scratch("values", n).copy_(gradient), None
+                return gradient, None
+            corrected, unsent = wire.scratch("corrected", n).copy_(gradient), None
+            if self.error_feedback:
+                unsent = _Unsent(self.session.feedback, bucket, self.session.loss_scale(), corrected)
             if not self.sparsifier:
-                bucket.record.add("encode", started, time.perf_counter_ns())
-                return corrected, None
-            kept = self.session.communicator.scratch("kept", corrected.numel() * 4).view(torch.float32).zero_()
-            largest = torch.empty(count_of(self.density, corrected.numel()), dtype=torch.int32)
+                return corrected, unsent
+            kept = wire.scratch("kept", n).zero_()
+            largest = torch.empty(count_of(self.density, n), dtype=torch.int32)
             if _native.select_largest(corrected, largest) == 0:
                 places = largest.long()
                 kept[places] = corrected[places]
                 corrected[places] = 0
             else:
                 kept[0] = float("nan")  # not finite: this bucket is going to be redone
-            bucket.record.add("encode", started, time.perf_counter_ns())
-            return kept, corrected
-        if bucket.buffer.dtype == torch.float16:
-            values = self.session.communicator.scratch("values", 4 * bucket.n_elements).view(torch.float32)
-            return values.copy_(bucket.buffer), None
-        return bucket.buffer, None
+            if unsent is not None:
+                unsent.left_out = corrected
+            return kept, unsent
 
-    def _send_sketch(self, bucket: Bucket, values: torch.Tensor, left_out: torch.Tensor | None, union: Union) -> None:
+    def _send_sketch(
+        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: _Unsent | None, union: Union
+    ) -> None:
         """Sum the sketch, peel it while it travels, and put the mean into the bucket."""
-        sketch, record, communicator = self._sketch, bucket.record, self.session.communicator
+        sketch = self._sketch
         fixed = self._fixed_point(union)
         dtype = torch.float32 if fixed is None else fixed.dtype
         peel_first = sketch.n_nonzeros < _PEEL_FIRST_NONZEROS
         attempt = 0
         while True:
-            n_core = self._peel(bucket, union) if peel_first else 0
+            n_core = self._peel(wire, union) if peel_first else 0
             if self._has_to_try_again(n_core, attempt):
                 attempt += 1
                 sketch.prepare(union.words, bucket.n_elements, attempt)
                 continue
-            cells = communicator.scratch("cells", dtype.itemsize * sketch.n_cells).view(dtype)
-            started = time.perf_counter_ns()
-            sketch.add(values, union.own, cells, fixed)
-            record.add("encode", started, time.perf_counter_ns())
-            total = self.aggregator.start_sum(cells, record) if cells.numel() else None
+            cells = wire.scratch("cells", sketch.n_cells, dtype)
+            with wire.timing("encode"):
+                sketch.add(values, union.own, cells, fixed)
+            total = self.aggregator.start_sum(cells, wire.record) if cells.numel() else None
             if not peel_first:
-                n_core = self._peel(bucket, union)
+                n_core = self._peel(wire, union)
             if total is not None:
                 total.wait()
             if not self._has_to_try_again(n_core, attempt):
@@ -223,40 +223,33 @@ class Homomorphic(Optimistic):
 
         estimate = self.mode == "lossy" and n_core > _MAX_DENSE_CORE
         core = sketch.core() if n_core and (self.error_feedback or not estimate) else None
-        scale = (1.0 if fixed is None else fixed.scale) / communicator.world_size
-        core_mean = None if estimate or core is None else self._sum_core(bucket, values, core, fixed) * scale
+        scale = (1.0 if fixed is None else fixed.scale) / wire.world_size
+        core_mean = None if estimate or core is None else self._sum_core(wire, values, core, fixed) * scale
         is_direct = not self.error_feedback and bucket.buffer.dtype in (torch.float32, torch.bfloat16)
-        started = time.perf_counter_ns()
-        out = bucket.buffer
-        if not is_direct:
-            out = communicator.scratch("mean", 4 * bucket.n_elements).view(torch.float32)
-        if sketch.recover(cells, scale, out, estimate) is not Outcome.COMPLETE:
-            raise CorruptMessage(
-                f"the summed sketch of bucket {bucket.index} in step {bucket.step} is not that of its index: it was "
-                f"altered on its way through the aggregator {self.aggregator.name!r}; restart from the last checkpoint"
-            )
-        if core_mean is not None:
-            out[core] = core_mean.float().to(out.dtype)  # rounded as the others are
-        elif core is not None:
-            out[core] *= sketch.estimate_shrinkage
-        if self.error_feedback:
-            self._keep_what_was_left_out(bucket, values, left_out, out, core if estimate else None)
-        if not is_direct:
-            bucket.buffer.copy_(out)
-        record.add("decode", started, time.perf_counter_ns())
+        with wire.timing("decode"):
+            out = bucket.buffer if is_direct else wire.scratch("mean", bucket.n_elements)
+            if sketch.recover(cells, scale, out, estimate) is not Outcome.COMPLETE:
+                raise CorruptMessage(
+                    f"the summed sketch of bucket {bucket.index} in step {bucket.step} is not that of its index: it was "
+                    f"altered on its way through the aggregator {self.aggregator.name!r}; restart from the last checkpoint"
+                )
+            if core_mean is not None:
+                out[core] = core_mean.float().to(out.dtype)  # rounded as the others are
+            elif core is not None:
+                out[core] *= sketch.estimate_shrinkage
+            if unsent is not None:
+                unsent.stage(values, out, core if estimate else None)
+            if not is_direct:
+                bucket.buffer.copy_(out)
 
-    def _peel(self, bucket: Bucket, union: Union) -> int:
-        started = time.perf_counter_ns()
-        n_core = self._sketch.peel(union.words)
-        bucket.record.add("decode", started, time.perf_counter_ns())
-        return n_core
+    def _peel(self, wire: Wire, union: Union) -> int:
+        with wire.timing("decode"):
+            return self._sketch.peel(union.words)
 
     def _has_to_try_again(self, n_core: int, attempt: int) -> bool:
         return n_core > MAX_CORE and self._sketch.n_cells > 0 and attempt < MAX_ATTEMPTS and self.mode != "lossy"
 
-    def _sum_core(
-        self, bucket: Bucket, values: torch.Tensor, core: torch.Tensor, fixed: FixedPoint | None
-    ) -> torch.Tensor:
+    def _sum_core(self, wire: Wire, values: torch.Tensor, core: torch.Tensor, fixed: FixedPoint | None) -> torch.Tensor:
         """(n_core,) float64 sums over the ranks of what the sketch does not give back."""
         own = values[core]
         if fixed is None:
@@ -264,27 +257,9 @@ class Homomorphic(Optimistic):
         else:
             own = own.double().mul_(math.ldexp(1.0, fixed.shift)).round_().clamp_(-fixed.limit, fixed.limit)
             own = own.to(fixed.dtype)
-        self.aggregator.start_sum(own, bucket.record).wait()
+        self.aggregator.start_sum(own, wire.record).wait()
         self._n_core += core.numel()
         return own.double()
-
-    def _keep_what_was_left_out(
-        self,
-        bucket: Bucket,
-        values: torch.Tensor,
-        left_out: torch.Tensor | None,
-        mean: torch.Tensor,
-        estimated: torch.Tensor | None,
-    ) -> None:
-        """Stage the residual: what the sparsifier kept back, and for an estimate the distance to it.
-
-        The ranks' distances add up to what all of them together sent, less what all of them got.
-        """
-        if left_out is None:
-            left_out = self.session.communicator.scratch("kept", 4 * bucket.n_elements).view(torch.float32).zero_()
-        if estimated is not None:
-            left_out[estimated] += values[estimated] - mean[estimated]
-        self._stage(bucket, left_out)
 
     # ---- what all ranks decide alike
 
@@ -308,12 +283,12 @@ class Homomorphic(Optimistic):
         self._next_tries_in[key] = max(0, steps - 1)
         return steps > 1
 
-    def _send_plainly(self, bucket: Bucket) -> bool:
+    def _send_plainly(self, bucket: Bucket, wire: Wire) -> bool:
         if not self._n_too_dense:
             _log.info("gradwire %s: %s (step %d)", self.name, _TOO_DENSE, bucket.step)
         self._n_too_dense += 1
         bucket.record.fallbacks.append(_TOO_DENSE)
-        all_reduce_plainly(self.session.communicator, bucket)
+        wire.mean_plainly(bucket.buffer)
         if self.error_feedback and not bool(bucket.buffer.isfinite().all()):
             self._is_step_finite = False  # the other buckets' residuals are not to be kept
         return True
@@ -367,3 +342,28 @@ class Homomorphic(Optimistic):
         if self._is_aggregator_bound:
             self.aggregator.close()
             self._is_aggregator_bound = False
+
+
+class _Unsent:
+    """What error feedback keeps of one bucket: what the sparsifier left out, and for an estimate the distance to it.
+
+    The ranks' distances add up to what all of them together sent, less what all of them got.
+    """
+
+    def __init__(self, feedback: Feedback, bucket: Bucket, loss_scale: float, corrected: torch.Tensor) -> None:
+        """Adds the residual to `corrected`, (n,) float32."""
+        self._feedback, self._bucket, self._loss_scale = feedback, bucket, loss_scale
+        residual, self._room = feedback.pair(bucket)
+        is_used = [holds_nonzero(bucket.buffer[start:end]) for start, end in bucket.spans]
+        self._withheld = Withheld(bucket.spans, is_used, residual)
+        corrected.add_(residual, alpha=loss_scale)
+        self._withheld.put_back()
+        self.left_out: torch.Tensor | None = None
+
+    def stage(self, values: torch.Tensor, mean: torch.Tensor, estimated: torch.Tensor | None) -> None:
+        unsent = self._room.zero_() if self.left_out is None else self._room.copy_(self.left_out)
+        if estimated is not None:
+            unsent[estimated] += values[estimated] - mean[estimated]
+        unsent.div_(self._loss_scale)
+        self._withheld.keep(unsent, [True] * len(self._bucket.spans))
+        self._feedback.stage_bucket(self._bucket, unsent)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 from dataclasses import dataclass
 
 import torch
@@ -73,21 +72,19 @@ class SharedIndex:
         n_elements = values.numel()
         n_words = index_words(n_elements)
         own = communicator.scratch("own index", 4 * n_words).view(torch.int32)
-        started = time.perf_counter_ns()
-        found = write_index(values, own)
-        bucket.record.add("encode", started, time.perf_counter_ns())
+        with bucket.record.timing("encode"):
+            found = write_index(values, own)
 
         shape = self._choose(key, n_elements)
         if shape is not None:
             message = self._message(communicator, "bloom", facts, found, shape.n_words)
-            started = time.perf_counter_ns()
-            bloom_filter.insert(own, n_elements, shape, self.seed, message[_HEADER_WORDS:])
-            bucket.record.add("encode", started, time.perf_counter_ns())
+            with bucket.record.timing("encode"):
+                bloom_filter.insert(own, n_elements, shape, self.seed, message[_HEADER_WORDS:])
             aggregator.or_words(message, bucket.record)
             union = communicator.scratch("union", 4 * n_words).view(torch.int32)
-            started = time.perf_counter_ns()
-            n_candidates, n_nonzeros = bloom_filter.query(message[_HEADER_WORDS:], n_elements, shape, self.seed, union)
-            bucket.record.add("decode", started, time.perf_counter_ns())
+            with bucket.record.timing("decode"):
+                body = message[_HEADER_WORDS:]
+                n_candidates, n_nonzeros = bloom_filter.query(body, n_elements, shape, self.seed, union)
             self.next_counts[key] = n_nonzeros
             result = _read(message, own, union)
             if not result.is_finite or not result.ranks_agree or self._is_worth(n_candidates, n_nonzeros, n_elements):

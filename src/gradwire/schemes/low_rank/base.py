@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import zlib
 from abc import abstractmethod
 from typing import Any
@@ -13,13 +12,13 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
 from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
 from gradwire.schemes.low_rank.plan import Plan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
-from gradwire.schemes.plain import all_reduce_plainly
 
 _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -110,19 +109,17 @@ class LowRank(Scheme):
                 f'{communicator.world_size}; use factor_dtype="float32"'
             )
         super().bind(session)
-        self._plans = Plans(self._shape_of, lambda parameter: session.names.get(parameter))
+        self._plans = Plans(self._shape_of)
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)
 
-    def _shape_of(self, parameter: torch.Tensor) -> MatrixShape | None:
-        return matrix_shape(parameter, self.rank, self.min_compression_rate)
+    def _shape_of(self, slot: Slot) -> MatrixShape | None:
+        return matrix_shape(slot, self.rank, self.min_compression_rate)
 
     # ---- one bucket
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
         work = Work(bucket, torch.futures.Future())
-        if bucket.index == 0:
-            self._open.clear()  # of a backward pass that was given up half-way; nobody waits for those
         self._open.append(work)
 
         def fail_all_open(taken: torch.futures.Future) -> None:
@@ -139,8 +136,6 @@ class LowRank(Scheme):
 
     def _take(self, work: Work) -> None:
         bucket = work.bucket
-        if bucket.index == 0:
-            self._begin_step()
         if self.session.communicator.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
             self._close(work)
             return
@@ -156,8 +151,14 @@ class LowRank(Scheme):
         if bucket.is_last:
             self._conclude()
 
-    def _begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
+        # Nobody waits for those of a backward pass that was given up half-way; for the step before someone may.
+        self._open[:] = [other for other in self._open if other.bucket.step >= step - 1]
+        self.session.communicator.submit(self._begin_on_lane)
+
+    def _begin_on_lane(self) -> None:
         """Nothing of a backward pass that was given up half-way may live on."""
+        self.session.feedback.discard()
         self._uncompressed.clear()
         self._unfinite.clear()
         self._works.clear()
@@ -257,7 +258,7 @@ class LowRank(Scheme):
         self._close(self._works[-1])
 
     def _all_reduce_plainly(self, work: Work) -> None:
-        all_reduce_plainly(self.session.communicator, work.bucket)
+        self.wire(work.bucket).mean_plainly(work.bucket.buffer)
         self._close(work)
 
     def end_step(self, step: int) -> None:
@@ -265,17 +266,15 @@ class LowRank(Scheme):
         if step < self.start_step or self.session.communicator.world_size == 1 or self._unfinite:
             return
         record = self.session.recorder.open_bucket(step, -1, 0)
-        started = time.perf_counter_ns()
-        plans = [work.plan for work in self._works]
-        for plan in plans:
-            for group in plan.groups:
-                if self.error_feedback:
-                    group.commit_residuals()
-                self._commit_factors(group, step)
-        self._end_of_commit()
-        for plan in plans:
-            plan.sign_factors(self._incoming)
-        record.add("encode", started, time.perf_counter_ns())
+        with record.timing("encode"):
+            self.session.feedback.commit()
+            plans = [work.plan for work in self._works]
+            for plan in plans:
+                for group in plan.groups:
+                    self._commit_factors(group, step)
+            self._end_of_commit()
+            for plan in plans:
+                plan.sign_factors(self._incoming)
         self.session.recorder.close_bucket(record)
 
     @abstractmethod
@@ -287,7 +286,8 @@ class LowRank(Scheme):
 
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
-        self._plans = Plans(self._shape_of, lambda _: None)
+        self._plans = Plans(self._shape_of)
+        self.session.feedback.clear()
         self._works.clear()
         self._open.clear()
 
@@ -304,11 +304,12 @@ class LowRank(Scheme):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return states_by_name(self._plans.states, self.session.names)
+        return states_by_name(self._plans.states, self.session.feedback, self.session.slots, self._shape_of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument (another model or rank, fields missing)."""
-        states = load_states(state, self.session.names, self._shape_of, self._sides_in(state))
+        states = load_states(state, self.session.slots, self._shape_of, self._sides_in(state))
+        self.session.feedback.load_by_name(state["residuals"], self.session.slots)
         self._plans.states.clear()
         self._plans.states.update(states)
         self._plans.forget_layouts()

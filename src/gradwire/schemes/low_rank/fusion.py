@@ -151,8 +151,7 @@ class Fusion:
             sizes[parcel.work] = sizes.get(parcel.work, 0) + parcel.values.numel() * self._dtype.itemsize
         for work, n_bytes in sizes.items():
             n_ring_bytes = ring_bytes(n_bytes, self._communicator.world_size)
-            work.bucket.record.count_sent(n_ring_bytes)
-            work.bucket.record.count_received(n_ring_bytes)
+            work.bucket.record.count_exchanged(n_ring_bytes)
 
 
 def fingerprint_of(facts: int) -> torch.Tensor:

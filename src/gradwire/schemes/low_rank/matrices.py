@@ -1,4 +1,4 @@
-"""Parameters as matrices, and what outlasts a step for each: its residual and the factor that comes in next."""
+"""Parameters as matrices, and what outlasts a step for each beside its residual: the factor that comes in next."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 
 from gradwire import _native
 from gradwire.core.bucket import Bucket
-
-# A gradient with values nearly always shows one among its first few: only zero gradients are read to their end.
-_GLANCE_ELEMENTS = 64
+from gradwire.core.feedback import Feedback, Kept, holds_nonzero
+from gradwire.core.slot import Slot
 
 
 class MatrixShape(NamedTuple):
@@ -29,7 +28,7 @@ class MatrixShape(NamedTuple):
         return self.n_rows * self.n_columns
 
 
-def matrix_shape(parameter: torch.Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
+def matrix_shape(parameter: Slot | torch.Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
     """The matrix that `parameter` is compressed as, or None if it travels as it is.
 
     The rate is n m / ((n + m) r): what both factors together save, as in PyTorch's powerSGD_hook.
@@ -50,13 +49,9 @@ class MatrixState:
 
     Attributes:
         factor: (rank, n_rows or n_columns) float32, the incoming factor transposed; None: not drawn yet.
-        residual: (n_rows, n_columns) float32, what compression left out; None: nothing yet.
-        residual_scale: the loss scale that `residual` still carries; the true one is residual / residual_scale.
     """
 
     factor: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    residual_scale: float = 1.0
 
 
 def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> torch.Tensor:
@@ -83,22 +78,22 @@ class Group:
 
     Attributes:
         p: (k, rank, n_rows), q: (k, rank, n_columns): the factors, transposed. Row after row they are contiguous.
-        corrected: (k, n_rows, n_columns): gradient + residual; after `subtract_...` the new residual.
+        corrected: (k, n_rows, n_columns): gradient + residual, in a room of the feedback that `correct` takes anew; after
+            `subtract_...` the new residual.
     """
 
-    def __init__(self, shape: MatrixShape, members: Sequence[tuple[torch.Tensor, int, str, MatrixState]]) -> None:
-        """`members`: parameter, offset in the bucket, key and state of each matrix."""
+    def __init__(self, shape: MatrixShape, members: Sequence[tuple[Slot, int, str, MatrixState]]) -> None:
+        """`members`: slot, offset in the bucket, key and state of each matrix."""
         self.shape = shape
-        self.parameters, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
+        self.slots, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
         n = len(members)
         self.p = torch.empty(n, shape.rank, shape.n_rows)
         self.q = torch.empty(n, shape.rank, shape.n_columns)
-        self.corrected = torch.empty(n, shape.n_rows, shape.n_columns)
-        self._spare: torch.Tensor | None = None
-        self._withheld: list[int] = []
+        self.corrected: torch.Tensor
+        self._withheld: list[tuple[int, Kept]] = []
         self._loss_scale = 1.0
 
-    def correct(self, bucket: Bucket, loss_scale: float) -> None:
+    def correct(self, bucket: Bucket, feedback: Feedback, loss_scale: float) -> None:
         """corrected = gradient + residual, both multiplied by `loss_scale`; `bucket` stays as it is.
 
         A matrix whose gradient is all zero on this rank (an unused parameter) sends nothing and keeps its residual: if
@@ -106,17 +101,22 @@ class Group:
         """
         self._withheld.clear()
         self._loss_scale = loss_scale
-        for i, state in enumerate(self.states):
-            gradient, corrected = self.view_in(bucket.buffer, i), self.corrected[i]
-            if state.residual is None:
+        n_rows, n_columns = self.shape.n_rows, self.shape.n_columns
+        room = feedback.room(("matrices", *self.slots), len(self.slots) * self.shape.n_elements)
+        self.corrected = room.view(-1, n_rows, n_columns)
+        for i, slot in enumerate(self.slots):
+            gradient, corrected, kept = self.view_in(bucket.buffer, i), self.corrected[i], feedback.of(slot)
+            if kept is None:
                 corrected.copy_(gradient)
-            elif not _has_values(gradient):
-                self._withheld.append(i)
+                continue
+            residual = kept.values.view(n_rows, n_columns)
+            if not holds_nonzero(gradient):
+                self._withheld.append((i, kept))
                 corrected.zero_()
             elif gradient.dtype == torch.float32:
-                torch.add(gradient, state.residual, alpha=loss_scale / state.residual_scale, out=corrected)
+                torch.add(gradient, residual, alpha=loss_scale / kept.scale, out=corrected)
             else:
-                corrected.copy_(gradient).add_(state.residual, alpha=loss_scale / state.residual_scale)
+                corrected.copy_(gradient).add_(residual, alpha=loss_scale / kept.scale)
 
     def view_in(self, flat: torch.Tensor, i: int) -> torch.Tensor:
         """(n_rows, n_columns): matrix i in a tensor that is laid out as the bucket."""
@@ -127,48 +127,35 @@ class Group:
     def write_product(self, flat: torch.Tensor, q: torch.Tensor | None = None) -> None:
         """P Q^T of every matrix to where it lies in the bucket; `q` stands in for the group's own."""
         q = self.q if q is None else q
-        for i in range(len(self.parameters)):
+        for i in range(len(self.slots)):
             out = self.view_in(flat, i)
             product = out if out.dtype == torch.float32 else torch.empty(out.shape)
             _native.multiply_factors(self.p[i].view(-1), q[i].view(-1), self.shape.rank, False, product.view(-1))
             if product is not out:
                 out.copy_(product)
 
-    def subtract_product(self) -> None:
-        """corrected -= P Q^T, which makes it the new residual against the factors as they stand."""
-        for i in range(len(self.parameters)):
+    def subtract_product(self, feedback: Feedback) -> None:
+        """corrected -= P Q^T, which makes it the new residual against the factors as they stand; staged."""
+        for i in range(len(self.slots)):
             _native.multiply_factors(
                 self.p[i].view(-1), self.q[i].view(-1), self.shape.rank, True, self.corrected[i].view(-1)
             )
-        self._keep_withheld()
+        self._stage(feedback)
 
-    def subtract_result(self, flat: torch.Tensor) -> None:
-        """corrected -= what lies in the bucket, which makes it the new residual against the aggregate."""
-        for i in range(len(self.parameters)):
+    def subtract_result(self, flat: torch.Tensor, feedback: Feedback) -> None:
+        """corrected -= what lies in the bucket, which makes it the new residual against the aggregate; staged."""
+        for i in range(len(self.slots)):
             self.corrected[i].sub_(self.view_in(flat, i))
-        self._keep_withheld()
+        self._stage(feedback)
 
-    def _keep_withheld(self) -> None:
-        for i in self._withheld:
-            state = self.states[i]
-            assert state.residual is not None
-            self.corrected[i].add_(state.residual, alpha=self._loss_scale / state.residual_scale)
-
-    def commit_residuals(self) -> None:
-        """Make what stands in `corrected` the residuals; the stack of the old ones serves the next step."""
-        for state, residual in zip(self.states, self.corrected, strict=True):
-            state.residual, state.residual_scale = residual, self._loss_scale
-        self.corrected, self._spare = (
-            torch.empty_like(self.corrected) if self._spare is None else self._spare,
-            self.corrected,
-        )
+    def _stage(self, feedback: Feedback) -> None:
+        for i, kept in self._withheld:
+            residual = kept.values.view(self.shape.n_rows, self.shape.n_columns)
+            self.corrected[i].add_(residual, alpha=self._loss_scale / kept.scale)
+        for slot, unsent in zip(self.slots, self.corrected, strict=True):
+            feedback.stage(slot, unsent, self._loss_scale)
 
     def commit_factors(self, factors: torch.Tensor) -> None:
         """Make `factors` (k, rank, n) what comes in next."""
         for state, factor in zip(self.states, factors, strict=True):
             state.factor = factor
-
-
-def _has_values(gradient: torch.Tensor) -> bool:
-    flat = gradient.view(-1)
-    return bool(flat[:_GLANCE_ELEMENTS].any()) or bool(flat.any())

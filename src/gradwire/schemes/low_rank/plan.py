@@ -9,6 +9,7 @@ import torch
 
 from gradwire import _native
 from gradwire.core.bucket import Bucket
+from gradwire.core.slot import Slot
 from gradwire.schemes.low_rank.matrices import Group, MatrixShape, MatrixState
 
 
@@ -23,7 +24,7 @@ class Plan:
     """The groups and dense ranges of one bucket layout."""
 
     def __init__(self, bucket: Bucket, groups: list[Group], dense: list[DenseRange]) -> None:
-        self.parameter_ids = tuple(id(parameter) for parameter in bucket.parameters)
+        self.slots = bucket.slots
         self.layout_hash = bucket.layout_hash
         self.groups = groups
         self.dense = dense
@@ -39,18 +40,16 @@ class Plan:
 
 
 class Plans:
-    """A plan for every bucket layout in use, and the state of every matrix: by parameter, as buckets are rebuilt.
+    """A plan for every bucket layout in use, and the state of every matrix: by slot, as buckets are rebuilt.
 
     Also how much the model shrinks, for the size of fused buffers.
     """
 
-    def __init__(
-        self, shape_of: Callable[[torch.Tensor], MatrixShape | None], key_of: Callable[[torch.Tensor], str | None]
-    ) -> None:
-        self._shape_of, self._key_of = shape_of, key_of
+    def __init__(self, shape_of: Callable[[Slot], MatrixShape | None]) -> None:
+        self._shape_of = shape_of
         self._plans: list[Plan] = []
-        self._keys: dict[torch.Tensor, str] = {}
-        self.states: dict[torch.Tensor, MatrixState] = {}
+        self._keys: dict[Slot, str] = {}
+        self.states: dict[Slot, MatrixState] = {}
         self.n_elements = 0
         self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
 
@@ -61,29 +60,28 @@ class Plans:
 
     def find(self, bucket: Bucket) -> Plan | None:
         """The plan of this bucket, if it has one."""
-        ids = tuple(id(parameter) for parameter in bucket.parameters)
         for plan in self._plans:
-            if plan.parameter_ids == ids and plan.layout_hash == bucket.layout_hash:
+            if plan.slots == bucket.slots and plan.layout_hash == bucket.layout_hash:
                 return plan
         return None
 
     def make(self, bucket: Bucket) -> Plan:
-        """A new plan; plans that share a parameter with it are of an old layout, and go."""
-        groups: dict[MatrixShape, list[tuple[torch.Tensor, int, str, MatrixState]]] = {}
+        """A new plan; plans that share a slot with it are of an old layout, and go."""
+        groups: dict[MatrixShape, list[tuple[Slot, int, str, MatrixState]]] = {}
         dense: list[DenseRange] = []
-        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            shape = self._shape_of(parameter)
-            key = self._count(parameter, shape)
+        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+            shape = self._shape_of(slot)
+            key = self._count(slot, shape)
             if shape is not None:
-                state = self.states.setdefault(parameter, MatrixState())
-                groups.setdefault(shape, []).append((parameter, offset, key, state))
-            elif parameter.numel():
-                dense.append(DenseRange(offset, offset + parameter.numel()))
-        if not bucket.parameters and bucket.n_elements:  # a plain tensor
+                state = self.states.setdefault(slot, MatrixState())
+                groups.setdefault(shape, []).append((slot, offset, key, state))
+            elif slot.numel():
+                dense.append(DenseRange(offset, offset + slot.numel()))
+        if not bucket.slots and bucket.n_elements:  # a plain tensor
             dense.append(DenseRange(0, bucket.n_elements))
         plan = Plan(bucket, [Group(shape, members) for shape, members in groups.items()], dense)
-        ids = set(plan.parameter_ids)
-        self._plans = [old for old in self._plans if ids.isdisjoint(old.parameter_ids) and old.parameter_ids]
+        slots = set(plan.slots)
+        self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
         self._plans.append(plan)
         return plan
 
@@ -95,12 +93,12 @@ class Plans:
         """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
         return self.n_factor_elements[side] / self.n_elements if self.n_elements else 1.0
 
-    def _count(self, parameter: torch.Tensor, shape: MatrixShape | None) -> str:
-        key = self._keys.get(parameter)
+    def _count(self, slot: Slot, shape: MatrixShape | None) -> str:
+        key = self._keys.get(slot)
         if key is None:
-            # Without names: the order in which parameters first appear, which is the same on all ranks.
-            key = self._keys[parameter] = self._key_of(parameter) or f"#{len(self._keys)}"
-            n = parameter.numel()
+            # Without names: the order in which slots first appear, which is the same on all ranks.
+            key = self._keys[slot] = slot.name or f"#{len(self._keys)}"
+            n = slot.numel()
             self.n_elements += n
             self.n_factor_elements["p"] += shape.rank * shape.n_rows if shape else n
             self.n_factor_elements["q"] += shape.rank * shape.n_columns if shape else n

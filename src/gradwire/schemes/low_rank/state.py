@@ -7,47 +7,52 @@ from typing import Any
 
 import torch
 
+from gradwire.core.feedback import Feedback
+from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.low_rank.matrices import MatrixShape, MatrixState
 
 
 def states_by_name(
-    states: Mapping[torch.Tensor, MatrixState], names: Mapping[torch.Tensor, str]
+    states: Mapping[Slot, MatrixState],
+    feedback: Feedback,
+    slots: Mapping[str, Slot],
+    shape_of: Callable[[Slot], MatrixShape | None],
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Copies: {"residuals": {name: (n_rows, n_columns)}, "factors": {name: (rank, n)}}, float32."""
-    residuals, factors = {}, {}
-    for parameter, state in states.items():
-        if state.residual is not None:
-            residuals[names[parameter]] = state.residual / state.residual_scale
-        if state.factor is not None:
-            factors[names[parameter]] = state.factor.clone()
+    residuals = {
+        name: residual.view(shape.n_rows, shape.n_columns)
+        for name, residual in feedback.state_by_name(slots).items()
+        if (shape := shape_of(slots[name])) is not None
+    }
+    names = {slot: name for name, slot in slots.items()}
+    factors = {names[slot]: state.factor.clone() for slot, state in states.items() if state.factor is not None}
     return {"residuals": residuals, "factors": factors}
 
 
 def load_states(
     saved: Mapping[str, Any],
-    names: Mapping[torch.Tensor, str],
-    shape_of: Callable[[torch.Tensor], MatrixShape | None],
+    slots: Mapping[str, Slot],
+    shape_of: Callable[[Slot], MatrixShape | None],
     side: str,
-) -> dict[torch.Tensor, MatrixState]:
-    """The inverse. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
+) -> dict[Slot, MatrixState]:
+    """The factors again, and the residuals checked. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
     if not isinstance(saved.get("residuals"), Mapping) or not isinstance(saved.get("factors"), Mapping):
         raise InvalidArgument("this is not the state of a low-rank scheme: it lacks residuals or factors")
-    parameters = {name: parameter for parameter, name in names.items()}
-    states: dict[torch.Tensor, MatrixState] = {}
+    states: dict[Slot, MatrixState] = {}
     for name in sorted({*saved["residuals"], *saved["factors"]}):
-        parameter = parameters.get(name)
-        shape = None if parameter is None else shape_of(parameter)
-        if parameter is None or shape is None:
-            has = "has no such parameter" if parameter is None else "does not compress it"
+        slot = slots.get(name)
+        shape = None if slot is None else shape_of(slot)
+        if slot is None or shape is None:
+            has = "has no such parameter" if slot is None else "does not compress it"
             raise InvalidArgument(
                 f"the checkpoint holds low-rank state for {name!r}, but this run {has}; load the checkpoint into the "
                 "model that wrote it"
             )
-        state = states[parameter] = MatrixState()
+        state = states[slot] = MatrixState()
         if name in saved["residuals"]:
             expected = (shape.n_rows, shape.n_columns)
-            state.residual = _checked(saved["residuals"][name], expected, name, "residual")
+            _checked(saved["residuals"][name], expected, name, "residual")
         if name in saved["factors"]:
             expected = (shape.rank, shape.n_rows if side == "p" else shape.n_columns)
             state.factor = _checked(saved["factors"][name], expected, name, "factor")

@@ -6,7 +6,6 @@ an owner, or, at the owner, the sum; in the ring, the partial sum that it hands 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,9 +14,8 @@ import torch
 
 from gradwire.codecs import Codec, pieces
 from gradwire.codecs.quantised import Quantised
-from gradwire.exchange.chunk_codec import Importance
-from gradwire.exchange.push_pull import Cut, Group, push_pull
-from gradwire.exchange.ring import ring_mean
+from gradwire.exchange.engine import Importance, ring_mean
+from gradwire.exchange.push_pull import Cut, Ends, Group, push_pull
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.facts import Facts
@@ -74,7 +72,7 @@ class Exchange:
         """
         if self.topology == "server":
             ends = _ServerEnds(self, values, left_out, cut, record, importance, source, is_void)
-            return push_pull(self.communicator, cut, ends, facts, record)
+            return push_pull(self.communicator, cut.n_groups, ends, facts, record)
         assert source is None
         left_out.zero_()
         ring_mean(self.communicator, self.codec, values, facts, record, importance, self.group_elements, left_out)
@@ -97,10 +95,10 @@ class Exchange:
         pull. What is void is replaced all the same. Nothing is left to do.
         """
         ends = _ServerEnds(self, values, left_out, cut, record, importance, source, is_void, has_pull=False)
-        return push_pull(self.communicator, cut, ends, facts, record, has_pull=False)
+        return push_pull(self.communicator, cut.n_groups, ends, facts, record, has_pull=False)
 
 
-class _ServerEnds:
+class _ServerEnds(Ends):
     """A rank as a worker, which pushes and pulls, and as the server of its own part."""
 
     def __init__(
@@ -119,13 +117,18 @@ class _ServerEnds:
         self._source = Source(values, None) if source is None else source
         self._codec, self._pull_codec = exchange.codec, exchange.pull_codec
         self._values, self._left_out, self._cut = values, left_out, cut
-        self._record, self._importance = record, importance
+        self._record = record
         communicator = exchange.communicator
         self._rank, self._world_size = communicator.rank, communicator.world_size
         self.max_push_bytes = _max_group_bytes(self._codec, cut)
         self.max_pull_bytes = _max_group_bytes(self._pull_codec, cut)
         n_bytes = 4 * cut.max_group_elements
         self._draw = _first_draw(communicator, record)
+        self._importance: torch.Tensor | None = None
+        if importance is not None:  # needed until the last result is adopted, when the next bucket is under way
+            with record.timing("importance"):
+                self._importance = communicator.scratch(f"importance {record.bucket % 2}", values.numel()).zero_()
+                importance.write(0, self._importance)
         self._total = communicator.scratch("server total", n_bytes).view(torch.float32)
         self._decoded = communicator.scratch("server decoded", n_bytes).view(torch.float32)
 
@@ -140,27 +143,30 @@ class _ServerEnds:
         if self._is_void():
             return
         start, end, sizes = self._cut.groups[part][group]
-        started = time.perf_counter_ns()
-        pieces.decode(self._pull_codec, message, sizes, self._values[start:end], self._world_size)
-        self._record.add("decode", started, time.perf_counter_ns())
+        with self._record.timing("decode"):
+            values, weights = self._values[start:end], self._importance_of(start, end)
+            pieces.decode(self._pull_codec, message, sizes, values, self._world_size, weights)
 
     # ---- as the server of its own part
 
-    def add_pushed(self, source: int, group: int, message: torch.Tensor | None) -> None:
+    def add_pushed(self, source: int, group: int, message: torch.Tensor) -> None:
         start, end, sizes = self._cut.groups[self._rank][group]
+        total, weights = self._total[: end - start], self._importance_of(start, end)
+        with self._record.timing("decode"):
+            if source == 0:
+                pieces.decode(self._codec, message, sizes, total, importance=weights)
+            else:
+                pieces.add(self._codec, message, sizes, total, self._decoded[: end - start], weights)
+
+    def add_own(self, group: int) -> None:
+        start, end, _ = self._cut.groups[self._rank][group]
         total = self._total[: end - start]
-        started = time.perf_counter_ns()
-        if message is None:
+        with self._record.timing("decode"):
             # Its own values never leave this rank, so they stay exact; what was left out of them is in the sum.
             own, residual = self._source_of(start, end)
             if residual is not None:
                 own = torch.add(own, residual, out=self._decoded[: end - start])
-            total.copy_(own) if source == 0 else total.add_(own)
-        elif source == 0:
-            pieces.decode(self._codec, message, sizes, total)
-        else:
-            pieces.add(self._codec, message, sizes, total, self._decoded[: end - start])
-        self._record.add("decode", started, time.perf_counter_ns())
+            total.copy_(own) if self._rank == 0 else total.add_(own)
 
     def encode_pull(self, group: int, out: torch.Tensor) -> int:
         pulled = self._cut.groups[self._rank][group]
@@ -174,6 +180,9 @@ class _ServerEnds:
 
     # ---- as both
 
+    def _importance_of(self, start: int, end: int) -> torch.Tensor | None:
+        return None if self._importance is None else self._importance[start:end]
+
     def _source_of(self, start: int, end: int) -> Source:
         gradient, residual = self._source
         return Source(gradient[start:end], None if residual is None else residual[start:end])
@@ -182,11 +191,10 @@ class _ServerEnds:
         self, codec: Codec, group: Group, values: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
     ) -> int:
         start, end, sizes = group
-        importance = None if self._importance is None else self._importance(start, end)
-        started = time.perf_counter_ns()
-        left_out = self._left_out[start:end]
-        n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)
-        self._record.add("encode", started, time.perf_counter_ns())
+        importance = self._importance_of(start, end)
+        with self._record.timing("encode"):
+            left_out = self._left_out[start:end]
+            n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)
         return n_bytes
 
 

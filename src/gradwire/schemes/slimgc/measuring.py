@@ -172,11 +172,11 @@ class Measuring:
     ) -> tuple[float, float]:
         """(seconds of the exchange, of it in the codec) of one tensor of `n` values by itself."""
         communicator.all_reduce(torch.zeros(1))  # ranks start together: waiting for a slow one is not communication
-        busy_ns = record.encode_ns + record.decode_ns
+        busy_ns = _coding_ns(record)
         started = time.perf_counter_ns()
         probe(self._sample[:n], is_compressed, record)
         total_ns = time.perf_counter_ns() - started
-        return total_ns / 1e9, (record.encode_ns + record.decode_ns - busy_ns) / 1e9
+        return total_ns / 1e9, (_coding_ns(record) - busy_ns) / 1e9
 
     def _agree(self, communicator: Communicator) -> bool:
         """Make the table that all ranks share."""
@@ -238,8 +238,7 @@ class Measuring:
 
 def count_small_messages(n_bytes: int, record: BucketRecord, world_size: int) -> None:
     """Count an all-reduce of `n_bytes` that belongs to no gradient."""
-    record.count_sent(ring_bytes(n_bytes, world_size))
-    record.count_received(ring_bytes(n_bytes, world_size))
+    record.count_exchanged(ring_bytes(n_bytes, world_size))
 
 
 def _mean(rows: list[_Times], index: int) -> float:
@@ -251,3 +250,7 @@ def _mean(rows: list[_Times], index: int) -> float:
 def _as_times(row: Any) -> _Times:
     raw, compressed, codec = (None if value is None else float(value) for value in row)
     return raw, compressed, codec
+
+
+def _coding_ns(record: BucketRecord) -> int:
+    return record.busy_ns["encode"] + record.busy_ns["decode"]

@@ -2,42 +2,102 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from gradwire import codecs
 from gradwire.codecs import Codec
+from gradwire.codecs.quantised import Quantised
 from gradwire.errors import InvalidArgument
+from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
+from gradwire.stepping.peeking import LookAheadOptions
 
 TOPOLOGIES = ("server", "all-reduce")
 PULLS = ("compressed", "raw")
 UPDATES = ("worker", "owner")
 
 
-def check_topology(topology: str, pull: str) -> None:
-    """Raises: InvalidArgument."""
-    if topology not in TOPOLOGIES:
-        raise InvalidArgument(f"topology is one of {', '.join(TOPOLOGIES)}, not {topology!r}")
-    if pull not in PULLS:
-        raise InvalidArgument(f"pull is one of {', '.join(PULLS)}, not {pull!r}")
-    if pull == "raw" and topology != "server":
-        raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
+Options = TypeVar("Options", "Transport", "Measured", "Stepping")
 
 
-def check_update(update: str, max_grad_value: float | None, topology: str, pull: str, backup: bool) -> None:
-    """Raises: InvalidArgument."""
-    if update not in UPDATES:
-        raise InvalidArgument(f"update is one of {', '.join(UPDATES)}, not {update!r}")
-    if update == "owner" and (topology != "server" or pull != "raw"):
-        raise InvalidArgument(
-            'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and pull="raw"'
-        )
-    if update == "owner" and backup:
-        raise InvalidArgument('backup=True moves local weights by the whole optimizer: it needs update="worker"')
-    if max_grad_value is not None and (update != "owner" or not max_grad_value > 0):
-        raise InvalidArgument(
-            f'max_grad_value is positive and belongs to update="owner", got {max_grad_value!r}; otherwise clip .grad as ever'
-        )
+@dataclass(frozen=True)
+class Transport:
+    """How compressed tensors travel: see `SlimGC`. Raises: InvalidArgument."""
+
+    topology: str = "server"
+    pull: str = "compressed"
+    group_elements: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise InvalidArgument(f"topology is one of {', '.join(TOPOLOGIES)}, not {self.topology!r}")
+        if self.pull not in PULLS:
+            raise InvalidArgument(f"pull is one of {', '.join(PULLS)}, not {self.pull!r}")
+        if self.pull == "raw" and self.topology != "server":
+            raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
+        if self.group_elements is not None and self.group_elements < 1:
+            raise InvalidArgument(f"group_elements must be at least 1, got {self.group_elements}")
+
+    def elements_for(self, codec: Codec) -> int:
+        """Values encoded and sent at a time."""
+        fitting = QUANTISED_CHUNK_ELEMENTS if isinstance(codec, Quantised) else CHUNK_ELEMENTS
+        return fitting if self.group_elements is None else self.group_elements
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How the threshold is found: see `Measuring`."""
+
+    warmup_steps: int = 10
+    method: str = "fit"
+    drift_every: int = 50
+    drift_factor: float = 1.5
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """Who takes the optimizer's step, and what it waits for: see `SlimGC`. Raises: InvalidArgument."""
+
+    backup: bool = False
+    local: str = "peek"
+    local_rate: float | None = None
+    sync_steps: int | None = None
+    max_grad_norm: float | None = None
+    update: str = "worker"
+    max_grad_value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.update not in UPDATES:
+            raise InvalidArgument(f"update is one of {', '.join(UPDATES)}, not {self.update!r}")
+        if self.update == "owner" and self.backup:
+            raise InvalidArgument('backup=True moves local weights by the whole optimizer: it needs update="worker"')
+        if self.max_grad_value is not None and (self.update != "owner" or not self.max_grad_value > 0):
+            raise InvalidArgument(
+                'max_grad_value is positive and belongs to update="owner", '
+                f"got {self.max_grad_value!r}; otherwise clip .grad as ever"
+            )
+        if not self.backup and (self.max_grad_norm is not None or self.local_rate is not None):
+            raise InvalidArgument("max_grad_norm and local_rate belong to backup=True; without it, clip .grad as ever")
+
+    def check(self, transport: Transport) -> None:
+        """Raises: InvalidArgument (the owner's step without what makes owners)."""
+        if self.update == "owner" and (transport.topology != "server" or transport.pull != "raw"):
+            raise InvalidArgument(
+                'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
+                'pull="raw"'
+            )
+
+    def look_ahead(self, settling_steps: int) -> LookAheadOptions:
+        """`settling_steps`: steps that wait for their aggregate unless `sync_steps` says otherwise."""
+        sync_steps = settling_steps if self.sync_steps is None else self.sync_steps
+        return LookAheadOptions(self.local, self.local_rate, sync_steps, self.max_grad_norm)
+
+
+def take(kind: type[Options], options: dict[str, Any]) -> Options:
+    """The options that `kind` knows, taken out of `options`. Raises: InvalidArgument."""
+    known = {field.name for field in fields(kind)} & options.keys()
+    return kind(**{name: options.pop(name) for name in known})
 
 
 def codec_of(codec: Any, options: dict[str, Any]) -> Codec:

@@ -8,16 +8,17 @@ from typing import NamedTuple
 import torch
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.slot import Slot
 from gradwire.exchange.push_pull import Cut
 
 
 class Span(NamedTuple):
     """Tensor number `position`: `n_elements` values from `offset` of the bucket and `fused` of the buffer it is fused in.
 
-    `parameter` is None in a bucket that has none: the whole of it counts as one tensor, without error feedback.
+    `slot` is None in a bucket that has none: the whole of it counts as one tensor, without error feedback.
     """
 
-    parameter: torch.Tensor | None
+    slot: Slot | None
     offset: int
     n_elements: int
     fused: int
@@ -53,13 +54,13 @@ class Plan:
         raw: list[Span] = []
         compressed: list[Span] = []
         self.n_raw = self.n_compressed = 0
-        for position, (parameter, offset, n_elements) in enumerate(tensors_of(bucket)):
+        for position, (slot, offset, n_elements) in enumerate(tensors_of(bucket)):
             if n_elements and n_elements * element_bytes >= threshold_bytes:
                 fused = offset if keeps_places else self.n_compressed
-                compressed.append(Span(parameter, offset, n_elements, fused, position))
+                compressed.append(Span(slot, offset, n_elements, fused, position))
                 self.n_compressed += n_elements
             else:
-                raw.append(Span(parameter, offset, n_elements, self.n_raw, position))
+                raw.append(Span(slot, offset, n_elements, self.n_raw, position))
                 self.n_raw += n_elements
         self.raw, self.compressed = tuple(raw), tuple(compressed)
         self.raw_runs, self.compressed_runs = tuple(_join(raw)), tuple(_join(compressed))
@@ -68,9 +69,9 @@ class Plan:
         self.cut = Cut([(span.fused, span.fused + span.n_elements) for span in compressed], world_size, group_elements)
 
     @property
-    def parameters(self) -> tuple[torch.Tensor, ...]:
-        """The compressed parameters; with `offsets`, where they lie in the fused buffer."""
-        return tuple(span.parameter for span in self.compressed if span.parameter is not None)
+    def slots(self) -> tuple[Slot, ...]:
+        """The compressed slots; with `offsets`, where they lie in the fused buffer."""
+        return tuple(span.slot for span in self.compressed if span.slot is not None)
 
     @property
     def part_edges(self) -> tuple[int, ...]:
@@ -81,22 +82,22 @@ class Plan:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Offset in the fused buffer of each compressed parameter."""
-        return tuple(span.fused for span in self.compressed if span.parameter is not None)
+        """Offset in the fused buffer of each compressed slot."""
+        return tuple(span.fused for span in self.compressed if span.slot is not None)
 
 
-def tensors_of(bucket: Bucket) -> Sequence[tuple[torch.Tensor | None, int, int]]:
-    """(parameter, offset, number of values) of each tensor of the bucket."""
-    if not bucket.parameters:
+def tensors_of(bucket: Bucket) -> Sequence[tuple[Slot | None, int, int]]:
+    """(slot, offset, number of values) of each tensor of the bucket."""
+    if not bucket.slots:
         return [(None, 0, bucket.n_elements)]
-    return [(p, offset, p.numel()) for p, offset in zip(bucket.parameters, bucket.offsets, strict=True)]
+    return [(slot, offset, slot.numel()) for slot, offset in zip(bucket.slots, bucket.offsets, strict=True)]
 
 
 def _join(spans: Sequence[Span]) -> list[Span]:
     runs: list[Span] = []
     for span in spans:
         if runs and runs[-1].offset + runs[-1].n_elements == span.offset:
-            runs[-1] = runs[-1]._replace(parameter=None, n_elements=runs[-1].n_elements + span.n_elements)
+            runs[-1] = runs[-1]._replace(slot=None, n_elements=runs[-1].n_elements + span.n_elements)
         elif span.n_elements:
-            runs.append(span._replace(parameter=None))
+            runs.append(span._replace(slot=None))
     return runs

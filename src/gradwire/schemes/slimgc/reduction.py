@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 
 import torch
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.feedback import Feedback, holds_nonzero
 from gradwire.core.session import Session
-from gradwire.exchange.chunk_codec import Importance
+from gradwire.exchange.engine import Importance
 from gradwire.exchange.push_pull import Cut
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from gradwire.schemes.plain import all_reduce_plainly, start_plain_mean
+from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.slimgc.exchange import Exchange, Source
-from gradwire.schemes.slimgc.feedback import Feedback, is_used
-from gradwire.schemes.slimgc.plan import Plan
+from gradwire.schemes.slimgc.plan import Plan, Span
 from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Rest, ring_bytes
@@ -30,7 +29,6 @@ class Reduction:
     """The reductions of one session, and what of them is not finished or committed yet.
 
     Attributes:
-        feedback: the residuals.
         n_redone: buckets that were sent again, uncompressed, because a gradient was not finite.
         owner_step: who keeps the means that stay with their owners; None: all ranks get them all.
     """
@@ -38,10 +36,10 @@ class Reduction:
     def __init__(
         self, session: Session, exchange: Exchange, metric: QuantisationMetric | None, error_feedback: bool
     ) -> None:
-        self.feedback = Feedback()
         self.n_redone = 0
         self.owner_step: OwnerStep | None = None
         self._means: dict[int, torch.Tensor] = {}  # of this rank's parts, by bucket
+        self._feedback: Feedback = session.feedback
         self._session, self._exchange, self._metric = session, exchange, metric
         self._error_feedback = error_feedback
         self._under_way: list[torch.futures.Future] = []
@@ -49,7 +47,7 @@ class Reduction:
 
     def begin_step(self) -> None:
         """The first bucket of a step is there: what the last one staged and did not commit is void."""
-        self.feedback.discard()
+        self._feedback.discard()
         self._is_step_finite = True
 
     def reduce(self, bucket: Bucket, plan: Plan, facts: Facts) -> torch.futures.Future | Rest | None:
@@ -65,19 +63,19 @@ class Reduction:
         for done in under_way:
             done.wait()
         if self._is_step_finite:
-            self.feedback.commit()
+            self._feedback.commit()
         else:
-            self.feedback.discard()
+            self._feedback.discard()
 
     def _start_raw(self, bucket: Bucket, plan: Plan) -> torch.futures.Future:
         """Nothing is worth compressing: the backend's all-reduce, which the lane does not wait for."""
         bucket.wait_for_all()
-        if self.feedback.holds_any(plan.raw):
+        if self._holds_any(plan.raw):
             loss_scale = self._session.loss_scale()
-            self.feedback.stage_flushed(plan.raw, bucket.buffer)
+            self._stage_flushed(plan.raw, bucket.buffer)
             for span in plan.raw:
                 gradient = span.in_bucket(bucket.buffer)
-                self.feedback.write_sum(span, gradient, gradient, loss_scale)
+                self._write_sum(span, gradient, gradient, loss_scale)
         done: torch.futures.Future = torch.futures.Future()
 
         def note(finished: torch.futures.Future) -> None:
@@ -97,57 +95,53 @@ class Reduction:
 
     def _reduce_compressed(self, bucket: Bucket, plan: Plan, facts: Facts) -> Rest | None:
         communicator, record, loss_scale = self._session.communicator, bucket.record, self._session.loss_scale()
-        started = time.perf_counter_ns()
-        source = self._source_in_place(bucket, plan, loss_scale)
-        bit_buf = self._fill_bit_buf(bucket, plan, loss_scale) if source is None else source.gradient
-        is_finite = (source is not None and _is_finite(bit_buf)) or all(
-            _is_finite(run.in_fused(bit_buf)) for run in plan.compressed_runs
-        )
-        fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
-        if not is_finite:  # all ranks will throw the exchange away: no codec has to know what to do with NaN
-            source, bit_buf = None, self._bit_buf(bucket, plan).zero_()
-        elif self.owner_step is not None:
-            bit_buf = self._bit_buf(bucket, plan)
-        record.add("encode", started, time.perf_counter_ns())
+        with record.timing("encode"):
+            source = self._source_in_place(bucket, plan, loss_scale)
+            bit_buf = self._fill_bit_buf(bucket, plan, loss_scale) if source is None else source.gradient
+            is_finite = (source is not None and _is_finite(bit_buf)) or all(
+                _is_finite(run.in_fused(bit_buf)) for run in plan.compressed_runs
+            )
+            fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
+            if not is_finite:  # all ranks will throw the exchange away: no codec has to know what to do with NaN
+                source, bit_buf = None, self._bit_buf(bucket, plan).zero_()
+            elif self.owner_step is not None:
+                bit_buf = self._bit_buf(bucket, plan)
         summed = communicator.start_all_reduce(fp_buf)
 
         @functools.cache
         def is_void() -> bool:
             """Whether a rank's gradient was not finite: the sum, and so the answer, is the same on all of them."""
-            started = time.perf_counter_ns()
-            communicator.finish(summed)
-            record.add("communicate", started, time.perf_counter_ns())
+            with record.timing("communicate"):
+                communicator.finish(summed)
             return bool(fp_buf[-1] != 0)
 
-        left_out = self.feedback.buffer_for(bucket.index, plan)
+        left_out = self._feedback.room(bucket.index, plan.n_bit_buf)
         exchange = self._exchange.mean if self.owner_step is None else self._exchange.push
         finish_exchange = exchange(
             bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source, is_void
         )
         n_bytes = ring_bytes(fp_buf.numel() * fp_buf.element_size(), communicator.world_size)
-        record.count_sent(n_bytes)
-        record.count_received(n_bytes)
+        record.count_exchanged(n_bytes)
         if is_void():
             finish_exchange()
             self._redo_plainly(bucket, plan)
             return None
         self._is_step_finite &= _is_finite(fp_buf)
         if self._error_feedback:
-            self.feedback.stage_flushed(plan.raw, bucket.buffer)
+            self._stage_flushed(plan.raw, bucket.buffer)
         for run in plan.raw_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
         is_in_place = source is not None and bit_buf is source.gradient
 
         def finish() -> None:
             finish_exchange()
-            started = time.perf_counter_ns()
-            if self._error_feedback:
-                self.feedback.stage(plan, None if is_in_place else bucket.buffer, left_out, loss_scale)
-            if self.owner_step is None and not is_in_place:
-                for run in plan.compressed_runs:
-                    run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
-            self._keep_mean(bucket, plan, bit_buf)
-            record.add("decode", started, time.perf_counter_ns())
+            with record.timing("decode"):
+                if self._error_feedback:
+                    self._stage(plan, None if is_in_place else bucket.buffer, left_out, loss_scale)
+                if self.owner_step is None and not is_in_place:
+                    for run in plan.compressed_runs:
+                        run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
+                self._keep_mean(bucket, plan, bit_buf)
 
         return Rest(finish)
 
@@ -161,7 +155,7 @@ class Reduction:
         bit_buf = self._bit_buf(bucket, plan)
         for span in plan.compressed:
             bucket.wait_for(span.position)
-            self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
+            self._write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
         return bit_buf
 
     def _source_in_place(self, bucket: Bucket, plan: Plan, loss_scale: float) -> Source | None:
@@ -176,12 +170,14 @@ class Reduction:
             or not self._exchange.takes_source
         ):
             return None
-        has_residuals = self.feedback.holds_any(plan.compressed)
-        residual = self.feedback.whole_of(plan) if has_residuals else None
+        has_residuals = self._holds_any(plan.compressed)
+        residual = None
+        if has_residuals and len(plan.slots) == len(plan.compressed):
+            residual = self._feedback.lying_at(plan.slots, plan.offsets, plan.n_bit_buf)
         if has_residuals and residual is None:
             return None
         bucket.wait_for_all()
-        if residual is not None and not all(is_used(span.in_bucket(bucket.buffer)) for span in plan.compressed):
+        if residual is not None and not all(holds_nonzero(span.in_bucket(bucket.buffer)) for span in plan.compressed):
             return None
         return Source(bucket.buffer, residual)
 
@@ -196,8 +192,14 @@ class Reduction:
             mean = self._means[bucket.index] = torch.empty(n_own)
         if fused is not None:
             mean.copy_(fused[edges[rank] : edges[rank + 1]])
-        whole = tuple(span.parameter for span in plan.raw if span.parameter is not None)
-        cut = tuple((span.parameter, span.fused) for span in plan.compressed if span.parameter is not None)
+        whole = tuple(
+            span.slot.parameter for span in plan.raw if span.slot is not None and span.slot.parameter is not None
+        )
+        cut = tuple(
+            (span.slot.parameter, span.fused)
+            for span in plan.compressed
+            if span.slot is not None and span.slot.parameter is not None
+        )
         self.owner_step.keep(bucket.index, Owned(whole, cut, edges, mean))
 
     def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
@@ -206,9 +208,9 @@ class Reduction:
         fp_buf = communicator.scratch("fp_buf", (plan.n_raw + 1) * element_bytes).view(bucket.buffer.dtype)
         for span in plan.raw:
             bucket.wait_for(span.position)
-        if self.feedback.holds_any(plan.raw):
+        if self._holds_any(plan.raw):
             for span in plan.raw:
-                self.feedback.write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(fp_buf), loss_scale)
+                self._write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(fp_buf), loss_scale)
         else:
             for run in plan.raw_runs:
                 run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
@@ -222,27 +224,59 @@ class Reduction:
         self.n_redone += 1
         self._is_step_finite = False
         bucket.record.fallbacks.append(_FALLBACK)
-        all_reduce_plainly(self._session.communicator, bucket)
+        bucket.buffer.mul_(1.0 / self._session.communicator.world_size)
+        with bucket.record.timing("communicate"):
+            self._session.communicator.all_reduce(bucket.buffer)
+        bucket.record.count_exchanged(ring_bytes(bucket.original_bytes, self._session.communicator.world_size))
         if self.owner_step is not None:
             bit_buf = self._bit_buf(bucket, plan)
             for run in plan.compressed_runs:
                 run.in_fused(bit_buf).copy_(run.in_bucket(bucket.buffer))
             self._keep_mean(bucket, plan, bit_buf)
 
+    # ---- residuals: of compressed tensors kept, of raw ones flushed; of tensors that are unused on this rank neither
+
+    def _holds_any(self, spans: tuple[Span, ...]) -> bool:
+        """Whether a residual waits for one of these tensors."""
+        return any(self._feedback.of(span.slot) is not None for span in spans)
+
+    def _write_sum(self, span: Span, gradient: torch.Tensor, out: torch.Tensor, loss_scale: float) -> None:
+        """out (n,) = gradient + residual x loss_scale; of an unused tensor the residual waits."""
+        kept = self._feedback.of(span.slot)
+        if kept is None or not holds_nonzero(gradient):
+            out.copy_(gradient)
+        elif gradient.dtype == out.dtype == kept.values.dtype:
+            torch.add(gradient, kept.values, alpha=loss_scale, out=out)
+        else:
+            out.copy_(gradient).add_(kept.values, alpha=loss_scale)
+
+    def _stage(self, plan: Plan, bucket: torch.Tensor | None, left_out: torch.Tensor, loss_scale: float) -> None:
+        """Keep `left_out`, which is aligned with bit_buf; `bucket`: the gradients, or None if all tensors were used."""
+        if loss_scale != 1.0:
+            left_out.div_(loss_scale)
+        for span in plan.compressed:
+            if span.slot is None:
+                continue
+            unsent, kept = span.in_fused(left_out), self._feedback.of(span.slot)
+            if bucket is not None and kept is not None and not holds_nonzero(span.in_bucket(bucket)):
+                unsent.add_(kept.values)
+            self._feedback.stage(span.slot, unsent)
+
+    def _stage_flushed(self, spans: tuple[Span, ...], bucket: torch.Tensor) -> None:
+        """The residuals of these tensors go out with their raw gradients; `bucket`: the gradients before that."""
+        for span in spans:
+            if span.slot is None or self._feedback.of(span.slot) is None:
+                continue
+            if holds_nonzero(span.in_bucket(bucket)):
+                self._feedback.stage(span.slot, None)
+
     def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
-        """For a codec that weighs values by the optimizer: asked for windows of the fused buffer."""
+        """Of the fused buffer, for a codec that weighs values by the optimizer."""
         metric = self._metric
-        if metric is None or not plan.parameters:
+        if metric is None or not plan.slots:
             return None
-        loss_scale = self._session.loss_scale()
-
-        def importance(start: int, end: int) -> torch.Tensor:
-            started = time.perf_counter_ns()
-            out = self._session.communicator.scratch("importance", end - start)
-            metric.write_window(plan.parameters, plan.offsets, start, out, loss_scale, bucket.buffer.dtype)
-            bucket.record.add("importance", started, time.perf_counter_ns())
-            return out
-
+        with bucket.record.timing("importance"):
+            importance = metric.of_bucket(plan.slots, plan.offsets, self._session.loss_scale(), bucket.buffer.dtype)
         return importance
 
     def probe(self, values: torch.Tensor, is_compressed: bool, record: BucketRecord) -> None:
@@ -253,18 +287,14 @@ class Reduction:
             buffer.copy_(values).mul_(1.0 / communicator.world_size)
             communicator.all_reduce(buffer)
             n_bytes = ring_bytes(n * values.element_size(), communicator.world_size)
-            record.count_sent(n_bytes)
-            record.count_received(n_bytes)
+            record.count_exchanged(n_bytes)
             return
         memory = communicator.scratch("probe", 8 * n).view(torch.float32)
         probed, left_out = memory[:n], memory[n:]
         probed.copy_(values)
         cut = Cut([(0, n)], communicator.world_size, self._exchange.group_elements)
         facts = Facts(0, n, record.step & 0xFFFFFFFF, 0)
-        importance: Importance | None = None
-        if self._metric is not None:
-            zeros = communicator.scratch("importance", n).zero_()
-            importance = lambda start, end: zeros[start:end]  # noqa: E731
+        importance = None if self._metric is None else Importance([])
         self._exchange.mean(probed, left_out, cut, facts, record, importance)()
 
 

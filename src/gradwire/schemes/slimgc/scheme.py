@@ -9,7 +9,6 @@ step does not wait for any of it (3.5).
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import zlib
 from dataclasses import asdict
@@ -19,23 +18,19 @@ import torch
 
 from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
-from gradwire.codecs.quantised import Quantised
 from gradwire.control.threshold import NEVER, check_threshold
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.slimgc.exchange import Exchange
-from gradwire.schemes.slimgc.feedback import Feedback
 from gradwire.schemes.slimgc.measuring import Measuring
-from gradwire.schemes.slimgc.options import check_topology, check_update, codec_of, options_of
+from gradwire.schemes.slimgc.options import Measured, Stepping, Transport, codec_of, options_of, take
 from gradwire.schemes.slimgc.plan import Plan, tensors_of
 from gradwire.schemes.slimgc.reduction import Reduction
 from gradwire.stepping.look_ahead import LookAhead
 from gradwire.stepping.owner_step import OwnerStep
-from gradwire.stepping.peeking import LookAheadOptions
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Rest
 from gradwire.wire.facts import Facts
@@ -69,7 +64,8 @@ class SlimGC(Scheme):
         local: with backup, how the local weights come about: "peek" (the user's own rule) or "sgd" (`local_rate`).
         sync_steps: with backup, steps at the beginning that wait all the same; None: the warm-up's and two more.
         max_grad_norm: with backup, in place of clip_grad_norm_, which would clip the wrong gradient.
-        **codec_options: for a codec given by name.
+        transport, measured, stepping: the options above by groups, as objects; or name the options singly.
+        **options: those, and of a codec that is given by name.
     Raises: InvalidArgument.
     """
 
@@ -81,46 +77,29 @@ class SlimGC(Scheme):
         self,
         codec: str | Codec | Scheme = "one-bit",
         threshold_bytes: int | None = None,
-        topology: str = "server",
-        pull: str = "compressed",
         error_feedback: bool = True,
-        warmup_steps: int = 10,
-        method: str = "fit",
-        drift_every: int = 50,
-        drift_factor: float = 1.5,
-        group_elements: int | None = None,
-        backup: bool = False,
-        local: str = "peek",
-        local_rate: float | None = None,
-        sync_steps: int | None = None,
-        max_grad_norm: float | None = None,
-        update: str = "worker",
-        max_grad_value: float | None = None,
-        **codec_options: Any,
+        *,
+        transport: Transport | None = None,
+        measured: Measured | None = None,
+        stepping: Stepping | None = None,
+        **options: Any,
     ) -> None:
-        check_topology(topology, pull)
-        self.codec = codec_of(codec, codec_options)
-        if group_elements is None:
-            group_elements = QUANTISED_CHUNK_ELEMENTS if isinstance(self.codec, Quantised) else CHUNK_ELEMENTS
-        if group_elements < 1:
-            raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
+        self.transport = take(Transport, options) if transport is None else transport
+        self.measured = take(Measured, options) if measured is None else measured
+        self.stepping = take(Stepping, options) if stepping is None else stepping
+        self.stepping.check(self.transport)
+        self.codec = codec_of(codec, options)
+        self.group_elements = self.transport.elements_for(self.codec)
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
-        self.topology, self.pull, self.error_feedback = topology, pull, bool(error_feedback)
-        self.group_elements = group_elements
-        self.update, self.max_grad_value = update, max_grad_value
-        check_update(update, max_grad_value, topology, pull, bool(backup))
-        self.backup, self.owns_step = bool(backup), bool(backup) or update == "owner"
-        if sync_steps is None:
-            sync_steps = (warmup_steps if threshold_bytes is None else 0) + 2
-        if not backup and (max_grad_norm is not None or local_rate is not None):
-            raise InvalidArgument("max_grad_norm and local_rate belong to backup=True; without it, clip .grad as ever")
-        self._stepping = LookAheadOptions(local, local_rate, sync_steps, max_grad_norm)
+        self.error_feedback = bool(error_feedback)
+        self.backup, self.update = bool(self.stepping.backup), self.stepping.update
+        self.owns_step = self.backup or self.update == "owner"
+        self._look_ahead = self.stepping.look_ahead(2 + (self.measured.warmup_steps if threshold_bytes is None else 0))
         self._stepper: LookAhead | OwnerStep | None = None
-        self._make_measuring = functools.partial(Measuring, warmup_steps, method, drift_every, drift_factor)
         self._reset()
 
     def _reset(self) -> None:
-        self._measuring = self._make_measuring()
+        self._measuring = Measuring(**asdict(self.measured))
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
         self._plans: dict[int, tuple[int, int, Plan]] = {}  # by bucket: layout, threshold, plan
@@ -132,7 +111,7 @@ class SlimGC(Scheme):
     def settling_steps(self) -> int:
         """The table's warm-up, then two steps: new buffers are made, and with backup nothing looks ahead before that."""
         measured = 0 if self.threshold_bytes is not None else self._measuring.warmup_steps + 2
-        return max(measured, self._stepping.sync_steps + 2 if self.backup else 0)
+        return max(measured, self._look_ahead.sync_steps + 2 if self.backup else 0)
 
     @property
     def is_settled(self) -> bool:
@@ -145,23 +124,17 @@ class SlimGC(Scheme):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        measuring = self._measuring
         return {
             "codec": self.codec.name,
             "codec_options": options_of(self.codec),
             "threshold_bytes": self.threshold_bytes,
-            "topology": self.topology,
-            "pull": self.pull,
             "error_feedback": self.error_feedback,
-            "warmup_steps": measuring.warmup_steps,
-            "method": measuring.method,
-            "drift_every": measuring.drift_every,
-            "drift_factor": measuring.drift_factor,
+            **asdict(self.transport),
+            **asdict(self.measured),
+            **asdict(self.stepping),
+            **asdict(self._look_ahead),
             "group_elements": self.group_elements,
             "backup": self.backup,
-            **asdict(self._stepping),
-            "update": self.update,
-            "max_grad_value": self.max_grad_value,
         }
 
     def bind(self, session: Session) -> None:
@@ -181,8 +154,8 @@ class SlimGC(Scheme):
             metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
         super().bind(session)
         self._reset()
-        pull_codec = self.codec if self.pull == "compressed" else RawCodec()
-        exchange = Exchange(session.communicator, self.codec, pull_codec, self.topology, self.group_elements)
+        pull_codec = self.codec if self.transport.pull == "compressed" else RawCodec()
+        exchange = Exchange(session.communicator, self.codec, pull_codec, self.transport.topology, self.group_elements)
         # What one native call encodes where it lies need not lie together; the ring and an owner's step want it so.
         self._keeps_places = exchange.takes_source and self.update == "worker"
         self._reduction = Reduction(session, exchange, metric, self.error_feedback)
@@ -193,9 +166,21 @@ class SlimGC(Scheme):
     def take_over(self) -> None:
         """Raises: InvalidArgument, Unsupported (an optimizer or a model that backup, or the owner's step, cannot serve)."""
         if self.backup:
-            self._stepper = LookAhead(self.session, self._start_mean, self._stepping)
+            self._stepper = LookAhead(self.session, self._start_mean, self._look_ahead)
         elif self.update == "owner":
-            self._stepper = self._reduction.owner_step = OwnerStep(self.session, self._start_mean, self.max_grad_value)
+            self._stepper = self._reduction.owner_step = OwnerStep(
+                self.session, self._start_mean, self.stepping.max_grad_value
+            )
+
+    def begin_step(self, step: int) -> None:
+        """Raises: Unsupported (ddp.join, where the step is not the optimizer's)."""
+        if self._stepper is not None:
+            self._stepper.begin_step(step)
+        self.session.communicator.submit(self._begin_on_lane)
+
+    def _begin_on_lane(self) -> None:
+        self._reduction.begin_step()
+        self._records.clear()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
@@ -220,9 +205,6 @@ class SlimGC(Scheme):
 
     def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Rest | None:
         """Replace the bucket by its mean; a future where the lane need not wait for it, or the rest of the lane's work."""
-        if bucket.index == 0:
-            self._reduction.begin_step()
-            self._records.clear()
         communicator = self.session.communicator
         if communicator.world_size == 1 or bucket.n_elements == 0:
             return None
@@ -255,7 +237,7 @@ class SlimGC(Scheme):
         self._reduction.end_step()
         if self.threshold_bytes is not None or self.session.communicator.world_size == 1:
             return
-        communicate_s = sum(record.communicate_ns for record in self._records) / 1e9
+        communicate_s = sum(record.busy_ns["communicate"] for record in self._records) / 1e9
         record: list[BucketRecord] = []
 
         def open_record() -> BucketRecord:
@@ -335,7 +317,7 @@ class SlimGC(Scheme):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "residuals": self._reduction.feedback.state_by_name(self.session.names),
+            "residuals": self.session.feedback.state_by_name(self.session.slots),
             "threshold_bytes": self._threshold,
             "measuring": self._measuring.state_dict(),
             "stepping": {} if self._stepper is None else self._stepper.state_dict(),
@@ -347,14 +329,13 @@ class SlimGC(Scheme):
         if not isinstance(residuals, dict) or not isinstance(measuring, dict):
             raise InvalidArgument("this is not the state of scheme slimgc: it lacks residuals or the threshold table")
         threshold = check_threshold(state.get("threshold_bytes"))
-        feedback = Feedback()
-        feedback.load_by_name(residuals, self.session.names)
         if self._stepper is not None:
             self._stepper.load_state_dict(state.get("stepping", {}))
             if isinstance(self._stepper, OwnerStep):
                 self._loaded = zlib.crc32(repr(self._stepper.state.describe()).encode())
         self._measuring.load_state_dict(measuring)
-        self._reduction.feedback, self._threshold = feedback, threshold
+        self.session.feedback.load_by_name(residuals, self.session.slots)
+        self._threshold = threshold
         self._plans.clear()
         self._has_loaded = True
 
@@ -367,7 +348,8 @@ class SlimGC(Scheme):
             if stepper is not None:
                 stepper.close()
         finally:
-            del self._reduction  # which holds the optimizer and the residuals
+            self.session.feedback.clear()
+            del self._reduction  # which holds the optimizer
 
 
 def _share(part: int, whole: int) -> float:

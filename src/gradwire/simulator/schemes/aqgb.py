@@ -25,7 +25,8 @@ from gradwire.control.quantisation import (
 )
 from gradwire.simulator.network import FlowClass
 from gradwire.simulator.schemes.base import Scheme
-from gradwire.simulator.simulation import Group, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Group
 
 
 class Aqgb(Scheme):

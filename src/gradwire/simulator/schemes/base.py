@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gradwire.simulator.simulation import Group, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Group
 
 
 class Scheme(ABC):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.network import Flow
 from gradwire.simulator.schemes.base import Scheme
-from gradwire.simulator.simulation import Group, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Group
 
 
 @dataclass

@@ -13,7 +13,8 @@ from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import count_chunks
 from gradwire.simulator.network import FlowClass
 from gradwire.simulator.schemes.base import Scheme
-from gradwire.simulator.simulation import Group, Simulation
+from gradwire.simulator.simulation import Simulation
+from gradwire.simulator.stage import Group
 
 Lane = Literal["pipelined", "in turn", "asynchronous"]
 LANES: tuple[Lane, ...] = ("pipelined", "in turn", "asynchronous")

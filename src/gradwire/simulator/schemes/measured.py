@@ -1,4 +1,4 @@
-"""What gradwire's schemes were measured to send and to compute: measured.json, made by `gradwire bench simulator`.
+"""What gradwire's schemes were measured to send and to compute: measured.json, made by `gradwire bench run simulator-sizes`.
 
 A measurement holds for its world size. What grows with the number of ranks, and how, is fitted to the bytes measured at
 several: as a ring's 2 (N-1)/N of something, or as the N-1 copies of an all-gather.
@@ -149,7 +149,7 @@ class MeasuredTable:
         if rows is None:
             raise InvalidArgument(
                 f"scheme {scheme!r} was not measured on {workload!r}; there are: {', '.join(self.schemes(workload))}. "
-                "`gradwire bench simulator --measure` measures what is missing"
+                "`gradwire bench run simulator-sizes` measures what is missing"
             )
         try:
             return fit([Measurement(**row) for row in rows])

@@ -1,0 +1,213 @@
+// Ranks as threads of one process, over loopback: exchanges with messages of random sizes against sums made otherwise,
+// strangers at the door, headers that lie, ranks that leave in the middle. For the sanitizers, ThreadSanitizer too.
+// Arguments: [N_RUNS [SEED]]
+#include "wire/mesh.hpp"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "errors.hpp"
+#include "exchange/owners.hpp"
+#include "exchange/ring.hpp"
+
+namespace {
+
+using namespace gradwire;
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "not so: %s\n", what);
+  std::abort();
+}
+
+// Lossless; trailing zeros are not sent, so that messages vary in length and may be empty.
+class Trimmed final : public exchange::Codec {
+ public:
+  std::size_t max_message_bytes(std::size_t n_values) const override { return 4 * n_values; }
+  std::size_t encode(const exchange::Values& values, std::size_t, std::span<std::uint8_t> out) override {
+    std::size_t n = 4 * values.n;
+    while (n > 0 && values.data[n - 1] == 0) --n;
+    if (n > 0) std::memcpy(out.data(), values.data, n);
+    return n;
+  }
+  void decode(std::span<const std::uint8_t> message, const exchange::Values& values) override {
+    if (message.size() > 4 * values.n) throw CorruptMessage("too long");
+    std::memset(values.data, 0, 4 * values.n);
+    if (!message.empty()) std::memcpy(values.data, message.data(), message.size());
+  }
+};
+
+using Meshes = std::vector<std::unique_ptr<wire::Mesh>>;
+
+Meshes make_meshes(int world, double timeout_s) {
+  Meshes meshes;
+  std::vector<wire::Endpoint> endpoints;
+  for (int rank = 0; rank < world; ++rank) {
+    meshes.push_back(std::make_unique<wire::Mesh>(rank, world, rank % 2 == 0 ? "127.0.0.1" : "127.0.0.2", timeout_s));
+    endpoints.push_back(meshes.back()->endpoint());
+  }
+  wire::Secret secret;
+  wire::fill_random(secret);
+  for (auto& mesh : meshes) mesh->join(endpoints, secret);
+  return meshes;
+}
+
+template <class Body>
+void on_all_ranks(Meshes& meshes, Body body) {
+  std::vector<std::thread> threads;
+  for (auto& mesh : meshes) threads.emplace_back([&mesh, &body] { body(*mesh); });
+  for (auto& thread : threads) thread.join();
+}
+
+std::vector<float> gradient(unsigned seed, std::size_t n) {
+  std::mt19937 random(seed);
+  std::vector<float> values(n);
+  // Small integers: sums are exact in any order.
+  for (auto& value : values)
+    value = random() % 4 == 0 ? 0.0f : static_cast<float>(static_cast<int>(random() % 64) - 32);
+  for (std::size_t i = n - n / 5; i < n; ++i) values[i] = 0;
+  return values;
+}
+
+void check_exchange(Meshes& meshes, std::uint32_t stream, bool is_ring, std::size_t n, std::size_t n_chunks,
+                    unsigned seed) {
+  const std::size_t world = meshes.size();
+  on_all_ranks(meshes, [&](wire::Mesh& mesh) {
+    std::vector<float> values = gradient(seed + static_cast<unsigned>(mesh.rank()), n), expected(n);
+    for (unsigned rank = 0; rank < world; ++rank) {
+      const std::vector<float> theirs = gradient(seed + rank, n);
+      for (std::size_t i = 0; i < n; ++i) expected[i] += theirs[i];
+    }
+    for (auto& value : expected) value /= static_cast<float>(world);
+    Trimmed codec;
+    exchange::Account account;
+    const exchange::Values buffer{reinterpret_cast<std::uint8_t*>(values.data()), n, exchange::Dtype::float32};
+    const exchange::Values nothing{nullptr, 0, exchange::Dtype::float32};
+    const exchange::Ticket ticket{stream, {1, 2, 3, 4}};
+    if (is_ring)
+      exchange::ring_mean(mesh, ticket, codec, buffer, nothing, n_chunks, 2, account);
+    else
+      exchange::direct_mean(mesh, ticket, codec, buffer, nothing, n_chunks, account);
+    require(values == expected, "the mean is that of all ranks");
+    require(n == 0 || account.n_messages > 0, "messages are counted");
+  });
+}
+
+// Connects, says what it likes, and expects to be closed within a second.
+void visit(const wire::Endpoint& endpoint, std::span<const std::uint8_t> words, bool reads_challenge) {
+  const auto started = wire::Clock::now(), deadline = started + std::chrono::seconds(5);
+  const wire::Descriptor connection = wire::connect_to(endpoint, deadline);
+  std::uint8_t challenge[24];
+  try {
+    if (reads_challenge) wire::receive_all(connection, challenge, sizeof challenge, deadline);
+    wire::send_all(connection, words.data(), words.size(), deadline);
+    for (;;) wire::receive_all(connection, challenge, 1, deadline);
+  } catch (const std::system_error& error) {
+    require(error.code().value() != ETIMEDOUT, "a stranger is closed");
+  }
+  require(wire::Clock::now() - started < std::chrono::milliseconds(1'500), "within a second");
+}
+
+void check_strangers(Meshes& meshes, std::mt19937& random) {
+  std::vector<std::thread> strangers;
+  for (int i = 0; i < 12; ++i) {
+    std::vector<std::uint8_t> words(i % 3 == 0 ? 0 : random() % 5'000);
+    for (auto& byte : words) byte = static_cast<std::uint8_t>(random());
+    if (i % 3 == 1 && words.size() >= 64) std::memcpy(words.data(), "GWH1\3\0\0\0\1\0\0\0\0\0\0\0", 16);
+    strangers.emplace_back([&meshes, words, i] { visit(meshes[i % meshes.size()]->endpoint(), words, i % 2 == 0); });
+  }
+  for (auto& stranger : strangers) stranger.join();
+}
+
+// Someone with the secret who sends a header with one field wrong: the receiver says so, and its process lives.
+void check_lies(std::mt19937& random) {
+  for (int lie = 0; lie < 8; ++lie) {
+    Meshes meshes = make_meshes(2, 5);
+    const wire::Facts facts{1, 2, 3, 4};
+    std::atomic<bool> is_refused{false};
+    on_all_ranks(meshes, [&](wire::Mesh& mesh) {
+      const std::array<int, 1> peers = {1 - mesh.rank()};
+      wire::Facts mine = facts;
+      std::uint64_t n_bytes = 100;
+      if (mesh.rank() == 1) {
+        if (lie < 4) reinterpret_cast<std::uint32_t*>(&mine)[lie] = static_cast<std::uint32_t>(random());
+        if (lie >= 4) n_bytes = 101 + random() % 100'000;
+      }
+      try {
+        mesh.open(7, mine, mesh.rank() == 0 ? 100 : n_bytes, peers);
+        if (mesh.rank() == 1) {
+          mesh.send(0, 7, mesh.pool().take(n_bytes));
+          mesh.wait_until_all_sent();
+        } else {
+          mesh.receive(1, 7);
+        }
+      } catch (const RankMismatch&) {
+        is_refused = lie < 4;
+      } catch (const CorruptMessage&) {
+        is_refused = lie >= 4;
+      } catch (const PeerLost&) {
+      }
+      mesh.break_off();
+    });
+    require(is_refused, "a header that lies is refused with its error");
+  }
+}
+
+// One rank leaves after some messages; every other one's wait ends.
+void check_leaving(std::size_t world, unsigned seed) {
+  Meshes meshes = make_meshes(static_cast<int>(world), 5);
+  check_exchange(meshes, 2, true, 1'000, 3, seed);
+  std::atomic<int> n_lost{0};
+  on_all_ranks(meshes, [&](wire::Mesh& mesh) {
+    if (mesh.rank() == 1) {
+      if (seed % 2 == 0) mesh.break_off();
+      return mesh.shut();
+    }
+    std::vector<float> values(50'000, 1.0f);
+    Trimmed codec;
+    exchange::Account account;
+    const exchange::Values buffer{reinterpret_cast<std::uint8_t*>(values.data()), values.size(),
+                                  exchange::Dtype::float32};
+    try {
+      exchange::ring_mean(mesh, {4, {}}, codec, buffer, {nullptr, 0, exchange::Dtype::float32}, 4, 2, account);
+    } catch (const PeerLost&) {
+      ++n_lost;
+    }
+    mesh.break_off();
+  });
+  require(n_lost == static_cast<int>(world) - 1, "whoever waits for a rank that left hears of it");
+}
+
+}  // namespace
+
+int main(int n_arguments, char** arguments) {
+  const long n_runs = n_arguments > 1 ? std::atol(arguments[1]) : 20;
+  std::mt19937 random(n_arguments > 2 ? static_cast<unsigned>(std::strtoul(arguments[2], nullptr, 10)) : 1);
+  for (long run = 0; run < n_runs; ++run) {
+    const int world = 2 + static_cast<int>(random() % 4);
+    Meshes meshes = make_meshes(world, 20);
+    std::thread strangers([&] {
+      std::mt19937 theirs(static_cast<unsigned>(run));
+      check_strangers(meshes, theirs);
+    });
+    std::uint32_t stream = 0;
+    for (int i = 0; i < 8; ++i)
+      check_exchange(meshes, stream += 2, random() % 2 == 0, random() % 4 == 0 ? random() % 9 : random() % 300'000,
+                     1 + random() % 7, static_cast<unsigned>(random()));
+    strangers.join();
+    check_leaving(2 + random() % 3, static_cast<unsigned>(random()));
+  }
+  check_lies(random);
+  std::printf("%ld runs, nothing found\n", n_runs);
+  return 0;
+}

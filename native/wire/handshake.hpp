@@ -1,0 +1,59 @@
+// How two ranks make sure of each other before the first message: both prove that they know the group's secret, which
+// itself never travels. docs/format.md#handshake
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "wire/sha256.hpp"
+#include "wire/socket.hpp"
+
+namespace gradwire::wire {
+
+inline constexpr std::size_t kSecretBytes = 16;
+using Secret = std::array<std::uint8_t, kSecretBytes>;
+
+// The side of the rank that connected. Throws PeerLost (no answer, refused, or an answer without the secret),
+// IncompatibleVersion.
+void introduce(const Descriptor& connection, int rank, int peer, const Secret& secret, Clock::time_point deadline);
+
+// The side that is connected to: a thread that takes connections, hands over those of ranks and closes all others,
+// within a second. It sleeps while nobody comes.
+class Doorkeeper {
+ public:
+  using Welcome = std::function<void(int peer, Descriptor connection)>;
+
+  Doorkeeper(Descriptor listener, int rank, int world_size, const Secret& secret, Welcome welcome);
+  ~Doorkeeper();
+  Doorkeeper(const Doorkeeper&) = delete;
+  Doorkeeper& operator=(const Doorkeeper&) = delete;
+  // In a forked child, which has no such thread.
+  void abandon();
+  void close_descriptors();
+
+ private:
+  struct Visitor;
+  void serve();
+  void admit();
+  // Whether the visitor may stay for now.
+  bool hear(Visitor& visitor);
+
+  Descriptor listener_, stop_;
+  const int rank_, world_size_;
+  const Secret secret_;
+  const Welcome welcome_;
+  std::list<Visitor> visitors_;
+  std::thread thread_;
+};
+
+// Bytes that nobody can guess. Throws std::system_error.
+void fill_random(std::span<std::uint8_t> out);
+
+}  // namespace gradwire::wire

@@ -1,0 +1,146 @@
+// One rank's connections to the other ranks of its group, and the loop that serves them all.
+//
+// There is no thread for messages: whoever waits, for a message or until its own are gone, serves every connection
+// meanwhile, asleep in epoll while nothing can be done. Sending and receiving never wait for each other, so two ranks
+// that both send megabytes do not block. Connections are made when two ranks first need one.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "wire/handshake.hpp"
+#include "wire/message.hpp"
+#include "wire/socket.hpp"
+
+namespace gradwire::wire {
+
+// What has come: the message, from whom, and how long its bytes took once the first of them could be on their way.
+struct Arrival {
+  int peer;
+  Message message;
+  std::int64_t duration_ns;
+};
+
+// Thread-safe. Every wait ends with PeerLost when the peer that is waited for closes its connection, or moves no byte
+// for `timeout_s`, and when this rank breaks off.
+class Mesh {
+ public:
+  // Listens on `host`, a numeric address, from now on. Throws InvalidArgument.
+  Mesh(int rank, int world_size, const std::string& host, double timeout_s);
+  ~Mesh();
+  Mesh(const Mesh&) = delete;
+  Mesh& operator=(const Mesh&) = delete;
+
+  // What to tell the other ranks.
+  const Endpoint& endpoint() const { return endpoint_; }
+  // What they have told, by rank; connections are taken from now on.
+  void join(std::vector<Endpoint> endpoints, const Secret& secret);
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  Pool& pool() { return pool_; }
+
+  // Begins a stream with `peers`: connects to them if need be, and reads messages of up to max_bytes that carry these
+  // facts. Messages of streams that are not open wait in the kernel. Throws PeerLost, IncompatibleVersion.
+  void open(std::uint32_t stream, const Facts& facts, std::uint64_t max_bytes, std::span<const int> peers);
+  // Ends it; what has come and nobody took is dropped. What this rank has sent still travels.
+  void close(std::uint32_t stream);
+
+  // Queues a message, whose bytes must not change any more, and sends what the kernel takes. Throws PeerLost.
+  void send(int peer, std::uint32_t stream, Message message);
+  // The next message of `peer`. Throws PeerLost; CorruptMessage, IncompatibleVersion, RankMismatch for what any peer
+  // sent.
+  Message receive(int peer, std::uint32_t stream);
+  // The next message of one of `peers`. Throws as `receive`, where any of them is lost.
+  Arrival receive_any(std::uint32_t stream, std::span<const int> peers);
+  // Waits until at most so many messages to `peer` (or to each) are not in the kernel's hands.
+  void wait_until_sent(int peer, std::size_t n_left);
+  void wait_until_all_sent();
+
+  // Ends every connection; all waits on both sides end with PeerLost. Safe from any thread, at any time.
+  void break_off();
+  // Ends everything; nothing may wait any more.
+  void shut();
+
+  struct Forked;  // what a forked child does with the meshes of its parent
+
+ private:
+  struct Outgoing {
+    RawHeader header;
+    Message message;
+    std::size_t n_sent = 0;
+  };
+  struct Connection {
+    Descriptor socket;
+    int peer = -1;
+    std::deque<Outgoing> queue;
+    RawHeader raw_header{};
+    std::size_t n_header = 0;  // bytes of it that are there
+    Header header{};
+    bool is_parked = false;          // its header is there, its stream not yet open
+    std::optional<Message> message;  // whose body is being read
+    std::size_t n_body = 0;
+    std::string end;  // why the connection is over, if it is
+    bool has_ended = false, is_watched = false;
+    bool is_hung = false;  // over, but for what has come and is not read yet
+    std::uint32_t watched_for = 0;
+    Clock::time_point moved_in{}, moved_out{};  // the last bytes
+    Clock::time_point free_since{};             // when what came before the present message was there
+  };
+  struct Stream {
+    Facts facts;
+    std::uint64_t max_bytes;
+    std::vector<std::uint32_t> n_sent, n_arrived;
+    std::vector<std::deque<Arrival>> inboxes;
+    std::vector<Clock::time_point> waiting_since;  // by peer, of receive_any
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  void add(int peer, Descriptor socket);
+  void meet(Lock& lock, int peer);
+  Stream& stream_of(std::uint32_t number);
+  void begin_message(Connection& connection);
+  void begin_body(Connection& connection, Stream& stream);
+  void deliver(Connection& connection, Stream& stream);
+  void read(Connection& connection);
+  void write(Connection& connection);
+  void end(Connection& connection, const std::string& why);
+  void watch(Connection& connection);
+  void wake();
+  void throw_if_broken() const;
+  [[noreturn]] void lose(int peer, const std::string& what, Clock::time_point started) const;
+  void serve_once(Lock& lock, Clock::time_point deadline);
+  // Serves all connections until is_done(). `peers` are waited for, each since waiting_since(peer).
+  template <class Since, class Predicate>
+  void serve_until(Lock& lock, std::span<const int> peers, Since waiting_since, Predicate is_done);
+  template <class Predicate>
+  void serve_until(Lock& lock, int peer, Predicate is_done);
+
+  const int rank_, world_size_;
+  const double timeout_s_;
+  Endpoint endpoint_;
+  std::vector<Endpoint> endpoints_;
+  Secret secret_{};
+  Pool pool_;
+
+  std::mutex mutex_;
+  std::unique_ptr<std::condition_variable> changed_;  // left behind in a forked child: it may have waiters there
+  int n_waiting_ = 0;                                 // threads that wait for another one to serve
+  bool is_serving_ = false, is_broken_ = false;
+  Descriptor listener_, epoll_, wake_;
+  std::vector<std::unique_ptr<Connection>> connections_;  // by peer
+  std::map<std::uint32_t, Stream> streams_;
+  std::unique_ptr<Doorkeeper> doorkeeper_;
+};
+
+}  // namespace gradwire::wire

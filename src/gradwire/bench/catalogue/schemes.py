@@ -1,0 +1,177 @@
+"""All schemes side by side: in training, in a bare all-reduce, on networks that change."""
+
+from __future__ import annotations
+
+from gradwire import schemes
+from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, mb, ms
+
+# PyTorch's own: DDP, and its hooks.
+HOOKS = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8"]
+EVERYTHING = [*HOOKS, *schemes.names()]
+REDUCING = ["ddp", "ddp-bf16", *(name for name in schemes.names() if not schemes.owns_step(name))]
+DDP = {"scheme": "ddp"}
+# These send DDP's very bytes by the same all-reduce: `homomorphic` finds dense gradients too dense and sends them plainly.
+TWINS = ["plain", "homomorphic"]
+RATES = {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
+
+ITERATION = ms("iteration_s", "ms a step", spread=True)
+X_DDP = Column("iteration_s", "x ddp", kind="ratio")
+EXPOSED, CODEC, COMPUTE = ms("exposed_s", "exposed"), ms("codec_s", "codec, busy"), ms("compute_s", "compute")
+SENT, LOSS = mb("wire_bytes", "MB sent"), Column("loss", form=".3f")
+TIME = ms("time_s", "ms", spread=True)
+TIME_X_DDP = Column("time_s", "x ddp", kind="ratio")
+RATIO = Column("wire_ratio", "wire ratio", form=".3f")
+BY_RATE = Table([ITERATION, X_DDP, EXPOSED], across="rate")
+PARTS = Table([SENT, CODEC, LOSS], where={"rate": "1gbit"}, title="What is sent, and what the loss pays, at 1 Gb/s")
+SIZES = {"1 KB": 1024, "64 KB": 65536, "1 MB": 1048576, "5 MB": 5000000, "25 MB": 25000000}
+STRAGGLER = "1gbit,1gbit,1gbit,100mbit"
+
+_README = ["ddp", "ddp-bf16", "gcomp", "embedded-float", "one-bit", "acp-sgd"]
+README_TABLE = Table([ms("iteration_s", "step, ms"), Column("iteration_s", "x faster than DDP", kind="speed-up"), SENT,
+                      LOSS],
+                     where={"rate": "100mbit", "scheme": _README})  # fmt: skip
+
+_CHANGING = ["ddp", "plain", "gcomp", "gcomp:importance=uniform,bits=12", "acp-sgd", "top-k", "one-bit", "two-bit",
+             "homomorphic", "aqgb", "aqgb:max_contention=1", "broadcast", "slimgc"]  # fmt: skip
+_EIGHT = [*dict.fromkeys([*_CHANGING, "sign-sgd", "ddp-bf16", "power-sgd", "power-sgd-overlap", "random-k", "dgc",
+                          "terngrad",
+                          "qsgd", "thc", "truncated-float", "embedded-float", "truncate", "zstd",
+                          "periodic"])]  # fmt: skip
+_PHASES = Table([ITERATION, Column("wire_bytes", "MB sent", 1e-6, ".2f")], across="phase")
+
+
+def _sizes(*names: str) -> dict[str, int]:
+    return {name: SIZES[name] for name in names}
+
+
+EXPERIMENTS = [
+    Experiment(
+        key="train-resnet", system="schemes", measure="train", seconds=240, baseline=DDP, twins=TWINS,
+        question="How long does a training step take under each scheme, and what does the loss pay?",
+        of=[Ref("GComp", "Fig. 15")],
+        fixed={"workload": "resnet", "ranks": 4, "steps": 20, "warmup": 3},
+        axes={"rate": RATES, "scheme": EVERYTHING},
+        show=[BY_RATE, PARTS],
+        goals=[Goal("GComp faster than DDP at 100 Mb/s", X_DDP, "<=", 0.95, {"rate": "100mbit", "scheme": "gcomp"})],
+    ),
+    Experiment(
+        key="train-quick", system="schemes", measure="train", seconds=125, baseline=DDP, twins=TWINS, quick=True,
+        question="The same on a small GPT and a small ResNet, few steps each: what `make bench` runs.",
+        fixed={"ranks": 4, "steps": 5, "warmup": 3},
+        axes={"workload": ["gpt", "resnet"], "rate": {"1 Gb/s": "1gbit", "100 Mb/s": "100mbit"}, "scheme": EVERYTHING},
+        show=[BY_RATE, PARTS],
+    ),
+    Experiment(
+        key="train-long", system="schemes", measure="train", seconds=600, baseline=DDP, twins=TWINS,
+        question="The same over 50 steps of four workloads.",
+        fixed={"ranks": 4, "steps": 50},
+        axes={"workload": ["gpt", "resnet", "lstm", "ncf"], "rate": RATES, "scheme": EVERYTHING},
+        show=[BY_RATE, PARTS],
+    ),
+    Experiment(
+        key="train-large", system="schemes", measure="train", seconds=1800, baseline=DDP, twins=TWINS,
+        question="How long does a step of a large model take, its computation emulated?",
+        fixed={"ranks": 4, "steps": 5, "warmup": 2, "compute": "emulate"},
+        axes={"workload": ["bert-base", "resnet50", "vgg16", "gpt2", "bert-large", "resnet152"],
+              "rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "scheme": EVERYTHING},
+        show=[BY_RATE, Table([SENT, CODEC], where={"rate": "1gbit"}, title="What is sent, at 1 Gb/s")],
+    ),
+    Experiment(
+        key="train-changes", system="schemes", measure="train", seconds=200, baseline=DDP, twins=["plain"],
+        question="What does a scheme make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, one link of four at it?",
+        fixed={"workload": "resnet", "ranks": 4, "rate": "1gbit", "then": ["100mbit", STRAGGLER], "steps": 10,
+               "warmup": 3},
+        axes={"scheme": _CHANGING},
+        show=[_PHASES],
+    ),
+    Experiment(
+        key="train-8-ranks", system="schemes", measure="train", seconds=900, baseline=DDP, twins=["plain", "homomorphic"],
+        question="Eight ranks at 100 Mb/s (phase 0), then one link at a tenth of it.",
+        fixed={"workload": "resnet", "ranks": 8, "rate": "100mbit", "then": [",".join(["100mbit"] * 7 + ["10mbit"])],
+               "steps": 3, "warmup": 3},
+        axes={"scheme": _EIGHT},
+        show=[_PHASES],
+    ),
+    Experiment(
+        key="train-8-ranks-gpt", system="schemes", measure="train", seconds=900, baseline=DDP, twins=TWINS,
+        question="Eight ranks of the small GPT at 1 Gb/s.",
+        fixed={"workload": "gpt", "ranks": 8, "rate": "1gbit", "steps": 20}, axes={"scheme": EVERYTHING},
+        show=[Table([ITERATION, X_DDP, EXPOSED, SENT])],
+    ),
+    Experiment(
+        key="train-straggler", system="schemes", measure="train", seconds=600, baseline=DDP, twins=TWINS,
+        question="The small GPT behind one slow link of four.",
+        fixed={"workload": "gpt", "ranks": 4, "rate": STRAGGLER, "steps": 20}, axes={"scheme": EVERYTHING},
+        show=[Table([ITERATION, X_DDP, EXPOSED, SENT])],
+    ),
+    Experiment(
+        key="allreduce-quick", system="schemes", measure="allreduce", seconds=110, together=("n_bytes", "scheme"),
+        baseline=DDP, twins=TWINS, quick=True,
+        question="How long does an all-reduce of random values take, by size?",
+        fixed={"ranks": 4, "quick": True},
+        axes={"rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "n_bytes": _sizes("1 KB", "64 KB", "1 MB", "25 MB"),
+              "scheme": REDUCING},
+        show=[Table([ms("time_s", "ms")], across="n_bytes"),
+              Table([TIME, TIME_X_DDP, mb("wire_bytes", "MB sent"), RATIO], where={"n_bytes": 25000000}, across="rate",
+                    title="25 MB")],
+    ),
+    Experiment(
+        key="allreduce-slow", system="schemes", measure="allreduce", seconds=120, together=("n_bytes", "scheme"),
+        baseline=DDP, twins=TWINS, quick=True,
+        question="The same at 100 Mb/s, to 5 MB.",
+        fixed={"ranks": 4, "quick": True, "rate": "100mbit"},
+        axes={"n_bytes": _sizes("1 KB", "64 KB", "1 MB", "5 MB"), "scheme": REDUCING},
+        show=[Table([ms("time_s", "ms"), TIME_X_DDP], across="n_bytes")],
+    ),
+    Experiment(
+        key="allreduce-sizes", system="schemes", measure="allreduce", seconds=1500, together=("n_bytes", "scheme"),
+        baseline=DDP, twins=TWINS,
+        question="The same from 1 KB to 400 MB, with more samples.",
+        fixed={"ranks": 4}, axes={"rate": RATES,
+        "n_bytes": [*(1 << power for power in range(10, 25, 2)), 25_000_000, 100_000_000, 400_000_000],
+        "scheme": REDUCING},
+        show=[Plot("n_bytes", ms("time_s", "ms"), log="xy", x_title="bytes", where={"rate": "1gbit"}),
+              Table([TIME, TIME_X_DDP], where={"n_bytes": 100_000_000}, across="rate", title="100 MB")],
+    ),
+    Experiment(
+        key="allreduce-gradient", system="schemes", measure="allreduce", seconds=90, baseline=DDP, twins=["plain"],
+        quick=True,
+        question="How long does an all-reduce of 25 MB of a real gradient take?",
+        of=[Ref("GComp", "Fig. 10")],
+        fixed={"ranks": 4, "rate": "1gbit", "n_bytes": 25000000, "quick": True},
+        axes={"gradients": ["gpt@400", "resnet@400"], "scheme": ["ddp", "ddp-bf16", "plain", "gcomp",
+                                                                 "gcomp:importance=none",
+              "truncate", "zstd", "one-bit"]},
+        show=[Table([TIME, TIME_X_DDP, RATIO], across="gradients")],
+        goals=[Goal("`plain` within 5 % of DDP", TIME_X_DDP, "<=", 1.05, {"scheme": "plain"})],
+    ),
+    Experiment(
+        key="allreduce-sparse", system="schemes", measure="allreduce", seconds=120, baseline=DDP, twins=["plain"],
+        question="The same of random sparse gradients, by density and by how non-zeros cluster.",
+        fixed={"ranks": 4, "rate": "1gbit", "n_bytes": 25000000},
+        axes={"pattern": ["element", "row", "batch"], "density": [0.01, 0.1], "scheme": REDUCING},
+        show=[Table([ms("time_s", "ms"), TIME_X_DDP], across="density")],
+    ),
+    Experiment(
+        key="allreduce-networks", system="schemes", measure="allreduce", seconds=300, together=("n_bytes", "scheme"),
+        baseline=DDP, twins=TWINS,
+        question="The same behind one slow link of four.",
+        fixed={"ranks": 4}, axes={"rate": [STRAGGLER], "n_bytes": _sizes("1 MB", "25 MB"), "scheme": REDUCING},
+        show=[Table([TIME, TIME_X_DDP], across="n_bytes")],
+    ),
+    Experiment(
+        key="allreduce-8-ranks", system="schemes", measure="allreduce", seconds=300, together=("n_bytes", "scheme"),
+        baseline=DDP, twins=TWINS,
+        question="The same with eight ranks at 1 Gb/s.",
+        fixed={"ranks": 8, "rate": "1gbit"}, axes={"n_bytes": _sizes("1 MB", "25 MB"), "scheme": REDUCING},
+        show=[Table([TIME, TIME_X_DDP], across="n_bytes")],
+    ),
+    Experiment(
+        key="netlab-rates", system="schemes", measure="netlab", seconds=40, together=("rate",),
+        question="Does the test network hold its rates?",
+        fixed={"ranks": 4}, axes={"rate": ["100mbit", "500mbit", "1gbit", "2gbit"]},
+        show=[Table([Column("payload_bps", "payload, Mb/s", 1e-6, ".1f"), Column("deviation", "off, %", 100, "+.1f"),
+                     Column("drops", "drops", form=".0f")], rows=("rate",))],
+        goals=[Goal("within 5 %", Column("deviation", form="+.3f"), ">=", -0.05)],
+    ),
+]  # fmt: skip

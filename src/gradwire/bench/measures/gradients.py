@@ -1,0 +1,150 @@
+"""The numbers behind the figures, from gradient files alone; every function returns flat records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.bench.exponents import entropy_bits, exponent_histogram
+from gradwire.bench.level_rule import allowed_scale, dropped_bits
+from gradwire.bench.measures import Call
+from gradwire.bench.measures.gradient_files import gradient_file
+from gradwire.bench.measures.huffman import escaped_lengths, gradwire_lengths, mean_bits, native_lengths
+from gradwire.results.experiment import Cell
+from gradwire.results.store import Record
+from gradwire.workloads.gradients import GradientFile, load_gradients
+
+Records = list[dict[str, Any]]
+MANTISSA_BITS = 24  # the sign travels with the mantissa
+
+
+def load(call: Call) -> list[tuple[Cell, GradientFile]]:
+    """The files of the cells' axis `gradients`, in order."""
+    return [(cell, load_gradients(gradient_file(str(cell["gradients"]), call.folder))) for cell in call.cells]
+
+
+def measure_values(call: Call) -> list[tuple[Cell, Record]]:
+    """Figs. 2 and 3 of each file."""
+    return [(cell, record) for cell, file in load(call) for record in describe_values([file])]
+
+
+def measure_cross_tables(call: Call) -> list[tuple[Cell, Record]]:
+    """Fig. 12: a record for each file whose table a file's exponents are coded with."""
+    files = load(call)
+    places = {file.name: cell for cell, file in files}
+    return [(places[record["gradients"]], record) for record in cross_tables([file for _, file in files])]
+
+
+def measure_table_refresh(call: Call) -> list[tuple[Cell, Record]]:
+    """Fig. 13a over files in the order of training; of the first there is nothing to say."""
+    files = load(call)
+    return list(zip([cell for cell, _ in files[1:]], table_refresh([file for _, file in files]), strict=True))
+
+
+def measure_mantissas(call: Call) -> list[tuple[Cell, Record]]:
+    """Fig. 14 of each file."""
+    return [(cell, record) for cell, file in load(call) for record in mantissa_ablation([file])]
+
+
+def describe_values(files: Sequence[GradientFile]) -> Records:
+    """Figs. 2 and 3: spread of the values, exponents, zeros, and |gradient| / |parameter| where known."""
+    records: Records = []
+    for file in files:
+        values = file.gradient
+        finite = values[np.isfinite(values)]
+        histogram = exponent_histogram(values)
+        record: dict[str, Any] = {
+            "gradients": file.name,
+            "n_elements": values.size,
+            "zeros_share": float((values == 0).mean()),
+            "mean": float(finite.mean(dtype=np.float64)),
+            "standard_deviation": float(finite.std(dtype=np.float64)),
+            "exponent_entropy_bits": entropy_bits(histogram),
+            **_in_mean_magnitudes(finite),
+            "n_exponents": int((histogram > 0).sum()),
+            "top_15_exponents_share": float(np.sort(histogram)[-15:].sum() / values.size),
+        }
+        ratio = gradient_parameter_ratio(file)
+        for name, quantile in (("p10", 0.1), ("median", 0.5), ("p90", 0.9)):
+            record[f"gradient_parameter_ratio_{name}"] = float(np.quantile(ratio, quantile)) if ratio.size else None
+        records.append(record)
+    return records
+
+
+def _in_mean_magnitudes(values: npt.NDArray[np.float32]) -> dict[str, float]:
+    """SlimGC's Fig. 5: the mean magnitude, and the values in units of it."""
+    magnitude = np.abs(values)
+    mean = float(magnitude.mean(dtype=np.float64))
+    shares = {f"below_{limit:g}_means_share": float((magnitude < limit * mean).mean()) for limit in (0.1, 0.5, 1, 3)}
+    return {"mean_magnitude": mean, "largest_in_means": float(magnitude.max()) / mean if mean else 0.0, **shares}
+
+
+def gradient_parameter_ratio(file: GradientFile) -> npt.NDArray[np.float64]:
+    """|g| / |theta| where neither is 0 or infinite; empty if the file has no parameters."""
+    if file.parameter is None:
+        return np.zeros(0)
+    usable = (file.gradient != 0) & (file.parameter != 0) & np.isfinite(file.gradient) & np.isfinite(file.parameter)
+    return np.abs(file.gradient[usable].astype(np.float64) / file.parameter[usable].astype(np.float64))
+
+
+def cross_tables(files: Sequence[GradientFile]) -> Records:
+    """Fig. 12: the exponent part (share of 8 bits) of every file under the table made from every file."""
+    histograms = [exponent_histogram(file.gradient) for file in files]
+    records: Records = []
+    for source, made_from in zip(files, histograms, strict=True):
+        native, escaped, own = (make(made_from) for make in (native_lengths, escaped_lengths, gradwire_lengths))
+        for data, coded in zip(files, histograms, strict=True):
+            records.append(
+                {
+                    "table_from": source.name,
+                    "gradients": data.name,
+                    "native_ratio": mean_bits(native, coded) / 8,
+                    "escaped_ratio": mean_bits(escaped, coded) / 8,
+                    "gradwire_ratio": mean_bits(own, coded) / 8,
+                    "longest_native_bits": int(native.max()),
+                    "entropy_ratio": entropy_bits(coded) / 8,
+                }
+            )
+    return records
+
+
+def table_refresh(files: Sequence[GradientFile]) -> Records:
+    """Fig. 13a: the exponent part under the first file's table for ever, and under the table of the file before it."""
+    histograms = [exponent_histogram(file.gradient) for file in files]
+    records: Records = []
+    for index in range(1, len(files)):
+        static, refreshed = gradwire_lengths(histograms[0]), gradwire_lengths(histograms[index - 1])
+        records.append(
+            {
+                "gradients": files[index].name,
+                "static_bits": mean_bits(static, histograms[index]),
+                "refreshed_bits": mean_bits(refreshed, histograms[index]),
+                "entropy_bits": entropy_bits(histograms[index]),
+            }
+        )
+    return records
+
+
+def mantissa_ablation(files: Sequence[GradientFile]) -> Records:
+    """Fig. 14: sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
+
+    "Single-Quant" knows two levels, 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two.
+    A file without optimizer state has no levels: only the pruning of zeros is counted for it.
+    """
+    records: Records = []
+    for file in files:
+        values = file.gradient
+        nonzero = exponent_histogram(values)[1:].sum() / values.size  # subnormals go the way of the zeros
+        record: dict[str, Any] = {"gradients": file.name, "zero_prune": float(nonzero)}
+        if file.state is not None:
+            scale, _ = allowed_scale(file.state)
+            is_pruned = (values.view(np.uint32) >> 23 & 0xFF) == 0
+            for name, level_bits, field_bits in (("single_quant", (18,), 1), ("multi_quant", (6, 12, 18), 2)):
+                kept = MANTISSA_BITS - dropped_bits(values, scale, level_bits) + field_bits
+                record[name] = float(kept.mean() / MANTISSA_BITS)
+                record[f"{name}_zero_prune"] = float(np.where(is_pruned, 0, kept).mean() / MANTISSA_BITS)
+        records.append(record)
+    return records

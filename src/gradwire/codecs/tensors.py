@@ -1,0 +1,71 @@
+"""What codecs demand of tensors and numbers, and the numbers that dtypes have in the native core."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import BufferTooSmall, InvalidArgument
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LIMIT = 1 << 64
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The native number of a dtype. Raises: InvalidArgument."""
+    code = DTYPE_CODES.get(dtype)
+    if code is None:
+        raise InvalidArgument(f"quantisers take float32, bfloat16 and float16, not {dtype}: convert the gradient")
+    return code
+
+
+def check_positive(what: str, value: float, *, zero_allowed: bool = False) -> float:
+    """`value` as a finite float above zero. Raises: InvalidArgument."""
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_allowed) or number > 3e38:
+        raise InvalidArgument(f"{what} must be a positive number, got {value!r}")
+    return number
+
+
+def check_seed(seed: int) -> int:
+    """`seed` if it fits 64 bits. Raises: InvalidArgument."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _LIMIT:
+        raise InvalidArgument(f"seed must be an integer from 0 to 2^64 - 1, got {seed!r}")
+    return seed
+
+
+def check_room(name: str, out: Tensor, n_bytes: int) -> None:
+    """Raises: InvalidArgument (no uint8 buffer), BufferTooSmall (fewer than `n_bytes`)."""
+    check_tensor("out", out, torch.uint8)
+    if out.numel() < n_bytes:
+        raise BufferTooSmall(f"{name}: out has {out.numel()} bytes, the message may take {n_bytes}")
+
+
+def check_step(step: int) -> int:
+    """`step` if it fits 64 bits. Raises: InvalidArgument."""
+    if not 0 <= step < _LIMIT:
+        raise InvalidArgument(f"step must be from 0 to 2^64 - 1, got {step}")
+    return step
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's memory; a contiguous tensor of one value or none may have any stride, which a view refuses."""
+    flat = tensor.detach()
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+
+def check_tensor(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_elements: int | None = None) -> None:
+    """Raise InvalidArgument unless it is one contiguous dimension on the CPU, of this dtype and length."""
+    if dtype is not None and tensor.dtype != dtype:
+        raise InvalidArgument(f"{what}: expected {dtype}, got {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise InvalidArgument(f"{what}: expected a CPU tensor, got one on {tensor.device}: copy it first")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"{what}: expected one contiguous dimension, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}: pass tensor.contiguous().view(-1)"
+        )
+    if n_elements is not None and tensor.numel() != n_elements:
+        raise InvalidArgument(f"{what}: has {tensor.numel()} values, the gradient {n_elements}")

@@ -1,0 +1,212 @@
+"""Error feedback: what compression left out of a gradient, kept for the next step. The one mechanism of all schemes.
+
+Keyed by slot, never by bucket, because DDP rebuilds its buckets after the first step. New residuals are staged and
+take effect only at `commit`, so that a step with a non-finite gradient changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.core.bucket import Bucket
+from gradwire.core.slot import Slot
+from gradwire.errors import InvalidArgument
+
+
+class Kept(NamedTuple):
+    """The residual of one parameter, flat or in the parameter's shape as a matrix: `values` / `scale`."""
+
+    values: Tensor
+    scale: float = 1.0
+
+
+class Feedback:
+    """One residual for every slot that has been compressed: float32, free of the loss scale.
+
+    Residuals are views of rooms, flat tensors that codecs write in their own sweep. Two rooms change places from step to
+    step: what is staged never overwrites what counts, and nothing is allocated once warm.
+    """
+
+    def __init__(self) -> None:
+        self._current: dict[Slot, Kept] = {}
+        self._staged: dict[Slot, Kept | None] = {}  # None: the residual went out, nothing is left
+        self._rooms: dict[Hashable, list[Tensor]] = {}
+
+    # ---- what counts
+
+    def of(self, slot: Slot | None) -> Kept | None:
+        """The residual of `slot`, if it has one."""
+        return None if slot is None else self._current.get(slot)
+
+    def lying_at(self, slots: Sequence[Slot], offsets: Sequence[int], n_elements: int) -> Tensor | None:
+        """(n_elements,) the room in which the residuals of all `slots` lie at `offsets`, if they do."""
+        room: Tensor | None = None
+        for slot, offset in zip(slots, offsets, strict=True):
+            kept = self._current.get(slot)
+            if kept is None or kept.scale != 1.0 or kept.values.storage_offset() != offset:
+                return None
+            room = kept.values._base if room is None else room
+            if room is None or kept.values._base is not room or room.numel() != n_elements:
+                return None
+        return room
+
+    def pair(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """(residual, unsent), each (n,) float32 and aligned with the bucket, to read and to write in one sweep.
+
+        What is written into `unsent` counts after `stage_bucket` and `commit`. Without slots nothing is kept.
+        """
+        n, key = bucket.n_elements, (bucket.layout_hash, *bucket.slots)
+        residual = self.lying_at(bucket.slots, bucket.offsets, n)
+        if residual is None:
+            residual = self.room(key, n).zero_()
+            for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
+                old, part = self._current.get(slot), residual[start:end]
+                if old is not None:
+                    torch.div(old.values.view(-1), old.scale, out=part)
+                self._current[slot] = Kept(part)
+        return residual, self.room(key, n, other_than=residual)
+
+    # ---- what a step stages
+
+    def room(
+        self, key: Hashable, n_elements: int, dtype: torch.dtype = torch.float32, other_than: Tensor | None = None
+    ) -> Tensor:
+        """(n_elements,) to write into, in which no residual lies that counts; `key`: whose, to be found again."""
+        rooms = [room for room in self._rooms.get(key, ()) if room.numel() == n_elements]
+        free = next((room for room in rooms if room is not other_than and not self._holds(room, self._current)), None)
+        if free is None:
+            free = torch.zeros(n_elements, dtype=dtype)
+            self._rooms = {  # those of earlier layouts go as soon as no slot lies in them
+                key: kept
+                for key, kept in self._rooms.items()
+                if any(self._holds(room, self._current) or self._holds(room, self._staged) for room in kept)
+            }
+        self._rooms[key] = [free, *(room for room in rooms if room is not free)][:2]
+        return free
+
+    def stage(self, slot: Slot, unsent: Tensor | None, scale: float = 1.0) -> None:
+        """Keep `unsent` / `scale`, a view of a room, from the next `commit` on; None: nothing is left."""
+        self._staged[slot] = None if unsent is None else Kept(unsent, scale)
+
+    def stage_bucket(self, bucket: Bucket, unsent: Tensor) -> None:
+        """Keep what `unsent` of `pair` holds, from the next `commit` on."""
+        for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
+            self._staged[slot] = Kept(unsent[start:end])
+
+    def commit(self, slots: Iterable[Slot] | None = None) -> None:
+        """Make what was staged (for `slots`, or for all) the residual."""
+        for slot in list(self._staged) if slots is None else slots:
+            if slot in self._staged:
+                staged = self._staged.pop(slot)
+                if staged is None:
+                    self._current.pop(slot, None)
+                else:
+                    self._current[slot] = staged
+
+    def discard(self, slots: Iterable[Slot] | None = None) -> None:
+        """Forget what was staged in this step (for `slots`, or for all)."""
+        for slot in list(self._staged) if slots is None else slots:
+            self._staged.pop(slot, None)
+
+    def clear(self) -> None:
+        """Forget everything: the model is let go."""
+        self.__init__()  # type: ignore[misc]
+
+    # ---- between steps
+
+    def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+        """Copies of the residuals, by name."""
+        names = {slot: name for name, slot in slots.items()}
+        return {
+            names[slot]: kept.values.clone() if kept.scale == 1.0 else kept.values / kept.scale
+            for slot, kept in self._current.items()
+        }
+
+    def load_by_name(self, state: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
+        """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size)."""
+        loaded: dict[Slot, Kept] = {}
+        for name, residual in state.items():
+            slot = slots.get(name)
+            if not isinstance(residual, Tensor) or not residual.is_floating_point():
+                raise InvalidArgument(f"the checkpoint's residual for {name!r} is no tensor of floats")
+            if slot is None or slot.numel() != residual.numel():
+                has = "no such parameter" if slot is None else f"{slot.numel()} elements"
+                raise InvalidArgument(
+                    f"the checkpoint holds a residual of {residual.numel()} elements for {name!r}; it has {has}. "
+                    "Load the checkpoint into the model that wrote it."
+                )
+            loaded[slot] = Kept(residual.detach().clone().view(-1))
+        self.clear()
+        self._current = loaded
+
+    @staticmethod
+    def _holds(room: Tensor, kept: Mapping[Slot, Kept | None]) -> bool:
+        return any(one is not None and one.values._base is room for one in list(kept.values()))
+
+
+class Withheld:
+    """The residuals of parameters that this rank did not use in this step: they wait.
+
+    If no rank used a parameter, DDP throws its result away, and a residual sent for it would be lost.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]], is_used: Sequence[bool], residual: Tensor | None) -> None:
+        """Takes them out of `residual` (n,) until `put_back`."""
+        self._residual = residual
+        self._kept: dict[int, tuple[int, int, Tensor]] = {}
+        if residual is None:
+            return
+        for place, ((start, end), used) in enumerate(zip(spans, is_used, strict=True)):
+            if not used:
+                self._kept[place] = start, end, residual[start:end].clone()
+                residual[start:end] = 0
+
+    def put_back(self) -> None:
+        """As it was before."""
+        for start, end, values in self._kept.values():
+            assert self._residual is not None
+            self._residual[start:end] = values
+
+    def keep(self, unsent: Tensor, used_by_any: Sequence[bool], counted: tuple[int, int] | None = None) -> None:
+        """Let them stand in `unsent` (n,) as they were, and beside them what messages left out of nothing.
+
+        Args:
+            used_by_any: for each parameter, whether its result will be used at all; if not, nothing is added.
+            counted: the elements of which this rank's message counted although it did not use them; all, if not given.
+        """
+        for place, (start, end, values) in self._kept.items():
+            first, last = (start, end) if counted is None else (max(start, counted[0]), min(end, counted[1]))
+            if used_by_any[place] and first < last:
+                values[first - start : last - start] += unsent[first:last]
+            unsent[start:end] = values
+
+
+def holds_nonzero(gradient: Tensor) -> bool:
+    """Whether the parameter of this gradient was used."""
+    # A used parameter shows at its first values, and spares the sweep. The norm allocates nothing, as any() would.
+    flat = gradient.view(-1)
+    return any(
+        part.numel() > 0 and float(torch.linalg.vector_norm(part, float("inf"))) != 0 for part in (flat[:64], flat)
+    )
+
+
+def redistribute(states: list[Mapping[str, Tensor]], world_size: int) -> dict[str, Tensor]:
+    """The residual of each of `world_size` new ranks, from those of all old ranks: their mean, which is what must last.
+
+    The mean gradient weighs a rank's residual by 1 / world size, so the *mean* has to be kept: each new rank gets the
+    mean of the old ones.
+    """
+    if not states:
+        raise InvalidArgument("no residuals to redistribute: pass the state of every old rank")
+    if world_size < 1:
+        raise InvalidArgument(f"world_size must be at least 1, got {world_size}")
+    redistributed = {}
+    for name in sorted({name for state in states for name in state}):
+        residuals = [state[name] for state in states if name in state]  # a rank without one has left nothing out
+        mean = torch.stack([residual.double() for residual in residuals]).sum(0).div(len(states))
+        redistributed[name] = mean.to(residuals[0].dtype)
+    return redistributed

@@ -1,0 +1,398 @@
+"""The Reducer: a scheme at work over a group of ranks. Every door (DDP, FSDP2, local SGD) hands its buckets to one.
+
+The life of a step: `begin_step`, every bucket in order, `end_buckets`, and on the lane the commit of what was staged. An
+error never travels through a bucket's future, which completes with whatever the buffer holds; it is raised, with its own
+type, by `close_pass`, where the door's training thread can take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.core import checkpoint
+from gradwire.core.bucket import SUPPORTED_DTYPES, Bucket, cut_into_buckets, offsets_of
+from gradwire.core.session import Session
+from gradwire.core.slot import Slot, local_of, named_parameters, slots_by_name
+from gradwire.core.staging import CudaDevice, HostStaging, StagedBucket
+from gradwire.core.threads import use_fair_share_of_cores
+from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.schemes import Scheme, by_name
+from gradwire.telemetry.recorder import Recorder
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.preamble import compare_preambles
+
+# As DDP's own buckets: large enough for the wire, small enough that the first is on its way early.
+BUCKET_MB = 25.0
+OPERATIONS = ("mean", "sum")
+
+
+class Reducer:
+    """Means of tensors over a group of ranks, by a scheme, with its state.
+
+        reducer = gradwire.Reducer("one-bit")
+        reducer.all_reduce({name: parameter.grad for name, parameter in model.named_parameters()}).wait()
+
+    Making one is collective, as are `all_reduce`, `switch`, `state_dict(all_ranks=True)` and `close`.
+
+    Args:
+        scheme: a Scheme, or a registry name.
+        group: the ranks to reduce over, as a process group or a list of global ranks (default: all). gradwire makes
+            connections of its own over them.
+        names: the parameters by name, or the module that has them: for schemes that read the optimizer (gcomp with
+            importance="paper"), or that step parameters themselves, which takes the module.
+        optimizer: the one that steps them; read, never changed.
+        scaler: the torch.amp.GradScaler, if what is reduced is scaled by it.
+        bucket_mb: how much `all_reduce` sends at a time.
+        op: "mean", or "sum" for losses that are divided by the number of ranks already.
+        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
+        trace: keep single spans for a Chrome trace.
+    Raises: InvalidArgument, Unsupported, PeerLost (a rank did not come).
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme | str,
+        group: dist.ProcessGroup | Sequence[int] | None = None,
+        names: Mapping[str, torch.Tensor] | nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Any = None,
+        *,
+        bucket_mb: float = BUCKET_MB,
+        op: str = "mean",
+        timeout_s: float | None = None,
+        trace: bool = False,
+    ) -> None:
+        if op not in OPERATIONS:
+            raise InvalidArgument(f'op must be "mean" or "sum", got {op!r}')
+        if not bucket_mb > 0:
+            raise InvalidArgument(f"bucket_mb must be positive, got {bucket_mb}")
+        self.scheme = _free_scheme(scheme)
+        use_fair_share_of_cores()
+        self.step = 0
+        self._closed = False
+        self._op, self._bucket_bytes = op, bucket_mb * (1 << 20)
+        self._error: GradwireError | None = None
+        self._staging: HostStaging | None = None
+        self._layouts: set[tuple[int, int]] = set()  # bucket index and layout hash of what was compared
+        self._flats: dict[tuple[str, ...], torch.Tensor] = {}
+        module = names if isinstance(names, nn.Module) else None
+        self.slots = slots_by_name(named_parameters(names) if isinstance(names, nn.Module) else names or {})
+        communicator = Communicator(group, timeout_s)
+        self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
+        loss_scale = (lambda: 1.0) if scaler is None else (lambda: float(scaler.get_scale()))
+        self.session = Session(
+            communicator, self.recorder, _unwrapped(optimizer), self.slots, loss_scale, module, scaler is not None
+        )
+        try:
+            self.scheme.bind(self.session)
+            self.scheme.take_over()
+        except Exception as error:
+            communicator.fail(error)  # the other ranks, which may have bound theirs, would wait for this one
+            communicator.close()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks and the lane."""
+        return self.session.communicator
+
+    # ---- tensors
+
+    def all_reduce(self, tensors: Mapping[str, torch.Tensor]) -> AllReduceWork:
+        """Start replacing every tensor by its mean over the ranks: one step of the scheme; `wait()` for it.
+
+        Args:
+            tensors: float32, bfloat16 or float16, of any shape, by name: error feedback belongs to the name. DTensors are
+                reduced shard by shard. Every rank gives the same names, shapes and dtypes, in the same order.
+        Raises: InvalidArgument (no tensors, a dtype that is not supported, a name with another shape than before). The
+            other ranks raise it too.
+        """
+        try:
+            buckets = [self._fill(group) for group in self._check_and_cut(tensors)]
+        except Exception as error:
+            raise self.fail(error) from error
+        futures = [
+            self.reduce(flat, slots, offsets, index, index == len(buckets) - 1)
+            for index, (flat, slots, offsets) in enumerate(buckets)
+        ]
+        means = [
+            (flat[offset : offset + slot.numel()].view(slot.shape), local_of(tensors[slot.name]))
+            for flat, slots, offsets in buckets
+            for slot, offset in zip(slots, offsets, strict=True)
+        ]
+        flats = {tuple(slot.name for slot in slots): flat for flat, slots, _ in buckets}
+        return AllReduceWork(self, self.step - 1, futures, means, lambda: self._flats.update(flats))
+
+    def slot(self, name: str, tensor: torch.Tensor) -> Slot:
+        """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
+        shape = local_of(tensor).shape
+        slot = self.slots.setdefault(name, Slot(name, shape))
+        if slot.shape != shape:
+            raise InvalidArgument(f"{name!r} was {tuple(slot.shape)} and is {tuple(shape)}; give it another name")
+        return slot
+
+    def _check_and_cut(self, tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[Slot, torch.Tensor]]]:
+        if not tensors:
+            raise InvalidArgument("all_reduce() got no tensors; give the same names on every rank")
+        slotted = []
+        for name, tensor in tensors.items():
+            if tensor.dtype not in SUPPORTED_DTYPES:
+                raise InvalidArgument(f"{name!r} is {tensor.dtype}, not one of float32, bfloat16, float16; convert it")
+            slotted.append((self.slot(name, tensor), tensor))
+        return list(cut_into_buckets(slotted, self._bucket_bytes))
+
+    def _fill(self, group: list[tuple[Slot, torch.Tensor]]) -> tuple[torch.Tensor, list[Slot], list[int]]:
+        """A flat bucket of these tensors, its slots and their offsets."""
+        slots, offsets = [slot for slot, _ in group], offsets_of([slot for slot, _ in group])
+        n, dtype = offsets.pop(), group[0][1].dtype
+        # Taken out while it travels, and put back by `AllReduceWork`: a second call meanwhile makes another.
+        flat = self._flats.pop(tuple(slot.name for slot in slots), None)
+        if flat is None or flat.numel() != n or flat.dtype != dtype:
+            flat = torch.empty(n, dtype=dtype)
+        for (slot, tensor), offset in zip(group, offsets, strict=True):
+            flat[offset : offset + slot.numel()].view(slot.shape).copy_(local_of(tensor.detach()))
+        return flat, slots, offsets
+
+    # ---- one bucket
+
+    def reduce(
+        self, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int], index: int, is_last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start replacing `buffer` (n,) by its mean; for doors, on the training thread, buckets in order from 0.
+
+        The future never fails: what went wrong is raised by `close_pass`.
+        """
+        step = self.step
+        reduced: torch.futures.Future = torch.futures.Future(
+            devices=[buffer.device] if buffer.device.type == "cuda" else None
+        )
+        record = self.recorder.open_bucket(step, index, buffer.numel() * buffer.element_size())
+        try:
+            if index == 0:
+                self.scheme.begin_step(step)
+            on_host, staged = self._host_view(index, buffer, slots, offsets)
+            bucket = Bucket(
+                on_host, slots, offsets, index=index, step=step, is_last=is_last, record=record, staged=staged
+            )
+            if (index, bucket.layout_hash) not in self._layouts:
+                self._layouts.add((index, bucket.layout_hash))
+                self.communicator.submit(self._compare_layout, bucket)
+            done = self.scheme.reduce(bucket)
+            if is_last:
+                self.scheme.end_buckets(step)
+        except Exception as error:
+            self.fail(error)
+            self.recorder.close_bucket(record)
+            reduced.set_result(buffer)
+        else:
+            done.add_done_callback(lambda future: self._finish_bucket(bucket, buffer, future, reduced))
+        if is_last:
+            self.step += 1
+            self.communicator.submit(self._end_step, step)
+        return reduced
+
+    def _host_view(
+        self, index: int, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]
+    ) -> tuple[torch.Tensor, StagedBucket | None]:
+        """What the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
+        if buffer.device.type != "cuda" or not self.scheme.stages_device_buckets:
+            return buffer, None
+        if self._staging is None:
+            self._staging = HostStaging(CudaDevice(buffer.device))
+        bounds = [(offset, offset + slot.numel()) for slot, offset in zip(slots, offsets, strict=True)]
+        staged = self._staging.stage(index, buffer, bounds)
+        return staged.on_host, staged
+
+    def fail(self, error: Exception) -> GradwireError:
+        """Note an error for `close_pass`, tell the peers, and return what to raise."""
+        self._error = self.communicator.fail(error)
+        return self._error
+
+    def _compare_layout(self, bucket: Bucket) -> None:
+        compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record)
+
+    def _finish_bucket(
+        self, bucket: Bucket, buffer: torch.Tensor, done: torch.futures.Future, reduced: torch.futures.Future
+    ) -> None:
+        """On the lane or the backend's thread: hand the mean, or whatever there is in case of an error, to the door."""
+        try:
+            done.wait()
+            if self._op == "sum":
+                bucket.buffer.mul_(self.communicator.world_size)
+            if bucket.staged is not None and not self.scheme.owns_step:  # which leaves DDP its own gradient
+                bucket.staged.copy_back()
+        except Exception as error:
+            self.fail(error)
+        self.recorder.close_bucket(bucket.record)
+        reduced.set_result(buffer)
+
+    def _end_step(self, step: int) -> None:
+        try:
+            self.scheme.end_step(step)
+        except Exception as error:
+            self.fail(error)
+
+    def close_pass(self, step: int, exposed_ns: int) -> None:
+        """The buckets of `step` are there, on the training thread. Raises: what any of them failed of.
+
+        `exposed_ns`: how long the training thread waited for them.
+        """
+        exposed_ns += self.scheme.end_backward(step)
+        self.recorder.close_step(step, exposed_ns)
+        if self._error is not None:
+            raise self._error
+
+    # ---- between steps
+
+    def stats(self) -> dict[str, Any]:
+        """Totals so far (bytes, times, fallbacks) and the scheme's own figures; also after `close`."""
+        if not self._closed:
+            self.wait_until_idle()
+        return {
+            "scheme": self.scheme.name,
+            "world_size": self.communicator.world_size,
+            **self.recorder.totals(),
+            **self.scheme.stats(),
+        }
+
+    def wait_until_idle(self) -> None:
+        """Return when the lane has finished everything submitted so far.
+
+        Raises: what the group failed of, InvalidArgument (closed).
+        """
+        self.communicator.submit(lambda: None).wait()
+        if self._error is not None:
+            raise self._error
+
+    def flush(self) -> None:
+        """Take every optimizer step that was called for, so that parameters can be read directly.
+
+        Needed with schemes that own the step (their `owns_step` is true), and only where gradwire cannot see the reading:
+        evaluation, `state_dict` of model and optimizer, and `close` flush by themselves. Others have nothing to flush.
+        Raises: what the group failed of.
+        """
+        if not self._closed:
+            self.scheme.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state between two steps: tensors and plain values only. Save one per rank."""
+        self.flush()
+        self.wait_until_idle()
+        if not self.slots:
+            raise InvalidArgument(
+                "state_dict() names parameters as the module does, and this HookState was made without one; "
+                "pass HookState(scheme, module=model)"
+            )
+        return checkpoint.state_of(self.scheme, self.communicator, self.step)
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Take back what `state_dict` gave on this rank, after the same scheme was set to work on the same names.
+
+        Args:
+            strict: refuse the state of another world size. Without it, a scheme whose state is the same on all ranks
+                takes it; one with residuals needs `gradwire.core.feedback.redistribute` first.
+        Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
+        """
+        checkpoint.check(state)
+        self.wait_until_idle()
+        self.step = checkpoint.load(self.scheme, self.communicator, state, strict)
+
+    def switch(self, scheme: Scheme | str) -> None:
+        """Use another scheme from the next step on; every rank calls it between the same two steps.
+
+        The next bucket of every layout begins with a full preamble again, so ranks that disagree get RankMismatch.
+        """
+        successor = _free_scheme(scheme)
+        self.flush()
+        self.wait_until_idle()
+        successor.bind(self.session)  # the old scheme stays if this raises
+        self.scheme.hand_over()
+        self.scheme.close()
+        self.scheme.unbind()
+        self.scheme = successor
+        successor.take_over()
+        self._layouts.clear()
+
+    def close(self) -> None:
+        """Stop. Every rank calls it; the model and the optimizer are let go.
+
+        A DDP model goes on with its own all-reduce: DDP never gives a hook back, and would keep them alive through it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.communicator.close(self.step)
+        try:
+            self.scheme.close()
+        except GradwireError:
+            if self._error is None:  # otherwise `close_pass` has raised it
+                raise
+        finally:
+            self.scheme.unbind()
+            self.recorder.close()
+            self.slots, self._flats = {}, {}
+            self.session = replace(self.session, optimizer=None, slots={}, loss_scale=lambda: 1.0, module=None)
+
+
+class AllReduceWork:
+    """An `all_reduce` under way."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        step: int,
+        futures: list[torch.futures.Future],
+        means: list[tuple[torch.Tensor, torch.Tensor]],
+        give_back: Any,
+    ) -> None:
+        self._reducer, self._step, self._futures, self._means = reducer, step, futures, means
+        self._give_back = give_back
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(future.done() for future in self._futures)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Put the means in place; calls after the first do nothing. Raises: what a rank failed of."""
+        if not self._futures:
+            return
+        waited = Stopwatch()
+        for future in self._futures:
+            future.wait()
+        self._reducer.close_pass(self._step, waited.elapsed_ns)
+        for mean, tensor in self._means:
+            tensor.copy_(mean)
+        self._give_back()
+        self._futures, self._means = [], []
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer inside Accelerate's, which only hands calls through to it and has none of torch's hooks."""
+    is_wrapper = type(optimizer).__module__.partition(".")[0] == "accelerate"
+    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
+
+
+def _free_scheme(scheme: Scheme | str) -> Scheme:
+    """The scheme, made if a name was given. Raises: InvalidArgument (no scheme, or one that is at work elsewhere)."""
+    made = by_name(scheme) if isinstance(scheme, str) else scheme
+    if not isinstance(made, Scheme):
+        raise InvalidArgument(f"scheme must be a gradwire Scheme or a registry name, got {type(scheme).__name__}")
+    if made.is_bound:
+        raise InvalidArgument(
+            f"this {made.name!r} object is at work in another attachment; make one for each: "
+            f'gradwire.schemes.by_name("{made.name}", ...)'
+        )
+    return made

@@ -1,0 +1,58 @@
+"""What ranks share of a step that they take later: whether all gradients were finite, and the norm it is clipped by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradwire.wire.communicator import Communicator
+
+
+class FiniteFlag:
+    """Under AMP every rank must skip the same steps: one rank's Inf is put into all ranks' `.grad`.
+
+    Used where there is a GradScaler. The flag travels on connections of its own, so that it waits for no gradient.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        """Collective."""
+        self._communicator = communicator.twin()
+        self._is_finite = True
+
+    def begin_step(self) -> None:
+        self._is_finite = True
+
+    def see(self, gradient: torch.Tensor) -> None:
+        if not bool(torch.isfinite(gradient).all()):
+            self._is_finite = False
+
+    def share(self, buffer: torch.Tensor) -> torch.futures.Future:
+        """Tell all ranks; done when Inf is in `buffer`, the step's last one, if any rank has seen some."""
+        done: torch.futures.Future = torch.futures.Future()
+
+        def forward(shared: torch.futures.Future) -> None:
+            try:
+                shared.wait()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._communicator.submit(self._share, buffer).add_done_callback(forward)
+        return done
+
+    def _share(self, buffer: torch.Tensor) -> None:
+        flag = torch.tensor([float(not self._is_finite)])
+        self._communicator.all_reduce(flag)
+        if flag.item() > 0 and buffer.numel():
+            buffer[0] = torch.inf
+
+    def close(self) -> None:
+        self._communicator.close()
+
+
+def clip_factor(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """What to multiply `gradients` by, so that their norm is at most `max_norm`; computed as clip_grad_norm_ does."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)  # type: ignore[arg-type]
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,209 @@
+"""The catalogue: every experiment is one that its measure takes, every figure of the papers has its place."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire import schemes, workloads
+from gradwire.bench.catalogue import EXPERIMENTS, LEFT_OUT, SNIPPETS, SYSTEMS, book, slimgc
+from gradwire.bench.measures import Call, by_name, commands
+from gradwire.bench.measures.compression_cost import Asked
+from gradwire.bench.measures.float_methods import Method
+from gradwire.bench.measures.trainings import configure
+from gradwire.bench.reducers import IN_NETWORK
+from gradwire.bench.train_contenders import RIVALS, check_rival_options
+from gradwire.cli.bench import allreduce, codec, train
+from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.results.experiment import Experiment, Plot, Table
+from gradwire.simulator.schemes import registry
+from gradwire.simulator.workloads import by_name as simulated_workload
+
+_IDS = [experiment.key for experiment in EXPERIMENTS]
+
+
+def calls(experiment: Experiment, folder: Path) -> list[Call]:
+    return [
+        Call(experiment.key, cells, experiment.apart(cells[0]), dict(experiment.fixed), folder)
+        for cells in experiment.groups()
+    ]
+
+
+def check_contender(spec: str) -> None:
+    name, options = parse_spec(spec)
+    if name in RIVALS:
+        check_rival_options(name, options)
+    elif name not in IN_NETWORK:
+        options.pop("bucket_mb", None)
+        schemes.by_name(name, **options)
+
+
+def parse(module: Any, words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    module.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def check_train(call: Call) -> None:
+    args = parse(train, commands.to_words(call.arguments("scheme")))
+    assert args.warmup >= 1
+    assert parse_spec(args.workload)[0] in workloads.names()
+    for spec in args.scheme:
+        check_contender(spec)
+
+
+def check_allreduce(call: Call) -> None:
+    axes = [axis for axis in ("n_bytes", "scheme") if axis in call.cells[0] and axis not in call.shared]
+    for spec in parse(allreduce, commands.to_words(call.arguments(*axes))).scheme:
+        check_contender(spec)
+
+
+def check_simulated(call: Call) -> None:
+    for cell in call.cells:
+        registry.by_name(cell["scheme"], {})
+        simulated_workload(str(cell.get("workload", "resnet50-4blocks")))
+
+
+def check_cost(call: Call) -> None:
+    given = {key: value for key, value in {**call.fixed, **call.shared}.items() if key != "scheme"}
+    Asked(schemes=[spec for spec in call.values("scheme") if spec != "ddp-powersgd"], **given)
+
+
+# By measure: raises if it would not take the call.
+_CHECKS: dict[str, Any] = {
+    "train": check_train,
+    "overlap": check_train,
+    "reality": check_train,
+    "simulator-sizes": check_train,
+    "allreduce": check_allreduce,
+    "codec": lambda call: parse(codec, commands.to_words(call.arguments("codec"))),
+    "training": lambda call: [configure(call, cell, str(cell["scheme"])) for cell in call.cells],
+    "hashes": lambda call: [configure(call, c, f"{call.get('scheme')},topology={c['topology']}") for c in call.cells],
+    "compression-cost": check_cost,
+    "simulate": check_simulated,
+    "simulate-rates": check_simulated,
+    "float-errors": lambda call: [Method(cell["method"]) for cell in call.cells],
+    "float-training": lambda call: [Method(cell["method"]) for cell in call.cells],
+}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=_IDS)
+def test_every_run_is_one_that_its_measure_takes(experiment: Experiment, tmp_path: Path) -> None:
+    assert callable(by_name(experiment.measure))
+    for call in calls(experiment, tmp_path):
+        _CHECKS.get(experiment.measure, lambda call: None)(call)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=_IDS)
+def test_what_is_shown_is_of_axes_that_there_are(experiment: Experiment) -> None:
+    assert experiment.system in SYSTEMS
+    assert re.fullmatch(r"[a-z0-9-]+", experiment.key)
+    assert experiment.question[-1] in ".?"
+    assert experiment.seconds > 0
+    assert set(experiment.together) <= set(experiment.axes) | {"scheme"}
+    assert set(experiment.over) <= set(experiment.axes)
+    assert any(isinstance(one, Table) for one in experiment.show)
+    cells = experiment.cells()
+    assert len({repr(cell) for cell in cells}) == len(cells)
+    for axis, value in experiment.baseline.items():
+        assert value in experiment.values(axis)
+    for twin in experiment.twins:
+        assert twin in experiment.values("scheme")
+    for shown in (*experiment.show, *experiment.goals):
+        for name, wanted in shown.where.items():
+            if name in experiment.axes and not callable(wanted):
+                values = wanted if isinstance(wanted, list | tuple) else [wanted]
+                assert set(values) <= set(experiment.values(name)), f"{experiment.key}: {name} is never {wanted}"
+        columns = (
+            shown.columns if isinstance(shown, Table) else [shown.y] if isinstance(shown, Plot) else [shown.column]
+        )
+        for column in columns:
+            if column.against is not None:
+                assert column.against in experiment.values(next(iter(experiment.baseline), "scheme"))
+            assert column.kind == "value" or column.against or experiment.baseline
+
+
+def test_keys_are_unique() -> None:
+    assert len(set(_IDS)) == len(_IDS)
+    assert {key for key, _ in SNIPPETS.values()} <= set(_IDS)
+
+
+def test_quick_set_is_estimated_at_under_half_an_hour() -> None:
+    quick = [experiment for experiment in EXPERIMENTS if experiment.quick]
+    assert len(quick) >= 8
+    assert sum(experiment.seconds * len(experiment.groups()) for experiment in quick) < 1800
+
+
+def test_acp_sgds_figures_about_time_are_planned_to_take_less_than_an_hour_and_a_half() -> None:
+    timed = [e for e in EXPERIMENTS if e.system == "acp-sgd" and e.measure == "train"]
+    assert sum(experiment.seconds * len(experiment.groups()) for experiment in timed) < 90 * 60
+
+
+def figures(paper: str, *numbers: str) -> set[tuple[str, str]]:
+    return {(paper, number) for number in numbers}
+
+
+def test_every_figure_and_table_of_the_papers_has_its_place() -> None:
+    covered = {tuple(ref) for experiment in EXPERIMENTS for ref in experiment.of}
+    wanted = figures(
+        "GComp", *(f"Fig. {n}" for n in range(1, 21) if n != 13), "Fig. 13a", "Fig. 13b", "Table 1", "Table 2"
+    )
+    wanted |= figures("ACP-SGD", *(f"Fig. {n}" for n in range(1, 14) if n != 11), "Fig. 11a", "Fig. 11b")
+    wanted |= figures("ACP-SGD", "Table I", "Table II", "Table III")
+    wanted |= figures("AQGB", *(f"Fig. {n}" for n in (2, 8, 9, 10, 11, 12, 13, 14)), "Table 1", "Table 2")
+    wanted |= figures("SlimGC", *(f"Fig. {n}" for n in (1, 2, 5, 6, 9, 10, 11, 12, 13, 14)), "Table 2", "Table 3")
+    wanted |= figures("Homomorphic", *(f"Fig. {n}" for n in range(1, 9)), "Table 1")
+    assert covered | LEFT_OUT.keys() == wanted
+    assert not covered & LEFT_OUT.keys()
+
+
+def test_each_cell_of_a_run_differs_in_what_is_measured_together_alone() -> None:
+    experiment = Experiment("k", "s", "?", "train", {"rate": ["1", "2"], "scheme": {"A": "a", "B": "b"}, "seed": [0]})
+    assert experiment.groups() == [
+        [{"rate": rate, "scheme": scheme, "seed": 0} for scheme in ("a", "b")] for rate in ("1", "2")
+    ]
+    assert experiment.label("scheme", "b") == "B"
+    assert experiment.label("rate", "2") == "2"
+
+
+def test_slimgcs_figure_9_trains_every_strategy_on_every_fold_and_seed_once() -> None:
+    (experiment,) = [e for e in EXPERIMENTS if e.key == "slimgc-accuracy-short"]
+    assert len(experiment.cells()) == 5 * 10 * 7  # full precision is shared by both codecs
+    seeds = [cells[0]["seed"] for cells in experiment.groups()]
+    assert seeds == sorted(seeds), "all of one seed before the next: what is there early is a fair comparison"
+    (gpt,) = [e for e in EXPERIMENTS if e.key == "slimgc-accuracy-gpt"]
+    assert len(gpt.cells()) == 3 * 7
+
+
+def test_slimgcs_runs_can_leave_out_what_takes_raw_steps() -> None:
+    codecs = list(slimgc.CODECS.values())
+    everything = slimgc.slimgc_specs(codecs, slimgc.STRATEGIES, 8, measures=True).values()
+    without_raw = slimgc.slimgc_specs(codecs, slimgc.STRATEGIES, 8, measures=False).values()
+    assert list(without_raw) == [spec for spec in everything if "warmup_steps" not in spec]
+    assert "slimgc:codec=one-bit,backup=true,threshold_bytes=0" in without_raw
+
+
+def test_aqgbs_table_2_trains_every_scheme_with_every_fold_and_seed() -> None:
+    (experiment,) = [e for e in EXPERIMENTS if e.key == "aqgb-accuracy-digits"]
+    assert len(experiment.cells()) == 5 * 10 * 4
+    assert experiment.fixed["rate"] == "100mbit", "AQGB's bits depend on the link"
+    for cells in experiment.groups():
+        assert {cell["scheme"] for cell in cells} == set(experiment.values("scheme")), "or differences are not paired"
+
+
+def test_options_that_a_rival_does_not_take_are_refused() -> None:
+    for spec in ("ddp:rank=4", "ddp-bf16:bucket_mb=3", "ddp-powersgd:start=3", "ddp-powersgd:rank=0", "ddp:bucket_mb=-1",
+                 "ddp:bucket_mb=big", "ddp-powersgd:start=true"):  # fmt: skip
+        with pytest.raises(InvalidArgument):
+            check_rival_options(*parse_spec(spec))
+
+
+def test_pages_in_the_checkout_are_what_the_results_say() -> None:
+    """What CI runs of `gradwire bench render --check`."""
+    root = Path(__file__).parents[2]
+    assert not book(root).stale(), "gradwire bench render makes them anew"

@@ -1,0 +1,106 @@
+"""Measures that are commands: what is called, and which cell each of its records is of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.bench.catalogue import EXPERIMENTS
+from gradwire.bench.measures import Call, adaptation, commands
+from gradwire.errors import GradwireError
+
+
+def first_call(key: str, folder: Path) -> Call:
+    (experiment,) = [one for one in EXPERIMENTS if one.key == key]
+    cells = experiment.groups()[0]
+    return Call(key, cells, experiment.apart(cells[0]), dict(experiment.fixed), folder)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, make: Any) -> list[dict[str, Any]]:
+    asked: list[dict[str, Any]] = []
+
+    def run_command(bench: str, arguments: dict[str, Any], call: Call) -> list[dict[str, Any]]:
+        asked.append(arguments)
+        found: list[dict[str, Any]] = make(arguments)
+        return found
+
+    monkeypatch.setattr(commands, "run_command", run_command)
+    monkeypatch.setattr(commands, "gradient_file", lambda name, folder: folder / f"{name}.npz")
+    return asked
+
+
+@pytest.mark.parametrize("key", ["allreduce-quick", "allreduce-gradient", "homomorphic-allreduce", "allreduce-slow"])
+def test_all_reduces_of_one_or_several_sizes_find_their_cells(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        sizes = arguments["n_bytes"] if isinstance(arguments["n_bytes"], list) else [arguments["n_bytes"]]
+        return [{"n_bytes": size, "spec": spec} for size in sizes for spec in arguments["scheme"]]
+
+    pretend(monkeypatch, make)
+    call = first_call(key, tmp_path)
+    found = commands.allreduce(call)
+    assert sorted(map(repr, (cell for cell, _ in found))) == sorted(map(repr, call.cells))
+    assert all(cell["scheme"] == record["spec"] for cell, record in found)
+    assert all(cell.get("n_bytes", record["n_bytes"]) == record["n_bytes"] for cell, record in found)
+
+
+def test_training_in_phases_has_a_record_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"scheme": spec.partition(":")[0], "options": spec.partition(":")[2], "phase": phase}
+            for phase in range(1 + len(arguments["then"]))
+            for spec in arguments["scheme"]
+        ]
+
+    pretend(monkeypatch, make)
+    call = first_call("train-changes", tmp_path)
+    found = commands.train(call)
+    assert len(found) == 3 * len(call.cells)
+    for cell, record in found:
+        assert cell["scheme"] == ":".join(filter(None, [record["scheme"], record["options"]]))
+
+
+def test_codec_that_is_left_out_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = pretend(monkeypatch, lambda arguments: [{"codec": spec} for spec in arguments["codec"] if spec != "zipnn"])
+    found = commands.codec(first_call("codec", tmp_path))
+    assert asked[0]["gradients"] == str(tmp_path / "gpt@400.npz")
+    assert "zipnn" not in [cell["codec"] for cell, _ in found]
+    assert all(cell["codec"] == record["codec"] for cell, record in found)
+
+
+def test_adaptation_trains_its_scheme_on_links_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+
+    def run_process(command: list[str], log: Path) -> None:
+        called.append(command)
+        out = Path(command[command.index("--out") + 1])
+        out.mkdir(parents=True)
+        step = {
+            "step": 1,
+            "elapsed_s": 9.0,
+            "iteration_s": 0.5,
+            "loss": 1.0,
+            "bits_per_value": 8.0,
+            "first_bits_per_value": 4.0,
+        }
+        (out / "steps.jsonl").write_text(json.dumps(step))
+
+    monkeypatch.setattr(adaptation, "run_process", run_process)
+    ((_, record),) = adaptation.measure(first_call("aqgb-adaptation", tmp_path))
+    assert (record["from_s"], record["bits_per_value"]) == (8.0, 8.0)
+    (words,) = called
+    assert words[words.index("--scheme") + 1] == "aqgb:max_contention=1"
+    assert words.count("--at") == 2 * 4
+    assert "22:rate:3=100mbit" in words
+
+
+def test_command_that_fails_says_how_its_output_ended(tmp_path: Path) -> None:
+    """With a real process: the benchmark's own message, and all of it in the log."""
+    call = Call("bad", [], {}, {}, tmp_path)
+    with pytest.raises(GradwireError, match=r"absent\.npz: no such file"):
+        commands.run_command("codec", {"gradients": "absent.npz"}, call)
+    assert "no such file" in (tmp_path / "logs" / "bad-codec.txt").read_text()

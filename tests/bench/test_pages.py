@@ -1,0 +1,152 @@
+"""From records to pages: what is rendered is what is checked, other pages' tables stand between marks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
+from gradwire.results.pages import Book
+from gradwire.results.store import Store, find_root, machine_name
+
+TABLE = Table([ms("time_s", "ms", spread=True), Column("time_s", "x ddp", kind="ratio")])
+EXPERIMENT = Experiment(
+    "speed", "system", "How fast?", "train", {"rate": ["1gbit"], "scheme": ["ddp", "gcomp"]}, {"ranks": 4},
+    baseline={"scheme": "ddp"}, of=[Ref("GComp", "Fig. 15")], show=[TABLE, Plot("scheme", ms("time_s", "ms"), style="bars")],
+    goals=[Goal("half of it", TABLE.columns[1], "<=", 0.5, {"scheme": "gcomp"})],
+)  # fmt: skip
+
+
+def record(scheme: str, time_s: float, **more: object) -> dict[str, object]:
+    provenance = {
+        "commit": "abc",
+        "code": "123456789abc",
+        "date": "2026-11-22T10:00:00",
+        "load_before": 0.1,
+        "torch": "2.13.0",
+    }
+    return {"rate": "1gbit", "scheme": scheme, "time_s": time_s, "time_s_low": 0.99 * time_s, "time_s_high": 1.01 * time_s,
+            **provenance, **more}  # fmt: skip
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Book:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results").mkdir()
+    systems = {"system": "A system", "coverage": "Coverage"}
+    return Book(
+        tmp_path, [EXPERIMENT], systems, {"short": ("speed", Table(TABLE.columns[:1]))}, {("GComp", "Fig. 1"): "no"}
+    )
+
+
+def measure(pages: Book) -> Store:
+    store = Store(pages.root / "results", "here-2-cores")
+    store.replace(EXPERIMENT, EXPERIMENT.cells(), [record("ddp", 0.1), record("gcomp", 0.04)])
+    return store
+
+
+def test_rendered_pages_are_not_stale_until_a_record_changes(pages: Book) -> None:
+    store = measure(pages)
+    assert pages.render()
+    assert pages.stale() == []
+    assert pages.render() == []
+    store.replace(EXPERIMENT, EXPERIMENT.cells()[1:], [record("gcomp", 0.05)])
+    assert {path.name for path in pages.stale()} == {"results.md", "system.md", "speed-1.svg"}
+    pages.render()
+    assert pages.stale() == []
+
+
+def test_page_edited_by_hand_or_left_over_is_stale(pages: Book) -> None:
+    measure(pages)
+    pages.render()
+    page = pages.root / "docs" / "results" / "system.md"
+    page.write_text(page.read_text().replace("100", "99"))
+    (page.parent / "gone.md").write_text("an experiment that is no more")
+    assert {path.name for path in pages.stale()} == {"system.md", "gone.md"}
+
+
+def test_section_says_question_command_values_goals_and_where_it_was_measured(pages: Book) -> None:
+    measure(pages)
+    note = pages.root / "results" / "notes" / "speed.md"
+    note.parent.mkdir()
+    note.write_text("What is to be learnt.\n")
+    text = pages.section(EXPERIMENT)
+    for words in ("**How fast?** (GComp, Fig. 15)", "`gradwire bench run speed`; ranks 4.", "| gcomp | 40 (40 to 40) | 0.40 |",
+                  "Goal, half of it: 1gbit, gcomp: 0.40", "**reached**", "commit abc (code 12345678)",
+                  "load before at most 0.1",
+                  "What is to be learnt."):  # fmt: skip
+        assert words in text, words
+    assert "Not measured" not in text
+
+
+def test_overview_is_one_screen_and_leads_to_the_command_in_two_clicks(pages: Book) -> None:
+    measure(pages)
+    overview = pages.overview()
+    assert len(overview.splitlines()) < 45
+    assert "| [A system](results/system.md) | 1 of 1 | 1 reached |" in overview
+    assert "`gradwire bench run speed`" in pages.page("system")
+    assert "| Fig. 15 | [speed](system.md#speed) |" in pages.coverage()
+    assert "| Fig. 1 | not measured: no |" in pages.coverage()
+
+
+def test_tables_of_earlier_code_are_shown_until_all_is_measured_again(pages: Book) -> None:
+    earlier = pages.root / "results" / "earlier" / "speed.jsonl"
+    earlier.parent.mkdir()
+    old = {"table": "an old table", "scheme": "ddp", "100 Mb/s": "705", "date": "2026-11-21", "commit": "before 6cb2788",
+           "cpu": "AMD EPYC", "n_cores": 2}  # fmt: skip
+    earlier.write_text(json.dumps(old) + "\n")
+    text = pages.section(EXPERIMENT)
+    assert "Not measured yet" in text
+    assert "an old table (2026-11-21, commit before 6cb2788, AMD EPYC, 2 cores; as printed then)" in text
+    assert "| ddp | 705 |" in text
+    measure(pages)
+    assert "705" not in pages.section(EXPERIMENT)
+
+
+def test_tables_of_other_pages_stand_between_marks(pages: Book) -> None:
+    measure(pages)
+    readme = pages.root / "README.md"
+    readme.write_text("before\n<!-- generated: bench render short -->\nold\n<!-- end -->\nafter\n")
+    assert readme in pages.stale()
+    pages.render()
+    text = readme.read_text()
+    assert "old" not in text
+    assert text.startswith("before\n<!-- generated: bench render short -->\n| scheme | ms |")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "here-2-cores; commit abc" in text
+    assert pages.stale() == []
+    readme.write_text("<!-- generated: bench render nothing -->\n<!-- end -->\n")
+    with pytest.raises(InvalidArgument, match="nothing"):
+        pages.render()
+
+
+def test_records_of_cells_that_are_no_more_are_not_shown(pages: Book) -> None:
+    store = measure(pages)
+    lines = store.path("speed").read_text() + json.dumps(record("gone", 9.0)) + "\n"
+    store.path("speed").write_text(lines)
+    assert "gone" not in pages.section(EXPERIMENT)
+
+
+def test_new_records_replace_the_cells_that_they_are_of_and_no_others(tmp_path: Path) -> None:
+    store = Store(tmp_path, "here")
+    store.replace(EXPERIMENT, EXPERIMENT.cells(), [record("gcomp", 2.0), record("ddp", 1.0)])
+    store.replace(EXPERIMENT, EXPERIMENT.cells()[1:], [record("gcomp", 3.0, phase=0), record("gcomp", 4.0, phase=1)])
+    assert [(r["scheme"], r["time_s"]) for r in store.read("speed")] == [("ddp", 1.0), ("gcomp", 3.0), ("gcomp", 4.0)]
+    with pytest.raises(InvalidArgument, match="flat"):
+        store.replace(EXPERIMENT, EXPERIMENT.cells(), [record("ddp", 1.0, nested=[1])])
+    store.path("speed").write_text("{}\n{torn")
+    with pytest.raises(CorruptMessage, match=r"speed\.jsonl:2"):
+        store.read("speed")
+
+
+def test_machines_and_checkouts_are_found_by_name(tmp_path: Path) -> None:
+    assert machine_name("AMD EPYC", 2) == "amd-epyc-2-cores"
+    assert machine_name("Intel(R) Xeon(R) CPU @ 2.20GHz", 1) == "intel-xeon-1-core"
+    for name in ("docs", "results", "deep/er"):
+        (tmp_path / name).mkdir(parents=True)
+    assert find_root(tmp_path / "deep" / "er") == tmp_path
+    with pytest.raises(InvalidArgument, match="checkout"):
+        find_root(Path("/"))

@@ -1,0 +1,205 @@
+"""The runner measures every run once, keeps what the store has, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.bench import provenance
+from gradwire.bench.measures import Call
+from gradwire.bench.runner import Runner
+from gradwire.cli import main
+from gradwire.errors import GradwireError
+from gradwire.results.experiment import Cell, Experiment
+from gradwire.results.store import Record, Store
+
+ONE = Experiment(
+    "one", "schemes", "?", "codec", {"rate": ["fast", "slow"], "scheme": ["a", "b"]}, {"steps": 5}, seconds=10
+)
+TWO = Experiment("two", "schemes", "?", "train", {"scheme": ["a"]}, seconds=20)
+
+
+class _Measures:
+    """Stands for the measures: one record a cell with the number of the call in it, and fails where told."""
+
+    def __init__(self, failing: Sequence[str] = ()) -> None:
+        self.failing, self.calls = set(failing), []
+
+    def __call__(self, name: str) -> Callable[[Call], list[tuple[Cell, Record]]]:
+        def measure(call: Call) -> list[tuple[Cell, Record]]:
+            self.calls.append((call.key, *call.shared.values()))
+            if call.key in self.failing:
+                raise GradwireError(f"output of {call.key}")
+            return [(cell, {"value": len(self.calls), "scheme": "its own name"}) for cell in call.cells]
+
+        return measure
+
+
+def _runner(folder: Path, measures: Any) -> tuple[Runner, list[str]]:
+    said: list[str] = []
+    return Runner(Store(folder / "results", "here"), said.append, folder / "runs", measures, lambda n, rate: 0.99), said
+
+
+def _run(folder: Path, measures: Any, experiments: Sequence[Experiment] = (ONE, TWO), **options: Any) -> int:
+    runner, _ = _runner(folder, measures)
+    return runner.run(runner.plan(experiments, **options))
+
+
+def _values(folder: Path, key: str) -> list[int]:
+    return [record["value"] for record in Store(folder / "results", "here").read(key)]
+
+
+def test_finished_runs_are_not_measured_again(tmp_path: Path) -> None:
+    measures = _Measures()
+    assert _run(tmp_path, measures) == _run(tmp_path, measures) == 0
+    assert measures.calls == [("one", "fast"), ("one", "slow"), ("two",)]
+    records = Store(tmp_path / "results", "here").read("one")
+    assert [(r["rate"], r["scheme"], r["value"]) for r in records] == [
+        ("fast", "a", 1), ("fast", "b", 1), ("slow", "a", 2), ("slow", "b", 2)
+    ]  # fmt: skip
+
+
+def test_records_are_flat_and_say_where_they_were_measured(tmp_path: Path) -> None:
+    _run(tmp_path, _Measures(), [ONE])
+    for record in Store(tmp_path / "results", "here").read("one"):
+        assert {
+            "commit",
+            "code",
+            "date",
+            "cpu",
+            "n_cores",
+            "torch",
+            "load_before",
+            "load_during",
+            "elapsed_s",
+        } <= record.keys()
+        assert record["network_check"] == 0.99
+        assert all(not isinstance(value, dict | list) for value in record.values())
+
+
+def test_run_whose_settings_changed_is_measured_again(tmp_path: Path) -> None:
+    measures = _Measures()
+    _run(tmp_path, measures)
+    _run(tmp_path, measures, [dataclasses.replace(ONE, fixed={"steps": 6}), TWO])
+    assert measures.calls[3:] == [("one", "fast"), ("one", "slow")]
+    _run(tmp_path, measures, [dataclasses.replace(TWO, axes={"scheme": ["a", "b"]})])
+    assert measures.calls[5:] == [("two",)], "a scheme more is another run: only within one do ratios hold"
+    assert _values(tmp_path, "two") == [6, 6]
+
+
+def test_run_of_other_code_is_measured_again_unless_it_may_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measures = _Measures()
+    _run(tmp_path, measures, [TWO])
+    monkeypatch.setattr(provenance, "code_state", lambda: "other")
+    assert _run(tmp_path, measures, [TWO], missing=True) == 0
+    assert len(measures.calls) == 1
+    _run(tmp_path, measures, [TWO])
+    assert len(measures.calls) == 2
+
+
+def test_records_of_an_earlier_state_of_the_code_never_count_as_measured(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results", "here")
+    store.replace(TWO, TWO.cells(), [{"scheme": "a", "value": 7, "commit": "before 6cb2788", "date": "2026-11-22"}])
+    measures = _Measures()
+    _run(tmp_path, measures, [TWO], missing=True)
+    assert _values(tmp_path, "two") == [1]
+
+
+def test_failed_run_keeps_the_old_results_and_does_not_stop_the_others(tmp_path: Path) -> None:
+    _run(tmp_path, _Measures())
+    measures = _Measures(failing=["one"])
+    runner, said = _runner(tmp_path, measures)
+    assert runner.run(runner.plan([ONE, TWO], fresh=True)) == 1
+    assert _values(tmp_path, "one") == [1, 1, 2, 2]
+    assert _values(tmp_path, "two") == [3]
+    assert any("output of one" in line for line in said)
+    assert any("failed: one rate=fast" in line for line in said)
+
+
+def test_run_that_was_stopped_goes_on_where_it_stopped_and_costs_nothing(tmp_path: Path) -> None:
+    _run(tmp_path, _Measures(), [TWO])
+
+    class _Stopped(_Measures):
+        def __call__(self, name: str) -> Any:
+            if len(self.calls) == 1:
+                raise KeyboardInterrupt
+            return super().__call__(name)
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(tmp_path, _Stopped(), fresh=True)
+    assert _values(tmp_path, "one") == [1, 1]
+    assert _values(tmp_path, "two") == [1], "what was measured before the stopped run is kept"
+    measures = _Measures()
+    _run(tmp_path, measures)
+    assert measures.calls == [("one", "slow")]
+
+
+def test_full_disk_is_a_clear_error_and_costs_nothing_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(tmp_path, _Measures(), [TWO])
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(GradwireError, match="No space left"):
+        _run(tmp_path, _Measures(), [TWO], fresh=True)
+    monkeypatch.undo()
+    assert _values(tmp_path, "two") == [1]
+    assert [path.name for path in (tmp_path / "results" / "here").iterdir()] == ["two.jsonl"]
+
+
+def test_cell_that_a_measure_leaves_out_is_told_and_not_tried_for_ever(tmp_path: Path) -> None:
+    def measures(name: str) -> Any:
+        return lambda call: [(call.cells[0], {"value": 1})]
+
+    experiment = dataclasses.replace(TWO, axes={"scheme": ["a", "missing"]})
+    _run(tmp_path, measures, [experiment])
+    assert "absent" in Store(tmp_path / "results", "here").read("two")[1]
+    assert not _runner(tmp_path, measures)[0].plan([experiment])
+
+
+def test_progress_names_the_run_and_the_time_that_is_left(tmp_path: Path) -> None:
+    runner, said = _runner(tmp_path, _Measures())
+    runner.run(runner.plan([ONE, TWO]))
+    assert said[0].startswith("3 runs, about 40 s with nothing else running")
+    assert said[1] == "[1/3] one rate=fast: about 10 s; 40 s left in all"
+    assert said[5].startswith("[3/3] two")
+
+
+def test_what_a_run_took_is_the_next_estimate(tmp_path: Path) -> None:
+    _run(tmp_path, _Measures(), [TWO])
+    path = Store(tmp_path / "results", "here").path("two")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"elapsed_s": 77.0}) + "\n")
+    runner, _ = _runner(tmp_path, _Measures())
+    assert runner.estimate_s(runner.plan([ONE, TWO], fresh=True)) == 10 + 10 + 77
+
+
+def test_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("")
+    with pytest.raises(GradwireError, match="could not write"):
+        _run(tmp_path, _Measures())
+
+
+def test_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "run", "nope"]) == 1
+    assert "no experiment's key begins with nope" in capsys.readouterr().err
+    assert main(["bench", "run"]) == 1
+
+
+def test_load_beside_a_run_is_that_of_others() -> None:
+    with provenance.Load() as load:
+        sum(range(3_000_000))
+    assert load.before >= 0
+    assert load.during is None or 0 <= load.during <= (os.cpu_count() or 1)
+    assert len(provenance.code_state()) == 12

@@ -1,0 +1,146 @@
+"""What is made of records: paired differences, ratios, noise that nothing is claimed in, goals, marks of other code."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from gradwire.results.experiment import Column, Experiment, Goal, Table, ms
+from gradwire.results.grids import EARLIER_CODE, OTHER_COMMIT, judge, make_grids
+from gradwire.results.summary import Summary
+from gradwire.results.tables import Grid, to_markdown, to_text
+
+SCHEMES = ["ddp", "plain", "gcomp"]
+SPEED = Experiment(
+    "speed", "s", "?", "train", {"rate": ["1gbit"], "scheme": SCHEMES}, baseline={"scheme": "ddp"}, twins=["plain"]
+)
+STEP, X_DDP = ms("iteration_s", "ms", spread=True), Column("iteration_s", "x ddp", kind="ratio")
+ACCURACY = Experiment(
+    "accuracy", "s", "?", "training", {"seed": [0, 1, 2, 3], "scheme": ["plain", "bare", "everything"]}, over=("seed",),
+    baseline={"scheme": "plain"},
+)  # fmt: skip
+
+
+def timed(scheme: str, iteration_s: float, spread: float | None = 0.01, **more: Any) -> dict[str, Any]:
+    ends = (
+        {}
+        if spread is None
+        else {"iteration_s_low": iteration_s * (1 - spread), "iteration_s_high": iteration_s * (1 + spread)}
+    )
+    return {"rate": "1gbit", "scheme": scheme, "iteration_s": iteration_s, "code": "x", "commit": "c", **ends, **more}
+
+
+def row(experiment: Experiment, records: list[dict[str, Any]], **where: Any) -> tuple[Summary, dict[str, Any]]:
+    summary = Summary(experiment, records)
+    return summary, next(one for one in summary.rows if all(one[key] == value for key, value in where.items()))
+
+
+def test_ratio_is_to_the_baseline_of_the_same_run() -> None:
+    summary, gcomp = row(SPEED, [timed("ddp", 2.0), timed("plain", 2.0), timed("gcomp", 1.0)], scheme="gcomp")
+    value = summary.value(gcomp, X_DDP)
+    assert (value.middle, value.is_noise) == (0.5, False)
+    faster = summary.value(gcomp, dataclasses.replace(X_DDP, kind="speed-up"))
+    assert faster.middle == 2.0
+    assert faster.low < 2.0 < faster.high
+    alone, gcomp = row(SPEED, [timed("gcomp", 1.0)], scheme="gcomp")
+    assert alone.value(gcomp, X_DDP).middle is None
+
+
+def test_nothing_is_claimed_where_quartiles_overlap() -> None:
+    summary, gcomp = row(SPEED, [timed("ddp", 1.0, 0.1), timed("gcomp", 0.95, 0.1)], scheme="gcomp")
+    assert summary.value(gcomp, X_DDP).is_noise
+    (grid,) = make_grids(SPEED, Table([X_DDP]), [timed("ddp", 1.0, 0.1), timed("gcomp", 0.95, 0.1)])
+    assert [r[1] for r in grid.rows] == ["1.00", "~0.95"]
+    assert "within the noise" in grid.caption
+
+
+def test_nothing_is_claimed_within_what_twins_of_the_baseline_differ_by() -> None:
+    """`plain` sends DDP's very bytes: what it differs by is noise, however narrow the quartiles."""
+    records = [timed("ddp", 1.0), timed("plain", 0.85), timed("gcomp", 0.88)]
+    summary, gcomp = row(SPEED, records, scheme="gcomp")
+    assert summary.value(gcomp, X_DDP).is_noise
+    records[2] = timed("gcomp", 0.5)
+    summary, gcomp = row(SPEED, records, scheme="gcomp")
+    assert not summary.value(gcomp, X_DDP).is_noise
+
+
+def trained(seed: int, scheme: str, accuracy: float | None) -> dict[str, Any]:
+    return {"seed": seed, "scheme": scheme, "accuracy": accuracy, "commit": "c", "code": "x"}
+
+
+def test_differences_are_paired_and_their_interval_is_students() -> None:
+    bare, better = [90.0, 80.0, 70.0], [92.0, 81.0, 73.0]
+    records = [trained(seed, "bare", bare[seed] / 100) for seed in range(3)]
+    records += [trained(seed, "everything", better[seed] / 100) for seed in range(3)]
+    records += [trained(3, "everything", None)]  # diverged
+    summary, found = row(ACCURACY, records, scheme="everything")
+    column = Column("accuracy", "", 100, ".3f", "difference", "bare", spread=True)
+    value = summary.value(found, column)
+    assert value.middle == pytest.approx(2.0)
+    assert value.high - value.middle == pytest.approx(4.30 * 1.0 / math.sqrt(3))
+    assert value.is_noise, "the interval holds 0"
+    mean = summary.value(found, Column("accuracy", "", 100))
+    assert mean.middle == pytest.approx(sum(better) / 3)
+
+
+def test_mean_and_spread_are_over_seeds_and_a_difference_over_the_seeds_that_both_have() -> None:
+    records = [trained(seed, "plain", value) for seed, value in enumerate((1.0, 2.0, 3.0))]
+    records += [trained(seed, "bare", value) for seed, value in enumerate((1.5, 2.5))]
+    summary, found = row(ACCURACY, records, scheme="bare")
+    assert summary.value(found, Column("accuracy", kind="difference")).middle == 0.5, "seed 2 does not count"
+    plain = summary.value(row(ACCURACY, records, scheme="plain")[1], Column("accuracy", spread=True))
+    summary, plain_row = row(ACCURACY, records, scheme="plain")
+    plain = summary.value(plain_row, Column("accuracy"))
+    assert (plain.middle, plain.low, plain.high) == (2.0, 1.0, 3.0)
+
+
+def test_goals_are_reached_missed_or_undecided() -> None:
+    records = [timed("ddp", 1.0), timed("plain", 1.0), timed("gcomp", 0.5)]
+    goal = Goal("half", X_DDP, "<=", 0.6, {"scheme": "gcomp"})
+    assert [verdict for verdict, _ in judge(SPEED, goal, records)] == ["reached"]
+    assert [verdict for verdict, _ in judge(SPEED, dataclasses.replace(goal, bound=0.4), records)] == ["missed"]
+    assert [verdict for verdict, _ in judge(SPEED, dataclasses.replace(goal, bound=0.502), records)] == ["undecided"]
+    assert judge(SPEED, dataclasses.replace(goal, where={"scheme": "absent"}), records) == []
+
+
+def test_row_of_another_commit_or_of_earlier_code_is_marked() -> None:
+    records = [timed("ddp", 1.0), timed("plain", 1.0), timed("gcomp", 0.5, code="y")]
+    (grid,) = make_grids(SPEED, Table([STEP]), records)
+    assert [r[0] for r in grid.rows] == ["ddp", "plain", f"gcomp {OTHER_COMMIT}"]
+    assert "another state of the code" in grid.caption
+    records[2] = timed("gcomp", 0.5, code=None, commit="before 6cb2788", date="2026-11-22")
+    (grid,) = make_grids(SPEED, Table([STEP]), records)
+    assert grid.rows[2][0] == f"gcomp {EARLIER_CODE}"
+    assert "before 6cb2788, 2026-11-22" in grid.caption
+
+
+def test_axes_that_are_neither_rows_nor_columns_make_tables_of_their_own() -> None:
+    experiment = dataclasses.replace(SPEED, axes={"rate": {"fast": "1gbit", "slow": "100mbit"}, "scheme": SCHEMES})
+    records = [timed("ddp", 1.0, rate=rate) for rate in ("1gbit", "100mbit")]
+    assert [grid.title for grid in make_grids(experiment, Table([STEP]), records)] == ["rate fast", "rate slow"]
+    (wide,) = make_grids(experiment, Table([STEP], across="rate"), records)
+    assert wide.headings == ["scheme", "fast: ms", "slow: ms"]
+    assert len(make_grids(experiment, Table([STEP], where={"rate": "1gbit"}), records)) == 1
+
+
+LONG = "homomorphic:mode=exact,aggregator=switch,integer_bits=64"
+GRID = Grid("a title", ["scheme", *(f"column {n}" for n in range(9))], [[LONG, *["1.0"] * 9], ["ddp", *["12,345"] * 9]])
+
+
+def test_text_fits_80_columns_and_never_cuts_a_name() -> None:
+    text = to_text(GRID)
+    assert max(map(len, text.splitlines())) <= 80
+    assert LONG in text.splitlines()
+    assert "--wide also shows: column" in text
+    assert "column 0" in text
+    wide = to_text(GRID, None)
+    assert "column 8" in wide.splitlines()[1]
+    assert "--wide" not in wide
+
+
+def test_markdown_has_every_column_and_no_stray_bar() -> None:
+    lines = to_markdown(Grid("", ["method", "error"], [["qsgd|qsgd", "1.0"]])).splitlines()
+    assert lines == ["| method | error |", "| --- | ---: |", "| qsgd\\|qsgd | 1.0 |"]

@@ -1,0 +1,65 @@
+"""Cases by name: KIND:SEED:NUMBER stands for everything that is drawn, on any machine."""
+
+from __future__ import annotations
+
+import random
+import time
+import traceback
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from campaign import faults, hostile, resuming, soak, trainings
+from campaign.findings import Refused
+
+KINDS: dict[str, ModuleType] = {
+    "trainings": trainings,
+    "faults": faults,
+    "resuming": resuming,
+    "hostile": hostile,
+    "soak": soak,
+}
+# The order in which kinds take turns: by what a case of them costs and finds.
+TURNS = ("trainings", "faults", "hostile", "trainings", "faults", "resuming")
+SOAK_EVERY = 8  # rounds of these turns
+
+
+class Case(NamedTuple):
+    """The name of a case."""
+
+    kind: str
+    seed: int
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Raises: ValueError."""
+        kind, seed, number = text.split(":")
+        if kind not in KINDS:
+            raise ValueError(f"kinds are {', '.join(KINDS)}, not {kind!r}")
+        return cls(kind, int(seed), int(number))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.seed}:{self.number}"
+
+    @property
+    def command(self) -> str:
+        """What shows this case again."""
+        return f'make campaign CAMPAIGN_ARGS="--case {self}"'
+
+    def draw(self) -> dict[str, Any]:
+        """What is tried, as plain values."""
+        drawn: dict[str, Any] = KINDS[self.kind].draw(random.Random(str(self)))
+        return drawn
+
+
+def run_case(kind: str, drawn: dict[str, Any]) -> dict[str, Any]:
+    """The record of one case: verdict "passed", "refused" or "failed", with what was found and how long it took."""
+    started = time.monotonic()
+    verdict, found = "passed", ""
+    try:
+        KINDS[kind].run(drawn)
+    except Refused as refusal:
+        verdict, found = "refused", str(refusal)
+    except Exception as error:  # a hang is an AssertionError of the launching helper
+        verdict, found = "failed", "".join(traceback.format_exception(error, limit=-3)) or repr(error)
+    return {"drawn": drawn, "verdict": verdict, "found": found, "seconds": round(time.monotonic() - started, 2)}

@@ -1,0 +1,225 @@
+"""Faults: whatever one rank does or suffers, every other one gets a typed error in time, or trains on with equal bits.
+
+The harm comes to one rank (or two) at a drawn step of a drawn training. What is lawful (one rank with other threads, a
+NaN on one rank, an error that all ranks catch and recover from) has to end well.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from campaign import models
+from campaign.findings import Refused, hash_of, launch, require, require_equal
+from campaign.schemes_drawn import draw_variant, variant_of
+from ranks import Outcome
+
+TIMEOUT_S = 6.0
+# From the harm to the error, beyond the timeout: for a busy machine.
+GRACE_S = 60.0
+
+
+class UsersOwn(Exception):
+    """What a user's script raises."""
+
+
+# What becomes of the rank that suffers: it dies, it ends with an error of its own, it gets a typed one as all others do.
+DIES = ("kill", "kill in mid-step", "exit", "kill two", "kill the store's host")
+RAISES = ("raise in forward", "raise in backward", "raise in optimizer")
+SHARES = ("stop", "sleep", "other scheme", "other options", "count a step too many", "close alone")
+LEAVES = ("leave", "skip a step")
+HARMLESS = ("destroy the group",)  # may go on: gradwire has a group of its own
+LAWFUL = ("other threads", "nan", "caught and attached again", "slow for a moment")
+HARMS = DIES + RAISES + SHARES + LEAVES + HARMLESS + LAWFUL
+
+
+def draw(choose: random.Random) -> dict[str, Any]:
+    """One case, as plain values."""
+    harm = choose.choice(HARMS)
+    world_size = choose.choice([3, 4] if harm == "kill two" else [2, 2, 3, 4])
+    return {
+        "harm": harm,
+        "scheme": draw_variant(choose, replicas_may_differ=False),
+        "world_size": world_size,
+        "victim": 0 if harm == "kill the store's host" else choose.randrange(world_size),
+        # Not in steps 0 and 1: DDP itself talks there, to agree on its buckets, and its errors are torch's.
+        "step": choose.randint(2, 4),
+        "delay_ms": choose.choice([0, 1, 3, 10]),
+        "width": choose.choice([20, 60, 300]),
+        "bucket_cap_mb": choose.choice([0.005, 0.02, 25]),
+        "optimizer": choose.choice(["sgd", "momentum", "adamw"]),
+    }
+
+
+def run(case: dict[str, Any]) -> None:
+    """Raises: Found, Refused."""
+    outcomes = launch(train, case["world_size"], case, timeout_s=TIMEOUT_S + GRACE_S)
+    harm = case["harm"]
+    if all(isinstance(one.error, gradwire.Unsupported | gradwire.InvalidArgument) for one in outcomes):
+        raise Refused(str(outcomes[0].error))
+    if harm in LAWFUL:
+        for rank, outcome in enumerate(outcomes):
+            require(outcome.error is None, f"rank {rank} raised, though {harm!r} is lawful:\n{outcome.traceback}")
+        require_equal([outcome.result["hashes"] for outcome in outcomes])
+        return
+    victims = _victims(case)
+    if harm in HARMLESS and all(outcome.error is None for outcome in outcomes):
+        require_equal([outcome.result["hashes"] for outcome in outcomes])
+        return
+    for rank, outcome in enumerate(outcomes):
+        if rank in victims:
+            _check_victim(harm, rank, outcome)
+        else:
+            require(outcome.error is not None, f"rank {rank} noticed nothing: {outcome.result}")
+            _check_typed(rank, outcome)
+
+
+def _victims(case: dict[str, Any]) -> set[int]:
+    victims = {case["victim"]}
+    return victims | {(case["victim"] + 1) % case["world_size"]} if case["harm"] == "kill two" else victims
+
+
+def _check_typed(rank: int, outcome: Outcome) -> None:
+    require(
+        isinstance(outcome.error, gradwire.GradwireError),
+        f"rank {rank} got no typed error (exit code {outcome.exit_code}):\n{outcome.traceback}",
+    )
+    require(len(str(outcome.error)) > 20, f"rank {rank}'s error says nothing: {outcome.error!r}")
+
+
+def _check_victim(harm: str, rank: int, outcome: Outcome) -> None:
+    if harm in DIES:
+        require(outcome.exit_code not in (0, None), f"rank {rank} should have died: {outcome}")
+    elif harm in RAISES:
+        own = isinstance(outcome.error, UsersOwn)
+        require(own, f"rank {rank}'s own error was replaced:\n{outcome.traceback}")
+    elif harm in SHARES:
+        require(outcome.error is not None, f"rank {rank} noticed nothing of its {harm!r}")
+        _check_typed(rank, outcome)
+    # Who leaves, or ends a step early, or destroys its group under its model, has ended well or with whatever torch says.
+
+
+def build(case: dict[str, Any]) -> DistributedDataParallel:
+    torch.manual_seed(1)
+    width = case["width"]
+    model = nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, 8), nn.Linear(8, 3))
+    return DistributedDataParallel(model, bucket_cap_mb=case["bucket_cap_mb"])
+
+
+def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
+    """Seven steps on every rank, harm at the drawn one."""
+    harm, is_victim = case["harm"], rank in _victims(case)
+    plant = case.get("plant") if not is_victim else None
+    if harm == "other threads" and is_victim:
+        gradwire.set_thread_count(2)
+    ddp = build(case)
+    optimizer = models.OPTIMIZERS[case["optimizer"]](ddp.parameters())
+    variant = variant_of(case)
+    scheme: Any = variant.make()
+    if is_victim and harm == "other scheme":
+        scheme = "zlib" if variant.name == "plain" else "plain"
+    elif is_victim and harm == "other options":
+        scheme = gradwire.schemes.by_name("gcomp", refresh_every=7)
+    elif harm == "other options":
+        scheme = "gcomp"
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=TIMEOUT_S)
+    hashes, step, harmed = [], 0, False
+    while step < 7:
+        try:
+            if step == case["step"] and is_victim and not harmed:
+                harmed = True
+                if harm == "skip a step":
+                    step += 1
+                if harm == "leave":
+                    return {"hashes": hashes}
+                do_harm(case, ddp, optimizer, attachment)
+            take_step(ddp, optimizer, models.batch_for(rank, step), bad=harm == "nan" and is_victim and step == 3)
+        except (gradwire.GradwireError, UsersOwn):
+            if plant == "untyped":
+                raise RuntimeError("planted") from None
+            if plant == "hang":
+                time.sleep(3_600)
+            if plant == "silent":
+                return {"hashes": hashes}
+            if harm != "caught and attached again" or step >= 6:
+                raise
+            # As a script may: all ranks have come to know of it, begin this step anew from the same parameters.
+            attachment.close()
+            dist.barrier()
+            optimizer.zero_grad()
+            ddp = build(case)
+            optimizer = models.OPTIMIZERS[case["optimizer"]](ddp.parameters())
+            attachment = gradwire.attach(ddp, optimizer, variant.make(), timeout_s=TIMEOUT_S)
+            hashes, step = [], 6  # one step of the new life is enough
+            continue
+        step += 1
+        if not variant.owns_step:
+            hashes.append(hash_of(ddp.module))
+    attachment.close()
+    return {"hashes": [*hashes, hash_of(ddp.module)]}
+
+
+def take_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, bad: bool = False) -> None:
+    optimizer.zero_grad()
+    loss = (ddp(batch) - 1).square().mean()
+    (loss * torch.nan if bad else loss).backward()
+    optimizer.step()
+
+
+def do_harm(case: dict[str, Any], ddp: Any, optimizer: Any, attachment: Any) -> None:
+    """To the rank that calls it, right before a step."""
+    harm, delay_s = case["harm"], case["delay_ms"] / 1e3
+    if harm in ("kill", "kill two", "kill the store's host"):
+        time.sleep(delay_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif harm == "kill in mid-step":
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        while True:  # the timer ends it, sooner or later in one of these
+            take_step(ddp, optimizer, models.batch_for(0, 0))
+            time.sleep(1e-3)
+    elif harm == "exit":
+        os._exit(3)
+    elif harm == "stop":
+        subprocess.Popen(["sh", "-c", f"sleep {TIMEOUT_S + 3}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif harm == "sleep":
+        time.sleep(TIMEOUT_S + 3)
+    elif harm == "slow for a moment":
+        time.sleep(1.0)
+    elif harm in ("raise in forward", "caught and attached again"):
+        handle = ddp.module[0].register_forward_pre_hook(_raise)
+        try:
+            ddp(torch.zeros(1, 20))
+        except UsersOwn:
+            if harm == "raise in forward":
+                raise
+            attachment.close()  # the others' exchange ends when this rank's does
+            raise
+        finally:
+            handle.remove()
+    elif harm == "raise in backward":
+        ddp.module[0].weight.register_hook(_raise)
+    elif harm == "raise in optimizer":
+        optimizer.register_step_pre_hook(_raise)
+    elif harm == "count a step too many":
+        state = attachment.state_dict()
+        attachment.load_state_dict({**state, "step": state["step"] + 1})
+    elif harm == "close alone":
+        attachment.close()
+    elif harm == "destroy the group":
+        dist.destroy_process_group()
+
+
+def _raise(*_: Any) -> None:
+    raise UsersOwn("a bug of the user's own")

@@ -1,0 +1,188 @@
+"""Models, gradients and optimizers for drawn trainings; gradients at the ends of their ranges too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHAPES = [(64, 48), (48,), (3, 7, 5), (1,), (128, 33), (256,), (0, 4), (17,)]
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are exactly what forward is given."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for parameter, gradient in zip(self.all, gradients, strict=True):
+            total = total + (parameter * gradient).sum().float()
+        return total
+
+
+def _sparse(values: Tensor, draw: torch.Generator, share: float) -> Tensor:
+    return values * (torch.rand(values.shape, generator=draw) < share)
+
+
+def _one_hot(values: Tensor) -> Tensor:
+    out = torch.zeros_like(values)
+    if values.numel():
+        out.view(-1)[values.numel() // 3] = 1.0
+    return out
+
+
+def _aligned(values: Tensor) -> Tensor:
+    out = torch.zeros_like(values).view(-1)
+    out[::16] = values.reshape(-1)[::16]
+    return out.view(values.shape)
+
+
+# (values ~ N(0, 1), generator, largest, smallest normal, rank, world size) -> a rank's gradient
+_PATTERNS: dict[str, Callable[..., Tensor]] = {
+    "normal": lambda v, *_: v,
+    "constant": lambda v, *_: torch.full_like(v, 0.125),
+    "zero": lambda v, *_: torch.zeros_like(v),
+    "tiny": lambda v, g, big, small, *_: v * small * 4,
+    "huge": lambda v, g, big, small, rank, world: v.clamp(-3, 3) * (big / 4 / world),
+    "huge sums": lambda v, g, big, *_: v.sign() * (big * 0.6),
+    "cancelling": lambda v, g, big, small, rank, world: v * (1 if rank == 0 else -1 / (world - 1)) if world > 1 else v,
+    "one-hot": lambda v, *_: _one_hot(v),
+    "sparse": lambda v, g, *_: _sparse(v, g, 0.02),
+    "aligned": lambda v, *_: _aligned(v),
+    "heavy": lambda v, *_: v**5,
+    "one rank only": lambda v, g, big, small, rank, world: v if rank == world - 1 else torch.zeros_like(v),
+}
+SHARED = ("cancelling", "equal", "huge sums")  # all ranks draw the same values
+PATTERNS = [*_PATTERNS, "equal", "scales"]
+
+
+def gradients_for(pattern: str, dtype: torch.dtype, rank: int, world_size: int, step: int) -> list[Tensor]:
+    """One gradient a shape, the same for the same arguments."""
+    seed = 7_919 * step + (0 if pattern in SHARED else 104_729 * (rank + 1))
+    draw = torch.Generator().manual_seed(seed)
+    limits = torch.finfo(dtype)
+    out = []
+    for index, shape in enumerate(SHAPES):
+        values = torch.randn(shape, generator=draw).double()
+        if pattern == "scales":
+            values = values * 10.0 ** (-4 + index)
+        elif pattern != "equal":
+            values = _PATTERNS[pattern](values, draw, limits.max, limits.tiny, rank, world_size)
+        out.append(values.to(dtype))
+    return out
+
+
+class Branches(nn.Module):
+    """One branch or the other by the batch, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right, self.spare = (nn.Linear(20, 20) for _ in range(4))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        branch = self.left if float(batch[0, 0]) > 0 else self.right
+        return branch(self.trunk(batch).relu())
+
+
+class Oddments(nn.Module):
+    """Tied, empty, frozen and transposed parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.second.weight = self.first.weight
+        self.empty = nn.Parameter(torch.empty(0, 7))
+        self.frozen = nn.Parameter(torch.ones(20), requires_grad=False)
+        self.turned = nn.Parameter(torch.randn(20, 9).t())
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.second(self.first(batch).relu()) * self.frozen
+        return hidden @ self.turned.t() + self.empty.sum()
+
+
+class Recomputed(nn.Module):
+    """Hidden layers that run again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _mlp()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.layers[4](checkpoint(self.layers[1:4], self.layers[0](batch), use_reentrant=True))
+
+
+class Convolutions(nn.Module):
+    """In channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3)).to(
+            memory_format=torch.channels_last
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        images = batch.repeat(1, 10)[:, : 3 * 8 * 8].view(-1, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+        return self.head(self.body(images).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.TransformerEncoderLayer(20, 2, 40, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(20, 4)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.head(self.mix(batch[:, None, :].expand(-1, 3, -1)))
+
+
+def _mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": _mlp,
+    "branches": Branches,
+    "oddments": Oddments,
+    "recomputed": Recomputed,
+    "convolutions": Convolutions,
+    "attention": Attention,
+}
+
+
+def batch_for(rank: int, step: int, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "foreach adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+def rounding_of(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """(n,) float64: how far a sum of the ranks' values in `dtype` may be from their mean in float64.
+
+    `gradients`: every rank's, flat. A sum in any order errs by (N - 1) eps of the magnitudes; scaling and the last
+    rounding add one each. Subnormals may be lost, as the formats say.
+    """
+    limits = torch.finfo(dtype)
+    magnitudes = torch.stack(gradients).double().abs().sum(0) / len(gradients)
+    return (len(gradients) + 2) * limits.eps * magnitudes + 2 * limits.tiny * math.sqrt(len(gradients))

@@ -1,0 +1,98 @@
+"""Which schemes a campaign draws, with which options, and what each promises beyond equal replicas."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradwire import schemes
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A scheme with options.
+
+    Attributes:
+        near: result and mean differ by no more than rounding in the gradient's dtype.
+        conserves: mean(result) + mean(new residual) = mean(gradient) + mean(old residual).
+        repeats: the same run gives the same bits, whatever the machine's load: what resumption is checked on.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    near: bool = False
+    conserves: bool = False
+    repeats: bool = True
+
+    @property
+    def owns_step(self) -> bool:
+        """Whether it takes the optimizer's step, which restricts what scripts may do to `.grad`."""
+        return schemes.owns_step(self.name) or bool(self.options.get("backup")) or self.options.get("update") == "owner"
+
+    @property
+    def replicas_may_differ(self) -> bool:
+        return self.name == "periodic"
+
+    def make(self) -> Any:
+        return schemes.by_name(self.name, **self.options)
+
+
+_LISTED = [
+    Variant("plain", near=True),
+    Variant("zlib", near=True),
+    Variant("zstd", near=True),
+    Variant("zstd", {"topology": "direct", "chunk_elements": 1_000}, near=True),
+    Variant("gcomp", {"importance": "none"}, near=True),
+    Variant("gcomp", {"importance": "none", "topology": "direct", "chunk_elements": 1_000}, near=True),
+    Variant("gcomp"),
+    Variant("gcomp", {"refresh_every": 3}),
+    Variant("gcomp", {"importance": "uniform", "bits": 6}),
+    Variant("truncate", {"bits": 5}),
+    Variant("embedded-float", {"bits": 7}),
+    Variant("truncated-float", {"bits": 6}),
+    Variant("homomorphic"),
+    Variant("homomorphic", {"mode": "exact", "integer_bits": 64}),
+    Variant("homomorphic", {"mode": "lossy"}),
+    Variant("one-bit", conserves=True),
+    Variant("one-bit", {"pull": "raw", "chunk_elements": 4_096}, conserves=True),
+    Variant("two-bit", conserves=True),
+    Variant("qsgd"),
+    Variant("qsgd", {"levels": 100, "block": 128}),
+    Variant("terngrad"),
+    Variant("thc"),
+    Variant("dgc", {"share": 0.05}),
+    Variant("dgc", {"share": 0.01, "warmup_steps": 3}),
+    Variant("top-k", {"share": 0.02}, conserves=True),
+    Variant("top-k", {"share": 1.0}, conserves=True),
+    Variant("random-k", {"share": 0.05}, conserves=True),
+    Variant("sign-sgd"),
+    Variant("acp-sgd", {"rank": 1}, conserves=True),
+    Variant("acp-sgd", {"rank": 3, "buffer_mb": 0.01}, conserves=True),
+    Variant("power-sgd", {"rank": 2}, conserves=True),
+    Variant("power-sgd-overlap", {"rank": 2}, conserves=True),
+    Variant("slimgc", {"threshold_bytes": 0}),
+    Variant("slimgc", {"codec": "two-bit", "threshold_bytes": 500, "topology": "all-reduce"}),
+    Variant("slimgc", repeats=False),  # its table is measured
+    Variant("slimgc", {"threshold_bytes": 0, "backup": True}),
+    Variant("slimgc", {"threshold_bytes": 500, "update": "owner", "pull": "raw"}),
+    Variant("aqgb", repeats=False),  # bits follow the network
+    Variant("broadcast", {"bits": 8}),
+    Variant("broadcast", {"bits": 32, "topology": "ring"}),
+    Variant("periodic", {"every": 2}),
+]
+# A scheme that is not listed is drawn with its defaults, so that none is forgotten.
+VARIANTS = _LISTED + [Variant(name) for name in schemes.names() if name not in {one.name for one in _LISTED}]
+
+
+def draw_variant(draw: random.Random, **wanted: Any) -> tuple[str, dict[str, Any]]:
+    """(name, options) of a variant whose attributes are as wanted."""
+    choices = [one for one in VARIANTS if all(getattr(one, key) == value for key, value in wanted.items())]
+    chosen = draw.choice(choices)
+    return chosen.name, dict(chosen.options)
+
+
+def variant_of(case: dict[str, Any]) -> Variant:
+    """The variant that `case` holds as plain values."""
+    name, options = case["scheme"]
+    return next((one for one in VARIANTS if (one.name, one.options) == (name, options)), Variant(name, options))

@@ -1,0 +1,177 @@
+"""gradwire.Reducer: named tensors to their means, without DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+from gradwire import schemes
+from gradwire.wire.groups import name_group
+from ranks import run_ranks
+
+SHAPES = {"a": (40, 30), "b": (30,), "empty": (0, 3), "scalar": (), "c": (8, 5, 6)}
+REDUCING = sorted(name for name in schemes.names() if not schemes.owns_step(name) and name != "periodic")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gcomp": {"importance": "none"},
+    "slimgc": {"threshold_bytes": 100},
+    "homomorphic": {"aggregator": "process-group"},
+}
+
+
+def make(name: str) -> schemes.Scheme:
+    return schemes.by_name(name, **OPTIONS.get(name, {}))
+
+
+def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def plain_means(rank: int, world_size: int) -> None:
+    # 4 KB: several buckets, and one of another dtype between them.
+    reducer = gradwire.Reducer("plain", bucket_mb=4 / 1024, timeout_s=100)
+    tensors = draw(rank, 0) | {"half": torch.randn(7).bfloat16(), "transposed": torch.randn(4, 6).t()}
+    expected = {name: tensor.clone() / world_size for name, tensor in tensors.items()}
+    for tensor in expected.values():
+        dist.all_reduce(tensor)
+    work = reducer.all_reduce(tensors)
+    work.wait()
+    assert work.is_completed()
+    work.wait()  # does nothing
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert reducer.step == 1
+    assert reducer.stats()["n_buckets"] >= 3
+    reducer.close()
+    total = gradwire.Reducer("plain", op="sum", timeout_s=100)
+    tensor = torch.full((5,), float(rank + 1))
+    total.all_reduce({"x": tensor}).wait()
+    assert tensor.tolist() == [world_size * (world_size + 1) / 2] * 5
+    total.close()
+
+
+def test_plain_gives_the_bits_of_all_reduce() -> None:
+    run_ranks(plain_means, 2)
+
+
+def work_in_flight(rank: int, world_size: int, names: list[str]) -> None:
+    """Equal bits on all ranks, two calls under way at once, and a resumed run that goes on with the same bits."""
+    for name in names:
+        reducer = gradwire.Reducer(make(name), bucket_mb=4 / 1024, timeout_s=100)
+        reducer.all_reduce(draw(rank, 0)).wait()
+        first, second = draw(rank, 1), draw(rank, 2)
+        works = [reducer.all_reduce(first), reducer.all_reduce(second)]
+        for work in works:
+            work.wait()
+        for tensors in (first, second):
+            for key, tensor in tensors.items():
+                gathered = [torch.empty_like(tensor) for _ in range(world_size)]
+                dist.all_gather(gathered, tensor)
+                assert all(torch.equal(tensor, other) for other in gathered), (name, key)
+        saved = copy.deepcopy(reducer.state_dict())
+        went_on = draw(rank, 3)
+        reducer.all_reduce(went_on).wait()
+        reducer.close()
+
+        resumed = gradwire.Reducer(make(name), names=draw(rank, 0), bucket_mb=4 / 1024, timeout_s=100)
+        resumed.load_state_dict(saved)
+        again = draw(rank, 3)
+        resumed.all_reduce(again).wait()
+        assert all(torch.equal(again[key], went_on[key]) for key in SHAPES), name
+        resumed.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_reducing_scheme_takes_named_tensors(world_size: int) -> None:
+    run_ranks(work_in_flight, world_size, REDUCING)
+
+
+def conserve(rank: int, world_size: int) -> None:
+    reducer = gradwire.Reducer("one-bit", timeout_s=100)
+    given = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    sent = copy.deepcopy(given)
+    for step in range(6):
+        tensors = draw(rank, step)
+        if step % 2:  # in another order, so in other buckets: what was left out follows the name
+            tensors = dict(reversed(tensors.items()))
+        for name, tensor in tensors.items():
+            given[name] += tensor.double()
+        reducer.all_reduce(tensors).wait()
+        for name, tensor in tensors.items():
+            sent[name] += tensor.double()
+    left = reducer.state_dict()["state"]["residuals"]
+    for name in SHAPES:
+        mean = torch.stack([given[name], left.get(name, torch.zeros(given[name].shape)).double().view(SHAPES[name])])
+        dist.all_reduce(mean)
+        mean /= world_size
+        assert torch.allclose(mean[0], sent[name] + mean[1], atol=1e-4), name
+    reducer.close()
+
+
+def test_error_feedback_belongs_to_the_name() -> None:
+    run_ranks(conserve, 3)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    reducer = gradwire.Reducer("plain", timeout_s=10)
+    reducer.all_reduce({"x": torch.ones(3)}).wait()
+    # Only rank 1 gives another shape; both are told, and by name.
+    with pytest.raises(gradwire.InvalidArgument, match=r"'x' was \(3,\) and is \(4,\)"):
+        reducer.all_reduce({"x": torch.ones(3 + rank)}).wait()
+    reducer.close()
+    for wrong in ({}, {"x": torch.ones(3, dtype=torch.int64)}):
+        reducer = gradwire.Reducer("plain", timeout_s=10)
+        with pytest.raises(gradwire.InvalidArgument):
+            reducer.all_reduce(wrong)
+        reducer.close()
+    with pytest.raises(gradwire.InvalidArgument, match="op must be"):
+        gradwire.Reducer("plain", op="max")
+    with pytest.raises(gradwire.InvalidArgument, match="takes the optimizer's step itself"):
+        gradwire.Reducer("aqgb", timeout_s=10)
+
+
+def test_misuse_is_named_on_all_ranks() -> None:
+    run_ranks(refuse, 2)
+
+
+def some_ranks(rank: int, world_size: int) -> None:
+    mine = [0, 2] if rank % 2 == 0 else [1, 3]
+    reducer = gradwire.Reducer("plain", group=mine, timeout_s=100)
+    tensor = torch.full((3,), float(rank))
+    reducer.all_reduce({"x": tensor}).wait()
+    assert tensor.tolist() == [sum(mine) / 2] * 3
+    reducer.close()
+    for wrong in ([0, 9], [0, 0, rank], [rank - 1, rank + 1]):
+        with pytest.raises(gradwire.InvalidArgument, match="group"):
+            gradwire.Reducer("plain", group=wrong, timeout_s=5)
+
+
+def come_late(rank: int, world_size: int) -> None:
+    """Rank 1 never makes its end of the group: rank 0 says so, and not that an attribute is missing."""
+    if rank == 0:
+        with pytest.raises(gradwire.PeerLost, match="rank 0 lost its peers"):
+            gradwire.Reducer("plain", timeout_s=1)
+    dist.barrier()
+
+
+def test_a_group_that_cannot_be_built_raises_peer_lost() -> None:
+    run_ranks(come_late, 2)
+
+
+def test_a_restarted_rank_does_not_meet_the_names_of_its_life_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.wire.groups._n_groups", Counter())
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    first = name_group([0, 1])
+    monkeypatch.setattr("gradwire.wire.groups._n_groups", Counter())  # a new process
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert name_group([0, 1]) != first
+
+
+def test_a_group_is_a_list_of_ranks_too() -> None:
+    run_ranks(some_ranks, 4)

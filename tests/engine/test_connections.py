@@ -1,0 +1,305 @@
+"""Connections: who is let in, what a peer may not say, and what is left when it is gone. Ranks are threads here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire
+from gradwire import _native, errors
+from ranks import try_ranks
+
+SECRET = bytes(range(16))
+FACTS = (1, 2, 3, 4)
+STREAM, MAX_BYTES = 6, 1_000
+CHALLENGE = struct.Struct("<4sI16s")
+PROOF = struct.Struct("<4sIII16s32s")
+HEADER = struct.Struct("<HBBIQIIIII")
+
+
+@contextlib.contextmanager
+def meshes(
+    world_size: int = 2, timeout_s: float = 10, host: str = "127.0.0.1", secrets: tuple[bytes, ...] = ()
+) -> Iterator[list[_native.Mesh]]:
+    made = [_native.Mesh(rank, world_size, host, timeout_s) for rank in range(world_size)]
+    for mesh, secret in zip(made, secrets or (SECRET,) * world_size, strict=True):
+        mesh.join([mesh.endpoint for mesh in made], secret)
+    try:
+        yield made
+    finally:
+        for mesh in made:
+            mesh.shut()
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returns or raises, all of them running at the same time."""
+
+    def attempt(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(attempt, calls))
+
+
+def open_all(made: list[_native.Mesh]) -> None:
+    ranks = range(len(made))
+    opened = at_once(*[lambda r=r: made[r].open(STREAM, FACTS, MAX_BYTES, [p for p in ranks if p != r]) for r in ranks])
+    assert opened == [None] * len(made)
+
+
+def carries(made: list[_native.Mesh]) -> bool:
+    made[0].send([1], STREAM, [torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([3], dtype=torch.uint8)])
+    source, message, _ = made[1].receive_any(STREAM, [0])
+    return (source, message.tolist()) == (0, [1, 2, 3])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_messages_arrive_over_both_versions_of_ip(host: str) -> None:
+    with meshes(host=host) as made:
+        open_all(made)
+        assert carries(made)
+
+
+def introduce(endpoint: tuple[str, int], secret: bytes, rank: int = 1, peer: int = 0) -> socket.socket:
+    """A connection as a rank makes it, written from docs/format.md with Python's own HMAC."""
+    connection = socket.create_connection(endpoint, timeout=5)
+    magic, version, theirs = CHALLENGE.unpack(connection.recv(CHALLENGE.size, socket.MSG_WAITALL))
+    assert (magic, version) == (b"GWH1", _native.MESSAGE_VERSION)
+    mine = os.urandom(16)
+    text = struct.pack("<II", rank, peer) + theirs + mine
+    proof = hmac.digest(secret, b"c" + text, hashlib.sha256)
+    connection.sendall(PROOF.pack(magic, version, rank, peer, mine, proof))
+    answer = connection.recv(32, socket.MSG_WAITALL)
+    if answer:
+        assert answer == hmac.digest(secret, b"a" + text, hashlib.sha256)
+    return connection
+
+
+def closes_within_a_second(connection: socket.socket) -> bool:
+    started = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(100):
+            pass
+    return time.monotonic() - started < 1.2
+
+
+def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
+    with meshes() as made:
+        open_all(made)
+
+        def say(words: bytes) -> bool:
+            connection = socket.create_connection(made[0].endpoint, timeout=5)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(words)
+            return closes_within_a_second(connection)
+
+        rubbish = [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(64), b"GWH1" + os.urandom(60), os.urandom(1_000_000)]
+        assert at_once(*[lambda w=w: say(w) for w in rubbish * 4]) == [True] * 20
+        assert closes_within_a_second(introduce(made[0].endpoint, b"wrong" + SECRET[5:]))
+        # Who knows the secret but is nobody, or somebody who is there already.
+        for rank, peer in ((2, 0), (0, 0), (1, 1), (1, 0)):
+            assert closes_within_a_second(introduce(made[0].endpoint, SECRET, rank, peer))
+        assert carries(made)
+
+
+def test_flood_of_strangers_does_not_keep_a_rank_out() -> None:
+    with meshes() as made:
+        crowd = [socket.create_connection(made[0].endpoint, timeout=5) for _ in range(400)]
+        open_all(made)
+        assert carries(made)
+        for stranger in crowd:
+            stranger.close()
+
+
+def test_rank_without_the_secret_is_refused() -> None:
+    with meshes(secrets=(SECRET, bytes(16)), timeout_s=2) as made:
+        zero, one = at_once(*[lambda r=r: made[r].open(STREAM, FACTS, MAX_BYTES, [1 - r]) for r in range(2)])
+        assert isinstance(one, errors.PeerLost)
+        assert "rank 0" in str(one)
+        assert isinstance(zero, errors.PeerLost)
+        assert "did not answer" in str(zero)
+
+
+def test_rank_of_another_version_is_named() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = _native.Mesh(1, 2, "127.0.0.1", 5)
+    one.join([listener.getsockname()[:2], one.endpoint], SECRET)
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        connection.sendall(CHALLENGE.pack(b"GWH1", 99, bytes(16)))
+        connection.recv(1)
+
+    _, error = at_once(answer, lambda: one.open(STREAM, FACTS, MAX_BYTES, [0]))
+    assert isinstance(error, errors.IncompatibleVersion)
+    assert "rank 0 speaks version 99" in str(error)
+    one.shut()
+    listener.close()
+
+
+def header(**changes: int) -> bytes:
+    fields = {
+        "magic": 0x4757,
+        "version": _native.MESSAGE_VERSION,
+        "flags": 0,
+        "stream": STREAM,
+        "n_bytes": 5,
+        "number": 0,
+    }
+    fields |= dict(zip(("configuration", "layout", "step", "bucket"), FACTS, strict=True)) | changes
+    raw = HEADER.pack(*fields.values())
+    return raw + struct.pack("<I", _native.crc32c(raw))
+
+
+def hear(raw: bytes, ends: bool = False) -> Any:
+    """What rank 0 makes of these bytes from a rank 1 that has introduced itself."""
+    with meshes(timeout_s=2) as made:
+        fake = introduce(made[0].endpoint, SECRET)
+        made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+        fake.sendall(raw)
+        if ends:
+            fake.close()
+        (heard,) = at_once(lambda: made[0].receive_any(STREAM, [1]))
+        return heard
+
+
+def test_message_of_a_peer_written_from_the_document_is_read() -> None:
+    source, message, _ = hear(header() + b"hello")
+    assert (source, bytes(message.tolist())) == (1, b"hello")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"magic": 0x1234}, errors.CorruptMessage),
+        ({"version": 99}, errors.IncompatibleVersion),
+        ({"flags": 1}, errors.CorruptMessage),
+        ({"n_bytes": MAX_BYTES + 1}, errors.CorruptMessage),
+        ({"n_bytes": 2**64 - 1}, errors.CorruptMessage),
+        ({"number": 1}, errors.CorruptMessage),
+        ({"configuration": 9}, errors.RankMismatch),
+        ({"layout": 9}, errors.RankMismatch),
+        ({"step": 9}, errors.RankMismatch),
+        ({"bucket": 9}, errors.RankMismatch),
+    ],
+)
+def test_wrong_header_field_raises_its_error(changes: dict[str, int], error: type[Exception]) -> None:
+    heard = hear(header(**changes) + b"hello")
+    assert type(heard) is error, heard
+    if error is errors.RankMismatch:
+        ((name, value),) = changes.items()
+        assert f"ranks 0 and 1 disagree on {name}" in str(heard)
+        assert f"{value} there" in str(heard)
+
+
+@pytest.mark.parametrize("place", range(_native.MESSAGE_HEADER_BYTES))
+def test_flipped_bit_in_a_header_is_found(place: int) -> None:
+    raw = bytearray(header() + b"hello")
+    raw[place] ^= 1 << place % 8
+    assert isinstance(hear(bytes(raw)), errors.CorruptMessage | errors.IncompatibleVersion)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 7, _native.MESSAGE_HEADER_BYTES, _native.MESSAGE_HEADER_BYTES + 3])
+def test_connection_that_ends_in_the_middle_loses_its_peer(n_bytes: int) -> None:
+    heard = hear((header() + b"hello")[:n_bytes], ends=True)
+    assert isinstance(heard, errors.PeerLost)
+    assert "rank 0 lost rank 1, which closed the connection" in str(heard)
+
+
+def test_peer_that_says_nothing_more_is_lost_after_the_timeout() -> None:
+    started = time.monotonic()
+    heard = hear(header() + b"hel")
+    assert isinstance(heard, errors.PeerLost)
+    assert "did not answer" in str(heard)
+    assert "timeout_s=2" in str(heard)
+    assert 1.9 < time.monotonic() - started < 10
+
+
+def test_message_of_a_stream_that_is_not_open_waits() -> None:
+    with meshes() as made:
+        open_all(made)
+        made[0].open(STREAM + 2, FACTS, MAX_BYTES, [1])
+        made[0].send([1], STREAM + 2, [torch.ones(1_000, dtype=torch.uint8)])
+        made[0].send([1], STREAM + 2, [torch.ones(3, dtype=torch.uint8)])
+        made[0].wait_until_all_sent()
+        made[1].open(STREAM + 2, FACTS, MAX_BYTES, [0])
+        assert [made[1].receive_any(STREAM + 2, [0])[1].numel() for _ in range(2)] == [1_000, 3]
+
+
+def test_breaking_off_ends_the_waits_of_both_sides() -> None:
+    with meshes(timeout_s=100) as made:
+        open_all(made)
+        timer = threading.Timer(0.3, made[0].break_off)
+        timer.start()
+        waits = at_once(*[lambda r=r: made[r].receive_any(STREAM, [1 - r]) for r in range(2)])
+        assert all(isinstance(error, errors.PeerLost) for error in waits)
+        timer.join()
+
+
+def test_a_thousand_meshes_leave_nothing_behind() -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: time.sleep(0.05), range(4)))  # both threads are there before anything is counted
+        before = held()
+        for _ in range(1_000):
+            with meshes() as made:
+                list(pool.map(lambda r, made=made: made[r].open(STREAM, FACTS, MAX_BYTES, [1 - r]), range(2)))
+                assert carries(made)
+        assert held() == before
+
+
+def test_interfaces_are_asked_for_by_name() -> None:
+    assert _native.interface_address("lo") == "127.0.0.1"
+    with pytest.raises(gradwire.InvalidArgument, match=r"no network interface 'nosuch'.*GRADWIRE_SOCKET_IFNAME"):
+        _native.interface_address("nosuch")
+
+
+def exchange_then(rank: int, world_size: int, ending: str) -> None:
+    from gradwire.core.bucket import Bucket
+
+    state = gradwire.HookState("truncate", timeout_s=100)
+    state.scheme.reduce(Bucket.from_tensor(torch.ones(1_000))).wait()
+    if rank == 1:
+        if ending == "fork" and os.fork() == 0:
+            time.sleep(30)  # a data loader's worker, say, which outlives its parent
+        os._exit(9)
+    state.scheme.reduce(Bucket.from_tensor(torch.ones(1_000), step=1)).wait()
+
+
+@pytest.mark.parametrize("ending", ["exit", "fork"])
+def test_death_of_a_rank_is_seen_at_once_though_a_child_of_it_lives_on(ending: str) -> None:
+    started = time.monotonic()
+    outcomes = try_ranks(exchange_then, 2, ending, timeout_s=60)
+    assert type(outcomes[0].error) is gradwire.PeerLost, outcomes[0]
+    assert time.monotonic() - started < 25
+
+
+def wrong_interface(rank: int, world_size: int) -> None:
+    from gradwire.core.bucket import Bucket
+
+    os.environ["GRADWIRE_SOCKET_IFNAME"] = "nosuch" if rank == 1 else "lo"
+    state = gradwire.HookState("truncate", timeout_s=10)
+    state.scheme.reduce(Bucket.from_tensor(torch.ones(10))).wait()
+
+
+def test_interface_that_one_rank_does_not_have_is_told_on_all() -> None:
+    for outcome in try_ranks(wrong_interface, 2, timeout_s=60):
+        assert type(outcome.error) is gradwire.InvalidArgument, outcome
+        assert "nosuch" in str(outcome.error)

@@ -1,0 +1,22 @@
+"""Results and messages are those of the exchanges that the engine replaced, bit for bit and byte for byte."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from exchange_cases import reduce_case
+from make_digests import DIGESTS
+
+from ranks import run_ranks
+
+EXPECTED = json.loads(DIGESTS.read_text())
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_results_and_bytes_are_those_of_before(case: str) -> None:
+    name, dtype, world_size = case.split(", ")
+    results = run_ranks(reduce_case, int(world_size), name, dtype)
+    digest, payload = EXPECTED[case]
+    assert [found for found, _ in results] == [digest] * int(world_size)
+    assert [n_bytes for _, n_bytes in results] == payload

@@ -68,6 +68,11 @@ gcomp::Mode mode_of(int code) {
   return static_cast<gcomp::Mode>(code);
 }
 
+gcomp::Version version_of(int code) {
+  if (code != 1 && code != 2) throw InvalidArgument("unknown format version");
+  return static_cast<gcomp::Version>(code);
+}
+
 void bind_huffman(nb::module_& m) {
   nb::class_<HuffmanTable>(m, "HuffmanTable")
       .def_static(
@@ -134,54 +139,62 @@ void bind_gcomp(nb::module_& m) {
   m.attr("GCOMP_CHUNK_VALUES") = gcomp::kChunkValues;
   m.def(
       "gcomp_max_encoded_bytes",
-      [](std::uint64_t n_elements, int dtype, int mode) {
-        return gcomp::max_message_bytes(n_elements, dtype_of(dtype), mode_of(mode));
+      [](std::uint64_t n_elements, int dtype, int mode, int version) {
+        return gcomp::max_message_bytes(n_elements, dtype_of(dtype), mode_of(mode), version_of(version));
       },
-      nb::arg("n_elements"), nb::arg("dtype"), nb::arg("mode"));
+      nb::arg("n_elements"), nb::arg("dtype"), nb::arg("mode"), nb::arg("version"));
   m.def(
       "gcomp_encode",
       [](const ConstBytes& values, const std::optional<ConstBytes>& importance, int dtype, int mode, int kept_bits,
-         const HuffmanTable& table, const Bytes& out) {
-        const gcomp::EncodeOptions options{dtype_of(dtype), mode_of(mode), kept_bits};
+         bool truncates, int version, const HuffmanTable& table, const Bytes& out) {
+        const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
+        const gcomp::EncodeOptions options{dtype_of(dtype), mode_of(mode), kept_bits, rounding, version_of(version)};
         const nb::gil_scoped_release unlocked;
         return gcomp::encode(span_of(values), importance ? span_of(*importance) : std::span<const std::uint8_t>(),
                              options, table, span_of(out));
       },
       nb::arg("values"), nb::arg("importance").none(), nb::arg("dtype"), nb::arg("mode"), nb::arg("kept_bits"),
-      nb::arg("table"), nb::arg("out"));
+      nb::arg("truncates"), nb::arg("version"), nb::arg("table"), nb::arg("out"));
   m.def(
       "gcomp_decode",
-      [](const ConstBytes& message, int dtype, const HuffmanTable& table, const Bytes& values) {
+      [](const ConstBytes& message, int dtype, const HuffmanTable& table, const std::optional<ConstBytes>& importance,
+         const std::optional<ConstBytes>& addend, float divisor, const Bytes& values) {
         const gcomp::Dtype known = dtype_of(dtype);
+        if (addend && addend->size() != values.size()) throw InvalidArgument("addend: another size than the values");
         const nb::gil_scoped_release unlocked;
-        gcomp::decode(span_of(message), known, table, span_of(values));
+        gcomp::decode(span_of(message), known, table,
+                      importance ? span_of(*importance) : std::span<const std::uint8_t>(),
+                      {addend ? addend->data() : nullptr, divisor}, span_of(values));
       },
-      nb::arg("message"), nb::arg("dtype"), nb::arg("table"), nb::arg("values"));
+      nb::arg("message"), nb::arg("dtype"), nb::arg("table"), nb::arg("importance").none(), nb::arg("addend").none(),
+      nb::arg("divisor"), nb::arg("values"));
   m.def(
       "gcomp_read_header",
       [](const ConstBytes& message) {
         const gcomp::BlockHeader header = gcomp::read_block_header(span_of(message));
         return nb::make_tuple(header.table_id, static_cast<int>(header.dtype), header.n_elements,
-                              (header.flags & gcomp::kFlagNonfinite) != 0);
+                              (header.flags & gcomp::kFlagNonfinite) != 0,
+                              gcomp::exponent_bits_of(header.dtype, header.version));
       },
       nb::arg("message"));
   m.def(
       "gcomp_count_exponents",
-      [](const ConstBytes& values, int dtype, const Counts& histogram) {
+      [](const ConstBytes& values, int dtype, int version, const Counts& histogram) {
         const gcomp::Dtype known = dtype_of(dtype);
-        if (exponent_bits_for(histogram.size()) != gcomp::layout_of(known).exponent_bits)
+        const gcomp::Version format = version_of(version);
+        if (exponent_bits_for(histogram.size()) != gcomp::exponent_bits_of(known, format))
           throw InvalidArgument("the histogram does not have one count for each exponent of this dtype");
         const nb::gil_scoped_release unlocked;
-        gcomp::count_exponents(span_of(values), known, {histogram.data(), histogram.size()});
+        gcomp::count_exponents(span_of(values), known, format, {histogram.data(), histogram.size()});
       },
-      nb::arg("values"), nb::arg("dtype"), nb::arg("histogram"));
+      nb::arg("values"), nb::arg("dtype"), nb::arg("version"), nb::arg("histogram"));
   m.def(
       "gcomp_describe",
       [](const ConstBytes& message) {
         const gcomp::Description sums = gcomp::describe(span_of(message));
         nb::dict result;
         result["codec"] = "gcomp";
-        result["format_version"] = gcomp::kVersion;
+        result["format_version"] = static_cast<int>(sums.header.version);
         result["dtype"] = gcomp::name_of(sums.header.dtype);
         result["importance"] = gcomp::name_of(sums.header.mode);
         result["kept_mantissa_bits"] = sums.header.kept_bits;

@@ -75,32 +75,27 @@ class PythonCodec final : public exchange::Codec {
  public:
   // `codec`: gradwire.codecs.Codec; `dtype`: the bucket's, as torch calls it.
   PythonCodec(nb::object codec, nb::object dtype, const gcomp::BucketImportance* importance)
-      : codec_(std::move(codec)), dtype_(std::move(dtype)), importance_(importance) {}
+      : codec_(std::move(codec)), dtype_(std::move(dtype)), is_weighed_(importance != nullptr), weights_(importance) {}
 
   std::size_t max_message_bytes(std::size_t n_values) const override {
     const nb::gil_scoped_acquire locked;
     return nb::cast<std::size_t>(codec_.attr("max_encoded_bytes")(n_values, dtype_));
   }
-  bool weigh(std::size_t first, std::size_t n) override {
-    if (importance_ == nullptr) return false;
-    weights_.assign(n, 0);  // what no parameter says anything of is kept whole
-    importance_->write(first, weights_);
-    return true;
-  }
-  std::size_t encode(const Values& values, std::size_t, std::span<std::uint8_t> out) override {
+  bool weigh(std::size_t first, std::size_t n) override { return weights_.write(first, n); }
+  std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override {
     const nb::gil_scoped_acquire locked;
-    const nb::object weights = importance_ == nullptr ? nb::none() : tensor_of(weights_);
+    const nb::object weights = is_weighed_ ? tensor_of(weights_.at(first, values.n)) : nb::none();
     return length_of(codec_.attr("encode")(tensor_of(values), tensor_of(out), weights), out.size());
   }
-  void decode(std::span<const std::uint8_t> message, const Values& values) override {
+  void decode(std::span<const std::uint8_t> message, std::size_t, const Values& values) override {
     const nb::gil_scoped_acquire locked;
     codec_.attr("decode")(tensor_of(message), tensor_of(values));
   }
 
  private:
   const nb::object codec_, dtype_;
-  const gcomp::BucketImportance* const importance_;
-  std::vector<std::uint8_t> weights_;
+  const bool is_weighed_;
+  gcomp::Weights weights_;
 };
 
 class PythonEnds final : public exchange::Ends {
@@ -305,17 +300,22 @@ void bind_codecs(nb::module_& m) {
   // Arguments are kept by whoever makes a codec, for as long as it is used.
   m.def(
       "gcomp_exchange_codec",
-      [](int dtype, int mode, int kept_bits, const HuffmanTable& table, const std::vector<const HuffmanTable*>& known,
-         const BucketImportance* importance, const std::optional<Counts>& counts) -> std::unique_ptr<exchange::Codec> {
+      [](int dtype, int mode, int kept_bits, bool truncates, int version, const HuffmanTable& table,
+         const std::vector<const HuffmanTable*>& known, const BucketImportance* importance,
+         const std::optional<Counts>& counts) -> std::unique_ptr<exchange::Codec> {
         if (mode < 0 || mode >= gcomp::kModes) throw InvalidArgument("unknown mode code");
+        if (version != 1 && version != 2) throw InvalidArgument("unknown format version");
+        const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
         const auto histogram =
             counts ? std::span<std::int64_t>(counts->data(), counts->size()) : std::span<std::int64_t>();
         return std::make_unique<exchange::GCompCodec>(
-            gcomp::EncodeOptions{dtype_of<gcomp::Dtype>(dtype), static_cast<gcomp::Mode>(mode), kept_bits}, table,
-            known, importance, histogram);
+            gcomp::EncodeOptions{dtype_of<gcomp::Dtype>(dtype), static_cast<gcomp::Mode>(mode), kept_bits, rounding,
+                                 static_cast<gcomp::Version>(version)},
+            table, known, importance, histogram);
       },
-      nb::arg("dtype"), nb::arg("mode"), nb::arg("kept_bits"), nb::arg("table"), nb::arg("known"),
-      nb::arg("importance").none(), nb::arg("counts").none(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 6>());
+      nb::arg("dtype"), nb::arg("mode"), nb::arg("kept_bits"), nb::arg("truncates"), nb::arg("version"),
+      nb::arg("table"), nb::arg("known"), nb::arg("importance").none(), nb::arg("counts").none(),
+      nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
   m.def(
       "truncated_float_exchange_codec",
       [](int dtype, int format, int n_bits, std::size_t partition, std::optional<std::uint64_t> seed,

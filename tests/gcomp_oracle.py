@@ -85,10 +85,13 @@ class Value:
     sign: int
 
 
-def take_apart(word: int, dtype: str, mode: str, kept_bits: int) -> Value:
+def take_apart(word: int, dtype: str, mode: str, kept_bits: int, importance: int | None = None) -> Value:
+    """`importance`: given where mode paper rounds to nearest."""
     n_mantissa, max_exponent = MANTISSA_BITS[dtype], 2 ** EXPONENT_BITS[dtype] - 1
     value = Value(word >> n_mantissa & max_exponent, word % 2**n_mantissa, word >> (n_mantissa + EXPONENT_BITS[dtype]))
-    if mode == "uniform" and 0 < value.exponent < max_exponent:
+    if mode == "paper" and importance is not None:
+        kept_bits = n_mantissa - DROPPED[dtype][level(value, dtype, importance)]
+    if (mode == "uniform" or importance is not None) and 0 < value.exponent < max_exponent:
         step = 2 ** (n_mantissa - kept_bits)
         magnitude = value.exponent * 2**n_mantissa + value.mantissa
         below, rest = divmod(magnitude, step)
@@ -109,7 +112,13 @@ def level(value: Value, dtype: str, importance: int) -> int:
 
 
 def encode(
-    words: np.ndarray, dtype: str, mode: str, kept_bits: int, importance: np.ndarray, lengths: tuple[int, ...]
+    words: np.ndarray,
+    dtype: str,
+    mode: str,
+    kept_bits: int,
+    importance: np.ndarray,
+    lengths: tuple[int, ...],
+    rounding: str = "nearest",
 ) -> bytes:
     """`words`: bit patterns; `lengths`: of the Huffman table."""
     codes, escape = canonical_codes(lengths), len(lengths) - 1
@@ -117,7 +126,10 @@ def encode(
     n_chunks = -(-len(words) // CHUNK)
     offset, headers, body, nonfinite = 48 + 32 * n_chunks, b"", b"", False
     for first in range(0, len(words), CHUNK):
-        values = [take_apart(int(word), dtype, mode, kept_bits) for word in words[first : first + CHUNK]]
+        values = []
+        for word, byte in zip(words[first : first + CHUNK], importance[first : first + CHUNK], strict=True):
+            rounds = mode == "paper" and rounding == "nearest"
+            values.append(take_apart(int(word), dtype, mode, kept_bits, int(byte) if rounds else None))
         nonfinite = nonfinite or any(value.exponent == max_exponent for value in values)
         quarter = -(-len(values) // 4)
         streams = []

@@ -91,40 +91,61 @@ void divide(const Values& a, std::size_t divisor) {
   }
 }
 
+void Codec::decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
+                       const Values& values) {
+  decode(message, first, values);
+  add(values, addend);
+}
+
+void Codec::decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
+                        const Values& values) {
+  decode(message, first, values);
+  if (divisor != 1) divide(values, divisor);
+}
+
+Coder::Coder(Codec& codec, const Values& buffer, const Values& left_out, std::size_t n_ranks, Account& account)
+    : codec_(codec),
+      left_out_(left_out),
+      divided_by_(buffer.dtype == Dtype::float16 ? n_ranks : 1),
+      divisor_(n_ranks / divided_by_),
+      account_(account) {
+  if (divided_by_ == 1) return;
+  const std::int64_t started = now_ns();
+  divide(buffer, divided_by_);
+  account_.add(Kind::encode, started);
+}
+
+std::int64_t Coder::weigh(std::size_t first, std::size_t n) {
+  const std::int64_t started = now_ns();
+  if (!codec_.weigh(first, n)) return started;
+  account_.add(Kind::importance, started);
+  return account_.spans.back().end_ns;
+}
+
 std::size_t Coder::encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) {
-  std::int64_t started = now_ns();
-  if (codec_.weigh(first, values.n)) {
-    account_.add(Kind::importance, started);
-    started = account_.spans.back().end_ns;
-  }
+  const std::int64_t started = weigh(first, values.n);
   const std::size_t n_bytes = codec_.encode(values, first, out);
   if (left_out_.data != nullptr) {
     const Values decoded = left_out_.slice(first, values.n);
-    codec_.decode(out.first(n_bytes), decoded);
-    // values - decoded, where decoded lies
-    apply(decoded, values.data, [](float lost, float whole) { return whole - lost; });
+    codec_.decode(out.first(n_bytes), first, decoded);
+    // (values - decoded) n, where decoded lies
+    const auto n = static_cast<float>(divided_by_);
+    apply(decoded, values.data, [n](float lost, float whole) { return (whole - lost) * n; });
   }
   account_.add(Kind::encode, started);
   return n_bytes;
 }
 
-void Coder::decode(std::span<const std::uint8_t> message, const Values& values) {
-  const std::int64_t started = now_ns();
-  codec_.decode(message, values);
+void Coder::adopt(std::span<const std::uint8_t> message, std::size_t first, const Values& values) {
+  const std::int64_t started = weigh(first, values.n);
+  codec_.decode_mean(message, first, divisor_, values);
   account_.add(Kind::decode, started);
 }
 
-void Coder::adopt(std::span<const std::uint8_t> message, const Values& values, std::size_t divisor) {
-  const std::int64_t started = now_ns();
-  codec_.decode(message, values);
-  divide(values, divisor);
-  account_.add(Kind::decode, started);
-}
-
-void Coder::decode_sum(std::span<const std::uint8_t> message, const Values& total, const Values& addend) {
-  const std::int64_t started = now_ns();
-  codec_.decode(message, total);
-  add(total, addend);
+void Coder::decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
+                       const Values& total) {
+  const std::int64_t started = weigh(first, total.n);
+  codec_.decode_sum(message, first, addend, total);
   account_.add(Kind::decode, started);
 }
 

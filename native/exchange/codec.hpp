@@ -27,12 +27,19 @@ class Codec {
   virtual ~Codec() = default;
   // Bytes that no message of so many values exceeds.
   virtual std::size_t max_message_bytes(std::size_t n_values) const = 0;
-  // Finds out what matters of values [first, first + n) of the bucket, which are encoded next; false if that is
-  // nothing.
+  // Finds out what matters of values [first, first + n) of the bucket, which are encoded or decoded next; false if that
+  // is nothing, or known already.
   virtual bool weigh(std::size_t /*first*/, std::size_t /*n*/) { return false; }
   // Writes one message of values that stand for those at `first` of the bucket; returns its bytes.
   virtual std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) = 0;
-  virtual void decode(std::span<const std::uint8_t> message, const Values& values) = 0;
+  // Reads a message of values that stand for those at `first` of the bucket.
+  virtual void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) = 0;
+  // values = decoded + addend, which lies elsewhere. Overridden, like the next, by a codec that needs one pass.
+  virtual void decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
+                          const Values& values);
+  // values = decoded / divisor.
+  virtual void decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
+                           const Values& values);
 };
 
 // `n_parts` parts, one for each rank, each of `n_chunks` chunks; sizes differ by one value at most.
@@ -61,20 +68,25 @@ void divide(const Values& a, std::size_t divisor);
 // A codec at work on the chunks of one bucket, timed.
 class Coder {
  public:
-  // left_out: of the bucket's size and dtype, or without data: where what an encoding loses is written.
-  Coder(Codec& codec, const Values& left_out, Account& account)
-      : codec_(codec), left_out_(left_out), account_(account) {}
+  // Of float16 the sum may overflow where the mean does not: `buffer` is divided by the number of ranks here, as DDP
+  // does, and messages hold shares of the mean. left_out: of the bucket's size and dtype, or without data: where what
+  // an encoding loses of the gradients' sum is written.
+  Coder(Codec& codec, const Values& buffer, const Values& left_out, std::size_t n_ranks, Account& account);
+  // `first`: which values of the bucket these stand for.
   std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out);
-  void decode(std::span<const std::uint8_t> message, const Values& values);
-  // values = decoded / divisor: what every rank does with the same bytes.
-  void adopt(std::span<const std::uint8_t> message, const Values& values, std::size_t divisor);
-  // total = decoded + addend.
-  void decode_sum(std::span<const std::uint8_t> message, const Values& total, const Values& addend);
+  // values = the mean of which the message is the last one: what every rank does with the same bytes.
+  void adopt(std::span<const std::uint8_t> message, std::size_t first, const Values& values);
+  // total = decoded + addend, which lies elsewhere.
+  void decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend, const Values& total);
   std::size_t max_message_bytes(std::size_t n_values) const { return codec_.max_message_bytes(n_values); }
 
  private:
+  // Returns when what comes after begins.
+  std::int64_t weigh(std::size_t first, std::size_t n);
+
   Codec& codec_;
   const Values left_out_;
+  const std::size_t divided_by_, divisor_;  // of the values before they are encoded, and of the sum
   Account& account_;
 };
 

@@ -15,34 +15,49 @@ std::span<std::uint8_t> bytes_of(const Values& values) { return {values.data, va
 GCompCodec::GCompCodec(const gcomp::EncodeOptions& options, const HuffmanTable& table,
                        std::vector<const HuffmanTable*> known, const gcomp::BucketImportance* importance,
                        std::span<std::int64_t> counts)
-    : options_(options), table_(table), known_(std::move(known)), importance_(importance), counts_(counts) {
+    : options_(options),
+      table_(table),
+      known_(std::move(known)),
+      counts_(counts),
+      weights_(options.mode == gcomp::Mode::paper ? importance : nullptr) {
   if (options.mode == gcomp::Mode::paper && importance == nullptr)
     throw InvalidArgument("GComp's levels are chosen by importance bytes, and there are none");
 }
 
 std::size_t GCompCodec::max_message_bytes(std::size_t n_values) const {
-  return gcomp::max_message_bytes(n_values, options_.dtype, options_.mode);
+  return gcomp::max_message_bytes(n_values, options_.dtype, options_.mode, options_.version);
 }
 
-bool GCompCodec::weigh(std::size_t first, std::size_t n) {
-  if (options_.mode != gcomp::Mode::paper) return false;
-  weights_.assign(n, 0);  // what no parameter says anything of is kept whole
-  importance_->write(first, weights_);
-  return true;
+bool GCompCodec::weigh(std::size_t first, std::size_t n) { return weights_.write(first, n); }
+
+std::size_t GCompCodec::encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) {
+  if (!counts_.empty()) gcomp::count_exponents(bytes_of(values), options_.dtype, options_.version, counts_);
+  return gcomp::encode(bytes_of(values), weights_.at(first, values.n), options_, table_, out);
 }
 
-std::size_t GCompCodec::encode(const Values& values, std::size_t, std::span<std::uint8_t> out) {
-  if (!counts_.empty()) gcomp::count_exponents(bytes_of(values), options_.dtype, counts_);
-  return gcomp::encode(bytes_of(values), weights_, options_, table_, out);
-}
-
-void GCompCodec::decode(std::span<const std::uint8_t> message, const Values& values) {
+void GCompCodec::decode(std::span<const std::uint8_t> message, std::size_t first, const gcomp::Finish& finish,
+                        const Values& values) {
   const std::uint64_t id = gcomp::read_block_header(message).table_id;
   for (const HuffmanTable* table : known_)
-    if (table->id() == id) return gcomp::decode(message, options_.dtype, *table, bytes_of(values));
+    if (table->id() == id)
+      return gcomp::decode(message, options_.dtype, *table, weights_.at(first, values.n), finish, bytes_of(values));
   throw CorruptMessage(
       "the message was written with Huffman table " + std::to_string(id) +
       ", which is not known here. Every rank has to add_table() a new table before any rank may use it");
+}
+
+void GCompCodec::decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) {
+  decode(message, first, gcomp::Finish{}, values);
+}
+
+void GCompCodec::decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
+                            const Values& values) {
+  decode(message, first, gcomp::Finish{addend.data, 1}, values);
+}
+
+void GCompCodec::decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
+                             const Values& values) {
+  decode(message, first, gcomp::Finish{nullptr, static_cast<float>(divisor)}, values);
 }
 
 std::size_t TruncatedFloatCodec::max_message_bytes(std::size_t n_values) const {
@@ -55,7 +70,7 @@ std::size_t TruncatedFloatCodec::encode(const Values& values, std::size_t, std::
   return n_bytes;
 }
 
-void TruncatedFloatCodec::decode(std::span<const std::uint8_t> message, const Values& values) {
+void TruncatedFloatCodec::decode(std::span<const std::uint8_t> message, std::size_t, const Values& values) {
   truncated_float::decode(message, settings_.dtype, bytes_of(values));
 }
 
@@ -67,7 +82,7 @@ std::size_t EmbeddedFloatCodec::encode(const Values& values, std::size_t, std::s
   return embedded_float::encode(bytes_of(values), dtype_, partition_, {0, static_cast<int>(n_bits_)}, out);
 }
 
-void EmbeddedFloatCodec::decode(std::span<const std::uint8_t> message, const Values& values) {
+void EmbeddedFloatCodec::decode(std::span<const std::uint8_t> message, std::size_t, const Values& values) {
   embedded_float::decode(message, dtype_, bytes_of(values));
 }
 

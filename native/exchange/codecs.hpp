@@ -20,15 +20,21 @@ class GCompCodec final : public Codec {
   std::size_t max_message_bytes(std::size_t n_values) const override;
   bool weigh(std::size_t first, std::size_t n) override;
   std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
-  void decode(std::span<const std::uint8_t> message, const Values& values) override;
+  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
+  void decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
+                  const Values& values) override;
+  void decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
+                   const Values& values) override;
 
  private:
+  void decode(std::span<const std::uint8_t> message, std::size_t first, const gcomp::Finish& finish,
+              const Values& values);
+
   const gcomp::EncodeOptions options_;
   const HuffmanTable& table_;
   const std::vector<const HuffmanTable*> known_;
-  const gcomp::BucketImportance* const importance_;
   const std::span<std::int64_t> counts_;
-  std::vector<std::uint8_t> weights_;
+  gcomp::Weights weights_;
 };
 
 class TruncatedFloatCodec final : public Codec {
@@ -38,7 +44,7 @@ class TruncatedFloatCodec final : public Codec {
       : settings_(settings), stream_(stream) {}
   std::size_t max_message_bytes(std::size_t n_values) const override;
   std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
-  void decode(std::span<const std::uint8_t> message, const Values& values) override;
+  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
 
  private:
   const truncated_float::Settings settings_;
@@ -51,7 +57,7 @@ class EmbeddedFloatCodec final : public Codec {
       : partition_(partition), n_bits_(n_bits), dtype_(dtype) {}
   std::size_t max_message_bytes(std::size_t n_values) const override;
   std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
-  void decode(std::span<const std::uint8_t> message, const Values& values) override;
+  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
 
  private:
   const std::size_t partition_, n_bits_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace gradwire::exchange {
 namespace {
@@ -110,10 +111,10 @@ class CodecEnds final : public Ends {
         rank_(static_cast<std::size_t>(mesh.rank())),
         buffer_(buffer),
         cut_{buffer.n, world_, n_chunks},
-        coder_(codec, left_out, account),
+        coder_(codec, buffer, left_out, world_, account),
         max_bytes_(coder_.max_message_bytes(cut_.largest())),
         total_(mesh.pool().take(cut_.largest() * buffer.element_bytes())),
-        decoded_(mesh.pool().take(cut_.largest() * buffer.element_bytes())) {}
+        next_(mesh.pool().take(cut_.largest() * buffer.element_bytes())) {}
 
   std::size_t max_push_bytes() const override { return max_bytes_; }
   std::size_t max_pull_bytes() const override { return max_bytes_; }
@@ -122,16 +123,16 @@ class CodecEnds final : public Ends {
     return coder_.encode(slice(part, group), cut_.chunk(part, group).first, out);
   }
   void add_pushed(std::size_t source, std::size_t group, Bytes message) override {
-    const Values sum = total(source, group), values{decoded_.block->data(), sum.n, sum.dtype};
-    coder_.decode(message, values);
-    add(sum, values);
+    const Values sum = total(source, group), next{next_.block->data(), sum.n, sum.dtype};
+    coder_.decode_sum(message, cut_.chunk(rank_, group).first, sum, next);
+    std::swap(total_, next_);
   }
   void add_own(std::size_t group) override { add(total(rank_, group), slice(rank_, group)); }
   std::size_t encode_pull(std::size_t group, std::span<std::uint8_t> out) override {
     return coder_.encode(total(world_, group), cut_.chunk(rank_, group).first, out);
   }
   void adopt(std::size_t part, std::size_t group, Bytes message) override {
-    coder_.adopt(message, slice(part, group), world_);
+    coder_.adopt(message, cut_.chunk(part, group).first, slice(part, group));
   }
 
  private:
@@ -151,7 +152,7 @@ class CodecEnds final : public Ends {
   const Cut cut_;
   Coder coder_;
   const std::size_t max_bytes_;
-  wire::Message total_, decoded_;
+  wire::Message total_, next_;
 };
 
 }  // namespace

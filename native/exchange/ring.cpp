@@ -11,7 +11,7 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
   const auto world = static_cast<std::size_t>(mesh.world_size()), rank = static_cast<std::size_t>(mesh.rank());
   if (world == 1 || buffer.n == 0) return;
   const Cut cut{buffer.n, world, n_chunks};
-  Coder coder(codec, left_out, account);
+  Coder coder(codec, buffer, left_out, world, account);
   const std::size_t max_bytes = coder.max_message_bytes(cut.largest());
   const int right = static_cast<int>((rank + 1) % world), left = static_cast<int>((rank + world - 1) % world);
   const std::array<int, 2> peers = {right, left};
@@ -45,12 +45,12 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
     wire::Message message = channel.receive(left);
     if (number < first_gathered) {
       const Values total{scratch.block->data(), count, buffer.dtype};
-      coder.decode_sum(message.bytes(), total, own);
+      coder.decode_sum(message.bytes(), first, own, total);
       message = encode(total, first);
-      if (hop == world - 2) coder.adopt(message.bytes(), own, world);
+      if (hop == world - 2) coder.adopt(message.bytes(), first, own);
       outbox[index] = std::move(message);
     } else {
-      coder.adopt(message.bytes(), own, world);
+      coder.adopt(message.bytes(), first, own);
       if (hop < 2 * (world - 1) - 1) outbox[index] = std::move(message);
     }
   };

@@ -40,4 +40,19 @@ void BucketImportance::write(std::size_t first, std::span<std::uint8_t> out) con
   }
 }
 
+bool Weights::write(std::size_t first, std::size_t n) {
+  if (importance_ == nullptr || n == 0) return false;
+  std::vector<std::uint8_t>& bytes = by_first_[first];
+  if (bytes.size() == n) return false;
+  bytes.assign(n, 0);  // what no parameter says anything of is kept whole
+  importance_->write(first, bytes);
+  return true;
+}
+
+std::span<const std::uint8_t> Weights::at(std::size_t first, std::size_t n) const {
+  const auto known = by_first_.find(first);
+  if (known == by_first_.end() || known->second.size() != n) return {};
+  return known->second;
+}
+
 }  // namespace gradwire::gcomp

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <span>
 #include <vector>
 
@@ -26,6 +27,21 @@ class BucketImportance {
 
  private:
   std::vector<Window> windows_;
+};
+
+// The bytes of the ranges that an exchange cuts a bucket into, each written once.
+class Weights {
+ public:
+  // Null: no range has any.
+  explicit Weights(const BucketImportance* importance) : importance_(importance) {}
+  // Makes those of [first, first + n) known; false if there was nothing to do.
+  bool write(std::size_t first, std::size_t n);
+  // Empty where they are not known. Valid until the range is written with another n.
+  std::span<const std::uint8_t> at(std::size_t first, std::size_t n) const;
+
+ private:
+  const BucketImportance* const importance_;
+  std::map<std::size_t, std::vector<std::uint8_t>> by_first_;
 };
 
 }  // namespace gradwire::gcomp

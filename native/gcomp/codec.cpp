@@ -9,23 +9,13 @@
 #include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
-#include "gcomp/kernels.hpp"
+#include "gcomp/chunks.hpp"
 #include "huffman/streams.hpp"
 #include "parallel/thread_pool.hpp"
 #include "simd/dispatch.hpp"
 
 namespace gradwire::gcomp {
 namespace {
-
-struct Scratch {
-  std::array<std::uint8_t, kChunkValues> exponents;
-  std::array<std::uint8_t, kChunkValues / 4 + kPackSlackBytes> levels;
-};
-
-Scratch& scratch() {
-  static thread_local Scratch buffers;
-  return buffers;
-}
 
 const Kernels& kernels_for(Dtype dtype) {
 #if defined(__x86_64__)
@@ -35,85 +25,65 @@ const Kernels& kernels_for(Dtype dtype) {
   return kKernelsPortable[static_cast<int>(dtype)];
 }
 
-// What every chunk of one message has in common.
-struct Encoding {
-  std::span<const std::uint8_t> values, importance;
-  std::uint64_t n_elements;
-  const HuffmanTable& table;
-  const Kernels& kernels;
-  Packing packing;
-  const WordMasks& masks;
-  std::size_t value_bytes;
-  std::uint8_t* message;
-};
-
-// Sets `holds_nonfinite` if the chunk does; the header's offset is that of `offset`.
-ChunkHeader encode_chunk(const Encoding& encoding, std::size_t chunk, std::uint64_t offset, bool& holds_nonfinite) {
-  const std::size_t first = chunk * kChunkValues;
-  const std::size_t n_values = std::min<std::uint64_t>(kChunkValues, encoding.n_elements - first);
-  const std::uint8_t* const values = encoding.values.data() + first * encoding.value_bytes;
-  std::uint8_t* const begin = encoding.message + offset;
-  Scratch& buffers = scratch();
-  std::uint8_t* const exponents = buffers.exponents.data();
-
-  const ExponentSummary summary = encoding.kernels.split_exponents(values, n_values, encoding.packing, exponents);
-  if (summary.holds_nonfinite) holds_nonfinite = true;
-  ChunkHeader header{};
-  header.exponent_offset = offset;
-  header.n_values = static_cast<std::uint32_t>(n_values);
-  std::size_t exponent_bytes = encode_exponents(encoding.table, {exponents, n_values}, begin);
-  if (exponent_bytes == 0) {  // a table that does not fit these values at all
-    std::memcpy(begin, exponents, n_values);
-    exponent_bytes = n_values;
-    header.flags = kFlagRawExponents;
-  }
-  header.exponent_bytes = static_cast<std::uint32_t>(exponent_bytes);
-  if (encoding.packing.mode == Mode::paper) header.level_bits = static_cast<std::uint32_t>(2 * summary.n_nonzero);
-
-  // Levels are few: they go to scratch first, because packing scribbles past their end.
-  std::uint8_t* const level_begin = encoding.message + header.level_offset();
-  std::uint8_t* const mantissa_begin = encoding.message + header.mantissa_offset();
-  const std::uint8_t* const importance = encoding.importance.empty() ? nullptr : encoding.importance.data() + first;
-  const SegmentBits bits = encoding.kernels.pack(values, exponents, importance, n_values, encoding.packing,
-                                                 encoding.masks, buffers.levels.data(), mantissa_begin);
-  header.mantissa_bits = static_cast<std::uint32_t>(bits.mantissas);
-  std::memcpy(level_begin, buffers.levels.data(), bytes_of_bits(bits.levels));
-  const std::uint8_t* const end = encoding.message + header.end_offset();
-  header.checksum = crc32c({begin, end});
-  return header;
+const LaneKernels& lane_kernels() {
+#if defined(__x86_64__)
+  if (simd_level() == SimdLevel::avx512) return kLaneKernelsAvx512;
+  if (simd_level() == SimdLevel::avx2) return kLaneKernelsAvx2;
+#endif
+  return kLaneKernelsPortable;
 }
 
-void decode_chunk(std::span<const std::uint8_t> message, const BlockHeader& block, std::size_t chunk,
-                  const HuffmanTable& table, const Kernels& kernels, const Packing& packing, const WordMasks& masks,
-                  std::uint8_t* values) {
+MessageCoding coding_of(Dtype dtype, Mode mode, int kept_bits, Version version, bool rounds, const HuffmanTable& table,
+                        WordMasks& masks) {
+  const Packing packing{mode, layout_of(dtype).mantissa_bits - kept_bits};
+  const Kernels& kernels = kernels_for(dtype);
+  if (version == Version::levels) kernels.fill_masks(packing, masks);
+  return {dtype, version, rounds, table, lane_kernels(), kernels, packing, masks, keep_rule(dtype, mode, kept_bits)};
+}
+
+void require_table(const HuffmanTable& table, Dtype dtype, Version version) {
+  if (table.exponent_bits() != exponent_bits_of(dtype, version))
+    throw InvalidArgument(std::string("this Huffman table is for another dtype than ") + name_of(dtype));
+}
+
+void decode_chunk(const MessageCoding& coding, std::span<const std::uint8_t> message, const BlockHeader& block,
+                  std::size_t chunk, const std::uint8_t* importance, const Finish& finish, std::uint8_t* values) {
   const ChunkHeader header = read_chunk_header(message, block, chunk);
-  const auto fail = [&](const char* what) {
-    throw CorruptMessage("GComp message: chunk " + std::to_string(chunk) + ": " + what);
-  };
-  const std::span<const std::uint8_t> segments =
-      message.subspan(header.exponent_offset, header.end_offset() - header.exponent_offset);
-  if (crc32c(segments) != header.checksum) fail("the checksum does not match: bytes were changed on the way");
-
-  Scratch& buffers = scratch();
-  const std::uint8_t* const end = message.data() + message.size();
-  const std::span<std::uint8_t> exponents(buffers.exponents.data(), header.n_values);
-  if (header.flags & kFlagRawExponents) {
-    std::memcpy(exponents.data(), segments.data(), exponents.size());
-    for (const std::uint8_t exponent : exponents)
-      if (exponent >= table.n_symbols()) fail("an exponent is out of range");
-  } else {
-    decode_exponents(table, segments.first(header.exponent_bytes), end, exponents);
-  }
-
-  const SegmentSpan levels{message.data() + header.level_offset(), header.level_bits, end};
-  const SegmentSpan mantissas{message.data() + header.mantissa_offset(), header.mantissa_bits, end};
-  const SegmentBits asked =
-      kernels.unpack(exponents.data(), exponents.size(), packing, masks, levels, mantissas, values);
-  if (asked.levels != header.level_bits || asked.mantissas != header.mantissa_bits)
-    fail("the exponents announce other levels or mantissas than there are");
+  if (crc32c(message.subspan(header.offset, header.end_offset() - header.offset)) != header.checksum)
+    fail_in_chunk(chunk, "the checksum does not match: bytes were changed on the way");
+  const auto decode_with = block.version == Version::levels ? decode_levels_chunk : decode_lanes_chunk;
+  decode_with(coding, message, header, chunk, importance, finish, values);
 }
 
 }  // namespace
+
+Scratch& scratch() {
+  static thread_local Scratch buffers;
+  return buffers;
+}
+
+void fail_in_chunk(std::size_t chunk, const char* what) {
+  throw CorruptMessage("GComp message: chunk " + std::to_string(chunk) + ": " + what);
+}
+
+void write_exponents(const HuffmanTable& table, std::span<const std::uint8_t> exponents, std::uint8_t* begin,
+                     ChunkHeader& header) {
+  std::size_t n_bytes = encode_exponents(table, exponents, begin);
+  if (n_bytes == 0) {  // a table that does not fit these values at all
+    std::memcpy(begin, exponents.data(), exponents.size());
+    n_bytes = exponents.size();
+    header.flags = kFlagRawExponents;
+  }
+  header.exponent_bytes = static_cast<std::uint32_t>(n_bytes);
+}
+
+void read_exponents(const HuffmanTable& table, std::span<const std::uint8_t> segment, std::size_t chunk, bool is_raw,
+                    const std::uint8_t* readable_end, std::span<std::uint8_t> exponents) {
+  if (!is_raw) return decode_exponents(table, segment, readable_end, exponents);
+  std::memcpy(exponents.data(), segment.data(), exponents.size());
+  for (const std::uint8_t exponent : exponents)
+    if (exponent >= table.n_symbols()) fail_in_chunk(chunk, "an exponent is out of range");
+}
 
 std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::uint8_t> importance,
                      const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out) {
@@ -122,64 +92,68 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
   if (values.size() % layout.value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
   if (importance.size() != (options.mode == Mode::paper ? n_elements : 0))
     throw InvalidArgument("importance has to hold one byte a value in mode paper, and none in other modes");
-  if (table.exponent_bits() != layout.exponent_bits)
-    throw InvalidArgument(std::string("this Huffman table is for another dtype than ") + name_of(options.dtype));
-  if (out.size() < max_message_bytes(n_elements, options.dtype, options.mode))
+  require_table(table, options.dtype, options.version);
+  const std::uint64_t n_needed = max_message_bytes(n_elements, options.dtype, options.mode, options.version);
+  if (out.size() < n_needed)
     throw BufferTooSmall("GComp: out has " + std::to_string(out.size()) + " bytes; max_encoded_bytes is " +
-                         std::to_string(max_message_bytes(n_elements, options.dtype, options.mode)));
-  const bool quantises = options.mode == Mode::uniform || options.mode == Mode::truncate;
+                         std::to_string(n_needed));
+  const bool quantises = options.mode == Mode::uniform || options.mode == Mode::truncate ||
+                         (options.mode == Mode::paper && options.version == Version::derived);
   const int kept_bits = quantises ? options.kept_bits : layout.mantissa_bits;
   if (kept_bits < 0 || kept_bits > layout.mantissa_bits)
     throw InvalidArgument("mantissa bits to keep: " + std::to_string(kept_bits) + " of " +
                           std::to_string(layout.mantissa_bits));
 
-  const Packing packing{options.mode, layout.mantissa_bits - kept_bits};
-  const Kernels& kernels = kernels_for(options.dtype);
+  const bool rounds =
+      options.mode == Mode::uniform || (options.mode == Mode::paper && options.rounding == Rounding::nearest);
   WordMasks masks;
-  kernels.fill_masks(packing, masks);
-  const Encoding encoding{values,    importance, n_elements, table,
-                          kernels,   packing,    masks,      static_cast<std::size_t>(layout.value_bytes),
-                          out.data()};
+  const MessageCoding coding = coding_of(options.dtype, options.mode, kept_bits, options.version, rounds, table, masks);
+  const auto encode_chunk = [&](std::size_t chunk, std::uint64_t offset, bool& nonfinite) {
+    const std::size_t first = chunk * kChunkValues;
+    const std::size_t n_values = std::min<std::uint64_t>(kChunkValues, n_elements - first);
+    const auto encode_with = options.version == Version::levels ? encode_levels_chunk : encode_lanes_chunk;
+    ChunkHeader header =
+        encode_with(coding, values.data() + first * static_cast<std::size_t>(layout.value_bytes),
+                    importance.empty() ? nullptr : importance.data() + first, n_values, out.data(), offset, nonfinite);
+    header.checksum = crc32c({out.data() + offset, out.data() + header.end_offset()});
+    write_chunk_header(header, options.version, chunk, out.data());
+    return header.end_offset();
+  };
   const std::size_t n_chunks = chunks_of(n_elements);
   const std::uint64_t first_offset = kBlockHeaderBytes + n_chunks * kChunkHeaderBytes;
   bool holds_nonfinite = false;
   std::uint64_t end = first_offset;
   if (thread_count() == 1 || n_chunks == 1) {
-    for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) {
-      const ChunkHeader header = encode_chunk(encoding, chunk, end, holds_nonfinite);
-      write_chunk_header(header, chunk, out.data());
-      end = header.end_offset();
-    }
+    for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) end = encode_chunk(chunk, end, holds_nonfinite);
   } else {
     // Each chunk into a slot of its own, as far apart as the longest ones would be, then moved together.
-    const std::size_t slot_bytes = max_chunk_bytes(kChunkValues, options.dtype, options.mode);
+    const std::size_t slot_bytes = max_chunk_bytes(kChunkValues, options.dtype, options.mode, options.version);
     std::atomic<bool> any_nonfinite{false};
     const auto encode_into_slot = [&](std::size_t chunk) {
       bool nonfinite = false;
-      write_chunk_header(encode_chunk(encoding, chunk, first_offset + chunk * slot_bytes, nonfinite), chunk,
-                         out.data());
+      encode_chunk(chunk, first_offset + chunk * slot_bytes, nonfinite);
       if (nonfinite) any_nonfinite.store(true, std::memory_order_relaxed);
     };
     parallel_for(n_chunks, [&encode_into_slot](std::size_t chunk) { encode_into_slot(chunk); });
     holds_nonfinite = any_nonfinite.load();
     for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) {
-      ChunkHeader header = load_chunk_header(out.data(), chunk);
-      const std::uint64_t n_bytes = header.end_offset() - header.exponent_offset;
-      std::memmove(out.data() + end, out.data() + header.exponent_offset, n_bytes);
-      header.exponent_offset = end;
-      write_chunk_header(header, chunk, out.data());
+      ChunkHeader header = load_chunk_header(out.data(), options.version, chunk);
+      const std::uint64_t n_bytes = header.end_offset() - header.offset;
+      std::memmove(out.data() + end, out.data() + header.offset, n_bytes);
+      header.offset = end;
+      write_chunk_header(header, options.version, chunk, out.data());
       end += n_bytes;
     }
   }
   write_block_header(
-      {options.dtype, options.mode, static_cast<std::uint8_t>(kept_bits), holds_nonfinite ? kFlagNonfinite : 0,
-       static_cast<std::uint32_t>(n_chunks), table.id(), n_elements, end},
+      {options.version, options.dtype, options.mode, static_cast<std::uint8_t>(kept_bits),
+       holds_nonfinite ? kFlagNonfinite : 0, static_cast<std::uint32_t>(n_chunks), table.id(), n_elements, end},
       out.data());
   return end;
 }
 
 void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTable& table,
-            std::span<std::uint8_t> values) {
+            std::span<const std::uint8_t> importance, const Finish& finish, std::span<std::uint8_t> values) {
   const BlockHeader block = read_block_header(message);
   if (block.dtype != dtype)
     throw CorruptMessage(std::string("GComp message: dtype: expected ") + name_of(dtype) + ", got " +
@@ -188,30 +162,41 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTab
   if (block.n_elements != values.size() / value_bytes)
     throw CorruptMessage("GComp message: number of values: expected " + std::to_string(values.size() / value_bytes) +
                          ", got " + std::to_string(block.n_elements));
-  if (block.table_id != table.id() || table.exponent_bits() != layout_of(dtype).exponent_bits)
+  if (block.table_id != table.id() || table.exponent_bits() != exponent_bits_of(dtype, block.version))
     throw CorruptMessage("GComp message: it was written with another Huffman table");
+  const bool derives = block.version == Version::derived && block.mode == Mode::paper;
+  if (derives && importance.size() != block.n_elements)
+    throw InvalidArgument("decoding this message needs one importance byte a value: " +
+                          std::to_string(block.n_elements) + ", got " + std::to_string(importance.size()));
   check_chunks_adjoin(message, block);
-  const Kernels& kernels = kernels_for(dtype);
-  const Packing packing{block.mode, layout_of(dtype).mantissa_bits - block.kept_bits};
   WordMasks masks;
-  kernels.fill_masks(packing, masks);
+  const MessageCoding coding = coding_of(dtype, block.mode, block.kept_bits, block.version, false, table, masks);
   const auto decode_one = [&](std::size_t chunk) {
-    decode_chunk(message, block, chunk, table, kernels, packing, masks,
-                 values.data() + chunk * kChunkValues * value_bytes);
+    const std::size_t first = chunk * kChunkValues, offset = first * value_bytes;
+    decode_chunk(coding, message, block, chunk, derives ? importance.data() + first : nullptr,
+                 {finish.addend == nullptr ? nullptr : finish.addend + offset, finish.divisor}, values.data() + offset);
   };
   parallel_for(block.n_chunks, [&decode_one](std::size_t chunk) { decode_one(chunk); });
 }
 
-void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::int64_t> histogram) {
-  const Kernels& kernels = kernels_for(dtype);
+void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, Version version,
+                     std::span<std::int64_t> histogram) {
   const auto value_bytes = static_cast<std::size_t>(layout_of(dtype).value_bytes);
+  const bool widens = dtype == Dtype::float16 && version == Version::derived;
+  const Kernels& kernels = kernels_for(widens ? Dtype::float32 : dtype);
   const std::size_t n_values = values.size() / value_bytes;
-  std::uint8_t* const exponents = scratch().exponents.data();
+  Scratch& buffers = scratch();
+  std::uint8_t* const exponents = buffers.exponents;
   // Four histograms in turn: equal exponents in a row do not wait for each other's count.
   std::array<std::array<std::uint32_t, 256>, 4> counts;
   for (std::size_t first = 0; first < n_values; first += kChunkValues) {
     const std::size_t n = std::min(kChunkValues, n_values - first);
-    kernels.split_exponents(values.data() + first * value_bytes, n, {Mode::none, 0}, exponents);
+    const std::uint8_t* words = values.data() + first * value_bytes;
+    if (widens) {
+      lane_kernels().widen[static_cast<int>(dtype)](words, n, buffers.words);
+      words = buffers.words;
+    }
+    kernels.split_exponents(words, n, exponents);
     for (auto& part : counts) part.fill(0);
     std::size_t i = 0;
     for (; i + 8 <= n; i += 8) {
@@ -229,7 +214,7 @@ Description describe(std::span<const std::uint8_t> message) {
   check_chunks_adjoin(message, sums.header);
   sums.header_bytes = kBlockHeaderBytes + std::uint64_t{sums.header.n_chunks} * kChunkHeaderBytes;
   for (std::size_t chunk = 0; chunk < sums.header.n_chunks; ++chunk) {
-    const ChunkHeader header = load_chunk_header(message.data(), chunk);
+    const ChunkHeader header = load_chunk_header(message.data(), sums.header.version, chunk);
     sums.exponent_bytes += header.exponent_bytes;
     sums.level_bytes += header.mantissa_offset() - header.level_offset();
     sums.mantissa_bytes += header.end_offset() - header.mantissa_offset();

@@ -9,25 +9,40 @@
 
 namespace gradwire::gcomp {
 
+// What becomes of the bits that mode paper lets go of; mode uniform rounds to nearest, mode truncate towards zero.
+enum class Rounding : std::uint8_t { nearest = 0, truncate = 1 };
+
 struct EncodeOptions {
   Dtype dtype;
   Mode mode;
-  int kept_bits;  // of the mantissa; modes uniform and truncate, the whole mantissa otherwise
+  int kept_bits;  // of the mantissa: modes uniform and truncate; format 2, mode paper: at most. Else the whole mantissa
+  Rounding rounding = Rounding::nearest;
+  Version version = Version::derived;
 };
 
 // Writes `values` (little-endian floats of options.dtype) as one message into `out` of at least max_message_bytes;
-// returns its bytes. `importance`: one byte a value in mode paper, else empty. Same bytes for every number of threads
-// and instruction set; allocates nothing once a thread has encoded before. Throws InvalidArgument, BufferTooSmall.
+// returns its bytes. `importance`: one byte a value in mode paper, else empty. `table` is of exponent_bits_of(dtype,
+// version). Same bytes for every number of threads and instruction set; allocates nothing once a thread has encoded
+// before. Throws InvalidArgument, BufferTooSmall.
 std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::uint8_t> importance,
                      const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out);
 
-// Reads `message` into `values`, whose dtype and size the caller knows; `table` is the one the message names. On an
-// error the values are undefined. Throws CorruptMessage, IncompatibleVersion.
-void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTable& table,
-            std::span<std::uint8_t> values);
+// What is made of decoded values in the same pass: addend + value, or value / divisor; callers use one of the two.
+struct Finish {
+  const std::uint8_t* addend = nullptr;  // as many values of the dtype; may be where the result goes
+  float divisor = 1;
+};
 
-// Adds the exponent fields of `values` to `histogram` (2^exponent_bits counts).
-void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::int64_t> histogram);
+// Reads `message` into `values`, whose dtype and size the caller knows; `table` is the one the message names.
+// `importance`: one byte a value where the message is of format 2 and mode paper; otherwise not looked at. On an error
+// the values are undefined. Throws CorruptMessage, IncompatibleVersion, InvalidArgument (no importance), RankMismatch
+// (other importance bytes than the sender's).
+void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTable& table,
+            std::span<const std::uint8_t> importance, const Finish& finish, std::span<std::uint8_t> values);
+
+// Adds the exponents of `values`, as messages of this version code them, to `histogram` (2^exponent_bits counts).
+void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, Version version,
+                     std::span<std::int64_t> histogram);
 
 // Where a message's bytes go.
 struct Description {

@@ -7,6 +7,7 @@
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 #include "gcomp/kernels.hpp"
+#include "gcomp/lanes.hpp"
 #include "huffman/streams.hpp"
 
 namespace gradwire::gcomp {
@@ -42,22 +43,24 @@ const char* name_of(Mode mode) {
   return names[static_cast<int>(mode)];
 }
 
-std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode) {
+std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Version version) {
   // The exponent segment is at most one byte a value, but touches max_segment_bytes before that shows.
-  const std::size_t rest =
-      (mode == Mode::paper ? (2 * n_values + 7) / 8 : 0) + (n_values * (1 + layout_of(dtype).mantissa_bits) + 7) / 8;
+  const std::size_t mantissa_bytes = (n_values * (1 + layout_of(dtype).mantissa_bits) + 7) / 8;
+  if (version == Version::derived)
+    return mantissa_bytes + kLaneTailBytes + std::max(n_values, max_segment_bytes(n_values)) + kPackSlackBytes;
+  const std::size_t rest = (mode == Mode::paper ? (2 * n_values + 7) / 8 : 0) + mantissa_bytes;
   return std::max(n_values + rest, max_segment_bytes(n_values)) + kPackSlackBytes;
 }
 
-std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode) {
+std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version) {
   const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
-  return headers_bytes(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode) +
-         (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode) : 0);
+  return headers_bytes(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
+         (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode, version) : 0);
 }
 
 void write_block_header(const BlockHeader& header, std::uint8_t* message) {
   store(message, kMagic);
-  message[4] = kVersion;
+  message[4] = static_cast<std::uint8_t>(header.version);
   message[5] = static_cast<std::uint8_t>(header.dtype);
   message[6] = static_cast<std::uint8_t>(header.mode);
   message[7] = header.kept_bits;
@@ -70,22 +73,24 @@ void write_block_header(const BlockHeader& header, std::uint8_t* message) {
   store(message + kChecksumOffset, headers_checksum(message, header.n_chunks));
 }
 
-void write_chunk_header(const ChunkHeader& header, std::size_t chunk, std::uint8_t* message) {
+void write_chunk_header(const ChunkHeader& header, Version version, std::size_t chunk, std::uint8_t* message) {
   std::uint8_t* const at = message + headers_bytes(chunk);
-  store(at, header.exponent_offset);
+  store(at, header.offset);
   store(at + 8, header.exponent_bytes);
-  store(at + 12, header.level_bits);
+  store(at + 12, version == Version::levels ? header.level_bits : header.importance_checksum);
   store(at + 16, header.mantissa_bits);
   store(at + 20, header.n_values);
   store(at + 24, header.flags);
   store(at + 28, header.checksum);
 }
 
-ChunkHeader load_chunk_header(const std::uint8_t* message, std::size_t chunk) {
+ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std::size_t chunk) {
   const std::uint8_t* const at = message + headers_bytes(chunk);
-  return {load<std::uint64_t>(at),      load<std::uint32_t>(at + 8),  load<std::uint32_t>(at + 12),
-          load<std::uint32_t>(at + 16), load<std::uint32_t>(at + 20), load<std::uint32_t>(at + 24),
-          load<std::uint32_t>(at + 28)};
+  const auto third = load<std::uint32_t>(at + 12);
+  const bool is_derived = version == Version::derived;
+  return {load<std::uint64_t>(at),      load<std::uint32_t>(at + 8),  is_derived ? 0 : third,
+          is_derived ? third : 0,       load<std::uint32_t>(at + 16), load<std::uint32_t>(at + 20),
+          load<std::uint32_t>(at + 24), load<std::uint32_t>(at + 28)};
 }
 
 BlockHeader read_block_header(std::span<const std::uint8_t> message) {
@@ -93,9 +98,9 @@ BlockHeader read_block_header(std::span<const std::uint8_t> message) {
   if (message.size() < kBlockHeaderBytes)
     fail("truncated: " + std::to_string(message.size()) + " bytes, a header alone has 48");
   if (load<std::uint32_t>(at) != kMagic) fail("it does not begin with GWGC: no GComp message, or bytes were lost");
-  if (at[4] != kVersion)
+  if (at[4] != 1 && at[4] != 2)
     throw IncompatibleVersion("GComp message of format version " + std::to_string(at[4]) +
-                              "; this build reads version 1: use the same gradwire release on every rank");
+                              "; this build reads versions 1 and 2: use the same gradwire release on every rank");
   const auto message_bytes = load<std::uint64_t>(at + 24);
   if (message_bytes != message.size()) fail("length in bytes: " + got(message_bytes, message.size()));
   const auto n_elements = load<std::uint64_t>(at + 16);
@@ -109,7 +114,8 @@ BlockHeader read_block_header(std::span<const std::uint8_t> message) {
     fail("the headers' checksum does not match: bytes were changed on the way");
   if (at[5] >= kDtypes) fail("unknown dtype code " + std::to_string(at[5]));
   if (at[6] >= kModes) fail("unknown mode code " + std::to_string(at[6]));
-  const BlockHeader header{static_cast<Dtype>(at[5]),
+  const BlockHeader header{static_cast<Version>(at[4]),
+                           static_cast<Dtype>(at[5]),
                            static_cast<Mode>(at[6]),
                            at[7],
                            load<std::uint32_t>(at + 36),
@@ -117,7 +123,8 @@ BlockHeader read_block_header(std::span<const std::uint8_t> message) {
                            load<std::uint64_t>(at + 8),
                            n_elements,
                            message_bytes};
-  const bool keeps_all = header.mode == Mode::none || header.mode == Mode::paper;
+  // Format 2 may cap what mode paper keeps.
+  const bool keeps_all = header.mode == Mode::none || (header.mode == Mode::paper && header.version == Version::levels);
   const int mantissa_bits = layout_of(header.dtype).mantissa_bits;
   if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits))
     fail(std::to_string(header.kept_bits) + " mantissa bits kept of " + std::to_string(mantissa_bits));
@@ -126,7 +133,7 @@ BlockHeader read_block_header(std::span<const std::uint8_t> message) {
 }
 
 ChunkHeader read_chunk_header(std::span<const std::uint8_t> message, const BlockHeader& block, std::size_t chunk) {
-  const ChunkHeader header = load_chunk_header(message.data(), chunk);
+  const ChunkHeader header = load_chunk_header(message.data(), block.version, chunk);
   const auto in_chunk = [&](const std::string& what) { fail("chunk " + std::to_string(chunk) + ": " + what); };
   const std::uint64_t n_values = std::min<std::uint64_t>(kChunkValues, block.n_elements - chunk * kChunkValues);
   if (header.n_values != n_values) in_chunk("number of values: " + got(n_values, header.n_values));
@@ -134,10 +141,18 @@ ChunkHeader read_chunk_header(std::span<const std::uint8_t> message, const Block
   if (header.exponent_bytes > n_values || (header.flags & ~kFlagRawExponents) != 0 ||
       ((header.flags & kFlagRawExponents) != 0 && header.exponent_bytes != n_values))
     in_chunk("impossible exponent segment");
-  if (header.level_bits > (block.mode == Mode::paper ? 2 * n_values : 0)) in_chunk("impossible level segment");
-  if (header.mantissa_bits > n_values * (1 + layout.mantissa_bits)) in_chunk("impossible mantissa segment");
+  const std::uint64_t most_bits = n_values * (1 + layout.mantissa_bits);
+  if (block.version == Version::levels) {
+    if (header.level_bits > (block.mode == Mode::paper ? 2 * n_values : 0)) in_chunk("impossible level segment");
+    if (header.mantissa_bits > most_bits) in_chunk("impossible mantissa segment");
+  } else {
+    if (block.mode != Mode::paper && header.importance_checksum != 0) in_chunk("a checksum of importance bytes");
+    if (header.mantissa_bits % 32 != 0 || header.mantissa_bits < 8 * kLaneTailBytes ||
+        header.mantissa_bits - 8 * kLaneTailBytes > most_bits)
+      in_chunk("impossible mantissa segment");
+  }
   // The lengths are bounded by now; a huge offset must not wrap around.
-  if (header.exponent_offset < headers_bytes(block.n_chunks) || header.exponent_offset > message.size() ||
+  if (header.offset < headers_bytes(block.n_chunks) || header.offset > message.size() ||
       header.end_offset() > message.size())
     in_chunk("its segments lie outside the message");
   return header;
@@ -147,8 +162,7 @@ void check_chunks_adjoin(std::span<const std::uint8_t> message, const BlockHeade
   std::uint64_t end = headers_bytes(block.n_chunks);
   for (std::size_t chunk = 0; chunk < block.n_chunks; ++chunk) {
     const ChunkHeader header = read_chunk_header(message, block, chunk);
-    if (header.exponent_offset != end)
-      fail("chunk " + std::to_string(chunk) + " begins at byte: " + got(end, header.exponent_offset));
+    if (header.offset != end) fail("chunk " + std::to_string(chunk) + " begins at byte: " + got(end, header.offset));
     end = header.end_offset();
   }
   if (end != message.size()) fail("bytes used by its chunks: " + got(message.size(), end));

@@ -46,9 +46,13 @@ struct SegmentSpan {
 struct Kernels {
   // What the packing comes to, for the kernels that look it up; once a message.
   void (*fill_masks)(const Packing& packing, WordMasks& masks);
-  // The exponent field of every value as it will be sent: in mode uniform, after rounding.
-  ExponentSummary (*split_exponents)(const void* values, std::size_t n, const Packing& packing,
-                                     std::uint8_t* exponents);
+  // To nearest, ties to even, on the bits that will be sent: by level in mode paper, else without the dropped bits. A
+  // carry moves the exponent on, but never to Inf: the largest finite value stands for that (as a level or dropped bits
+  // cut it). Zero, subnormals, Inf and NaN are left as they are.
+  void (*round)(const void* values, const std::uint8_t* importance, std::size_t n, const Packing& packing,
+                void* rounded);
+  // The exponent field of every value.
+  ExponentSummary (*split_exponents)(const void* values, std::size_t n, std::uint8_t* exponents);
   // Writes the levels (mode paper) and the signs and mantissas. Scribbles up to kPackSlackBytes past the end of each.
   SegmentBits (*pack)(const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
                       const Packing& packing, const WordMasks& masks, std::uint8_t* levels, std::uint8_t* mantissas);

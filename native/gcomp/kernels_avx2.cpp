@@ -66,22 +66,10 @@ struct VectorFloat : Float<kDtype>, std::conditional_t<sizeof(typename Float<kDt
   using F = Float<kDtype>;
   using L = std::conditional_t<sizeof(typename F::Word) == 4, Lanes32, Lanes16>;
   static constexpr std::size_t kVectors = kStep / L::kLanes;
-
-  static __m256i round(__m256i bits, int dropped) {
-    if (dropped == 0) return bits;
-    const __m256i field_mask = L::set(F::kExponent);
-    const __m256i field = _mm256_and_si256(bits, field_mask);
-    const __m256i kept_as_is = _mm256_or_si256(L::equal(field, _mm256_setzero_si256()), L::equal(field, field_mask));
-    const __m256i last_kept = _mm256_and_si256(L::shift_right(bits, dropped), L::set(1));
-    const __m256i rounded = L::add(L::add(bits, L::set((1u << (dropped - 1)) - 1)), last_kept);
-    const __m256i overflows = L::equal(_mm256_and_si256(rounded, field_mask), field_mask);
-    const __m256i largest = _mm256_or_si256(_mm256_and_si256(bits, L::set(F::kSign)), L::set(F::kExponent - 1u));
-    return _mm256_blendv_epi8(_mm256_blendv_epi8(rounded, largest, overflows), bits, kept_as_is);
-  }
 };
 
-template <Dtype kDtype, bool kRounds>
-ExponentSummary split_vectors(const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
+template <Dtype kDtype>
+ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
   using V = VectorFloat<kDtype>;
   using L = typename V::L;
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
@@ -91,8 +79,7 @@ ExponentSummary split_vectors(const void* values, std::size_t n, const Packing& 
   for (; i + kStep <= n; i += kStep) {
     __m256i fields[V::kVectors];
     for (std::size_t v = 0; v < V::kVectors; ++v) {
-      __m256i bits = load256(bytes + (i + v * L::kLanes) * sizeof(typename V::Word));
-      if constexpr (kRounds) bits = V::round(bits, packing.dropped_bits);
+      const __m256i bits = load256(bytes + (i + v * L::kLanes) * sizeof(typename V::Word));
       fields[v] = L::shift_right(_mm256_and_si256(bits, L::set(V::kExponent)), V::kMantissaBits);
     }
     const __m256i eight_bit = L::narrow(fields);
@@ -102,17 +89,11 @@ ExponentSummary split_vectors(const void* values, std::size_t n, const Packing& 
     n_zero =
         _mm256_add_epi64(n_zero, _mm256_sad_epu8(_mm256_and_si256(zero, _mm256_set1_epi8(1)), _mm256_setzero_si256()));
   }
-  const ExponentSummary rest = split_exponents_loop<kDtype>(values, i, n, packing, exponents);
+  const ExponentSummary rest = split_exponents_loop<kDtype>(values, i, n, exponents);
   std::uint64_t zeros[4];
   store256(zeros, n_zero);
   return {i - (zeros[0] + zeros[1] + zeros[2] + zeros[3]) + rest.n_nonzero,
           _mm256_testz_si256(nonfinite, nonfinite) == 0 || rest.holds_nonfinite};
-}
-
-template <Dtype kDtype>
-ExponentSummary split_exponents(const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
-  return packing.mode == Mode::uniform ? split_vectors<kDtype, true>(values, n, packing, exponents)
-                                       : split_vectors<kDtype, false>(values, n, packing, exponents);
 }
 
 // The masks of every combination of states that a word's values can have.
@@ -219,10 +200,9 @@ void pack_block(const void* values, const std::uint8_t* exponents, const std::ui
   using L = typename V::L;
   using Word = typename V::Word;
   constexpr std::size_t kWordValues = 8 / sizeof(Word);
-  alignas(32) Word rounded[kBlockValues];
   alignas(32) typename L::Index indices[kBlockValues / kWordValues];
   alignas(32) std::uint8_t level_bytes[kBlockValues], level_masks[kBlockValues];
-  const auto* bytes = static_cast<const std::uint8_t*>(values);
+  const auto* const bytes = static_cast<const std::uint8_t*>(values);
   const std::size_t n_vector = n / kStep * kStep;
   if (packing.mode == Mode::paper) {
     for (std::size_t i = 0; i < n_vector; i += kStep) {
@@ -238,11 +218,6 @@ void pack_block(const void* values, const std::uint8_t* exponents, const std::ui
   } else {
     for (std::size_t i = 0; i < n_vector; i += kStep)
       store256(indices + i / kWordValues, L::word_indices(states_of<kDtype>(load256(exponents + i))));
-  }
-  if (packing.mode == Mode::uniform) {
-    for (std::size_t i = 0; i < n_vector; i += L::kLanes)
-      store256(rounded + i, V::round(load256(bytes + i * sizeof(Word)), packing.dropped_bits));
-    bytes = reinterpret_cast<const std::uint8_t*>(rounded);
   }
   BitWriter writer = mantissas;
   for (std::size_t word = 0; word < n_vector / kWordValues; ++word) {
@@ -315,7 +290,8 @@ SegmentBits unpack(const std::uint8_t* exponents, std::size_t n, const Packing& 
 }
 
 template <Dtype kDtype>
-constexpr Kernels kKernels = {fill_masks<kDtype>, split_exponents<kDtype>, pack<kDtype>, unpack<kDtype>};
+constexpr Kernels kKernels = {fill_masks<kDtype>, round_loop<kDtype>, split_exponents<kDtype>, pack<kDtype>,
+                              unpack<kDtype>};
 
 }  // namespace
 

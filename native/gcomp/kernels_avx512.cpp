@@ -245,15 +245,16 @@ SegmentBits unpack(const std::uint8_t* exponents, std::size_t n, const Packing& 
 
 void fill_masks(const Packing& packing, WordMasks& masks) { kKernelsAvx2[0].fill_masks(packing, masks); }
 
-ExponentSummary split_exponents(const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
-  return kKernelsAvx2[0].split_exponents(values, n, packing, exponents);
+ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
+  return kKernelsAvx2[0].split_exponents(values, n, exponents);
 }
 
 template <int kDtype>
 constexpr Kernels kForward = {
     [](const Packing& packing, WordMasks& masks) { kKernelsAvx2[kDtype].fill_masks(packing, masks); },
-    [](const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
-      return kKernelsAvx2[kDtype].split_exponents(values, n, packing, exponents);
+    round_loop<static_cast<Dtype>(kDtype)>,
+    [](const void* values, std::size_t n, std::uint8_t* exponents) {
+      return kKernelsAvx2[kDtype].split_exponents(values, n, exponents);
     },
     [](const void* values, const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
        const Packing& packing, const WordMasks& masks, std::uint8_t* levels, std::uint8_t* mantissas) {
@@ -265,7 +266,8 @@ constexpr Kernels kForward = {
 
 }  // namespace
 
-const Kernels kKernelsAvx512[kDtypes] = {{fill_masks, split_exponents, pack, unpack}, kForward<1>, kForward<2>};
+const Kernels kKernelsAvx512[kDtypes] = {
+    {fill_masks, round_loop<Dtype::float32>, split_exponents, pack, unpack}, kForward<1>, kForward<2>};
 
 }  // namespace gradwire::gcomp
 #endif

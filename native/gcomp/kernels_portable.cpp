@@ -4,8 +4,8 @@ namespace gradwire::gcomp {
 namespace {
 
 template <Dtype kDtype>
-ExponentSummary split_exponents(const void* values, std::size_t n, const Packing& packing, std::uint8_t* exponents) {
-  return split_exponents_loop<kDtype>(values, 0, n, packing, exponents);
+ExponentSummary split_exponents(const void* values, std::size_t n, std::uint8_t* exponents) {
+  return split_exponents_loop<kDtype>(values, 0, n, exponents);
 }
 
 template <Dtype kDtype>
@@ -28,7 +28,7 @@ SegmentBits unpack(const std::uint8_t* exponents, std::size_t n, const Packing& 
 
 template <Dtype kDtype>
 constexpr Kernels kKernels = {[](const Packing&, WordMasks&) {},  // value by value: no words, no masks
-                              split_exponents<kDtype>, pack<kDtype>, unpack<kDtype>};
+                              round_loop<kDtype>, split_exponents<kDtype>, pack<kDtype>, unpack<kDtype>};
 
 }  // namespace
 

@@ -47,21 +47,6 @@ struct Float : Traits<kDtype> {
   static constexpr Word kExponent = static_cast<Word>(kMaxExponent << kMantissaBits);
 };
 
-// Nearest, ties to even, on the mantissa without its `dropped` lowest bits. A carry moves the exponent on, but never to
-// Inf: the largest finite value stands for that. Zero, subnormals, Inf and NaN are left as they are.
-template <Dtype kDtype>
-[[maybe_unused]] static inline typename Float<kDtype>::Word round_to_even(typename Float<kDtype>::Word bits,
-                                                                          int dropped) {
-  using F = Float<kDtype>;
-  using Word = typename F::Word;
-  const Word field = bits & F::kExponent;
-  if (dropped == 0 || field == 0 || field == F::kExponent) return bits;
-  const Word last_kept = (bits >> dropped) & 1;
-  const auto rounded = static_cast<Word>(bits + ((Word{1} << (dropped - 1)) - 1) + last_kept);
-  if ((rounded & F::kExponent) != F::kExponent) return rounded;
-  return static_cast<Word>((bits & F::kSign) | (F::kExponent - 1));
-}
-
 template <Dtype kDtype>
 [[maybe_unused]] static inline int level_of(typename Float<kDtype>::Word bits, int importance) {
   using F = Float<kDtype>;
@@ -72,16 +57,54 @@ template <Dtype kDtype>
          (margin > 4 * F::kLayout.dropped_bits[3]);
 }
 
+// Values rounded to what will be sent of them: to their level (mode paper), or to packing's bits (mode uniform). The
+// level of a rounded value drops no more bits than it was rounded to: magnitudes that grow have lower levels, and the
+// others keep the bits that their level is taken from.
+template <Dtype kDtype>
+[[maybe_unused]] static void round_loop(const void* values, const std::uint8_t* importance, std::size_t n,
+                                        const Packing& packing, void* rounded) {
+  using F = Float<kDtype>;
+  using Word = typename F::Word;
+  const auto* const bytes = static_cast<const std::uint8_t*>(values);
+  auto* __restrict const out = static_cast<std::uint8_t*>(rounded);
+  const bool by_level = packing.mode == Mode::paper;
+  const int fixed = packing.dropped_bits;
+  const auto round_one = [&](std::size_t i, int dropped) {
+    const std::uint32_t bits = load<Word>(bytes + i * sizeof(Word));
+    const std::uint32_t field = bits & F::kExponent;
+    const std::uint32_t last_kept = (bits >> dropped) & 1, half = (std::uint32_t{1} << dropped) >> 1;
+    const std::uint32_t nearest =
+        (bits + (dropped > 0 ? half - 1 + last_kept : 0)) & ~((std::uint32_t{1} << dropped) - 1);
+    const bool overflows = (nearest & F::kExponent) == F::kExponent;
+    const bool stays = field == 0 || field == F::kExponent;
+    const std::uint32_t largest = (bits & F::kSign) | (F::kExponent - 1u);
+    const std::uint32_t finite = overflows ? largest : nearest;
+    store(out + i * sizeof(Word), static_cast<Word>(stays ? bits : finite));
+  };
+  if (by_level)
+    for (std::size_t i = 0; i < n; ++i) {
+      const Word bits = load<Word>(bytes + i * sizeof(Word));
+      const int code = ((bits & static_cast<Word>(~F::kSign)) >> F::kCodeShift) + F::kCodeBias;
+      const int margin = importance[i] == 0 ? 0 : importance[i] + kImportanceOffset - code;
+      const DtypeLayout& layout = F::kLayout;
+      int dropped = margin > 4 * layout.dropped_bits[1] ? layout.dropped_bits[1] : 0;
+      dropped = margin > 4 * layout.dropped_bits[2] ? layout.dropped_bits[2] : dropped;
+      dropped = margin > 4 * layout.dropped_bits[3] ? layout.dropped_bits[3] : dropped;
+      round_one(i, dropped);
+    }
+  else
+    for (std::size_t i = 0; i < n; ++i) round_one(i, fixed);
+}
+
 template <Dtype kDtype>
 [[maybe_unused]] static ExponentSummary split_exponents_loop(const void* values, std::size_t begin, std::size_t n,
-                                                             const Packing& packing, std::uint8_t* exponents) {
+                                                             std::uint8_t* exponents) {
   using F = Float<kDtype>;
   using Word = typename F::Word;
   ExponentSummary summary{0, false};
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
   for (std::size_t i = begin; i < n; ++i) {
-    Word bits = load<Word>(bytes + i * sizeof(Word));
-    if (packing.mode == Mode::uniform) bits = round_to_even<kDtype>(bits, packing.dropped_bits);
+    const Word bits = load<Word>(bytes + i * sizeof(Word));
     const auto exponent = static_cast<std::uint8_t>((bits & F::kExponent) >> F::kMantissaBits);
     exponents[i] = exponent;
     summary.n_nonzero += exponent != 0;
@@ -99,9 +122,8 @@ template <Dtype kDtype>
   const auto* const bytes = static_cast<const std::uint8_t*>(values);
   for (std::size_t i = begin; i < n; ++i) {
     if (exponents[i] == 0) continue;
-    Word bits = load<Word>(bytes + i * sizeof(Word));
+    const Word bits = load<Word>(bytes + i * sizeof(Word));
     int dropped = exponents[i] == F::kMaxExponent ? 0 : packing.dropped_bits;
-    if (packing.mode == Mode::uniform) bits = round_to_even<kDtype>(bits, packing.dropped_bits);
     if (packing.mode == Mode::paper) {
       const int level = level_of<kDtype>(bits, importance[i]);
       write_bits(levels, static_cast<std::uint64_t>(level), 2);

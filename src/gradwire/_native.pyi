@@ -41,15 +41,31 @@ def huffman_decode_tree(table: HuffmanTable, segment: Any, exponents: Any) -> No
 # GComp messages. dtype: 0 float32, 1 bfloat16, 2 float16; values as uint8; mode: 0 none, 1 paper, 2 uniform, 3 truncate.
 GCOMP_CHUNK_VALUES: int
 
-def gcomp_max_encoded_bytes(n_elements: int, dtype: int, mode: int) -> int: ...
+def gcomp_max_encoded_bytes(n_elements: int, dtype: int, mode: int, version: int) -> int: ...
 def gcomp_encode(
-    values: Any, importance: Any | None, dtype: int, mode: int, kept_bits: int, table: HuffmanTable, out: Any
+    values: Any,
+    importance: Any | None,
+    dtype: int,
+    mode: int,
+    kept_bits: int,
+    truncates: bool,
+    version: int,
+    table: HuffmanTable,
+    out: Any,
 ) -> int: ...
-def gcomp_decode(message: Any, dtype: int, table: HuffmanTable, values: Any) -> None: ...
+def gcomp_decode(
+    message: Any,
+    dtype: int,
+    table: HuffmanTable,
+    importance: Any | None,
+    addend: Any | None,
+    divisor: float,
+    values: Any,
+) -> None: ...
 
-# table id, dtype, n_elements, holds_nonfinite
-def gcomp_read_header(message: Any) -> tuple[int, int, int, bool]: ...
-def gcomp_count_exponents(values: Any, dtype: int, histogram: Any) -> None: ...
+# table id, dtype, n_elements, holds_nonfinite, width of the coded exponents
+def gcomp_read_header(message: Any) -> tuple[int, int, int, bool, int]: ...
+def gcomp_count_exponents(values: Any, dtype: int, version: int, histogram: Any) -> None: ...
 def gcomp_describe(message: Any) -> dict[str, Any]: ...
 
 # Low-rank factors, stored (rank, n): matrix (n_rows, n_columns) = left^T right, or -= it; rows made orthonormal. float32.
@@ -287,8 +303,8 @@ class BucketImportance:
 class ExchangeCodec: ...
 
 def gcomp_exchange_codec(
-    dtype: int, mode: int, kept_bits: int, table: HuffmanTable, known: Sequence[HuffmanTable],
-    importance: BucketImportance | None, counts: Any | None,
+    dtype: int, mode: int, kept_bits: int, truncates: bool, version: int, table: HuffmanTable,
+    known: Sequence[HuffmanTable], importance: BucketImportance | None, counts: Any | None,
 ) -> ExchangeCodec: ...  # fmt: skip
 def truncated_float_exchange_codec(
     dtype: int, format: int, n_bits: int, partition: int, seed: int | None, first_step: int

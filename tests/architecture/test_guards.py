@@ -75,7 +75,6 @@ CLOCKS_ELSEWHERE: set[str] = {
     "exchange/quantised.py",
     "schemes/aqgb/broadcasting.py",
     "schemes/aqgb/scheme.py",
-    "schemes/gcomp/scheme.py",
     "schemes/gcomp/table.py",
     "schemes/low_rank/fusion.py",
     "schemes/plain.py",

@@ -14,17 +14,17 @@ import gcomp_oracle as oracle
 from gcomp_gradients import KINDS, make_gradient, make_importance
 from gradwire import _native
 from gradwire.codecs.gcomp import GComp, HuffmanTable, describe, message_holds_nonfinite
-from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch
 
 N_VALUES = 16384 + 900
-TYPED = (CorruptMessage, IncompatibleVersion)
+TYPED = (CorruptMessage, IncompatibleVersion, RankMismatch)
 LEVELS = st.sampled_from([(False, False), (True, False), (True, True)])
 
 
 def make_message(
-    dtype: torch.dtype = torch.float32, mode: str = "paper", n: int = N_VALUES, kind: str = "sparse"
+    dtype: torch.dtype = torch.float32, mode: str = "paper", n: int = N_VALUES, kind: str = "sparse", format: int = 1
 ) -> bytes:
-    codec = GComp(mode, bits=4 if mode in ("uniform", "truncate") else None)
+    codec = GComp(mode, bits=4 if mode in ("uniform", "truncate") else None, format=format)
     out = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8)
     return out[: codec.encode(make_gradient(kind, n, dtype), out, make_importance(n))].numpy().tobytes()
 
@@ -39,7 +39,7 @@ def decode(
     _native.limit_simd_level(*level)
     guarded = torch.full((n + 512,), 3.0, dtype=dtype)
     try:
-        GComp("none").decode(torch.tensor(list(message), dtype=torch.uint8), guarded[256 : 256 + n])
+        GComp("none").decode(torch.tensor(list(message), dtype=torch.uint8), guarded[256 : 256 + n], make_importance(n))
     finally:
         _native.limit_simd_level(True, True)
         assert (guarded[:256] == 3).all()
@@ -53,6 +53,7 @@ def seal(message: bytearray) -> bytes:
     for chunk in range(n_chunks):
         at = 48 + 32 * chunk
         offset, n_bytes, n_levels, n_mantissas = struct.unpack_from("<Q3I", message, at)
+        n_levels = n_levels if message[4] == 1 else 0
         end = offset + n_bytes + -(-n_levels // 8) + -(-n_mantissas // 8)
         struct.pack_into(
             "<I", message, at + 28, oracle.crc32c(bytes(message[offset:end])) if end <= len(message) else 0
@@ -63,17 +64,19 @@ def seal(message: bytearray) -> bytes:
 
 
 SMALL = {
-    (dtype, mode, kind): make_message(dtype, mode, 700, kind)
+    (dtype, mode, kind, format): make_message(dtype, mode, 700, kind, format)
+    for format in (1, 2)
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
     for mode in ("none", "paper", "uniform", "truncate")
     for kind in KINDS
 }
 LARGE = make_message()
+LARGE_2 = make_message(format=2)
 
 
 @given(st.sampled_from(sorted(SMALL, key=str)), st.data(), LEVELS)
 def test_flipped_byte_raises_a_typed_error(
-    key: tuple[torch.dtype, str, str], data: st.DataObject, level: tuple[bool, bool]
+    key: tuple[torch.dtype, str, str, int], data: st.DataObject, level: tuple[bool, bool]
 ) -> None:
     message = bytearray(SMALL[key])
     message[data.draw(st.integers(0, len(message) - 1))] ^= data.draw(st.integers(1, 255))
@@ -83,7 +86,7 @@ def test_flipped_byte_raises_a_typed_error(
 
 @given(st.sampled_from(sorted(SMALL, key=str)), st.data())
 def test_truncated_or_extended_message_raises_corrupt_message(
-    key: tuple[torch.dtype, str, str], data: st.DataObject
+    key: tuple[torch.dtype, str, str, int], data: st.DataObject
 ) -> None:
     message = SMALL[key]
     for bad in (message[: data.draw(st.integers(0, len(message) - 1))], message + b"\0"):
@@ -99,7 +102,7 @@ def test_random_bytes_raise_a_typed_error(data: bytes, begins_right: bool) -> No
 
 @given(st.sampled_from(sorted(SMALL, key=str)), st.data(), LEVELS)
 def test_lies_under_right_checksums_never_leave_the_buffers(
-    key: tuple[torch.dtype, str, str], data: st.DataObject, level: tuple[bool, bool]
+    key: tuple[torch.dtype, str, str, int], data: st.DataObject, level: tuple[bool, bool]
 ) -> None:
     """Several bytes anywhere are changed and the checksums made right: other values, or a typed error."""
     message = bytearray(SMALL[key])
@@ -149,6 +152,81 @@ def test_lie_in_a_header_raises_corrupt_message(lie: str) -> None:
         decode(seal(message))
 
 
+AT_MANTISSAS = 48 + 2 * 32
+N_RUN = struct.unpack_from("<I", LARGE_2, 64)[0] // 8
+LIES_2 = {
+    "chunk at a wrapping offset": (48, "<Q", 2**64 - 8),
+    "chunk inside another": (80, "<Q", 48 + 64),
+    "endless exponents": (56, "<I", 2**32 - 1),
+    "no exponents": (56, "<I", 0),
+    "endless mantissas": (64, "<I", 2**32 - 32),
+    "half a word of mantissas": (64, "<I", 8 * N_RUN + 16),
+    "mantissas without ends": (64, "<I", 8 * 60),
+    "no mantissas": (64, "<I", 0),
+    "chunk of too many values": (68, "<I", 16385),
+    "unknown chunk flag": (72, "<I", 4),
+    "raw exponents that are coded": (72, "<I", 1),
+    "mode without importance": (6, "<B", 0),
+    "other cap": (7, "<B", 3),
+    "cap that is no mantissa": (7, "<B", 24),
+    "lane without an end": (AT_MANTISSAS + N_RUN - 64, "<I", 0),
+    "lane with other bits left": (AT_MANTISSAS + N_RUN - 64, "<I", 1),
+    "last lane with other bits left": (AT_MANTISSAS + N_RUN - 4, "<I", 2**31),
+    "stream longer than the segment": (AT_MANTISSAS + N_RUN, "<H", 65535),
+    "more escapes than bytes": (AT_MANTISSAS + N_RUN + 8, "<H", 65535),
+    "format 1": (4, "<B", 1),
+}
+
+
+@pytest.mark.parametrize("level", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("lie", LIES_2)
+def test_lie_in_a_message_of_format_2_raises_corrupt_message(lie: str, level: tuple[bool, bool]) -> None:
+    offset, layout, value = LIES_2[lie]
+    message = bytearray(LARGE_2)
+    struct.pack_into(layout, message, offset, value)
+    with pytest.raises(CorruptMessage):
+        decode(seal(message), level=level)
+
+
+def test_words_of_mantissas_that_nobody_asks_for_raise_corrupt_message() -> None:
+    """A whole word more or less, everything else in order: the lanes then do not end where they began."""
+    for change in (-4, 4):
+        run = LARGE_2[AT_MANTISSAS : AT_MANTISSAS + N_RUN]
+        first = run[:-64] + b"\1\2\3\4" if change > 0 else run[:-68]
+        message = bytearray(LARGE_2[:AT_MANTISSAS] + first + run[-64:] + LARGE_2[AT_MANTISSAS + N_RUN :])
+        struct.pack_into("<Q", message, 24, len(message))
+        struct.pack_into("<I", message, 64, 8 * (N_RUN + change))
+        struct.pack_into("<Q", message, 80, struct.unpack_from("<Q", LARGE_2, 80)[0] + change)
+        for level in ((False, False), (True, False), (True, True)):
+            with pytest.raises(CorruptMessage, match="mantissas"):
+                decode(seal(message), level=level)
+
+
+def test_exponent_that_float16_does_not_have_raises_corrupt_message() -> None:
+    message = bytearray(SMALL[torch.float16, "none", "random bits", 2])
+    n_run = struct.unpack_from("<I", message, 64)[0] // 8
+    assert struct.unpack_from("<I", message, 72)[0] == 1, "raw exponents: one byte a value"
+    for exponent in (1, 102, 143, 254):
+        message[80 + n_run] = exponent
+        with pytest.raises(CorruptMessage, match="out of range"):
+            decode(seal(message), torch.float16, 700)
+
+
+def test_other_importance_bytes_than_the_senders_raise_rank_mismatch_before_a_value_is_decoded() -> None:
+    gradient, importance = make_gradient("gaussian", N_VALUES, torch.float32), make_importance(N_VALUES)
+    codec = GComp()
+    out = torch.empty(codec.max_encoded_bytes(N_VALUES, torch.float32), dtype=torch.uint8)
+    message = out[: codec.encode(gradient, out, importance)]
+    for position in (0, 16383, 16384, N_VALUES - 1):
+        others = importance.clone()
+        others[position] ^= 1
+        decoded = torch.full((N_VALUES,), 3.0)
+        with pytest.raises(RankMismatch, match="hyper-parameters"):
+            codec.decode(message, decoded, others)
+        chunk = position // 16384
+        assert (decoded[16384 * chunk : 16384 * (chunk + 1)] == 3).all()
+
+
 STREAM_LIES = {
     "stream longer than the segment": (0, 65535),
     "stream shorter than its codes": (0, 1),
@@ -175,8 +253,8 @@ def test_random_exponent_segment_raises_corrupt_message_or_gives_exponents(decod
 
 def test_newer_format_version_raises_incompatible_version_and_says_which() -> None:
     message = bytearray(LARGE)
-    message[4] = 2
-    with pytest.raises(IncompatibleVersion, match="version 2"):
+    message[4] = 3
+    with pytest.raises(IncompatibleVersion, match="version 3"):
         decode(seal(message))
 
 

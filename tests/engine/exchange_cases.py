@@ -13,14 +13,24 @@ from gradwire import _native, schemes
 from gradwire.core.bucket import Bucket
 from gradwire.telemetry.recorder import BucketRecord
 
+# GComp's messages as the digests were first made of them.
+FORMAT_1 = {"format": 1, "rounding": "truncate"}
 # name: (scheme, options, sizes of the parameters)
 MANY = [(3, 7), (1,), (5_003,), (70_001,), (64,), (300, 41)]
 CASES = {
-    "gcomp ring": ("gcomp", {}, MANY),
-    "gcomp direct": ("gcomp", {"topology": "direct", "refresh_every": 3}, MANY),
-    "gcomp uniform": ("gcomp", {"importance": "uniform", "bits": 7, "chunk_elements": 5_000}, [(300_007,)]),
-    "gcomp none": ("gcomp", {"importance": "none", "topology": "direct", "chunk_elements": 999}, [(20_011,)]),
-    "truncate": ("truncate", {"bits": 6}, [(400_001,)]),
+    "gcomp ring": ("gcomp", {"refresh_every": 50} | FORMAT_1, MANY),
+    "gcomp direct": ("gcomp", {"topology": "direct", "refresh_every": 3} | FORMAT_1, MANY),
+    "gcomp uniform": ("gcomp", {"importance": "uniform", "bits": 7, "chunk_elements": 5_000} | FORMAT_1, [(300_007,)]),
+    "gcomp none": (
+        "gcomp",
+        {"importance": "none", "topology": "direct", "chunk_elements": 999} | FORMAT_1,
+        [(20_011,)],
+    ),
+    "truncate": ("truncate", {"bits": 6, "format": 1}, [(400_001,)]),
+    "gcomp format 2 ring": ("gcomp", {"chunk_elements": 9_000}, MANY),
+    "gcomp format 2 direct": ("gcomp", {"topology": "direct", "refresh_every": 3, "bits": 9}, MANY),
+    "gcomp format 2 none": ("gcomp", {"importance": "none", "chunk_elements": 999}, [(20_011,)]),
+    "truncate format 2": ("truncate", {"bits": 6}, [(400_001,)]),
     "truncated-float": ("truncated-float", {"rounding": "stochastic", "seed": 5}, [(100_003,)]),
     "truncated-float direct": (
         "truncated-float",
@@ -36,7 +46,9 @@ CASES = {
     "slimgc": ("slimgc", {"threshold_bytes": 1_000, "group_elements": 9_000}, MANY),
     "slimgc two-bit raw": ("slimgc", {"codec": "two-bit", "threshold_bytes": 0, "pull": "raw"}, MANY),
     "slimgc ring": ("slimgc", {"threshold_bytes": 0, "topology": "all-reduce", "group_elements": 9_000}, MANY),
-    "slimgc gcomp": ("slimgc", {"codec": "gcomp", "threshold_bytes": 0, "group_elements": 9_000}, MANY),
+    "slimgc gcomp": ("slimgc", {"codec": "gcomp", "threshold_bytes": 0, "group_elements": 9_000} | FORMAT_1, MANY),
+    "slimgc gcomp format 2": ("slimgc", {"codec": "gcomp", "threshold_bytes": 0, "group_elements": 9_000}, MANY),
+    "slimgc gcomp ring": ("slimgc", {"codec": "gcomp", "threshold_bytes": 0, "topology": "all-reduce"}, MANY),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 N_STEPS = 4

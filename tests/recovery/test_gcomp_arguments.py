@@ -44,6 +44,9 @@ def test_unfit_argument_of_encode_raises_invalid_argument(
         ({"importance": "all"}, "none, paper, uniform, truncate"),
         ({"importance": "uniform"}, "bits=10"),
         ({"importance": "none", "bits": 3}, "means nothing"),
+        ({"importance": "paper", "bits": 3, "format": 1}, "use format=2"),
+        ({"format": 3}, "format is 1 or 2"),
+        ({"rounding": "up"}, "nearest, truncate"),
         ({"importance": "uniform", "bits": 24}, "0 to 23"),
         ({"importance": "uniform", "bits": -1}, "0 to 23"),
         ({"importence": "none"}, "importence"),
@@ -57,6 +60,17 @@ def test_unfit_option_raises_invalid_argument(options: dict[str, Any], text: str
 def test_bits_beyond_the_mantissa_of_the_dtype_raise_invalid_argument() -> None:
     with pytest.raises(InvalidArgument, match="bfloat16 has 7 bits"):
         GComp("uniform", bits=8).encode(GRADIENT.bfloat16(), OUT)
+
+
+def test_missing_importance_bytes_of_a_message_of_format_2_raise_invalid_argument() -> None:
+    message = OUT[: GComp().encode(GRADIENT, OUT, IMPORTANCE)]
+    for importance in (None, IMPORTANCE[:63]):
+        with pytest.raises(InvalidArgument, match="importance"):
+            GComp().decode(message, torch.empty(64), importance)
+    with pytest.raises(InvalidArgument, match="addend"):
+        GComp().decode(message, torch.empty(64), IMPORTANCE, addend=GRADIENT, divisor=2)
+    with pytest.raises(InvalidArgument, match="divisor"):
+        GComp().decode(message, torch.empty(64), IMPORTANCE, divisor=0)
 
 
 def test_short_out_raises_buffer_too_small_with_the_size_needed() -> None:
@@ -76,7 +90,7 @@ def test_unfit_message_raises_invalid_argument(value: torch.Tensor) -> None:
 
 def test_histogram_of_another_dtype_raises_invalid_argument() -> None:
     with pytest.raises(InvalidArgument, match="32 counts"):
-        GComp().histogram(GRADIENT.half(), torch.zeros(256, dtype=torch.int64))
+        GComp(format=1).histogram(GRADIENT.half(), torch.zeros(256, dtype=torch.int64))
 
 
 def test_single_values_of_a_strided_tensor_are_read_and_written() -> None:
@@ -106,7 +120,7 @@ def test_codec_encodes_with_the_table_put_in_use_and_keeps_a_bounded_number() ->
     for table in tables:
         codec.use_table(table)
         assert codec.table_in_use(torch.float32) == table
-        assert codec.table_in_use(torch.float16) == HuffmanTable.prior(torch.float16)
+        assert codec.table_in_use(torch.float16) == table
         assert describe(OUT[: codec.encode(GRADIENT, OUT)])["table_id"] == table.id
     for i, table in enumerate(tables):
         message = OUT[: GComp("none", table=table).encode(GRADIENT, OUT)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from gradwire.registry import Registry
 
-__all__ = ["Codec", "by_name", "names"]
+__all__ = ["Codec", "WeighingCodec", "by_name", "names"]
 
 
 class Codec(Protocol):
@@ -26,6 +26,17 @@ class Codec(Protocol):
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Read `message` (exactly one message, uint8) into `out` (n,), whose size and dtype the caller knows."""
+        ...
+
+
+@runtime_checkable
+class WeighingCodec(Protocol):
+    """A codec whose decoder may need the importance bytes that the sender encoded by."""
+
+    decodes_by_importance: bool
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> None:
+        """As `Codec.decode`; `importance`: as in `encode`."""
         ...
 
 

@@ -1,4 +1,8 @@
-"""GComp's codec: Huffman-coded exponents, two-bit levels, what is left of the mantissas (docs/format.md#gcomp)."""
+"""GComp's codec: Huffman-coded exponents, and of the mantissas what can matter (docs/format.md#gcomp).
+
+How many bits of a mantissa travel is said by two bits a value in format 1; in format 2 the receiver derives it from the
+exponent and the importance byte, which every rank can compute.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ __all__ = ["GComp", "HuffmanTable", "Truncate", "describe", "message_holds_nonfi
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+_ROUNDINGS = ("nearest", "truncate")
 _MODE_CODES = {"none": 0, "paper": 1, "uniform": 2, "truncate": 3}
 
 # The table in use, the next one (agreed, not switched to yet) and the one before (messages still under way), for each
@@ -28,42 +33,59 @@ _PRIORS = {bits: HuffmanTable.prior(dtype) for bits, dtype in ((8, torch.float32
 class GComp:
     """The codec of GComp (Li et al., SoCC 2024, sections 4 to 6).
 
-    Lossless but for the mantissa bits that `importance` lets go of, for subnormals and for the sign of zero: values
-    with exponent field 0 become +0. Inf and NaN keep every bit. Thread-safe.
+    Lossless but for the mantissa bits that `importance` lets go of, for subnormals of float32 and bfloat16 (format 1:
+    of float16, too) and for the sign of zero: these values become +0. Inf and NaN keep every bit. Thread-safe.
 
-    When not to use it: where the network is faster than about 2 GB/s a core, or the values are not floats with
+    When not to use it: where the network is faster than about 3 GB/s a core, or the values are not floats with
     clustered exponents.
     """
 
     name = "gcomp"
+    decodes_by_importance = True
 
-    def __init__(self, importance: str = "paper", bits: int | None = None, table: HuffmanTable | None = None) -> None:
+    def __init__(
+        self,
+        importance: str = "paper",
+        bits: int | None = None,
+        table: HuffmanTable | None = None,
+        rounding: str = "nearest",
+        format: int = 2,
+    ) -> None:
         """
         Args:
             importance: which mantissa bits travel. "paper": per value, by the importance bytes given to `encode`;
                 "none": all; "uniform": the `bits` highest, rounded to nearest even; "truncate": all but the `bits`
                 lowest, towards zero.
-            bits: only with "uniform" (mantissa bits to keep) and "truncate" (mantissa bits to drop; 18 if not given);
-                0 to 23 for float32, 7 for bfloat16, 10 for float16.
+            bits: with "uniform" the mantissa bits to keep, with "truncate" those to drop (18 if not given); with
+                "paper" (format 2) no value keeps more. 0 to 23 for float32, 7 for bfloat16, 10 for float16.
             table: Huffman table to encode with from the start; the built-in prior if not given.
+            rounding: what "paper" does with the bits it lets go of: "nearest" (ties to even; about 25 times closer at
+                the same bytes) or "truncate" (towards zero, as published).
+            format: of the messages: 2, or 1 as published: four levels, which travel (18 to 30 % longer). Both are read.
         Raises: InvalidArgument.
         """
         if importance not in _MODE_CODES:
             raise InvalidArgument(f"importance is one of {', '.join(_MODE_CODES)}, not {importance!r}")
+        if format not in (1, 2):
+            raise InvalidArgument(f"format is 1 or 2, not {format!r}")
         if importance == "truncate" and bits is None:
             bits = 18
         if importance == "uniform" and bits is None:
             raise InvalidArgument(
                 'importance="uniform" needs bits: how many mantissa bits to keep, for example bits=10'
             )
-        if importance in ("paper", "none") and bits is not None:
-            raise InvalidArgument(
-                f'bits={bits} means nothing with importance="{importance}": use "uniform" or "truncate"'
-            )
+        if importance == "none" and bits is not None:
+            raise InvalidArgument(f'bits={bits} means nothing with importance="none": use "uniform" or "truncate"')
+        if importance == "paper" and bits is not None and format == 1:
+            raise InvalidArgument(f"bits={bits} means nothing with the four levels of format 1: use format=2")
         if bits is not None and not 0 <= bits <= max(_MANTISSA_BITS.values()):
             raise InvalidArgument(f"bits is from 0 to 23 (float32's mantissa), not {bits}")
+        if rounding not in _ROUNDINGS:
+            raise InvalidArgument(f"rounding is one of {', '.join(_ROUNDINGS)}, not {rounding!r}")
         self.importance = importance
         self.bits = bits
+        self.rounding = rounding
+        self.format = format
         self._lock = threading.Lock()
         self._tables: dict[int, HuffmanTable] = {}  # by id, oldest first; replaced, never changed in place
         self._in_use = dict(_PRIORS)  # by exponent bits
@@ -73,12 +95,13 @@ class GComp:
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Bytes that no message of `n_elements` values of `dtype` exceeds: what `encode` asks of `out`.
 
-        About 1.06 of the original size for float32, 1.1 to 1.3 for the 16-bit types, and 80 bytes.
+        About 1.1 of the original size for float32, 1.2 to 1.4 for the 16-bit types, and 300 bytes.
         Raises: InvalidArgument (dtype, negative n_elements).
         """
         if n_elements < 0:
             raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
-        return _native.gcomp_max_encoded_bytes(n_elements, _dtype_code(dtype), _MODE_CODES[self.importance])
+        mode_code = _MODE_CODES[self.importance]
+        return _native.gcomp_max_encoded_bytes(n_elements, _dtype_code(dtype), mode_code, self.format)
 
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
         """Write `gradient` as one GComp message.
@@ -101,11 +124,7 @@ class GComp:
                     'importance="paper" needs the importance bytes: encode(gradient, out, importance) with one uint8 '
                     'a value, or GComp(importance="none") to keep every mantissa bit'
                 )
-            _check_buffer("importance", importance, torch.uint8)
-            if importance.numel() != gradient.numel():
-                raise InvalidArgument(
-                    f"importance has {importance.numel()} bytes for a gradient of {gradient.numel()} values"
-                )
+            _check_importance(importance, gradient)
         else:
             importance = None  # the scheme may hand it to every codec alike
         n_needed = self.max_encoded_bytes(gradient.numel(), gradient.dtype)
@@ -114,34 +133,67 @@ class GComp:
                 f"out has {out.numel()} bytes; a message of {gradient.numel()} values may need {n_needed} "
                 "(max_encoded_bytes)"
             )
-        table = self._in_use[exponent_bits_of(gradient.dtype)]
         return _native.gcomp_encode(
             _bytes_of(gradient),
             None if importance is None else _bytes_of(importance),
             dtype_code,
             _MODE_CODES[self.importance],
             self._kept_bits(gradient.dtype),
-            table.native,
+            self.rounding == "truncate",
+            self.format,
+            self.table_in_use(gradient.dtype).native,
             _bytes_of(out),
         )
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Read `message`, whatever importance it was written with, into `out`.
+    def decode(
+        self,
+        message: torch.Tensor,
+        out: torch.Tensor,
+        importance: torch.Tensor | None = None,
+        *,
+        addend: torch.Tensor | None = None,
+        divisor: int = 1,
+    ) -> None:
+        """Read `message`, whatever importance and format it was written with, into `out`.
 
         Args:
             message: exactly one message, uint8, contiguous, CPU.
             out: (n,) of the dtype and size that the sender's gradient had, contiguous, CPU; undefined after an error.
-        Raises: InvalidArgument (out or message is no such buffer), CorruptMessage (failed checks, another dtype or
-            size, or a table that is not known: see `add_table`), IncompatibleVersion.
+            importance: (n,) uint8, contiguous, CPU: the bytes that the sender encoded by. Needed for messages of
+                format 2 with importance="paper", otherwise not looked at.
+            addend: like `out`, or itself: `out` becomes addend + value, in the same pass.
+            divisor: `out` becomes value / divisor, in the same pass; not together with `addend`.
+        Raises: InvalidArgument (out, message or importance is no such buffer, or is missing), CorruptMessage (failed
+            checks, another dtype or size, or a table that is not known: see `add_table`), IncompatibleVersion,
+            RankMismatch (the sender's importance bytes are others than these).
         Cost: about two passes, no allocation once warm, releases the GIL.
         """
         dtype_code = _dtype_code(out.dtype)
         _check_buffer("message", message, torch.uint8)
         _check_buffer("out", out)
-        table_id = _native.gcomp_read_header(_bytes_of(message))[0]
+        if importance is not None:
+            _check_importance(importance, out)
+        if addend is not None:
+            _check_buffer("addend", addend, out.dtype)
+            if addend.numel() != out.numel() or divisor != 1:
+                raise InvalidArgument("addend is as long as out, and goes without a divisor")
+        if divisor < 1:
+            raise InvalidArgument(f"divisor is at least 1, got {divisor}")
+        table_id, _, _, _, exponent_bits = _native.gcomp_read_header(_bytes_of(message))
         _native.gcomp_decode(
-            _bytes_of(message), dtype_code, self._table_by_id(table_id, out.dtype).native, _bytes_of(out)
+            _bytes_of(message),
+            dtype_code,
+            self._table_by_id(table_id, exponent_bits).native,
+            None if importance is None else _bytes_of(importance),
+            None if addend is None else _bytes_of(addend),
+            float(divisor),
+            _bytes_of(out),
         )
+
+    def exponent_bits(self, dtype: torch.dtype) -> int:
+        """Width of the exponents that this codec's tables code: 8; in format 1, 5 for float16. Raises: InvalidArgument."""
+        n_bits = exponent_bits_of(dtype)
+        return n_bits if self.format == 1 else 8
 
     def add_table(self, table: HuffmanTable) -> None:
         """Make messages written with `table` readable; of more than six tables, the oldest that is not in use is dropped."""
@@ -162,24 +214,28 @@ class GComp:
 
     def table_in_use(self, dtype: torch.dtype) -> HuffmanTable:
         """The table that gradients of `dtype` are encoded with. Raises: InvalidArgument (dtype)."""
-        return self._in_use[exponent_bits_of(dtype)]
+        return self._in_use[self.exponent_bits(dtype)]
+
+    def table_of_width(self, exponent_bits: int) -> HuffmanTable:
+        """The table in use for exponents of 8 or 5 bits."""
+        return self._in_use[exponent_bits]
 
     def histogram(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
         """Add the exponent fields of `gradient` to the counts in `out`, for `HuffmanTable.from_histogram`.
 
         Args:
             gradient: (n,) float32, bfloat16 or float16, contiguous, CPU.
-            out: (256,) int64, or (32,) for float16, contiguous, CPU; added to, so start from zeros.
+            out: (256,) int64, or (32,) for float16 in format 1, contiguous, CPU; added to, so start from zeros.
         Raises: InvalidArgument.
         Cost: one pass, no allocation, releases the GIL.
         """
         dtype_code = _dtype_code(gradient.dtype)
         _check_buffer("gradient", gradient)
         _check_buffer("out", out, torch.int64)
-        n_counts = 1 << exponent_bits_of(gradient.dtype)
+        n_counts = 1 << self.exponent_bits(gradient.dtype)
         if out.numel() != n_counts:
             raise InvalidArgument(f"a histogram of {gradient.dtype} has {n_counts} counts, out has {out.numel()}")
-        _native.gcomp_count_exponents(_bytes_of(gradient), dtype_code, out)
+        _native.gcomp_count_exponents(_bytes_of(gradient), dtype_code, self.format, out)
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, counts: torch.Tensor | None = None
@@ -193,8 +249,10 @@ class GComp:
             _dtype_code(dtype),
             _MODE_CODES[self.importance],
             self._kept_bits(dtype),
-            self._in_use[exponent_bits_of(dtype)].native,
-            [table.native for table in (_PRIORS[exponent_bits_of(dtype)], *self._tables.values())],
+            self.rounding == "truncate",
+            self.format,
+            self.table_in_use(dtype).native,
+            [table.native for table in (_PRIORS[self.exponent_bits(dtype)], *self._tables.values())],
             importance if self.importance == "paper" else None,
             counts,
         )
@@ -203,12 +261,14 @@ class GComp:
         n_mantissa = _MANTISSA_BITS[dtype]
         if self.bits is None:
             return n_mantissa
+        if self.importance == "paper":
+            return min(self.bits, n_mantissa)
         if self.bits > n_mantissa:
             raise InvalidArgument(f"bits={self.bits}, but the mantissa of {dtype} has {n_mantissa} bits")
         return self.bits if self.importance == "uniform" else n_mantissa - self.bits
 
-    def _table_by_id(self, table_id: int, dtype: torch.dtype) -> HuffmanTable:
-        prior = _PRIORS[exponent_bits_of(dtype)]
+    def _table_by_id(self, table_id: int, exponent_bits: int) -> HuffmanTable:
+        prior = _PRIORS[exponent_bits]
         if table_id == prior.id:
             return prior
         table = self._tables.get(table_id)
@@ -226,9 +286,9 @@ class Truncate(GComp):
 
     name = "truncate"
 
-    def __init__(self, bits: int = 18, table: HuffmanTable | None = None) -> None:
+    def __init__(self, bits: int = 18, table: HuffmanTable | None = None, format: int = 2) -> None:
         """See `GComp`. Raises: InvalidArgument."""
-        super().__init__(importance="truncate", bits=bits, table=table)
+        super().__init__(importance="truncate", bits=bits, table=table, format=format)
 
 
 def message_holds_nonfinite(message: torch.Tensor) -> bool:
@@ -259,6 +319,12 @@ def describe(message: torch.Tensor) -> dict[str, Any]:
 def _dtype_code(dtype: torch.dtype) -> int:
     exponent_bits_of(dtype)
     return _DTYPE_CODES[dtype]
+
+
+def _check_importance(importance: torch.Tensor, values: torch.Tensor) -> None:
+    _check_buffer("importance", importance, torch.uint8)
+    if importance.numel() != values.numel():
+        raise InvalidArgument(f"importance has {importance.numel()} bytes for a gradient of {values.numel()} values")
 
 
 def _check_buffer(what: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:

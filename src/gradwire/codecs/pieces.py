@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.codecs import Codec
+from gradwire.codecs import Codec, WeighingCodec
 from gradwire.codecs.quantised import Quantised
 from gradwire.errors import CorruptMessage
 
@@ -67,7 +67,7 @@ def encode(
             n_bytes = codec.encode_with_residual(piece, None, room, first_step + first, new_residual=mine)
         else:
             n_bytes = codec.encode(piece, room, None if importance is None else importance[first : first + size])
-            codec.decode(room[:n_bytes], mine)
+            _decode_piece(codec, room[:n_bytes], mine, importance, first)
             torch.sub(piece, mine, out=mine)
         out[at : at + _LENGTH.size] = torch.frombuffer(bytearray(_LENGTH.pack(n_bytes)), dtype=torch.uint8)
         at += _LENGTH.size + n_bytes
@@ -75,8 +75,19 @@ def encode(
     return at
 
 
-def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor, divisor: int = 1) -> None:
-    """Read a message of pieces of these sizes, divided by `divisor`, into `out` (n,) float32. Raises: CorruptMessage."""
+def decode(
+    codec: Codec,
+    message: Tensor,
+    sizes: Sequence[int],
+    out: Tensor,
+    divisor: int = 1,
+    importance: Tensor | None = None,
+) -> None:
+    """Read a message of pieces of these sizes, divided by `divisor`, into `out` (n,) float32.
+
+    Args: importance: as in `encode`, the sender's, for codecs that need it again.
+    Raises: CorruptMessage, and whatever the codec raises.
+    """
     if is_one_call(codec):
         assert isinstance(codec, Quantised)
         codec.decode_pieces(message, sizes, out, divisor)
@@ -95,7 +106,7 @@ def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor, div
                 f"{first} to {first + size}; {_CHECK}"
             )
         mine = out[first : first + size]
-        codec.decode(message[at : at + n_bytes], mine)
+        _decode_piece(codec, message[at : at + n_bytes], mine, importance, first)
         if divisor != 1:
             mine.div_(divisor)
         at += n_bytes
@@ -104,11 +115,26 @@ def decode(codec: Codec, message: Tensor, sizes: Sequence[int], out: Tensor, div
         raise CorruptMessage(f"a group of {len(sizes)} pieces has {message.numel() - at} bytes too many; {_CHECK}")
 
 
-def add(codec: Codec, message: Tensor, sizes: Sequence[int], total: Tensor, scratch: Tensor) -> None:
-    """Add what a message of pieces of these sizes holds to `total`; `scratch`: both (n,) float32. Raises: CorruptMessage."""
+def add(
+    codec: Codec,
+    message: Tensor,
+    sizes: Sequence[int],
+    total: Tensor,
+    scratch: Tensor,
+    importance: Tensor | None = None,
+) -> None:
+    """Add what a message of pieces of these sizes holds to `total`; `scratch`: both (n,) float32. Else as `decode`."""
     if is_one_call(codec):
         assert isinstance(codec, Quantised)
         codec.decode_pieces(message, sizes, total, adds=True)
         return
-    decode(codec, message, sizes, scratch)
+    decode(codec, message, sizes, scratch, importance=importance)
     total.add_(scratch)
+
+
+def _decode_piece(codec: Codec, message: Tensor, out: Tensor, importance: Tensor | None, first: int) -> None:
+    """One piece's own message, of values from `first` on of the group that `importance` is of."""
+    if isinstance(codec, WeighingCodec):
+        codec.decode(message, out, None if importance is None else importance[first : first + out.numel()])
+    else:
+        codec.decode(message, out)

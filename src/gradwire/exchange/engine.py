@@ -2,7 +2,7 @@
 
 One call a bucket, without the GIL from its start to its end; a codec that is written in Python is called back. Both
 replace `buffer` (n,) by the mean over the ranks, on the lane. Every rank gets the same bits: the decoding of the bytes
-that each part's owner sent, divided by N.
+that each part's owner sent, divided by N. Float16 values, whose sum may overflow, are divided before they are encoded.
 """
 
 from __future__ import annotations

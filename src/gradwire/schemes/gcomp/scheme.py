@@ -1,14 +1,15 @@
 """GComp: near-lossless ring all-reduce (Li et al., SoCC 2024). Reads like the paper's sections 4 to 6.
 
 A step, per bucket: the level of every value from the live optimizer (section 5.1), then a ring whose messages hold
-Huffman-coded exponents, levels and what is left of the mantissas (6.2). Every 50 steps the exponents sent are counted;
-the counts of all ranks, summed in the gap before the next step, give the next Huffman table (4).
+Huffman-coded exponents and what is left of the mantissas (6.2). Every few steps the exponents sent are counted; the
+counts of all ranks, summed in the gap before the next step, give the next Huffman table (4).
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any
+
+import torch
 
 from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.core.bucket import Bucket
@@ -18,25 +19,30 @@ from gradwire.exchange.engine import Importance
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.gcomp.table import TableRefresh
+from gradwire.schemes.gcomp.watch import OptimizerWatch
 from gradwire.schemes.through_codec import ThroughCodec
 
 
 class GComp(ThroughCodec):
     """GComp with all its parts.
 
-    Bits that the optimizer's addition would drop anyway are not sent; the rest arrives as it was. All ranks get the
-    same bits. NaN and Inf travel as they are, so a GradScaler sees them.
+    Bits that the optimizer's addition would drop anyway are rounded away; the rest arrives as it was. All ranks get the
+    same bits. NaN and Inf travel as they are, so a GradScaler sees them. Every rank derives from its own optimizer how
+    many bits of a value were sent; RankMismatch where optimizers have diverged or their hyper-parameters differ.
 
-    When not to use this: where the network is faster than the codec (about 2 GB/s of float32 a core), or where fixed
+    When not to use this: where the network is faster than the codec (about 3 GB/s of float32 a core), or where fixed
     precision is enough: under adaptive optimizers importance="uniform" with 10 bits sends far less.
 
     Args:
         importance: which mantissa bits travel: "paper" (per value, from the optimizer), "uniform" (the `bits` highest,
-            rounded to nearest) or "none" (all: lossless but for subnormals, which become 0).
-        bits: mantissa bits to keep with importance="uniform".
-        refresh_every: steps between two Huffman tables; 0 keeps the built-in one.
+            rounded to nearest) or "none" (all: lossless but for subnormals of float32 and bfloat16, which become 0).
+        bits: mantissa bits to keep with importance="uniform"; with "paper" no value keeps more (no cap if not given).
+        refresh_every: steps between two Huffman tables (50 as published); 0 keeps the built-in one. None: by need, when
+            the table in use takes 3 % more bits than the entropy of the exponents.
         topology: "ring", as in the paper, or "direct".
         chunk_elements: values encoded, sent and decoded at a time.
+        rounding: what importance="paper" does with the bits it lets go of: "nearest", or "truncate" as published.
+        format: of the messages: 2, or 1 as published: four levels, which travel (18 to 30 % more bytes).
     Raises: InvalidArgument.
     """
 
@@ -46,19 +52,24 @@ class GComp(ThroughCodec):
         self,
         importance: str = "paper",
         bits: int | None = None,
-        refresh_every: int = 50,
+        refresh_every: int | None = None,
         topology: str = "ring",
         chunk_elements: int = CHUNK_ELEMENTS,
+        rounding: str = "nearest",
+        format: int = 2,
     ) -> None:
         if importance not in ("paper", "uniform", "none"):
             raise InvalidArgument(f"importance is one of paper, uniform, none, not {importance!r}")
-        codec = GCompCodec(importance, bits)
-        super().__init__(codec, topology, chunk_elements, importance=importance, bits=bits, refresh_every=refresh_every)
+        codec = GCompCodec(importance, bits, rounding=rounding, format=format)
+        options = {"importance": importance, "bits": bits, "refresh_every": refresh_every, "rounding": rounding}
+        options["format"] = format
+        super().__init__(codec, topology, chunk_elements, **options)
         self._codec = codec
         self._importance = importance
         self._refresh_every = refresh_every
         self._tables = TableRefresh(codec, refresh_every)
         self._metric: QuantisationMetric | None = None
+        self._watch: OptimizerWatch | None = None
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no optimizer), Unsupported (an optimizer that the paper's table does not hold)."""
@@ -69,18 +80,28 @@ class GComp(ThroughCodec):
                     'optimizer=optimizer), or choose importance="uniform" or "none"'
                 )
             self._metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
+            self._watch = OptimizerWatch(session.optimizer)
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
         self._tables = TableRefresh(self._codec, self._refresh_every)
         super().bind(session)
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
+        if self._watch is not None:
+            self._watch.before_reduction(bucket.parameters)
+        return super().reduce(bucket)
 
     def _reduce_on_lane(self, bucket: Bucket) -> None:
         if self.session.communicator.world_size == 1:
             return
         self._tables.begin_bucket(bucket.step, self.session.communicator, bucket.record)
         codec = self._tables.counting_codec if self._tables.counts_in(bucket.step) else self._codec
-        self._reduce_with(codec, bucket, self._importance_of(bucket))
+        loss_scale = self.session.loss_scale()
+        self._reduce_with(codec, bucket, self._importance_of(bucket, loss_scale))
+        if self._watch is not None:
+            self._watch.after_reduction(bucket, loss_scale)
 
-    def _importance_of(self, bucket: Bucket) -> Importance | None:
+    def _importance_of(self, bucket: Bucket, loss_scale: float) -> Importance | None:
         """What says how large each value of the bucket may be before its low bits matter; None if all are alike."""
         if self._metric is None:
             return None
@@ -89,18 +110,19 @@ class GComp(ThroughCodec):
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
             )
-        started = time.perf_counter_ns()
-        importance = self._metric.of_bucket(
-            bucket.slots, bucket.offsets, self.session.loss_scale(), bucket.buffer.dtype, bucket.staged
-        )
-        bucket.record.add("importance", started, time.perf_counter_ns())
-        return importance
+        if bucket.buffer.dtype == torch.float16:  # which the exchange divides by the number of ranks first
+            loss_scale /= self.session.communicator.world_size
+        with bucket.record.timing("importance"):
+            return self._metric.of_bucket(bucket.slots, bucket.offsets, loss_scale, bucket.buffer.dtype, bucket.staged)
 
     def end_step(self, step: int) -> None:
         self._tables.end_step(step, self.session.communicator)
 
     def close(self) -> None:
         self._metric = None  # which holds the optimizer
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def stats(self) -> dict[str, Any]:
         return self._tables.stats()

@@ -1,12 +1,15 @@
 """Refresh of GComp's Huffman table: count what is sent, sum over the ranks, switch at a step that all ranks agree on.
 
-In step t, a multiple of `refresh_every`, the exponents of everything that a rank encodes are counted. After its last
-bucket the counts are summed over the ranks in the background, while the next forward and backward pass go on. The new
-table takes over with the first bucket of step t + 2: by then the sum has long arrived, and nobody needs to say so.
+In step t, a multiple of `refresh_every` (by need: of 4), the exponents of everything that a rank encodes are counted.
+After its last bucket the counts are summed over the ranks in the background, while the next forward and backward pass go
+on. The new table takes over with the first bucket of step t + 2: by then the sum has long arrived, and nobody needs to say
+so. By need, it does so only where the table in use takes 3 % more bits than the entropy of the counts, which all ranks
+find alike.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -21,18 +24,24 @@ from gradwire.wire.communicator import Communicator, ring_bytes
 
 # Steps from counting to switching: the sum overlaps with the whole step between them.
 _SWITCH_AFTER = 2
-# Counts for 8-bit exponents (float32, bfloat16), then for 5-bit ones (float16); the last of each is Inf and NaN.
+# By need: steps from one look at the counts to the next, and bits above their entropy that are worth a new table.
+_LOOK_EVERY = 4
+_WORTH_A_TABLE = 1.03
+# Counts for 8-bit exponents, then for 5-bit ones (float16 in format 1); the last of each is Inf and NaN.
 _WIDE, _NARROW = slice(0, 256), slice(256, 288)
-_DTYPES = {"wide": (torch.float32, _WIDE), "narrow": (torch.float16, _NARROW)}
+_WIDTHS = {"wide": (8, _WIDE), "narrow": (5, _NARROW)}
 
 
 class TableRefresh:
     """The life of one codec's tables. Used on the lane only, but for `stats`."""
 
-    def __init__(self, codec: GCompCodec, refresh_every: int) -> None:
+    def __init__(self, codec: GCompCodec, refresh_every: int | None) -> None:
+        self._by_need = refresh_every is None
+        refresh_every = _LOOK_EVERY if refresh_every is None else refresh_every
         if refresh_every < 0 or 0 < refresh_every <= _SWITCH_AFTER:
             raise InvalidArgument(
-                f"refresh_every is 0 (keep the built-in table) or more than {_SWITCH_AFTER} steps, got {refresh_every}"
+                f"refresh_every is 0 (keep the built-in table), more than {_SWITCH_AFTER} steps or None (by need), "
+                f"got {refresh_every}"
             )
         self._codec = codec
         self._every = refresh_every
@@ -52,12 +61,13 @@ class TableRefresh:
             return
         started = time.perf_counter_ns()
         self._finish_sum(communicator)
-        for dtype, counts in _DTYPES.values():
+        for width, counts in _WIDTHS.values():
             histogram = self._counts[counts]
             # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
-            if int(histogram.sum()) and not int(histogram[-1]):
+            if not int(histogram.sum()) or int(histogram[-1]):
+                continue
+            if not self._by_need or excess_of(self._codec.table_of_width(width), histogram) > _WORTH_A_TABLE:
                 table = HuffmanTable.from_histogram(histogram.contiguous())
-                assert table.exponent_bits == self._codec.table_in_use(dtype).exponent_bits
                 self._codec.use_table(table)
                 self._n_refreshes += 1
         self._counts.zero_()
@@ -82,15 +92,15 @@ class TableRefresh:
         """How often the table was refreshed, and the ids of those in use."""
         return {
             "table_refreshes": self._n_refreshes,
-            **{f"table_id_{name}": self._codec.table_in_use(dtype).id for name, (dtype, _) in _DTYPES.items()},
+            **{f"table_id_{name}": self._codec.table_of_width(width).id for name, (width, _) in _WIDTHS.items()},
         }
 
     def state_dict(self, communicator: Communicator) -> dict[str, Any]:
         """The tables in use and a refresh that is under way."""
         communicator.submit(self._finish_sum, communicator).wait()
         tables = {
-            name: torch.frombuffer(bytearray(self._codec.table_in_use(dtype).to_bytes()), dtype=torch.uint8)
-            for name, (dtype, _) in _DTYPES.items()
+            name: torch.frombuffer(bytearray(self._codec.table_of_width(width).to_bytes()), dtype=torch.uint8)
+            for name, (width, _) in _WIDTHS.items()
         }
         return {"tables": tables, "counts": self._counts.clone(), "switch_step": self._switch_step}
 
@@ -102,7 +112,7 @@ class TableRefresh:
         tables, counts, switch_step = (state.get(field) for field in ("tables", "counts", "switch_step"))
         if (
             not isinstance(tables, dict)
-            or tables.keys() != _DTYPES.keys()
+            or tables.keys() != _WIDTHS.keys()
             or not all(isinstance(raw, torch.Tensor) and raw.dtype == torch.uint8 for raw in tables.values())
             or not isinstance(counts, torch.Tensor)
             or (counts.dtype, counts.shape) != (self._counts.dtype, self._counts.shape)
@@ -112,13 +122,23 @@ class TableRefresh:
                 "this is not the state of scheme gcomp: it needs tables, counts and switch_step as state_dict() gave them"
             )
         decoded = {name: HuffmanTable.from_bytes(bytes(raw.tolist())) for name, raw in tables.items()}
-        for name, (dtype, _) in _DTYPES.items():
-            if decoded[name].exponent_bits != self._codec.table_in_use(dtype).exponent_bits:
+        for name, (width, _) in _WIDTHS.items():
+            if decoded[name].exponent_bits != width:
                 raise InvalidArgument(f"the state of scheme gcomp holds a table of the wrong width under {name!r}")
         for table in decoded.values():
             self._codec.use_table(table)
         self._counts.copy_(counts)
         self._switch_step = switch_step
+
+
+def excess_of(table: HuffmanTable, histogram: torch.Tensor) -> float:
+    """Bits that `table` takes for values counted in `histogram` (n,) int64, of their entropy; Inf where that is 0."""
+    *lengths, escape = table.lengths
+    bits = [length or escape + 8 for length in lengths]
+    total = int(histogram.sum())
+    counted = [(count, n_bits) for count, n_bits in zip(histogram.tolist(), bits, strict=True) if count]
+    entropy = sum(count * math.log2(total / count) for count, _ in counted)
+    return sum(count * n_bits for count, n_bits in counted) / entropy if entropy > 0 else math.inf
 
 
 class _CountingCodec:
@@ -140,4 +160,4 @@ class _CountingCodec:
         return self._codec.exchange_codec(dtype, importance, self._counts_of(dtype))
 
     def _counts_of(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._counts[_NARROW if dtype == torch.float16 else _WIDE]
+        return self._counts[_WIDE if self._codec.exponent_bits(dtype) == 8 else _NARROW]

@@ -117,14 +117,18 @@ class _ServerEnds(Ends):
         self._source = Source(values, None) if source is None else source
         self._codec, self._pull_codec = exchange.codec, exchange.pull_codec
         self._values, self._left_out, self._cut = values, left_out, cut
-        self._record, self._importance = record, importance
+        self._record = record
         communicator = exchange.communicator
         self._rank, self._world_size = communicator.rank, communicator.world_size
-        self._scratch = communicator.scratch
         self.max_push_bytes = _max_group_bytes(self._codec, cut)
         self.max_pull_bytes = _max_group_bytes(self._pull_codec, cut)
         n_bytes = 4 * cut.max_group_elements
         self._draw = _first_draw(communicator, record)
+        self._importance: torch.Tensor | None = None
+        if importance is not None:  # needed until the last result is adopted, when the next bucket is under way
+            with record.timing("importance"):
+                self._importance = communicator.scratch(f"importance {record.bucket % 2}", values.numel()).zero_()
+                importance.write(0, self._importance)
         self._total = communicator.scratch("server total", n_bytes).view(torch.float32)
         self._decoded = communicator.scratch("server decoded", n_bytes).view(torch.float32)
 
@@ -140,18 +144,19 @@ class _ServerEnds(Ends):
             return
         start, end, sizes = self._cut.groups[part][group]
         with self._record.timing("decode"):
-            pieces.decode(self._pull_codec, message, sizes, self._values[start:end], self._world_size)
+            values, weights = self._values[start:end], self._importance_of(start, end)
+            pieces.decode(self._pull_codec, message, sizes, values, self._world_size, weights)
 
     # ---- as the server of its own part
 
     def add_pushed(self, source: int, group: int, message: torch.Tensor) -> None:
         start, end, sizes = self._cut.groups[self._rank][group]
-        total = self._total[: end - start]
+        total, weights = self._total[: end - start], self._importance_of(start, end)
         with self._record.timing("decode"):
             if source == 0:
-                pieces.decode(self._codec, message, sizes, total)
+                pieces.decode(self._codec, message, sizes, total, importance=weights)
             else:
-                pieces.add(self._codec, message, sizes, total, self._decoded[: end - start])
+                pieces.add(self._codec, message, sizes, total, self._decoded[: end - start], weights)
 
     def add_own(self, group: int) -> None:
         start, end, _ = self._cut.groups[self._rank][group]
@@ -175,6 +180,9 @@ class _ServerEnds(Ends):
 
     # ---- as both
 
+    def _importance_of(self, start: int, end: int) -> torch.Tensor | None:
+        return None if self._importance is None else self._importance[start:end]
+
     def _source_of(self, start: int, end: int) -> Source:
         gradient, residual = self._source
         return Source(gradient[start:end], None if residual is None else residual[start:end])
@@ -183,10 +191,7 @@ class _ServerEnds(Ends):
         self, codec: Codec, group: Group, values: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
     ) -> int:
         start, end, sizes = group
-        importance = None
-        if self._importance is not None:
-            importance = self._scratch("importance", end - start).zero_()
-            self._importance.write(start, importance)
+        importance = self._importance_of(start, end)
         with self._record.timing("encode"):
             left_out = self._left_out[start:end]
             n_bytes = pieces.encode(codec, values, sizes, out, left_out, self._draw + start, importance, residual)

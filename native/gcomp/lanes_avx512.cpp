@@ -1,0 +1,165 @@
+// AVX-512: one step takes a value of every lane; compress and expand put the lanes' full words together and apart.
+#include "gcomp/lane_loops.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+namespace gradwire::gcomp {
+namespace {
+
+__m512i set(int value) { return _mm512_set1_epi32(value); }
+
+__mmask16 first_lanes(std::size_t n) { return n >= kLanes ? __mmask16{0xFFFF} : static_cast<__mmask16>((1u << n) - 1); }
+
+__m512i widen_bytes(const std::uint8_t* bytes, __mmask16 present) {
+  return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(present, bytes));
+}
+
+// The rule with its constants in registers. kHalf: exponents below a float16's normal ones exist.
+template <bool kByImportance, bool kHalf>
+struct Rule {
+  __m512i cap, whole, lowest;
+  explicit Rule(const KeepRule& rule)
+      : cap(set(rule.cap)), whole(set(rule.mantissa_bits)), lowest(set(rule.lowest_exponent)) {}
+
+  __m512i kept(__m512i exponent, __m512i importance) const {
+    __m512i kept = cap;
+    if constexpr (kByImportance) {
+      const __m512i above = _mm512_sub_epi32(_mm512_add_epi32(exponent, _mm512_sub_epi32(whole, set(kKeepOffset))),
+                                             _mm512_srli_epi32(importance, 2));
+      kept = _mm512_mask_min_epi32(kept, _mm512_test_epi32_mask(importance, importance), kept,
+                                   _mm512_max_epi32(above, _mm512_setzero_si512()));
+    }
+    if constexpr (kHalf) kept = _mm512_min_epi32(kept, _mm512_sub_epi32(exponent, lowest));
+    return _mm512_mask_mov_epi32(kept, _mm512_cmpeq_epi32_mask(exponent, set(kWordMaxExponent)), whole);
+  }
+};
+
+__m512i exponent_of(__m512i words) { return _mm512_srli_epi32(_mm512_slli_epi32(words, 1), 24); }
+
+template <bool kByImportance, bool kHalf, bool kRounds>
+std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& limits,
+                   LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, bool& holds_nonfinite) {
+  const Rule<kByImportance, kHalf> rule(limits);
+  const __m512i one = set(1), infinity = set((limits.highest_exponent + 1) << kWordMantissa);
+  __m512i bits = _mm512_load_si512(stack.bits), n_bits = _mm512_load_si512(stack.n_bits);
+  __mmask16 nonfinite = 0;
+  for (std::size_t i = 0; i < n; i += kLanes) {
+    const __mmask16 present = first_lanes(n - i);
+    __m512i word = _mm512_maskz_loadu_epi32(present, words + 4 * i);
+    __m512i byte = _mm512_setzero_si512();
+    if constexpr (kByImportance) byte = widen_bytes(importance + i, present);
+    __m512i exponent = exponent_of(word);
+    __m512i kept = rule.kept(exponent, byte);
+    if constexpr (kRounds) {
+      const __m512i dropped = _mm512_sub_epi32(set(kWordMantissa), kept);
+      const __m512i half = _mm512_srli_epi32(_mm512_sllv_epi32(one, dropped), 1);
+      const __m512i last_kept = _mm512_and_si512(_mm512_srlv_epi32(word, dropped), one);
+      const __mmask16 drops = _mm512_mask_test_epi32_mask(_mm512_test_epi32_mask(exponent, exponent), dropped, dropped);
+      const __m512i nearest =
+          _mm512_mask_add_epi32(word, drops, word, _mm512_add_epi32(_mm512_sub_epi32(half, one), last_kept));
+      const __mmask16 overflows =
+          _mm512_mask_cmpge_epi32_mask(_mm512_cmpneq_epi32_mask(exponent, set(kWordMaxExponent)),
+                                       _mm512_and_si512(nearest, set(0x7FFFFFFF)), infinity);
+      const __m512i rounded = _mm512_mask_mov_epi32(nearest, overflows, word);
+      word = _mm512_sllv_epi32(_mm512_srlv_epi32(rounded, dropped), dropped);
+      exponent = exponent_of(word);
+      kept = rule.kept(exponent, byte);
+    }
+    _mm_mask_storeu_epi8(exponents + i, present, _mm512_cvtepi32_epi8(exponent));
+    nonfinite |= _mm512_cmpeq_epi32_mask(exponent, set(kWordMaxExponent));
+    const __mmask16 travels = _mm512_test_epi32_mask(exponent, exponent);
+    const __m512i mantissa =
+        _mm512_srlv_epi32(_mm512_and_si512(word, set(0x7FFFFF)), _mm512_sub_epi32(set(kWordMantissa), kept));
+    const __m512i field =
+        _mm512_maskz_or_epi32(travels, mantissa, _mm512_sllv_epi32(_mm512_srli_epi32(word, 31), kept));
+    const __m512i n_field = _mm512_maskz_add_epi32(travels, kept, one);
+    // Bits above a lane's n_bits are left over from words already written: every use shifts them out.
+    const __m512i n_joined = _mm512_add_epi32(n_bits, n_field);
+    const __mmask16 is_full = _mm512_cmpge_epi32_mask(n_joined, set(32));
+    const __m512i full = _mm512_or_si512(_mm512_sllv_epi32(bits, _mm512_sub_epi32(set(32), n_bits)),
+                                         _mm512_srlv_epi32(field, _mm512_sub_epi32(n_joined, set(32))));
+    _mm512_storeu_si512(at, _mm512_maskz_compress_epi32(is_full, full));
+    at += 4 * static_cast<std::size_t>(_mm_popcnt_u32(is_full));
+    bits = _mm512_or_si512(_mm512_sllv_epi32(bits, n_field), field);
+    n_bits = _mm512_and_si512(n_joined, set(31));
+  }
+  const __m512i clean = _mm512_sub_epi32(_mm512_sllv_epi32(one, n_bits), one);
+  _mm512_store_si512(stack.bits, _mm512_and_si512(bits, clean));
+  _mm512_store_si512(stack.n_bits, n_bits);
+  holds_nonfinite |= nonfinite != 0;
+  return at;
+}
+
+template <bool kByImportance, bool kHalf>
+const std::uint8_t* pop(const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
+                        const KeepRule& limits, LaneStack& stack, const std::uint8_t* begin, const std::uint8_t* at,
+                        std::uint8_t* words) {
+  const Rule<kByImportance, kHalf> rule(limits);
+  __m512i bits = _mm512_load_si512(stack.bits), n_bits = _mm512_load_si512(stack.n_bits);
+  for (std::size_t end = (n + kLanes - 1) / kLanes * kLanes; end > 0; end -= kLanes) {
+    const std::size_t i = end - kLanes;
+    const __mmask16 present = first_lanes(n - i);
+    const __m512i exponent = widen_bytes(exponents + i, present);
+    __m512i byte = _mm512_setzero_si512();
+    if constexpr (kByImportance) byte = widen_bytes(importance + i, present);
+    const __m512i n_field =
+        _mm512_maskz_add_epi32(_mm512_test_epi32_mask(exponent, exponent), rule.kept(exponent, byte), set(1));
+    const __mmask16 is_short = _mm512_cmplt_epi32_mask(n_bits, n_field);
+    const auto n_bytes = 4 * static_cast<std::ptrdiff_t>(_mm_popcnt_u32(is_short));
+    if (at - begin < n_bytes) return nullptr;
+    at -= n_bytes;
+    const __m512i more = _mm512_maskz_expand_epi32(is_short, _mm512_loadu_si512(at));
+    const __m512i joined = _mm512_or_si512(bits, _mm512_sllv_epi32(more, n_bits));
+    bits = _mm512_mask_srlv_epi32(_mm512_srlv_epi32(bits, n_field), is_short, more, _mm512_sub_epi32(n_field, n_bits));
+    n_bits = _mm512_and_si512(_mm512_sub_epi32(n_bits, n_field), set(31));
+    // The field's sign to the top, its mantissa below: then the exponent comes between them.
+    const __m512i field = _mm512_sllv_epi32(joined, _mm512_sub_epi32(set(32), n_field));
+    const __m512i mantissa = _mm512_srli_epi32(_mm512_slli_epi32(field, 1), 9);
+    const __m512i rest = _mm512_or_si512(mantissa, _mm512_slli_epi32(exponent, kWordMantissa));
+    // (field & sign bit) | rest
+    const __m512i word = _mm512_ternarylogic_epi32(rest, field, set(1 << 31), 0xF8);
+    _mm512_mask_storeu_epi32(words + 4 * i, present, word);
+  }
+  _mm512_store_si512(stack.bits, bits);
+  _mm512_store_si512(stack.n_bits, n_bits);
+  return at;
+}
+
+template <bool kRounds>
+std::uint8_t* push_by_rule(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n,
+                           const KeepRule& rule, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents,
+                           bool& holds_nonfinite) {
+  const auto go = [&](auto kernel) {
+    return kernel(words, importance, n, rule, stack, at, exponents, holds_nonfinite);
+  };
+  if (rule.lowest_exponent > 0)
+    return rule.by_importance ? go(push<true, true, kRounds>) : go(push<false, true, kRounds>);
+  return rule.by_importance ? go(push<true, false, kRounds>) : go(push<false, false, kRounds>);
+}
+
+std::uint8_t* push_any(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& rule,
+                       bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents,
+                       bool& holds_nonfinite) {
+  return rounds ? push_by_rule<true>(words, importance, n, rule, stack, at, exponents, holds_nonfinite)
+                : push_by_rule<false>(words, importance, n, rule, stack, at, exponents, holds_nonfinite);
+}
+
+const std::uint8_t* pop_any(const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
+                            const KeepRule& rule, LaneStack& stack, const std::uint8_t* begin, const std::uint8_t* at,
+                            std::uint8_t* words) {
+  const auto go = [&](auto kernel) { return kernel(exponents, importance, n, rule, stack, begin, at, words); };
+  if (rule.lowest_exponent > 0) return rule.by_importance ? go(pop<true, true>) : go(pop<false, true>);
+  return rule.by_importance ? go(pop<true, false>) : go(pop<false, false>);
+}
+
+}  // namespace
+
+const LaneKernels kLaneKernelsAvx512 = {
+    push_any,
+    pop_any,
+    {widen_loop<Dtype::float32>, widen_loop<Dtype::bfloat16>, widen_loop<Dtype::float16>},
+    {finish_loop<Dtype::float32>, finish_loop<Dtype::bfloat16>, finish_loop<Dtype::float16>}};
+
+}  // namespace gradwire::gcomp
+#endif

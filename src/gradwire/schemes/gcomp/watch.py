@@ -1,0 +1,96 @@
+"""Notices when importance bytes are about an optimizer that does not make the steps, or about gradients that are not used.
+
+Importance is read from the optimizer given to `attach`, before its step. Two things make it silently wrong: parameters
+that another optimizer changes, and gradients that are scaled up after the backward pass (bits that were dropped then
+count). Both are looked for; neither needs the user to say anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.bucket import Bucket
+from gradwire.core.slot import local_of
+from gradwire.errors import Unsupported
+
+_ADVICE = 'importance="uniform" (a fixed number of bits) and importance="none" (lossless) do not read the optimizer'
+# Once may be a checkpoint that was loaded: parameters then change without a step.
+_CHANGES_WITHOUT_STEP = 2
+_SAMPLE_ELEMENTS = 64
+# Gradients this much larger than they arrived were scaled; below it lies what rounding does to float16.
+_SCALED_BY = 1.01
+
+
+class OptimizerWatch:
+    """Counts an optimizer's steps against the reductions of its parameters, and looks at gradients before each step.
+
+    Args:
+        optimizer: the one that importance is read from. Hooks are registered with it until `close`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._n_steps = 0
+        # By the first parameter of a bucket: versions of all and steps at its last reduction, changes without a step.
+        self._seen: dict[Tensor, tuple[int, int, int]] = {}
+        self._samples: dict[Tensor, tuple[Tensor, float]] = {}  # parameter: gradient as it arrived, loss scale
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def before_reduction(self, parameters: Sequence[Tensor]) -> None:
+        """To be called on the training thread for each bucket. Raises: Unsupported (another optimizer is at work)."""
+        if not parameters:
+            return
+        version = sum(parameter._version for parameter in parameters)
+        last_version, last_steps, n_changes = self._seen.get(parameters[0], (version, self._n_steps, 0))
+        if last_steps != self._n_steps:
+            n_changes = 0
+        elif last_version != version:
+            n_changes += 1
+        self._seen[parameters[0]] = (version, self._n_steps, n_changes)
+        if n_changes >= _CHANGES_WITHOUT_STEP:
+            raise Unsupported(
+                f"the parameters changed {n_changes} times while the optimizer given to attach made no step: importance "
+                f'="paper" reads its state. Close the attachment and attach the optimizer that makes the steps; {_ADVICE}'
+            )
+
+    def after_reduction(self, bucket: Bucket, scale: float) -> None:
+        """Keep a few values of the mean that `bucket` holds, of gradients whose loss was multiplied by `scale`."""
+        for slot, offset in zip(bucket.slots[:1], bucket.offsets, strict=False):
+            parameter = slot.parameter
+            if parameter is not None and slot.start == 0 and local_of(parameter).is_contiguous():
+                n = min(_SAMPLE_ELEMENTS, slot.numel())
+                self._samples[parameter] = (bucket.buffer[offset : offset + n].float(), scale)
+
+    def close(self) -> None:
+        """Take the hooks back."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        samples, self._samples = self._samples, {}
+        if getattr(optimizer, "grad_scale", None) is not None:
+            return  # a fused step under a GradScaler takes the loss scale out by itself
+        for parameter, (arrived, scale) in samples.items():
+            gradient = None if parameter.grad is None else local_of(parameter.grad)
+            if gradient is None or not gradient.is_contiguous():
+                continue
+            now = gradient.detach().reshape(-1)[: arrived.numel()].float().to(arrived.device)
+            ratio = (now * scale / arrived)[(arrived != 0) & arrived.isfinite() & now.isfinite()]
+            if ratio.numel() < 2:
+                continue
+            smallest, largest = float(ratio.min()), float(ratio.max())
+            if smallest > _SCALED_BY and largest < smallest * _SCALED_BY:
+                raise Unsupported(
+                    f"gradients are {smallest:.3g} times as large as they arrived after backward: bits that could not "
+                    'matter then, and were not sent with importance="paper", count now. Scale the loss instead, pass the '
+                    f"GradScaler to attach, or scale before the backward pass; {_ADVICE}"
+                )
+
+    def _after_step(self, *_: Any) -> None:
+        self._n_steps += 1

@@ -60,10 +60,12 @@ def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
         rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
         for options in (
             {},
+            {"mode": "sketch"},
             {"index": "bloom", "aggregator": ProcessGroup("all-to-all")},
+            {"mode": "sketch", "index": "bloom", "aggregator": ProcessGroup("all-to-all")},
             {"mode": "exact"},
             {"mode": "exact", "integer_bits": 64},
-            {"index": "bitmap", "batch_values": 64, "gamma": 1.5, "seed": 9},
+            {"mode": "sketch", "index": "bitmap", "batch_values": 64, "gamma": 1.5, "seed": 9},
         ):
             scheme = make(**options)
             driver = Driver(scheme, parameters(dtype), LAYOUT)
@@ -74,8 +76,9 @@ def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
                 for index, mean in enumerate(result):
                     shares = torch.stack([by_bucket(tensors)[index].double() for tensors in everyone])
                     expected = shares.sum(0) / world_size
-                    # Too dense to gain, a bucket takes the backend's own sum, which rounds every partial sum to the dtype.
-                    is_plain, summed = density > 0.03, shares.abs().sum(0) / world_size
+                    # Packed values and dense buckets take the backend's own sum, which rounds every partial sum to the dtype.
+                    is_plain = density > 0.03 or "mode" not in options
+                    summed = shares.abs().sum(0) / world_size
                     rounded = rounding * (world_size * summed if is_plain else expected.abs())
                     error = (mean.double() - expected).abs() - rounded - 2.0**-24 * (dtype != DTYPES[0])
                     if options.get("mode") == "exact" and world_size > 1 and density <= 0.03:
@@ -113,7 +116,7 @@ def count_bytes(rank: int, world_size: int) -> list[tuple[float, float, float, f
             gradient = torch.randn(n_elements) * in_union
             true_density = float(in_union.float().mean())
             for index in ("bitmap", "bloom"):
-                driver = Driver(make(index=index), [parameter])
+                driver = Driver(make(mode="sketch", index=index), [parameter])
                 for _ in range(2):
                     driver.reduce([gradient])
                 sent = driver.last_buckets[0].record.bytes_sent * 8 / (2 * (world_size - 1) / world_size)
@@ -216,7 +219,13 @@ def test_sum_of_sparsified_gradients_is_that_of_top_k_without_gathering() -> Non
 
 def meet_nonfinite(rank: int, world_size: int) -> None:
     """What a step with Inf or NaN leaves behind: nothing. Values near the end of float32 are summed plainly."""
-    for options in ({}, {"mode": "exact"}, {"sparsifier": "top-k"}, {"mode": "lossy", "error_feedback": True}):
+    for options in (
+        {},
+        {"mode": "sketch"},
+        {"mode": "exact"},
+        {"sparsifier": "top-k"},
+        {"mode": "lossy", "error_feedback": True},
+    ):
         runs = []
         for value in (float("inf"), float("nan"), None):
             driver = Driver(make(**options), parameters(), LAYOUT)
@@ -235,7 +244,7 @@ def meet_nonfinite(rank: int, world_size: int) -> None:
             driver.close()
         assert torch.equal(runs[0], runs[2])
         assert torch.equal(runs[1], runs[2])
-    driver = Driver(make(), parameters(), LAYOUT)
+    driver = Driver(make(mode="sketch"), parameters(), LAYOUT)
     huge = gradients_of(rank, world_size, 0, 0.02)
     huge[0][0, 0] = 1e38
     result = driver.reduce(huge)
@@ -282,11 +291,11 @@ class IntegersOnly(ProcessGroup):
 
 
 def meet_faults(rank: int, world_size: int) -> None:
-    for mode in ("lossless", "exact"):
+    for mode in ("sketch", "exact"):
         driver = Driver(make(mode=mode, aggregator=Altering()), parameters(), LAYOUT)
         with pytest.raises(Exception, match="altered on its way"):
             driver.reduce(gradients_of(rank, world_size, 0, 0.05))
-    for options in ({}, {"mode": "lossy"}, {"mode": "exact", "integer_bits": 64}):
+    for options in ({"mode": "sketch"}, {"mode": "lossy"}, {"integer_bits": 64}, {"mode": "exact", "integer_bits": 64}):
         with pytest.raises(gradwire.Unsupported, match='mode="exact", integer_bits=32'):
             Driver(make(aggregator=IntegersOnly(), **options), parameters())
     driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
@@ -301,7 +310,7 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"mode": "fast"}, "lossless, exact, lossy"),
+        ({"mode": "fast"}, "packed, sketch, exact, lossy"),
         ({"budget": 0}, "budget"),
         ({"integer_bits": 16}, "integer_bits"),
         ({"sparsifier": "random"}, "top-k"),
@@ -345,7 +354,13 @@ def run_steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps
     return losses
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"mode": "exact"}, {"sparsifier": "top-k"}, {"mode": "lossy", "budget": 0.2}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mode": "sketch"},
+    {"mode": "exact"},
+    {"sparsifier": "top-k"},
+    {"mode": "lossy", "budget": 0.2},
+]
 
 
 def start(options: dict[str, Any], state: dict[str, Any] | None) -> tuple[Any, ...]:

@@ -197,7 +197,7 @@ def test_bloom_filter_finds_all_non_zeros_and_as_many_zeros_as_the_formula_says(
         bloom_filter.insert(index, n_elements, shape, 7, mine)
         ored |= mine
     found = torch.empty_like(union)
-    n_candidates, n_estimated = bloom_filter.query(ored, n_elements, shape, 7, found)
+    n_candidates, n_estimated, _ = bloom_filter.query(ored, n_elements, shape, 7, found)
     assert torch.equal(found & union, union)
     expected = n_nonzeros + (n_elements - n_nonzeros) / 2**shape.n_hashes
     assert 0.97 * n_nonzeros <= n_candidates <= 1.15 * expected

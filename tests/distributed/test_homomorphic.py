@@ -408,3 +408,63 @@ def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(world_size: i
     for outcome in outcomes[1:]:
         for mine, first in zip(outcome, outcomes[0], strict=True):
             assert torch.equal(mine, first)
+
+
+# ---- steps that once were taken for something else
+
+
+def skip_a_step(rank: int, world_size: int) -> None:
+    """A step without gradients, then what came before it: never taken for a dense bucket, whatever the mode."""
+    for mode in ("packed", "sketch"):
+        driver = Driver(make(mode=mode), parameters(), LAYOUT)
+        n_sent = []
+        for density in (0.02, *(0.0,) * 10, 0.02, 0.02, 0.02):  # longer than counts are kept
+            driver.reduce(gradients_of(rank, world_size, 0, density))
+            n_sent.append(sum(bucket.record.bytes_sent for bucket in driver.last_buckets))
+            for bucket in driver.last_buckets:
+                assert not any("too dense" in why for why in bucket.record.fallbacks)
+        assert n_sent[-3] <= 1.2 * n_sent[0]  # a filter of one row came first
+        assert n_sent[-1] <= n_sent[0]
+        assert driver.scheme.stats()["n_bloom_fallbacks"] > 0
+        driver.close()
+
+
+def test_step_without_gradients_is_not_followed_by_plain_ones() -> None:
+    run_ranks(skip_a_step, 2)
+
+
+def cancel(rank: int, world_size: int) -> None:
+    """Sums 10^-4 of the values, with other ranks' rounding in every cell."""
+    for mode in ("packed", "sketch"):
+        driver = Driver(make(mode=mode), parameters(), LAYOUT)
+        for step in range(3):
+            base = gradients_of(0, 1, step, 0.03)
+            everyone = [[g * (1 if r % 2 else -1) * (1 + 1e-4 * r) for g in base] for r in range(world_size)]
+            mean = flat(driver.reduce([gradient.clone() for gradient in everyone[rank]])).double()
+            shares = torch.stack([flat(gradients).double() for gradients in everyone])
+            error = (mean - shares.mean(0)).abs()
+            assert float(error.max()) <= 2.0**-16 * float(shares.abs().max())
+            if mode == "packed":
+                assert bool((error <= 2.0**-21 * shares.abs().sum(0)).all())
+        assert driver.scheme.stats()["n_buckets_too_dense"] == 0
+        driver.close()
+
+
+def test_ranks_that_nearly_cancel_are_summed() -> None:
+    run_ranks(cancel, 4)
+
+
+def send_columns(rank: int, world_size: int) -> None:
+    parameter = torch.zeros(1024, 1024)
+    gradient = torch.zeros(1024, 1024)
+    gradient[:, 64:80] = torch.randn(1024, 16, generator=torch.Generator().manual_seed(rank))
+    driver = Driver(make(mode="sketch", index="bitmap"), [parameter])
+    for _ in range(2):
+        driver.reduce([gradient.clone()])
+        assert driver.last_buckets[0].record.bytes_sent <= 1.05 * (1024 * 1024 / 8 + 1.3 * 4 * 16 * 1024)
+    assert driver.scheme.stats()["n_sketches_resent"] == 0
+    driver.close()
+
+
+def test_columns_of_a_matrix_are_sent_once() -> None:
+    run_ranks(send_columns, 2)

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "errors.hpp"
+#include "packing/packing.hpp"
 #include "sketch/bloom.hpp"
 #include "sketch/plan.hpp"
 
@@ -71,6 +72,20 @@ void bind_sketch(nb::module_& m) {
         return sketch::query_bloom(span_of(filter), n_elements, n_hashes, seed, span_of(words));
       },
       nb::arg("filter"), nb::arg("n_elements"), nb::arg("n_hashes"), nb::arg("seed"), nb::arg("words"));
+  m.def(
+      "pack_values",
+      [](const ConstBytes& values, std::size_t item_bytes, const ConstWords& words, const Bytes& packed) {
+        const nb::gil_scoped_release unlocked;
+        packing::pack(span_of(values), item_bytes, span_of(words), span_of(packed));
+      },
+      nb::arg("values"), nb::arg("item_bytes"), nb::arg("words"), nb::arg("packed"));
+  m.def(
+      "unpack_values",
+      [](const ConstBytes& packed, std::size_t item_bytes, const ConstWords& words, const Bytes& values) {
+        const nb::gil_scoped_release unlocked;
+        packing::unpack(span_of(packed), item_bytes, span_of(words), span_of(values));
+      },
+      nb::arg("packed"), nb::arg("item_bytes"), nb::arg("words"), nb::arg("values"));
   m.attr("SKETCH_BLOOM_ROW_WORDS") = sketch::kBloomRowWords;
 
   nb::class_<sketch::Plan>(m, "SketchPlan")
@@ -113,13 +128,13 @@ void bind_sketch(nb::module_& m) {
           nb::arg("positions"))
       .def(
           "recover",
-          [](const sketch::Plan& plan, const Bytes& cells, int cell_kind, double scale, bool estimate,
+          [](const sketch::Plan& plan, const Bytes& cells, int cell_kind, double scale, bool estimate, float bound,
              const Bytes& values, int dtype) {
             const sketch::Dtype known = dtype_of(dtype);
             const sketch::Cells kind = cells_of(cell_kind);
             const nb::gil_scoped_release unlocked;
-            return static_cast<int>(plan.recover(span_of(cells), kind, scale, estimate, span_of(values), known));
+            return static_cast<int>(plan.recover(span_of(cells), kind, scale, estimate, bound, span_of(values), known));
           },
-          nb::arg("cells"), nb::arg("cell_kind"), nb::arg("scale"), nb::arg("estimate"), nb::arg("values"),
-          nb::arg("dtype"));
+          nb::arg("cells"), nb::arg("cell_kind"), nb::arg("scale"), nb::arg("estimate"), nb::arg("bound"),
+          nb::arg("values"), nb::arg("dtype"));
 }

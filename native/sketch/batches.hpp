@@ -38,26 +38,27 @@ struct Occupied {
 class Batches {
  public:
   Batches(const Geometry& geometry, const std::uint16_t* granule_bits)
-      : granule_bits_(granule_bits),
-        n_batches_(geometry.n_batches),
-        full_slots_(geometry.n_granules / geometry.n_batches),
-        n_longer_(geometry.n_granules % geometry.n_batches) {}
+      : geometry_(geometry), granule_bits_(granule_bits), full_slots_(geometry.n_granules / geometry.n_batches) {}
 
   void find(std::size_t batch, Occupied& found) const {
-    const std::size_t n_slots = full_slots_ + (batch < n_longer_);
-    const std::uint16_t* bits = granule_bits_ + batch;
     int n = 0, n_nonzeros = 0;
-    for (std::size_t slot = 0; slot < n_slots; ++slot, bits += n_batches_) {
+    const auto look = [&](std::size_t slot, std::size_t granule) {
+      const std::uint16_t bits = granule_bits_[granule];
       found.slot[n] = static_cast<std::uint16_t>(slot);
-      found.bits[n] = *bits;
-      n += *bits != 0;
-      n_nonzeros += std::popcount(*bits);
+      found.bits[n] = bits;
+      n += bits != 0;
+      n_nonzeros += std::popcount(bits);
+    };
+    for (std::size_t slot = 0; slot < full_slots_; ++slot) look(slot, geometry_.granule(batch, slot));
+    if (full_slots_ < geometry_.slots()) {  // the last stretch may end early
+      const std::size_t last = geometry_.granule(batch, full_slots_);
+      if (last < geometry_.n_granules) look(full_slots_, last);
     }
     found.n_granules = n;
     found.n_nonzeros = n_nonzeros;
   }
 
-  std::size_t granule(std::size_t batch, std::size_t slot) const { return batch + slot * n_batches_; }
+  std::size_t granule(std::size_t batch, std::size_t slot) const { return geometry_.granule(batch, slot); }
 
   // visit(position in the batch, index in the gradient) for every non-zero, in order.
   template <typename Visit>
@@ -73,8 +74,9 @@ class Batches {
   }
 
  private:
+  const Geometry& geometry_;
   const std::uint16_t* granule_bits_;
-  std::size_t n_batches_, full_slots_, n_longer_;
+  std::size_t full_slots_;
 };
 
 }  // namespace

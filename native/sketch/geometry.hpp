@@ -1,11 +1,15 @@
 // Where every value of a gradient lies in a count sketch (Li et al., ICML 2024, section 3.4).
 // docs/format.md#count-sketch
 //
-// A batch of c values shares three rows, three signs and three rotations. It is made of granules of 16 values that lie
-// n_batches granules apart, so that a cluster of non-zeros (an embedding row, a dense layer) falls into as many batches
-// as it has granules: batches of consecutive values would peel or fail as one (docs/results.md, count sketch).
+// A batch of c values shares three rows, three signs and three rotations. It is made of granules of 16 values, one from
+// each stretch of n_batches granules, so that a cluster of non-zeros (an embedding row, a dense layer) falls into as
+// many batches as it has granules: batches of consecutive values would peel or fail as one (docs/results.md, count
+// sketch). Each stretch is rotated by a hash, so that columns of a matrix, which return after as many granules as a row
+// has, do not fall into one batch either.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -34,7 +38,31 @@ struct Geometry {
 
   std::size_t slots() const { return batch_values / kGranuleValues; }
   // The granule in `slot` of a batch; past the end of the gradient if not below n_granules.
-  std::size_t granule(std::size_t batch, std::size_t slot) const { return batch + slot * n_batches; }
+  std::size_t granule(std::size_t batch, std::size_t slot) const {
+    const std::size_t rotated = batch + rotation[slot];
+    return slot * n_batches + (rotated < n_batches ? rotated : rotated - n_batches);
+  }
+  // The inverse.
+  std::size_t slot_of(std::size_t granule) const { return granule / n_batches; }
+  std::size_t batch_of(std::size_t granule) const {
+    const std::size_t rotated = granule % n_batches, by = rotation[slot_of(granule)];
+    return rotated < by ? rotated + n_batches - by : rotated - by;
+  }
+  // visit(first, end) for the runs of granules, one or two, that `slot` of the batches [first_batch, end_batch) holds.
+  template <typename Visit>
+  void for_each_run(std::size_t first_batch, std::size_t end_batch, std::size_t slot, Visit&& visit) const {
+    const std::size_t start = slot * n_batches, by = rotation[slot];
+    const auto clamped = [&](std::size_t first, std::size_t end) {
+      first = std::min(n_granules, start + first), end = std::min(n_granules, start + end);
+      if (first < end) visit(first, end);
+    };
+    clamped(std::min(n_batches, first_batch + by), std::min(n_batches, end_batch + by));
+    clamped(std::max(n_batches, first_batch + by) - n_batches, std::max(n_batches, end_batch + by) - n_batches);
+  }
+
+  // Of each slot's stretch of granules; 0 unless `rotate` has drawn them.
+  std::array<std::size_t, kMaxBatchValues / kGranuleValues> rotation{};
+  void rotate(std::uint64_t key);
 };
 
 // splitmix64's finaliser (Steele, Lea, Flood 2014): every bit of the result depends on every bit of `x`.
@@ -55,6 +83,12 @@ constexpr std::uint64_t draw(std::uint64_t key, std::uint64_t batch, std::uint64
 // floor(n x fraction / 2^32): a number below n, evenly.
 constexpr std::uint32_t below(std::uint32_t n, std::uint64_t fraction) {
   return static_cast<std::uint32_t>((static_cast<std::uint64_t>(n) * (fraction & 0xFFFFFFFFu)) >> 32);
+}
+
+// By draw 7 of batch `slot`: rows and rotations of batches take 0 and 1.
+inline void Geometry::rotate(std::uint64_t key) {
+  for (std::size_t slot = 0; slot < slots(); ++slot)
+    rotation[slot] = below(static_cast<std::uint32_t>(n_batches), draw(key, slot, 7) >> 32);
 }
 
 // Three rows, rotations and signs of one batch.

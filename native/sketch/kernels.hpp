@@ -27,7 +27,7 @@ struct Kernels {
   void (*peel)(const Geometry& geometry, Block& block, std::uint64_t key, const std::uint16_t* granule_bits,
                Entry* entries);
   Outcome (*recover[kCellKinds][kDtypes])(const Geometry& geometry, const Block& block, const Entry* entries,
-                                          double scale, bool estimate, void* cells, void* values);
+                                          double scale, bool estimate, float bound, void* cells, void* values);
 };
 
 extern const Kernels kPortable;

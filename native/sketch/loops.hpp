@@ -141,6 +141,9 @@ bool add_block(const Geometry& geometry, const Block& block, std::uint64_t key, 
   return fixed.fits;
 }
 
+// What rounding may leave in a cell of floats, as a share of the bound on all ranks' values: 256 units of 2^-24.
+constexpr float kResidue = 0x1p-16f;
+
 template <typename T>
 T median(T a, T b, T c) {
   return std::max(std::min(a, b), std::min(std::max(a, b), c));
@@ -154,15 +157,15 @@ bool is_finite(T value) {
 
 template <typename T, Dtype dtype>
 Outcome recover_block(const Geometry& geometry, const Block& block, const Entry* entries, double scale, bool estimate,
-                      void* all_cells, void* all_values) {
+                      float bound, void* all_cells, void* all_values) {
   T* const cells = static_cast<T*>(all_cells);
   using Value = std::conditional_t<dtype == Dtype::float32, float, std::uint16_t>;
   Value* const values = static_cast<Value*>(all_values);
-  for (std::size_t slot = 0; slot < geometry.slots(); ++slot) {
-    const std::size_t first = std::min(geometry.n_elements, geometry.granule(block.first_batch, slot) * kGranuleValues);
-    const std::size_t end = std::min(geometry.n_elements, geometry.granule(block.end_batch, slot) * kGranuleValues);
-    std::memset(values + first, 0, (end - first) * sizeof(Value));
-  }
+  for (std::size_t slot = 0; slot < geometry.slots(); ++slot)
+    geometry.for_each_run(block.first_batch, block.end_batch, slot, [&](std::size_t first, std::size_t end) {
+      first *= kGranuleValues, end = std::min(geometry.n_elements, end * kGranuleValues);
+      std::memset(values + first, 0, (end - first) * sizeof(Value));
+    });
   const auto write = [&](std::uint32_t position, T sum) {
     const float value = static_cast<float>(static_cast<double>(sum) * scale);
     if constexpr (dtype == Dtype::float32)
@@ -171,7 +174,6 @@ Outcome recover_block(const Geometry& geometry, const Block& block, const Entry*
       values[position] = bfloat16_of(value);
   };
   const auto signed_cell = [&](std::uint32_t cell) { return signed_by(cells[cell & ~kNegative], cell); };
-  T largest = 0;
   bool all_finite = true;
   for (std::size_t i = 0; i < block.n_peeled; ++i) {
     if (i + kEntriesAhead < block.n_peeled) {
@@ -187,10 +189,7 @@ Outcome recover_block(const Geometry& geometry, const Block& block, const Entry*
       T& cell = cells[entry.cell[j] & ~kNegative];
       cell = minus(cell, signed_by(sum, entry.cell[j]));
     }
-    if constexpr (std::is_same_v<T, float>) {
-      all_finite = all_finite && is_finite(sum);
-      largest = std::max(largest, std::abs(sum));
-    }
+    if constexpr (std::is_same_v<T, float>) all_finite = all_finite && is_finite(sum);
   }
   for (std::size_t i = block.n_peeled; i < block.n_entries; ++i) {
     T sum = 0;
@@ -205,7 +204,7 @@ Outcome recover_block(const Geometry& geometry, const Block& block, const Entry*
   const T* const rest = cells + std::size_t{block.first_row} * geometry.batch_values;
   const std::size_t n_cells = std::size_t{block.n_rows} * geometry.batch_values;
   if constexpr (std::is_same_v<T, float>) {
-    const std::uint32_t tolerance = std::bit_cast<std::uint32_t>(largest * 0x1p-10f);
+    const std::uint32_t tolerance = std::bit_cast<std::uint32_t>(bound * kResidue);
     std::uint32_t most = 0;
     for (std::size_t i = 0; i < n_cells; ++i)
       most = std::max(most, std::bit_cast<std::uint32_t>(rest[i]) & 0x7FFFFFFFu);

@@ -30,7 +30,7 @@ class Peeling {
           PeelSpace& space)
       : block_(block),
         batches_(geometry, granule_bits),
-        n_batches_(geometry.n_batches),
+        geometry_(geometry),
         c_(static_cast<std::uint32_t>(geometry.batch_values)),
         c_bits_(std::countr_zero(c_)),
         first_cell_(block.first_row * c_),
@@ -129,7 +129,7 @@ class Peeling {
   }
 
   std::uint32_t position_of(std::size_t batch, std::uint32_t position) const {
-    return static_cast<std::uint32_t>((batch + (position / kGranuleValues) * n_batches_) * kGranuleValues +
+    return static_cast<std::uint32_t>(geometry_.granule(batch, position / kGranuleValues) * kGranuleValues +
                                       position % kGranuleValues);
   }
 
@@ -141,8 +141,9 @@ class Peeling {
     gone.assign(n_here * slots, 0);
     for (std::size_t i = 0; i < block_.n_peeled; ++i) {
       const std::size_t granule = entries_[i].position / kGranuleValues;
-      const std::size_t slot = granule / n_batches_, in_block = granule % n_batches_ - block_.first_batch;
-      gone[in_block * slots + slot] |= static_cast<std::uint16_t>(1u << (entries_[i].position % kGranuleValues));
+      const std::size_t in_block = geometry_.batch_of(granule) - block_.first_batch;
+      gone[in_block * slots + geometry_.slot_of(granule)] |=
+          static_cast<std::uint16_t>(1u << (entries_[i].position % kGranuleValues));
     }
     Entry* entry = entries_ + block_.n_peeled;
     Occupied found;
@@ -163,7 +164,7 @@ class Peeling {
 
   Block& block_;
   Batches batches_;
-  std::size_t n_batches_;
+  const Geometry& geometry_;
   std::uint32_t c_;
   int c_bits_;
   std::uint32_t first_cell_;

@@ -90,6 +90,7 @@ void Plan::prepare(std::span<const std::uint32_t> words, std::size_t n_elements,
   std::size_t c = options.max_batch_values;
   while (c > kMinBatchValues && wanted < static_cast<double>(kMinTableRows * c)) c /= 2;
   geometry_ = Geometry(n_elements, c);
+  if (n_elements != 0) geometry_.rotate(key_);
   if (n_nonzeros_ == 0) return;
   const std::size_t n_blocks =
       std::max<std::size_t>(1, std::min(n_nonzeros_ / kBlockNonzeros, geometry_.n_batches / kMinBlockBatches));
@@ -101,11 +102,10 @@ void Plan::prepare(std::span<const std::uint32_t> words, std::size_t n_elements,
   for (std::size_t k = 0; k < n_blocks; ++k) {
     Block& block = blocks_[k];
     block = {geometry_.n_batches * k / n_blocks, geometry_.n_batches * (k + 1) / n_blocks, 0, 0, n_entries, 0, 0, 0};
-    for (std::size_t slot = 0; slot < geometry_.slots(); ++slot) {
-      const std::size_t first = std::min(geometry_.n_granules, geometry_.granule(block.first_batch, slot));
-      const std::size_t end = std::min(geometry_.n_granules, geometry_.granule(block.end_batch, slot));
-      block.n_entries += count_bits(granules + first, end - first);
-    }
+    for (std::size_t slot = 0; slot < geometry_.slots(); ++slot)
+      geometry_.for_each_run(block.first_batch, block.end_batch, slot, [&](std::size_t first, std::size_t end) {
+        block.n_entries += count_bits(granules + first, end - first);
+      });
     n_entries += block.n_entries;
     if (has_table && block.n_entries != 0) {
       const double share = wanted * static_cast<double>(block.n_entries) / static_cast<double>(n_nonzeros_);
@@ -165,7 +165,7 @@ void Plan::write_core(std::span<std::int64_t> positions) const {
   if (!is_peeled_ || n != positions.size()) throw InvalidArgument("the core has another size");
 }
 
-Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, bool estimate,
+Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, bool estimate, float bound,
                       std::span<std::uint8_t> values, Dtype dtype) const {
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   if (cells.size() != n_cells_ * bytes_of(kind))
@@ -180,7 +180,7 @@ Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, b
   std::atomic<int> worst{0};
   parallel_for(blocks_.size(), [&](std::size_t k) {
     const int outcome = static_cast<int>(recover_block(geometry_, blocks_[k], entries_.data() + blocks_[k].first_entry,
-                                                       scale, estimate, cells.data(), values.data()));
+                                                       scale, estimate, bound, cells.data(), values.data()));
     int seen = worst.load();
     // "Not finite" comes before "foreign": sums that overflowed leave nothing that could be compared.
     while ((seen == 0 || outcome == 1) && outcome != 0 && !worst.compare_exchange_weak(seen, outcome)) {

@@ -81,8 +81,9 @@ class Plan {
   void write_core(std::span<std::int64_t> positions) const;
 
   // Writes sum x `scale` of every value, zeros where the index has none, into `values`; `cells`, the sum of all ranks'
-  // cells, is used up. The core is estimated by the median of its three cells if `estimate`, else it is 0.
-  Outcome recover(std::span<std::uint8_t> cells, Cells kind, double scale, bool estimate,
+  // cells, is used up. The core is estimated by the median of its three cells if `estimate`, else it is 0. `bound`: the
+  // ranks' largest magnitudes add up to no more; in floats, it says how much rounding may leave in a cell.
+  Outcome recover(std::span<std::uint8_t> cells, Cells kind, double scale, bool estimate, float bound,
                   std::span<std::uint8_t> values, Dtype dtype) const;
 
  private:

@@ -60,10 +60,12 @@ def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
         rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
         for options in (
             {},
+            {"mode": "sketch"},
             {"index": "bloom", "aggregator": ProcessGroup("all-to-all")},
+            {"mode": "sketch", "index": "bloom", "aggregator": ProcessGroup("all-to-all")},
             {"mode": "exact"},
             {"mode": "exact", "integer_bits": 64},
-            {"index": "bitmap", "batch_values": 64, "gamma": 1.5, "seed": 9},
+            {"mode": "sketch", "index": "bitmap", "batch_values": 64, "gamma": 1.5, "seed": 9},
         ):
             scheme = make(**options)
             driver = Driver(scheme, parameters(dtype), LAYOUT)
@@ -74,8 +76,9 @@ def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
                 for index, mean in enumerate(result):
                     shares = torch.stack([by_bucket(tensors)[index].double() for tensors in everyone])
                     expected = shares.sum(0) / world_size
-                    # Too dense to gain, a bucket takes the backend's own sum, which rounds every partial sum to the dtype.
-                    is_plain, summed = density > 0.03, shares.abs().sum(0) / world_size
+                    # Packed values and dense buckets take the backend's own sum, which rounds every partial sum to the dtype.
+                    is_plain = density > 0.03 or "mode" not in options
+                    summed = shares.abs().sum(0) / world_size
                     rounded = rounding * (world_size * summed if is_plain else expected.abs())
                     error = (mean.double() - expected).abs() - rounded - 2.0**-24 * (dtype != DTYPES[0])
                     if options.get("mode") == "exact" and world_size > 1 and density <= 0.03:
@@ -113,7 +116,7 @@ def count_bytes(rank: int, world_size: int) -> list[tuple[float, float, float, f
             gradient = torch.randn(n_elements) * in_union
             true_density = float(in_union.float().mean())
             for index in ("bitmap", "bloom"):
-                driver = Driver(make(index=index), [parameter])
+                driver = Driver(make(mode="sketch", index=index), [parameter])
                 for _ in range(2):
                     driver.reduce([gradient])
                 sent = driver.last_buckets[0].record.bytes_sent * 8 / (2 * (world_size - 1) / world_size)
@@ -216,7 +219,13 @@ def test_sum_of_sparsified_gradients_is_that_of_top_k_without_gathering() -> Non
 
 def meet_nonfinite(rank: int, world_size: int) -> None:
     """What a step with Inf or NaN leaves behind: nothing. Values near the end of float32 are summed plainly."""
-    for options in ({}, {"mode": "exact"}, {"sparsifier": "top-k"}, {"mode": "lossy", "error_feedback": True}):
+    for options in (
+        {},
+        {"mode": "sketch"},
+        {"mode": "exact"},
+        {"sparsifier": "top-k"},
+        {"mode": "lossy", "error_feedback": True},
+    ):
         runs = []
         for value in (float("inf"), float("nan"), None):
             driver = Driver(make(**options), parameters(), LAYOUT)
@@ -235,7 +244,7 @@ def meet_nonfinite(rank: int, world_size: int) -> None:
             driver.close()
         assert torch.equal(runs[0], runs[2])
         assert torch.equal(runs[1], runs[2])
-    driver = Driver(make(), parameters(), LAYOUT)
+    driver = Driver(make(mode="sketch"), parameters(), LAYOUT)
     huge = gradients_of(rank, world_size, 0, 0.02)
     huge[0][0, 0] = 1e38
     result = driver.reduce(huge)
@@ -282,11 +291,11 @@ class IntegersOnly(ProcessGroup):
 
 
 def meet_faults(rank: int, world_size: int) -> None:
-    for mode in ("lossless", "exact"):
+    for mode in ("sketch", "exact"):
         driver = Driver(make(mode=mode, aggregator=Altering()), parameters(), LAYOUT)
         with pytest.raises(Exception, match="altered on its way"):
             driver.reduce(gradients_of(rank, world_size, 0, 0.05))
-    for options in ({}, {"mode": "lossy"}, {"mode": "exact", "integer_bits": 64}):
+    for options in ({"mode": "sketch"}, {"mode": "lossy"}, {"integer_bits": 64}, {"mode": "exact", "integer_bits": 64}):
         with pytest.raises(gradwire.Unsupported, match='mode="exact", integer_bits=32'):
             Driver(make(aggregator=IntegersOnly(), **options), parameters())
     driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
@@ -301,7 +310,7 @@ def test_altered_sums_raise_and_integer_aggregators_get_integers() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"mode": "fast"}, "lossless, exact, lossy"),
+        ({"mode": "fast"}, "packed, sketch, exact, lossy"),
         ({"budget": 0}, "budget"),
         ({"integer_bits": 16}, "integer_bits"),
         ({"sparsifier": "random"}, "top-k"),
@@ -345,7 +354,13 @@ def run_steps(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps
     return losses
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"mode": "exact"}, {"sparsifier": "top-k"}, {"mode": "lossy", "budget": 0.2}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mode": "sketch"},
+    {"mode": "exact"},
+    {"sparsifier": "top-k"},
+    {"mode": "lossy", "budget": 0.2},
+]
 
 
 def start(options: dict[str, Any], state: dict[str, Any] | None) -> tuple[Any, ...]:
@@ -393,3 +408,63 @@ def test_embeddings_train_alike_on_all_ranks_and_resume_bit_by_bit(world_size: i
     for outcome in outcomes[1:]:
         for mine, first in zip(outcome, outcomes[0], strict=True):
             assert torch.equal(mine, first)
+
+
+# ---- steps that once were taken for something else
+
+
+def skip_a_step(rank: int, world_size: int) -> None:
+    """A step without gradients, then what came before it: never taken for a dense bucket, whatever the mode."""
+    for mode in ("packed", "sketch"):
+        driver = Driver(make(mode=mode), parameters(), LAYOUT)
+        n_sent = []
+        for density in (0.02, *(0.0,) * 10, 0.02, 0.02, 0.02):  # longer than counts are kept
+            driver.reduce(gradients_of(rank, world_size, 0, density))
+            n_sent.append(sum(bucket.record.bytes_sent for bucket in driver.last_buckets))
+            for bucket in driver.last_buckets:
+                assert not any("too dense" in why for why in bucket.record.fallbacks)
+        assert n_sent[-3] <= 1.2 * n_sent[0]  # a filter of one row came first
+        assert n_sent[-1] <= n_sent[0]
+        assert driver.scheme.stats()["n_bloom_fallbacks"] > 0
+        driver.close()
+
+
+def test_step_without_gradients_is_not_followed_by_plain_ones() -> None:
+    run_ranks(skip_a_step, 2)
+
+
+def cancel(rank: int, world_size: int) -> None:
+    """Sums 10^-4 of the values, with other ranks' rounding in every cell."""
+    for mode in ("packed", "sketch"):
+        driver = Driver(make(mode=mode), parameters(), LAYOUT)
+        for step in range(3):
+            base = gradients_of(0, 1, step, 0.03)
+            everyone = [[g * (1 if r % 2 else -1) * (1 + 1e-4 * r) for g in base] for r in range(world_size)]
+            mean = flat(driver.reduce([gradient.clone() for gradient in everyone[rank]])).double()
+            shares = torch.stack([flat(gradients).double() for gradients in everyone])
+            error = (mean - shares.mean(0)).abs()
+            assert float(error.max()) <= 2.0**-16 * float(shares.abs().max())
+            if mode == "packed":
+                assert bool((error <= 2.0**-21 * shares.abs().sum(0)).all())
+        assert driver.scheme.stats()["n_buckets_too_dense"] == 0
+        driver.close()
+
+
+def test_ranks_that_nearly_cancel_are_summed() -> None:
+    run_ranks(cancel, 4)
+
+
+def send_columns(rank: int, world_size: int) -> None:
+    parameter = torch.zeros(1024, 1024)
+    gradient = torch.zeros(1024, 1024)
+    gradient[:, 64:80] = torch.randn(1024, 16, generator=torch.Generator().manual_seed(rank))
+    driver = Driver(make(mode="sketch", index="bitmap"), [parameter])
+    for _ in range(2):
+        driver.reduce([gradient.clone()])
+        assert driver.last_buckets[0].record.bytes_sent <= 1.05 * (1024 * 1024 / 8 + 1.3 * 4 * 16 * 1024)
+    assert driver.scheme.stats()["n_sketches_resent"] == 0
+    driver.close()
+
+
+def test_columns_of_a_matrix_are_sent_once() -> None:
+    run_ranks(send_columns, 2)

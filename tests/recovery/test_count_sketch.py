@@ -197,7 +197,7 @@ def test_bloom_filter_finds_all_non_zeros_and_as_many_zeros_as_the_formula_says(
         bloom_filter.insert(index, n_elements, shape, 7, mine)
         ored |= mine
     found = torch.empty_like(union)
-    n_candidates, n_estimated = bloom_filter.query(ored, n_elements, shape, 7, found)
+    n_candidates, n_estimated, _ = bloom_filter.query(ored, n_elements, shape, 7, found)
     assert torch.equal(found & union, union)
     expected = n_nonzeros + (n_elements - n_nonzeros) / 2**shape.n_hashes
     assert 0.97 * n_nonzeros <= n_candidates <= 1.15 * expected
@@ -244,6 +244,19 @@ def test_foreign_or_altered_sketches_and_indices_raise() -> None:
         CountSketch().prepare(index, 33)
     with pytest.raises(gradwire.InvalidArgument, match="words"):
         CountSketch().prepare(index, 65)
+
+
+def test_cells_altered_by_little_are_found_and_cancelling_ranks_are_not_accused() -> None:
+    (gradient,) = sparse_gradients(300_000, 0.02, 1)
+    largest = float(gradient.abs().max())
+    result = torch.empty(300_000)
+    summed = sum_sketches([gradient * (1 if rank % 2 else -1) * (1 + 1e-4 * rank) for rank in range(4)])
+    bound = 4 * 2.0 ** exponent_of([gradient * 1.0003])
+    assert summed.sketch.recover(summed.cells.clone(), 1.0, result, bound=bound) is Outcome.COMPLETE
+    for position in range(0, summed.cells.numel(), summed.cells.numel() // 50):
+        altered = summed.cells.clone()
+        altered[position] += 5e-4 * largest
+        assert summed.sketch.recover(altered, 1.0, result, bound=bound) is Outcome.FOREIGN
 
 
 def test_random_indices_and_cells_never_crash() -> None:

@@ -61,17 +61,20 @@ def error_bound(
             repeated = exact.positions % scale.size
             return sums + flushed + 2.0**-23 * (scale + slack)[repeated]
     if name == "homomorphic" and not options.get("sparsifier"):
-        return _sketch_bound(options.get("mode", "lossless"), int(options.get("integer_bits", 32)), exact, sums)
+        mode = options.get("mode", "packed")
+        if mode == "packed":
+            mode = "exact" if options.get("aggregator") == "switch" else "plain"
+        return sums if mode == "plain" else _sketch_bound(mode, int(options.get("integer_bits", 32)), exact, sums)
     return None
 
 
 def _sketch_bound(mode: str, integer_bits: int, exact: Exact, sums: Float64Array) -> Float64Array | None:
-    """Lossless: a value comes out of a cell that held others, some of them peeled from such cells before: its error is
+    """Sketch: a value comes out of a cell that held others, some of them peeled from such cells before: its error is
     relative to the largest value, not to itself (measured: 15 units of 2^-24; promised: 256). Exact: each rank rounds
     to half a unit of the fixed point, whose exponent is that of the largest value of all ranks.
     """
     largest_mean = float(exact.mean_magnitude.max(initial=0.0))
-    if mode == "lossless":
+    if mode == "sketch":
         return sums + 2.0**-16 * largest_mean
     if mode == "exact":
         bits = (31 if integer_bits == 32 else 62) - (exact.n_ranks - 1).bit_length()

@@ -13,7 +13,7 @@ import torch
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
-__all__ = ["BloomShape", "insert", "query"]
+__all__ = ["BloomShape", "Found", "insert", "query"]
 
 _ROW_WORDS = _native.SKETCH_BLOOM_ROW_WORDS
 _MAX_HASHES = 64
@@ -27,11 +27,13 @@ class BloomShape(NamedTuple):
     Attributes:
         n_hashes: rows that a non-zero sets a bit in.
         n_words: of 32 bits; a multiple of 32.
-        expected_bits: of filter and sketch together, if the union has as many non-zeros as it was made for.
+        expected_candidates: values that it lets through, if the union has as many non-zeros as it was made for.
+        expected_bits: of filter and sketch together, in that case.
     """
 
     n_hashes: int
     n_words: int
+    expected_candidates: float
     expected_bits: float
 
     @classmethod
@@ -45,7 +47,21 @@ class BloomShape(NamedTuple):
         n_rows = max(1, math.ceil(n_nonzeros * n_hashes / _LN2 / (32 * _ROW_WORDS)))
         n_words = n_rows * _ROW_WORDS
         n_candidates = n_nonzeros + n_zeros / 2**n_hashes
-        return cls(n_hashes, n_words, 32 * n_words + gamma * _VALUE_BITS * n_candidates)
+        return cls(n_hashes, n_words, n_candidates, 32 * n_words + gamma * _VALUE_BITS * n_candidates)
+
+
+class Found(NamedTuple):
+    """What a filter lets through.
+
+    Attributes:
+        n_candidates: values that it may hold.
+        n_nonzeros: how many of them are not zero, estimated from how full it is.
+        share_set: of its bits.
+    """
+
+    n_candidates: int
+    n_nonzeros: int
+    share_set: float
 
 
 def insert(index: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> None:
@@ -60,13 +76,12 @@ def insert(index: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, o
     _native.sketch_insert_bloom(index.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32))
 
 
-def query(bloom: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> tuple[int, int]:
+def query(bloom: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, out: torch.Tensor) -> Found:
     """Write the bitmap of everything that the filter may hold.
 
     Args:
         bloom: (shape.n_words,) int32, ORed over the ranks.
         out: (index_words(n_elements),) int32.
-    Returns: how many values that are, and how many of them are non-zeros, estimated from how full the filter is.
     Raises: InvalidArgument (sizes).
     """
     _check(bloom, shape)
@@ -74,13 +89,14 @@ def query(bloom: torch.Tensor, n_elements: int, shape: BloomShape, seed: int, ou
         bloom.view(torch.uint32), n_elements, shape.n_hashes, seed, out.view(torch.uint32)
     )
     n_set = _native.sketch_count_index(bloom.view(torch.uint32), 32 * shape.n_words)
+    share_set = n_set / (32 * shape.n_words)
     false_positives = 1.0
     for _ in range(shape.n_hashes):
-        false_positives *= n_set / (32 * shape.n_words)
+        false_positives *= share_set
     if false_positives >= 1:
-        return n_candidates, n_candidates
+        return Found(n_candidates, n_candidates, share_set)
     estimated = (n_candidates - false_positives * n_elements) / (1 - false_positives)
-    return n_candidates, min(n_candidates, max(0, round(estimated)))
+    return Found(n_candidates, min(n_candidates, max(0, round(estimated))), share_set)
 
 
 def _rounded_log2(x: float) -> int:

@@ -102,7 +102,7 @@ def built_sizes(n_elements: int, densities: Sequence[float], pattern: str) -> Re
         filter_words = torch.empty(shape.n_words, dtype=torch.int32)
         bloom_filter.insert(index, n_elements, shape, 0, filter_words)
         candidates = torch.empty_like(index)
-        n_candidates, _ = bloom_filter.query(filter_words, n_elements, shape, 0, candidates)
+        n_candidates = bloom_filter.query(filter_words, n_elements, shape, 0, candidates).n_candidates
         bloom_cells, _ = _peeled_cells(sketch, candidates, n_elements)
         bitmap = (32 * index.numel() + _BUILT_BITS * bitmap_cells) / (_BUILT_BITS * n_elements)
         bloom = (32 * shape.n_words + _BUILT_BITS * bloom_cells) / (_BUILT_BITS * n_elements)

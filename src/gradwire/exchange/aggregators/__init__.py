@@ -28,7 +28,7 @@ class Aggregator(Protocol):
 
     Attributes:
         name: as in the registry.
-        sums_floats: whether `start_sum` takes float32. A programmable switch only adds integers.
+        sums_floats: whether `start_sum` takes floats. A programmable switch only adds integers.
     """
 
     name: str
@@ -47,7 +47,8 @@ class Aggregator(Protocol):
         ...
 
     def start_sum(self, values: torch.Tensor, record: BucketRecord) -> Sum:
-        """Start replacing `values` (n,) float32, int32 or int64 by their sum over the ranks; integers wrap around.
+        """Start replacing `values` (n,) by their sum over the ranks: float32, bfloat16, float16, int32 (which wraps
+        around) or int64.
 
         `values` must be left alone until the sum has been waited for.
         Raises: Unsupported (a dtype that this aggregator cannot sum), PeerLost.

@@ -12,7 +12,7 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.telemetry.recorder import BucketRecord, Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
 
-_SUMMED = (torch.float32, torch.int32, torch.int64)
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 _OR_BY = ("all-reduce", "all-to-all")
 
 

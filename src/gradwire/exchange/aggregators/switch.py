@@ -275,7 +275,7 @@ def _check(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
         raise Unsupported(
             f"a switch adds integers only: int32, or int64 in sums, not {tensor.dtype}; convert to fixed point first "
-            "(homomorphic: mode='exact'), or use the aggregator process-group"
+            "(homomorphic: mode='packed' or 'exact'), or use the aggregator process-group"
         )
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise InvalidArgument(f"an aggregator takes (n,) contiguous CPU tensors, got shape {tuple(tensor.shape)}")

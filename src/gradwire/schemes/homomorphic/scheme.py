@@ -4,38 +4,39 @@
     index B of X  --- OR over the ranks ---> B of sum X   (3.2, 3.3)            X <- peel(Y, B)        (3.2)
     count sketch Y of X, as large as B asks for --- sum over the ranks ---> Y of sum X    (3.1, 3.4)
 
-Where this departs from the paper: Y is sized by the OR-ed index, which comes first, so peeling is known to succeed before
-a value is sent; the order of peeling is worked out while Y travels; the few values that do not peel are summed densely.
+Where this departs from the paper: B comes first, so every rank knows the union of the non-zeros before a value is sent. By
+default ("packed") no sketch is needed then: the values at the union, one after the other, are summed as they are. With
+"sketch" Y is sized by B; the order of peeling is worked out while Y travels; the few values that do not peel are summed
+densely.
 
-When not to use this: for gradients that are not sparse. From about 67 % of non-zeros on (float32) index and sketch save
-less than a tenth, and such buckets are sent plainly. What counts is the union over the ranks: four ranks with 1 % at
-places of their own have 3.9 %. And where the network moves a gradient faster than one core compresses and recovers it:
-2.7 GB/s at 1 %, 1.3 GB/s at 5 % (docs/results.md).
+When not to use this: for gradients that are not sparse. From about 87 % of non-zeros on (float32; sketches 67 %) index and
+values save less than a tenth, and such buckets are sent plainly. What counts is the union over the ranks: four ranks with
+1 % at places of their own have 3.9 %. -0.0 counts as zero: where all ranks hold zeros, the mean is 0.0.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import torch
 
 from gradwire import _native
+from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, MIN_GAMMA, CountSketch, FixedPoint, Outcome
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
-from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
 from gradwire.schemes.compressed import Redoing, count_of
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
+from gradwire.schemes.homomorphic.unsent import Unsent, quantised
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
-_MODES = ("lossless", "exact", "lossy")
+_MODES = ("packed", "sketch", "exact", "lossy")
 _INDICES = ("auto", "bitmap", "bloom")
 _SPARSIFIERS = (None, "top-k")
 _INTEGERS = {32: torch.int32, 64: torch.int64}
@@ -60,12 +61,14 @@ class Homomorphic(Redoing):
     """Mean over the ranks of gradients with many zeros, by OR and sum alone.
 
     Args:
-        mode: "lossless": sums of float32, as exact as their rounding (relative error of the result 3e-7 to 7e-7 by
-            norms; a value that is small beside its cell-mates loses digits). "exact": sums of integers, each gradient
-            rounded once to fixed point with an exponent that all ranks share. "lossy": a sketch of `budget`; what does
-            not come out of it is estimated.
+        mode: "packed": the union's values in the gradient's own dtype, divided by the world size and summed, as DDP does
+            it; over an aggregator that adds integers only, in fixed point as in "exact". "sketch": count sketches of
+            float32. Their relative error is 3e-7 to 7e-7 by norms, but they are *not* lossless element by element: a
+            value that is small beside its cell-mates loses digits, or all of them, and Adam divides each value by its
+            own size. "exact": sketches of integers, each gradient rounded once to fixed point with an exponent that
+            all ranks share. "lossy": a sketch of `budget`; what does not come out of it is estimated.
         budget: lossy mode: size of the sketch as a share of the gradient's, in (0, 1]; the index comes on top.
-        integer_bits: exact mode: 32 (a value keeps 31 - ceil(log2 world size) bits below the largest one's exponent)
+        integer_bits: fixed point: 32 (a value keeps 31 - ceil(log2 world size) bits below the largest one's exponent)
             or 64.
         sparsifier: "top-k" sends of each rank's gradient only its `density` of largest values, without gathering.
         density: share of values that the sparsifier keeps, in (0, 1].
@@ -73,7 +76,7 @@ class Homomorphic(Redoing):
             With it, estimates are shrunk by their variance, or what is fed back would grow; without it they are right
             in the mean, which trains better (docs/results.md).
         index: "bitmap", "bloom" (from each layout's second step on), or "auto", whichever is smaller.
-        batch_values, gamma, seed: see CountSketch.
+        batch_values, gamma, seed: of sketches; see CountSketch.
         aggregator: what sums: "process-group", "switch", or an Aggregator.
     """
 
@@ -81,7 +84,7 @@ class Homomorphic(Redoing):
 
     def __init__(
         self,
-        mode: str = "lossless",
+        mode: str = "packed",
         budget: float = 0.1,
         integer_bits: int = 32,
         sparsifier: str | None = None,
@@ -110,9 +113,11 @@ class Homomorphic(Redoing):
         self.sparsifier, self.density = sparsifier, check_share("density", density)
         self.aggregator = aggregators.by_name(aggregator) if isinstance(aggregator, str) else aggregator
         self._sketch = CountSketch(batch_values, gamma, seed)
-        self._index = SharedIndex(index, gamma, seed)
+        self._index = SharedIndex(index, seed)
         self._tries_in: dict[str, int] = {}  # steps until a bucket that was too dense is tried again
         self._next_tries_in: dict[str, int] = {}  # after this step
+        self._attempts: dict[str, int] = {}  # the salt with which a bucket peeled last
+        self._next_attempts: dict[str, int] = {}
         self._n_too_dense = self._n_resent = self._n_core = 0
         self._is_aggregator_bound = False
 
@@ -122,7 +127,7 @@ class Homomorphic(Redoing):
         return {
             "mode": self.mode,
             "budget": self.budget if self.mode == "lossy" else None,
-            "integer_bits": self.integer_bits if self.mode == "exact" else None,
+            "integer_bits": self.integer_bits if self._sums_integers else None,
             "sparsifier": self.sparsifier,
             "density": self.density if self.sparsifier else None,
             "error_feedback": self.error_feedback,
@@ -135,10 +140,10 @@ class Homomorphic(Redoing):
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (an aggregator that cannot sum what this mode sends)."""
-        if not self.aggregator.sums_floats and (self.mode, self.integer_bits) != ("exact", 32):
+        if not self.aggregator.sums_floats and not (self._sums_integers and self.integer_bits == 32):
             raise Unsupported(
-                f"the aggregator {self.aggregator.name!r} adds 32-bit integers only; "
-                'use homomorphic(mode="exact", integer_bits=32) with it, or aggregator="process-group"'
+                f"the aggregator {self.aggregator.name!r} adds 32-bit integers only; use homomorphic with "
+                'mode="packed" or mode="exact", integer_bits=32 with it, or aggregator="process-group"'
             )
         self.aggregator.bind(session.communicator, session.recorder)
         self._is_aggregator_bound = True
@@ -151,33 +156,46 @@ class Homomorphic(Redoing):
         if self._is_known_as_dense(key):
             return self._send_plainly(bucket, wire)
         values, unsent = self._values_to_send(bucket, wire)
-        union = self._index.agree(values, wire.checksum, key, bucket, self.session.communicator, self.aggregator)
+        cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size()
+        cell_bits = 8.0 * cell_bytes if self.mode == "packed" else 32 * self._sketch.gamma
+        union = self._index.agree(
+            values, wire.checksum, key, bucket, self.session.communicator, self.aggregator, cell_bits
+        )
         if not union.ranks_agree:
             wire.name_mismatch()
         if not union.is_finite or self._may_overflow(union):
             return False
-        # Estimates that missed the same way at every step would bend the training; peeled values do not care.
-        step = bucket.step & 0xFFFFFFFF if self.mode == "lossy" else 0
-        n_cells = self._sketch.prepare(union.words, bucket.n_elements, max_cells=self._max_cells(bucket), step=step)
-        self._index.remember(key, self._sketch.n_nonzeros)
-        cell_bytes = 8 if self.mode == "exact" and self.integer_bits == 64 else 4
+        if self.mode == "packed":
+            n_cells = n_nonzeros = packed_values.count(union.words, bucket.n_elements)
+        else:
+            # Estimates that missed the same way at every step would bend the training; peeled values do not care.
+            step = bucket.step & 0xFFFFFFFF if self.mode == "lossy" else 0
+            n_cells = self._sketch.prepare(
+                union.words, bucket.n_elements, self._attempts.get(key, 0), self._max_cells(bucket), step
+            )
+            n_nonzeros = self._sketch.n_nonzeros
+            cell_bytes = max(4, cell_bytes)
+        self._index.remember(key, n_nonzeros)
         if cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes and n_cells:
             self._next_tries_in[key] = _STEPS_BETWEEN_TRIES
             return self._send_plainly(bucket, wire)
-        self._send_sketch(bucket, wire, values, unsent, union)
+        if self.mode == "packed":
+            self._send_packed(bucket, wire, values, unsent, union, n_nonzeros)
+        else:
+            self._send_sketch(bucket, wire, values, unsent, union, key)
         return True
 
-    def _values_to_send(self, bucket: Bucket, wire: Wire) -> tuple[torch.Tensor, _Unsent | None]:
-        """(n,) float32 or bfloat16 to be summed, and with error feedback what is kept of it."""
+    def _values_to_send(self, bucket: Bucket, wire: Wire) -> tuple[torch.Tensor, Unsent | None]:
+        """(n,) to be summed, float32 or as the bucket (for sketches not float16), and with error feedback what is kept."""
         n, gradient = bucket.n_elements, bucket.buffer
         with wire.timing("encode"):
             if not self.error_feedback and not self.sparsifier:
-                if gradient.dtype == torch.float16:
+                if gradient.dtype == torch.float16 and self.mode != "packed":
                     return wire.scratch("values", n).copy_(gradient), None
                 return gradient, None
             corrected, unsent = wire.scratch("corrected", n).copy_(gradient), None
             if self.error_feedback:
-                unsent = _Unsent(self.session.feedback, bucket, self.session.loss_scale(), corrected)
+                unsent = Unsent(self.session.feedback, bucket, self.session.loss_scale(), corrected)
             if not self.sparsifier:
                 return corrected, unsent
             kept = wire.scratch("kept", n).zero_()
@@ -192,15 +210,38 @@ class Homomorphic(Redoing):
                 unsent.left_out = corrected
             return kept, unsent
 
+    def _send_packed(
+        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, n_values: int
+    ) -> None:
+        """Sum the values at the union, and put the mean into the bucket."""
+        fixed = self._fixed_point(union)
+        packed = wire.scratch("packed", n_values, values.dtype)
+        with wire.timing("encode"):
+            packed_values.pack(values, union.words, packed)
+            # Divided before it is summed, by DDP's own product: DDP's bits, and float16 stays in range.
+            cells = packed.mul_(1.0 / wire.world_size) if fixed is None else quantised(packed, fixed)
+        if n_values:
+            self.aggregator.start_sum(cells, wire.record).wait()
+        is_direct = unsent is None and values.dtype == bucket.buffer.dtype
+        with wire.timing("decode"):
+            if fixed is not None:
+                packed.copy_(cells.double().mul_(fixed.scale / wire.world_size).float())
+            out = bucket.buffer if is_direct else wire.scratch("mean", bucket.n_elements)
+            packed_values.unpack(packed, union.words, out)
+            if unsent is not None:
+                unsent.stage(values, out, None)
+            if not is_direct:
+                bucket.buffer.copy_(out)
+
     def _send_sketch(
-        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: _Unsent | None, union: Union
+        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, key: str
     ) -> None:
         """Sum the sketch, peel it while it travels, and put the mean into the bucket."""
         sketch = self._sketch
         fixed = self._fixed_point(union)
         dtype = torch.float32 if fixed is None else fixed.dtype
         peel_first = sketch.n_nonzeros < _PEEL_FIRST_NONZEROS
-        attempt = 0
+        attempt = self._attempts.get(key, 0)
         while True:
             n_core = self._peel(wire, union) if peel_first else 0
             if self._has_to_try_again(n_core, attempt):
@@ -219,7 +260,10 @@ class Homomorphic(Redoing):
                 break
             self._n_resent += 1
             attempt += 1
+            peel_first = True
             sketch.prepare(union.words, bucket.n_elements, attempt)
+        if attempt != self._attempts.get(key, 0):
+            self._next_attempts[key] = attempt if attempt < MAX_ATTEMPTS else 0
 
         estimate = self.mode == "lossy" and n_core > _MAX_DENSE_CORE
         core = sketch.core() if n_core and (self.error_feedback or not estimate) else None
@@ -228,7 +272,9 @@ class Homomorphic(Redoing):
         is_direct = not self.error_feedback and bucket.buffer.dtype in (torch.float32, torch.bfloat16)
         with wire.timing("decode"):
             out = bucket.buffer if is_direct else wire.scratch("mean", bucket.n_elements)
-            if sketch.recover(cells, scale, out, estimate) is not Outcome.COMPLETE:
+            # From all ranks' values, not from their sums: those may cancel, and rounding does not.
+            bound = wire.world_size * 2.0**union.exponent if union.exponent is not None else 0.0
+            if sketch.recover(cells, scale, out, estimate, bound) is not Outcome.COMPLETE:
                 raise CorruptMessage(
                     f"the summed sketch of bucket {bucket.index} in step {bucket.step} is not that of its index: it was "
                     f"altered on its way through the aggregator {self.aggregator.name!r}; restart from the last checkpoint"
@@ -251,27 +297,27 @@ class Homomorphic(Redoing):
 
     def _sum_core(self, wire: Wire, values: torch.Tensor, core: torch.Tensor, fixed: FixedPoint | None) -> torch.Tensor:
         """(n_core,) float64 sums over the ranks of what the sketch does not give back."""
-        own = values[core]
-        if fixed is None:
-            own = own.float()
-        else:
-            own = own.double().mul_(math.ldexp(1.0, fixed.shift)).round_().clamp_(-fixed.limit, fixed.limit)
-            own = own.to(fixed.dtype)
+        own = values[core].float() if fixed is None else quantised(values[core], fixed)
         self.aggregator.start_sum(own, wire.record).wait()
         self._n_core += core.numel()
         return own.double()
 
     # ---- what all ranks decide alike
 
+    @property
+    def _sums_integers(self) -> bool:
+        return self.mode == "exact" or (self.mode == "packed" and not self.aggregator.sums_floats)
+
     def _fixed_point(self, union: Union) -> FixedPoint | None:
-        if self.mode != "exact":
+        if not self._sums_integers:
             return None
         exponent = union.exponent if union.exponent is not None else 0
         return FixedPoint.fit(exponent, self.session.communicator.world_size, _INTEGERS[self.integer_bits])
 
     def _may_overflow(self, union: Union) -> bool:
         bits_of_world = self.session.communicator.world_size.bit_length()
-        return self.mode != "exact" and union.exponent is not None and union.exponent + bits_of_world > _MAX_EXPONENT
+        is_sketch_of_floats = self.mode in ("sketch", "lossy")
+        return is_sketch_of_floats and union.exponent is not None and union.exponent + bits_of_world > _MAX_EXPONENT
 
     def _max_cells(self, bucket: Bucket) -> int:
         if self.mode != "lossy":
@@ -298,8 +344,10 @@ class Homomorphic(Redoing):
     def end_step(self, step: int) -> None:
         super().end_step(step)
         if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
-            self._index.counts.update(self._index.next_counts)
+            self._index.commit()
             self._tries_in.update(self._next_tries_in)
+            self._attempts.update(self._next_attempts)
+        self._next_attempts.clear()
         self._index.next_counts.clear()
         self._next_tries_in.clear()
 
@@ -319,51 +367,33 @@ class Homomorphic(Redoing):
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "n_nonzeros": dict(self._index.counts),
+            "n_nonzeros": {key: list(counts) for key, counts in self._index.counts.items()},
             "dense_for_steps": dict(self._tries_in),
+            "attempts": dict(self._attempts),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
-        for name in ("n_nonzeros", "dense_for_steps"):
+        for name, is_list in (("n_nonzeros", True), ("dense_for_steps", False), ("attempts", False)):
             counts = state.get(name)
             if not isinstance(counts, dict) or not all(
-                isinstance(key, str) and isinstance(value, int) and value >= 0 for key, value in counts.items()
+                isinstance(key, str) and _are_counts(value if is_list else [value]) for key, value in counts.items()
             ):
                 raise InvalidArgument(f"this is not the state of scheme homomorphic: it lacks {name}")
         super().load_state_dict(state)
-        self._index.counts = dict(state["n_nonzeros"])
+        self._index.counts = {key: list(counts) for key, counts in state["n_nonzeros"].items()}
         self._tries_in = dict(state["dense_for_steps"])
+        self._attempts = dict(state["attempts"])
 
     def close(self) -> None:
         super().close()
         self._index.counts.clear()
         self._tries_in.clear()
+        self._attempts.clear()
         if self._is_aggregator_bound:
             self.aggregator.close()
             self._is_aggregator_bound = False
 
 
-class _Unsent:
-    """What error feedback keeps of one bucket: what the sparsifier left out, and for an estimate the distance to it.
-
-    The ranks' distances add up to what all of them together sent, less what all of them got.
-    """
-
-    def __init__(self, feedback: Feedback, bucket: Bucket, loss_scale: float, corrected: torch.Tensor) -> None:
-        """Adds the residual to `corrected`, (n,) float32."""
-        self._feedback, self._bucket, self._loss_scale = feedback, bucket, loss_scale
-        residual, self._room = feedback.pair(bucket)
-        is_used = [holds_nonzero(bucket.buffer[start:end]) for start, end in bucket.spans]
-        self._withheld = Withheld(bucket.spans, is_used, residual)
-        corrected.add_(residual, alpha=loss_scale)
-        self._withheld.put_back()
-        self.left_out: torch.Tensor | None = None
-
-    def stage(self, values: torch.Tensor, mean: torch.Tensor, estimated: torch.Tensor | None) -> None:
-        unsent = self._room.zero_() if self.left_out is None else self._room.copy_(self.left_out)
-        if estimated is not None:
-            unsent[estimated] += values[estimated] - mean[estimated]
-        unsent.div_(self._loss_scale)
-        self._withheld.keep(unsent, [True] * len(self._bucket.spans))
-        self._feedback.stage_bucket(self._bucket, unsent)
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int) and value >= 0 for value in values)

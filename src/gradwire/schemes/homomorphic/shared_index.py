@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.codecs import bloom_filter
-from gradwire.codecs.bloom_filter import BloomShape
+from gradwire.codecs.bloom_filter import BloomShape, Found
 from gradwire.codecs.count_sketch import IndexFacts, index_words, write_index
 from gradwire.core.bucket import Bucket
 from gradwire.exchange.aggregators import Aggregator
@@ -28,6 +28,10 @@ _FACTS_MASK = 0x7FFFFFFF
 # A float32 that is not zero is below 2^e for an e from -148 to 128.
 _SMALLEST_EXPONENT = -148
 _MIN_GAIN = 0.9  # a filter is worth its queries where it saves a tenth
+# A filter that is fuller, or lets through more than so many times what was expected, was made for far fewer non-zeros.
+_MAX_SHARE_SET = 0.9
+_MAX_OVER_EXPECTED = 4
+_COUNTS_KEPT = 8  # steps; a filter is made for the most non-zeros of them
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,11 @@ class Union:
 
 
 class SharedIndex:
-    """Finds the union, bucket by bucket; remembers how many non-zeros each had, to size the next step's Bloom filter."""
+    """Finds the union, bucket by bucket; remembers how many non-zeros each had lately, to size the next Bloom filter."""
 
-    def __init__(self, kind: str, gamma: float, seed: int) -> None:
-        self.kind, self.gamma, self.seed = kind, gamma, seed
-        self.counts: dict[str, int] = {}  # of the last step that counts
+    def __init__(self, kind: str, seed: int) -> None:
+        self.kind, self.seed = kind, seed
+        self.counts: dict[str, list[int]] = {}  # of the last steps that count
         self.next_counts: dict[str, int] = {}  # of this one
         self.n_blooms = 0
         self.n_bloom_fallbacks = 0
@@ -67,15 +71,16 @@ class SharedIndex:
         bucket: Bucket,
         communicator: Communicator,
         aggregator: Aggregator,
+        cell_bits: float,
     ) -> Union:
-        """The union of all ranks' non-zeros in `values` (n,) float32 or bfloat16."""
+        """The union of all ranks' non-zeros in `values` (n,); each will cost `cell_bits` when they are summed."""
         n_elements = values.numel()
         n_words = index_words(n_elements)
         own = communicator.scratch("own index", 4 * n_words).view(torch.int32)
         with bucket.record.timing("encode"):
             found = write_index(values, own)
 
-        shape = self._choose(key, n_elements)
+        shape = self._choose(key, n_elements, cell_bits)
         if shape is not None:
             message = self._message(communicator, "bloom", facts, found, shape.n_words)
             with bucket.record.timing("encode"):
@@ -84,10 +89,12 @@ class SharedIndex:
             union = communicator.scratch("union", 4 * n_words).view(torch.int32)
             with bucket.record.timing("decode"):
                 body = message[_HEADER_WORDS:]
-                n_candidates, n_nonzeros = bloom_filter.query(body, n_elements, shape, self.seed, union)
-            self.next_counts[key] = n_nonzeros
+                candidates = bloom_filter.query(body, n_elements, shape, self.seed, union)
             result = _read(message, own, union)
-            if not result.is_finite or not result.ranks_agree or self._is_worth(n_candidates, n_nonzeros, n_elements):
+            if not result.is_finite or not result.ranks_agree:
+                return result
+            if _is_worth(candidates, shape, n_elements, cell_bits):
+                self.next_counts[key] = candidates.n_nonzeros
                 self.n_blooms += 1
                 return result
             self.n_bloom_fallbacks += 1
@@ -103,18 +110,20 @@ class SharedIndex:
         if self.kind != "bitmap":
             self.next_counts.setdefault(key, n_nonzeros)
 
-    def _choose(self, key: str, n_elements: int) -> BloomShape | None:
-        """A filter, if this bucket's last count is known and promises that it is smaller than a bitmap."""
-        n_nonzeros = self.counts.get(key)
-        if self.kind == "bitmap" or n_nonzeros is None:
-            return None
-        shape = BloomShape.fit(n_nonzeros, n_elements, self.gamma)
-        bitmap_bits = n_elements + 32 * self.gamma * n_nonzeros
-        return shape if self.kind == "bloom" or shape.expected_bits < _MIN_GAIN * bitmap_bits else None
+    def commit(self) -> None:
+        """Keep what this step has counted."""
+        for key, n_nonzeros in self.next_counts.items():
+            self.counts[key] = [*self.counts.get(key, []), n_nonzeros][-_COUNTS_KEPT:]
 
-    def _is_worth(self, n_candidates: int, n_nonzeros: int, n_elements: int) -> bool:
-        """Whether a sketch of all candidates is no larger than a bitmap and a sketch of the non-zeros."""
-        return 32 * self.gamma * n_candidates <= n_elements + 32 * self.gamma * n_nonzeros
+    def _choose(self, key: str, n_elements: int, cell_bits: float) -> BloomShape | None:
+        """A filter, if this bucket's last counts are known and promise that it is smaller than a bitmap."""
+        counts = self.counts.get(key)
+        if self.kind == "bitmap" or not counts:
+            return None
+        n_nonzeros = max(counts)
+        shape = BloomShape.fit(n_nonzeros, n_elements, cell_bits / 32)
+        bitmap_bits = n_elements + cell_bits * n_nonzeros
+        return shape if self.kind == "bloom" or shape.expected_bits < _MIN_GAIN * bitmap_bits else None
 
     @staticmethod
     def _message(communicator: Communicator, name: str, facts: int, found: IndexFacts, n_words: int) -> torch.Tensor:
@@ -127,6 +136,13 @@ class SharedIndex:
         header += run.to_bytes(4 * _HEADER_WORDS - _HEADER.size, "little")
         message[:_HEADER_WORDS] = torch.frombuffer(header, dtype=torch.int32)
         return message
+
+
+def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float) -> bool:
+    """Whether summing all candidates costs no more than a bitmap and the non-zeros, as far as the filter can tell."""
+    if found.share_set > _MAX_SHARE_SET or found.n_candidates > _MAX_OVER_EXPECTED * shape.expected_candidates:
+        return False
+    return cell_bits * found.n_candidates <= n_elements + cell_bits * found.n_nonzeros
 
 
 def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor) -> Union:

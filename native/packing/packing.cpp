@@ -1,0 +1,81 @@
+#include "packing/packing.hpp"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "errors.hpp"
+#include "packing/kernels.hpp"
+#include "parallel/thread_pool.hpp"
+#include "simd/dispatch.hpp"
+
+namespace gradwire::packing {
+namespace {
+
+constexpr std::size_t kChunkWords = 1 << 12;
+constexpr std::size_t kChunkValues = 32 * kChunkWords;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+  if (simd_level() >= SimdLevel::avx512) return kAvx512;
+  if (simd_level() >= SimdLevel::avx2) return kAvx2;
+#endif
+  return kPortable;
+}
+
+// Calls body(first value, values, first packed value) for every chunk.
+template <typename Body>
+void for_each_chunk(std::size_t n_values, std::size_t n_packed, std::span<const std::uint32_t> words, Body&& body) {
+  if (words.size() != (n_values + 31) / 32)
+    throw InvalidArgument("the index of " + std::to_string(n_values) + " values has " +
+                          std::to_string((n_values + 31) / 32) + " words, not " + std::to_string(words.size()));
+  if (n_values % 32 != 0 && words.back() >> (n_values % 32) != 0)
+    throw CorruptMessage("the index has bits set past its " + std::to_string(n_values) +
+                         " values: it is of another gradient, or was altered on its way");
+  const std::size_t n_chunks = (words.size() + kChunkWords - 1) / kChunkWords;
+  std::vector<std::size_t> starts(n_chunks + 1, 0);
+  const auto count = kernels().count;
+  parallel_for(n_chunks, [&](std::size_t chunk) {
+    const std::size_t first = chunk * kChunkWords;
+    starts[chunk + 1] = count(words.data() + first, std::min(kChunkWords, words.size() - first));
+  });
+  for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) starts[chunk + 1] += starts[chunk];
+  if (starts.back() != n_packed)
+    throw InvalidArgument("the index has " + std::to_string(starts.back()) + " bits set, but there are " +
+                          std::to_string(n_packed) + " packed values");
+  parallel_for(n_chunks, [&](std::size_t chunk) {
+    const std::size_t first = chunk * kChunkValues;
+    body(first, std::min(kChunkValues, n_values - first), starts[chunk]);
+  });
+}
+
+void check_item(std::size_t item_bytes, std::size_t a, std::size_t b) {
+  if ((item_bytes != 2 && item_bytes != 4) || a % item_bytes != 0 || b % item_bytes != 0)
+    throw InvalidArgument("values of 2 or 4 bytes are packed");
+}
+
+}  // namespace
+
+void pack(std::span<const std::uint8_t> values, std::size_t item_bytes, std::span<const std::uint32_t> words,
+          std::span<std::uint8_t> packed) {
+  check_item(item_bytes, values.size(), packed.size());
+  const auto pack_chunk = kernels().pack[item_bytes == 4];
+  for_each_chunk(values.size() / item_bytes, packed.size() / item_bytes, words,
+                 [&](std::size_t first, std::size_t n, std::size_t start) {
+                   pack_chunk(values.data() + first * item_bytes, words.data() + first / 32, n,
+                              packed.data() + start * item_bytes);
+                 });
+}
+
+void unpack(std::span<const std::uint8_t> packed, std::size_t item_bytes, std::span<const std::uint32_t> words,
+            std::span<std::uint8_t> values) {
+  check_item(item_bytes, values.size(), packed.size());
+  const auto unpack_chunk = kernels().unpack[item_bytes == 4];
+  for_each_chunk(values.size() / item_bytes, packed.size() / item_bytes, words,
+                 [&](std::size_t first, std::size_t n, std::size_t start) {
+                   unpack_chunk(packed.data() + start * item_bytes, words.data() + first / 32, n,
+                                values.data() + first * item_bytes);
+                 });
+}
+
+}  // namespace gradwire::packing

@@ -1,0 +1,102 @@
+"""homomorphic's packed sums against brute force: the backend's own sum of the values under the union's mask, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from buckets import Driver
+from gradwire import schemes
+from gradwire.exchange import aggregators
+from ranks import run_ranks
+from switch_cases import Serving
+
+N = 40_013
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PATTERNS = ("random", "clustered", "columns", "cancelling")
+DENSITIES = (0.02, 0.0, 0.0, 0.3, 0.001, 0.8, 0.01, 1.0)
+
+
+def gradient_of(pattern: str, rank: int, density: float, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """(N,): ranks share half of their non-zeros; `density` is the union's, about."""
+    common = torch.Generator().manual_seed(seed)
+    own = torch.Generator().manual_seed(seed * 10 + rank)
+    if pattern == "columns":  # blocks of 16 columns in rows of 512
+        in_union = torch.zeros(-(-N // 512), 512, dtype=torch.bool)
+        in_union[:, : 16 * round(32 * density)] = True
+        in_union = in_union.view(-1)[:N]
+    else:
+        run = 700 if pattern == "clustered" else 1
+        in_union = torch.rand(-(-N // run), generator=common).lt(density).repeat_interleave(run)[:N]
+    shared = torch.rand(N, generator=common) < 0.5
+    mine = in_union & (shared | (torch.rand(N, generator=own) < 0.5)) if density < 1 else in_union
+    values = torch.randn(N, generator=own) * torch.exp2(3 * torch.randn(N, generator=own))
+    if pattern == "cancelling":
+        base = torch.randn(N, generator=common)
+        values = base * (1 if rank % 2 else -1) * (1 + 1e-4 * rank)
+    return (values * mine).to(dtype)
+
+
+def reduce_all(rank: int, world_size: int) -> None:
+    for dtype in DTYPES:
+        kind = torch.int32 if dtype == torch.float32 else torch.int16
+        for pattern in PATTERNS:
+            driver = Driver(schemes.by_name("homomorphic"), [torch.zeros(N, dtype=dtype)])
+            for step, density in enumerate(DENSITIES):
+                everyone = [gradient_of(pattern, other, density, dtype, step + 1) for other in range(world_size)]
+                (mean,) = driver.reduce([everyone[rank].clone()])
+                union = torch.stack([gradient != 0 for gradient in everyone]).any(0)
+                packed = everyone[rank] if density == 1 else everyone[rank][union]
+                packed = packed * (1.0 / world_size)
+                dist.all_reduce(packed)
+                expected = packed if density == 1 else torch.zeros(N, dtype=dtype).masked_scatter(union, packed)
+                assert torch.equal((mean + 0).view(kind), (expected + 0).view(kind)), (dtype, pattern, density)
+                if dtype == torch.float32:
+                    shares = torch.stack(everyone).double()
+                    error = (mean.double() - shares.sum(0) / world_size).abs()
+                    assert bool((error <= world_size * 2.0**-23 * shares.abs().sum(0) + 1e-44).all())
+                if world_size == 2:  # two values have but one order of summation: plain's bits
+                    plain = everyone[rank] * 0.5
+                    dist.all_reduce(plain)
+                    assert torch.equal((mean + 0).view(kind), (plain + 0).view(kind))
+                record = driver.last_buckets[0].record
+                if world_size > 1:
+                    assert any("too dense" in why for why in record.fallbacks) == (density == 1), (pattern, density)
+                    ring = 2 * (world_size - 1) / world_size
+                    n_bytes = int(union.sum()) * dtype.itemsize + N / 8 + 48
+                    assert record.fallbacks or record.bytes_sent <= ring * n_bytes * 1.02 + 64
+            driver.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_packed_sums_are_the_backends_own_bit_by_bit(world_size: int) -> None:
+    run_ranks(reduce_all, world_size)
+
+
+def reduce_by_switch(rank: int, world_size: int, address: str) -> torch.Tensor:
+    results = []
+    for dtype in DTYPES:
+        switch = aggregators.by_name("switch", address=address)
+        driver = Driver(schemes.by_name("homomorphic", aggregator=switch), [torch.zeros(N, dtype=dtype)])
+        for step, density in enumerate((0.05, 0.0, 0.4)):
+            everyone = [gradient_of("random", other, density, dtype, step + 1) for other in range(world_size)]
+            (mean,) = driver.reduce([everyone[rank].clone()])
+            shares = torch.stack(everyone).double()
+            largest = float(shares.abs().max())
+            # Each rank rounds to half a unit of 2^(e - 31 + ceil(log2 ranks)), the result to its dtype once.
+            unit = 4 * 2.0**-31 * 2 * largest
+            expected = shares.sum(0) / world_size
+            rounding = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+            assert bool(((mean.double() - expected).abs() <= unit + rounding * expected.abs() + 2.0**-25).all())
+            assert not any("too dense" in why for why in driver.last_buckets[0].record.fallbacks)
+            results.append(mean.float())
+        driver.close()
+    return torch.cat(results)
+
+
+def test_a_switch_sums_packed_values_as_integers() -> None:
+    with Serving() as serving:
+        results = run_ranks(reduce_by_switch, 3, f"127.0.0.1:{serving.port}")
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])

@@ -9,6 +9,7 @@ import torch
 
 from buckets import Driver
 from gradwire import InvalidArgument, codecs, schemes
+from gradwire.core.bucket import Bucket
 from quantiser_oracles import decode, encode
 from ranks import run_ranks
 
@@ -57,7 +58,7 @@ class AllRanks:
         return decode(self.codec, encode(self.codec, values, **step), values.numel())
 
     def reduce(self, gradients: list[torch.Tensor], step: int) -> torch.Tensor:
-        bucket: Any = type("Bucket", (), {"step": step, "index": self.index})
+        bucket = Bucket(torch.empty(0), [], [], index=self.index, step=step, is_last=True)
         result, world = torch.empty(self.n), self.world_size
         largest_part = -(-self.n // world)
         n_chunks = max(1, -(-largest_part // self.chunk_elements), min(5, largest_part // 4096))

@@ -37,9 +37,8 @@ std::vector<std::uint8_t> make_message(std::mt19937_64& random, floats::Dtype dt
         dtype, static_cast<truncated_float::Format>(random() % truncated_float::kFormats), 2, partition};
     settings.n_bits += static_cast<int>(random() % static_cast<unsigned>(settings.layout().width - 1));
     out.resize(truncated_float::max_message_bytes(n_values, settings));
-    std::optional<gradwire::random::Stream> stream;
-    if (random() % 2 == 0) stream = gradwire::random::Stream{random(), random()};
-    out.resize(truncated_float::encode(values, settings, stream, out));
+    const auto rounding = static_cast<truncated_float::Rounding>(random() % truncated_float::kRoundings);
+    out.resize(truncated_float::encode(values, settings, rounding, {random(), random()}, out));
   }
   return out;
 }

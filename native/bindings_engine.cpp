@@ -318,18 +318,18 @@ void bind_codecs(nb::module_& m) {
       nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
   m.def(
       "truncated_float_exchange_codec",
-      [](int dtype, int format, int n_bits, std::size_t partition, std::optional<std::uint64_t> seed,
+      [](int dtype, int format, int n_bits, std::size_t partition, int rounding, std::uint64_t seed,
          std::uint64_t first_step) -> std::unique_ptr<exchange::Codec> {
+        if (rounding < 0 || rounding >= truncated_float::kRoundings) throw InvalidArgument("unknown rounding code");
         if (format < 0 || format >= truncated_float::kFormats) throw InvalidArgument("unknown format code");
         const truncated_float::Settings settings{dtype_of<floats::Dtype>(dtype),
                                                  static_cast<truncated_float::Format>(format), n_bits, partition};
         truncated_float::check_settings(settings);
-        std::optional<random::Stream> stream;
-        if (seed) stream = random::Stream{*seed, first_step};
-        return std::make_unique<exchange::TruncatedFloatCodec>(settings, stream);
+        return std::make_unique<exchange::TruncatedFloatCodec>(
+            settings, static_cast<truncated_float::Rounding>(rounding), random::Stream{seed, first_step});
       },
-      nb::arg("dtype"), nb::arg("format"), nb::arg("n_bits"), nb::arg("partition"), nb::arg("seed").none(),
-      nb::arg("first_step"));
+      nb::arg("dtype"), nb::arg("format"), nb::arg("n_bits"), nb::arg("partition"), nb::arg("rounding"),
+      nb::arg("seed"), nb::arg("first_step"));
   m.def(
       "embedded_float_exchange_codec",
       [](int dtype, std::size_t partition, int n_bits) -> std::unique_ptr<exchange::Codec> {

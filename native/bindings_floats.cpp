@@ -147,16 +147,16 @@ void bind_truncated_float(nb::module_& m) {
       nb::arg("n_elements"), nb::arg("dtype"), nb::arg("format"), nb::arg("n_bits"), nb::arg("partition"));
   m.def(
       "truncated_float_encode",
-      [](const ConstBytes& values, int dtype, int format, int n_bits, std::size_t partition,
-         std::optional<std::uint64_t> seed, std::uint64_t stream, const Bytes& out) {
+      [](const ConstBytes& values, int dtype, int format, int n_bits, std::size_t partition, int rounding,
+         std::uint64_t seed, std::uint64_t stream, const Bytes& out) {
         const truncated_float::Settings settings = settings_of(dtype, format, n_bits, partition);
-        std::optional<random::Stream> numbers;
-        if (seed) numbers = random::Stream{*seed, stream};
+        if (rounding < 0 || rounding >= truncated_float::kRoundings) throw InvalidArgument("unknown rounding code");
         const nb::gil_scoped_release unlocked;
-        return truncated_float::encode(span_of(values), settings, numbers, span_of(out));
+        return truncated_float::encode(span_of(values), settings, static_cast<truncated_float::Rounding>(rounding),
+                                       {seed, stream}, span_of(out));
       },
       nb::arg("values"), nb::arg("dtype"), nb::arg("format"), nb::arg("n_bits"), nb::arg("partition"),
-      nb::arg("seed").none(), nb::arg("stream"), nb::arg("out"));
+      nb::arg("rounding"), nb::arg("seed"), nb::arg("stream"), nb::arg("out"));
   m.def(
       "truncated_float_decode",
       [](const ConstBytes& message, int dtype, const Bytes& values) {

@@ -65,8 +65,8 @@ std::size_t TruncatedFloatCodec::max_message_bytes(std::size_t n_values) const {
 }
 
 std::size_t TruncatedFloatCodec::encode(const Values& values, std::size_t, std::span<std::uint8_t> out) {
-  const std::size_t n_bytes = truncated_float::encode(bytes_of(values), settings_, stream_, out);
-  if (stream_) ++stream_->step;
+  const std::size_t n_bytes = truncated_float::encode(bytes_of(values), settings_, rounding_, stream_, out);
+  ++stream_.step;
   return n_bytes;
 }
 

@@ -1,7 +1,6 @@
 // The codecs of the core, as exchanges call them.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include "exchange/codec.hpp"
@@ -39,16 +38,18 @@ class GCompCodec final : public Codec {
 
 class TruncatedFloatCodec final : public Codec {
  public:
-  // With a stream, messages round at random: the n-th by step `stream.step` + n.
-  TruncatedFloatCodec(const truncated_float::Settings& settings, std::optional<random::Stream> stream)
-      : settings_(settings), stream_(stream) {}
+  // Stochastic rounding draws the n-th message's numbers by step `stream.step` + n.
+  TruncatedFloatCodec(const truncated_float::Settings& settings, truncated_float::Rounding rounding,
+                      const random::Stream& stream)
+      : settings_(settings), rounding_(rounding), stream_(stream) {}
   std::size_t max_message_bytes(std::size_t n_values) const override;
   std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
   void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
 
  private:
   const truncated_float::Settings settings_;
-  std::optional<random::Stream> stream_;
+  const truncated_float::Rounding rounding_;
+  random::Stream stream_;
 };
 
 class EmbeddedFloatCodec final : public Codec {

@@ -71,8 +71,8 @@ std::uint32_t scale_for(std::uint32_t largest, const Settings& settings, float n
 
 }  // namespace
 
-std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& settings,
-                     const std::optional<random::Stream>& stream, std::span<std::uint8_t> out) {
+std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& settings, Rounding rounding,
+                     const random::Stream& stream, std::span<std::uint8_t> out) {
   check_settings(settings);
   const std::size_t value_bytes = floats::bytes_of(settings.dtype);
   if (values.size() % value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
@@ -83,7 +83,8 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
   const Kernels& kernels = kernels_for(settings.dtype);
   const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);
   const float number = settings.has_scales() ? largest_number(settings) : 1.0F;
-  const bool is_random = stream.has_value() && !settings.is_exact();
+  const bool is_random = rounding == Rounding::stochastic && !settings.is_exact();
+  const bool is_nearest = rounding == Rounding::nearest && !settings.is_exact();
   std::uint8_t* const message = out.data();
   std::uint8_t* const marks = message + payload_end(n_elements, settings);
   std::atomic<bool> holds_nonfinite{false};
@@ -119,13 +120,15 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
       std::uint32_t codes[word_packing::kBlock], numbers[word_packing::kBlock];
       if (is_random)
         for (std::size_t at = 0; at < n_block; at += random::kGroup)
-          kernels.draw(*stream, (chunk.first + first + at) / random::kGroup, numbers + at);
+          kernels.draw(stream, (chunk.first + first + at) / random::kGroup, numbers + at);
       for_runs(first, n_block, settings.partition, [&](std::size_t partition, std::size_t at, std::size_t n) {
         const std::uint8_t* const run = from + (first + at) * value_bytes;
         if (scales[partition] == 0)  // marked: its values decode as NaN
           std::memset(codes + at, 0, 4 * n);
         else if (is_random)
           kernels.round(run, n, settings, scales[partition], numbers + at, codes + at);
+        else if (is_nearest)
+          kernels.round_to_nearest(run, n, settings, scales[partition], codes + at);
         else
           kernels.truncate(run, n, settings, scales[partition], codes + at);
       });

@@ -12,11 +12,11 @@ namespace {
 
 constexpr std::size_t kChecksumOffset = 36;
 
-// FP8 as in Micikevicius et al., "FP8 formats for deep learning"; FP4 as in the OCP microscaling specification.
+// FP8 as in Micikevicius et al., "FP8 formats for deep learning"; FP4 and FP6 as in the OCP microscaling specification.
 constexpr Layout kNative[floats::kDtypes] = {
     {32, 8, 23, 127, 0x7F7FFFFF}, {16, 8, 7, 127, 0x7F7F}, {16, 5, 10, 15, 0x7BFF}};
 constexpr Layout kCompact[kFormats - 1] = {
-    {16, 5, 10, 15, 0x7BFF}, {8, 4, 3, 7, 0x7E}, {8, 5, 2, 15, 0x7B}, {4, 2, 1, 1, 0x7}};
+    {16, 5, 10, 15, 0x7BFF}, {8, 4, 3, 7, 0x7E}, {8, 5, 2, 15, 0x7B}, {4, 2, 1, 1, 0x7}, {6, 3, 2, 3, 0x1F}};
 
 std::uint32_t checksum_of(const std::uint8_t* message, std::uint64_t n_chunks, std::uint64_t marks_offset,
                           std::uint64_t n_marks_bytes) {
@@ -30,7 +30,7 @@ std::uint32_t checksum_of(const std::uint8_t* message, std::uint64_t n_chunks, s
 }  // namespace
 
 const char* name_of(Format format) {
-  constexpr const char* names[kFormats] = {"native", "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1"};
+  constexpr const char* names[kFormats] = {"native", "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1", "fp6-e3m2"};
   return names[static_cast<int>(format)];
 }
 

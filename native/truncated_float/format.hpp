@@ -14,9 +14,14 @@ namespace gradwire::truncated_float {
 using floats::Dtype;
 
 // What a value becomes before its first bits are kept. All but native have a scale a partition.
-enum class Format : std::uint8_t { native = 0, fp16 = 1, fp8_e4m3 = 2, fp8_e5m2 = 3, fp4_e2m1 = 4 };
-inline constexpr int kFormats = 5;
+enum class Format : std::uint8_t { native = 0, fp16 = 1, fp8_e4m3 = 2, fp8_e5m2 = 3, fp4_e2m1 = 4, fp6_e3m2 = 5 };
+inline constexpr int kFormats = 6;
 const char* name_of(Format format);
+
+// How a value becomes one with fewer bits. truncate: its format's nearest, then the first bits of it. nearest: the
+// nearest number that the kept bits can tell, ties to even. stochastic: one of its two neighbours at random.
+enum class Rounding : std::uint8_t { truncate = 0, nearest = 1, stochastic = 2 };
+inline constexpr int kRoundings = 3;
 
 // Sign, exponent, mantissa, from the most significant bit down. Exponent field 0 holds zero and subnormals; all others
 // are numbers (no Inf, no NaN), the greatest magnitude written is `largest`.

@@ -17,6 +17,9 @@ struct Kernels {
   // The first n_bits of every value, towards zero; compact formats round to their full width first.
   void (*truncate)(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
                    std::uint32_t* codes);
+  // The nearest numbers that n_bits can tell, ties to even (between powers of two: downwards).
+  void (*round_to_nearest)(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
+                           std::uint32_t* codes);
   // The same, up or down at random: each number decides for one value.
   void (*round)(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
                 const std::uint32_t* numbers, std::uint32_t* codes);

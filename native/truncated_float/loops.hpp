@@ -44,7 +44,7 @@ struct Target {
 };
 
 // The magnitude of |x| in the target's layout, as a number: `bias_bits` below the last kept bit are added first, at
-// normal numbers and, further up, at subnormal ones. rounding(significand, shift) returns what to add.
+// normal numbers and, further up, at subnormal ones. rounding(code of the kept bits, shift) returns what to add.
 template <class Rounding>
 inline std::uint32_t round_magnitude(std::uint32_t word, const Target& target, const Rounding& rounding) {
   const std::uint32_t exponent = word >> 23 & 0xFF;
@@ -54,12 +54,18 @@ inline std::uint32_t round_magnitude(std::uint32_t word, const Target& target, c
   const std::uint32_t before = smaller(excess(full_shift, 31), 31), shift = smaller(full_shift, 31);
   const std::uint32_t significand = ((word & 0x7FFFFF) | 0x800000) >> before;
   const std::uint32_t base = excess(exponent, target.min_exponent) << (23 - target.shift);
-  return smaller(base + ((significand + rounding(significand, shift)) >> shift), target.largest);
+  return smaller(base + ((significand + rounding(base + (significand >> shift), shift)) >> shift), target.largest);
 }
 
 inline Target target_of(const Layout& layout, int mantissa_bits) {
   return {static_cast<std::uint32_t>(128 - layout.bias), static_cast<std::uint32_t>(23 - mantissa_bits),
           layout.largest >> (layout.mantissa_bits - mantissa_bits)};
+}
+
+// What to add before a shift, so that it rounds to the nearest, ties to even. shift >= 1.
+// `kept`: the code without it.
+inline std::uint32_t half_to_even(std::uint32_t kept, std::uint32_t shift) {
+  return (1u << (shift - 1)) - 1 + (kept & 1);
 }
 
 template <Dtype dtype>
@@ -78,11 +84,7 @@ void truncate(const void* values, std::size_t n, const Settings& settings, std::
   const int cut = layout.width - settings.n_bits, sign_shift = 32 - settings.n_bits;
   const std::uint32_t sign_bit = 1u << (settings.n_bits - 1);
   for (std::size_t i = 0; i < n; ++i) {
-    // To nearest, ties to even.
-    const std::uint32_t magnitude =
-        round_magnitude(words[i], target, [](std::uint32_t significand, std::uint32_t shift) {
-          return (1u << (shift - 1)) - 1 + (significand >> shift & 1);
-        });
+    const std::uint32_t magnitude = round_magnitude(words[i], target, half_to_even);
     codes[i] = magnitude >> cut | (words[i] >> sign_shift & sign_bit);
   }
 }
@@ -111,6 +113,41 @@ void round_exponents(const std::uint32_t* __restrict words, std::size_t n, const
     const auto is_up = static_cast<std::uint32_t>(number * (up - down) < x - down);
     codes[i] = smaller(code + is_up, largest) | (word >> sign_shift & sign_bit);
   }
+}
+
+template <Dtype dtype>
+void round_to_nearest(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
+                      std::uint32_t* __restrict codes) {
+  std::uint32_t words[kRun];
+  const Layout& layout = settings.layout();
+  const int mantissa_bits = settings.n_bits - 1 - layout.exponent_bits;
+  const bool is_native = settings.format == Format::native;
+  if (is_native && mantissa_bits >= 0) {
+    floats::load_raw<dtype>(values, n, words);
+    const auto shift = static_cast<std::uint32_t>(32 - settings.n_bits);
+    const std::uint32_t largest = layout.largest >> (layout.width - settings.n_bits);
+    for (std::size_t i = 0; i < n; ++i) {
+      const std::uint32_t magnitude = words[i] & kMagnitude;
+      codes[i] = smaller((magnitude + half_to_even(magnitude >> shift, shift)) >> shift, largest) |
+                 (words[i] & kSign) >> shift;
+    }
+    return;
+  }
+  if (is_native)
+    floats::load_words<dtype>(values, n, words);
+  else
+    load_scaled<dtype>(values, n, scale, words);
+  if (mantissa_bits < 0) {
+    std::uint32_t halves[kRun];
+    for (std::size_t i = 0; i < n; ++i) halves[i] = 1u << 31;
+    round_exponents(words, n, settings, halves, codes);
+    return;
+  }
+  const Target target = target_of(layout, mantissa_bits);
+  const int sign_shift = 32 - settings.n_bits;
+  const std::uint32_t sign_bit = 1u << (settings.n_bits - 1);
+  for (std::size_t i = 0; i < n; ++i)
+    codes[i] = round_magnitude(words[i], target, half_to_even) | (words[i] >> sign_shift & sign_bit);
 }
 
 template <Dtype dtype>
@@ -181,7 +218,7 @@ void to_values(const std::uint32_t* __restrict codes, std::size_t n, const Setti
 
 template <Dtype dtype>
 constexpr Kernels make_kernels() {
-  return {floats::largest_magnitude<dtype>, truncate<dtype>, round<dtype>, to_values<dtype>,
+  return {floats::largest_magnitude<dtype>, truncate<dtype>, round_to_nearest<dtype>, round<dtype>, to_values<dtype>,
           floats::fill_nan<dtype>,          draw_group};
 }
 

@@ -31,7 +31,8 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, Codec]:
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     dtype_name, codec_name, options = (str(setting) for setting in arrays["settings"])
-    codec = codecs.by_name(codec_name, **json.loads(options))
+    defaults = {"rounding": "truncate"} if codec_name == "truncated-float" else {}  # when the files were written
+    codec = codecs.by_name(codec_name, **defaults | json.loads(options))
     return arrays, getattr(torch, dtype_name.removeprefix("torch.")), codec
 
 

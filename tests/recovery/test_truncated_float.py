@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from gcomp_gradients import tensor_of, words_of
 from gradwire.codecs.truncated_float import TruncatedFloat, describe
 from gradwire.errors import BufferTooSmall, InvalidArgument
 
+ROUNDINGS = ("truncate", "nearest", "stochastic")
 SIZES = (0, 1, 2, 31, 33, 255, 256, 257, 1000, 16384, 16385, 40_007)
 # width, exponent bits, bias, largest magnitude
 LAYOUTS = {
@@ -18,6 +21,7 @@ LAYOUTS = {
     "fp8-e4m3": (8, 4, 7, 0x7E),
     "fp8-e5m2": (8, 5, 15, 0x7B),
     "fp4-e2m1": (4, 2, 1, 0x7),
+    "fp6-e3m2": (6, 3, 3, 0x1F),
 }
 
 
@@ -42,8 +46,9 @@ def scale_of(largest: float, top: float, format_name: str) -> float:
     return max(2.0 ** np.ceil(np.log2(quotient)), 2.0**-100)
 
 
-def oracle(gradient: torch.Tensor, bits: int, format_name: str, partition: int) -> torch.Tensor:
-    """Nearest of all numbers, ties to the even code, then the last bits cut off: in float64, by search."""
+def oracle(gradient: torch.Tensor, bits: int, format_name: str, partition: int, rounding: str) -> torch.Tensor:
+    """Nearest of all numbers (of those that `bits` bits can tell), ties to the even code, then the last bits cut off: in
+    float64, by search."""
     numbers, width = magnitudes_of(format_name), LAYOUTS[format_name][0]
     cut = width - bits
     kept = (np.arange(numbers.size) >> cut) << cut
@@ -56,6 +61,16 @@ def oracle(gradient: torch.Tensor, bits: int, format_name: str, partition: int) 
         scaled = np.abs((part / np.float32(scale)).astype(np.float32)).astype(np.float64)
         above = np.searchsorted(numbers, scaled).clip(1, numbers.size - 1)
         below = above - 1
+        if rounding == "nearest":
+            told = np.unique(kept)
+            above = np.searchsorted(numbers[told], scaled).clip(1, told.size - 1)
+            to_below, to_above = scaled - numbers[told[above - 1]], numbers[told[above]] - scaled
+            has_mantissa = bits > LAYOUTS[format_name][1]
+            is_tie_down = (to_below == to_above) & ((above % 2 == 1) | (not has_mantissa))
+            nearest = np.where((to_below < to_above) | is_tie_down, told[above - 1], told[above])
+            decoded = np.minimum(numbers[nearest] * scale, np.finfo(np.float32).max).astype(np.float32)
+            result[start : start + partition] = np.copysign(decoded, values[start : start + partition])
+            continue
         to_below, to_above = scaled - numbers[below], numbers[above] - scaled
         code = np.where((to_below < to_above) | ((to_below == to_above) & (below % 2 == 0)), below, above)
         decoded = np.minimum(numbers[kept[code]] * scale, np.finfo(np.float32).max).astype(np.float32)
@@ -73,7 +88,7 @@ def test_native_keeps_the_first_bits_of_the_word(dtype: torch.dtype) -> None:
         gradient = finite_gradient(n, dtype)
         words = words_of(gradient)
         for bits in range(2, width + 1) if n in (257, 1000) else (2, 9, 15):
-            found = there_and_back(TruncatedFloat(bits, "native"), gradient)
+            found = there_and_back(TruncatedFloat(bits, "native", "truncate"), gradient)
             expected = words & words.dtype.type(~((1 << (width - bits)) - 1) & ((1 << width) - 1))
             assert same_bits(found, tensor_of(expected, dtype)), (n, bits)
 
@@ -85,7 +100,9 @@ def test_every_finite_16_bit_value_keeps_its_first_bits(dtype: torch.dtype) -> N
     words = words_of(gradient)
     for bits in range(2, 17):
         expected = words & np.uint16(~((1 << (16 - bits)) - 1) & 0xFFFF)
-        assert same_bits(there_and_back(TruncatedFloat(bits, "native"), gradient), tensor_of(expected, dtype))
+        assert same_bits(
+            there_and_back(TruncatedFloat(bits, "native", "truncate"), gradient), tensor_of(expected, dtype)
+        )
 
 
 def test_all_bits_keep_non_finite_values_too() -> None:
@@ -94,18 +111,21 @@ def test_all_bits_keep_non_finite_values_too() -> None:
             torch.uint8
         )
         gradient = raw.view(dtype)
-        for rounding in ("truncate", "stochastic"):
+        for rounding in ROUNDINGS:
             assert same_bits(there_and_back(TruncatedFloat(8 * dtype.itemsize, rounding=rounding), gradient), gradient)
 
 
+@pytest.mark.parametrize("rounding", ["truncate", "nearest"])
 @pytest.mark.parametrize("format_name", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compact_formats_are_the_nearest_number_with_its_last_bits_cut(dtype: torch.dtype, format_name: str) -> None:
+def test_compact_formats_are_the_nearest_number_with_its_last_bits_cut(
+    dtype: torch.dtype, format_name: str, rounding: str
+) -> None:
     for n, partition in ((257, 256), (5000, 256), (2000, 32), (3000, 1024)):
         gradient = finite_gradient(n, dtype)
         for bits in range(2, LAYOUTS[format_name][0] + 1):
-            found = there_and_back(TruncatedFloat(bits, format_name, partition=partition), gradient)
-            assert same_bits(found, oracle(gradient, bits, format_name, partition)), (n, partition, bits)
+            found = there_and_back(TruncatedFloat(bits, format_name, rounding, partition=partition), gradient)
+            assert same_bits(found, oracle(gradient, bits, format_name, partition, rounding)), (n, partition, bits)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +146,56 @@ def test_whole_compact_words_are_those_of_torch(format_name: str, other: torch.d
 
 
 def test_auto_takes_the_smallest_format_that_has_as_many_bits() -> None:
-    expected = {2: "fp4-e2m1", 4: "fp4-e2m1", 5: "fp8-e4m3", 8: "fp8-e4m3", 9: "fp16", 16: "fp16", 17: "native"}
+    expected = {2: "fp4-e2m1", 4: "fp4-e2m1", 5: "fp6-e3m2", 6: "fp6-e3m2", 7: "fp8-e4m3", 8: "fp8-e4m3", 9: "fp16",
+                16: "fp16", 17: "fp16", 18: "fp16", 19: "native"}  # fmt: skip
     for bits, format_name in expected.items():
         assert TruncatedFloat(bits).format_for(torch.float32) == format_name
         assert describe(encode(TruncatedFloat(bits), torch.ones(3)))["format"] == format_name
     assert TruncatedFloat(16).format_for(torch.bfloat16) == "native"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_rounds_to_the_nearest_number_of_as_many_bits(dtype: torch.dtype) -> None:
+    """By search among both neighbours, in float64; a tie goes to the even word, the largest number stays finite."""
+    width = 8 * dtype.itemsize
+    gradient = finite_gradient(4000, dtype)
+    words = words_of(gradient)
+    exponent_bits = 5 if dtype == torch.float16 else 8
+    for bits in range(exponent_bits + 1, width):
+        unit = 1 << (width - bits)
+        down = words & words.dtype.type(~(unit - 1) & ((1 << width) - 1))
+        up = (down.astype(np.int64) + unit).astype(words.dtype)
+        value, below, above = (tensor_of(part, dtype).double() for part in (words, down, up))
+        is_up = ((above - value).abs() < (value - below).abs()) | (
+            ((above - value).abs() == (value - below).abs()) & torch.from_numpy((down // unit % 2 == 1).astype(bool))
+        )
+        expected = torch.where(is_up & above.isfinite(), above, below).to(dtype)
+        assert same_bits(there_and_back(TruncatedFloat(bits, "native"), gradient), expected), bits
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform", "laplace", "of two sizes", "cubes"])
+def test_more_bits_are_never_worse(kind: str) -> None:
+    """Relative error against float64, over every number of bits, in native where it keeps its exponent and in auto."""
+    generator = torch.Generator().manual_seed(3)
+    normal = torch.randn(1 << 16, generator=generator)
+    uniform = torch.rand(1 << 16, generator=generator) * 2 - 1
+    gradient = {
+        "normal": normal * 1e-3,
+        "uniform": uniform,
+        "laplace": uniform.sign() * -(1 - uniform.abs()).log(),
+        "of two sizes": normal * torch.where(torch.arange(1 << 16) % 7 == 0, 1.0, 0.03),
+        "cubes": normal**3,
+    }[kind]
+
+    def errors(allowed: range, format_name: str, rounding: str = "nearest") -> list[float]:
+        codecs = [TruncatedFloat(bits, format_name, rounding) for bits in allowed]
+        found = (there_and_back(codec, gradient).double() for codec in codecs)
+        return [float((values - gradient).norm() / gradient.double().norm()) for values in found]
+
+    for found in (errors(range(2, 33), "auto"), errors(range(9, 33), "native"), errors(range(4, 9), "fp8-e4m3")):
+        assert all(finer <= coarser for coarser, finer in itertools.pairwise(found)), found
+    for found, cut in zip(errors(range(5, 7), "auto"), errors(range(5, 7), "fp8-e4m3", "truncate"), strict=True):
+        assert found < 0.5 * cut, (found, cut)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -142,7 +207,7 @@ def test_tiny_gradients_do_not_underflow_in_compact_formats(bits: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rounding", ["truncate", "stochastic"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_non_finite_value_is_flagged_and_makes_its_partition_nan(dtype: torch.dtype, rounding: str) -> None:
     for value in (float("inf"), float("-inf"), float("nan")):
         for bits, format_name in ((4, "auto"), (8, "auto"), (8, "native"), (15, "native"), (12, "auto")):
@@ -215,8 +280,9 @@ def test_a_carry_never_leaves_the_finite_numbers() -> None:
         gradient = torch.tensor([limit, -limit] * 512, dtype=dtype)
         for bits in range(2, 8 * dtype.itemsize):
             for format_name in ("native", "auto"):
-                found = there_and_back(TruncatedFloat(bits, format_name, "stochastic"), gradient)
-                assert found.isfinite().all(), (dtype, bits, format_name)
+                for rounding in ("nearest", "stochastic"):
+                    found = there_and_back(TruncatedFloat(bits, format_name, rounding), gradient)
+                    assert found.isfinite().all(), (dtype, bits, format_name, rounding)
 
 
 def test_seed_and_step_choose_the_numbers_and_nothing_else_does() -> None:
@@ -246,7 +312,7 @@ def test_arguments_out_of_range_are_refused() -> None:
         {"bits": 9, "format": "fp8-e4m3"},
         {"bits": 5, "format": "fp4-e2m1"},
         {"format": "fp6"},
-        {"rounding": "nearest"},
+        {"rounding": "up"},
         {"seed": -1},
         {"seed": 1 << 64},
         {"partition": 48},

@@ -13,24 +13,26 @@ from gradwire.errors import InvalidArgument
 
 __all__ = ["RandomStreams", "TruncatedFloat", "describe"]
 
-_FORMATS = {"native": 0, "fp16": 1, "fp8-e4m3": 2, "fp8-e5m2": 3, "fp4-e2m1": 4}
-_FORMAT_WIDTHS = {"fp16": 16, "fp8-e4m3": 8, "fp8-e5m2": 8, "fp4-e2m1": 4}
-# The format that leaves the most mantissa bits among the first k: native float32 has k - 9, FP16 k - 6, E4M3 k - 5.
-_AUTO = (("fp4-e2m1", 4), ("fp8-e4m3", 8), ("fp16", 16))
-_ROUNDINGS = ("truncate", "stochastic")
+_FORMATS = {"native": 0, "fp16": 1, "fp8-e4m3": 2, "fp8-e5m2": 3, "fp4-e2m1": 4, "fp6-e3m2": 5}
+_FORMAT_WIDTHS = {"fp16": 16, "fp8-e4m3": 8, "fp8-e5m2": 8, "fp4-e2m1": 4, "fp6-e3m2": 6}
+# The format that leaves the most mantissa bits among the first k: native float32 has k - 9, FP16 k - 6, E4M3 k - 5, E3M2
+# k - 4. Each holds every number of the one before it, so that more bits are never worse; native does from 19 bits on.
+_AUTO = (("fp4-e2m1", 4), ("fp6-e3m2", 6), ("fp8-e4m3", 8), ("fp16", 18))
+_ROUNDINGS = {"truncate": 0, "nearest": 1, "stochastic": 2}
 
 
 class TruncatedFloat:
     """TFP of AQGB (Luo et al.), section 4.4: the first `bits` bits of every value's word.
 
-    Bits that are cut off decode as 0, so "truncate" rounds towards zero. A compact format is converted to first, to
-    nearest, with a scale a partition: without, gradients of 1e-5 would underflow in FP8. Scales are powers of two (for
+    Bits that are cut off decode as 0. "nearest" therefore writes the nearest number that the kept bits can tell, ties to
+    even; "truncate" is the paper's: the word's first bits, towards zero. Where a format is kept whole the two are the
+    same. A compact format is converted to first, to nearest, with a scale a partition: without, gradients of 1e-5 would underflow in FP8. Scales are powers of two (for
     FP4: bfloat16 numbers) that bring the partition's largest value just below the largest code, so that nothing
     saturates; they cost 2 bytes a partition. "stochastic" rounds the value itself, without a conversion before, up with
     probability (x - down) / (up - down): unbiased, with a carry out of the largest finite code held back.
 
-    Error, with m mantissa bits among the first `bits` (native: bits - 9, float16 and FP16: bits - 6): below 2^-m of
-    the value (half as much where the compact format is kept whole) and, in compact formats, of the smallest normal
+    Error, with m mantissa bits among the first `bits` (native: bits - 9, float16 and FP16: bits - 6): at most 2^-(m + 1)
+    of the value with "nearest", below 2^-m else, and, in compact formats, of the smallest normal
     number times the scale. Subnormal float32 values count as 0 in compact formats, and where native's exponent is cut.
 
     Inf and NaN: `holds_nonfinite` is set in the message, and all values of their partition decode as NaN; where all
@@ -49,17 +51,18 @@ class TruncatedFloat:
         self,
         bits: int = 8,
         format: str = "auto",
-        rounding: str = "truncate",
+        rounding: str = "nearest",
         seed: int = 0,
         partition: int = 256,
     ) -> None:
         """
         Args:
             bits: kept of every value: 2 to 32, at most the format's width.
-            format: what is truncated: "native" (the value's own word), "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1", or
-                "auto": native where all its bits are kept or more than 16, else the smallest of FP4 E2M1, FP8 E4M3 and
-                FP16 that has as many bits.
-            rounding: "truncate" or "stochastic".
+            format: what is truncated: "native" (the value's own word), "fp16", "fp8-e4m3", "fp8-e5m2", "fp6-e3m2",
+                "fp4-e2m1", or "auto": native where all its bits are kept or more than 18, else the smallest of FP4 E2M1,
+                FP6 E3M2, FP8 E4M3 and FP16 that has as many bits. For 17 and 18 bits "auto" sends FP16's 16: native's
+                first 18 hold less.
+            rounding: "nearest", "truncate" (as published) or "stochastic".
             seed: of stochastic rounding, 0 to 2^64 - 1.
             partition: values that share a scale: a power of two from 32 to 1024.
         Raises: InvalidArgument.
@@ -114,8 +117,10 @@ class TruncatedFloat:
         settings = self._settings(gradient.dtype)
         check_tensor("gradient", gradient)
         check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
-        seed = self.seed if self.rounding == "stochastic" else None
-        return _native.truncated_float_encode(bytes_of(gradient), *settings, seed, check_step(step), bytes_of(out))
+        rounding = _ROUNDINGS[self.rounding]
+        return _native.truncated_float_encode(
+            bytes_of(gradient), *settings, rounding, self.seed, check_step(step), bytes_of(out)
+        )
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
         """Read `message`, whatever settings it was written with, into `out`.
@@ -135,8 +140,8 @@ class TruncatedFloat:
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
     ) -> _native.ExchangeCodec:
         """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
-        seed = self.seed if self.rounding == "stochastic" else None
-        return _native.truncated_float_exchange_codec(*self._settings(dtype), seed, first_step)
+        rounding = _ROUNDINGS[self.rounding]
+        return _native.truncated_float_exchange_codec(*self._settings(dtype), rounding, self.seed, first_step)
 
     def streams(self, *key: int) -> RandomStreams:
         """This codec with numbers of its own for every message, of those named by `key` (rank, step, bucket)."""
@@ -148,7 +153,7 @@ class TruncatedFloat:
             raise InvalidArgument(
                 f"bits={self.bits}, but {dtype} has {8 * dtype.itemsize}: bits={8 * dtype.itemsize} keeps all of it"
             )
-        return code, _FORMATS[format_name], self.bits, self.partition
+        return code, _FORMATS[format_name], min(self.bits, _FORMAT_WIDTHS.get(format_name, 32)), self.partition
 
 
 class RandomStreams:

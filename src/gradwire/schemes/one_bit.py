@@ -25,9 +25,10 @@ class OneBitScheme(QuantisedDirect):
         error_feedback: bool = True,
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
+        warmup_steps: int = 0,
     ) -> None:
         codec = OneBit(scale, threshold)
-        super().__init__(codec, error_feedback, pull, chunk_elements)
+        super().__init__(codec, error_feedback, pull, chunk_elements, warmup_steps)
         self._options = {"scale": codec.scale, "threshold": codec.threshold}
 
     @property

@@ -90,10 +90,11 @@ class EmbeddedFloatScheme(_Named):
 
 
 class TruncatedFloatScheme(_Named):
-    """The first `bits` bits (8 by default) of every value, of `format` "auto", "native", "fp16", "fp8-e4m3", "fp8-e5m2" or
-    "fp4-e2m1", with `rounding` "truncate" or "stochastic" (`seed`): AQGB's TFP in an ordered all-reduce.
+    """The first `bits` bits (8 by default) of every value, of `format` "auto", "native", "fp16", "fp8-e4m3", "fp8-e5m2",
+    "fp6-e3m2" or "fp4-e2m1", with `rounding` "nearest", "truncate" (as published) or "stochastic" (`seed`): AQGB's TFP in an
+    ordered all-reduce.
 
-    Every hop truncates its partial sum anew; the sums' order is fixed by part and world size. Stochastic rounding draws
+    Every hop rounds its partial sum anew; the sums' order is fixed by part and world size. Stochastic rounding draws
     from a stream of its own for every message of every rank, bucket and step.
 
     When not to use this: with "truncate" at few bits and many ranks, where N roundings towards zero add up: "stochastic",

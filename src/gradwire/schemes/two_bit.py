@@ -25,9 +25,10 @@ class TwoBitScheme(QuantisedDirect):
         error_feedback: bool = True,
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
+        warmup_steps: int = 0,
     ) -> None:
         codec = TwoBit(threshold, relative)
-        super().__init__(codec, error_feedback, pull, chunk_elements)
+        super().__init__(codec, error_feedback, pull, chunk_elements, warmup_steps)
         self._options = {"threshold": codec.threshold, "relative": codec.relative}
 
     @property

@@ -65,7 +65,7 @@ def everyother(names: list[str], every: int) -> list[tuple[int, str]]:
 
 def watched_beside_ddp(rank: int, world_size: int) -> tuple[bool, bool, dict[str, Any]]:
     alone, _, _ = train(rank, 12)
-    watched, stats, has_hook = train(rank, 12, Auto(budget=0))
+    watched, stats, has_hook = train(rank, 12, Auto(replay=[(0, "plain")]))
     return torch.equal(alone, watched), has_hook, stats
 
 
@@ -95,7 +95,7 @@ def test_a_hook_may_come_late(static_graph: bool) -> None:
 
 def plain_with_late_hook(rank: int, world_size: int) -> bool:
     ddp, optimizer = build(rank)
-    attachment = gradwire.attach(ddp, optimizer, Auto(budget=0))
+    attachment = gradwire.attach(ddp, optimizer, Auto(replay=[(0, "plain")]))
     generator = torch.Generator().manual_seed(rank)
     for step in range(12):
         if step == 5:
@@ -258,7 +258,7 @@ def test_ranks_that_were_given_other_classes_are_told_when_they_attach() -> None
 def accumulates(rank: int, world_size: int) -> tuple[bool, int, int]:
     def run(attached: bool) -> tuple[torch.Tensor, Any]:
         ddp, optimizer = build(rank)
-        attachment = gradwire.attach(ddp, optimizer, Auto(budget=0)) if attached else None
+        attachment = gradwire.attach(ddp, optimizer, Auto(replay=[(0, "plain")])) if attached else None
         generator = torch.Generator().manual_seed(rank)
         for _ in range(5):
             optimizer.zero_grad()

@@ -137,10 +137,10 @@ def importance(rank: int, world_size: int) -> None:
         nets.append((net, optimizer))
     for whole, shard in zip(nets[0][0].parameters(), nets[1][0].parameters(), strict=True):
         expected = torch.zeros(whole.numel(), dtype=torch.uint8)
-        QuantisationMetric(nets[0][1], 2).write_window([whole], [0], 0, expected)
+        QuantisationMetric(nets[0][1], 2).write_importance([whole], [0], expected)
         local = local_of(shard)
         found = torch.zeros(local.numel(), dtype=torch.uint8)
-        QuantisationMetric(nets[1][1], 2).write_window([Slot("", local.shape, shard)], [0], 0, found)
+        QuantisationMetric(nets[1][1], 2).write_importance([Slot("", local.shape, shard)], [0], found)
         assert found.max() > 0
         n_rows = whole.shape[0] // world_size
         assert torch.equal(found, expected.view(whole.shape)[rank * n_rows : (rank + 1) * n_rows].reshape(-1))

@@ -30,6 +30,7 @@ SCALES = [1.0, 1.0, 16.0, 2.0, 2.0, 1.0, 8.0]  # the loss scale of each step
 NAN_STEP, ZERO_STEP, UNUSED_STEPS = 4, 2, (1, 3, 5)
 
 SPECS = [
+    "bf16",
     "acp-sgd",
     "acp-sgd:rank=2,min_compression_rate=0,buffer_mb=0",
     "acp-sgd:error_feedback=false,reuse=false",

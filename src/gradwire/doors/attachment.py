@@ -133,7 +133,7 @@ def attach(
         raise Unsupported(
             "this model has an attachment already; use attachment.switch(scheme), or close() it before attaching again"
         )
-    if door is None and getattr(model, "_comm_hooks", None):
+    if door is None and not all(isinstance(state, Copied) for _, state in getattr(model, "_comm_hooks", [])):
         raise Unsupported(_TAKEN)
     state = _Attached(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace)
     door = door or _Door(state, model)

@@ -35,8 +35,7 @@ class StepClock:
         self._ddp, self._begin, self._end = ddp, begin, end
         self._began_ns = self._computed_ns = self._paused_ns = 0
         self._is_queued = False
-        # torch.compile would trace a hook into the model, and its clock with it.
-        self._handles: list[Any] = [called.register_forward_pre_hook(torch.compiler.disable(self._before_forward))]
+        self._handles: list[Any] = [called.register_forward_pre_hook(_BeforeForward(self._before_forward))]
         parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         if not (ddp.find_unused_parameters or ddp.static_graph):
             parameters = parameters[-1:]  # each has a gradient in every pass; the last is ready early
@@ -72,3 +71,18 @@ class StepClock:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class _BeforeForward:
+    """The hook on the model. A copy of the model, and one that is saved and loaded, has one that does nothing."""
+
+    def __init__(self, call: Callable[[torch.nn.Module, Any], None] | None = None) -> None:
+        # torch.compile would trace a hook into the model, and its clock with it.
+        self._call = None if call is None else torch.compiler.disable(call)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._call is not None:
+            self._call(module, inputs)
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return _BeforeForward, ()

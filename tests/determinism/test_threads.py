@@ -74,7 +74,9 @@ def hash_what_is_sent(rank: int, world_size: int) -> list[tuple[str, str]]:
     for n_threads in (1, 2, 5, 1):
         gradwire.set_thread_count(n_threads)
         state = gradwire.HookState(
-            schemes.by_name("gcomp", refresh_every=0), optimizer=torch.optim.SGD([parameter], lr=0.1), timeout_s=30
+            schemes.by_name("gcomp", refresh_every=0, format=1),
+            optimizer=torch.optim.SGD([parameter], lr=0.1),
+            timeout_s=30,
         )
         listening = state.scheme._codec = Listening(state.scheme._codec)
         bucket = Bucket(gradient.clone(), [parameter], [0])
@@ -98,10 +100,10 @@ GRADIENT, OUT = VALUES.view(torch.uint8), torch.empty(2 * 4 * N, dtype=torch.uin
 # Cut beforehand: torch's own calls let go of the lock too.
 DECODED, BYTES = OUT[: 4 * N], OUT[:N]
 TABLE = _native.HuffmanTable.prior(8)
-MESSAGE = OUT[: _native.gcomp_encode(GRADIENT, None, 0, 0, 23, TABLE, OUT)].clone()
+MESSAGE = OUT[: _native.gcomp_encode(GRADIENT, None, 0, 0, 23, False, 2, TABLE, OUT)].clone()
 NATIVE_CALLS: dict[str, Callable[[], object]] = {
-    "encode": lambda: _native.gcomp_encode(GRADIENT, None, 0, 0, 23, TABLE, OUT),
-    "decode": lambda: _native.gcomp_decode(MESSAGE, 0, TABLE, DECODED),
+    "encode": lambda: _native.gcomp_encode(GRADIENT, None, 0, 0, 23, False, 2, TABLE, OUT),
+    "decode": lambda: _native.gcomp_decode(MESSAGE, 0, TABLE, None, None, 1.0, DECODED),
     "importance": lambda: _native.importance(VALUES, None, None, 0.0, 1.0, 0.0, BYTES),
     "checksum": lambda: _native.crc32c(OUT),
 }

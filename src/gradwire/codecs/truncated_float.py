@@ -27,9 +27,10 @@ class TruncatedFloat:
     Bits that are cut off decode as 0. "nearest" therefore writes the nearest number that the kept bits can tell, ties to
     even; "truncate" is the paper's: the word's first bits, towards zero. Where a format is kept whole the two are the
     same. A compact format is converted to first, to nearest, with a scale a partition: without, gradients of 1e-5 would
-    underflow in FP8. Scales are powers of two (for FP4: bfloat16 numbers) that bring the partition's largest value just below the largest code, so that nothing
-    saturates; they cost 2 bytes a partition. "stochastic" rounds the value itself, without a conversion before, up with
-    probability (x - down) / (up - down): unbiased, with a carry out of the largest finite code held back.
+    underflow in FP8. Scales are powers of two (for FP4: bfloat16 numbers) that bring the partition's largest value just
+    below the largest code, so that nothing saturates; they cost 2 bytes a partition. "stochastic" rounds the value
+    itself, without a conversion before, up with probability (x - down) / (up - down): unbiased, with a carry out of the
+    largest finite code held back.
 
     Error, with m mantissa bits among the first `bits` (native: bits - 9, float16 and FP16: bits - 6): at most 2^-(m + 1)
     of the value with "nearest", below 2^-m else, and, in compact formats, of the smallest normal

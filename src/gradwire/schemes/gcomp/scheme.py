@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.codecs.gcomp import GComp as GCompCodec
 from gradwire.core.bucket import Bucket
@@ -65,7 +66,7 @@ class GComp(ThroughCodec):
         options["format"] = format
         super().__init__(codec, topology, chunk_elements, **options)
         self._codec = codec
-        self._importance = importance
+        self._importance, self._format = importance, format
         self._refresh_every = refresh_every
         self._tables = TableRefresh(codec, refresh_every)
         self._metric: QuantisationMetric | None = None
@@ -96,10 +97,16 @@ class GComp(ThroughCodec):
             return
         self._tables.begin_bucket(bucket.step, self.session.communicator, bucket.record)
         codec = self._tables.counting_codec if self._tables.counts_in(bucket.step) else self._codec
+        # A rank that ran out of input (ddp.join) makes no steps: what it would derive is not what the others do.
+        self._codec.format = 1 if self._importance == "paper" and self._is_joining() else self._format
         loss_scale = self.session.loss_scale()
         self._reduce_with(codec, bucket, self._importance_of(bucket, loss_scale))
         if self._watch is not None:
             self._watch.after_reduction(bucket, loss_scale)
+
+    def _is_joining(self) -> bool:
+        module = self.session.module
+        return isinstance(module, DistributedDataParallel) and module._join_config.enable
 
     def _importance_of(self, bucket: Bucket, loss_scale: float) -> Importance | None:
         """What says how large each value of the bucket may be before its low bits matter; None if all are alike."""

@@ -17,6 +17,7 @@ class Variant:
         near: result and mean differ by no more than rounding in the gradient's dtype.
         conserves: mean(result) + mean(new residual) = mean(gradient) + mean(old residual).
         repeats: the same run gives the same bits, whatever the machine's load: what resumption is checked on.
+        errors_are_ours: a fault raises gradwire's own errors from the first step on.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Variant:
     near: bool = False
     conserves: bool = False
     repeats: bool = True
+    errors_are_ours: bool = True
 
     @property
     def owns_step(self) -> bool:
@@ -80,6 +82,7 @@ _LISTED = [
     Variant("broadcast", {"bits": 8}),
     Variant("broadcast", {"bits": 32, "topology": "ring"}),
     Variant("periodic", {"every": 2}),
+    Variant("auto", repeats=False, errors_are_ours=False),  # as long as it stays plain, all is DDP's own
 ]
 # A scheme that is not listed is drawn with its defaults, so that none is forgotten.
 VARIANTS = _LISTED + [Variant(name) for name in schemes.names() if name not in {one.name for one in _LISTED}]

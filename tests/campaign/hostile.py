@@ -197,7 +197,7 @@ def seal(message: bytearray) -> bool:
         at, covered = 24, (message[:24], message[28:])
     elif kind == b"GWQT\1" and n >= 32:
         at, covered = 28, (message[:28], message[32:])
-    elif kind == b"GWGC\1" and n >= 48:
+    elif kind in (b"GWGC\1", b"GWGC\2") and n >= 48:
         n_chunks = int.from_bytes(message[32:36], "little")
         at, covered = 44, (message[:44], message[48 : 48 + 32 * min(n_chunks, n)])
     elif kind == b"GWEF\1" and n >= 40:

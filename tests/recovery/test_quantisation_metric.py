@@ -152,7 +152,7 @@ def test_the_codec_drops_the_bits_that_the_metric_allows_and_no_other(case: Case
     importance = importance_of(optimizer, parameter)
     expected_values, _ = truncate(gradient, importance)
     expected_values[gradient.abs() < torch.finfo(dtype).tiny] = 0  # subnormals travel as +0
-    codec = codecs.by_name("gcomp")
+    codec = codecs.by_name("gcomp", format=1, rounding="truncate")
     message = torch.empty(codec.max_encoded_bytes(N_ELEMENTS, dtype), dtype=torch.uint8)
     n_bytes = codec.encode(gradient, message, importance)
     found = torch.empty_like(gradient)

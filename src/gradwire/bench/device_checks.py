@@ -226,7 +226,11 @@ def check_schemes(device: torch.device, group: Any = None, note: Callable[[str],
         )
         expected = train_with_given_gradients(on_cpu, torch.device("cpu"))
         started = time.perf_counter()
-        found = train_with_given_gradients(on_device, device, group)
+        try:
+            found = train_with_given_gradients(on_device, device, group)
+        except GradwireError as error:  # a scheme may see for itself that ranks have drifted apart
+            different.append(f"{name} (raised {type(error).__name__}: {error})")
+            continue
         seconds[name] = time.perf_counter() - started
         if not torch.equal(found, expected):
             different.append(f"{name} (by up to {float((found - expected).abs().max()):.3g})")

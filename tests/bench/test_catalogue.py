@@ -15,7 +15,7 @@ from gradwire.bench.measures import Call, by_name, commands
 from gradwire.bench.measures.compression_cost import Asked
 from gradwire.bench.measures.float_methods import Method
 from gradwire.bench.measures.trainings import configure
-from gradwire.bench.reducers import IN_NETWORK
+from gradwire.bench import reducers
 from gradwire.bench.train_contenders import RIVALS, check_rival_options
 from gradwire.cli.bench import allreduce, codec, train
 from gradwire.errors import InvalidArgument
@@ -38,7 +38,7 @@ def check_contender(spec: str) -> None:
     name, options = parse_spec(spec)
     if name in RIVALS:
         check_rival_options(name, options)
-    elif name not in IN_NETWORK:
+    elif name not in reducers.BY_NAME_ONLY:
         options.pop("bucket_mb", None)
         schemes.by_name(name, **options)
 

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     args.budget = args.budget or (2.0 if args.quick else 20.0)
     if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
         raise InvalidArgument("--rounds counts from 1, --n-bytes from 4 (one float32)")
-    specs = choose_specs(args.scheme, reducers.names(), reducers.IN_NETWORK)
+    specs = choose_specs(args.scheme, reducers.names(), reducers.BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
     source = Source(file, args.density, args.pattern)
     check_rank_arguments(args)

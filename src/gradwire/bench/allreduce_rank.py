@@ -196,6 +196,7 @@ class AllReduceBench:
             "scheme": reducer.name,
             "options": ",".join(f"{key}={value}" for key, value in reducer.options.items()),
             "ranks": self.world_size,
+            "ranks_per_node": network.ranks_per_node,
             "rate_bps": network.rate_bps,
             "n_bytes": n_bytes,
             "gradients": self.source.name,

@@ -31,10 +31,18 @@ def check_rank_arguments(args: argparse.Namespace) -> None:
 
     if args.ranks is not None and args.ranks < 1:
         raise InvalidArgument(f"--ranks must be at least 1, got {args.ranks}")
+    per_node = args.ranks_per_node
+    if per_node < 1 or (args.ranks or DEFAULT_RANKS) % per_node:
+        raise InvalidArgument(f"{args.ranks or DEFAULT_RANKS} ranks do not make whole nodes of {per_node}")
     for rate in args.rate or ():
         each = [parse_rate(word) for word in rate.split(",")]
-        if len(each) not in (1, args.ranks or DEFAULT_RANKS):
-            raise InvalidArgument(f"--rate {rate}: {len(each)} rates for {args.ranks or DEFAULT_RANKS} ranks")
+        if len(each) not in (1, count_links(args)):
+            raise InvalidArgument(f"--rate {rate}: {len(each)} rates for {count_links(args)} links")
+
+
+def count_links(args: argparse.Namespace) -> int:
+    """One a rank, or one a node."""
+    return int((args.ranks or DEFAULT_RANKS) // args.ranks_per_node)
 
 
 def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) -> int:
@@ -56,9 +64,10 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
 
         for rate in rates:
             each: Any = rate.split(",") if "," in rate else rate
+            n_ranks, nodes = args.ranks or DEFAULT_RANKS, {"ranks_per_node": args.ranks_per_node}
             with (
                 end_on_signals(),
-                start_ranks(command, args.ranks or DEFAULT_RANKS, each, on_line=take_line, switch=switch) as launch,
+                start_ranks(command, n_ranks, each, on_line=take_line, switch=switch, **nodes) as launch,
             ):
                 changes.serve(launch)
                 try:

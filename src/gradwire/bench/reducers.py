@@ -20,6 +20,7 @@ from gradwire.workloads.gradients import OptimizerState
 RIVALS = ("ddp", "ddp-bf16")
 # Measured when asked for by name: they need a switch beside the ranks.
 IN_NETWORK = ("dense-switch",)
+BY_NAME_ONLY = ("two-level", *IN_NETWORK)  # `all` does not mean them: they need a switch, or several ranks a node
 
 
 class TimedReducer(ABC):
@@ -87,7 +88,7 @@ class SchemeReducer(TimedReducer):
         self._parameters = optimizer.param_groups[0]["params"] if optimizer else []
         self._communicator = communicator
         self._recorder = Recorder(self._communicator.rank, self._communicator.world_size)
-        self.scheme = schemes.by_name(name, **options)
+        self.scheme = make_scheme(name, options)
         if name == "periodic":  # it communicates in one call of `every`
             self.period = int(self.scheme.configuration["every"])
         slots = slots_by_name(dict(zip(["gradient"], self._parameters, strict=False)))
@@ -111,6 +112,14 @@ class SchemeReducer(TimedReducer):
 
     def close(self) -> None:
         self.scheme.close()
+
+
+def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
+    """A scheme of the registry, or "two-level" around the one that its option `scheme` names. Raises: InvalidArgument."""
+    if name != "two-level":
+        return schemes.by_name(name, **options)
+    rest = {key: value for key, value in options.items() if key != "scheme"}
+    return schemes.TwoLevel(options.get("scheme", "plain"), **rest)
 
 
 def names() -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 from gradwire import workloads
 from gradwire.bench import train_contenders
 from gradwire.bench.launching import (
-    DEFAULT_RANKS,
     check_rank_arguments,
+    count_links,
     is_rank,
     needs_switch,
     run_in_ranks,
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     workload_name = parse_spec(args.workload)[0]
     if workload_name not in workloads.names():
         raise InvalidArgument(f"no workload is called {workload_name!r}; there are: {', '.join(workloads.names())}")
-    specs = choose_specs(args.scheme, train_contenders.names(), train_contenders.TRAINING_THREAD)
+    specs = choose_specs(args.scheme, train_contenders.names(), train_contenders.BY_NAME_ONLY)
     for spec in specs:
         train_contenders.check_rival_options(*parse_spec(spec))
     check_rank_arguments(args)
@@ -44,14 +44,14 @@ def check_changes(args: argparse.Namespace) -> None:
     """Raises: InvalidArgument (`--then` without links that can be changed, or with what is no rate)."""
     if not args.then:
         return
-    n_ranks = args.ranks or DEFAULT_RANKS
+    n_links = count_links(args)
     if args.log is None and (is_rank() or not args.rate or "none" in args.rate):
         raise InvalidArgument("--then changes the links of the test network: give the rate to begin with, --rate RATE")
     for rates in args.then:
         each = [parse_rate(word) for word in rates.split(",")]
-        if None in each or len(each) not in (1, n_ranks):
+        if None in each or len(each) not in (1, n_links):
             raise InvalidArgument(
-                f"--then {rates}: expected one rate such as 100mbit, or {n_ranks} with commas between"
+                f"--then {rates}: expected one rate such as 100mbit, or {n_links} with commas between"
             )
 
 
@@ -87,19 +87,18 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     yardstick = next((record["iteration_s"] for record in records if record["scheme"] == YARDSTICK), None)
     rows = []
     for record in records:
-        codec_s = record["codec_s"]
         rows.append(
             [
                 record["scheme"] + (f":{record['options']}" if record["options"] else ""),
                 f"{record['iteration_s'] * 1e3:.1f}",
                 f"({record['iteration_s_low'] * 1e3:.0f}-{record['iteration_s_high'] * 1e3:.0f})",
                 "-" if yardstick is None else f"{record['iteration_s'] / yardstick:.2f}",
-                f"{record['exposed_s'] * 1e3:.1f}",
+                _ms(record["exposed_s"]),
                 f"{record['wire_bytes'] / 1e6:.3f}",
                 f"{record['loss']:.4f}",
-                "-" if codec_s is None else f"{codec_s * 1e3:.1f}",
-                f"{record['compute_s'] * 1e3:.1f}",
-                f"{record['wait_s'] * 1e3:.1f}",
+                _ms(record["codec_s"]),
+                _ms(record["compute_s"]),
+                _ms(record["wait_s"]),
                 f"{record['wire_ratio']:.3f}",
                 f"{record['samples_per_s']:.1f}",
                 f"{record['loss_after_s']:.4f}",
@@ -113,3 +112,7 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
         f"ms a step, medians; codec time is busy time, hidden or not; loss: mean of the last steps, and of those before "
         f"{first['loss_at_s']:.1f} s",
     )  # fmt: skip
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import codecs, schemes
 from gradwire.bench import gloo_hooks, training_thread
 from gradwire.bench.overlap import Timeline
+from gradwire.bench.reducers import make_scheme
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.wire.communicator import ring_bytes
@@ -23,7 +28,10 @@ from gradwire.workloads import Workload
 
 # Bare quantisers that encode and decode on the training thread; `all` does not mean them.
 TRAINING_THREAD = tuple(training_thread.CODECS)
-RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", *TRAINING_THREAD)
+RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "hsdp", *TRAINING_THREAD)
+# Several ranks a node: two levels under DDP, FSDP2 in the nodes with torch's all-reduce between them (HSDP) or a scheme's.
+SHARDED = ("hsdp", "fsdp2")
+BY_NAME_ONLY = ("two-level", *SHARDED, *TRAINING_THREAD)
 # Options that rivals take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
 # `start`: steps that powerSGD_hook leaves to the plain all-reduce; its constructor takes no less than 2.
 _RIVAL_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
@@ -71,19 +79,9 @@ class TrainContender:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         module = workload.build_model(seed)
         self.n_parameters = sum(parameter.numel() for parameter in module.parameters())
-        self._last_gradient_s = 0.0
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note_gradient)
-            for parameter in module.parameters()
-            if parameter.requires_grad
-        ]
-        ddp_options = workload.ddp_options()
-        if self.name in _ONE_BUCKET:
-            ddp_options["bucket_cap_mb"] = self._whole_model_mb()
-        elif "bucket_mb" in self.options:
-            # The least that DDP takes for a size still lets no two tensors share a bucket.
-            ddp_options["bucket_cap_mb"] = min(max(float(self.options["bucket_mb"]), 1e-6), self._whole_model_mb())
-        self._model = DistributedDataParallel(module, **ddp_options)
+        self._last_gradient_s: float | None = None
+        self._hooks: list[Any] = []
+        self._model = self._shard(module) if self.name in SHARDED else self._replicate(module)
         self._optimizer = workload.build_optimizer(self._model)
         self._scheduler = workload.build_scheduler(self._optimizer)
         self._attachment = None
@@ -93,9 +91,7 @@ class TrainContender:
         if self.name in RIVALS:
             self._register_rival()
         else:
-            # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
-            scheme = schemes.by_name(self.name, **{k: v for k, v in self.options.items() if k != "bucket_mb"})
-            self._attachment = gradwire.attach(self._model, self._optimizer, scheme)
+            self._attachment = gradwire.attach(self._model, self._optimizer, self._make_scheme())
             if self._timeline is not None:
                 self._attachment.recorder.add_sink(self._timeline)
         self._owns_step = self._attachment is not None and self._attachment.scheme.owns_step
@@ -103,6 +99,38 @@ class TrainContender:
         self._steps = 0
         self.losses: list[float] = []
         self.times: list[StepTimes] = []
+
+    def _replicate(self, module: nn.Module) -> DistributedDataParallel:
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        ]
+        ddp_options = self._workload.ddp_options()
+        if self.name in _ONE_BUCKET:
+            ddp_options["bucket_cap_mb"] = self._whole_model_mb()
+        elif "bucket_mb" in self.options:
+            # The least that DDP takes for a size still lets no two tensors share a bucket.
+            ddp_options["bucket_cap_mb"] = min(max(float(self.options["bucket_mb"]), 1e-6), self._whole_model_mb())
+        return DistributedDataParallel(module, **ddp_options)
+
+    def _shard(self, module: nn.Module) -> nn.Module:
+        """Whole copies on all nodes, shards inside; blocks of a list or a sequence are gathered one by one."""
+        shape = (self._world_size // ranks_per_node(), ranks_per_node())
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        for one in list(module.modules()):
+            if isinstance(one, nn.ModuleList | nn.Sequential):
+                for block in one:
+                    if any(True for _ in block.parameters()):
+                        fully_shard(block, mesh=mesh)
+        return fully_shard(module, mesh=mesh)
+
+    def _make_scheme(self) -> schemes.Scheme:
+        # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
+        options = {k: v for k, v in self.options.items() if k != "bucket_mb"}
+        if self.name == "fsdp2":
+            return schemes.by_name(options.pop("scheme", "plain"), **options)
+        return make_scheme(self.name, options)
 
     def run_step(self) -> None:
         """One training step; its times and loss are kept."""
@@ -121,9 +149,11 @@ class TrainContender:
             self._scheduler.step()
         ended = time.perf_counter()
         if self._timeline is not None:
-            self._timeline.note_step(started, self._last_gradient_s, ended)
-        waiting_s = reduced - self._last_gradient_s
-        local_s = self._last_gradient_s - started
+            self._timeline.note_step(started, self._last_gradient_s or reduced, ended)
+        # Behind FSDP2 nobody says when a gradient is there: what communication was not hidden stays in `local_s`.
+        last_gradient_s = self._last_gradient_s or reduced
+        waiting_s = reduced - last_gradient_s
+        local_s = last_gradient_s - started
         if self._attachment is not None and self._owns_step:
             # The forward pass, too, stood still for blocks of the step before.
             forward_wait_s = max(0.0, self._attachment.recorder.steps[-1].exposed_ns / 1e9 - waiting_s)
@@ -228,6 +258,10 @@ class TrainContender:
         elif self.name == "ddp-bf16":
             model.register_comm_hook(group, gloo_hooks.bf16_hook)
             element_bytes = 2
+        elif self.name == "hsdp":
+            n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())
+            self._rival_bytes = lambda: float(self._steps * ring_bytes(4 * n_shard, n_nodes))
+            return
         elif self.name == "ddp-powersgd":
             state = powerSGD_hook.PowerSGDState(
                 group,
@@ -265,6 +299,11 @@ class TrainContender:
         return ring_bytes(4 * n_elements, self._world_size)
 
 
+def ranks_per_node() -> int:
+    """How many ranks share this one's node, by LOCAL_WORLD_SIZE."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def check_rival_options(name: str, options: dict[str, Any]) -> None:
     """Raises: InvalidArgument (what a rival does not take); schemes check their own options."""
     if name not in RIVALS:
@@ -284,7 +323,7 @@ def check_rival_options(name: str, options: dict[str, Any]) -> None:
 
 def names() -> list[str]:
     """What `all` means: the rivals, then every scheme of the registry."""
-    return [*(name for name in RIVALS if name not in TRAINING_THREAD), *schemes.names()]
+    return [*(name for name in RIVALS if name not in BY_NAME_ONLY), *schemes.names()]
 
 
 def describe(contender: TrainContender) -> str:

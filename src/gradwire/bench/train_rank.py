@@ -19,7 +19,7 @@ from gradwire.bench import kernel_counters
 from gradwire.bench.launching import write_results
 from gradwire.bench.link_changes import change_links
 from gradwire.bench.timing import Timing
-from gradwire.bench.train_contenders import RIVALS, StepTimes, TrainContender, describe
+from gradwire.bench.train_contenders import RIVALS, SHARDED, StepTimes, TrainContender, describe
 from gradwire.errors import Unsupported
 from gradwire.ranks.netlab.rate import format_rate, parse_rate
 from gradwire.ranks.network import Network, current_network
@@ -155,7 +155,9 @@ class TrainBench:
         times = contender.times[counted]
         steps_s = [end - start for start, end in zip([0.0, *clock], clock, strict=False)][counted]
         timing = Timing.of(steps_s)
-        split = self._split(times)
+        split: dict[str, float | None] = dict.fromkeys(("compute_s", "exposed_s", "wait_s"))
+        if contender.name not in SHARDED:
+            split |= self._split(times)
         wire, kernel = self._mean_over_ranks([counter.sent_bytes / len(times), counter.kernel_bytes / len(times)])
         codec_s = None if counter.codec_s is None else self._mean_over_ranks([counter.codec_s / len(times)])[0]
         decode_s = None if counter.decode_s is None else self._mean_over_ranks([counter.decode_s / len(times)])[0]
@@ -174,6 +176,7 @@ class TrainBench:
             "scheme": contender.name,
             "options": describe(contender),
             "ranks": self.world_size,
+            "ranks_per_node": network.ranks_per_node,
             "rate_bps": network.rate_bps,
             "rates": _describe(network),
             "phase": counter.phase,

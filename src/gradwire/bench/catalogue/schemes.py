@@ -42,6 +42,27 @@ _EIGHT = [*dict.fromkeys([*_CHANGING, "sign-sgd", "ddp-bf16", "power-sgd", "powe
                           "periodic"])]  # fmt: skip
 _PHASES = Table([ITERATION, Column("wire_bytes", "MB sent", 1e-6, ".2f")], across="phase")
 
+_FLAT = ["ddp", "gcomp", "one-bit", "acp-sgd"]
+_TWO_LEVEL = ["two-level", *(f"two-level:scheme={name}" for name in _FLAT[1:])]
+_FSDP2 = ["hsdp", "fsdp2:scheme=gcomp", "fsdp2:scheme=one-bit"]
+_OUT_OF_NODE = mb("kernel_bytes", "MB out of a node")
+_NODE_TABLES = [
+    Table([ITERATION, X_DDP, _OUT_OF_NODE, LOSS], where={"scheme": [*_FLAT, *_TWO_LEVEL]}, across="rate",
+          title="DDP: flat, and two levels"),
+    Table([ITERATION, Column("iteration_s", "x hsdp", kind="ratio", against="hsdp"), _OUT_OF_NODE, LOSS],
+          where={"scheme": _FSDP2}, across="rate", title="FSDP2 inside the nodes; hsdp: with torch's own all-reduce between"),
+]  # fmt: skip
+
+
+def _nodes(key: str, per_node: int, seconds: float) -> Experiment:
+    return Experiment(
+        key=key, system="schemes", measure="train", seconds=seconds, baseline=DDP,
+        question=f"Two nodes of {per_node} ranks, one link a node: what do two levels and FSDP2's door save?",
+        fixed={"workload": "gpt", "ranks": 2 * per_node, "ranks_per_node": per_node, "steps": 10, "warmup": 3},
+        axes={"rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": [*_FLAT, *_TWO_LEVEL, *_FSDP2]},
+        show=_NODE_TABLES,
+    )  # fmt: skip
+
 
 def _sizes(*names: str) -> dict[str, int]:
     return {name: SIZES[name] for name in names}
@@ -87,6 +108,8 @@ EXPERIMENTS = [
         axes={"scheme": _CHANGING},
         show=[_PHASES],
     ),
+    _nodes("nodes-2x2", 2, 90),
+    _nodes("nodes-2x4", 4, 150),
     Experiment(
         key="train-8-ranks", system="schemes", measure="train", seconds=900, baseline=DDP, twins=["plain", "homomorphic"],
         question="Eight ranks at 100 Mb/s (phase 0), then one link at a tenth of it.",

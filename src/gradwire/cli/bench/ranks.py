@@ -15,7 +15,10 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate",
         nargs="+",
         metavar="RATE",
-        help="link rates to measure at, one run each: 100mbit, 1gbit, none (default); R,R,R,S gives each rank its own",
+        help="link rates to measure at, one run each: 100mbit, 1gbit, none (default); R,R,R,S: one a rank or node",
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, metavar="N", help="ranks that share a node and its link (1)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")

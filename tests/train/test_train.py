@@ -199,7 +199,24 @@ def test_command_line_says_all_of_a_configuration() -> None:
     )  # fmt: skip
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    assert train.configs_from(parser.parse_args(to_command_line(config)[1:])) == [config]
+    for one in (config, replace(config, checkpoint=None, resume=False, save_every=0, rewrap_at=(), local_sgd=3)):
+        assert train.configs_from(parser.parse_args(to_command_line(one)[1:])) == [one]
+
+
+def test_local_sgd_exchanges_every_few_steps_and_may_end_between_two() -> None:
+    every_3 = replace(CONFIG, local_sgd=3)
+    three, two, full = run_ranks(_train_each, 2, [every_3, replace(every_3, steps=5), CONFIG])[0]
+    sent = [record["bytes_sent"] > 0 for record in three.steps]
+    assert sent == [False, False, True, False, False, True]
+    assert three.summary["replicas_equal"]
+    assert not two.summary["replicas_equal"]
+    assert three.steps[2]["bytes_sent"] == pytest.approx(full.steps[2]["bytes_sent"], rel=0.1)
+    assert [record["ratio"] for record in three.steps[:2]] == [0, 0]
+    for wrong in ({"scheme": "ddp"}, {"checkpoint": Path("x")}, {"rewrap_at": (2,)}):
+        with pytest.raises(InvalidArgument, match="local SGD"):
+            replace(every_3, **wrong)
+    with pytest.raises(InvalidArgument, match="local_sgd=-1"):
+        replace(CONFIG, local_sgd=-1)
 
 
 def test_options_are_numbers_truths_or_words() -> None:

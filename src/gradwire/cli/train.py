@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint")
     parser.add_argument("--rewrap-at", type=int, nargs="+", default=[], metavar="STEP", help="wrap the model in a new DDP "
                         "there, for comparing a resumed run bit by bit")  # fmt: skip
+    parser.add_argument("--local-sgd", type=int, default=0, metavar="H", help="no exchange of gradients: ranks step by "
+                        "themselves, and every H steps exchange how far they went (DiLoCo)")  # fmt: skip
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True, help="on held-out data")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one flat record a run")
 
@@ -106,6 +108,7 @@ def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
         save_every=args.save_every,
         rewrap_at=tuple(args.rewrap_at),
         evaluate=args.evaluate,
+        local_sgd=args.local_sgd,
     )
     if len(args.scheme) == 1:
         return [config]

@@ -29,6 +29,8 @@ class TrainConfig:
         resume: continue from the newest checkpoint there, if any.
         rewrap_at: steps before which the model is wrapped in a new DDP and the scheme attached anew, as a resumption
             does: a run that does so is bit-identical to one that stops there and resumes.
+        local_sgd: H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`, DiLoCo's outer
+            optimizer). 0: gradients, every step.
     """
 
     workload: str = "gpt"
@@ -50,6 +52,7 @@ class TrainConfig:
     save_every: int = 0
     rewrap_at: tuple[int, ...] = ()
     evaluate: bool = True
+    local_sgd: int = 0
 
     def __post_init__(self) -> None:
         """Raises: InvalidArgument."""
@@ -67,6 +70,13 @@ class TrainConfig:
             raise InvalidArgument(
                 f"dump_gradients_every={self.dump_gradients_every}: expected 0 (never), or a number of steps and "
                 "out=RUN_DIR, where the gradients go"
+            )
+        if self.local_sgd < 0:
+            raise InvalidArgument(f"local_sgd={self.local_sgd}: expected 0 (off), or the steps between two exchanges")
+        if self.local_sgd and (self.scheme == "ddp" or self.checkpoint is not None or self.rewrap_at):
+            raise InvalidArgument(
+                "with local SGD there is no DDP, and each rank has a state of its own: take a scheme such as plain, and leave "
+                "checkpoints out (a loop of your own saves them: gradwire.LocalSgd.state_dict)"
             )
         if self.device not in ("cpu", "cuda"):
             raise InvalidArgument(f"device={self.device!r}: expected 'cpu' or 'cuda'")

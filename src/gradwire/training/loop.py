@@ -191,6 +191,7 @@ class _Run:
             "rate_bps": _rate_bps(),
             "steps": config.steps,
             "start_step": start_step,
+            "local_sgd": config.local_sgd,
             "seed": config.seed,
             "deterministic": config.deterministic,
             "n_parameters": n_elements,
@@ -201,12 +202,12 @@ class _Run:
         }
 
     def _add_trace(self, session: Session) -> None:
-        if self._config.trace and session.attachment is not None:
+        if self._config.trace and session.recorder is not None:
             from gradwire.telemetry.chrome_trace import ChromeTraceSink
 
             assert self._config.out is not None
             path = self._config.out / f"trace-rank{self._rank}.json"
-            session.attachment.recorder.add_sink(ChromeTraceSink(path, self._rank, self._world_size))
+            session.recorder.add_sink(ChromeTraceSink(path, self._rank, self._world_size))
 
 
 @functools.cache

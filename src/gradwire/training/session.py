@@ -28,10 +28,14 @@ class Session:
         self._scheme: Any = None
         self._hooks: list[Any] = []
         self._last_gradient_s = 0.0
-        self.ddp: DistributedDataParallel
+        self.ddp: nn.Module  # or the model itself, under local SGD
+        self._exchanged_step = -1
 
     def wrap(self, scheme_state: dict[str, Any] | None = None) -> None:
         """Put the model into a new DDP and attach the scheme, with the state it had if there was one."""
+        if self._config.local_sgd:
+            self._begin_local_sgd()
+            return
         options = self._workload.ddp_options()
         if self._config.bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self._config.bucket_cap_mb
@@ -47,6 +51,15 @@ class Session:
         self.attachment = gradwire.attach(self.ddp, self.optimizer, self._scheme)
         if scheme_state is not None:
             self.attachment.load_state_dict(scheme_state)
+
+    def _begin_local_sgd(self) -> None:
+        from gradwire import LocalSgd, schemes
+
+        name, options = self._config.scheme, self._config.scheme_options
+        # Only a bare name may be made without error feedback, where momentum forbids it.
+        scheme = schemes.by_name(name, **options) if options else name
+        self.ddp = self.model
+        self.attachment = LocalSgd(self.model, self.optimizer, scheme, self._config.local_sgd)
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""
@@ -66,8 +79,21 @@ class Session:
         self.optimizer.zero_grad(set_to_none=True)  # they may be views of the old DDP's buckets
         gc.collect()  # DDP's reducer sits in reference cycles
 
+    @property
+    def recorder(self) -> Any:
+        """The scheme's telemetry; None for plain DDP."""
+        attachment = self.attachment.reducer if self._config.local_sgd else self.attachment
+        return None if attachment is None else attachment.recorder
+
     def step_figures(self, backward_done_s: float) -> dict[str, float]:
         """The communication of the step whose backward pass ended at `backward_done_s` (time.perf_counter)."""
+        if self._config.local_sgd:
+            steps = self.recorder.steps
+            if steps and steps[-1].step != self._exchanged_step:
+                self._exchanged_step = steps[-1].step
+                exchanged: dict[str, float] = steps[-1].as_dict()
+                return exchanged
+            return {"original_bytes": 4.0 * n_parameters(self.model)}
         if self.attachment is not None:
             # The step's record was closed at the end of its backward pass.
             figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
@@ -92,7 +118,9 @@ class Session:
 
     @property
     def replicas_may_differ(self) -> bool:
-        """Whether the scheme lets replicas drift by definition (`periodic`); all others must keep them equal."""
+        """Whether replicas may be apart at the end: `periodic`, and local SGD between two exchanges."""
+        if self._config.local_sgd:  # they are equal after an exchange
+            return self._config.steps % self._config.local_sgd != 0
         return self._scheme is not None and bool(self._scheme.replicas_may_differ)
 
     def scheme_state(self) -> dict[str, Any] | None:

@@ -54,6 +54,13 @@ _NODE_TABLES = [
 ]  # fmt: skip
 
 
+_LOCAL = [
+    f"{scheme}{',' if ':' in scheme else ':'}local_sgd={every}"
+    for every in (1, 8, 64)
+    for scheme in ("plain", "embedded-float:bits=4", "two-bit", "top-k:share=0.05,error_feedback=false")
+]
+
+
 def _nodes(key: str, per_node: int, seconds: float) -> Experiment:
     return Experiment(
         key=key, system="schemes", measure="train", seconds=seconds, baseline=DDP,
@@ -110,6 +117,14 @@ EXPERIMENTS = [
     ),
     _nodes("nodes-2x2", 2, 90),
     _nodes("nodes-2x4", 4, 150),
+    Experiment(
+        key="local-sgd", system="schemes", measure="training", seconds=400, baseline={"scheme": "plain"},
+        question="Local SGD (DiLoCo's outer optimizer): what is lost and sent when ranks exchange every 1, 8, 64 steps?",
+        fixed={"workload": "gpt", "ranks": 2, "steps": 256, "baseline": "plain"}, axes={"scheme": ["plain", *_LOCAL]},
+        show=[Table([Column("held_out_loss", "held-out loss", form=".3f"),
+                     Column("held_out_loss", "against DDP", kind="difference", form=".3f"),
+                     Column("ratio_mean", "bytes / ring", form=".4f")])],
+    ),
     Experiment(
         key="train-8-ranks", system="schemes", measure="train", seconds=900, baseline=DDP, twins=["plain", "homomorphic"],
         question="Eight ranks at 100 Mb/s (phase 0), then one link at a tenth of it.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -198,6 +200,28 @@ def test_an_error_inside_one_rank_is_raised_where_it_is_waited_for() -> None:
     assert isinstance(outcomes[1].error, gradwire.RankMismatch)
     assert isinstance(outcomes[3].error, gradwire.RankMismatch)
     assert "rank 1 raised" in str(outcomes[3].error) or "rank 0 raised" in str(outcomes[3].error)
+
+
+def die(rank: int, world_size: int) -> float:
+    """Rank 3 is killed in the middle of a backward pass; returns the seconds until this rank was told."""
+    mesh = make_mesh()
+    net, optimizer = build(mesh["shard"])
+    state = attach(net, optimizer, mesh, "one-bit", timeout_s=20)
+    train(net, optimizer, rank, range(2))
+    if rank == 3:
+        net.blocks[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[union-attr,operator]
+    train(net, optimizer, rank, range(2, 4))
+    state.close()
+    return 0.0
+
+
+def test_a_rank_that_is_killed_in_mid_pass_is_told_of_to_all() -> None:
+    outcomes = try_ranks(die, 4, timeout_s=60)
+    assert outcomes[3].exit_code == -signal.SIGKILL
+    for rank in (0, 1, 2):
+        error = outcomes[rank].error
+        # Inside the node the shards are torch's to gather, and so is the error of the rank beside the dead one.
+        assert isinstance(error, gradwire.PeerLost) or (rank == 2 and isinstance(error, RuntimeError)), (rank, error)
 
 
 def refuse(rank: int, world_size: int) -> None:

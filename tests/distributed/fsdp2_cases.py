@@ -59,6 +59,8 @@ def build(mesh: DeviceMesh, case: str = "", checkpointing: str = "") -> tuple[nn
     if "bf16" in case or "mixed32" in case:
         reduced = torch.float32 if "mixed32" in case else torch.bfloat16
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+    if "fp16" in case:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
     if "offload" in case:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if "noreshard" in case:

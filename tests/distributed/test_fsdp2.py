@@ -55,6 +55,28 @@ def test_plain_between_nodes_gives_the_bits_of_native_hsdp() -> None:
     run_ranks(compare_with_hsdp, 4, [(case, "") for case in CASES] + [("", kind) for kind in CHECKPOINTING])
 
 
+def compare_in_float16(rank: int, world_size: int) -> None:
+    """torch divides float16 in two steps around its sums, gradwire before them: equal to the dtype's rounding."""
+    mesh = make_mesh()
+    ended = []
+    for is_native in (True, False):
+        net, _ = build(mesh if is_native else mesh["shard"], "fp16")
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        state = None if is_native else attach(net, optimizer, mesh, bucket_dtype=torch.float16)
+        train(net, optimizer, rank)
+        if state is not None:
+            state.close()
+        ended.append(shards_of(net))
+    start, _ = build(mesh, "fp16")
+    for native, ours, before in zip(*ended, shards_of(start), strict=True):
+        moved = float((native - before).abs().max()) if native.numel() else 0.0
+        torch.testing.assert_close(ours, native, rtol=0, atol=4 * 2.0**-11 * moved + 1e-7)
+
+
+def test_float16_reductions_differ_from_native_hsdp_by_their_rounding() -> None:
+    run_ranks(compare_in_float16, 4)
+
+
 def take_over(rank: int, world_size: int) -> None:
     """A native HSDP model gets the `attach` line only; after `close` it all-reduces by itself again."""
     mesh = make_mesh()

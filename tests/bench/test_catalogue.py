@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from gradwire import schemes, workloads
+from gradwire.bench import reducers
 from gradwire.bench.catalogue import EXPERIMENTS, LEFT_OUT, SNIPPETS, SYSTEMS, book, slimgc
 from gradwire.bench.measures import Call, by_name, commands
 from gradwire.bench.measures.compression_cost import Asked
 from gradwire.bench.measures.float_methods import Method
 from gradwire.bench.measures.trainings import configure
-from gradwire.bench import reducers
 from gradwire.bench.train_contenders import RIVALS, check_rival_options
 from gradwire.cli.bench import allreduce, codec, train
 from gradwire.errors import InvalidArgument

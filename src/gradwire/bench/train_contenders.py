@@ -81,7 +81,7 @@ class TrainContender:
         self.n_parameters = sum(parameter.numel() for parameter in module.parameters())
         self._last_gradient_s: float | None = None
         self._hooks: list[Any] = []
-        self._model = self._shard(module) if self.name in SHARDED else self._replicate(module)
+        self._model: Any = self._shard(module) if self.name in SHARDED else self._replicate(module)
         self._optimizer = workload.build_optimizer(self._model)
         self._scheduler = workload.build_scheduler(self._optimizer)
         self._attachment = None

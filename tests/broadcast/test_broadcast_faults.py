@@ -245,3 +245,36 @@ def test_every_rank_gets_the_same_typed_error_in_time():
             got, after_s = seen[name]
             assert got in {kind.__name__ for kind in expected}, (name, seen)
             assert after_s < 3 * TIMEOUT_S or (rank, name) == (1, "stops")  # the one that sleeps
+
+
+def end_early(rank: int, world_size: int, scheme: str) -> str:
+    """Rank 1 ends one step before rank 0, whose last step is under way when it closes."""
+    ddp, optimizer, attachment = attach(scheme)
+    for _ in range(4 - rank):
+        step(ddp, optimizer)
+    try:
+        attachment.close()
+    except GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("scheme", ["aqgb", "broadcast"])
+def test_a_last_step_that_a_peer_does_not_take_is_not_lost_without_a_word(scheme: str) -> None:
+    alone, early = run_ranks(end_early, 2, scheme)
+    assert alone.startswith("PeerLost")
+    assert "rank 1" in alone
+    assert early == "nothing"
+
+
+def close_after_an_error(rank: int, world_size: int) -> str:
+    ddp, optimizer, attachment = attach(StopsBetweenStages(max_contention=1) if rank else Aqgb())
+    with pytest.raises(GradwireError):
+        for _ in range(30):
+            step(ddp, optimizer)
+    attachment.close()
+    return "closed"
+
+
+def test_what_a_step_has_raised_is_not_raised_again_by_close() -> None:
+    assert run_ranks(close_after_an_error, 2) == ["closed", "closed"]

@@ -269,11 +269,13 @@ def test_a_last_step_that_a_peer_does_not_take_is_not_lost_without_a_word(scheme
 
 def close_after_an_error(rank: int, world_size: int) -> str:
     ddp, optimizer, attachment = attach(StopsBetweenStages(max_contention=1) if rank else Aqgb())
-    with pytest.raises(GradwireError):
+    try:
         for _ in range(30):
             step(ddp, optimizer)
-    attachment.close()
-    return "closed"
+    except GradwireError:
+        attachment.close()
+        return "closed"
+    return "no error"
 
 
 def test_what_a_step_has_raised_is_not_raised_again_by_close() -> None:

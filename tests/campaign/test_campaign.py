@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from campaign import __main__, hostile, models, schemes_drawn
+from campaign import __main__, hostile, links, models, schemes_drawn
 from campaign.cases import KINDS, Case, run_case
 from campaign.findings import launch
 from gradwire import codecs, schemes
@@ -34,6 +34,11 @@ _HOSTILE = {
 _SOAK = {
     "scheme": ("plain", {}), "world_size": 2, "model": "mlp", "dtype": "float32", "optimizer": "sgd",
     "bucket_cap_mb": 0.01, "view": False, "static_graph": False, "n_attachments": 1, "n_steps": 150,
+}  # fmt: skip
+
+_LINKS = {
+    "harm": "down", "scheme": ("gcomp", {}), "world_size": 2, "victim": 1, "step": 2, "delay_ms": 0, "down_s": 0.3,
+    "width": 20, "bucket_cap_mb": 25, "optimizer": "sgd",
 }  # fmt: skip
 
 PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
@@ -77,6 +82,29 @@ def test_rank_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     record = run_case("faults", {**_FAULT, "plant": "hang"})
     assert record["verdict"] == "failed"
     assert "a rank hangs" in record["found"]
+
+
+@pytest.mark.root
+@pytest.mark.xdist_group("netlab")
+@pytest.mark.parametrize("harm", ["down and up", "host gone"])
+def test_links_fail_and_what_follows_is_judged(harm: str) -> None:
+    _expect({**_LINKS, "harm": harm}, "passed")
+
+
+@pytest.mark.root
+@pytest.mark.xdist_group("netlab")
+@pytest.mark.parametrize(("plant", "words"), [("silent", "noticed nothing"), ("untyped", "no typed error")])
+def test_fault_planted_behind_a_link_is_found(plant: str, words: str) -> None:
+    assert words in _expect({**_LINKS, "plant": plant}, "failed")
+
+
+def _expect(drawn: dict[str, Any], verdict: str) -> str:
+    """What was found. Skips where this machine makes no network namespaces."""
+    record = run_case("links", drawn)
+    if record["verdict"] == "refused":
+        pytest.skip(record["found"])
+    assert record["verdict"] == verdict, record["found"]
+    return str(record["found"])
 
 
 def test_case_is_drawn_from_its_name_alone() -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gradwire.errors import Unsupported
 from gradwire.ranks.netlab import Netlab
 from gradwire.ranks.netlab.stale import end_stale_labs
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One after another: what one test leaves behind on purpose is what another ends."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("netlab"))
 
 
 @pytest.fixture(scope="session", autouse=True)

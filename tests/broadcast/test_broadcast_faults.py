@@ -218,6 +218,8 @@ CASES: dict[str, tuple[Callable[[int], Any], tuple[type[GradwireError], ...]]] =
     "options": (lambda rank: Broadcast(4 + rank), (RankMismatch,)),
     "block order": (lambda rank: Aqgb(blocks=[["0"], ["2"]] if rank else [["2"], ["0"]]), (RankMismatch,)),
     "schemes": (lambda rank: Aqgb() if rank else Broadcast(), (RankMismatch,)),
+    "another scheme": (lambda rank: Aqgb() if rank else "plain", (RankMismatch,)),
+    "a scheme that sends at once": (lambda rank: "gcomp" if rank else Broadcast(topology="ring"), (RankMismatch,)),
     "clock": (lambda rank: Aqgb(clock=Jumping()) if rank else Aqgb(), (InvalidArgument,)),
     "stops": (lambda rank: StopsBetweenStages(max_contention=1) if rank else Aqgb(), (PeerLost,)),
 }
@@ -226,9 +228,9 @@ CASES: dict[str, tuple[Callable[[int], Any], tuple[type[GradwireError], ...]]] =
 def fail_together(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
     seen = {}
     for name, (scheme, _) in CASES.items():
-        ddp, optimizer, attachment = attach(scheme(rank))
         started = time.monotonic()
         try:
+            ddp, optimizer, attachment = attach(scheme(rank))
             for _ in range(30):
                 step(ddp, optimizer)
             attachment.flush()

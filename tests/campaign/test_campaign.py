@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from campaign import __main__, hostile, links, models, schemes_drawn
+from campaign import __main__, hostile, models, schemes_drawn
 from campaign.cases import KINDS, Case, run_case
 from campaign.findings import launch
 from gradwire import codecs, schemes

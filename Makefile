@@ -31,7 +31,7 @@ demo: setup
 	$(BIN)/gradwire demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(TEST_ARGS)
 
 campaign: setup
 	PYTHONPATH=tests $(BIN)/python -m campaign $(CAMPAIGN_ARGS)

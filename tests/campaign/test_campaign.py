@@ -85,14 +85,12 @@ def test_rank_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.xdist_group("netlab")
 @pytest.mark.parametrize("harm", ["down and up", "host gone"])
 def test_links_fail_and_what_follows_is_judged(harm: str) -> None:
     _expect({**_LINKS, "harm": harm}, "passed")
 
 
 @pytest.mark.root
-@pytest.mark.xdist_group("netlab")
 @pytest.mark.parametrize(("plant", "words"), [("silent", "noticed nothing"), ("untyped", "no typed error")])
 def test_fault_planted_behind_a_link_is_found(plant: str, words: str) -> None:
     assert words in _expect({**_LINKS, "plant": plant}, "failed")

@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 GPU_JSON ?= gpu.json
+# Tests start up to 4 ranks each and mostly wait for each other: as many at a time as there are cores, 4 at most.
+TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SOURCES := src tests examples
 CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
@@ -13,7 +15,7 @@ CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
 
 help:
 	@echo 'make demo     train a small GPT on a slow network: DDP, bf16, gradwire       (DEMO_ARGS=--quick)'
-	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp")'
+	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp", TEST_PROCESSES=0)'
 	@echo 'make campaign random trainings, faults, resumptions, hostile bytes, soaks   (CAMPAIGN_ARGS="--minutes 10 --seed 7")'
 	@echo 'make fuzz     the decoders under the sanitizers, by libFuzzer where clang is (FUZZ_SECONDS=60)'
 	@echo 'make lint     ruff, mypy, clang-format; changes nothing'
@@ -29,7 +31,7 @@ demo: setup
 	$(BIN)/gradwire demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(TEST_ARGS)
 
 campaign: setup
 	PYTHONPATH=tests $(BIN)/python -m campaign $(CAMPAIGN_ARGS)

@@ -218,6 +218,8 @@ CASES: dict[str, tuple[Callable[[int], Any], tuple[type[GradwireError], ...]]] =
     "options": (lambda rank: Broadcast(4 + rank), (RankMismatch,)),
     "block order": (lambda rank: Aqgb(blocks=[["0"], ["2"]] if rank else [["2"], ["0"]]), (RankMismatch,)),
     "schemes": (lambda rank: Aqgb() if rank else Broadcast(), (RankMismatch,)),
+    "another scheme": (lambda rank: Aqgb() if rank else "plain", (RankMismatch,)),
+    "a scheme that sends at once": (lambda rank: "gcomp" if rank else Broadcast(topology="ring"), (RankMismatch,)),
     "clock": (lambda rank: Aqgb(clock=Jumping()) if rank else Aqgb(), (InvalidArgument,)),
     "stops": (lambda rank: StopsBetweenStages(max_contention=1) if rank else Aqgb(), (PeerLost,)),
 }
@@ -226,9 +228,9 @@ CASES: dict[str, tuple[Callable[[int], Any], tuple[type[GradwireError], ...]]] =
 def fail_together(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
     seen = {}
     for name, (scheme, _) in CASES.items():
-        ddp, optimizer, attachment = attach(scheme(rank))
         started = time.monotonic()
         try:
+            ddp, optimizer, attachment = attach(scheme(rank))
             for _ in range(30):
                 step(ddp, optimizer)
             attachment.flush()
@@ -245,3 +247,38 @@ def test_every_rank_gets_the_same_typed_error_in_time():
             got, after_s = seen[name]
             assert got in {kind.__name__ for kind in expected}, (name, seen)
             assert after_s < 3 * TIMEOUT_S or (rank, name) == (1, "stops")  # the one that sleeps
+
+
+def end_early(rank: int, world_size: int, scheme: str) -> str:
+    """Rank 1 ends one step before rank 0, whose last step is under way when it closes."""
+    ddp, optimizer, attachment = attach(scheme)
+    for _ in range(4 - rank):
+        step(ddp, optimizer)
+    try:
+        attachment.close()
+    except GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("scheme", ["aqgb", "broadcast"])
+def test_a_last_step_that_a_peer_does_not_take_is_not_lost_without_a_word(scheme: str) -> None:
+    alone, early = run_ranks(end_early, 2, scheme)
+    assert alone.startswith("PeerLost")
+    assert "rank 1" in alone
+    assert early == "nothing"
+
+
+def close_after_an_error(rank: int, world_size: int) -> str:
+    ddp, optimizer, attachment = attach(StopsBetweenStages(max_contention=1) if rank else Aqgb())
+    try:
+        for _ in range(30):
+            step(ddp, optimizer)
+    except GradwireError:
+        attachment.close()
+        return "closed"
+    return "no error"
+
+
+def test_what_a_step_has_raised_is_not_raised_again_by_close() -> None:
+    assert run_ranks(close_after_an_error, 2) == ["closed", "closed"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from campaign.cases import KINDS, SOAK_EVERY, TURNS, Case, run_case
+from campaign.cases import KINDS, SELDOM, TURNS, Case, run_case
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> None:
 def _cases(seed: int, kinds: list[str] | None) -> Iterator[Case]:
     numbers: Counter[str] = Counter()
     for turn in itertools.count():
-        for kind in kinds or (*TURNS, *(["soak"] if turn % SOAK_EVERY == 0 else [])):
+        for kind in kinds or (*TURNS, *(kind for kind, rounds in SELDOM.items() if turn % rounds == 0)):
             yield Case(kind, seed, numbers[kind])
             numbers[kind] += 1
 

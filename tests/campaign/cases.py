@@ -8,7 +8,7 @@ import traceback
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from campaign import faults, hostile, resuming, soak, trainings
+from campaign import faults, hostile, links, resuming, soak, trainings
 from campaign.findings import Refused
 
 KINDS: dict[str, ModuleType] = {
@@ -17,10 +17,12 @@ KINDS: dict[str, ModuleType] = {
     "resuming": resuming,
     "hostile": hostile,
     "soak": soak,
+    "links": links,
 }
 # The order in which kinds take turns: by what a case of them costs and finds.
 TURNS = ("trainings", "faults", "hostile", "trainings", "faults", "resuming")
-SOAK_EVERY = 8  # rounds of these turns
+# What takes longer, and in how many rounds of these turns it has one.
+SELDOM = {"soak": 8, "links": 4}
 
 
 class Case(NamedTuple):

@@ -36,6 +36,11 @@ _SOAK = {
     "bucket_cap_mb": 0.01, "view": False, "static_graph": False, "n_attachments": 1, "n_steps": 150,
 }  # fmt: skip
 
+_LINKS = {
+    "harm": "down", "scheme": ("gcomp", {}), "world_size": 2, "victim": 1, "step": 2, "delay_ms": 0, "down_s": 0.3,
+    "width": 20, "bucket_cap_mb": 25, "optimizer": "sgd",
+}  # fmt: skip
+
 PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("trainings", _TRAINING, "drift", "parameters differ between ranks after step 2"),
     ("trainings", _GIVEN, "scaled", "is not the mean"),
@@ -77,6 +82,27 @@ def test_rank_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     record = run_case("faults", {**_FAULT, "plant": "hang"})
     assert record["verdict"] == "failed"
     assert "a rank hangs" in record["found"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("harm", ["down and up", "host gone"])
+def test_links_fail_and_what_follows_is_judged(harm: str) -> None:
+    _expect({**_LINKS, "harm": harm}, "passed")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("plant", "words"), [("silent", "noticed nothing"), ("untyped", "no typed error")])
+def test_fault_planted_behind_a_link_is_found(plant: str, words: str) -> None:
+    assert words in _expect({**_LINKS, "plant": plant}, "failed")
+
+
+def _expect(drawn: dict[str, Any], verdict: str) -> str:
+    """What was found. Skips where this machine makes no network namespaces."""
+    record = run_case("links", drawn)
+    if record["verdict"] == "refused":
+        pytest.skip(record["found"])
+    assert record["verdict"] == verdict, record["found"]
+    return str(record["found"])
 
 
 def test_case_is_drawn_from_its_name_alone() -> None:

@@ -48,8 +48,10 @@ def draw(choose: random.Random) -> dict[str, Any]:
         return case
     known = FEATURES_OF_OWNERS if owner else FEATURES
     case["features"] = sorted(choose.sample(known, choose.choice([0, 1, 1, 2])))
-    if case["model"] == "branches" and case["optimizer"] == "fused sgd":
-        case["optimizer"] = "momentum"  # torch's fused SGD fails where some momenta are younger than others
+    if case["optimizer"] == "fused sgd" and (case["model"] == "branches" or "late group" in case["features"]):
+        # With DDP alone too, torch's fused SGD fails where some momenta of a group are younger than others, and takes
+        # memory as it comes for momenta where a group's first step overflows.
+        case["optimizer"] = "momentum"
     if case["amp"] or owner or case["model"] == "attention":
         case["dtype"] = "float32"
     if "join" in case["features"]:
@@ -86,6 +88,8 @@ def _check_values(case: dict[str, Any], results: list[dict[str, Any]]) -> None:
         rounding = models.rounding_of(given, dtype)
         if variant.near:
             off = (found - mean).abs()
+            if variant.name != "plain":  # sums before it divides, but for float16: docs/reliability.md
+                off[_sum_overflows(given, dtype) & found.isinf()] = 0
             worst = int((off - rounding).nan_to_num(nan=torch.inf).argmax())
             require(
                 bool((off <= rounding).all()),
@@ -94,6 +98,12 @@ def _check_values(case: dict[str, Any], results: list[dict[str, Any]]) -> None:
             )
         elif bool(found.isfinite().all()) and variant.conserves and case["world_size"] > 1:
             _check_conservation(step, results, mean, found, rounding)
+
+
+def _sum_overflows(given: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """(n,) bool: values whose sum over the ranks, in some order, is more than `dtype` holds; never of float16."""
+    sums = torch.stack(given).double().abs().sum(0)
+    return (sums > torch.finfo(dtype).max) & (dtype != torch.float16)
 
 
 def _check_conservation(

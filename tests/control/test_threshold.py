@@ -79,7 +79,7 @@ def test_fit_finds_the_crossing_of_two_lines_from_their_points(
             assert gap >= -1e-6 * raw.at(size)
     if 0 < fitted < NEVER:
         below = fitted - 1
-        assert raw.at(below) - compressed.at(below) <= 1e-6 * raw.at(below)
+        assert raw.at(below) - compressed.at(below) <= 1e-6 * raw.at(below) + 1e-15  # s: below what a sum keeps
 
 
 def test_crossing_at_the_edges() -> None:

@@ -6,6 +6,7 @@ It is compiled against the torch that is installed and kept in build/late-device
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -33,14 +34,20 @@ def build() -> Path:
     key = hashlib.blake2b(f"{SOURCE.read_text()} {torch.__version__} {_FLAGS}".encode(), digest_size=6).hexdigest()
     folder = Path(__file__).parents[2] / "build" / "late-device"
     library = folder / f"late_{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        # Ninja, where it is installed beside the interpreter of an environment that nobody has activated. In a process of
-        # its own, because torch loads what it compiles, and this one should stay without a device.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        command = [sys.executable, "-c", _COMPILE, library.stem, str(SOURCE), str(folder), *_FLAGS]
-        subprocess.run(command, env={**os.environ, "PATH": path}, check=True, stdout=subprocess.DEVNULL)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of another process may be making it
+        if not library.exists():
+            _compile(library)
     return library
+
+
+def _compile(library: Path) -> None:
+    # Ninja, where it is installed beside the interpreter of an environment that nobody has activated. In a process of
+    # its own, because torch loads what it compiles, and this one should stay without a device.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    command = [sys.executable, "-c", _COMPILE, library.stem, str(SOURCE), str(library.parent), *_FLAGS]
+    subprocess.run(command, env={**os.environ, "PATH": path}, check=True, stdout=subprocess.DEVNULL)
 
 
 def load(library: Path) -> Any:

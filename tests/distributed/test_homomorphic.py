@@ -270,6 +270,22 @@ def test_other_seed_or_batch_size_on_one_rank_is_named(options: list[dict[str, A
         assert "rank 0" in str(outcome.error)
 
 
+def count_another_step(rank: int, world_size: int) -> None:
+    """Dense gradients: from the second step on no index goes before the values."""
+    driver = Driver(make(mode="exact"), parameters(), LAYOUT)
+    for step in range(6):
+        driver.step += step == 2 and rank == 1
+        driver.reduce(gradients_of(rank, world_size, step, 1.0))
+    driver.close()
+
+
+def test_rank_in_another_step_is_named_where_buckets_are_too_dense_for_an_index() -> None:
+    for outcome in try_ranks(count_another_step, 2):
+        assert isinstance(outcome.error, gradwire.RankMismatch), outcome
+        assert "step" in str(outcome.error)
+        assert "rank 1" in str(outcome.error)
+
+
 class Altering(ProcessGroup):
     """Changes one cell of the second sum on every rank, as a faulty fabric would."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire import schemes
+from gradwire.wire.communicator import Communicator
 from ranks import run_ranks
 
 
@@ -117,3 +118,13 @@ def share_a_scheme(rank: int, world_size: int) -> None:
 
 def test_scheme_object_serves_one_attachment_at_a_time() -> None:
     run_ranks(share_a_scheme, 2)
+
+
+def come_and_go(rank: int, world_size: int) -> None:
+    """A rank that closes at once leaves nobody behind who still connects to it or to others."""
+    for _ in range(40):
+        Communicator(timeout_s=20).close()
+
+
+def test_communicator_may_be_closed_at_once() -> None:
+    run_ranks(come_and_go, 4)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from gradwire.errors import Unsupported
@@ -9,10 +15,25 @@ from gradwire.ranks.netlab import Netlab
 from gradwire.ranks.netlab.stale import end_stale_labs
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """With several processes of tests, one at a time: what a test leaves behind on purpose is what another ends."""
+    with (Path(tempfile.gettempdir()) / "gradwire-netlab-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_leftovers() -> None:
     """An earlier session that was killed must not be found by this one."""
-    end_stale_labs()
+    with _alone():
+        end_stale_labs()
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time(no_leftovers: None) -> Iterator[None]:
+    with _alone():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ranks import patience
+
 STREAM = Path(__file__).with_name("stream.py")
 CLI = [sys.executable, "-m", "gradwire", "netlab"]
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     """Poll `condition`; fails the test when it has not come true in time."""
+    timeout_s *= patience()
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up, f"{what}: not within {timeout_s} s"

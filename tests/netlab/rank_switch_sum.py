@@ -16,9 +16,9 @@ client = _native.SwitchClient(host, int(port), 11, rank, world_size, 64)
 client.join(60.0)
 first = np.ones(256, np.int32)
 client.reduce(first, 1, 60.0)
+values = np.arange(n, dtype=np.int32) * (rank + 1)
 if n > 1_000_000:
     print(json.dumps({"rank": rank, "joined": True}), flush=True)
-values = np.arange(n, dtype=np.int32) * (rank + 1)
 try:
     client.reduce(values, 1, 60.0)
 except PeerLost as error:

@@ -10,6 +10,7 @@ import pytest
 
 from gradwire import schemes
 from gradwire.ranks.netlab import Netlab
+from ranks import patience
 
 pytestmark = pytest.mark.root
 
@@ -25,7 +26,7 @@ def test_counted_bytes_are_the_kernels_for_every_scheme() -> None:
     lines: list[str] = []
     with Netlab(N_RANKS, "1gbit") as lab:
         command = [sys.executable, str(SCRIPT), *schemes.names()]
-        lab.run(command, on_line=lambda rank, line: lines.append(line), timeout_s=120).raise_if_failed()
+        lab.run(command, on_line=lambda rank, line: lines.append(line), timeout_s=120 * patience()).raise_if_failed()
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) == N_RANKS * len(schemes.names())
     for one in found:

@@ -107,11 +107,12 @@ class DeferredScheme(Scheme):
     def close(self) -> None:
         """Take the steps that were called for, then let the model and the optimizer go."""
         interceptor, self._interceptor = self._interceptor, None
+        was_told = self._is_told  # then the user may be closing for that reason; what this flush fails of is news
         try:
             if interceptor is not None:
                 self.flush()
         except GradwireError:
-            if not self._is_told:  # the user has seen it otherwise, and may be closing for that reason
+            if not was_told:
                 raise
         finally:
             if interceptor is not None:

@@ -98,6 +98,7 @@ class Communicator:
                     self.world_size,
                     timedelta(seconds=timeout_s),
                 )
+                self._group.barrier().wait()  # a rank that closed at once would break off who still connects
         except PeerLost as error:
             lost = PeerLost(
                 f"{error} Every rank of the model calls attach(): did this one come alone?{restart_advice()}"

@@ -24,6 +24,7 @@ from gradwire.schemes.aqgb.streams import TOPOLOGIES, Streams
 from gradwire.stepping.blocks import Block, Division
 from gradwire.stepping.deferred import DeferredScheme, OpenBlock
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
 # Ahead of what the network has taken by our estimate: a newer block should not queue behind much, and the network never
 # run dry while the lane wakes up (some ms among busy ranks).
@@ -86,6 +87,11 @@ class BlockBroadcast(DeferredScheme):
         self._received_bytes, self._receiving_us = [0] * world_size, [0] * world_size
         self._failure = None
         if world_size > 1:
+            # Before ranks connect: one with another scheme compares first what it is, and has to meet the like. It counts
+            # as little as the connections' own making.
+            mine = Preamble(FORMAT_VERSION, 0, self.name, self.configuration_hash, 0, 0, 0)
+            never_closed = session.recorder.open_bucket(0, -1, 0)
+            communicator.submit(compare_preambles, communicator, mine, never_closed).wait()
             heads = HeadFormat(n_blocks, world_size, self.configuration_hash, self.blocks_hash)
             self._streams = Streams(communicator, self.topology, heads, self)
 

@@ -33,6 +33,7 @@ from gradwire.exchange.aggregators import Aggregator
 from gradwire.schemes.compressed import Redoing, count_of
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
 from gradwire.schemes.homomorphic.unsent import Unsent, quantised
+from gradwire.wire.step_check import StepCheck
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ class Homomorphic(Redoing):
             )
         self.aggregator.bind(session.communicator, session.recorder)
         self._is_aggregator_bound = True
+        self._check = StepCheck(session.communicator)
         super().bind(session)
 
     # ---- one bucket
@@ -154,6 +156,7 @@ class Homomorphic(Redoing):
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
         key = f"{bucket.index}:{bucket.layout_hash:08x}"
         if self._is_known_as_dense(key):
+            self._check.start(self.preamble(bucket), wire.record)  # no index goes before it, to say what ranks share
             return self._send_plainly(bucket, wire)
         values, unsent = self._values_to_send(bucket, wire)
         cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size()

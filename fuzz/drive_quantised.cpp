@@ -7,7 +7,6 @@
 
 #include "drive.hpp"
 #include "quantisers/codec.hpp"
-#include "quantisers/thc.hpp"
 #include "simd/dispatch.hpp"
 
 namespace quantisers = gradwire::quantisers;
@@ -30,14 +29,9 @@ std::vector<std::uint8_t> make_message(std::mt19937_64& random, quantisers::Kind
   if (feeds_back) source.residual = residual;
   const std::span<float> kept = feeds_back ? std::span<float>(new_residual) : std::span<float>();
   std::vector<std::uint8_t> out;
-  if (kind == quantisers::Kind::thc) {
-    out.resize(quantisers::max_thc_bytes(n_values));
-    out.resize(quantisers::encode_thc(source, {{random(), random()}, {random(), random()}, 2.15f}, kept, out));
-    return out;
-  }
   quantisers::Options options{kind};
   options.rule = static_cast<quantisers::Options::Rule>(random() % 3);
-  options.parameter = 0.01f;
+  options.parameter = kind == quantisers::Kind::thc ? 2.15f : 0.01f;
   options.levels = 1 + static_cast<int>(random() % 127);
   options.block = 128u << random() % 6;
   options.stream = {random(), random()};

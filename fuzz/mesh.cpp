@@ -6,18 +6,25 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "errors.hpp"
+#include "exchange/codecs.hpp"
 #include "exchange/owners.hpp"
+#include "exchange/pieces.hpp"
+#include "exchange/quantised.hpp"
 #include "exchange/ring.hpp"
 
 namespace {
@@ -40,7 +47,7 @@ class Trimmed final : public exchange::Codec {
     if (n > 0) std::memcpy(out.data(), values.data, n);
     return n;
   }
-  void decode(std::span<const std::uint8_t> message, const exchange::Values& values) override {
+  void decode(std::span<const std::uint8_t> message, std::size_t, const exchange::Values& values) override {
     if (message.size() > 4 * values.n) throw CorruptMessage("too long");
     std::memset(values.data, 0, 4 * values.n);
     if (!message.empty()) std::memcpy(values.data, message.data(), message.size());
@@ -101,6 +108,84 @@ void check_exchange(Meshes& meshes, std::uint32_t stream, bool is_ring, std::siz
     require(values == expected, "the mean is that of all ranks");
     require(n == 0 || account.n_messages > 0, "messages are counted");
   });
+}
+
+// Nothing of what ranks bring in is lost: N x mean + what was left out, over the ranks, is the sum of their gradients.
+// And all of them hold the same bits.
+struct Feedback {
+  std::mutex mutex;
+  std::vector<double> accounted;
+  std::vector<float> mean;
+
+  void add(const std::vector<float>& result, const std::vector<float>& left_out, const std::vector<float>& mine) {
+    const std::lock_guard lock(mutex);
+    require(mean.empty() || mean == result, "all ranks hold the same bits");
+    mean = result;
+    accounted.resize(result.size());
+    for (std::size_t i = 0; i < result.size(); ++i)
+      accounted[i] += static_cast<double>(result[i]) + left_out[i] - mine[i];
+  }
+  void check() const {
+    for (const double rest : accounted) require(std::abs(rest) < 0.05, "what is not sent is left out");
+  }
+};
+
+void check_quantised(Meshes& meshes, std::uint32_t stream, std::size_t n, std::size_t n_chunks, unsigned seed) {
+  const std::size_t world = meshes.size();
+  const auto kind = static_cast<quantisers::Kind>(seed % quantisers::kKinds);
+  const bool pulls_raw = seed % 3 == 0, is_finite = seed % 4 != 0 || n == 0;
+  Feedback feedback;
+  on_all_ranks(meshes, [&](wire::Mesh& mesh) {
+    const auto rank = static_cast<unsigned>(mesh.rank());
+    std::vector<float> mine = gradient(seed + rank, n), residual(n), unsent(n);
+    if (!is_finite && rank == 1) mine[n / 2] = std::numeric_limits<float>::infinity();
+    std::vector<float> values = mine;
+    const exchange::Values buffer{reinterpret_cast<std::uint8_t*>(values.data()), n, exchange::Dtype::float32};
+    quantisers::Options options{.kind = kind, .parameter = 1, .levels = 7, .block = 512};
+    options.stream.seed = seed;
+    exchange::QuantisedBucket bucket{buffer, residual, unsent, 1, {{0, n}}, {true}, n_chunks, {}, pulls_raw};
+    for (std::size_t i = 0; i < world * n_chunks; ++i) bucket.draws.push_back(1'000 * rank + i);
+    exchange::Account account;
+    const auto used = exchange::quantised_mean(mesh, {stream, {1, 2, 3, 4}}, options, bucket, account);
+    require(used.has_value() == is_finite, "all ranks know whether all was finite");
+    if (is_finite)
+      feedback.add(values, unsent, mine);
+    else
+      require(values == mine, "what is not finite is left as it was");
+  });
+  feedback.check();
+}
+
+void check_pieces(Meshes& meshes, std::uint32_t stream, std::size_t n, unsigned seed) {
+  const std::size_t world = meshes.size();
+  exchange::Groups groups(world);
+  for (std::size_t part = 0; part < world; ++part) {
+    const std::size_t begin = n * part / world, end = n * (part + 1) / world;
+    for (std::size_t at = begin; at < end;) {
+      const std::size_t size = std::min<std::size_t>(end - at, 1 + (seed * (at + 1)) % 9'000);
+      const auto first = static_cast<std::int64_t>(size / 3);
+      groups[part].push_back({at, at + size, {first, static_cast<std::int64_t>(size) - first}});
+      at += size;
+    }
+  }
+  std::vector<std::size_t> n_groups;
+  for (const auto& part : groups) n_groups.push_back(part.size());
+  Feedback feedback;
+  on_all_ranks(meshes, [&](wire::Mesh& mesh) {
+    const std::vector<float> mine = gradient(seed + static_cast<unsigned>(mesh.rank()), n);
+    std::vector<float> values = mine, left_out(n);
+    exchange::QuantiserCodec one_bit({.kind = quantisers::Kind::one_bit});
+    Trimmed trimmed;
+    exchange::Codec& codec = seed % 2 == 0 ? static_cast<exchange::Codec&>(one_bit) : trimmed;
+    exchange::Account account;
+    exchange::PieceEnds ends(mesh, codec, codec, groups, {values, values, {}, left_out, 1, true, [] { return false; }},
+                             account);
+    exchange::OwnersExchange exchange(mesh, {stream, {1, 2, 3, 4}}, ends, n_groups, true, 50'000, account);
+    exchange.run();
+    exchange.finish();
+    feedback.add(values, left_out, mine);
+  });
+  feedback.check();
 }
 
 // Connects, says what it likes, and expects to be closed within a second.
@@ -204,6 +289,11 @@ int main(int n_arguments, char** arguments) {
     for (int i = 0; i < 8; ++i)
       check_exchange(meshes, stream += 2, random() % 2 == 0, random() % 4 == 0 ? random() % 9 : random() % 300'000,
                      1 + random() % 7, static_cast<unsigned>(random()));
+    for (int i = 0; i < 4; ++i) {
+      check_quantised(meshes, stream += 2, random() % 100'000, 1 + random() % 4,
+                      static_cast<unsigned>(random() % 9'999));
+      check_pieces(meshes, stream += 2, random() % 60'000, static_cast<unsigned>(random() % 9'999));
+    }
     strangers.join();
     check_leaving(2 + random() % 3, static_cast<unsigned>(random()));
   }

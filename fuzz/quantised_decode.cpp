@@ -7,8 +7,8 @@
 
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
-#include "quantisers/pieces.hpp"
-#include "quantisers/thc.hpp"
+#include "exchange/codecs.hpp"
+#include "exchange/pieces.hpp"
 #include "simd/dispatch.hpp"
 
 namespace quantisers = gradwire::quantisers;
@@ -33,7 +33,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   if (n_values > kMaxValues) n_values = 1000;
   std::vector<std::uint8_t> values(n_values * quantisers::bytes_of(dtype));
-  if (kind != quantisers::Kind::thc && data[1] % 8 == 5) {
+  if (data[1] % 8 == 5) {
     // The message twice as a group, the first length true or a lie.
     std::uint32_t length = static_cast<std::uint32_t>(message.size()) ^ (data[1] % 16 == 5 ? 0u : 1u << data[1] / 16);
     std::vector<std::uint8_t> group(sizeof length);
@@ -43,20 +43,20 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     group.insert(group.end(), first.begin(), first.end());
     const auto size = static_cast<std::int64_t>(n_values);
     const std::int64_t sizes[] = {size, -size, size};
-    values.resize(3 * values.size());
+    gradwire::exchange::QuantiserCodec codec({.kind = kind});
+    std::vector<float> floats(3 * n_values), scratch(3 * n_values);
     try {
-      quantisers::decode_pieces(group, kind, dtype, sizes, {.divisor = 3, .adds = dtype == quantisers::Dtype::float32},
-                                values);
+      if (data[0] / 8 % 2 == 0)
+        gradwire::exchange::add_group(codec, group, 0, sizes, floats, scratch);
+      else
+        gradwire::exchange::decode_group(codec, group, 0, sizes, 3, floats);
     } catch (const gradwire::CorruptMessage&) {
     } catch (const gradwire::IncompatibleVersion&) {
     }
     return 0;
   }
   try {
-    if (kind == quantisers::Kind::thc)
-      quantisers::decode_thc(message, dtype, values);
-    else
-      quantisers::decode(message, kind, dtype, values);
+    quantisers::decode(message, kind, dtype, values);
   } catch (const gradwire::CorruptMessage&) {
   } catch (const gradwire::IncompatibleVersion&) {
   }

@@ -28,6 +28,7 @@ namespace nb = nanobind;
 using namespace gradwire;
 
 void bind_engine(nb::module_& m);      // bindings_engine.cpp
+void bind_mesh(nb::module_& m);        // bindings_mesh.cpp
 void bind_floats(nb::module_& m);      // bindings_floats.cpp
 void bind_quantisers(nb::module_& m);  // bindings_quantisers.cpp
 void bind_sketch(nb::module_& m);      // bindings_sketch.cpp
@@ -344,6 +345,7 @@ NB_MODULE(_native, m) {
   bind_gcomp(m);
   bind_comparators(m);
   bind_floats(m);
+  bind_mesh(m);
   bind_engine(m);
   bind_quantisers(m);
   bind_sketch(m);

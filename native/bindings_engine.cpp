@@ -1,5 +1,5 @@
 // The engine for Python: connections, exchanges and the codecs that they call. Whatever waits or computes releases the
-// GIL; codecs and ends that are written in Python are called back with it.
+// GIL; codecs that are written in Python are called back with it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -10,15 +10,19 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "errors.hpp"
 #include "exchange/codecs.hpp"
 #include "exchange/owners.hpp"
+#include "exchange/pieces.hpp"
+#include "exchange/quantised.hpp"
 #include "exchange/ring.hpp"
 #include "wire/mesh.hpp"
 
@@ -29,6 +33,7 @@ namespace {
 
 using ByteArray = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstByteArray = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Counts = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FactsArray = std::array<std::uint32_t, 4>;
 using exchange::Values;
@@ -44,6 +49,23 @@ Dtype dtype_of(int code) {
 Values values_of(const ByteArray& bytes, int dtype) {
   const auto known = dtype_of<floats::Dtype>(dtype);
   return {bytes.data(), bytes.size() / floats::bytes_of(known), known};
+}
+
+std::span<float> span_of(const Floats& array) { return {array.data(), array.size()}; }
+std::span<float> span_of(const std::optional<Floats>& array) { return array ? span_of(*array) : std::span<float>(); }
+
+// Kind, rule, parameter, levels, block, seed: gradwire.codecs.quantised.
+using QuantiserArguments = std::tuple<int, int, double, int, std::uint32_t, std::uint64_t>;
+
+quantisers::Options options_of(const QuantiserArguments& arguments) {
+  const auto [kind, rule, parameter, levels, block, seed] = arguments;
+  if (kind < 0 || kind >= quantisers::kKinds || rule < 0 || rule > 2) throw InvalidArgument("unknown quantiser");
+  return {static_cast<quantisers::Kind>(kind),
+          static_cast<quantisers::Options::Rule>(rule),
+          static_cast<float>(parameter),
+          levels,
+          block,
+          {seed, 0}};
 }
 
 // A torch tensor over memory that outlives the call it is made for.
@@ -75,7 +97,11 @@ class PythonCodec final : public exchange::Codec {
  public:
   // `codec`: gradwire.codecs.Codec; `dtype`: the bucket's, as torch calls it.
   PythonCodec(nb::object codec, nb::object dtype, const gcomp::BucketImportance* importance)
-      : codec_(std::move(codec)), dtype_(std::move(dtype)), is_weighed_(importance != nullptr), weights_(importance) {}
+      : codec_(std::move(codec)),
+        dtype_(std::move(dtype)),
+        decodes_by_importance_(nb::hasattr(codec_, "decodes_by_importance")),
+        is_weighed_(importance != nullptr),
+        weights_(importance) {}
 
   std::size_t max_message_bytes(std::size_t n_values) const override {
     const nb::gil_scoped_acquire locked;
@@ -84,70 +110,25 @@ class PythonCodec final : public exchange::Codec {
   bool weigh(std::size_t first, std::size_t n) override { return weights_.write(first, n); }
   std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override {
     const nb::gil_scoped_acquire locked;
-    const nb::object weights = is_weighed_ ? tensor_of(weights_.at(first, values.n)) : nb::none();
+    const nb::object weights = weights_of(first, values.n);
     return length_of(codec_.attr("encode")(tensor_of(values), tensor_of(out), weights), out.size());
   }
-  void decode(std::span<const std::uint8_t> message, std::size_t, const Values& values) override {
+  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override {
     const nb::gil_scoped_acquire locked;
-    codec_.attr("decode")(tensor_of(message), tensor_of(values));
+    if (decodes_by_importance_)
+      codec_.attr("decode")(tensor_of(message), tensor_of(values), weights_of(first, values.n));
+    else
+      codec_.attr("decode")(tensor_of(message), tensor_of(values));
   }
 
  private:
+  nb::object weights_of(std::size_t first, std::size_t n) const {
+    return is_weighed_ ? tensor_of(weights_.at(first, n)) : nb::none();
+  }
+
   const nb::object codec_, dtype_;
-  const bool is_weighed_;
+  const bool decodes_by_importance_, is_weighed_;
   gcomp::Weights weights_;
-};
-
-class PythonEnds final : public exchange::Ends {
- public:
-  explicit PythonEnds(nb::object ends)
-      : ends_(std::move(ends)),
-        max_push_bytes_(nb::cast<std::size_t>(ends_.attr("max_push_bytes"))),
-        max_pull_bytes_(nb::cast<std::size_t>(ends_.attr("max_pull_bytes"))) {}
-
-  std::size_t max_push_bytes() const override { return max_push_bytes_; }
-  std::size_t max_pull_bytes() const override { return max_pull_bytes_; }
-  std::size_t encode_push(std::size_t part, std::size_t group, std::span<std::uint8_t> out) override {
-    const nb::gil_scoped_acquire locked;
-    return length_of(ends_.attr("encode_push")(part, group, tensor_of(out)), out.size());
-  }
-  void add_pushed(std::size_t source, std::size_t group, exchange::Bytes message) override {
-    const nb::gil_scoped_acquire locked;
-    ends_.attr("add_pushed")(source, group, tensor_of(message));
-  }
-  void add_own(std::size_t group) override {
-    const nb::gil_scoped_acquire locked;
-    ends_.attr("add_own")(group);
-  }
-  std::size_t encode_pull(std::size_t group, std::span<std::uint8_t> out) override {
-    const nb::gil_scoped_acquire locked;
-    return length_of(ends_.attr("encode_pull")(group, tensor_of(out)), out.size());
-  }
-  void adopt(std::size_t part, std::size_t group, exchange::Bytes message) override {
-    const nb::gil_scoped_acquire locked;
-    ends_.attr("adopt")(part, group, tensor_of(message));
-  }
-  exchange::Bytes opening() override { return ask("opening", opening_); }
-  exchange::Bytes closing() override { return ask("closing", closing_); }
-  void take_opening(std::size_t source, exchange::Bytes message) override { tell("take_opening", source, message); }
-  void take_closing(std::size_t source, exchange::Bytes message) override { tell("take_closing", source, message); }
-
- private:
-  exchange::Bytes ask(const char* method, std::vector<std::uint8_t>& bytes) {
-    const nb::gil_scoped_acquire locked;
-    const auto told = nb::cast<nb::bytes>(ends_.attr(method)());
-    const auto* data = static_cast<const std::uint8_t*>(told.data());
-    bytes.assign(data, data + told.size());
-    return bytes;
-  }
-  void tell(const char* method, std::size_t source, exchange::Bytes message) {
-    const nb::gil_scoped_acquire locked;
-    ends_.attr(method)(source, nb::bytes(message.data(), message.size()));
-  }
-
-  const nb::object ends_;
-  const std::size_t max_push_bytes_, max_pull_bytes_;
-  std::vector<std::uint8_t> opening_, closing_;
 };
 
 nb::tuple account_of(const exchange::Account& account) {
@@ -157,115 +138,51 @@ nb::tuple account_of(const exchange::Account& account) {
   return nb::make_tuple(account.bytes_sent, account.bytes_received, account.n_messages, spans);
 }
 
-// An exchange through owners whose ends are written in Python.
-class PythonExchange {
- public:
-  PythonExchange(wire::Mesh& mesh, std::uint32_t stream, const FactsArray& facts, nb::object ends,
-                 std::vector<std::size_t> n_groups, bool has_pull, std::size_t pull_bytes_ahead)
-      : ends_(std::move(ends)) {
-    if (n_groups.size() != static_cast<std::size_t>(mesh.world_size()))
-      throw InvalidArgument("an exchange needs the number of groups of every part");
-    const nb::gil_scoped_release unlocked;
-    exchange_.emplace(mesh, exchange::Ticket{stream, facts_of(facts)}, ends_, std::move(n_groups), has_pull,
-                      pull_bytes_ahead, account_);
-  }
-  nb::tuple run() {
-    {
-      const nb::gil_scoped_release unlocked;
-      exchange_->run();
-    }
-    return take_account();
-  }
-  nb::tuple finish() {
-    {
-      const nb::gil_scoped_release unlocked;
-      exchange_->finish();
-    }
-    return take_account();
-  }
-
- private:
-  nb::tuple take_account() {
-    const nb::tuple account = account_of(account_);
-    account_ = {};
-    return account;
-  }
-  PythonEnds ends_;
-  exchange::Account account_;
-  std::optional<exchange::OwnersExchange> exchange_;
+struct PieceGroups {
+  exchange::Groups by_part;
 };
 
-void bind_mesh(nb::module_& m) {
-  using Place = std::pair<std::string, std::uint16_t>;
-  using wire::Mesh;
-  m.attr("MESSAGE_HEADER_BYTES") = wire::kHeaderBytes;
-  m.attr("MESSAGE_VERSION") = wire::kVersion;
-  m.attr("MESH_SECRET_BYTES") = wire::kSecretBytes;
-  m.def("interface_address", &wire::interface_address, nb::arg("name"));
-  nb::class_<Mesh>(m, "Mesh")
-      .def(nb::init<int, int, const std::string&, double>(), nb::arg("rank"), nb::arg("world_size"), nb::arg("host"),
-           nb::arg("timeout_s"))
-      .def_prop_ro("endpoint", [](const Mesh& mesh) { return Place(mesh.endpoint().host, mesh.endpoint().port); })
-      .def(
-          "join",
-          [](Mesh& mesh, const std::vector<Place>& places, const nb::bytes& secret) {
-            wire::Secret known;
-            if (secret.size() != known.size()) throw InvalidArgument("the secret of a mesh has 16 bytes");
-            std::memcpy(known.data(), secret.data(), known.size());
-            std::vector<wire::Endpoint> endpoints;
-            for (const auto& [host, port] : places) endpoints.push_back({host, port});
-            mesh.join(std::move(endpoints), known);
-          },
-          nb::arg("endpoints"), nb::arg("secret"))
-      .def(
-          "open",
-          [](Mesh& mesh, std::uint32_t stream, const FactsArray& facts, std::uint64_t max_bytes,
-             const std::vector<int>& peers) {
-            const nb::gil_scoped_release unlocked;
-            mesh.open(stream, facts_of(facts), max_bytes, peers);
-          },
-          nb::arg("stream"), nb::arg("facts"), nb::arg("max_bytes"), nb::arg("peers"))
-      .def("close", &Mesh::close, nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "send",
-          [](Mesh& mesh, const std::vector<int>& peers, std::uint32_t stream,
-             const std::vector<ConstByteArray>& parts) {
-            std::size_t n_bytes = 0;
-            for (const ConstByteArray& part : parts) n_bytes += part.size();
-            const nb::gil_scoped_release unlocked;
-            wire::Message message = mesh.pool().take(n_bytes);
-            std::size_t at = 0;
-            for (const ConstByteArray& part : parts) {
-              if (part.size() > 0) std::memcpy(message.block->data() + at, part.data(), part.size());
-              at += part.size();
-            }
-            for (const int peer : peers) mesh.send(peer, stream, message);
-          },
-          nb::arg("peers"), nb::arg("stream"), nb::arg("parts"))
-      .def(
-          "receive_any",
-          [](Mesh& mesh, std::uint32_t stream, const std::vector<int>& peers) {
-            wire::Arrival arrival;
-            {
-              const nb::gil_scoped_release unlocked;
-              arrival = mesh.receive_any(stream, peers);
-            }
-            // The tensor keeps the message: its block is not used again before the tensor is gone.
-            auto kept = std::make_unique<wire::Message>(arrival.message);
-            const nb::capsule owner(kept.get(),
-                                    [](void* message) noexcept { delete static_cast<wire::Message*>(message); });
-            wire::Message& message = *kept.release();
-            const std::size_t shape[1] = {message.n_bytes};
-            const nb::ndarray<nb::pytorch> bytes(message.block->data(), 1, shape, owner, nullptr,
-                                                 nb::dtype<std::uint8_t>());
-            return nb::make_tuple(arrival.peer, nb::cast(bytes, nb::rv_policy::reference), arrival.duration_ns);
-          },
-          nb::arg("stream"), nb::arg("peers"))
-      .def("wait_until_all_sent", &Mesh::wait_until_all_sent, nb::call_guard<nb::gil_scoped_release>())
-      .def("break_off", &Mesh::break_off, nb::call_guard<nb::gil_scoped_release>())
-      .def("shut", &Mesh::shut, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("bytes_held", [](Mesh& mesh) { return mesh.pool().bytes_held(); });
-}
+class PieceExchange {
+ public:
+  PieceExchange(wire::Mesh& mesh, std::uint32_t stream, const FactsArray& facts, exchange::Codec& push,
+                exchange::Codec& pull, const PieceGroups& groups, Floats values, Floats gradient,
+                std::optional<Floats> residual, Floats left_out, std::uint64_t first_draw, bool has_pull,
+                std::size_t pull_bytes_ahead, nb::object is_void)
+      : kept_{std::move(values), std::move(gradient), std::move(left_out)},
+        residual_(std::move(residual)),
+        is_void_(std::move(is_void)) {
+    if (groups.by_part.size() != static_cast<std::size_t>(mesh.world_size()))
+      throw InvalidArgument("an exchange needs the groups of every part");
+    exchange::PieceBucket bucket{
+        span_of(kept_[0]), span_of(kept_[1]), span_of(residual_), span_of(kept_[2]), first_draw, has_pull, [this] {
+          const nb::gil_scoped_acquire locked;
+          return nb::cast<bool>(is_void_());
+        }};
+    std::vector<std::size_t> n_groups;
+    for (const auto& part : groups.by_part) n_groups.push_back(part.size());
+    const nb::gil_scoped_release unlocked;
+    ends_.emplace(mesh, push, pull, groups.by_part, std::move(bucket), account_);
+    exchange_.emplace(mesh, exchange::Ticket{stream, facts_of(facts)}, *ends_, std::move(n_groups), has_pull,
+                      pull_bytes_ahead, account_);
+  }
+  nb::tuple run() { return account_of(&exchange::OwnersExchange::run); }
+  nb::tuple finish() { return account_of(&exchange::OwnersExchange::finish); }
+
+ private:
+  nb::tuple account_of(void (exchange::OwnersExchange::*work)()) {
+    {
+      const nb::gil_scoped_release unlocked;
+      ((*exchange_).*work)();
+    }
+    return ::account_of(std::exchange(account_, {}));
+  }
+  const std::array<Floats, 3> kept_;
+  const std::optional<Floats> residual_;
+  const nb::object is_void_;
+  exchange::Account account_;
+  std::optional<exchange::PieceEnds> ends_;
+  std::optional<exchange::OwnersExchange> exchange_;
+};
 
 void bind_codecs(nb::module_& m) {
   using gcomp::BucketImportance;
@@ -338,6 +255,14 @@ void bind_codecs(nb::module_& m) {
       },
       nb::arg("dtype"), nb::arg("partition"), nb::arg("n_bits"));
   m.def(
+      "quantiser_exchange_codec",
+      [](const QuantiserArguments& quantiser, std::uint64_t first_step) -> std::unique_ptr<exchange::Codec> {
+        quantisers::Options options = options_of(quantiser);
+        options.stream.step = first_step;
+        return std::make_unique<exchange::QuantiserCodec>(options);
+      },
+      nb::arg("quantiser"), nb::arg("first_step"));
+  m.def(
       "python_exchange_codec",
       [](nb::object codec, nb::object dtype, const BucketImportance* importance) -> std::unique_ptr<exchange::Codec> {
         return std::make_unique<PythonCodec>(std::move(codec), std::move(dtype), importance);
@@ -345,10 +270,66 @@ void bind_codecs(nb::module_& m) {
       nb::arg("codec"), nb::arg("dtype"), nb::arg("importance").none(), nb::keep_alive<0, 3>());
 }
 
+void bind_pieces(nb::module_& m) {
+  using Sizes = std::vector<std::int64_t>;
+  m.def(
+      "max_group_bytes",
+      [](const exchange::Codec& codec, const Sizes& sizes) { return exchange::max_group_bytes(codec, sizes); },
+      nb::arg("codec"), nb::arg("sizes"));
+  m.def(
+      "encode_group",
+      [](exchange::Codec& codec, const Floats& values, const std::optional<Floats>& residual, const Sizes& sizes,
+         const ByteArray& out, const Floats& left_out, std::uint64_t draw) {
+        const nb::gil_scoped_release unlocked;
+        return exchange::encode_group(codec, span_of(values), 0, sizes, {span_of(residual), span_of(left_out), draw},
+                                      {out.data(), out.size()});
+      },
+      nb::arg("codec"), nb::arg("values"), nb::arg("residual").none(), nb::arg("sizes"), nb::arg("out"),
+      nb::arg("left_out"), nb::arg("draw"));
+  m.def(
+      "decode_group",
+      [](exchange::Codec& codec, const ConstByteArray& message, const Sizes& sizes, std::size_t divisor,
+         const Floats& out) {
+        const nb::gil_scoped_release unlocked;
+        exchange::decode_group(codec, {message.data(), message.size()}, 0, sizes, divisor, span_of(out));
+      },
+      nb::arg("codec"), nb::arg("message"), nb::arg("sizes"), nb::arg("divisor"), nb::arg("out"));
+  m.def(
+      "add_group",
+      [](exchange::Codec& codec, const ConstByteArray& message, const Sizes& sizes, const Floats& total,
+         const Floats& scratch) {
+        const nb::gil_scoped_release unlocked;
+        exchange::add_group(codec, {message.data(), message.size()}, 0, sizes, span_of(total), span_of(scratch));
+      },
+      nb::arg("codec"), nb::arg("message"), nb::arg("sizes"), nb::arg("total"), nb::arg("scratch"));
+  using Parts = std::vector<std::vector<std::tuple<std::size_t, std::size_t, Sizes>>>;
+  nb::class_<PieceGroups>(m, "PieceGroups")
+      .def(
+          "__init__",
+          [](PieceGroups* place, const Parts& parts) {
+            exchange::Groups by_part;
+            for (const auto& part : parts) {
+              auto& groups = by_part.emplace_back();
+              for (const auto& [start, end, sizes] : part) groups.push_back({start, end, sizes});
+            }
+            new (place) PieceGroups{std::move(by_part)};
+          },
+          nb::arg("groups"));
+  nb::class_<PieceExchange>(m, "PieceExchange")
+      .def(nb::init<wire::Mesh&, std::uint32_t, const FactsArray&, exchange::Codec&, exchange::Codec&,
+                    const PieceGroups&, Floats, Floats, std::optional<Floats>, Floats, std::uint64_t, bool, std::size_t,
+                    nb::object>(),
+           nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("push"), nb::arg("pull"), nb::arg("groups"),
+           nb::arg("values"), nb::arg("gradient"), nb::arg("residual").none(), nb::arg("left_out"),
+           nb::arg("first_draw"), nb::arg("has_pull"), nb::arg("pull_bytes_ahead"), nb::arg("is_void"),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
+      .def("run", &PieceExchange::run)
+      .def("finish", &PieceExchange::finish);
+}
+
 }  // namespace
 
 void bind_engine(nb::module_& m) {
-  bind_mesh(m);
   bind_codecs(m);
   const auto left_out_of = [](const std::optional<ByteArray>& left_out, const Values& buffer) {
     if (!left_out) return Values{nullptr, 0, buffer.dtype};
@@ -386,11 +367,33 @@ void bind_engine(nb::module_& m) {
       },
       nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("codec"), nb::arg("buffer"), nb::arg("dtype"),
       nb::arg("left_out").none(), nb::arg("n_chunks"));
-  nb::class_<PythonExchange>(m, "OwnersExchange")
-      .def(nb::init<wire::Mesh&, std::uint32_t, const FactsArray&, nb::object, std::vector<std::size_t>, bool,
-                    std::size_t>(),
-           nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("ends"), nb::arg("n_groups"),
-           nb::arg("has_pull"), nb::arg("pull_bytes_ahead"), nb::keep_alive<1, 2>())
-      .def("run", &PythonExchange::run)
-      .def("finish", &PythonExchange::finish);
+  m.def(
+      "quantised_mean",
+      [](wire::Mesh& mesh, std::uint32_t stream, const FactsArray& facts, const QuantiserArguments& quantiser,
+         const ByteArray& gradient, int dtype, const std::optional<Floats>& residual,
+         const std::optional<Floats>& unsent, double residual_scale,
+         std::vector<std::pair<std::size_t, std::size_t>> spans, std::vector<bool> is_used, std::size_t n_chunks,
+         std::vector<std::uint64_t> draws, bool pulls_raw) {
+        const quantisers::Options options = options_of(quantiser);
+        const exchange::QuantisedBucket bucket{values_of(gradient, dtype),
+                                               span_of(residual),
+                                               span_of(unsent),
+                                               static_cast<float>(residual_scale),
+                                               std::move(spans),
+                                               std::move(is_used),
+                                               n_chunks,
+                                               std::move(draws),
+                                               pulls_raw};
+        exchange::Account account;
+        std::optional<std::vector<bool>> used_by_any;
+        {
+          const nb::gil_scoped_release unlocked;
+          used_by_any = exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options, bucket, account);
+        }
+        return nb::make_tuple(used_by_any, account_of(account));
+      },
+      nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("quantiser"), nb::arg("gradient"), nb::arg("dtype"),
+      nb::arg("residual").none(), nb::arg("unsent").none(), nb::arg("residual_scale"), nb::arg("spans"),
+      nb::arg("is_used"), nb::arg("n_chunks"), nb::arg("draws"), nb::arg("pulls_raw"));
+  bind_pieces(m);
 }

@@ -2,7 +2,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <optional>
@@ -11,7 +10,6 @@
 
 #include "errors.hpp"
 #include "quantisers/codec.hpp"
-#include "quantisers/pieces.hpp"
 #include "quantisers/thc.hpp"
 #include "random/counter.hpp"
 #include "top_k/select.hpp"
@@ -65,10 +63,10 @@ quantisers::Fields fields_of(int bits) {
   return static_cast<quantisers::Fields>(bits);
 }
 
-// THC: norms of one rank, codes by the norms of all, sums of codes; and messages of one rank.
+// THC: norms of one rank, codes by the norms of all, sums of codes.
 void bind_thc(nb::module_& m) {
   m.def("thc_padded_elements", &quantisers::padded_elements, nb::arg("n_elements"));
-  m.def("thc_max_bytes", &quantisers::max_thc_bytes, nb::arg("n_elements"));
+  m.attr("THC_SIGN_SEED") = quantisers::kSignSeed;
   m.def(
       "thc_write_norms",
       [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual, double residual_scale,
@@ -103,27 +101,6 @@ void bind_thc(nb::module_& m) {
       },
       nb::arg("sums"), nb::arg("wide"), nb::arg("n_ranks"), nb::arg("norms"), nb::arg("clip"), nb::arg("sign_seed"),
       nb::arg("sign_step"), nb::arg("dtype"), nb::arg("values"));
-  m.def(
-      "thc_encode",
-      [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual, double residual_scale,
-         const std::optional<Floats>& new_residual, double clip, std::uint64_t sign_seed, std::uint64_t sign_step,
-         std::uint64_t seed, std::uint64_t step, const Bytes& out) {
-        const quantisers::Source source = source_of(values, dtype, residual, residual_scale);
-        const quantisers::Rotation rotation{{sign_seed, sign_step}, {seed, step}, static_cast<float>(clip)};
-        const nb::gil_scoped_release unlocked;
-        return quantisers::encode_thc(source, rotation, span_of(new_residual), span_of(out));
-      },
-      nb::arg("values"), nb::arg("dtype"), nb::arg("residual").none(), nb::arg("residual_scale"),
-      nb::arg("new_residual").none(), nb::arg("clip"), nb::arg("sign_seed"), nb::arg("sign_step"), nb::arg("seed"),
-      nb::arg("step"), nb::arg("out"));
-  m.def(
-      "thc_decode",
-      [](const ConstBytes& message, int dtype, const Bytes& values) {
-        const quantisers::Dtype type = dtype_of(dtype);
-        const nb::gil_scoped_release unlocked;
-        quantisers::decode_thc(span_of(message), type, span_of(values));
-      },
-      nb::arg("message"), nb::arg("dtype"), nb::arg("values"));
 }
 
 }  // namespace
@@ -175,30 +152,6 @@ void bind_quantisers(nb::module_& m) {
         quantisers::decode(span_of(message), known, type, span_of(values));
       },
       nb::arg("message"), nb::arg("kind"), nb::arg("dtype"), nb::arg("values"));
-  m.def(
-      "quantiser_encode_pieces",
-      [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual,
-         const std::vector<std::int64_t>& sizes, const Floats& left_out, int kind, int rule, double parameter,
-         int levels, std::uint32_t block, std::uint64_t seed, std::uint64_t step, const Bytes& out) {
-        const quantisers::Source source = source_of(values, dtype, residual);
-        const quantisers::Options options = options_of(kind, rule, parameter, levels, block, seed, step);
-        const nb::gil_scoped_release unlocked;
-        return quantisers::encode_pieces(options, source, sizes, {left_out.data(), left_out.size()}, span_of(out));
-      },
-      nb::arg("values"), nb::arg("dtype"), nb::arg("residual").none(), nb::arg("sizes"), nb::arg("left_out"),
-      nb::arg("kind"), nb::arg("rule"), nb::arg("parameter"), nb::arg("levels"), nb::arg("block"), nb::arg("seed"),
-      nb::arg("step"), nb::arg("out"));
-  m.def(
-      "quantiser_decode_pieces",
-      [](const ConstBytes& message, int kind, int dtype, const std::vector<std::int64_t>& sizes, float divisor,
-         bool adds, const Bytes& values) {
-        const auto known = checked<quantisers::Kind>(kind, quantisers::kKinds, "quantiser");
-        const quantisers::Dtype type = dtype_of(dtype);
-        const nb::gil_scoped_release unlocked;
-        quantisers::decode_pieces(span_of(message), known, type, sizes, {divisor, adds}, span_of(values));
-      },
-      nb::arg("message"), nb::arg("kind"), nb::arg("dtype"), nb::arg("sizes"), nb::arg("divisor"), nb::arg("adds"),
-      nb::arg("values"));
   m.def(
       "quantiser_describe",
       [](const ConstBytes& message) {

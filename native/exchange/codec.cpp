@@ -1,7 +1,11 @@
 #include "exchange/codec.hpp"
 
+#include <algorithm>
 #include <bit>
+#include <cstring>
+#include <type_traits>
 
+#include "errors.hpp"
 #include "floats/word_loops.hpp"
 
 namespace gradwire::exchange {
@@ -47,26 +51,26 @@ void store(std::uint8_t* data, std::size_t i, float value) {
   }
 }
 
-template <Dtype dtype, class Operation>
-void apply(std::uint8_t* __restrict a, const std::uint8_t* __restrict b, std::size_t n, Operation operation) {
-  for (std::size_t i = 0; i < n; ++i) store<dtype>(a, i, operation(load<dtype>(a, i), load<dtype>(b, i)));
+// body(constant of the dtype)
+template <class Body>
+auto with_dtype(Dtype dtype, const Body& body) {
+  switch (dtype) {
+    case Dtype::bfloat16:
+      return body(std::integral_constant<Dtype, Dtype::bfloat16>());
+    case Dtype::float16:
+      return body(std::integral_constant<Dtype, Dtype::float16>());
+    default:
+      return body(std::integral_constant<Dtype, Dtype::float32>());
+  }
 }
 
 template <class Operation>
 void apply(const Values& a, const std::uint8_t* b, Operation operation) {
-  switch (a.dtype) {
-    case Dtype::float32:
-      return apply<Dtype::float32>(a.data, b, a.n, operation);
-    case Dtype::bfloat16:
-      return apply<Dtype::bfloat16>(a.data, b, a.n, operation);
-    case Dtype::float16:
-      return apply<Dtype::float16>(a.data, b, a.n, operation);
-  }
-}
-
-template <Dtype dtype>
-void divide_all(std::uint8_t* a, std::size_t n, float divisor) {
-  for (std::size_t i = 0; i < n; ++i) store<dtype>(a, i, load<dtype>(a, i) / divisor);
+  with_dtype(a.dtype, [&, to = a.data, n = a.n](auto dtype) {
+    std::uint8_t* __restrict x = to;
+    const std::uint8_t* __restrict y = b;
+    for (std::size_t i = 0; i < n; ++i) store<dtype()>(x, i, operation(load<dtype()>(x, i), load<dtype()>(y, i)));
+  });
 }
 
 }  // namespace
@@ -81,14 +85,55 @@ void subtract(const Values& a, const Values& b) {
 
 void divide(const Values& a, std::size_t divisor) {
   const auto by = static_cast<float>(divisor);
-  switch (a.dtype) {
-    case Dtype::float32:
-      return divide_all<Dtype::float32>(a.data, a.n, by);
-    case Dtype::bfloat16:
-      return divide_all<Dtype::bfloat16>(a.data, a.n, by);
-    case Dtype::float16:
-      return divide_all<Dtype::float16>(a.data, a.n, by);
-  }
+  with_dtype(a.dtype, [data = a.data, n = a.n, by](auto dtype) {
+    for (std::size_t i = 0; i < n; ++i) store<dtype()>(data, i, load<dtype()>(data, i) / by);
+  });
+}
+
+void add_to(std::span<float> total, const Values& values) {
+  with_dtype(values.dtype, [n = total.size(), to = total.data(), from = values.data](auto dtype) {
+    float* __restrict x = to;
+    const std::uint8_t* __restrict y = from;
+    for (std::size_t i = 0; i < n; ++i) x[i] += load<dtype()>(y, i);
+  });
+}
+
+bool narrow(std::span<const float> values, const Values& out) {
+  return with_dtype(out.dtype, [n = values.size(), from = values.data(), to = out.data](auto dtype) {
+    const float* __restrict x = from;
+    std::uint8_t* __restrict y = to;
+    std::uint32_t largest = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+      store<dtype()>(y, i, x[i]);
+      largest = std::max(largest, std::bit_cast<std::uint32_t>(load<dtype()>(y, i)) & floats::kMagnitude);
+    }
+    return largest < floats::kInfinity;
+  });
+}
+
+void widen(const Values& values, std::span<float> out) {
+  with_dtype(values.dtype, [n = out.size(), to = out.data(), from = values.data](auto dtype) {
+    float* __restrict x = to;
+    const std::uint8_t* __restrict y = from;
+    for (std::size_t i = 0; i < n; ++i) x[i] = load<dtype()>(y, i);
+  });
+}
+
+std::size_t Codec::encode_with_feedback(const Values& values, std::size_t first, const Feedback& feedback,
+                                        std::span<std::uint8_t> out) {
+  if (!feedback.residual.empty()) throw InvalidArgument("this codec adds no residual");
+  const std::size_t n_bytes = encode(values, first, out);
+  const Values left_out = values_of(feedback.left_out);
+  decode(out.first(n_bytes), first, left_out);
+  apply(left_out, values.data, [](float decoded, float whole) { return whole - decoded; });
+  return n_bytes;
+}
+
+void Codec::decode_add(std::span<const std::uint8_t> message, std::size_t first, std::span<float> total,
+                       std::span<float> scratch) {
+  const Values decoded = values_of(scratch.first(total.size()));
+  decode(message, first, decoded);
+  add(values_of(total), decoded);
 }
 
 void Codec::decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,

@@ -21,6 +21,17 @@ struct Values {
   Values slice(std::size_t first, std::size_t count) const { return {data + first * element_bytes(), count, dtype}; }
 };
 
+inline Values values_of(std::span<float> floats) {
+  return {reinterpret_cast<std::uint8_t*>(floats.data()), floats.size(), Dtype::float32};
+}
+
+// Of float32 values that are encoded: what is added to them, and where what the message leaves out of the sum goes.
+struct Feedback {
+  std::span<const float> residual;  // empty for none
+  std::span<float> left_out;
+  std::uint64_t draw = 0;  // what random rounding draws by
+};
+
 // For one bucket; used by one thread at a time. What goes wrong is thrown.
 class Codec {
  public:
@@ -32,6 +43,9 @@ class Codec {
   virtual bool weigh(std::size_t /*first*/, std::size_t /*n*/) { return false; }
   // Writes one message of values that stand for those at `first` of the bucket; returns its bytes.
   virtual std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) = 0;
+  // The same of float32 values, with error feedback. Only a codec that does it in one pass adds a residual.
+  virtual std::size_t encode_with_feedback(const Values& values, std::size_t first, const Feedback& feedback,
+                                           std::span<std::uint8_t> out);
   // Reads a message of values that stand for those at `first` of the bucket.
   virtual void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) = 0;
   // values = decoded + addend, which lies elsewhere. Overridden, like the next, by a codec that needs one pass.
@@ -40,6 +54,9 @@ class Codec {
   // values = decoded / divisor.
   virtual void decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
                            const Values& values);
+  // total += decoded. `scratch`: as large as the total, or larger.
+  virtual void decode_add(std::span<const std::uint8_t> message, std::size_t first, std::span<float> total,
+                          std::span<float> scratch);
 };
 
 // `n_parts` parts, one for each rank, each of `n_chunks` chunks; sizes differ by one value at most.
@@ -64,6 +81,12 @@ struct Cut {
 void add(const Values& a, const Values& b);
 void subtract(const Values& a, const Values& b);
 void divide(const Values& a, std::size_t divisor);
+
+// total += values, as float32.
+void add_to(std::span<float> total, const Values& values);
+// Rounds to the dtype of `out`, as large; whether all is finite then.
+bool narrow(std::span<const float> values, const Values& out);
+void widen(const Values& values, std::span<float> out);
 
 // A codec at work on the chunks of one bucket, timed.
 class Coder {

@@ -6,6 +6,7 @@
 #include "exchange/codec.hpp"
 #include "gcomp/bucket_importance.hpp"
 #include "gcomp/codec.hpp"
+#include "quantisers/codec.hpp"
 #include "truncated_float/codec.hpp"
 
 namespace gradwire::exchange {
@@ -34,6 +35,25 @@ class GCompCodec final : public Codec {
   const std::vector<const HuffmanTable*> known_;
   const std::span<std::int64_t> counts_;
   gcomp::Weights weights_;
+};
+
+// One-bit, two-bit, ternary, QSGD, THC: error feedback, sums and means in the pass that encodes or decodes.
+class QuantiserCodec final : public Codec {
+ public:
+  // Without error feedback, the n-th message draws by step `options.stream.step` + n.
+  explicit QuantiserCodec(const quantisers::Options& options) : options_(options) {}
+  std::size_t max_message_bytes(std::size_t n_values) const override;
+  std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
+  std::size_t encode_with_feedback(const Values& values, std::size_t first, const Feedback& feedback,
+                                   std::span<std::uint8_t> out) override;
+  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
+  void decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
+                   const Values& values) override;
+  void decode_add(std::span<const std::uint8_t> message, std::size_t first, std::span<float> total,
+                  std::span<float> scratch) override;
+
+ private:
+  quantisers::Options options_;
 };
 
 class TruncatedFloatCodec final : public Codec {

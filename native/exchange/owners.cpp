@@ -92,9 +92,9 @@ void OwnersExchange::answer(std::size_t group) {
 void OwnersExchange::adopt(std::size_t group) {
   if (!pulls_) return;
   for (auto peer = peers_.rbegin(); peer != peers_.rend(); ++peer)
-    if (group < n_groups_[*peer]) ends_.adopt(static_cast<std::size_t>(*peer), group, pulls_->receive(*peer).bytes());
+    if (group < n_groups_[*peer]) ends_.adopt(static_cast<std::size_t>(*peer), group, pulls_->receive(*peer));
   if (group < n_own_) {
-    ends_.adopt(rank_, group, results_[group].bytes());
+    ends_.adopt(rank_, group, results_[group]);
     results_[group] = {};
   }
 }
@@ -131,8 +131,8 @@ class CodecEnds final : public Ends {
   std::size_t encode_pull(std::size_t group, std::span<std::uint8_t> out) override {
     return coder_.encode(total(world_, group), cut_.chunk(rank_, group).first, out);
   }
-  void adopt(std::size_t part, std::size_t group, Bytes message) override {
-    coder_.adopt(message, cut_.chunk(part, group).first, slice(part, group));
+  void adopt(std::size_t part, std::size_t group, const wire::Message& message) override {
+    coder_.adopt(message.bytes(), cut_.chunk(part, group).first, slice(part, group));
   }
 
  private:

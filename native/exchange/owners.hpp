@@ -29,7 +29,7 @@ class Ends {
   // Writes the result of a group of this rank's part, of which all has been added.
   virtual std::size_t encode_pull(std::size_t group, std::span<std::uint8_t> out) = 0;
   // Takes over the owner's result of a group; the owner its own, by the same message.
-  virtual void adopt(std::size_t part, std::size_t group, Bytes message) = 0;
+  virtual void adopt(std::size_t part, std::size_t group, const wire::Message& message) = 0;
   // What a rank tells every other before its first group, and after its last result; empty: nothing.
   virtual Bytes opening() { return {}; }
   virtual void take_opening(std::size_t /*source*/, Bytes /*message*/) {}

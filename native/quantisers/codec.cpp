@@ -12,6 +12,7 @@
 
 #include "errors.hpp"
 #include "quantisers/sweep.hpp"
+#include "quantisers/thc.hpp"
 
 namespace gradwire::quantisers {
 namespace {
@@ -199,7 +200,6 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
     throw InvalidArgument("qsgd: levels are 1 to 127, not " + std::to_string(options.levels));
   if (is_qsgd && (options.block < 128 || options.block > kBlock || !std::has_single_bit(options.block)))
     throw InvalidArgument("qsgd: blocks are 128, 256, ..., 4096 values, not " + std::to_string(options.block));
-  if (options.kind == Kind::thc) throw InvalidArgument("thc has an encoder of its own");
   if (!(options.parameter >= 0 && options.parameter <= kLargestFloat))
     throw InvalidArgument("a scale, threshold or clip is finite and not negative, not " +
                           std::to_string(options.parameter));
@@ -217,12 +217,17 @@ void check_source(const Source& source) {
 }  // namespace
 
 std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements) {
+  if (options.kind == Kind::thc) return max_thc_bytes(n_elements);
   return kHeaderBytes + payload_bytes(header_for(options, n_elements));
 }
 
 std::uint64_t encode(const Options& options, const Source& source, std::span<float> new_residual,
                      std::span<std::uint8_t> out) {
   check_source(source);
+  if (options.kind == Kind::thc) {
+    const random::Stream signs{options.stream.seed ^ kSignSeed, options.stream.step};
+    return encode_thc(source, {signs, options.stream, options.parameter}, new_residual, out);
+  }
   const std::size_t n_elements = source.n_elements();
   if (!new_residual.empty() && new_residual.size() != n_elements)
     throw InvalidArgument("new_residual has another size than the gradient");
@@ -269,6 +274,7 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
 void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
             const Use& use) {
   if (use.adds && dtype != Dtype::float32) throw InvalidArgument("values are added to float32 only");
+  if (kind == Kind::thc) return decode_thc(message, dtype, out, use);
   Header header = read_header(message);
   const auto fail = [&](const std::string& what) {
     throw CorruptMessage(std::string(name_of(kind)) + " message: " + what);

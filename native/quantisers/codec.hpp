@@ -1,4 +1,4 @@
-// One-bit, two-bit, ternary and QSGD messages: values in, one message out, and back; with error feedback in the same
+// Quantisers' messages: values in, one message out, and back; with error feedback in the same
 // sweep. The same bytes for every thread count and instruction set.
 #pragma once
 
@@ -16,11 +16,11 @@ struct Options {
   Kind kind;
   enum class Rule : int { fixed, mean, two_means } rule = Rule::mean;
   // one-bit, fixed: the scale. two-bit: the threshold, in units of the mean magnitude unless the rule is fixed.
-  // ternary: the clip in standard deviations, or with rule fixed the scale itself.
+  // ternary: the clip in standard deviations, or with rule fixed the scale itself. thc: the clip.
   float parameter = 0;
   int levels = 0;           // qsgd: up to 7 take four bits a value, up to 127 eight
   std::uint32_t block = 0;  // qsgd: values to a norm
-  random::Stream stream{};  // ternary, qsgd
+  random::Stream stream{};  // ternary, qsgd, thc
 };
 
 // What is encoded: values + residual x residual_scale.
@@ -50,6 +50,11 @@ struct Use {
 // Throws CorruptMessage, IncompatibleVersion, InvalidArgument.
 void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
             const Use& use = {});
+
+// Whether a message stands for values with Inf or NaN, by its length, which is the header's; `decode` checks the rest.
+constexpr bool is_nonfinite(std::span<const std::uint8_t> message, std::uint64_t n_elements) {
+  return message.size() == kHeaderBytes && n_elements > 0;
+}
 
 // ---- ternary values that are summed over ranks, by a scale that the ranks share
 

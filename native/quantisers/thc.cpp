@@ -167,7 +167,7 @@ std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::sp
   return message_bytes;
 }
 
-void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out) {
+void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out, const Use& use) {
   const Header header = read_header(message);
   const auto fail = [&](const std::string& what) { throw CorruptMessage("thc message: " + what); };
   if (header.kind != Kind::thc) fail(std::string("it is one of ") + name_of(header.kind));
@@ -183,7 +183,7 @@ void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<st
     for (std::size_t number = 0; number < n_norms; ++number)
       if (load<std::uint32_t>(payload + kKeyBytes + 4 * number) >= kInfinity) fail("a norm is negative or not finite");
   const RotationKernels& on = rotation_kernels();
-  write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
+  const auto read_block = [&](std::size_t block, float* values, std::size_t n) {
     if (!header.is_finite) {
       std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
       return;
@@ -199,6 +199,13 @@ void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<st
       on.unrotate(rotated, size, signs);
       std::copy_n(rotated, count, values + begin);
     });
+    if (use.divisor != 1) kernels().divide(values, use.divisor, n);
+  };
+  write_blocks(dtype, out, [&](std::size_t block, float* sums, std::size_t n) {
+    if (!use.adds) return read_block(block, sums, n);
+    alignas(32) float values[kBlock];
+    read_block(block, values, n);
+    kernels().add(sums, values, 1, n, sums);
   });
 }
 

@@ -10,6 +10,9 @@
 
 namespace gradwire::quantisers {
 
+// Apart from the draws' seed, so that a rank's rounding never repeats the bits of its signs.
+inline constexpr std::uint64_t kSignSeed = 0x9D8A5C1743E10B6F;
+
 struct Rotation {
   random::Stream signs;  // shared by all ranks
   random::Stream draws;  // of one rank
@@ -29,10 +32,11 @@ void write_codes(const Source& source, std::span<const float> norms, const Rotat
 void read_code_sums(std::span<const std::uint8_t> sums, bool wide, int n_ranks, std::span<const float> norms,
                     const Rotation& rotation, Dtype dtype, std::span<std::uint8_t> out);
 
-// One rank's values as a message, four bits each: header, seed and step of the signs, norms, codes.
+// One rank's values as a message, four bits each: header, seed and step of the signs, norms, codes. What `encode` and
+// `decode` (codec.hpp) do for this kind.
 std::uint64_t max_thc_bytes(std::uint64_t n_elements);
 std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::span<float> new_residual,
                          std::span<std::uint8_t> out);
-void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out);
+void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out, const Use& use);
 
 }  // namespace gradwire::quantisers

@@ -1,6 +1,6 @@
 """The native core (C++20, no torch). Arrays: one-dimensional, contiguous, on the CPU; every call releases the GIL."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 def set_thread_count(n_threads: int) -> None: ...
@@ -116,24 +116,6 @@ def quantiser_encode(
     out: Any,
 ) -> int: ...
 def quantiser_decode(message: Any, kind: int, dtype: int, values: Any) -> None: ...
-def quantiser_encode_pieces(
-    values: Any,
-    dtype: int,
-    residual: Any | None,
-    sizes: Sequence[int],
-    left_out: Any,
-    kind: int,
-    rule: int,
-    parameter: float,
-    levels: int,
-    block: int,
-    seed: int,
-    step: int,
-    out: Any,
-) -> int: ...
-def quantiser_decode_pieces(
-    message: Any, kind: int, dtype: int, sizes: Sequence[int], divisor: float, adds: bool, values: Any
-) -> None: ...
 def quantiser_describe(message: Any) -> dict[str, Any]: ...
 
 # Ternary values that ranks sum: the scale of one rank, fields of 4 or 8 bits with 0, 1, 2 for -, 0, +, and their sums.
@@ -149,8 +131,9 @@ def select_from(values: Any, threshold: float, indices: Any) -> int: ...
 
 # THC: blocks of 1,024 rotated values, padded; norms float32, one a block; codes the table's values as uint8, sums of them
 # uint8 or (wide) 16 bits.
+THC_SIGN_SEED: int
+
 def thc_padded_elements(n_elements: int) -> int: ...
-def thc_max_bytes(n_elements: int) -> int: ...
 def thc_write_norms(values: Any, dtype: int, residual: Any | None, residual_scale: float, norms: Any) -> None: ...
 def thc_write_codes(
     values: Any,
@@ -177,20 +160,6 @@ def thc_read_sums(
     dtype: int,
     values: Any,
 ) -> None: ...
-def thc_encode(
-    values: Any,
-    dtype: int,
-    residual: Any | None,
-    residual_scale: float,
-    new_residual: Any | None,
-    clip: float,
-    sign_seed: int,
-    sign_step: int,
-    seed: int,
-    step: int,
-    out: Any,
-) -> int: ...
-def thc_decode(message: Any, dtype: int, values: Any) -> None: ...
 
 # The switch emulation (docs/switch.md). Operations: 1 add, 2 or, 3 maximum. All but `stop` from one thread at a time.
 SWITCH_LANES: int
@@ -309,6 +278,9 @@ class BucketImportance:
 
 class ExchangeCodec: ...
 
+# kind, rule, parameter, levels, block, seed
+_Quantiser = tuple[int, int, float, int, int, int]
+
 def gcomp_exchange_codec(
     dtype: int, mode: int, kept_bits: int, truncates: bool, version: int, table: HuffmanTable,
     known: Sequence[HuffmanTable], importance: BucketImportance | None, counts: Any | None,
@@ -317,6 +289,7 @@ def truncated_float_exchange_codec(
     dtype: int, format: int, n_bits: int, partition: int, rounding: int, seed: int, first_step: int
 ) -> ExchangeCodec: ...
 def embedded_float_exchange_codec(dtype: int, partition: int, n_bits: int) -> ExchangeCodec: ...
+def quantiser_exchange_codec(quantiser: _Quantiser, first_step: int) -> ExchangeCodec: ...
 def python_exchange_codec(codec: Any, dtype: Any, importance: BucketImportance | None) -> ExchangeCodec: ...
 
 # bytes sent and received, messages, spans (kind, start_ns, end_ns)
@@ -330,13 +303,32 @@ def direct_mean(
     mesh: Mesh, stream: int, facts: Sequence[int], codec: ExchangeCodec, buffer: Any, dtype: int, left_out: Any | None,
     n_chunks: int,
 ) -> _Account: ...  # fmt: skip
+def quantised_mean(
+    mesh: Mesh, stream: int, facts: Sequence[int], quantiser: _Quantiser, gradient: Any, dtype: int,
+    residual: Any | None, unsent: Any | None, residual_scale: float, spans: Sequence[tuple[int, int]],
+    is_used: Sequence[bool], n_chunks: int, draws: Sequence[int], pulls_raw: bool,
+) -> tuple[list[bool] | None, _Account]: ...  # fmt: skip
 
-class OwnersExchange:
-    """Push to owners, sum, pull, with ends in Python (gradwire.exchange.push_pull.Ends)."""
+# Groups of pieces as one message; see native/exchange/pieces.hpp.
+def max_group_bytes(codec: ExchangeCodec, sizes: Sequence[int]) -> int: ...
+def encode_group(
+    codec: ExchangeCodec, values: Any, residual: Any | None, sizes: Sequence[int], out: Any, left_out: Any, draw: int
+) -> int: ...
+def decode_group(codec: ExchangeCodec, message: Any, sizes: Sequence[int], divisor: int, out: Any) -> None: ...
+def add_group(codec: ExchangeCodec, message: Any, sizes: Sequence[int], total: Any, scratch: Any) -> None: ...
+
+class PieceGroups:
+    """By part, its groups: (start, end, sizes of the pieces)."""
+
+    def __init__(self, groups: Sequence[Sequence[tuple[int, int, Sequence[int]]]]) -> None: ...
+
+class PieceExchange:
+    """The mean of groups of pieces through owners; one other exchange may be begun between `run` and `finish`."""
 
     def __init__(
-        self, mesh: Mesh, stream: int, facts: Sequence[int], ends: Any, n_groups: Sequence[int], has_pull: bool,
-        pull_bytes_ahead: int,
+        self, mesh: Mesh, stream: int, facts: Sequence[int], push: ExchangeCodec, pull: ExchangeCodec,
+        groups: PieceGroups, values: Any, gradient: Any, residual: Any | None, left_out: Any, first_draw: int,
+        has_pull: bool, pull_bytes_ahead: int, is_void: Callable[[], bool],
     ) -> None: ...  # fmt: skip
     def run(self) -> _Account: ...
     def finish(self) -> _Account: ...

@@ -72,7 +72,6 @@ ARGPARSE_OUTSIDE_COMMANDS: set[str] = set()
 CLOCKS_ELSEWHERE: set[str] = {
     "exchange/aggregators/process_group.py",
     "exchange/aggregators/switch.py",
-    "exchange/quantised.py",
     "schemes/aqgb/broadcasting.py",
     "schemes/aqgb/scheme.py",
     "schemes/gcomp/table.py",

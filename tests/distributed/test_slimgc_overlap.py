@@ -11,15 +11,14 @@ import torch
 from slimgc_cases import COARSE, SHAPES, agree, flat, gradients_of, residuals_of
 
 from buckets import Driver
-from gradwire.exchange import push_pull
-from gradwire.schemes.slimgc import SlimGC
+from gradwire.schemes.slimgc import SlimGC, exchange
 from gradwire.wire.communicator import Communicator
 from ranks import run_ranks
 
 
 def compare_orders(rank: int, world_size: int) -> None:
     """Whichever ranks begin the next bucket while results travel: the same bits, and a step with a NaN changes nothing."""
-    submit, bytes_ahead = Communicator.submit, push_pull._PULL_BYTES_AHEAD
+    submit, bytes_ahead = Communicator.submit, exchange._PULL_BYTES_AHEAD
 
     def in_order(self: Communicator, task: Any, *args: Any, may_overtake: bool = False) -> Any:
         return submit(self, task, *args)
@@ -40,7 +39,7 @@ def compare_orders(rank: int, world_size: int) -> None:
     ):
         runs = []
         for order in orders:
-            push_pull._PULL_BYTES_AHEAD, Communicator.submit = n_bytes, order  # type: ignore[method-assign]
+            exchange._PULL_BYTES_AHEAD, Communicator.submit = n_bytes, order  # type: ignore[method-assign]
             try:
                 driver = Driver(
                     SlimGC(**{"threshold_bytes": 0, **options}),
@@ -60,7 +59,7 @@ def compare_orders(rank: int, world_size: int) -> None:
                 runs.append(torch.cat(results))
                 driver.close()
             finally:
-                push_pull._PULL_BYTES_AHEAD, Communicator.submit = bytes_ahead, submit  # type: ignore[method-assign]
+                exchange._PULL_BYTES_AHEAD, Communicator.submit = bytes_ahead, submit  # type: ignore[method-assign]
         assert torch.equal(runs[0], runs[1]), options
         assert torch.equal(runs[0], runs[2]), options
 

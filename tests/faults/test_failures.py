@@ -72,6 +72,9 @@ def train_with_death(rank: int, world_size: int, scheme: str, options: dict) -> 
         (2, "sign-sgd", {}),
         (3, "top-k", {}),
         (2, "random-k", {}),
+        (3, "one-bit", {}),
+        (3, "slimgc", {"threshold_bytes": 0}),
+        (2, "slimgc", {"threshold_bytes": 0, "codec": "zlib"}),
     ],
 )
 def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme: str, options: dict) -> None:

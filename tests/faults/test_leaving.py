@@ -129,6 +129,48 @@ def test_interrupt_ends_a_rank_though_its_lane_waits_for_a_peer() -> None:
     assert one.returncode == 7
 
 
+@pytest.mark.parametrize("scheme", ["gcomp", "one-bit"])
+def test_death_of_the_rank_that_hosts_the_store_is_a_typed_error_on_the_others(scheme: str) -> None:
+    """Where nobody can leave a note of who was lost, and who is asked for one does not answer."""
+    ending = """
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        for _ in range(100):
+            take_step()
+    except gradwire.PeerLost as error:
+        print(type(error).__name__, "rank 0" in str(error), time.monotonic() - started < 60)
+    """
+    zero, *others = run_script(ending, scheme, world_size=3)
+    assert zero.returncode == -signal.SIGKILL
+    for rank in others:
+        assert rank.stdout == "PeerLost True True\n", rank.stderr
+
+
+@pytest.mark.parametrize("scheme", ["gcomp", "one-bit"])
+def test_stopped_peer_is_lost_after_the_timeout_and_is_told_so_when_it_goes_on(scheme: str) -> None:
+    ending = """
+    attachment.close()
+    attachment = gradwire.attach(ddp, optimizer, os.environ["SCHEME"], timeout_s=3)
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    take_step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for _ in range(100):
+            take_step()
+    except gradwire.PeerLost as error:
+        print("PeerLost", rank == 1 or "rank 1" in str(error))
+    finally:
+        if rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+    """
+    for rank in run_script(ending, scheme):
+        assert rank.stdout == "PeerLost True\n", rank.stderr
+
+
 def test_torchrun_trains_with_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

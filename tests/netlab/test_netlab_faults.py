@@ -36,6 +36,36 @@ def test_a_short_failure_of_a_link_is_ridden_out_and_a_lasting_one_is_an_error_o
     assert result.ended_by_us == ()
 
 
+@pytest.mark.parametrize("scheme", ["gcomp", "one-bit"])
+def test_exchanges_ride_out_a_short_failure_of_a_link_and_name_the_peer_after_a_lasting_one(scheme: str) -> None:
+    turns: queue.Queue[int] = queue.Queue()
+    errors: dict[int, str] = {}
+
+    def on_line(rank: int, line: str) -> None:
+        if line.startswith("turn"):
+            turns.put(int(line.split()[1]))
+        else:
+            errors[rank] = line
+
+    exchange = [sys.executable, str(Path(__file__).with_name("rank_exchange.py")), scheme]
+    with Netlab(2, "200mbit") as lab:
+        lab.start(exchange, grace_s=30, on_line=on_line)
+        before = max(turns.get(timeout=90) for _ in range(2))
+        lab.link_down(1)
+        time.sleep(0.3)
+        while not turns.empty():
+            before = max(before, turns.get())
+        lab.link_up(1)
+        assert max(turns.get(timeout=30) for _ in range(4)) > before
+        lab.link_down(1)
+        result = lab.wait(90)
+    assert not result.timed_out
+    assert result.exit_codes == (3, 3)
+    assert result.ended_by_us == ()
+    assert errors[0].startswith("PeerLost rank 0 lost rank 1")
+    assert errors[1].startswith("PeerLost rank 1 lost rank 0")
+
+
 def test_events_on_the_command_line_happen_and_the_failed_rank_is_named() -> None:
     events = ["--at", "0.2:rate:0=10mbit", "--at", "0.3:down:1", "--at", "0.4:up:1", "--at", "0.5:kill:1"]
     command = [*CLI, "run", "--ranks", "2", "--rate", "100mbit", "--grace", "0", *events, "--", "sleep", "60"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire import codecs
-from gradwire.codecs import pieces
+from gradwire import _native, codecs
 from gradwire.errors import BufferTooSmall, CorruptMessage, GradwireError, InvalidArgument
+from gradwire.exchange.engine import engine_codec
 from quantiser_oracles import make_gradient
 
 SIZES = (1, 300, 64, 1_025, 7, 65_537, 2)
@@ -25,6 +25,38 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("raw", {}),
 ]
 each_codec = pytest.mark.parametrize(("name", "options"), CODECS, ids=str)
+
+
+class Pieces:
+    """The native calls, by the names of what they do."""
+
+    @staticmethod
+    def max_encoded_bytes(codec: codecs.Codec, sizes: Any) -> int:
+        return _native.max_group_bytes(engine_codec(codec, torch.float32, None), sizes)
+
+    @staticmethod
+    def encode(
+        codec: codecs.Codec,
+        values: Tensor,
+        sizes: Any,
+        out: Tensor,
+        left_out: Tensor,
+        draw: int = 0,
+        residual: Any = None,
+    ) -> int:
+        native = engine_codec(codec, torch.float32, None)
+        return _native.encode_group(native, values, residual, sizes, out, left_out, draw)
+
+    @staticmethod
+    def decode(codec: codecs.Codec, message: Tensor, sizes: Any, out: Tensor, divisor: int = 1) -> None:
+        _native.decode_group(engine_codec(codec, torch.float32, None), message, sizes, divisor, out)
+
+    @staticmethod
+    def add(codec: codecs.Codec, message: Tensor, sizes: Any, total: Tensor, scratch: Tensor) -> None:
+        _native.add_group(engine_codec(codec, torch.float32, None), message, sizes, total, scratch)
+
+
+pieces = Pieces
 
 
 def encode(codec: codecs.Codec, values: Tensor, sizes: tuple[int, ...], first_step: int = 0) -> tuple[Tensor, Tensor]:
@@ -60,7 +92,7 @@ def test_a_group_is_the_messages_of_its_pieces_with_their_lengths(name: str, opt
     assert at == message.numel()
 
 
-@pytest.mark.parametrize(("name", "options"), CODECS[:5], ids=str)
+@pytest.mark.parametrize(("name", "options"), CODECS[:6], ids=str)
 def test_a_residual_is_added_in_the_same_sweep(name: str, options: dict[str, Any]) -> None:
     codec, values = codecs.by_name(name, **options), make_gradient(sum(SIZES))
     residual = values.flip(0) * 0.3
@@ -103,6 +135,14 @@ def test_damaged_groups_are_refused(name: str, options: dict[str, Any]) -> None:
             pieces.decode(codec, damaged, sizes, out)
     with pytest.raises((CorruptMessage, BufferTooSmall)):
         pieces.decode(codec, message, (9, 40, 130), out)
+
+
+def test_only_codecs_that_do_it_in_one_sweep_add_a_residual() -> None:
+    values, out = make_gradient(100), torch.empty(1_000, dtype=torch.uint8)
+    for name in ("gcomp", "raw"):
+        codec = codecs.by_name(name)
+        with pytest.raises(InvalidArgument, match="residual"):
+            pieces.encode(codec, values, (100,), out, torch.empty(100), residual=torch.zeros(100))
 
 
 def test_no_pieces_are_an_empty_message() -> None:

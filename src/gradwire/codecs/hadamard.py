@@ -8,13 +8,11 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import Unsupported
 
 TRANSFORM_ELEMENTS = 1_024
 _MAX_RANKS_IN_BYTES = 8  # sums of table values up to 30
 _MAX_RANKS = 1_000  # two bytes, and the sign bit left alone
-# Apart from the signs' seed, so that a rank's rounding never repeats their bits.
-_SIGN_SEED = 0x9D8A_5C17_43E1_0B6F
 
 
 class Thc(Quantised):
@@ -35,46 +33,12 @@ class Thc(Quantised):
     """
 
     name = "thc"
-    has_native_pieces = False
     _kind = 4
 
     def __init__(self, clip: float = 2.15, seed: int = 0) -> None:
-        self.clip = check_positive("clip", clip)
+        self.clip = self._parameter = check_positive("clip", clip)
         self.seed = check_seed(seed)
-        self._sign_seed = self.seed ^ _SIGN_SEED
-
-    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """As in `Quantised`. Raises: InvalidArgument (dtype, negative n_elements)."""
-        dtype_code(dtype)
-        if n_elements < 0:
-            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
-        return _native.thc_max_bytes(n_elements)
-
-    def _encode_checked(
-        self,
-        gradient: Tensor,
-        residual: Tensor | None,
-        residual_scale: float,
-        new_residual: Tensor | None,
-        out: Tensor,
-        step: int,
-    ) -> int:
-        return _native.thc_encode(
-            bytes_of(gradient),
-            dtype_code(gradient.dtype),
-            residual,
-            residual_scale,
-            new_residual,
-            self.clip,
-            self._sign_seed,
-            step,
-            self.seed,
-            step,
-            bytes_of(out),
-        )
-
-    def _decode_checked(self, message: Tensor, out: Tensor) -> None:
-        _native.thc_decode(bytes_of(message), dtype_code(out.dtype), bytes_of(out))
+        self._sign_seed = self.seed ^ _native.THC_SIGN_SEED
 
     # ---- sums over ranks
 

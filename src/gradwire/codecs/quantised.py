@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.codecs.tensors import bytes_of, check_room, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
-
-_HEADER_BYTES = 32
 
 
 class Quantised:
@@ -26,8 +23,6 @@ class Quantised:
     name: ClassVar[str]
     # Whether what a message leaves out has to be sent later for training to converge.
     needs_error_feedback: ClassVar[bool] = True
-    # Whether `encode_pieces` and `decode_pieces` are there.
-    has_native_pieces: ClassVar[bool] = True
     _kind: ClassVar[int]
     # What the native encoder is told; see native/quantisers/codec.hpp.
     _rule = 1
@@ -109,44 +104,15 @@ class Quantised:
         check_tensor("out", out)
         self._decode_checked(message, out)
 
-    def encode_pieces(
-        self,
-        values: Tensor,
-        residual: Tensor | None,
-        sizes: Sequence[int],
-        out: Tensor,
-        left_out: Tensor,
-        first_step: int,
-    ) -> int:
-        """`gradwire.codecs.pieces.encode` in one call. Raises: InvalidArgument, BufferTooSmall."""
-        check_tensor("values", values, torch.float32)
-        if residual is not None:
-            check_tensor("residual", residual, torch.float32, values.numel())
-        check_tensor("left_out", left_out, torch.float32, values.numel())
-        check_tensor("out", out, torch.uint8)
-        return _native.quantiser_encode_pieces(
-            bytes_of(values),
-            dtype_code(values.dtype),
-            residual,
-            sizes,
-            left_out,
-            *self._native_options,
-            check_step(first_step),
-            bytes_of(out),
-        )
-
-    def decode_pieces(
-        self, message: Tensor, sizes: Sequence[int], out: Tensor, divisor: int = 1, *, adds: bool = False
-    ) -> None:
-        """`pieces.decode`, or with `adds` `pieces.add`. Raises: InvalidArgument, CorruptMessage, IncompatibleVersion."""
-        check_tensor("message", message, torch.uint8)
-        check_tensor("out", out, torch.float32)
-        _native.quantiser_decode_pieces(
-            bytes_of(message), self._kind, dtype_code(out.dtype), sizes, divisor, adds, bytes_of(out)
-        )
+    def exchange_codec(
+        self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
+    ) -> _native.ExchangeCodec:
+        """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
+        return _native.quantiser_exchange_codec(self.native_options, check_step(first_step))
 
     @property
-    def _native_options(self) -> tuple[int, int, float, int, int, int]:
+    def native_options(self) -> tuple[int, int, float, int, int, int]:
+        """Kind, rule, parameter, levels, block, seed: see native/quantisers/codec.hpp."""
         return self._kind, self._rule, self._parameter, self._levels, self._block, self.seed
 
     def _encode(
@@ -178,7 +144,7 @@ class Quantised:
             residual,
             residual_scale,
             new_residual,
-            *self._native_options,
+            *self.native_options,
             step,
             bytes_of(out),
         )
@@ -195,11 +161,3 @@ def describe(message: Tensor) -> dict[str, Any]:
     """
     check_tensor("message", message, torch.uint8)
     return _native.quantiser_describe(bytes_of(message))
-
-
-def is_nonfinite_message(message: Tensor, n_elements: int) -> bool:
-    """Whether a message stands for a gradient of `n_elements` with Inf or NaN: by its length, which is the header's.
-
-    `decode` checks the rest of it.
-    """
-    return message.numel() == _HEADER_BYTES and n_elements > 0

@@ -21,7 +21,7 @@ from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.facts import Facts
 
-__all__ = ["Importance", "direct_mean", "ring_mean"]
+__all__ = ["Importance", "direct_mean", "engine_codec", "ring_mean"]
 
 # What says how large each value of a bucket may be before its low bits matter: `write(first, out)` puts the importance
 # bytes of elements [first, first + n) into `out` (n,) uint8.
@@ -91,7 +91,7 @@ def _mean(
         communicator.mesh,
         communicator.next_stream(),
         facts,
-        _engine_codec(codec, buffer.dtype, importance),
+        engine_codec(codec, buffer.dtype, importance),
         bytes_of(buffer),
         dtype_code(buffer.dtype),
         None if left_out is None else bytes_of(left_out),
@@ -100,8 +100,8 @@ def _mean(
     record.add_account(*account)
 
 
-def _engine_codec(codec: Codec, dtype: torch.dtype, importance: Importance | None) -> _native.ExchangeCodec:
-    """The codec as the engine calls it: native where it can say how, else called back."""
+def engine_codec(codec: Codec, dtype: torch.dtype, importance: Importance | None) -> _native.ExchangeCodec:
+    """The codec as the engine calls it, for one bucket: native where it can say how, else called back."""
     native: Callable[..., _native.ExchangeCodec] | None = getattr(codec, "exchange_codec", None)
     if native is None:
         return _native.python_exchange_codec(codec, dtype, importance)

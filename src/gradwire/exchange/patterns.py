@@ -6,12 +6,14 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from gradwire import _native
 from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.core.bucket import Bucket
-from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
-from gradwire.exchange.quantised import Exchange as OwnersExchange
-from gradwire.exchange.quantised import quantised_mean
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, Parts
 from gradwire.wire.wire import Wire
+
+_MIN_CHUNKS = 2  # of quantisers, so that one is encoded while the other travels
 
 
 class Values(NamedTuple):
@@ -145,7 +147,7 @@ class ScaledSum:
 
 
 class Owners:
-    """Pushed to each part's owner, added there to its own, unquantised share, and pulled: see exchange/quantised.py.
+    """Pushed to each part's owner, added there to its own, unquantised share, and pulled: native/exchange/quantised.hpp.
 
     Args:
         pulls_raw: sums travel in the bucket's own dtype. Otherwise quantised again: what that loses is the owner's.
@@ -156,21 +158,26 @@ class Owners:
         self.pulls_raw, self.chunk_elements = pulls_raw, chunk_elements
 
     def mean(self, codec: Quantised, values: Values, wire: Wire) -> Reached | None:
-        bucket, n = values.bucket, values.bucket.n_elements
-        results = wire.scratch("quantised results", n, bucket.buffer.dtype)
-        exchange = OwnersExchange(
-            bucket.buffer,
-            results,
+        """Cost: sends 2 (N-1)/N of the encoded bucket, to N-1 peers; every element is encoded once."""
+        bucket, n, rank, world = values.bucket, values.bucket.n_elements, wire.rank, wire.world_size
+        n_chunks = Parts(bucket.buffer, world, self.chunk_elements, _MIN_CHUNKS).n_chunks
+        used_by_any, account = _native.quantised_mean(
+            wire.communicator.mesh,
+            wire.communicator.next_stream(),
+            wire.facts,
+            codec.native_options,
+            bytes_of(bucket.buffer),
+            dtype_code(bucket.buffer.dtype),
             values.residual,
             values.unsent,
             values.loss_scale,
             bucket.spans,
             values.is_used,
-            lambda part, chunk, is_final: bucket.draw(wire.rank, part, chunk, is_final),
+            n_chunks,
+            [bucket.draw(rank, part, chunk, part == rank) for part in range(world) for chunk in range(n_chunks)],
             self.pulls_raw,
         )
-        used_by_any = quantised_mean(wire.communicator, codec, exchange, wire.facts, wire.record, self.chunk_elements)
+        wire.record.add_account(*account)
         if used_by_any is None:
             return None
-        bucket.buffer.copy_(results)
-        return Reached(used_by_any, (n * wire.rank // wire.world_size, n * (wire.rank + 1) // wire.world_size))
+        return Reached(used_by_any, (n * rank // world, n * (rank + 1) // world))

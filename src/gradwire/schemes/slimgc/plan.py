@@ -9,7 +9,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.slot import Slot
-from gradwire.exchange.push_pull import Cut
+from gradwire.exchange.groups import Cut
 
 
 class Span(NamedTuple):

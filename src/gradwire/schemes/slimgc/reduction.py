@@ -11,7 +11,7 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.exchange.engine import Importance
-from gradwire.exchange.push_pull import Cut
+from gradwire.exchange.groups import Cut
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.slimgc.exchange import Exchange, Source

@@ -123,7 +123,8 @@ class TrainContender:
                 for block in one:
                     if any(True for _ in block.parameters()):
                         fully_shard(block, mesh=mesh)
-        return fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh)  # in place
+        return module
 
     def _make_scheme(self) -> schemes.Scheme:
         # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.

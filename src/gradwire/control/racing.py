@@ -226,13 +226,13 @@ class Law:
         if candidate is None:
             return
         self.state = "race"
-        self._spent_before_us = self.spent_us
+        may_cost_us, self._spent_before_us = self.allowed_us, self.spent_us
         self._race = Race(
             self._race.number + 1,
             candidate.name,
             step,
             reference_us=base_us,
-            may_cost_us=self.allowed_us,
+            may_cost_us=may_cost_us,
         )
         expected_us = max(candidate.expected_us, self._floor_us)
         why = f"expected to take {expected_us / 1000:.1f} ms a step; {self.incumbent} takes {base_us / 1000:.1f}"

@@ -280,7 +280,9 @@ def test_a_trial_that_costs_more_than_its_budget_ends_in_the_middle_of_a_turn(la
 
 def test_what_was_broken_off_while_the_machine_was_busy_wins_when_it_is_not():
     law = Law({PLAIN: 65_000, "a": 45_000})
-    done = run_with_lag(law, 0, 200, lambda step, scheme: 65_000 if scheme == PLAIN else 245_000 if step < 30 else 45_000)
+    done = run_with_lag(
+        law, 0, 200, lambda step, scheme: 65_000 if scheme == PLAIN else 245_000 if step < 30 else 45_000
+    )
     assert "which is all that it may" in law.decisions[1].why
     assert law.incumbent == "a"
     assert sum(us for _, us in done) < 200 * 65_000

@@ -121,8 +121,8 @@ class Race:
     Attributes:
         reference_us: what the incumbent took before.
         may_cost_us: beyond the incumbent's time; a race that has cost more is broken off at once.
-        excess_us: what the challenger's steps took beyond the incumbent's, less what they took below it.
-        base, mine: microseconds a step of the incumbent and of the challenger.
+        took_us, n_taken: of all of the challenger's steps.
+        base, mine: microseconds a step of the incumbent and of the challenger, of steps that count.
     """
 
     number: int = 0
@@ -131,7 +131,8 @@ class Race:
     reference_us: int = 0
     may_cost_us: int = 0
     n_pairs: int = 0
-    excess_us: int = 0
+    took_us: int = 0
+    n_taken: int = 0
     base: list[int] = field(default_factory=list)
     mine: list[int] = field(default_factory=list)
     _turn_began: int = 0  # index of the first sample of the incumbent's turn
@@ -141,6 +142,11 @@ class Race:
     def base_us(self) -> int:
         """What the incumbent takes, by its turns if it has had any."""
         return median(self.base) if self.base else self.reference_us
+
+    @property
+    def excess_us(self) -> int:
+        """What the challenger's steps have taken beyond the incumbent's; below 0 where they take less."""
+        return self.took_us - self.n_taken * self.base_us
 
     def is_hopeless(self, limits: Limits) -> bool:
         """Whether one turn is enough to see that the challenger loses."""

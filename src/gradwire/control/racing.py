@@ -89,11 +89,6 @@ class Law:
         return self.state == "run" and self.incumbent != PLAIN and step == self._next_probe
 
     @property
-    def next_step(self) -> int:
-        """The first step that has not been observed."""
-        return self._next_step
-
-    @property
     def computing_us(self) -> int:
         """What a step computes, without waiting, as plain steps showed it last; 0 before the first."""
         return median(self._computing) if self._computing else 0
@@ -111,13 +106,9 @@ class Law:
     @property
     def allowed_us(self) -> int:
         """What races may still cost beyond the incumbent."""
-        limits = self.limits
-        return (
-            limits.credit * self.candidates[PLAIN].expected_us
-            + limits.budget * self.elapsed_us // 1000
-            + limits.savings * max(0, self.saved_us) // 1000
-            - self.spent_us
-        )
+        limits, saved_us = self.limits, max(0, self.saved_us)
+        earned_us = (limits.budget * self.elapsed_us + limits.savings * saved_us) // 1000
+        return limits.credit * self.candidates[PLAIN].expected_us + earned_us - self.spent_us
 
     def _planned(self, step: int) -> Planned:
         role = "baseline" if self.state == "baseline" else "run"
@@ -142,7 +133,11 @@ class Law:
         self._next_step += 1
         self.elapsed_us += time_us
         if planned.race and planned.scheme != self.incumbent:
-            self._race.excess_us += time_us - self.candidates[self.incumbent].expected_us
+            if planned.race == self._race.number:
+                self._race.took_us += time_us
+                self._race.n_taken += 1
+            else:  # of a race that is over: what was handed out stood
+                self._spent_before_us += max(0, time_us - self.candidates[self.incumbent].expected_us)
         elif planned.scheme != PLAIN:
             self.saved_us += self.candidates[PLAIN].expected_us - time_us
         if planned.role == "baseline" and self.state == "baseline":
@@ -158,7 +153,7 @@ class Law:
                 self._watch(step, time_us, link_changed)
 
     def exclude(self, name: str, why: str) -> None:
-        """Never run `name` again. The incumbent cannot be excluded."""
+        """Never run `name` again; not the incumbent."""
         assert name not in (PLAIN, self.incumbent)
         self.candidates[name].excluded = why
 
@@ -227,13 +222,7 @@ class Law:
             return
         self.state = "race"
         may_cost_us, self._spent_before_us = self.allowed_us, self.spent_us
-        self._race = Race(
-            self._race.number + 1,
-            candidate.name,
-            step,
-            reference_us=base_us,
-            may_cost_us=may_cost_us,
-        )
+        self._race = Race(self._race.number + 1, candidate.name, step, base_us, may_cost_us)
         expected_us = max(candidate.expected_us, self._floor_us)
         why = f"expected to take {expected_us / 1000:.1f} ms a step; {self.incumbent} takes {base_us / 1000:.1f}"
         self._say(step, "try", candidate.name, why)

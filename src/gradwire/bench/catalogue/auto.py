@@ -41,14 +41,14 @@ EXPERIMENTS = [
     _regret(
         "regret", "What does auto lose against DDP, and against the best scheme that it may use, in 300 steps?",
         {"workload": _WORKLOADS, "ranks": [2, 4], "rate": _RATES, "scheme": {**_DDP, **_RIVAL, **_EXACT, **_CLOSE}},
-        rows=("workload", "ranks", "scheme"), across="rate", takes=150, steps=300, seconds=25,
+        rows=("workload", "ranks", "scheme"), across="rate", takes=80, steps=300, seconds=12,
         plots=[Plot("rate", ms("late_s", "ms a step"), log="y", x_title="every rank's link",
                     where={"workload": "gpt", "ranks": 2})],
     ),
     _regret(
         "regret-any", "The same where anything may be used that converges.",
         {"workload": _WORKLOADS, "ranks": [2, 4], "rate": _RATES, "scheme": {**_DDP, **_ANY}},
-        rows=("workload", "ranks", "scheme"), across="rate", takes=180, steps=300, seconds=25,
+        rows=("workload", "ranks", "scheme"), across="rate", takes=100, steps=300, seconds=12,
     ),
     _regret(
         "regret-quick", "The same in 60 steps of two models and two networks: what `make bench` runs.",
@@ -59,13 +59,13 @@ EXPERIMENTS = [
     _regret(
         "regret-changes", "What does auto make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, 1 Gb/s?",
         {"workload": ["gpt", "resnet"], "scheme": {**_DDP, **_EXACT, **_CLOSE}},
-        rows=("workload", "scheme"), across="phase", takes=180, ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
-        steps=200, seconds=20,
+        rows=("workload", "scheme"), across="phase", takes=120, ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
+        steps=150, seconds=10,
     ),
     _regret(
         "regret-straggler", "The same behind one slow link.",
         {"workload": ["gpt", "resnet"], "rate": {"one of two at 100 Mb/s": "1gbit,100mbit"},
          "scheme": {**_DDP, **_EXACT, **_CLOSE}},
-        rows=("workload", "scheme"), across="rate", takes=90, ranks=2, steps=150, seconds=20,
+        rows=("workload", "scheme"), across="rate", takes=60, ranks=2, steps=150, seconds=10,
     ),
 ]  # fmt: skip

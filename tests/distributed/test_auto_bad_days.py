@@ -59,25 +59,33 @@ def test_a_rank_that_stalls_in_its_steps_parts_nobody() -> None:
     assert torch.equal(parameters, others)
 
 
-def moves_to_another_world(rank: int, world_size: int) -> tuple[str, str]:
+def trained_a_while(rank: int, world_size: int) -> tuple[str, dict[str, Any]]:
     ddp, optimizer = build(rank)
     attachment = gradwire.attach(ddp, optimizer, Quick(rank, {"one-bit": 3.0}, fidelity=["one-bit"]))
     generator = torch.Generator().manual_seed(rank)
     for _ in range(40):
         step_once(ddp, optimizer, generator)
-    before, saved = attachment.stats()["auto"]["scheme"], attachment.scheme.state_dict()
+    found = attachment.stats()["auto"]["scheme"], attachment.state_dict(all_ranks=True)
     attachment.close()
+    return found
+
+
+def goes_on_in_another_world(rank: int, world_size: int, state: dict[str, Any]) -> tuple[str, int]:
     ddp, optimizer = build(rank)
     attachment = gradwire.attach(ddp, optimizer, Quick(rank, {"one-bit": 3.0}, fidelity=["one-bit"]))
-    attachment.scheme.load_state_dict({**saved, "world_size": 5})
-    step_once(ddp, optimizer, generator)
-    after = attachment.stats()["auto"]["schedule"][0][1]
+    attachment.load_state_dict(state)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(10):
+        step_once(ddp, optimizer, generator)
+    found = attachment.stats()["auto"]["schedule"][0][1], attachment.step
     attachment.close()
-    return before, after
+    return found
 
 
 def test_of_another_world_size_it_begins_anew() -> None:
-    assert run_ranks(moves_to_another_world, 2) == [("one-bit", "plain")] * 2
+    (scheme, state), _ = run_ranks(trained_a_while, 2)
+    assert scheme == "one-bit"
+    assert run_ranks(goes_on_in_another_world, 3, state) == [("plain", 50)] * 3
 
 
 def has_no_budget(rank: int, world_size: int) -> tuple[list[Any], bool]:

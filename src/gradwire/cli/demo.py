@@ -168,13 +168,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     half = {spec: _median(found["step_s"][len(found["step_s"]) // 2 :]) for spec, found in result["runs"].items()}
     target, reached = seconds_to_the_same_loss(result["runs"])
     lines = {
-        f"seconds to a loss of {target:.3f}": [f"{seconds:.1f}" for seconds in reached.values()],
-        "faster than DDP": ["", *(f"{reached['ddp'] / reached[spec]:.2f} x" for spec in reached if spec != "ddp")],
-        "seconds in all, trials included": [f"{seconds:.1f}" for seconds in total.values()],
-        "a step of the second half": [f"{1e3 * seconds:.0f} ms" for seconds in half.values()],
+        f"s to a loss of {target:.3f}": [f"{seconds:.1f}" for seconds in reached.values()],
+        "x faster than DDP": ["", *(f"{reached['ddp'] / reached[spec]:.2f}" for spec in reached if spec != "ddp")],
+        "s in all, with trials": [f"{seconds:.1f}" for seconds in total.values()],
+        "a step, second half": [f"{1e3 * seconds:.0f} ms" for seconds in half.values()],
         "sent a step": [f"{found['sent_bytes_per_step'] / 1e6:.2f} MB" for found in result["runs"].values()],
-        "loss, mean of the last 4": [f"{_mean(found['losses'][-4:]):.5f}" for found in result["runs"].values()],
-        "loss strays from DDP by": [
+        "loss, last 4 steps": [f"{_mean(found['losses'][-4:]):.5f}" for found in result["runs"].values()],
+        "loss strays by": [
             "", *(f"{strays(found, baseline):.1e}" for spec, found in result["runs"].items() if spec != "ddp")
         ],
     }  # fmt: skip
@@ -200,7 +200,7 @@ def verdict(ddp_s: float, seconds: float) -> str:
     speed = ddp_s / seconds
     times = f"{seconds:.1f} s to the loss for which DDP takes {ddp_s:.1f} s, trials included"
     if speed >= 1.03:
-        return f"{speed:.2g} x faster: {times}."
+        return f"{speed:.3g} x faster: {times}."
     if speed >= 0.98:
         return f"as fast as DDP: {times}. Nothing was to be won here, and nothing was lost."
     return f"slower here, {speed:.2f} x: {times}. A run this short, or another program on the machine."

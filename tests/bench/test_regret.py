@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.regret import below_the_bars, make_records, steps_until_good
+from gradwire.bench.regret import below_the_bars
+from gradwire.bench.regret_figures import make_records, steps_until_good
 from gradwire.cli.bench import regret
 from gradwire.errors import InvalidArgument
 

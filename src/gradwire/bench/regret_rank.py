@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradwire import workloads
 from gradwire.bench.link_changes import change_links
-from gradwire.bench.regret import make_records
+from gradwire.bench.regret_figures import make_records
 from gradwire.bench.train_contenders import TrainContender, describe
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.ranks.netlab.rate import format_rate, parse_rate

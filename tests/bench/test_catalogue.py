@@ -17,7 +17,7 @@ from gradwire.bench.measures.compression_cost import Asked
 from gradwire.bench.measures.float_methods import Method
 from gradwire.bench.measures.trainings import configure
 from gradwire.bench.train_contenders import RIVALS, check_rival_options
-from gradwire.cli.bench import allreduce, codec, train
+from gradwire.cli.bench import allreduce, codec, regret, train
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.results.experiment import Experiment, Plot, Table
@@ -57,6 +57,14 @@ def check_train(call: Call) -> None:
         check_contender(spec)
 
 
+def check_regret(call: Call) -> None:
+    args = parse(regret, commands.to_words(call.arguments("scheme")))
+    assert parse_spec(args.workload)[0] in workloads.names()
+    assert args.scheme[0] == "ddp"
+    for spec in args.scheme:
+        check_contender(spec)
+
+
 def check_allreduce(call: Call) -> None:
     axes = [axis for axis in ("n_bytes", "scheme") if axis in call.cells[0] and axis not in call.shared]
     for spec in parse(allreduce, commands.to_words(call.arguments(*axes))).scheme:
@@ -79,6 +87,7 @@ _CHECKS: dict[str, Any] = {
     "train": check_train,
     "overlap": check_train,
     "reality": check_train,
+    "regret": check_regret,
     "simulator-sizes": check_train,
     "allreduce": check_allreduce,
     "codec": lambda call: parse(codec, commands.to_words(call.arguments("codec"))),

@@ -162,11 +162,12 @@ def random_worlds(draw) -> World:
 
 @given(random_worlds(), st.integers(0, 2**30), st.floats(0.01, 0.15), st.floats(0, 0.4))
 @settings(max_examples=60, deadline=None)
-def test_trials_never_cost_more_than_their_budget_and_one_turn(world, seed, sigma, bias):
+def test_trials_never_cost_more_than_their_budget_and_the_steps_on_their_way(world, seed, sigma, bias):
     outcome = simulate([(600, world)], seed, sigma, bias)
     law = outcome.law
-    turn_us = law.limits.longest_block * max(world.values())
-    assert law.spent_us <= law.allowed_us + law.spent_us + turn_us
+    # Three steps are handed out before the first of them is known, and one step in a hundred is double.
+    on_their_way_us = 4 * 2 * int(max(world.values()) * math.exp(3 * sigma))
+    assert law.allowed_us >= -on_their_way_us
     assert outcome.speed_against(plain_of) >= 0.90
 
 
@@ -249,6 +250,62 @@ def test_steps_that_say_nothing_end_no_race_and_do_not_count():
         law.observe(step, 100_000, 50_000, is_typical=not is_tried)
     assert law.incumbent == PLAIN
     assert any("no step of its race" in decision.why for decision in law.decisions)
+
+
+def run_with_lag(law: Law, lag: int, n_steps: int, took_us: Callable[[int, str], int]) -> list[tuple[str, int]]:
+    """Steps are observed `lag` steps after they began, as votes are."""
+    done = []
+    for step in range(n_steps):
+        scheme = law.scheme_of(step)
+        done.append((scheme, took_us(step, scheme)))
+        if step >= lag:
+            us = done[step - lag][1]
+            law.observe(step - lag, us, us // 2)
+    return done
+
+
+# As it was on a busy machine: many small tensors at 100 Mb/s. Plain steps took 65 ms, and while another program ran the first
+# steps of a scheme that was expected to take 45 took 245 each: a whole turn of it cost 0.72 s of a run of 30 steps.
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_trial_that_costs_more_than_its_budget_ends_in_the_middle_of_a_turn(lag):
+    law = Law({PLAIN: 65_000, "a": 45_000})
+    done = run_with_lag(law, lag, 30, lambda step, scheme: 65_000 if scheme == PLAIN else 245_000)
+    excess_us = sum(us - 65_000 for scheme, us in done if scheme != PLAIN)
+    assert excess_us == law.spent_us
+    budget_us = law.limits.credit * 65_000 + law.elapsed_us // 100
+    assert excess_us <= budget_us + (1 + lag) * 180_000
+    assert sum(scheme != PLAIN for scheme, _ in done) <= 1 + lag
+    assert [decision.kind for decision in law.decisions] == ["try", "reject"]
+
+
+def test_what_was_broken_off_while_the_machine_was_busy_wins_when_it_is_not():
+    law = Law({PLAIN: 65_000, "a": 45_000})
+    done = run_with_lag(
+        law, 0, 200, lambda step, scheme: 65_000 if scheme == PLAIN else 245_000 if step < 30 else 45_000
+    )
+    assert "which is all that it may" in law.decisions[1].why
+    assert law.incumbent == "a"
+    assert sum(us for _, us in done) < 200 * 65_000
+
+
+def test_without_a_budget_nothing_is_ever_tried():
+    law = Law({PLAIN: 100_000, "a": 10_000}, Limits(budget=0))
+    assert set(run(law, {PLAIN: 100_000, "a": 10_000}, 1000)) == {PLAIN}
+    assert not law.decisions
+
+
+def test_races_do_not_put_off_the_probe_of_the_link():
+    world = {PLAIN: 400_000, "z": 100_000} | {f"a{i}": 95_000 for i in range(12)}
+    true = {PLAIN: 400_000, "z": 100_000} | {f"a{i}": 130_000 for i in range(12)}
+    law = Law(world)
+    probes = []
+    for step in range(400):
+        scheme = law.scheme_of(step)
+        if law.wants_probe(step):
+            probes.append(step)
+        law.observe(step, true[scheme], true[scheme] // 2)
+    switched = next(decision.step for decision in law.decisions if decision.kind == "switch")
+    assert any(0 < probe - law.limits.probe_every - switched <= law.limits.longest_block * 2 for probe in probes)
 
 
 def test_steps_of_very_different_length_leave_the_incumbent():

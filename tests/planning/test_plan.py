@@ -1,9 +1,8 @@
-"""Plans: tables that follow from what was measured, elsewhere and as JSON; and the measure of what auto loses."""
+"""Plans: tables that follow from what was measured, elsewhere and as JSON."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.regret import below_the_bars, make_record
 from gradwire.control.cost_model import CodecCost, LinkCost, SharedCores
 from gradwire.errors import InvalidArgument
 from gradwire.planning.plan import Plan, describe_rate
-from gradwire.report.regret import draw_step_times
 from gradwire.schemes.auto.profile import CostProfile, bucket_sizes, codec_speed
 from ranks import run_ranks
 
@@ -116,31 +113,3 @@ def test_recommend_leaves_the_model_as_it_was_and_says_the_same_on_all_ranks() -
     assert has_plain
     assert {"plain", "bf16", "gcomp", "embedded-float:bits=8", "terngrad"} <= set(specs)
     assert sentence.startswith(("Use plain DDP", "Take gradwire.attach"))
-
-
-def test_what_auto_loses_is_counted_against_the_best_of_the_second_half(tmp_path: Path) -> None:
-    auto = {"scheme": "a", "spent_s": 0.1, "decisions": [], "candidates": [{"spec": "plain", "excluded": ""}]}
-    times = {"ddp": [2.0] * 4, "auto": [2.0, 2.0, 1.0, 1.0], "a": [1.0] * 4, "b": [0.5, 0.5, 3.0, 3.0]}
-    record = make_record(times, auto)
-    assert record["x_ddp"] == pytest.approx(8 / 6)
-    assert record["best"] == "a"
-    assert record["x_best_last_half"] == pytest.approx(1.0)
-    cell = {"workload": "gpt", "ranks": 2, "rate": "none", "fidelity": "exact"}
-    assert below_the_bars([record | cell]) == []
-    assert "gpt, 2 ranks" in below_the_bars([record | cell | {"x_ddp": 0.97}])[0]
-
-
-def test_the_picture_is_drawn_from_records_of_one_workload(tmp_path: Path) -> None:
-    cell = {
-        "workload": "gpt",
-        "ranks": 2,
-        "fidelity": "close",
-        "median_ms": {"ddp": 20.0, "bf16": 15.0},
-        "x_ddp_last_half": 2.0,
-    }
-    records = [cell | {"rate_bps": rate} for rate in (1e8, 1e9, None)]
-    page = draw_step_times(records, tmp_path / "picture.svg").read_text()
-    assert page.startswith("<?xml")
-    assert draw_step_times(records, tmp_path / "again.svg").read_text().count("<path") == page.count("<path")
-    with pytest.raises(InvalidArgument, match="one workload"):
-        draw_step_times([*records, cell | {"ranks": 4}], tmp_path / "picture.svg")

@@ -26,15 +26,25 @@ def test_demo_trains_four_ways_and_says_what_was_decided(
     assert len(result["runs"]["auto"]["step_s"]) == result["n_steps"]
     assert demo.strays(result["runs"]["auto"], result["runs"]["ddp"]) < 1e-5
     assert "loss strays" in printed
+    assert (tmp_path / "demo.svg").read_text().count("<svg") == 1
     for decision in result["runs"]["auto"]["auto"]["decisions"]:
         assert decision["why"]
 
 
 def test_the_demo_calls_a_loss_a_loss() -> None:
-    assert "2x faster" in demo.verdict(2.0)
-    assert "nothing was to be won" in demo.verdict(1.0)
-    assert "slower than DDP" in demo.verdict(0.9)
-    assert "faster" not in demo.verdict(0.9) + demo.verdict(1.0)
+    assert demo.verdict(20.0, 10.0).startswith("2 x faster: 10.0 s to the loss for which DDP takes 20.0 s")
+    assert "Nothing was to be won" in demo.verdict(10.0, 10.0)
+    assert "slower here, 0.90 x" in demo.verdict(9.0, 10.0)
+    assert "faster" not in demo.verdict(9.0, 10.0) + demo.verdict(10.0, 10.0)
+
+
+def test_seconds_are_counted_to_a_loss_that_all_have_come_down_to() -> None:
+    falling = [10.0 - step for step in range(10)]
+    runs = {"ddp": {"losses": falling, "step_s": [2.0] * 10}, "auto": {"losses": falling, "step_s": [1.0] * 10},
+            "stuck": {"losses": [10.0] * 9 + [9.0], "step_s": [1.0] * 10}}  # fmt: skip
+    target, seconds = demo.seconds_to_the_same_loss(runs)
+    assert target == pytest.approx(10 - 1 / 8), "the mean of the stuck one's last 8 steps"
+    assert seconds == {"ddp": 4.0, "auto": 2.0, "stuck": 10.0}
 
 
 def test_a_demo_of_one_rank_is_refused(capsys: pytest.CaptureFixture) -> None:

@@ -1,180 +1,90 @@
-"""What `auto` loses: against DDP without gradwire and against every fixed scheme that it may use, in one run, in turns.
+"""gradwire bench regret: what `auto` loses, against DDP without gradwire and against every fixed scheme that it may use.
 
-A cell is a workload, so many ranks, a network and a class of fidelity. All contenders train in the same processes in turns of
-ten steps, so a machine that is busy for a while is busy for all of them; `auto` sees its own steps alone and pays for its own
-trials.
+All train in the same processes in turns of ten steps, so a machine that is busy for a while is busy for all of them; `auto`
+sees its own steps alone and pays for its own trials. Fixed schemes, whose steps are all alike, take every third turn.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+import argparse
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire import workloads
+from gradwire.bench.launching import check_rank_arguments, is_rank, run_in_ranks
+from gradwire.bench.train import check_changes
 from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.results.records import RecordLog
+from gradwire.results.tables import Grid, print_grid
 
-RATES = ("100mbit", "300mbit", "1gbit", "none")
-WORKLOADS = ("gpt", "resnet", "ncf", "lstm", "many-tensors", "huge-embedding")
-_TURN = 10
-_MARK = "@regret "
-# The bars: against DDP in every cell, and in the second half against the best fixed scheme.
+# The bars: against DDP over the whole run, and in its second half against the best fixed scheme allowed.
 LEAST_X_DDP, LEAST_X_BEST = 0.98, 0.95
 
 
-def measure_regret(
-    workloads: Sequence[str],
-    ranks: Sequence[int],
-    rates: Sequence[str],
-    fidelities: Sequence[str],
-    steps: int = 300,
-    seconds: float = 60.0,
-    done: Iterable[dict[str, Any]] = (),
-) -> Iterator[dict[str, Any]]:
-    """A record a cell, as soon as it is there; cells of which `done` has a record are left out.
+def run(args: argparse.Namespace) -> int:
+    """Measure as a rank, or start the ranks that do; with `--check` status 1 where a bar is missed."""
+    if args.steps < 20:
+        raise InvalidArgument(f"--steps {args.steps}: auto needs 20 or more to try anything")
+    if parse_spec(args.workload)[0] not in workloads.names():
+        raise InvalidArgument(f"no workload is called {args.workload!r}; there are: {', '.join(workloads.names())}")
+    if "ddp" not in args.scheme:
+        raise InvalidArgument("--scheme has to name ddp: what auto loses is counted against it")
+    check_rank_arguments(args)
+    check_changes(args)
+    if is_rank():
+        from gradwire.bench.regret_rank import train_as_rank
 
-    Args:
-        rates: of each rank's link, "none" for loopback as it is.
-        steps: of each contender; fewer once `auto` and DDP have each trained for `seconds`.
-    Raises: InvalidArgument, PeerLost (a rank failed).
-    """
-    known = {cell_of(record) for record in done}
-    for workload, n_ranks, rate, fidelity in product(workloads, ranks, rates, fidelities):
-        if (workload, n_ranks, rate, fidelity) not in known:
-            yield run_cell(workload, n_ranks, rate, fidelity, steps, seconds)
-
-
-def cell_of(record: dict[str, Any]) -> tuple[str, int, str, str]:
-    """What a record is of."""
-    return record["workload"], record["ranks"], record["rate"], record["fidelity"]
-
-
-def run_cell(workload: str, n_ranks: int, rate: str, fidelity: str, steps: int, seconds: float) -> dict[str, Any]:
-    """One cell, in ranks of its own. Raises: PeerLost."""
-    from gradwire.ranks.launch import start_ranks
-    from gradwire.ranks.supervisor import end_on_signals
-
-    found: dict[str, Any] = {}
-
-    def take_line(rank: int, line: str) -> None:
-        if line.startswith(_MARK):
-            found.update(json.loads(line[len(_MARK) :]))
-        else:
-            print(f"[{rank}] {line}", file=sys.stderr, flush=True)
-
-    command = [sys.executable, "-m", "gradwire", "regret", "--workload", workload, "--fidelity", fidelity]
-    command += ["--steps", str(steps), "--seconds", str(seconds)]
-    with end_on_signals(), start_ranks(command, n_ranks, rate, on_line=take_line) as launch:
-        shaped = launch.shaped
-        rates_bps = launch.network.rate_bps
-        launch.wait().raise_if_failed()
-    return {
-        "workload": workload,
-        "ranks": n_ranks,
-        "rate": rate,
-        "rate_bps": rates_bps,
-        "is_shaped": shaped,
-        "fidelity": fidelity,
-    } | found
+        train_as_rank(args)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
+        args.log = args.log or Path(folder) / "records.jsonl"
+        run_in_ranks("regret", args)
+        records = RecordLog(args.log).read()
+    print_grid(make_grid(records), wide=True)
+    missed = below_the_bars(records)
+    for line in missed:
+        print(f"below the bar: {line}")
+    return 1 if missed and args.check else 0
 
 
-def train_as_rank(workload_name: str, fidelity: str, steps: int, seconds: float) -> None:
-    """As one rank of a cell: rank 0 prints what was found."""
-    import torch
-    import torch.distributed as dist
-
-    from gradwire import workloads
-    from gradwire.bench.train_contenders import TrainContender
-    from gradwire.core.threads import use_fair_share_of_cores
-    from gradwire.registry import parse_spec
-
-    dist.init_process_group("gloo")
-    use_fair_share_of_cores()
-    name, options = parse_spec(workload_name)
-    workload = workloads.by_name(name, **options)
-    auto = TrainContender(f"auto:fidelity={fidelity}", workload, 0)
-    candidates = auto.stats()["auto"]["candidates"]
-    fixed = [c["spec"] for c in candidates if not c["excluded"] and c["spec"] != "plain"]
-    contenders = {"ddp": TrainContender("ddp", workload, 0), "auto": auto}
-    contenders |= {spec: TrainContender(spec, workload, 0) for spec in fixed}
-    order = list(contenders.values())
-    for contender in order:
-        contender.run_step()
-    n_done, spent_s = 0, 0.0
-    while n_done < steps:
-        for contender in order:
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(_TURN):
-                contender.run_step()
-            if contender in (auto, contenders["ddp"]):
-                spent_s += time.perf_counter() - started
-        order.reverse()
-        n_done += _TURN
-        slowest = torch.tensor([spent_s])
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        if float(slowest) > 2 * seconds:
-            break
-    times: dict[str, list[float]] = {}
-    for spec, contender in contenders.items():
-        values = torch.tensor([t.iteration_s for t in contender.times[-n_done:]], dtype=torch.float64)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        times[spec] = values.tolist()
-    if dist.get_rank() == 0:
-        deviation = max(abs(a - b) for a, b in zip(auto.losses, contenders["ddp"].losses, strict=True))
-        print(_MARK + json.dumps(make_record(times, auto.stats()["auto"]) | {"loss_deviation": deviation}), flush=True)
-    for contender in contenders.values():
-        contender.close()
-    dist.destroy_process_group()
-
-
-def make_record(times: dict[str, list[float]], auto: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a cell from every contender's seconds a step, "ddp" and "auto" among them, and what auto says of itself.
-
-    `x_ddp`: over the whole run; `x_best_last_half`: against `best`, which of DDP and the fixed schemes took least in the
-    second half. Above 1 auto is faster.
-    """
-    half = len(times["ddp"]) // 2
-    late = {spec: sum(values[half:]) for spec, values in times.items() if spec != "auto"}
-    total = {spec: sum(values) for spec, values in times.items()}
-    best = min(late, key=lambda spec: (late[spec], spec))
-    predicted = {c["spec"]: c.get("predicted_ms") for c in auto["candidates"] if not c["excluded"]}
-    return {
-        "n_steps": len(times["ddp"]),
-        "x_ddp": total["ddp"] / total["auto"],
-        "x_best": min(seconds for spec, seconds in total.items() if spec != "auto") / total["auto"],
-        "x_best_last_half": late[best] / sum(times["auto"][half:]),
-        "x_ddp_last_half": late["ddp"] / sum(times["auto"][half:]),
-        "best": best,
-        "ends_with": auto["scheme"],
-        "median_ms": {spec: 1e3 * sorted(values)[len(values) // 2] for spec, values in times.items()},
-        "predicted_ms": predicted,
-        "spent_s": auto["spent_s"],
-        "decisions": auto["decisions"],
-    }
-
-
-def below_the_bars(records: Iterable[dict[str, Any]]) -> list[str]:
-    """A line for each cell that misses a bar."""
+def below_the_bars(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each record of auto that misses a bar."""
     lines = []
     for record in records:
-        if record["x_ddp"] < LEAST_X_DDP or record["x_best_last_half"] < LEAST_X_BEST:
-            workload, n_ranks, rate, fidelity = cell_of(record)
+        if record["scheme"] == "auto" and (record["x_ddp"] < LEAST_X_DDP or record["x_best_last_half"] < LEAST_X_BEST):
             lines.append(
-                f"{workload}, {n_ranks} ranks, {rate}, {fidelity}: {record['x_ddp']:.3f} x DDP, second half "
-                f"{record['x_best_last_half']:.3f} of the best ({record['best']}); ends with {record['ends_with']}"
+                f"{record['workload']}, {record['ranks']} ranks, {record['rates']}, {record['fidelity']}: "
+                f"{record['x_ddp']:.3f} x DDP, second half {record['x_best_last_half']:.3f} of the best "
+                f"({record['best']}); ends with {record['ends_with']}"
             )
     return lines
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """What an earlier run has written, a JSON object a line. Raises: InvalidArgument (something else)."""
-    if not path.exists():
-        return []
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except json.JSONDecodeError as error:
-        raise InvalidArgument(f"{path} does not hold records of `gradwire regret`: {error}") from error
+def make_grid(records: Sequence[Mapping[str, Any]]) -> Grid:
+    """For people: a line for each contender and network."""
+    rows = []
+    for record in records:
+        is_auto = record["scheme"] == "auto"
+        rows.append(
+            [
+                record["rates"],
+                record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+                f"{1e3 * record['iteration_s']:.1f}",
+                f"{record['x_ddp']:.3f}",
+                f"{record['x_best_last_half']:.3f}" if is_auto else "",
+                record["best"] if is_auto else "",
+                record["ends_with"] if is_auto else "",
+                str(record["good_after"]) if is_auto else "",
+            ]
+        )
+    first = records[0]
+    return Grid(
+        f"{first['workload']}, {first['ranks']} ranks, {first['n_steps']} steps",
+        ["links", "", "step ms", "x DDP", "x best, 2nd half", "best", "ends with", "good after"],
+        rows,
+        "x DDP and x best: above 1 is faster; all trials are on auto's own bill",
+        2,
+    )

@@ -15,10 +15,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("gradwire.cli.train", "train a workload with a scheme, on this machine or under torchrun"),
     "recommend": ("gradwire.cli.recommend", "say which scheme to take, if any: measured here, predicted elsewhere"),
     "bench": ("gradwire.cli.bench", "run experiments; measure codecs, all-reduce and training beside others'"),
-    "regret": (
-        "gradwire.cli.regret",
-        "auto beside DDP and every scheme that it may use, on several networks: what it loses",
-    ),
     "netlab": ("gradwire.ranks.netlab.cli", "run a command in ranks with shaped links between them"),
     "switch": ("gradwire.cli.switch", "run the emulation of a programmable switch that sums packets of integers"),
     "report": ("gradwire.cli.report", "one self-contained HTML page from training runs and benchmark results"),

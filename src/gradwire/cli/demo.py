@@ -7,6 +7,7 @@ on its own bill. What is not won is not claimed: the summary says so.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.errors import InvalidArgument
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import describe_rate
 
 _SECONDS, _QUICK_SECONDS = 110.0, 25.0
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
     show(result, Console())
-    print(f"All figures: {args.out / 'demo.json'}")
+    print(f"\nAll figures: {args.out / 'demo.json'}" + _draw(result, args.out / "demo.svg"))
     return 0
 
 
@@ -165,13 +166,15 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_column(CONTENDERS[spec], justify="right")
     total = {spec: sum(found["step_s"]) for spec, found in result["runs"].items()}
     half = {spec: _median(found["step_s"][len(found["step_s"]) // 2 :]) for spec, found in result["runs"].items()}
+    target, reached = seconds_to_the_same_loss(result["runs"])
     lines = {
-        "seconds, trials included": [f"{seconds:.1f}" for seconds in total.values()],
-        "as fast as DDP": ["", *(f"{total['ddp'] / total[spec]:.2f} x" for spec in total if spec != "ddp")],
-        "a step of the second half": [f"{1e3 * seconds:.0f} ms" for seconds in half.values()],
+        f"s to a loss of {target:.3f}": [f"{seconds:.1f}" for seconds in reached.values()],
+        "x faster than DDP": ["", *(f"{reached['ddp'] / reached[spec]:.2f}" for spec in reached if spec != "ddp")],
+        "s in all, with trials": [f"{seconds:.1f}" for seconds in total.values()],
+        "a step, second half": [f"{1e3 * seconds:.0f} ms" for seconds in half.values()],
         "sent a step": [f"{found['sent_bytes_per_step'] / 1e6:.2f} MB" for found in result["runs"].values()],
-        "loss, mean of the last 4": [f"{_mean(found['losses'][-4:]):.5f}" for found in result["runs"].values()],
-        "loss strays from DDP by": [
+        "loss, last 4 steps": [f"{_mean(found['losses'][-4:]):.5f}" for found in result["runs"].values()],
+        "loss strays by": [
             "", *(f"{strays(found, baseline):.1e}" for spec, found in result["runs"].items() if spec != "ddp")
         ],
     }  # fmt: skip
@@ -181,7 +184,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     for spec, found in result["runs"].items():
         if "auto" not in found:
             continue
-        console.print(f"\n[bold]{CONTENDERS[spec]}[/bold]: {verdict(total['ddp'] / total[spec])}", highlight=False)
+        words = verdict(reached["ddp"], reached[spec])
+        console.print(f"\n[bold]{CONTENDERS[spec]}[/bold]: {words}", highlight=False)
         for decision in found["auto"]["decisions"][:8]:
             console.print(
                 f"  step {decision['step']}: {decision['kind']} {decision['scheme']}: {decision['why']}",
@@ -191,13 +195,54 @@ def show(result: dict[str, Any], console: Console) -> None:
             console.print(f"  at {describe_rate(float(rate_bps))}, predicted: {_elsewhere(plan)}", highlight=False)
 
 
-def verdict(speed: float) -> str:
-    """In words what a speed relative to DDP is; a loss is called one."""
+def verdict(ddp_s: float, seconds: float) -> str:
+    """In words how the seconds to a loss compare with DDP's; what is slower is called so."""
+    speed = ddp_s / seconds
+    times = f"{seconds:.1f} s to the loss for which DDP takes {ddp_s:.1f} s, trials included"
     if speed >= 1.03:
-        return f"{speed:.2g}x faster than DDP over the whole run, trials included."
+        return f"{speed:.3g} x faster: {times}."
     if speed >= 0.98:
-        return "as fast as DDP: nothing was to be won here, and nothing was lost."
-    return f"slower than DDP here ({speed:.2f}x). The trials of a run this short, or another program on the machine."
+        return f"as fast as DDP: {times}. Nothing was to be won here, and nothing was lost."
+    return f"slower here, {speed:.2f} x: {times}. A run this short, or another program on the machine."
+
+
+def seconds_to_the_same_loss(runs: dict[str, dict[str, Any]]) -> tuple[float, dict[str, float]]:
+    """(a loss that all of `runs` have come down to, {contender: the seconds of training after which it had}).
+
+    A loss is the mean over 8 steps, since one batch's is noise, and the lowest so far.
+    """
+    curves = {spec: _falling(found["losses"]) for spec, found in runs.items()}
+    target = max(curve[-1] for curve in curves.values())
+    found = {}
+    for spec, curve in curves.items():
+        n_steps = next(at for at, loss in enumerate(curve, start=1) if loss <= target)
+        found[spec] = sum(runs[spec]["step_s"][:n_steps])
+    return target, found
+
+
+def _falling(losses: list[float]) -> list[float]:
+    means = [_mean(losses[max(0, at - 8) : at]) for at in range(1, len(losses) + 1)]
+    return list(itertools.accumulate(means, min))
+
+
+def _draw(result: dict[str, Any], path: Path) -> str:
+    """Loss over seconds of training, as SVG; what to say of it."""
+    from gradwire.results.experiment import Column, Plot
+    from gradwire.results.plots import to_svg
+    from gradwire.results.summary import Value
+
+    series = {
+        CONTENDERS[spec]: list(
+            zip(itertools.accumulate(found["step_s"]), map(Value, _falling(found["losses"])), strict=True)
+        )
+        for spec, found in result["runs"].items()
+    }
+    plot = Plot("seconds", Column("loss", "loss, lowest mean of 8 steps"), x_title="seconds of training")
+    try:
+        path.write_text(to_svg(plot, series), encoding="utf-8")
+    except Unsupported:  # without matplotlib there is no picture
+        return ""
+    return f"; loss over time: {path}"
 
 
 def _elsewhere(plan: dict[str, Any]) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from gradwire.control.samples import is_beyond_noise, median, noise_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Limits:
         doubt, known_doubt: how far off a prediction may be, before the scheme has ever run and after.
         curiosity: how far off an untried one may be where the budget would bear its race three times over.
         hopeless, overwhelming: of the incumbent; one turn that slow, or that fast, ends a race.
-        budget, savings: of all time so far, and of the time saved against plain, that races may cost.
+        budget, savings: of all time so far, and of the time saved against plain, that races may cost; budget 0: no races.
         credit: plain steps' worth of it at the start.
         window: steps of one look at a running scheme.
         drift: two windows in a row so far off mean another network; `sudden`: so do three steps in a row.
@@ -78,6 +81,18 @@ class Candidate:
         """What a step under it takes, by all that is known."""
         return self.measured_us or self.predicted_us * self.bias // 1000
 
+    def as_dict(self) -> dict[str, Any]:
+        """For people: milliseconds, and None for what was not measured."""
+        return {
+            "spec": self.name,
+            "predicted_ms": self.predicted_us / 1000,
+            "measured_ms": self.measured_us / 1000 or None,
+            "bias": self.bias / 1000,
+            "n_losses": self.n_losses,
+            "not_before": self.not_before,
+            "excluded": self.excluded,
+        }
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -101,12 +116,70 @@ class Planned:
 
 @dataclass
 class Race:
+    """The race under way, or the last one: two schemes in turns.
+
+    Attributes:
+        reference_us: what the incumbent took before.
+        may_cost_us: beyond the incumbent's time; a race that has cost more is broken off at once.
+        took_us, n_taken: of all of the challenger's steps.
+        base, mine: microseconds a step of the incumbent and of the challenger, of steps that count.
+    """
+
     number: int = 0
     challenger: str = ""
     began: int = 0
+    reference_us: int = 0
+    may_cost_us: int = 0
     n_pairs: int = 0
-    reference_us: int = 0  # what the incumbent took before
-    turn_began: int = 0  # index of the first sample of the incumbent's turn
-    n_off: int = 0
-    excess_us: int = 0  # what its steps took beyond the incumbent's, less what they took below it
-    samples: dict[str, list[int]] = field(default_factory=dict)
+    took_us: int = 0
+    n_taken: int = 0
+    base: list[int] = field(default_factory=list)
+    mine: list[int] = field(default_factory=list)
+    _turn_began: int = 0  # index of the first sample of the incumbent's turn
+    _n_off: int = 0
+
+    @property
+    def base_us(self) -> int:
+        """What the incumbent takes, by its turns if it has had any."""
+        return median(self.base) if self.base else self.reference_us
+
+    @property
+    def excess_us(self) -> int:
+        """What the challenger's steps have taken beyond the incumbent's; below 0 where they take less."""
+        return self.took_us - self.n_taken * self.base_us
+
+    def is_hopeless(self, limits: Limits) -> bool:
+        """Whether one turn is enough to see that the challenger loses."""
+        return bool(self.mine) and median(self.mine) * 1000 > self.base_us * limits.hopeless
+
+    def is_overwhelming(self, limits: Limits) -> bool:
+        """Whether every step of the challenger says that it wins: steps may differ in length."""
+        return bool(self.mine) and max(self.mine) * 1000 < self.base_us * limits.overwhelming
+
+    def verdict(self, limits: Limits) -> bool | None:
+        """Whether the challenger is better, None as long as the noise decides."""
+        noise = noise_of(self.base, self.mine)
+        gain, goal = self.base_us - median(self.mine), limits.margin * self.base_us // 1000
+        if gain > goal // 2 and is_beyond_noise(gain - goal // 2, noise):
+            return True
+        return False if gain < goal and is_beyond_noise(goal - gain, noise) else None
+
+    def looks_better(self, limits: Limits) -> bool:
+        """The best guess where no verdict can be waited for: a gain by the margin, beyond one standard error."""
+        gain = self.base_us - median(self.mine)
+        return gain > limits.margin * self.base_us // 1000 and gain * gain > noise_of(self.base, self.mine)
+
+    def base_has_moved(self, limits: Limits) -> int:
+        """After a turn of the incumbent: its time, if it is far off what it took before for the second turn, else 0.
+
+        The race then says nothing of other networks' steps.
+        """
+        turn = self.base[self._turn_began :]
+        self._turn_began = len(self.base)
+        if len(turn) < 3:
+            return 0
+        now_us = median(turn)
+        off_us = abs(now_us - self.reference_us)
+        is_off = off_us * 1000 > limits.drift * self.reference_us and is_beyond_noise(off_us, noise_of(turn))
+        self._n_off = self._n_off + 1 if is_off else 0
+        return now_us if self._n_off >= 2 else 0

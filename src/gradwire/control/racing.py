@@ -15,15 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gradwire.control.drift import Drift
 from gradwire.control.race import Candidate, Decision, Limits, Planned, Race
-from gradwire.control.samples import median, variance
+from gradwire.control.samples import median
 
 __all__ = ["PLAIN", "Candidate", "Decision", "Law", "Limits"]
 
 PLAIN = "plain"
 
-_SURE_ABOVE = 4  # squared: two standard errors
-_MEDIAN_VARIANCE = 157  # percent: of a median against that of a mean, pi / 2
 _BIAS_RANGE = (250, 4000)  # permille: a prediction is never corrected by more than a factor of four
 
 
@@ -68,9 +67,7 @@ class Law:
         self._waiting: list[int] = []  # under plain: what any scheme could win at most
         self._could_win_us = 0
         self._race = Race()
-        self._window: list[int] = []
-        self._last_window: list[int] = []
-        self._reference_us = self._n_off = self._n_sudden = 0
+        self._drift = Drift(self.limits)
         self._probe_every, self._next_probe = self.limits.probe_every, 0
 
     # ---- what ranks ask
@@ -92,11 +89,6 @@ class Law:
         return self.state == "run" and self.incumbent != PLAIN and step == self._next_probe
 
     @property
-    def next_step(self) -> int:
-        """The first step that has not been observed."""
-        return self._next_step
-
-    @property
     def computing_us(self) -> int:
         """What a step computes, without waiting, as plain steps showed it last; 0 before the first."""
         return median(self._computing) if self._computing else 0
@@ -114,13 +106,9 @@ class Law:
     @property
     def allowed_us(self) -> int:
         """What races may still cost beyond the incumbent."""
-        limits = self.limits
-        return (
-            limits.credit * self.candidates[PLAIN].expected_us
-            + limits.budget * self.elapsed_us // 1000
-            + limits.savings * max(0, self.saved_us) // 1000
-            - self.spent_us
-        )
+        limits, saved_us = self.limits, max(0, self.saved_us)
+        earned_us = (limits.budget * self.elapsed_us + limits.savings * saved_us) // 1000
+        return limits.credit * self.candidates[PLAIN].expected_us + earned_us - self.spent_us
 
     def _planned(self, step: int) -> Planned:
         role = "baseline" if self.state == "baseline" else "run"
@@ -145,7 +133,11 @@ class Law:
         self._next_step += 1
         self.elapsed_us += time_us
         if planned.race and planned.scheme != self.incumbent:
-            self._race.excess_us += time_us - self.candidates[self.incumbent].expected_us
+            if planned.race == self._race.number:
+                self._race.took_us += time_us
+                self._race.n_taken += 1
+            else:  # of a race that is over: what was handed out stood
+                self._spent_before_us += max(0, time_us - self.candidates[self.incumbent].expected_us)
         elif planned.scheme != PLAIN:
             self.saved_us += self.candidates[PLAIN].expected_us - time_us
         if planned.role == "baseline" and self.state == "baseline":
@@ -161,7 +153,7 @@ class Law:
                 self._watch(step, time_us, link_changed)
 
     def exclude(self, name: str, why: str) -> None:
-        """Never run `name` again. The incumbent cannot be excluded."""
+        """Never run `name` again; not the incumbent."""
         assert name not in (PLAIN, self.incumbent)
         self.candidates[name].excluded = why
 
@@ -204,8 +196,8 @@ class Law:
         """The most promising candidate that the budget allows to race, if there is one."""
         limits, base_us, allowed_us = self.limits, self.candidates[self.incumbent].expected_us, self.allowed_us
         goal = base_us * (1000 - limits.margin)
-        if self._floor_us * 1000 >= goal:
-            return None  # less waits than a switch has to win
+        if not limits.budget or self._floor_us * 1000 >= goal:
+            return None  # nothing may be tried, or less waits than a switch has to win
         for candidate in sorted(self.candidates.values(), key=lambda c: (c.expected_us, c.name)):
             if candidate.name in (self.incumbent, self.challenger) or candidate.excluded or step < candidate.not_before:
                 continue
@@ -229,14 +221,8 @@ class Law:
         if candidate is None:
             return
         self.state = "race"
-        self._spent_before_us = self.spent_us
-        self._race = Race(
-            self._race.number + 1,
-            candidate.name,
-            step,
-            reference_us=base_us,
-            samples={self.incumbent: [], candidate.name: []},
-        )
+        may_cost_us, self._spent_before_us = self.allowed_us, self.spent_us
+        self._race = Race(self._race.number + 1, candidate.name, step, base_us, may_cost_us)
         expected_us = max(candidate.expected_us, self._floor_us)
         why = f"expected to take {expected_us / 1000:.1f} ms a step; {self.incumbent} takes {base_us / 1000:.1f}"
         self._say(step, "try", candidate.name, why)
@@ -254,84 +240,70 @@ class Law:
 
     def _observe_race(self, step: int, planned: Planned, time_us: int, is_typical: bool) -> None:
         race = self._race
+        is_challengers = planned.scheme == race.challenger
         if planned.role == "race" and is_typical:
-            race.samples[planned.scheme].append(time_us)
-        if planned.ends_turn and planned.scheme == race.challenger:
-            self._end_turn(step)
+            (race.mine if is_challengers else race.base).append(time_us)
+        if is_challengers and race.excess_us > race.may_cost_us:  # in the middle of a turn: it has cost all that it may
+            if race.is_hopeless(self.limits):
+                self._conclude(step, is_better=False)
+            else:
+                self._give_up(step, f"has cost {race.excess_us / 1000:.1f} ms, which is all that it may")
+        elif is_challengers and planned.ends_turn:
+            if race.is_hopeless(self.limits) or race.is_overwhelming(self.limits):
+                self._conclude(step, is_better=race.is_overwhelming(self.limits))
         elif planned.ends_turn:
             self._end_pair(step)
 
-    def _end_turn(self, step: int) -> None:
-        """After a turn of the challenger: end what is hopeless, take what is overwhelming."""
-        base, mine = self._race.samples[self.incumbent], self._race.samples[self._race.challenger]
-        if not mine:
-            return
-        base_us = median(base) if base else self.candidates[self.incumbent].expected_us
-        tried_us = median(mine)
-        if tried_us * 1000 > base_us * self.limits.hopeless:
-            self._conclude(step, base_us, tried_us, is_better=False)
-        elif max(mine) * 1000 < base_us * self.limits.overwhelming:  # all of them: steps may differ in length
-            self._conclude(step, base_us, tried_us, is_better=True)
-
     def _end_pair(self, step: int) -> None:
-        base, mine = self._race.samples[self.incumbent], self._race.samples[self._race.challenger]
-        n_steps = step - self._race.began
-        is_out_of_time = n_steps > self.limits.longest_race or (
-            n_steps > self.limits.longest_tie and self._next_candidate(step) is not None
+        race, limits = self._race, self.limits
+        n_steps = step - race.began
+        is_out_of_time = n_steps > limits.longest_race or (
+            n_steps > limits.longest_tie and self._next_candidate(step) is not None
         )
-        if not base or not mine:  # nothing but steps that say nothing
+        if not race.base or not race.mine:  # nothing but steps that say nothing
             if is_out_of_time:
-                self._give_up(step)
+                self._give_up(step, "no step of its race could be counted")
             else:
                 self._add_pair()
             return
-        if self._base_has_moved(base):
-            self._start_again(step, median(base[self._race.turn_began :]), self._race.reference_us, False)
+        moved_to_us = race.base_has_moved(limits)
+        if moved_to_us:
+            self._start_again(step, moved_to_us, race.reference_us, False)
             return
-        self._race.turn_began = len(base)
-        base_us, tried_us = median(base), median(mine)
-        noise = _MEDIAN_VARIANCE * (variance(base) // len(base) + variance(mine) // len(mine)) // 100
-        gain, goal = base_us - tried_us, self.limits.margin * base_us // 1000
-        if gain > goal // 2 and (gain - goal // 2) ** 2 > _SURE_ABOVE * noise:
-            self._conclude(step, base_us, tried_us, is_better=True)
-        elif gain < goal and (goal - gain) ** 2 > _SURE_ABOVE * noise:
-            self._conclude(step, base_us, tried_us, is_better=False)
-        elif is_out_of_time or (gain < 0 and self.allowed_us < 0):
-            self._conclude(step, base_us, tried_us, is_better=gain > goal and gain * gain > noise)
+        verdict = race.verdict(limits)
+        if verdict is not None:
+            self._conclude(step, verdict)
+        elif is_out_of_time or (race.base_us < median(race.mine) and self.allowed_us < 0):
+            self._conclude(step, race.looks_better(limits))
         else:
             self._add_pair()
 
-    def _base_has_moved(self, base: list[int]) -> bool:
-        """Whether the incumbent's last two turns are far off what it took before: the race then says nothing of others."""
-        race = self._race
-        turn = base[race.turn_began :]
-        if len(turn) < 3:
-            return False
-        off_us = abs(median(turn) - race.reference_us)
-        noise = _MEDIAN_VARIANCE * variance(turn) // len(turn) // 100
-        is_off = off_us * 1000 > self.limits.drift * race.reference_us and off_us * off_us > _SURE_ABOVE * noise
-        race.n_off = race.n_off + 1 if is_off else 0
-        return race.n_off >= 2
-
-    def _conclude(self, step: int, base_us: int, tried_us: int, is_better: bool) -> None:
-        old, new, limits = self.incumbent, self._race.challenger, self.limits
+    def _conclude(self, step: int, is_better: bool) -> None:
+        old, new = self.incumbent, self._race.challenger
+        base_us, tried_us = self._race.base_us, median(self._race.mine)
         self._learn(old, base_us)
         self._learn(new, tried_us)
-        loser = self.candidates[old if is_better else new]
-        loser.n_losses += 1
-        is_narrow = loser.n_losses == 1 and abs(base_us - tried_us) * 10 < base_us
-        wait = limits.check_after if is_narrow else limits.again_after << min(6, loser.n_losses - 1)
-        loser.not_before = max(loser.not_before, step + wait)
+        self._put_off(old if is_better else new, step, is_narrow=abs(base_us - tried_us) * 10 < base_us)
         if is_better:
             self.incumbent, self.since_step = new, self._first_step + self._n_handed_out
+            self._probe_often(step)
         kind = "switch" if is_better else "reject"
         self._say(step, kind, new, f"{tried_us / 1000:.1f} ms a step; {old} takes {base_us / 1000:.1f}")
         self._end_race(step)
 
-    def _give_up(self, step: int) -> None:
-        self._say(step, "reject", self._race.challenger, "no step of its race could be counted")
-        self.candidates[self._race.challenger].not_before = step + self.limits.again_after
+    def _give_up(self, step: int, why: str) -> None:
+        self._say(step, "reject", self._race.challenger, why)
+        self._put_off(self._race.challenger, step, is_narrow=True)
         self._end_race(step)
+
+    def _put_off(self, name: str, step: int, is_narrow: bool) -> None:
+        """`name` has lost: it may race again, soon after a first loss that may have been chance."""
+        limits, loser = self.limits, self.candidates[name]
+        loser.n_losses += 1
+        wait = limits.again_after << min(6, loser.n_losses - 1)
+        if is_narrow and loser.n_losses == 1:
+            wait = limits.check_after
+        loser.not_before = max(loser.not_before, step + wait)
 
     def _end_race(self, step: int) -> None:
         """Back to the incumbent, and on to the next race if one is worth it."""
@@ -358,54 +330,29 @@ class Law:
 
     def _run(self, step: int) -> None:
         self.state = "run"
-        self._window.clear()
-        self._last_window = []
-        self._reference_us = self.candidates[self.incumbent].measured_us
-        self._n_off = self._n_sudden = 0
-        self._probe_every = self.limits.probe_every
-        self._next_probe = step + self._probe_every
-        self._begin_race(step)
+        self._drift.begin(self.candidates[self.incumbent].measured_us)
+        if self._next_probe <= step and self.incumbent != PLAIN:
+            self._next_probe = step + 1  # it fell into a race; the next race waits for what it says
+        else:
+            self._begin_race(step)
 
     def _watch(self, step: int, time_us: int, link_changed: bool) -> None:
-        limits, reference_us = self.limits, self._reference_us
-        self._window.append(time_us)
-        is_sudden = self._has_jumped(time_us)
-        if len(self._window) < limits.window and not link_changed and not is_sudden:
+        look = self._drift.observe(time_us, link_changed)
+        if look is None:
             return
-        now_us = median(self._window[-3:] if is_sudden else self._window)
-        noise = _MEDIAN_VARIANCE * variance(self._window) // len(self._window) // 100
-        self._last_window, self._window = self._window, []
-        if not reference_us:
-            self._reference_us = reference_us = self.candidates[self.incumbent].measured_us = now_us
-        is_off = abs(now_us - reference_us) * 1000 > limits.drift * reference_us
-        self._n_off = self._n_off + 1 if is_off and (now_us - reference_us) ** 2 > _SURE_ABOVE * noise else 0
         if self.incumbent == PLAIN and self._waiting:
-            n_seen = 3 if is_sudden else limits.window
-            self._could_win_us = median(self._waiting[-n_seen:])
-            del self._waiting[:-n_seen], self._computing[:-n_seen]
-        if self._n_off >= 2 or is_sudden or link_changed:
-            self._start_again(step, now_us, reference_us, link_changed)
+            self._could_win_us = median(self._waiting[-look.n_steps :])
+            del self._waiting[: -look.n_steps], self._computing[: -look.n_steps]
+        if look.has_drifted:
+            self._start_again(step, look.now_us, look.was_us, link_changed)
             return
-        if self._n_off:
+        if look.is_off:
             return  # a second look decides; what is measured meanwhile would be of neither network
         if step >= self._next_probe:
-            self._probe_every = min(limits.probe_most, 2 * self._probe_every)
+            self._probe_every = min(self.limits.probe_most, 2 * self._probe_every)
             self._next_probe = step + self._probe_every
-        self._reference_us = self.candidates[self.incumbent].measured_us = (3 * reference_us + now_us) // 4
+        self.candidates[self.incumbent].measured_us = self._drift.reference_us
         self._begin_race(step)
-
-    def _has_jumped(self, time_us: int) -> bool:
-        """Whether this is the third step in a row that is slower, or faster, than any of the last window."""
-        reference_us, sudden = self._reference_us, self.limits.sudden
-        up = reference_us and time_us * 1000 > sudden * reference_us and time_us > max(self._last_window, default=0)
-        down = (
-            reference_us
-            and time_us * sudden < 1000 * reference_us
-            and time_us < min(self._last_window, default=time_us + 1)
-        )
-        direction = 1 if up else -1 if down else 0
-        self._n_sudden = self._n_sudden + direction if direction * self._n_sudden >= 0 and direction else direction
-        return abs(self._n_sudden) >= 3
 
     def _start_again(self, step: int, now_us: int, reference_us: int, link_changed: bool) -> None:
         """The network is another: what was measured is forgotten, what the model misjudges stays."""
@@ -421,7 +368,12 @@ class Law:
             candidate.measured_us = candidate.n_losses = 0
             candidate.not_before = self._not_before.get(candidate.name, 0)
         self.candidates[self.incumbent].measured_us = now_us
+        self._probe_often(step)
         self._end_race(step)
+
+    def _probe_often(self, step: int) -> None:
+        self._probe_every = self.limits.probe_every
+        self._next_probe = step + self._probe_every
 
     def _say(self, step: int, kind: str, scheme: str, why: str) -> None:
         self.decisions.append(Decision(step, kind, scheme, why))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 _DEVIATION_SQUARED = 1571  # permille: pi / 2, which makes a normal distribution's mean deviation its standard deviation
 _FEW = 8  # samples, which may lie together by chance
+_MEDIAN_VARIANCE = 157  # percent: of a median against that of a mean, pi / 2
+_SURE_ABOVE = 4  # squared: two standard errors
 
 
 def median(values: Sequence[int]) -> int:
@@ -27,3 +29,13 @@ def variance(values: Sequence[int]) -> int:
     deviation = sum(deviations) // len(deviations)
     floor = middle * middle // (200 if len(values) < _FEW else 2500)
     return max(_DEVIATION_SQUARED * deviation * deviation // 1000, floor)
+
+
+def noise_of(*groups: Sequence[int]) -> int:
+    """The variance of the medians' difference: of one group, of its median."""
+    return _MEDIAN_VARIANCE * sum(variance(values) // len(values) for values in groups) // 100
+
+
+def is_beyond_noise(difference: int, noise: int) -> bool:
+    """Whether a difference is more than two standard errors, the square of which is `noise`."""
+    return difference * difference > _SURE_ABOVE * noise

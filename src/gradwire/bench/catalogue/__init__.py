@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire.bench.catalogue import acp_sgd, aqgb, codecs, gcomp, homomorphic, schemes, simulator, slimgc
+from gradwire.bench.catalogue import acp_sgd, aqgb, auto, codecs, gcomp, homomorphic, schemes, simulator, slimgc
 from gradwire.results.experiment import Experiment, Table
 from gradwire.results.pages import COVERAGE, Book
 
 # {name of the page: its title}, in the order of the overview.
 SYSTEMS = {
+    "auto": "`auto`: what choosing costs",
     "schemes": "Every scheme: training and all-reduce",
     "codecs": "Codecs: ratio and speed",
     "gcomp": "GComp",
@@ -21,7 +22,7 @@ SYSTEMS = {
     COVERAGE: "The papers' figures and tables, one by one",
 }
 
-_MODULES = (schemes, codecs, gcomp, acp_sgd, aqgb, slimgc, homomorphic, simulator)
+_MODULES = (auto, schemes, codecs, gcomp, acp_sgd, aqgb, slimgc, homomorphic, simulator)
 EXPERIMENTS: tuple[Experiment, ...] = tuple(one for module in _MODULES for one in module.EXPERIMENTS)
 
 # Tables for other pages, between `<!-- generated: bench render NAME -->` and `<!-- end -->`.

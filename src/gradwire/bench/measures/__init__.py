@@ -21,6 +21,7 @@ _MEASURES: dict[str, str] = {
     "overlap": "overlap:measure",
     "allreduce": "commands:allreduce",
     "codec": "commands:codec",
+    "regret": "commands:regret",
     "training": "trainings:measure",
     "hashes": "trainings:measure_hashes",
     "adaptation": "adaptation:measure",

@@ -1,4 +1,4 @@
-"""Measures that are commands of `gradwire bench`, in processes of their own: train, allreduce, codec; and the network."""
+"""Measures that are commands of `gradwire bench`, in processes of their own: train, allreduce, codec, regret; and netlab."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ def codec(call: Call) -> list[tuple[Cell, Record]]:
     arguments["gradients"] = str(gradient_file(str(call.get("gradients")), call.folder))
     records = {record["codec"]: record for record in run_command("codec", arguments, call)}
     return [(cell, records[cell["codec"]]) for cell in call.cells if cell["codec"] in records]
+
+
+def regret(call: Call) -> list[tuple[Cell, Record]]:
+    """`bench regret` of the cells' schemes in turns; with `then` a record for each phase."""
+    cells = {cell["scheme"]: cell for cell in call.cells}
+    found = []
+    for record in run_command("regret", call.arguments("scheme"), call):
+        spec = record["scheme"] + (f":{record['options']}" if record["options"] else "")
+        found.append((cells[spec], record))
+    return found
 
 
 def netlab(call: Call) -> list[tuple[Cell, Record]]:

@@ -19,6 +19,7 @@ BENCHES: dict[str, tuple[str, str]] = {
         "gradwire.cli.bench.train",
         "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks",
     ),
+    "regret": ("gradwire.cli.bench.regret", "auto beside DDP and every scheme that it may use: what it loses"),
 }
 
 

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--missing", action="store_true", help="only what no code has measured yet, not what older code has"
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="only runs whose names, as --list shows them, hold all of these words",
+    )
     parser.add_argument("--fresh", action="store_true", help="measure again what is finished too")
     parser.add_argument("--wide", action="store_true", help="all columns of the tables")
     add_store_arguments(parser)
@@ -50,12 +57,13 @@ def run(args: argparse.Namespace) -> int:
     store = open_store(args)
     runner = Runner(store, lambda text: print(text, flush=True), args.folder)
     left = runner.plan(chosen, fresh=args.fresh, missing=args.missing)
+    n_finished = sum(len(experiment.groups()) for experiment in chosen) - len(left)
+    left = [run for run in left if all(word in run.name for word in args.only)]
     if args.list:
         for one in left:
             print(f"{duration(runner.estimate_s([one])):>8}  {one.name} ({len(one.cells)} cells)")
         print(f"{len(left)} runs, about {duration(runner.estimate_s(left))}")
         return 0
-    n_finished = sum(len(experiment.groups()) for experiment in chosen) - len(left)
     status = runner.run(left, n_finished)
     show(chosen, store, args.wide)
     return status

@@ -60,6 +60,17 @@ class CostProfile:
             for spec, codec in self.codecs.items()
         }
 
+    def best_at(self, rate_bps: float, computing_us: int, allowed: Sequence[str]) -> tuple[int, str, int]:
+        """(microseconds a step under plain, the best of `allowed`, its microseconds) on a link of that rate.
+
+        The best is plain where nothing wins 3 %.
+        """
+        there = replace(self, link=replace(self.link, rate=rate_bps / 8)).predict_us(computing_us)
+        best = min(allowed, key=lambda spec: (there[spec], spec))
+        if there[best] * 1.03 >= there["plain"]:
+            best = "plain"
+        return there["plain"], best, there[best]
+
     def with_transfer(self, transfer_us: int) -> CostProfile:
         """The same, with the link as `probe_transfer_us` found it on the slowest rank."""
         n = self.machine.n_ranks

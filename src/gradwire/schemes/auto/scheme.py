@@ -11,9 +11,9 @@ When not to use this: where a run must be repeated bit for bit, unless by `repla
 from __future__ import annotations
 
 import logging
-from collections import deque
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,19 +25,18 @@ from gradwire.control.racing import PLAIN, Law, Limits
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot
-from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.carrying import Carried
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, family_of_optimizer, rows_for
 from gradwire.schemes.auto.profile import CostProfile, measure_profile
-from gradwire.schemes.auto.votes import Ballot, Vote
+from gradwire.schemes.auto.votes import Polls, Vote
 from gradwire.schemes.base import Scheme
-from gradwire.wire.link_probe import probe_transfer_us
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
 _log = logging.getLogger("gradwire.auto")
-_LAG = 2  # steps after which a vote is read
-_BATCH = 5  # steps that share a vote while nothing is tried
+_LAG = 2  # steps after which a vote is read, so that nobody waits for it
+_LONG_STEP = 50  # times as long as a vote: while something is tried it is read before the next step
 _LINK_CHANGED = 250  # permille
 _MOST_BUDGET = 0.1
 
@@ -79,11 +78,9 @@ class Auto(Scheme):
         self._carried = Carried()
         self._active = PLAIN
         self._schedule: list[tuple[int, str]] = []
-        self._pending: deque[Vote] = deque()
-        self._ballot = Ballot()
+        self._polls: Polls
         self._records: list[Any] = []
         self._is_probing, self._wants_to_reconsider = False, False
-        self._transfer_us = 0
         self._told = self._n_steps = 0
         self._last_scale = 0.0
         self._stays_plain = ""
@@ -123,6 +120,7 @@ class Auto(Scheme):
                 'scheme "auto" times the steps of a DDP model: gradwire.attach(ddp, optimizer), or HookState(..., module=ddp)'
             )
         super().bind(session)
+        self._polls = Polls(session.communicator)
         self._last_scale = session.loss_scale()
         family = family_of_optimizer(session.optimizer)
         rows = rows_for(self.fidelity, family, self._also, self._only)
@@ -143,7 +141,7 @@ class Auto(Scheme):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._profile is None:
             self._profile = measure_profile(session.communicator, self._rows, parameters)
-        limits = Limits(budget=int(1000 * self._budget)) if self._budget else Limits(budget=0, savings=0, credit=0)
+        limits = Limits(budget=math.ceil(1000 * self._budget))
         predicted = self._profile.predict_us(1)
         self._law = Law(
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
@@ -180,8 +178,8 @@ class Auto(Scheme):
         Raises: RankMismatch (ranks are at different steps), PeerLost.
         """
         self._end_carrying()
-        while self._pending and self._pending[0].last_step < step - _LAG:
-            self._count(self._pending.popleft())
+        while (vote := self._polls.next_before(step - self._lag())) is not None:
+            self._count(vote)
         name = self._replayed(step) if self._replay is not None else self._law.scheme_of(step)
         if self._stays_plain:
             name = PLAIN
@@ -242,36 +240,20 @@ class Auto(Scheme):
         communicator = self.session.communicator
         if communicator.world_size == 1 or self._replay is not None or self._stays_plain:
             return
-        self._ballot.add(took_ns // 1000, waited_ns // 1000, fell_back)
-        is_quiet = self._law.role_of(step) == "run" and not self._is_probing and not self._wants_to_reconsider
-        if is_quiet and self._ballot.n_steps < _BATCH:
-            return
-        if self._is_probing:
-            communicator.submit(self._probe)
-        vote, self._ballot = self._ballot.close(step, self._wants_to_reconsider), Ballot()
-        self._wants_to_reconsider = False
-        vote.started = communicator.submit(self._start_vote, vote)
-        self._pending.append(vote)
+        at_once = self._law.role_of(step) != "run" or self._is_probing  # by what all ranks know alone
+        if self._polls.add(step, took_ns // 1000, waited_ns // 1000, fell_back,
+                           at_once=at_once, probe=self._is_probing, reconsider=self._wants_to_reconsider):  # fmt: skip
+            self._wants_to_reconsider = False
 
-    def _probe(self) -> None:
-        self._transfer_us = probe_transfer_us(self.session.communicator)
-
-    def _start_vote(self, vote: Vote) -> torch.futures.Future:
-        vote.set_transfer(self._transfer_us)
-        self._transfer_us = 0
-        return self.session.communicator.start_all_reduce(vote.numbers, dist.ReduceOp.MAX)
+    def _lag(self) -> int:
+        """How many steps a vote may take; the same on all ranks."""
+        assert self._profile is not None
+        vote_us = 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s
+        is_long = self._law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
+        return 0 if is_long and self._law.state != "run" else _LAG
 
     def _count(self, vote: Vote) -> None:
-        """Give the law what the ranks agreed on. Raises: RankMismatch, PeerLost."""
-        communicator = self.session.communicator
-        communicator.finish(vote.started.wait())
-        if not vote.ranks_agree:
-            raise communicator.fail(
-                RankMismatch(
-                    f"rank {communicator.rank} is at step {vote.last_step}, another is elsewhere: call backward equally often "
-                    "on all ranks, and resume all of them from the same checkpoint"
-                )
-            )
+        """Give the law what the ranks agreed on."""
         link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
         for step, took_us, waited_us, fell_back in vote.steps():
             if self._law.wants_probe(step):
@@ -294,13 +276,8 @@ class Auto(Scheme):
     def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
         """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone."""
         assert self._profile is not None
-        there = replace(self._profile, link=replace(self._profile.link, rate=rate_bps / 8))
-        predicted = there.predict_us(self._law.computing_us)
-        allowed = {spec: predicted[spec] for spec in self._law.candidates}
-        best = min(allowed, key=lambda spec: (allowed[spec], spec))
-        if allowed[best] * 1.03 >= allowed[PLAIN]:
-            best = PLAIN
-        return allowed[PLAIN] / 1e6, best, allowed[best] / 1e6
+        plain_us, best, best_us = self._profile.best_at(rate_bps, self._law.computing_us, list(self._law.candidates))
+        return plain_us / 1e6, best, best_us / 1e6
 
     # ---- words
 
@@ -324,10 +301,7 @@ class Auto(Scheme):
     def agree_on_step(self, step: int) -> int:
         """The next step's number, after steps that some ranks have not seen. Collective. Raises: PeerLost."""
         communicator = self.session.communicator
-        for vote in self._pending:
-            communicator.finish(vote.started.wait())
-        self._pending.clear()
-        self._ballot = Ballot()
+        self._polls.forget()
         latest = torch.tensor([step], dtype=torch.int64)
         communicator.submit(communicator.all_reduce, latest, dist.ReduceOp.MAX).wait()
         self._law.go_on_at(int(latest))
@@ -337,7 +311,6 @@ class Auto(Scheme):
         """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
         law = self._law
         assert self._profile is not None
-        levels = {row.spec: row.level for row in self._rows}
         return {
             "auto": {
                 "state": "stay" if self._stays_plain else law.state,
@@ -345,19 +318,9 @@ class Auto(Scheme):
                 "since_step": law.since_step,
                 "fidelity": self.fidelity if self._only is None else list(self._only),
                 "candidates": [
-                    {
-                        "spec": candidate.name,
-                        "level": levels[candidate.name],
-                        "predicted_ms": candidate.predicted_us / 1000,
-                        "measured_ms": candidate.measured_us / 1000 or None,
-                        "bias": candidate.bias / 1000,
-                        "n_losses": candidate.n_losses,
-                        "not_before": candidate.not_before,
-                        "excluded": candidate.excluded,
-                    }
-                    for candidate in law.candidates.values()
-                ]
-                + [{"spec": spec, "excluded": why} for spec, why in self._excluded.items()],
+                    *(law.candidates[row.spec].as_dict() | {"level": row.level} for row in self._rows),
+                    *({"spec": spec, "excluded": why} for spec, why in self._excluded.items()),
+                ],
                 "decisions": [asdict(decision) for decision in law.decisions],
                 "schedule": list(self._schedule),
                 "link_mbit": self._profile.link.rate * 8 / 1e6,

@@ -6,11 +6,75 @@ that rank.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
-_RECONSIDER = 1
+from gradwire.errors import RankMismatch
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.link_probe import probe_transfer_us
+
+_BATCH = 5  # steps that share a vote while nothing is tried
+
+
+class Polls:
+    """The votes of one rank: what its steps took goes out, what all agreed on comes back some steps later, in order."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._ballot = Ballot()
+        self._pending: deque[Vote] = deque()
+        self._transfer_us = 0
+
+    def add(self, step: int, took_us: int, waited_us: int, fell_back: bool, *,
+            at_once: bool, probe: bool, reconsider: bool) -> bool:  # fmt: skip
+        """Put a step to the vote, at once or with the next ones; whether it is on its way. On the training thread.
+
+        Args:
+            took_us, waited_us: of the step. fell_back: it says nothing of its scheme.
+            probe: measure the link before it. reconsider: ask all ranks to think again. Both only if it goes at once.
+        """
+        self._ballot.add(took_us, waited_us, fell_back)
+        if not at_once and self._ballot.n_steps < _BATCH:
+            return False
+        if probe:
+            self._communicator.submit(self._probe)
+        vote, self._ballot = self._ballot.close(step, reconsider), Ballot()
+        vote.started = self._communicator.submit(self._start, vote)
+        self._pending.append(vote)
+        return True
+
+    def _probe(self) -> None:
+        self._transfer_us = probe_transfer_us(self._communicator)
+
+    def _start(self, vote: Vote) -> torch.futures.Future:
+        vote.set_transfer(self._transfer_us)
+        self._transfer_us = 0
+        return self._communicator.start_all_reduce(vote.numbers, dist.ReduceOp.MAX)
+
+    def next_before(self, step: int) -> Vote | None:
+        """The oldest vote, if it is of steps before `step`: waits for it. Raises: RankMismatch, PeerLost."""
+        if not self._pending or self._pending[0].last_step >= step:
+            return None
+        communicator, vote = self._communicator, self._pending.popleft()
+        communicator.finish(vote.started.wait())
+        if not vote.ranks_agree:
+            raise communicator.fail(
+                RankMismatch(
+                    f"rank {communicator.rank} is at step {vote.last_step}, another is elsewhere: call backward equally often "
+                    "on all ranks, and resume all of them from the same checkpoint"
+                )
+            )
+        return vote
+
+    def forget(self) -> None:
+        """Wait for what is under way, and take no notice of it. Raises: PeerLost."""
+        for vote in self._pending:
+            self._communicator.finish(vote.started.wait())
+        self._pending.clear()
+        self._ballot = Ballot()
 
 
 class Ballot:

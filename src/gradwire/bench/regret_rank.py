@@ -1,0 +1,119 @@
+"""The rank's side of `bench regret`: auto, DDP and the fixed schemes train in turns."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire import workloads
+from gradwire.bench.link_changes import change_links
+from gradwire.bench.regret_figures import make_records
+from gradwire.bench.train_contenders import TrainContender, describe
+from gradwire.core.threads import use_fair_share_of_cores
+from gradwire.ranks.netlab.rate import format_rate, parse_rate
+from gradwire.ranks.network import Network, current_network
+from gradwire.registry import parse_spec
+from gradwire.results.records import RecordLog
+from gradwire.telemetry.environment import describe_environment
+
+TURN = 10  # steps
+_FIXED_EVERY = 3  # turns
+
+
+def train_as_rank(args: argparse.Namespace) -> None:
+    """One run; rank 0 writes the records. Collective. Raises: GradwireError."""
+    dist.init_process_group("gloo")
+    try:
+        use_fair_share_of_cores()
+        name, options = parse_spec(args.workload)
+        _Run(args, workloads.by_name(name, **options)).run()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Run:
+    def __init__(self, args: argparse.Namespace, workload: workloads.Workload) -> None:
+        self._args, self._workload = args, workload
+        self._environment = describe_environment()
+        named = {spec: TrainContender(spec, workload, args.seed) for spec in dict.fromkeys(args.scheme)}
+        self._autos = {spec: one for spec, one in named.items() if one.name == "auto"}
+        allowed = [
+            candidate["spec"]
+            for auto in self._autos.values()
+            for candidate in auto.stats()["auto"]["candidates"]
+            if not candidate["excluded"] and candidate["spec"] not in ("plain", *named)
+        ]
+        self._named = named
+        self._fixed = {spec: TrainContender(spec, workload, args.seed) for spec in dict.fromkeys(allowed)}
+
+    def run(self) -> None:
+        everyone = [*self._named.values(), *self._fixed.values()]
+        for contender in everyone:
+            contender.run_step()  # DDP cuts its buckets anew after the first
+        network = current_network()
+        for phase, rates in enumerate(["", *self._args.then]):
+            if rates:
+                network = self._change_links(network, phase, rates)
+            firsts = {spec: len(one.times) for spec, one in {**self._named, **self._fixed}.items()}
+            self._run_phase()
+            self._write(phase, network, firsts)
+        for contender in everyone:
+            contender.close()
+
+    def _change_links(self, network: Network, phase: int, rates: str) -> Network:
+        if dist.get_rank() == 0:
+            change_links(self._args.log, phase - 1, rates)
+        dist.barrier()
+        return dataclasses.replace(network, rates_bps=tuple(parse_rate(word) for word in rates.split(",")))
+
+    def _run_phase(self) -> None:
+        n_done, n_turns, spent_s = 0, 0, 0.0
+        counted = [one for spec, one in self._named.items() if spec == "ddp" or spec in self._autos]
+        while n_done < self._args.steps:
+            contenders = [*self._named.values(), *(self._fixed.values() if n_turns % _FIXED_EVERY == 0 else ())]
+            for contender in reversed(contenders) if n_turns % 2 else contenders:
+                dist.barrier()
+                started = time.perf_counter()
+                for _ in range(TURN):
+                    contender.run_step()
+                if contender in counted:
+                    spent_s += time.perf_counter() - started
+            n_done, n_turns = n_done + TURN, n_turns + 1
+            slowest = torch.tensor([spent_s])
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if float(slowest) > len(counted) * self._args.seconds:
+                break
+
+    def _write(self, phase: int, network: Network, firsts: dict[str, int]) -> None:
+        everyone = {**self._named, **self._fixed}
+        steps_s, losses = {}, {}
+        for spec, contender in everyone.items():
+            values = torch.tensor([t.iteration_s for t in contender.times[firsts[spec] :]], dtype=torch.float64)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+            mean_loss = torch.tensor(contender.losses, dtype=torch.float64)
+            dist.all_reduce(mean_loss)
+            steps_s[spec], losses[spec] = values.tolist(), mean_loss / dist.get_world_size()
+        first = next((firsts[spec] for spec in self._autos), 0)
+        stats = {spec: auto.stats()["auto"] for spec, auto in self._autos.items()}
+        found = make_records(steps_s, stats, first if phase else 0)
+        if dist.get_rank() != 0:
+            return
+        rates = network.rates_bps if len(set(network.rates_bps)) > 1 else network.rates_bps[:1]
+        shared = {
+            "ranks": dist.get_world_size(),
+            "rate_bps": network.rate_bps,
+            "rates": ",".join(map(format_rate, rates)) or "none",
+            "phase": phase,
+            "shaped": network.shaped,
+        }
+        records: list[dict[str, Any]] = []
+        for spec, contender in self._named.items():
+            strays = float((losses[spec] - losses["ddp"]).abs().max())
+            described = {"scheme": contender.name, "options": describe(contender), "loss_deviation": strays}
+            records.append(described | shared | found[spec] | self._workload.describe() | self._environment)
+        RecordLog(self._args.log).append(records)

@@ -1,0 +1,96 @@
+"""What auto loses: the figures of a run, from known step times; and a run of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.bench.regret import below_the_bars
+from gradwire.bench.regret_figures import make_records, steps_until_good
+from gradwire.cli.bench import regret
+from gradwire.errors import InvalidArgument
+
+
+def auto_that(schedule: list[tuple[int, str]], *allowed: str, **more: Any) -> dict[str, Any]:
+    candidates = [{"spec": spec, "excluded": "", "predicted_ms": 1000.0} for spec in ("plain", *allowed)]
+    decisions = [{"step": step, "kind": "switch", "scheme": scheme, "why": "so"} for step, scheme in schedule]
+    return {"scheme": schedule[-1][1], "schedule": schedule, "spent_s": 0.1, "decisions": decisions,
+            "candidates": [*candidates, {"spec": "c", "excluded": "not here"}], "fidelity": "close"} | more  # fmt: skip
+
+
+def test_auto_is_counted_against_ddp_over_all_steps_and_against_the_best_it_may_use_in_the_second_half() -> None:
+    steps_s = {"ddp": [2.0] * 4, "auto": [2.0, 2.0, 1.0, 1.0], "a": [1.0, 1.0], "b": [0.5, 3.0], "c": [0.1, 0.1]}
+    found = make_records(steps_s, {"auto": auto_that([(0, "plain"), (2, "a")], "a", "b")})
+    assert found["auto"]["x_ddp"] == pytest.approx(8 / 6)
+    assert found["auto"]["best"] == "a", "b is slow in its second half, c is not allowed"
+    assert found["auto"]["x_best_last_half"] == pytest.approx(1.0)
+    assert found["auto"]["x_best"] == pytest.approx(1.0 / 1.5)
+    assert found["ddp"]["x_ddp"] == 1.0
+    assert found["auto"]["model_error"] == pytest.approx(0.75 / 1.75), "b's: a is right, plain off by half"
+    assert json.loads(found["auto"]["decisions"])[-1]["scheme"] == "a"
+    assert all(not isinstance(value, dict | list) for value in found["auto"].values()), "the store takes flat records"
+
+
+def test_a_phase_has_its_own_steps_and_decisions() -> None:
+    steps_s = {"ddp": [4.0] * 50, "auto": [4.0] * 10 + [1.0] * 40, "a": [1.0] * 20}
+    found = make_records(steps_s, {"auto": auto_that([(0, "plain"), (110, "a")], "a")}, first=100)
+    assert found["auto"]["good_after"] == 8, "18 of the 20 steps from there on are good"
+    assert [decision["step"] for decision in json.loads(found["auto"]["decisions"])] == [110]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [([(0, "a")], 0), ([(0, "plain"), (30, "a")], 28), ([(0, "plain")], 100), ([(0, "a"), (50, "plain")], 0)],
+)
+def test_steps_until_it_runs_as_fast_as_the_best(schedule: list[tuple[int, str]], steps: int) -> None:
+    assert steps_until_good(schedule, {"plain": 2.0, "a": 1.0}, 0, 100) == steps
+
+
+def test_a_cell_below_a_bar_is_named() -> None:
+    record = {"scheme": "auto", "workload": "gpt", "ranks": 2, "rates": "100mbit", "fidelity": "exact", "x_ddp": 0.98,
+              "x_best_last_half": 0.95, "best": "ddp", "ends_with": "plain"}  # fmt: skip
+    assert below_the_bars([record, {"scheme": "ddp"}]) == []
+    for field in ("x_ddp", "x_best_last_half"):
+        (line,) = below_the_bars([record | {field: 0.94}])
+        assert line.startswith("gpt, 2 ranks, 100mbit, exact: ")
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    regret.add_arguments(parser)
+    args = parser.parse_args(words)
+    args.arguments = list(words)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--scheme", "auto"], "has to name ddp"),
+        (["--steps", "5"], "20 or more"),
+        (["--workload", "gtp"], "no workload"),
+        (["--then", "1gbit"], "--then changes the links"),
+    ],
+)
+def test_bad_options_say_what_would_do(words: list[str], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        regret.run(parse(*words))
+
+
+def test_a_run_writes_a_flat_record_for_each_contender(tmp_path: Path) -> None:
+    out = tmp_path / "records.json"
+    words = ["--workload", "many-tensors:depth=3", "--ranks", "2", "--steps", "20", "--json", str(out)]
+    words += ["--scheme", "ddp", "auto:fidelity=exact", "auto:fidelity=close"]
+    assert regret.run(parse(*words)) == 0
+    ddp, exact, close = json.loads(out.read_text())
+    assert (ddp["scheme"], exact["fidelity"], close["fidelity"]) == ("ddp", "exact", "close")
+    assert {"plain", "gcomp"} <= json.loads(exact["fixed_ms"]).keys()
+    assert {"bf16", "embedded-float:bits=8"} <= json.loads(close["fixed_ms"]).keys()
+    assert exact["loss_deviation"] <= 1e-5
+    for record in (exact, close):
+        assert {"workload", "ranks", "rate_bps", "fidelity", "x_ddp", "x_best_last_half", "decisions"} <= record.keys()
+        assert record["n_steps"] == 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ class Thc(Quantised):
         self.seed = check_seed(seed)
         self._sign_seed = self.seed ^ _SIGN_SEED
 
-    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype, n_cuts: int = 0) -> int:
         """As in `Quantised`. Raises: InvalidArgument (dtype, negative n_elements)."""
         dtype_code(dtype)
         if n_elements < 0:
@@ -58,6 +60,7 @@ class Thc(Quantised):
         new_residual: Tensor | None,
         out: Tensor,
         step: int,
+        cuts: Sequence[int] = (),
     ) -> int:
         return _native.thc_encode(
             bytes_of(gradient),

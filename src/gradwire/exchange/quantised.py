@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -102,7 +103,9 @@ class _QuantisedEnds(Ends):
         buffer = exchange.buffer
         self._parts = parts = Parts(buffer, self._world, chunk_elements, _MIN_CHUNKS)
         self.n_chunks, largest = parts.n_chunks, parts.max_chunk_elements
-        self.max_push_bytes = codec.max_encoded_bytes(largest, buffer.dtype)
+        # Where tensors begin, for codecs none of whose scales may serve two of them.
+        self._starts = sorted({start for start, _ in exchange.spans}) if codec.scale_values else []
+        self.max_push_bytes = codec.max_encoded_bytes(largest, buffer.dtype, len(self._starts))
         self.max_pull_bytes = largest * buffer.element_size() if exchange.pulls_raw else self.max_push_bytes
         self._total = communicator.scratch("quantised total", 4 * largest).view(torch.float32)
         self._decoded = communicator.scratch("quantised decoded", 4 * largest).view(torch.float32)
@@ -128,11 +131,17 @@ class _QuantisedEnds(Ends):
     def encode_push(self, part: int, group: int, out: Tensor) -> int:
         return self._encode(self._parts.slice_of(self._exchange.buffer, part, group), part, group, out, is_final=False)
 
+    def _cuts(self, part: int, chunk: int) -> list[int]:
+        """Where tensors begin within a chunk."""
+        first, last = self._parts.bounds(part, chunk)
+        within = slice(bisect_right(self._starts, first), bisect_left(self._starts, last))
+        return [start - first for start in self._starts[within]]
+
     def _encode(self, values: Tensor, part: int, chunk: int, out: Tensor, is_final: bool) -> int:
         exchange, stream = self._exchange, self._exchange.streams(part, chunk, is_final)
         started = time.perf_counter_ns()
         if exchange.residual is None or exchange.new_residual is None:
-            n_bytes = self._codec.encode(values, out, step=stream)
+            n_bytes = self._codec.encode(values, out, step=stream, cuts=self._cuts(part, chunk))
         else:
             n_bytes = self._codec.encode_with_residual(
                 values,
@@ -141,6 +150,7 @@ class _QuantisedEnds(Ends):
                 stream,
                 new_residual=self._parts.slice_of(exchange.new_residual, part, chunk),
                 residual_scale=exchange.residual_scale,
+                cuts=self._cuts(part, chunk),
             )
         self._record.add("encode", started, time.perf_counter_ns())
         return n_bytes

@@ -16,8 +16,8 @@ from torch import Tensor
 from gradwire.core.slot import Slot, local_of
 from gradwire.errors import InvalidArgument, Unsupported
 
-# A variance counts as at least this share of its tensor's largest: what stood still while it settled (the row of a rare
-# word) would else turn the quantiser's error, divided by its root, into the largest of all updates.
+# A variance counts as at least this share of its tensor's largest, and one of zero (the row of a word that had not come)
+# as that itself: the quantiser's error, divided by next to nothing, would else be the largest of all updates.
 FLOOR_SHARE = 1e-4
 _UNTAKEN = ("maximize", "capturable", "differentiable", "fused")
 
@@ -42,7 +42,7 @@ class FrozenAdam:
         self._optimizer, self._freeze_step, self._keeps_correction = optimizer, freeze_step, keeps_correction
         self.frozen_at: dict[Tensor, int] = {}  # updates that the variance had seen
         self.idle_until: dict[Tensor, int] = {}  # updates that a parameter had seen no gradient in
-        self._floors: dict[Tensor, float] = {}
+        self._largest: dict[Tensor, float] = {}  # variances
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._groups()
         self._hooks = [
@@ -109,13 +109,14 @@ class FrozenAdam:
         values, gradient, momentum, variance = (
             local_of(tensor) for tensor in (parameter, parameter.grad, state["exp_avg"], self._variance(state))
         )
-        if parameter not in self._floors:
-            # The largest value does not hang on the order in which threads look.
-            self._floors[parameter] = FLOOR_SHARE * float(variance.max()) if variance.numel() else 0.0
+        if parameter not in self._largest:
+            # Which one is the largest does not hang on the order in which threads look, as a mean does.
+            self._largest[parameter] = float(variance.max()) if variance.numel() else 0.0
+        largest = self._largest[parameter]
         if group["weight_decay"]:
             values.mul_(1 - lr * float(group["weight_decay"]))
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta1)
-        root = variance.clamp(min=self._floors[parameter]).sqrt_()
+        root = variance.clamp(min=FLOOR_SHARE * largest).masked_fill_(variance == 0, largest).sqrt_()
         n_seen = self.frozen_at[parameter] if self._keeps_correction else float(state["step"])
         root.div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
         values.addcdiv_(momentum, root, value=-lr / (1 - beta1 ** float(state["step"])))
@@ -161,4 +162,4 @@ class FrozenAdam:
                 raise InvalidArgument(f"the checkpoint's {key} names {unknown[0]!r}, which the model has no parameter of")
             loaded[key] = {slots[name].parameter: n for name, n in counts.items()}  # type: ignore[misc]
         self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
-        self._floors.clear()
+        self._largest.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 from typing import Any
@@ -68,7 +69,7 @@ def transcribed(n_ranks: int) -> list[Tensor]:
 
     def through_codec(values: Tensor, first: int, last: int) -> Tensor:
         cuts = [first, *(start for start in starts if first < start < last), last]
-        return torch.cat([quantised(values[a - first : b - first]) for a, b in zip(cuts, cuts[1:], strict=False)])
+        return torch.cat([quantised(values[a - first : b - first]) for a, b in itertools.pairwise(cuts)])
 
     for step in range(STEPS):
         gradients = []
@@ -201,7 +202,7 @@ def test_zeros_in_the_variance_and_parameters_that_train_late() -> None:
         assert bool(one.isfinite().all())
     start = [parameter.detach() for parameter in Late().parameters()]
     moved = max(float((one - first).abs().max()) for one, first in zip(ours, start, strict=True))
-    assert moved < 1.0, "a step divided by next to nothing"
+    assert moved < 10, "a step divided by epsilon alone is some thousand"
     assert state["frozen_at"]["rows.weight"] == FREEZE
     assert state["idle_until"]["late.weight"] == 7
     assert state["frozen_at"]["late.weight"] == 7 + FREEZE
@@ -272,14 +273,16 @@ def test_overflow_in_the_step_of_the_freeze() -> None:
 def refused(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(model())
 
-    with pytest.raises(Unsupported, match="SGD.*give attach\\(\\) the AdamW, or take one-bit"):
+    with pytest.raises(Unsupported, match=r"SGD.*give attach\(\) the AdamW, or take one-bit"):
         attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1))
     with pytest.raises(Unsupported, match="use AdamW"):
         attach(ddp, torch.optim.Adam(ddp.parameters(), weight_decay=0.1))
     for option in ("maximize", "fused"):
         with pytest.raises(Unsupported, match=f"{option}=True"):
             attach(ddp, adamw(ddp, **{option: True}))
-    with pytest.raises(InvalidArgument, match=r"exempt='head\*' matches no tensor; there are 0.weight, 0.bias, 2.weight"):
+    with pytest.raises(
+        InvalidArgument, match=r"exempt='head\*' matches no tensor; there are 0.weight, 0.bias, 2.weight"
+    ):
         attach(ddp, adamw(ddp), exempt="head*")
     with pytest.raises(InvalidArgument, match="leave nothing"):
         attach(ddp, adamw(ddp), only="*.bias", exempt="*.bias")

@@ -159,7 +159,9 @@ class FrozenAdam:
                 raise InvalidArgument(f"this is not the state of scheme one-bit-adam: it lacks {key}")
             unknown = [name for name in counts if name not in slots or slots[name].parameter is None]
             if unknown:
-                raise InvalidArgument(f"the checkpoint's {key} names {unknown[0]!r}, which the model has no parameter of")
+                raise InvalidArgument(
+                    f"the checkpoint's {key} names {unknown[0]!r}, which the model has no parameter of"
+                )
             loaded[key] = {slots[name].parameter: n for name, n in counts.items()}  # type: ignore[misc]
         self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
         self._largest.clear()

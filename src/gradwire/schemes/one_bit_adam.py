@@ -75,7 +75,12 @@ class OneBitAdam(QuantisedDirect):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {**super().configuration, "codec": self._codec_name, "freeze_step": self.freeze_step, "correction": self.correction}
+        return {
+            **super().configuration,
+            "codec": self._codec_name,
+            "freeze_step": self.freeze_step,
+            "correction": self.correction,
+        }
 
     @property
     def settling_steps(self) -> int:

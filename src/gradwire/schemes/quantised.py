@@ -143,7 +143,7 @@ class QuantisedDirect(Compressed):
 
     def close(self) -> None:
         """As every scheme's; tells of a training that was over before anything was compressed."""
-        if 0 <= self._last_step and not self.is_settled:
+        if self._last_step >= 0 and not self.is_settled:
             _log.warning(
                 "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower %s",
                 self.name, self._last_step, self.settling_steps, self.settled_by,

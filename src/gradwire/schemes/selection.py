@@ -86,7 +86,9 @@ def _rule(key: str, names: Names) -> _Rule:
     if callable(names):
         return _Rule((), names)
     if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
-        raise InvalidArgument(f"{key} takes names (* and ? stand for any), or a function of (name, shape), not {names!r}")
+        raise InvalidArgument(
+            f"{key} takes names (* and ? stand for any), or a function of (name, shape), not {names!r}"
+        )
     return _Rule(tuple(names), None)
 
 

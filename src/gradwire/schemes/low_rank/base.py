@@ -122,7 +122,9 @@ class LowRank(Scheme):
         self.selection.bind(session, words)
         if words:
             names = [name for name, slot in session.slots.items() if not self.selection.takes(slot)]
-            _log.info("gradwire %s: sent whole, under Adam: %s (exempt=() compresses them)", self.name, ", ".join(names))
+            _log.info(
+                "gradwire %s: sent whole, under Adam: %s (exempt=() compresses them)", self.name, ", ".join(names)
+            )
         super().bind(session)
         self._plans = Plans(self._shape_of)
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)

@@ -121,10 +121,12 @@ class LowRank(Scheme):
         words = embeddings_and_heads(session.module) if self._exempts_words and is_adam else []
         self.selection.bind(session, words)
         if words:
-            names = [name for name, slot in session.slots.items() if not self.selection.takes(slot)]
+            whole = {name: slot.numel() for name, slot in session.slots.items() if not self.selection.takes(slot)}
+            share = sum(whole.values()) / max(1, sum(slot.numel() for slot in session.slots.values()))
             _log.info(
-                "gradwire %s: sent whole, under Adam: %s (exempt=() compresses them)", self.name, ", ".join(names)
-            )
+                "gradwire %s: sent whole, under Adam: %s, %.0f %% of the gradient; exempt=() compresses them",
+                self.name, ", ".join(whole), 100 * share,
+            )  # fmt: skip
         super().bind(session)
         self._plans = Plans(self._shape_of)
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)

@@ -126,23 +126,26 @@ void bind_quantisers(nb::module_& m) {
       nb::arg("seed"), nb::arg("step"), nb::arg("first_group"), nb::arg("out"));
   m.def(
       "quantiser_max_bytes",
-      [](int kind, int levels, std::uint32_t block, std::uint64_t n_elements) {
-        return quantisers::max_message_bytes(options_of(kind, 1, 0, levels, block, 0, 0), n_elements);
+      [](int kind, int levels, std::uint32_t block, std::uint64_t n_elements, std::uint64_t n_cuts) {
+        return quantisers::max_message_bytes(options_of(kind, 1, 0, levels, block, 0, 0), n_elements, n_cuts);
       },
-      nb::arg("kind"), nb::arg("levels"), nb::arg("block"), nb::arg("n_elements"));
+      nb::arg("kind"), nb::arg("levels"), nb::arg("block"), nb::arg("n_elements"), nb::arg("n_cuts") = 0);
   m.def(
       "quantiser_encode",
       [](const ConstBytes& values, int dtype, const std::optional<ConstFloats>& residual, double residual_scale,
          const std::optional<Floats>& new_residual, int kind, int rule, double parameter, int levels,
-         std::uint32_t block, std::uint64_t seed, std::uint64_t step, const Bytes& out) {
+         std::uint32_t block, std::uint64_t seed, std::uint64_t step, const Bytes& out,
+         const std::vector<std::uint32_t>& cuts) {
         const quantisers::Source source = source_of(values, dtype, residual, residual_scale);
-        const quantisers::Options options = options_of(kind, rule, parameter, levels, block, seed, step);
+        quantisers::Options options = options_of(kind, rule, parameter, levels, block, seed, step);
+        options.cuts = cuts;
         const nb::gil_scoped_release unlocked;
         return quantisers::encode(options, source, span_of(new_residual), span_of(out));
       },
       nb::arg("values"), nb::arg("dtype"), nb::arg("residual").none(), nb::arg("residual_scale"),
       nb::arg("new_residual").none(), nb::arg("kind"), nb::arg("rule"), nb::arg("parameter"), nb::arg("levels"),
-      nb::arg("block"), nb::arg("seed"), nb::arg("step"), nb::arg("out"));
+      nb::arg("block"), nb::arg("seed"), nb::arg("step"), nb::arg("out"),
+      nb::arg("cuts") = std::vector<std::uint32_t>());
   m.def(
       "quantiser_decode",
       [](const ConstBytes& message, int kind, int dtype, const Bytes& values) {
@@ -158,7 +161,7 @@ void bind_quantisers(nb::module_& m) {
         const quantisers::Header header = quantisers::read_header(span_of(message));
         nb::dict result;
         result["codec"] = quantisers::name_of(header.kind);
-        result["format_version"] = quantisers::kVersion;
+        result["format_version"] = header.version;
         result["n_elements"] = header.n_elements;
         result["message_bytes"] = message.size();
         result["is_finite"] = header.is_finite;

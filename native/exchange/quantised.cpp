@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "errors.hpp"
+#include "quantisers/groups.hpp"
 
 namespace gradwire::exchange {
 namespace {
@@ -24,7 +25,8 @@ class QuantisedEnds final : public Ends {
         world_(static_cast<std::size_t>(mesh.world_size())),
         rank_(static_cast<std::size_t>(mesh.rank())),
         cut_{bucket.gradient.n, world_, bucket.n_chunks},
-        max_push_bytes_(quantisers::max_message_bytes(options, cut_.largest())),
+        starts_(starts_of(bucket, options)),
+        max_push_bytes_(quantisers::max_message_bytes(options, cut_.largest(), starts_.size())),
         is_used_by_(world_, Flags(bucket.is_used.size(), false)),
         packed_(packed_bytes(bucket.is_used.size()), 0),
         total_(mesh.pool().take(4 * cut_.largest())),
@@ -146,12 +148,31 @@ class QuantisedEnds final : public Ends {
     return {values.data, values.n * values.element_bytes()};
   }
 
+  // Where tensors begin, for codecs none of whose scales may serve two of them.
+  static std::vector<std::size_t> starts_of(const QuantisedBucket& bucket, const quantisers::Options& options) {
+    std::vector<std::size_t> starts;
+    if (!quantisers::has_groups(options)) return starts;
+    for (const auto& [start, end] : bucket.spans) starts.push_back(start);
+    std::sort(starts.begin(), starts.end());
+    starts.erase(std::unique(starts.begin(), starts.end()), starts.end());
+    return starts;
+  }
+
+  std::vector<std::uint32_t> cuts_within(std::size_t first, std::size_t last) const {
+    std::vector<std::uint32_t> cuts;
+    for (auto at = std::upper_bound(starts_.begin(), starts_.end(), first); at != starts_.end() && *at < last; ++at)
+      cuts.push_back(static_cast<std::uint32_t>(*at - first));
+    return cuts;
+  }
+
   // `values`: of the chunk, which may be the sum of it.
   std::size_t encode(const Values& values, std::size_t part, std::size_t chunk, std::span<std::uint8_t> out) {
     const std::int64_t started = now_ns();
     const std::size_t first = cut_.chunk(part, chunk).first;
     quantisers::Options drawing = options_;
     drawing.stream.step = bucket_.draws[part * bucket_.n_chunks + chunk];
+    const std::vector<std::uint32_t> cuts = cuts_within(first, first + values.n);
+    drawing.cuts = cuts;
     Source source{bytes_of(values), static_cast<quantisers::Dtype>(values.dtype), {}};
     std::span<float> unsent;
     if (!bucket_.residual.empty() && !bucket_.unsent.empty()) {
@@ -208,6 +229,7 @@ class QuantisedEnds final : public Ends {
   const quantisers::Options options_;
   const std::size_t world_, rank_;
   const Cut cut_;
+  const std::vector<std::size_t> starts_;
   const std::size_t max_push_bytes_;
   std::vector<Flags> is_used_by_;
   std::vector<std::uint8_t> packed_;

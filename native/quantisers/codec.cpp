@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "errors.hpp"
+#include "quantisers/groups.hpp"
 #include "quantisers/sweep.hpp"
 #include "quantisers/thc.hpp"
 
@@ -216,8 +217,9 @@ void check_source(const Source& source) {
 
 }  // namespace
 
-std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements) {
+std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements, std::uint64_t n_cuts) {
   if (options.kind == Kind::thc) return max_thc_bytes(n_elements);
+  if (has_groups(options)) return max_grouped_bytes(options, n_elements, n_cuts);
   return kHeaderBytes + payload_bytes(header_for(options, n_elements));
 }
 
@@ -231,6 +233,7 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
   const std::size_t n_elements = source.n_elements();
   if (!new_residual.empty() && new_residual.size() != n_elements)
     throw InvalidArgument("new_residual has another size than the gradient");
+  if (has_groups(options)) return encode_groups(options, source, new_residual, out);
   Header header = header_for(options, n_elements);
   std::uint64_t message_bytes = kHeaderBytes + payload_bytes(header);
   if (out.size() < message_bytes)
@@ -283,6 +286,7 @@ void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::
   const std::uint64_t n_elements = out.size() / bytes_of(dtype);
   if (header.n_elements != n_elements)
     fail("number of values: expected " + std::to_string(n_elements) + ", got " + std::to_string(header.n_elements));
+  if (header.version == kGroupedVersion) return decode_groups(header, message, dtype, out, use);
   const std::uint64_t expected = kHeaderBytes + (header.is_finite ? payload_bytes(header) : 0);
   if (message.size() != expected)
     fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));

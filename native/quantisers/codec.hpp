@@ -19,8 +19,10 @@ struct Options {
   // ternary: the clip in standard deviations, or with rule fixed the scale itself. thc: the clip.
   float parameter = 0;
   int levels = 0;           // qsgd: up to 7 take four bits a value, up to 127 eight
-  std::uint32_t block = 0;  // qsgd: values to a norm
+  std::uint32_t block = 0;  // qsgd: values to a norm; one-bit, two-bit: values to a scale, 0 for one scale a message
   random::Stream stream{};  // ternary, qsgd, thc
+  // Where tensors begin among the values, ascending, without 0: no group of values with a scale reaches over these.
+  std::span<const std::uint32_t> cuts{};
 };
 
 // What is encoded: values + residual x residual_scale.
@@ -32,8 +34,8 @@ struct Source {
   std::size_t n_elements() const { return values.size() / bytes_of(dtype); }
 };
 
-// Bytes of a message with finite values, which no other exceeds. Throws InvalidArgument.
-std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements);
+// Bytes that no message with up to `n_cuts` cuts exceeds. Throws InvalidArgument.
+std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements, std::uint64_t n_cuts = 0);
 
 // Returns the bytes written. If `new_residual` is not empty, it gets (source - what the message decodes to) /
 // residual_scale; it may be the source's residual itself. Where a value is not finite the message says only that, and

@@ -32,7 +32,7 @@ const char* name_of(Kind kind) {
 void write_header(const Header& header, std::span<std::uint8_t> message) {
   std::uint8_t* const at = message.data();
   store(at, kMagic);
-  at[4] = kVersion;
+  at[4] = static_cast<std::uint8_t>(header.version);
   at[5] = static_cast<std::uint8_t>(header.kind);
   at[6] = header.is_finite ? 0 : kFlagNonfinite;
   at[7] = static_cast<std::uint8_t>(header.levels);
@@ -49,9 +49,10 @@ Header read_header(std::span<const std::uint8_t> message) {
     fail("truncated: " + std::to_string(message.size()) + " bytes, a header alone has 32");
   if (load<std::uint32_t>(at) != kMagic)
     fail("it does not begin with GWQT: another kind of message, or bytes were lost");
-  if (at[4] != kVersion)
+  const bool is_grouped = at[4] == kGroupedVersion;
+  if (at[4] != kVersion && !is_grouped)
     throw IncompatibleVersion("quantised message of format version " + std::to_string(at[4]) +
-                              "; this build reads version 1: use the same gradwire release on every rank");
+                              "; this build reads versions 1 and 2: use the same gradwire release on every rank");
   if (load<std::uint32_t>(at + kChecksumOffset) != checksum(message))
     fail("the checksum does not match: bytes were changed on the way");
   if (at[5] >= kKinds) fail("unknown quantiser " + std::to_string(at[5]));
@@ -61,7 +62,12 @@ Header read_header(std::span<const std::uint8_t> message) {
                       load<float>(at + 24)};
   for (const float scale : {header.first, header.second})
     if (std::bit_cast<std::uint32_t>(scale) >= kInfinity) fail("a scale is negative or not finite");
-  if (header.kind == Kind::qsgd) {
+  if (is_grouped) {
+    if (header.kind != Kind::one_bit && header.kind != Kind::two_bit) fail("groups where there are none");
+    if (header.levels < 1 || header.levels > (header.kind == Kind::one_bit ? 2 : 1)) fail("wrong number of scales");
+    if (header.block < kGroup || header.block > kBlock || !std::has_single_bit(header.block))
+      fail("groups of " + std::to_string(header.block) + " values; 64, 128, ..., 4096 are possible");
+  } else if (header.kind == Kind::qsgd) {
     if (header.levels < 1 || header.levels > 127)
       fail(std::to_string(header.levels) + " levels; 1 to 127 are possible");
     if (header.block < 128 || header.block > kBlock || !std::has_single_bit(header.block))

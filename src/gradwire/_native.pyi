@@ -99,7 +99,7 @@ def random_numbers(seed: int, step: int, first_group: int, out: Any) -> None: ..
 
 # Quantisers. kind: 0 one-bit, 1 two-bit, 2 ternary, 3 qsgd, 4 thc; rule: 0 fixed, 1 mean, 2 two-means; dtype as above;
 # values as uint8, residuals as float32. Encoding returns the bytes written.
-def quantiser_max_bytes(kind: int, levels: int, block: int, n_elements: int) -> int: ...
+def quantiser_max_bytes(kind: int, levels: int, block: int, n_elements: int, n_cuts: int = 0) -> int: ...
 def quantiser_encode(
     values: Any,
     dtype: int,
@@ -114,6 +114,7 @@ def quantiser_encode(
     seed: int,
     step: int,
     out: Any,
+    cuts: Sequence[int] = (),
 ) -> int: ...
 def quantiser_decode(message: Any, kind: int, dtype: int, values: Any) -> None: ...
 def quantiser_describe(message: Any) -> dict[str, Any]: ...

@@ -139,3 +139,22 @@ def test_a_clock_that_jumps_is_refused(jump):
     rig.at(jump)
     with pytest.raises(InvalidArgument, match="clock"):
         rig.pacing.begin_forward()
+
+
+def test_rounds_that_cores_bound_are_counted_and_the_first_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Threads that wait half of their time hold the bits; with cores to spare nothing is counted."""
+    for waiting_s, is_held in ((1.0, True), (0.0, False)):
+        times = [0.0, 0.0]
+
+        def core_times(times: list[float] = times, waiting_s: float = waiting_s) -> tuple[float, float]:
+            times[0], times[1] = times[0] + 1.0, times[1] + waiting_s
+            return times[0], times[1]
+
+        caplog.clear()
+        rig = Rig(core_times=core_times, initial_bps=1e12)
+        for _ in range(6):
+            rig.run_backward()
+            rig.run_forward()
+        held = rig.pacing.figures()["rounds_held"]
+        assert (held >= 4) == is_held
+        assert len([one for one in caplog.messages if "wait for a core" in one]) == is_held

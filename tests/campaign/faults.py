@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from campaign import models
 from campaign.findings import Refused, hash_of, launch, require, require_equal
-from campaign.schemes_drawn import draw_variant, variant_of
+from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 from ranks import Outcome
 
 TIMEOUT_S = 6.0
@@ -125,7 +125,7 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     if harm == "other threads" and is_victim:
         gradwire.set_thread_count(2)
     ddp = build(case)
-    optimizer = models.OPTIMIZERS[case["optimizer"]](ddp.parameters())
+    optimizer = models.OPTIMIZERS[optimizer_of(case)](ddp.parameters())
     variant = variant_of(case)
     scheme: Any = variant.make()
     if is_victim and harm == "other scheme":
@@ -160,7 +160,7 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
             dist.barrier()
             optimizer.zero_grad()
             ddp = build(case)
-            optimizer = models.OPTIMIZERS[case["optimizer"]](ddp.parameters())
+            optimizer = models.OPTIMIZERS[optimizer_of(case)](ddp.parameters())
             attachment = gradwire.attach(ddp, optimizer, variant.make(), timeout_s=TIMEOUT_S)
             hashes, step = [], 6  # one step of the new life is enough
             continue

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from campaign import models
 from campaign.findings import hash_of, launch, require, require_equal, results_of
-from campaign.schemes_drawn import draw_variant, variant_of
+from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 
 TAMPERINGS = (
     "drop a field",
@@ -83,7 +83,7 @@ class _Training:
         # DDP's first step in a process has other buckets than all later ones, but for models that may leave parameters
         # unused; and where buckets end decides how sums are rounded, with DDP alone too.
         self.ddp = DistributedDataParallel(models.MODELS[case["model"]](), find_unused_parameters=True)
-        self.optimizer = models.OPTIMIZERS[case["optimizer"]](self.ddp.parameters())
+        self.optimizer = models.OPTIMIZERS[optimizer_of(case)](self.ddp.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if case["amp"] else None
         self.attachment = gradwire.attach(
             self.ddp, self.optimizer, variant_of(case).make(), scaler=self.scaler, timeout_s=60

@@ -58,6 +58,7 @@ _LISTED = [
     Variant("homomorphic", {"mode": "lossy"}),
     Variant("one-bit", conserves=True),
     Variant("one-bit", {"pull": "raw", "chunk_elements": 4_096}, conserves=True),
+    Variant("one-bit-adam", {"freeze_step": 2}),
     Variant("two-bit", conserves=True),
     Variant("qsgd"),
     Variant("qsgd", {"levels": 100, "block": 128}),
@@ -99,3 +100,8 @@ def variant_of(case: dict[str, Any]) -> Variant:
     """The variant that `case` holds as plain values."""
     name, options = case["scheme"]
     return next((one for one in VARIANTS if (one.name, one.options) == (name, options)), Variant(name, options))
+
+
+def optimizer_of(case: dict[str, Any]) -> str:
+    """The optimizer that `case` names, or the one that its scheme needs."""
+    return "adamw" if schemes.needs_adam(case["scheme"][0]) else str(case["optimizer"])

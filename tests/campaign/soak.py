@@ -16,7 +16,7 @@ import torch
 import gradwire
 from campaign import models, trainings
 from campaign.findings import hash_of, launch, require, require_equal, results_of
-from campaign.schemes_drawn import draw_variant, variant_of
+from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 
 # What the allocator and torch's caches may still take in thousands of steps.
 MAX_GROWTH_BYTES = 6_000_000
@@ -54,7 +54,7 @@ def run(case: dict[str, Any]) -> None:
 
 def wear(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     ddp = trainings.build(case)
-    optimizer = models.OPTIMIZERS[case["optimizer"]](ddp.parameters())
+    optimizer = models.OPTIMIZERS[optimizer_of(case)](ddp.parameters())
     hoard: list[Any] = []
     n_total, n_done, first = case["n_attachments"] * case["n_steps"], 0, {}
     for _ in range(case["n_attachments"]):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from campaign import models
 from campaign.findings import hash_of, launch, require, require_equal, results_of
-from campaign.schemes_drawn import draw_variant, variant_of
+from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
 
 FEATURES = ("accumulate", "clip", "evaluate", "look", "schedule", "late group", "join", "switch", "close and go on")
 # What a scheme that owns the step serves; clipping is an option there, and join is refused.
@@ -155,7 +155,7 @@ class _Run:
         self.ddp = build(case)
         parameters = [p for p in self.ddp.parameters() if p.requires_grad]
         self.kept_back = parameters[-1:] if "late group" in self.features else []
-        self.optimizer = models.OPTIMIZERS[case["optimizer"]](parameters[: len(parameters) - len(self.kept_back)])
+        self.optimizer = models.OPTIMIZERS[optimizer_of(case)](parameters[: len(parameters) - len(self.kept_back)])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if case["amp"] else None
         self.variant = variant_of(case)
         self.attachment = self._attach() if has_scheme else None

@@ -106,8 +106,8 @@ def test_lies_in_the_header_are_noticed(name: str, options: dict[str, Any]) -> N
     for lie in lies.values():
         with pytest.raises(CorruptMessage):
             decode(name, lie)
-    with pytest.raises(IncompatibleVersion, match="version 2"):
-        decode(name, altered(message, 4, 2))
+    with pytest.raises(IncompatibleVersion, match="version 3"):
+        decode(name, altered(message, 4, 3))
     with pytest.raises(CorruptMessage):
         decode(name, message, N_ELEMENTS + 1)
     with pytest.raises(CorruptMessage):

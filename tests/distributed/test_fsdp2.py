@@ -106,7 +106,11 @@ def test_a_native_hsdp_model_is_taken_over_as_it_is() -> None:
 
 # Codecs that keep no state are one case: embedded-float stands for them.
 STATELESS = {"periodic", "plain", "truncate", "truncated-float", "zlib", "zstd"}
-SCHEMES = sorted(name for name in schemes.names() if not schemes.owns_step(name) and name not in {"auto", *STATELESS})
+SCHEMES = sorted(
+    name
+    for name in schemes.names()
+    if not (schemes.owns_step(name) or schemes.needs_adam(name)) and name not in {"auto", *STATELESS}
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "homomorphic": {"aggregator": "process-group"},
     "slimgc": {"threshold_bytes": 100},

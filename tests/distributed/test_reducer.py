@@ -16,7 +16,11 @@ from gradwire.wire.groups import name_group
 from ranks import run_ranks
 
 SHAPES = {"a": (40, 30), "b": (30,), "empty": (0, 3), "scalar": (), "c": (8, 5, 6)}
-REDUCING = sorted(name for name in schemes.names() if not schemes.owns_step(name) and name not in ("auto", "periodic"))
+REDUCING = sorted(
+    name
+    for name in schemes.names()
+    if not (schemes.owns_step(name) or schemes.needs_adam(name)) and name not in ("auto", "periodic")
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "gcomp": {"importance": "none"},
     "slimgc": {"threshold_bytes": 100},

@@ -20,7 +20,11 @@ SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50)
 N_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 # Codecs that keep no state are one case: embedded-float stands for them.
 STATELESS = {"periodic", "truncate", "truncated-float", "zlib", "zstd"}
-INNER = sorted(name for name in schemes.names() if not schemes.owns_step(name) and name not in {"auto", *STATELESS})
+INNER = sorted(
+    name
+    for name in schemes.names()
+    if not (schemes.owns_step(name) or schemes.needs_adam(name)) and name not in {"auto", *STATELESS}
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "gcomp": {"importance": "none"},
     "homomorphic": {"aggregator": "process-group"},

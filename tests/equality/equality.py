@@ -52,6 +52,9 @@ SPECS = [
     "one-bit:scale=two-means,chunk_elements=1024",
     "one-bit:error_feedback=false,pull=raw",
     "one-bit:pull=raw",
+    "one-bit:scale_values=64,exempt=values.3+*.7",
+    "one-bit-adam:freeze_step=2,scale_values=64",
+    "one-bit-adam:freeze_step=1,codec=two-bit,scale_values=none",
     "periodic:every=2",
     "plain",
     "power-sgd",
@@ -81,6 +84,7 @@ SPECS = [
     "truncated-float:bits=6,rounding=stochastic,topology=direct",
     "two-bit",
     "two-bit:error_feedback=false,chunk_elements=1024",
+    "two-bit:scale_values=128,chunk_elements=1000",
     "zlib",
     "zstd",
 ]
@@ -146,7 +150,11 @@ def run_case(rank: int, world_size: int, spec: str, kind: str) -> list[Any]:
     options = {key: _value(value) for key, _, value in (pair.partition("=") for pair in text.split(",") if pair)}
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Numbers(dtype), bucket_cap_mb=0.008, find_unused_parameters=has_unused)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.0 if name == "dgc" else 0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(
+        ddp.parameters(), lr=0.01, momentum=0.0 if name == "dgc" else 0.9
+    )
+    if schemes.needs_adam(name):
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, foreach=False)
     scaler, owns_step = Scaler(), spec in STEP_OWNERS
     attachment = gradwire.attach(
         ddp, optimizer, schemes.by_name(name, **options), None if owns_step else scaler, timeout_s=60

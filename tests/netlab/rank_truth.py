@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire import schemes
 
 N_WARM, N_STEPS = 12, 8  # slimgc measures its network in the first 10; periodic sends in every 8th
 
@@ -29,7 +30,9 @@ def train(scheme: str, interface: str) -> dict[str, float]:
     ddp = DistributedDataParallel(
         nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 700), nn.Linear(700, 512))
     )
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
+    if schemes.needs_adam(scheme):
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     attachment = gradwire.attach(ddp, optimizer, scheme)
     generator = torch.Generator().manual_seed(dist.get_rank())
 

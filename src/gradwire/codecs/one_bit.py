@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.quantised import Quantised, check_scale_values
 from gradwire.codecs.tensors import check_positive
 from gradwire.errors import InvalidArgument
 
@@ -21,6 +21,8 @@ class OneBit(Quantised):
             bit can have; "fixed": `threshold` for every message, as in SlimGC's experiments.
         threshold: only with "fixed"; 0.5 if not given, which is in units of a gradient *summed* over the batch: with a
             mean loss, divide it by the batch size.
+        scale_values: values to a scale, 64, 128, ..., 4096; None for one scale a message. A scale is then rounded to
+            bfloat16, so that 512 values take 1.03 bits each, and belongs to values of one tensor (`cuts`).
     Raises: InvalidArgument.
     When not to use this: without error feedback; every value decodes to the same magnitude, zeros included.
     """
@@ -28,12 +30,16 @@ class OneBit(Quantised):
     name = "one-bit"
     _kind = 0
 
-    def __init__(self, scale: str = "mean", threshold: float | None = None) -> None:
+    def __init__(self, scale: str = "mean", threshold: float | None = None, scale_values: int | None = None) -> None:
         if scale not in _RULES:
             raise InvalidArgument(f"scale is one of {', '.join(_RULES)}, not {scale!r}")
         if threshold is not None and scale != "fixed":
             raise InvalidArgument(f'threshold={threshold} means nothing with scale="{scale}": use scale="fixed"')
+        if scale_values is not None and scale == "fixed":
+            raise InvalidArgument('scale_values means nothing with scale="fixed", which is one for all values')
         self.scale = scale
+        self.scale_values = check_scale_values(scale_values)
+        self._block = self.scale_values or 0
         self.threshold = check_positive("threshold", 0.5 if threshold is None else threshold)
         self._rule = _RULES[scale]
         self._parameter = self.threshold if scale == "fixed" else 0.0

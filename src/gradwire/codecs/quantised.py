@@ -30,18 +30,28 @@ class Quantised:
     _levels = 0
     _block = 0
     seed = 0
+    # Values to a scale, where they are less than a message's; such a codec wants to know where tensors begin (`cuts`).
+    scale_values: int | None = None
 
-    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """Bytes of a message of `n_elements` finite values; no message is longer.
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype, n_cuts: int = 0) -> int:
+        """Bytes of a message of `n_elements` finite values with up to `n_cuts` cuts; no message is longer.
 
         Raises: InvalidArgument (dtype, negative n_elements).
         """
         dtype_code(dtype)
         if n_elements < 0:
             raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
-        return _native.quantiser_max_bytes(self._kind, self._levels, self._block, n_elements)
+        return _native.quantiser_max_bytes(self._kind, self._levels, self._block, n_elements, n_cuts)
 
-    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int:
+    def encode(
+        self,
+        gradient: Tensor,
+        out: Tensor,
+        importance: Tensor | None = None,
+        *,
+        step: int = 0,
+        cuts: Sequence[int] = (),
+    ) -> int:
         """Write `gradient` as one message.
 
         Args:
@@ -50,11 +60,13 @@ class Quantised:
             importance: not used.
             step: what stochastic rounding draws by, beside the codec's seed: from 0 to 2^64 - 1. Messages whose errors
                 have to be independent (of other steps, ranks, chunks) need steps of their own.
+            cuts: where tensors begin in `gradient`, ascending, from 1 to n - 1; only for codecs with `scale_values`,
+                none of whose scales then serves two tensors.
         Returns: bytes written.
-        Raises: InvalidArgument (shape, dtype, device, step), BufferTooSmall.
+        Raises: InvalidArgument (shape, dtype, device, step, cuts), BufferTooSmall.
         Cost: one or two passes, no allocation once warm, releases the GIL.
         """
-        return self._encode(gradient, None, 1.0, None, out, step)
+        return self._encode(gradient, None, 1.0, None, out, step, cuts)
 
     def encode_with_residual(
         self,
@@ -65,6 +77,7 @@ class Quantised:
         *,
         new_residual: Tensor | None = None,
         residual_scale: float = 1.0,
+        cuts: Sequence[int] = (),
     ) -> int:
         """Error feedback in one sweep: encode gradient + residual, and keep what the message left out of it.
 
@@ -72,7 +85,7 @@ class Quantised:
             gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; not changed.
             residual: (n,) float32, contiguous, CPU: what earlier messages left out, divided by `residual_scale`. None
                 for nothing; then `new_residual` has to be given.
-            out, step: as in `encode`.
+            out, step, cuts: as in `encode`.
             new_residual: (n,) float32: where the new residual goes; `residual` itself if not given. Given another
                 tensor, `residual` is not changed, so that a step may still be thrown away.
             residual_scale: what the gradient is multiplied by and the residual is not (AMP's loss scale); positive.
@@ -88,7 +101,7 @@ class Quantised:
         check_tensor("new_residual", target, torch.float32, gradient.numel())
         if not (residual_scale > 0 and math.isfinite(residual_scale)):
             raise InvalidArgument(f"residual_scale must be positive and finite, got {residual_scale}")
-        return self._encode(gradient, residual, residual_scale, target, out, step)
+        return self._encode(gradient, residual, residual_scale, target, out, step, cuts)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Read exactly one message of this quantiser, whatever options it was written with, into `out`.
@@ -123,11 +136,17 @@ class Quantised:
         new_residual: Tensor | None,
         out: Tensor,
         step: int,
+        cuts: Sequence[int],
     ) -> int:
         dtype_code(gradient.dtype)
         check_tensor("gradient", gradient)
-        check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
-        return self._encode_checked(gradient, residual, residual_scale, new_residual, out, check_step(step))
+        if cuts and self.scale_values is None:
+            raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
+        if any(not 0 < cut < gradient.numel() for cut in cuts):
+            raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
+        if self.scale_values is None or not cuts:
+            check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
+        return self._encode_checked(gradient, residual, residual_scale, new_residual, out, check_step(step), cuts)
 
     def _encode_checked(
         self,
@@ -137,6 +156,7 @@ class Quantised:
         new_residual: Tensor | None,
         out: Tensor,
         step: int,
+        cuts: Sequence[int] = (),
     ) -> int:
         return _native.quantiser_encode(
             bytes_of(gradient),
@@ -147,10 +167,23 @@ class Quantised:
             *self.native_options,
             step,
             bytes_of(out),
+            cuts,
         )
 
     def _decode_checked(self, message: Tensor, out: Tensor) -> None:
         _native.quantiser_decode(bytes_of(message), self._kind, dtype_code(out.dtype), bytes_of(out))
+
+
+def check_scale_values(scale_values: int | None) -> int | None:
+    """Values to a scale: None, or a power of two from 64 to 4,096. Raises: InvalidArgument."""
+    if scale_values is None:
+        return None
+    is_count = isinstance(scale_values, int) and not isinstance(scale_values, bool)
+    if not is_count or not 64 <= scale_values <= 4096 or scale_values & (scale_values - 1):
+        raise InvalidArgument(
+            f"scale_values is 64, 128, ..., 4096, or None for one scale a message, not {scale_values!r}"
+        )
+    return scale_values
 
 
 def describe(message: Tensor) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.quantised import Quantised, check_scale_values
 from gradwire.codecs.tensors import check_positive
+from gradwire.errors import InvalidArgument
 
 # Of a threshold that is also what values decode to, in units of the mean magnitude: the squared error is least at sqrt(2)
 # for a Laplace distribution and at 1.1 for a Gaussian; 1.25 is 1.2 % and 2.6 % above the least.
@@ -22,6 +23,8 @@ class TwoBit(Quantised):
             *summed* over the batch (with a mean loss, divide it by the batch size).
         relative: t is in units of each message's mean magnitude. The default, because an absolute threshold that does
             not fit the gradient's scale sends either nothing or noise, and that scale changes in the course of training.
+        scale_values: values to a mean magnitude, 64, 128, ..., 4096; None for one threshold a message. A threshold is
+            then rounded to bfloat16 and belongs to values of one tensor (`cuts`).
     Raises: InvalidArgument.
     When not to use this: without error feedback; values below the threshold would never be sent.
     """
@@ -29,9 +32,15 @@ class TwoBit(Quantised):
     name = "two-bit"
     _kind = 1
 
-    def __init__(self, threshold: float | None = None, relative: bool = True) -> None:
+    def __init__(self, threshold: float | None = None, relative: bool = True, scale_values: int | None = None) -> None:
         default = DEFAULT_THRESHOLD if relative else PAPER_THRESHOLD
         self.threshold = check_positive("threshold", default if threshold is None else threshold)
         self.relative = bool(relative)
+        if scale_values is not None and not relative:
+            raise InvalidArgument(
+                "scale_values means nothing with relative=False, whose threshold is one for all values"
+            )
+        self.scale_values = check_scale_values(scale_values)
+        self._block = self.scale_values or 0
         self._rule = 1 if self.relative else 0
         self._parameter = self.threshold

@@ -14,12 +14,16 @@ DOORS = {
 }
 _OWNS_STEP = "steps parameters itself, inside DDP's model"
 _READS_OPTIMIZER = 'with `importance="none"`'
+_UNDER_ADAM = "under Adam and AdamW"
+_EXCHANGES_MOMENTA = "exchanges the momenta of DDP's Adam"
 _WATCHES_DDP = "times the steps of a DDP model"
 _DIFFERS = "its replicas differ by design"
 
 
 def refusal(scheme: str, door: str) -> str | None:
     """Why a scheme, with its options as they are, is refused behind a door; None: it works."""
+    if schemes.needs_adam(scheme):
+        return _UNDER_ADAM if door == "ddp" else _EXCHANGES_MOMENTA
     if door == "ddp":
         return None
     if schemes.owns_step(scheme):

@@ -25,6 +25,7 @@ _REGISTRY: Registry[Scheme] = Registry(
         "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
         "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",
         "one-bit": "gradwire.schemes.one_bit:OneBitScheme",
+        "one-bit-adam": "gradwire.schemes.one_bit_adam:OneBitAdam",
         "periodic": "gradwire.schemes.periodic:Periodic",
         "plain": "gradwire.schemes.plain:Plain",
         "power-sgd": "gradwire.schemes.power_sgd:PowerSgd",
@@ -53,6 +54,11 @@ def names() -> list[str]:
 def owns_step(name: str) -> bool:
     """Whether the scheme called `name` takes the optimizer's step itself, and so needs DDP, a model and an optimizer."""
     return _REGISTRY.class_of(name).owns_step
+
+
+def needs_adam(name: str) -> bool:
+    """Whether the scheme called `name` exchanges the momenta of Adam or AdamW, and works with no other optimizer."""
+    return _REGISTRY.class_of(name).needs_adam
 
 
 def by_name(name: str, **options: Any) -> Scheme:

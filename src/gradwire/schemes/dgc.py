@@ -44,6 +44,8 @@ class Dgc(Redoing):
         warmup_steps: in how many steps the share falls exponentially to `share`.
         max_norm: clip each parameter's gradient to this norm / sqrt(ranks) before it is added; None for no clipping.
         seed: of the sample that the threshold is taken from.
+        per: "layer": the share is taken of each tensor, as the paper has it; "bucket": of a bucket's elements together,
+            where tensors of small gradients send nothing for long.
     """
 
     name = "dgc"
@@ -58,6 +60,7 @@ class Dgc(Redoing):
         warmup_steps: int = 0,
         max_norm: float | None = None,
         seed: int = 0,
+        per: str = "bucket",
     ) -> None:
         super().__init__(error_feedback=True)
         self.share = check_share("share", share)
@@ -67,7 +70,10 @@ class Dgc(Redoing):
             raise InvalidArgument(f"warmup_steps must be a count, got {warmup_steps!r}")
         if not isinstance(seed, int):
             raise InvalidArgument(f"seed must be an integer, got {seed!r}")
+        if per not in ("layer", "bucket"):
+            raise InvalidArgument(f"per is layer or bucket, not {per!r}")
         self.momentum = float(momentum)
+        self.per = per
         self.warmup_steps = warmup_steps
         self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
         self.seed = seed
@@ -86,6 +92,7 @@ class Dgc(Redoing):
             "warmup_steps": self.warmup_steps,
             "max_norm": self.max_norm,
             "seed": self.seed,
+            **({"per": self.per} if self.per != "bucket" else {}),
         }
 
     def bind(self, session: Session) -> None:
@@ -128,7 +135,7 @@ class Dgc(Redoing):
             dense = torch.cat([gradient[start:end] for start, end in whole]) if whole else None
             for start, end in whole:
                 new_sums[start:end] = 0
-            indices, count = self._select(bucket, new_sums, sum(end - start for start, end in whole), is_finite)
+            indices, count = self._select(bucket, new_sums, whole, is_finite)
             values = torch.zeros(indices.numel())
             values[:count] = new_sums[indices[:count].long()]
         messages: torch.Tensor | None = None
@@ -174,19 +181,29 @@ class Dgc(Redoing):
                     scratch[start:end].mul_(limit / norm)
         return scratch
 
-    def _select(self, bucket: Bucket, sums: torch.Tensor, n_whole: int, is_finite: bool) -> tuple[torch.Tensor, int]:
+    def _select(
+        self, bucket: Bucket, sums: torch.Tensor, whole: list[tuple[int, int]], is_finite: bool
+    ) -> tuple[torch.Tensor, int]:
         """Room for as many indices as the share allows, and how many of them are used."""
-        n_sparse = bucket.n_elements - n_whole
-        k = count_of(self.share_at(bucket.step), n_sparse) if n_sparse else 0
-        indices = torch.zeros(k, dtype=torch.int32)
-        if not k or not is_finite:
+        spans, share = [(0, bucket.n_elements)], self.share_at(bucket.step)
+        counts = [bucket.n_elements - sum(end - start for start, end in whole)]  # what is whole holds zeros by now
+        if self.per == "layer" and bucket.slots:
+            spans = [span for span in bucket.spans if span not in whole and span[1] > span[0]]
+            counts = [end - start for start, end in spans]
+        counts = [count_of(share, n) if n else 0 for n in counts]
+        indices = torch.zeros(sum(counts), dtype=torch.int32)
+        if not is_finite:
             return indices, 0
         generator = torch.Generator().manual_seed(
             bucket.draw(self.session.communicator.rank, self.seed) & 0x7FFF_FFFF_FFFF_FFFF
         )
-        chosen = select_by_sample(sums, k, generator)
-        indices[: chosen.numel()] = chosen
-        return indices, chosen.numel()
+        n_chosen = 0
+        for (start, end), k in zip(spans, counts, strict=True):
+            if k:
+                chosen = select_by_sample(sums[start:end], k, generator)
+                indices[n_chosen : n_chosen + chosen.numel()] = chosen + start
+                n_chosen += chosen.numel()
+        return indices, n_chosen
 
     def _mean_of(self, bucket: Bucket, messages: torch.Tensor | None, scratch: torch.Tensor) -> torch.Tensor:
         """(n,) float32 in `scratch`: the mean of what was sent sparsely."""

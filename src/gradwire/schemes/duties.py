@@ -9,6 +9,9 @@ class OptionalDuties:
     # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
     owns_step: bool = False
 
+    # Whether it works with torch's Adam and AdamW only, inside DDP, whose momenta it exchanges.
+    needs_adam: bool = False
+
     @property
     def settling_steps(self) -> int:
         """Steps from the first one until the scheme works as it will: it measures before."""

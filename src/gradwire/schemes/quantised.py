@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
 
 from gradwire.codecs.quantised import Quantised
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, offsets_of
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.exchange.patterns import Owners
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.selection import Selection
 from gradwire.wire.wire import Wire
 
 _PULLS = ("compressed", "raw")
@@ -29,9 +32,13 @@ class QuantisedDirect(Compressed):
         codec: the quantiser.
         error_feedback: add what messages left out to the next gradient.
         pull: how sums travel back.
-        chunk_elements: values to a message; each message has its own scales.
+        chunk_elements: values to a message.
         warmup_steps: the first steps of the training, which are reduced plainly; 0, as published.
+        selection: which tensors are compressed; the others are reduced plainly.
     """
+
+    # The option that says for how long steps are plain.
+    settled_by: ClassVar[str] = "warmup_steps"
 
     def __init__(
         self,
@@ -40,22 +47,24 @@ class QuantisedDirect(Compressed):
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
         warmup_steps: int = 0,
+        selection: Selection | None = None,
     ) -> None:
         if pull not in _PULLS:
             raise InvalidArgument(f"pull is one of {', '.join(_PULLS)}, not {pull!r}")
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise InvalidArgument(f"warmup_steps must be a count, got {warmup_steps!r}")
         super().__init__(codec, Owners(pull == "raw", chunk_elements), error_feedback)
         self.codec, self.pull, self.chunk_elements = codec, pull, chunk_elements
-        self.warmup_steps = warmup_steps
+        self.warmup_steps = check_steps("warmup_steps", warmup_steps)
+        self.selection = selection or Selection()
         self._last_step = -1
 
     @property
     def configuration(self) -> dict[str, Any]:
         shared = {"error_feedback": self.error_feedback, "pull": self.pull, "chunk_elements": self.chunk_elements}
-        return shared | ({"warmup_steps": self.warmup_steps} if self.warmup_steps else {})
+        shared |= {"warmup_steps": self.warmup_steps} if self.warmup_steps else {}
+        shared |= {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
+        return shared | self.selection.configuration
 
     @property
     def settling_steps(self) -> int:
@@ -68,27 +77,92 @@ class QuantisedDirect(Compressed):
         return self._last_step + 1 >= self.warmup_steps
 
     def bind(self, session: Session) -> None:
-        """As every scheme's; names the plain steps in the log."""
+        """As every scheme's; names the plain steps in the log. Raises: InvalidArgument (names of no tensor)."""
         self._last_step = -1
+        self.selection.bind(session)
         super().bind(session)
-        if self.warmup_steps:
-            _log.info("gradwire %s: steps before %d are reduced plainly", self.name, self.warmup_steps)
+        if self.settling_steps:
+            _log.info("gradwire %s: steps before %d are reduced plainly", self.name, self.settling_steps)
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         self._last_step = step
 
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
-        if bucket.step >= self.warmup_steps:
+        if bucket.step < self.warmup_steps:
+            wire.mean_plainly(bucket.buffer)
+            return True
+        chosen = self._choose(bucket)
+        if self._send_whole(bucket, chosen):
             return super()._send(bucket, wire)
-        wire.mean_plainly(bucket.buffer)
+        return self._send_apart(bucket, chosen, wire)
+
+    def _send_whole(self, bucket: Bucket, chosen: list[bool]) -> bool:
+        """Whether the bucket is compressed as it lies."""
+        return all(chosen)
+
+    def _part_dtype(self, bucket: Bucket) -> torch.dtype:
+        """Of what is sent for the chosen tensors."""
+        return bucket.buffer.dtype
+
+    def _choose(self, bucket: Bucket) -> list[bool]:
+        """Which of the bucket's tensors are compressed."""
+        return [self.selection.takes(slot) for slot in bucket.slots] if self.selection else [True]
+
+    def _fill(self, part: Bucket, bucket: Bucket, spans: list[tuple[int, int]]) -> None:
+        """Write what is sent for the chosen tensors, which lie at `spans` in the bucket and together in `part`."""
+        torch.cat([bucket.buffer[start:end] for start, end in spans], out=part.buffer)
+
+    def _take(self, part: Bucket, bucket: Bucket, spans: list[tuple[int, int]]) -> None:
+        """Write the means in `part` to where the chosen tensors lie."""
+        for (first, last), (start, end) in zip(part.spans, spans, strict=True):
+            bucket.buffer[start:end] = part.buffer[first:last]
+
+    def _send_apart(self, bucket: Bucket, chosen: list[bool], wire: Wire) -> bool:
+        """The chosen tensors compressed, as a bucket of their own, and the others plainly."""
+        slots = [slot for slot, is_mine in zip(bucket.slots, chosen, strict=True) if is_mine]
+        *offsets, n = offsets_of(slots)
+        spans, others = (_of(bucket, chosen, wanted) for wanted in (True, False))
+        if n:
+            buffer = wire.scratch("chosen", n, self._part_dtype(bucket))
+            part = Bucket(buffer, slots, offsets, index=bucket.index, step=bucket.step, record=bucket.record)
+            self._fill(part, bucket, spans)
+            if not super()._send(part, wire):
+                return False
+        n_others = sum(end - start for start, end in others)
+        if n_others:
+            raw = wire.scratch("others", n_others, bucket.buffer.dtype)
+            torch.cat([bucket.buffer[start:end] for start, end in others], out=raw)
+            wire.mean_plainly(raw)
+            self._is_step_finite &= bool(raw.isfinite().all())
+            for (start, end), mean in zip(others, raw.split([end - start for start, end in others]), strict=True):
+                bucket.buffer[start:end] = mean
+        if n:
+            self._take(part, bucket, spans)
         return True
 
     def close(self) -> None:
         """As every scheme's; tells of a training that was over before anything was compressed."""
-        if 0 <= self._last_step < self.warmup_steps:
+        if self._last_step >= 0 and not self.is_settled:
             _log.warning(
-                "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower warmup_steps",
-                self.name, self._last_step, self.warmup_steps,
+                "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower %s",
+                self.name, self._last_step, self.settling_steps, self.settled_by,
             )  # fmt: skip
         super().close()
+
+
+def _of(bucket: Bucket, chosen: list[bool], wanted: bool) -> list[tuple[int, int]]:
+    """Where the chosen tensors lie, or the others."""
+    return [span for span, is_mine in zip(bucket.spans, chosen, strict=True) if is_mine == wanted]
+
+
+def check_steps(name: str, steps: Any) -> int:
+    """A count of steps, from 0. Raises: InvalidArgument."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise InvalidArgument(f"{name} must be a count, got {steps!r}")
+    return steps
+
+
+def or_none(value: int | str | None) -> Any:
+    """The value; "none", as a command line says it, is None."""
+    return None if value == "none" else value

@@ -10,7 +10,8 @@ from typing import Any
 
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
-from gradwire.schemes.quantised import QuantisedDirect
+from gradwire.schemes.quantised import QuantisedDirect, or_none
+from gradwire.schemes.selection import Names, Selection
 
 
 class TwoBitScheme(QuantisedDirect):
@@ -26,9 +27,12 @@ class TwoBitScheme(QuantisedDirect):
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
         warmup_steps: int = 0,
+        scale_values: int | None = None,
+        exempt: Names = (),
+        only: Names = (),
     ) -> None:
-        codec = TwoBit(threshold, relative)
-        super().__init__(codec, error_feedback, pull, chunk_elements, warmup_steps)
+        codec = TwoBit(threshold, relative, or_none(scale_values))
+        super().__init__(codec, error_feedback, pull, chunk_elements, warmup_steps, Selection(exempt, only))
         self._options = {"threshold": codec.threshold, "relative": codec.relative}
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire.bench.catalogue import acp_sgd, aqgb, auto, codecs, gcomp, homomorphic, schemes, simulator, slimgc
+from gradwire.bench.catalogue import acp_sgd, aqgb, auto, codecs, gcomp, homomorphic, lossy, schemes, simulator, slimgc
 from gradwire.results.experiment import Experiment, Table
 from gradwire.results.pages import COVERAGE, Book
 
@@ -18,11 +18,12 @@ SYSTEMS = {
     "aqgb": "AQGB",
     "slimgc": "SlimGC",
     "homomorphic": "Homomorphic compression",
+    "lossy": "Which scheme under which optimizer",
     "simulator": "The simulator",
     COVERAGE: "The papers' figures and tables, one by one",
 }
 
-_MODULES = (auto, schemes, codecs, gcomp, acp_sgd, aqgb, slimgc, homomorphic, simulator)
+_MODULES = (auto, schemes, codecs, gcomp, acp_sgd, aqgb, slimgc, homomorphic, lossy, simulator)
 EXPERIMENTS: tuple[Experiment, ...] = tuple(one for module in _MODULES for one in module.EXPERIMENTS)
 
 # Tables for other pages, between `<!-- generated: bench render NAME -->` and `<!-- end -->`.

@@ -380,10 +380,12 @@ class BlockBroadcast(DeferredScheme):
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """Bits per value and block, b, and how well communication hides (this rank's ROW, T_wait, OSF, utilisation)."""
+        """Bits per value and block, b, rounds whose bits cores bound (`rounds_held`), and how well communication hides
+        (this rank's ROW, T_wait, OSF, utilisation)."""
         if not hasattr(self, "figures"):
             return {}
-        return {"rate_bps": self.pacing.rate_bps, **self.figures.as_dict()}
+        held = int(self.pacing.figures()["rounds_held"])
+        return {"rate_bps": self.pacing.rate_bps, "rounds_held": held, **self.figures.as_dict()}
 
     def step_figures(self) -> dict[str, float]:
         """Bits sent of each value in the last step, all of them and in the first stage, and what bounds them."""

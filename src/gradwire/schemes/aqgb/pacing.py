@@ -6,6 +6,7 @@ Thread-safe: the training thread notes events, receivers what heads say, the lan
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,8 @@ from gradwire.control.quantisation import (
 )
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.aqgb.core_times import CoreTimes
+
+_log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
@@ -73,13 +76,14 @@ class Pacing:
         self._forward: list[tuple[int, float, float]] = []  # block, arrival, waited
         self._forward_began: float | None = None
         self._last_gradient_s: float | None = None
-        self._core_times = core_times
+        self._core_times, self._max_contention = core_times, max_contention
         self._core_times_before = None if core_times is None else core_times()
         self._processors: BitCeiling | None = None
         if self._core_times_before is not None:
             self._processors = BitCeiling(min(bits_of_ratio(floor), self.most_bits), self.most_bits, max_contention)
         self._told_ceilings: dict[int, int] = {}
         self.ceiling_bits = self._lowest_ceiling()
+        self._n_rounds_held = 0
 
     def now(self) -> float:
         """The clock's time. Raises: InvalidArgument (it ran backwards, or is not finite)."""
@@ -148,6 +152,20 @@ class Pacing:
             self._processors.observe(running_s, waiting_s, self.ceiling_bits)
             self._core_times_before = now
         self.ceiling_bits = self._lowest_ceiling()
+        self._note_if_held()
+
+    def _note_if_held(self) -> None:
+        """Count rounds whose bits processors bound and not the network; the first one is told."""
+        assert self._processors is not None
+        if self.ceiling_bits >= self.most_bits or self._processors.contention <= self._max_contention:
+            return
+        if not self._n_rounds_held:
+            _log.warning(
+                "gradwire aqgb: threads that could run wait for a core (%.0f %% of their time, max_contention is %.0f %%), so "
+                "at most %d bits of a value are sent; give ranks cores of their own, or raise max_contention",
+                100 * self._processors.contention, 100 * self._max_contention, self.ceiling_bits,
+            )  # fmt: skip
+        self._n_rounds_held += 1
 
     def _lowest_ceiling(self) -> int:
         return min([self.own_ceiling_bits, *self._told_ceilings.values()])
@@ -164,6 +182,7 @@ class Pacing:
             "acknowledged_bps": self.rate_bps,
             "ceiling_bits": float(self.ceiling_bits),
             "contention": contention,
+            "rounds_held": float(self._n_rounds_held),
         }
 
     # ---- what peers say

@@ -113,6 +113,7 @@ NEVER = (
     "auto",
     "broadcast",
     "dgc",
+    "one-bit-adam",
     "periodic",
     "power-sgd-overlap",
     "random-k",

@@ -14,11 +14,13 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
 from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
 from gradwire.schemes.low_rank.plan import Plan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
+from gradwire.schemes.selection import Names, Selection, embeddings_and_heads
 
 _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,6 +45,8 @@ class LowRank(Scheme):
         factor_dtype: "float32" or "bfloat16", of everything on the wire. Rounding of factors is fed back,
             that of uncompressed parameters is not.
         seed: of the factors that training starts with; the same on all ranks.
+        exempt, only: tensors that are not, or that alone are, compressed, by name. exempt=None: none, but under Adam
+            the embeddings and the heads, whose rows are words, most of them of none of a batch's.
     """
 
     state_is_per_world = True
@@ -58,6 +62,8 @@ class LowRank(Scheme):
         buffer_mb: float = 25.0,
         factor_dtype: str = "float32",
         seed: int = 0,
+        exempt: Names | None = None,
+        only: Names = (),
     ) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise InvalidArgument(f"rank must be an integer of at least 1, got {rank!r}")
@@ -78,6 +84,8 @@ class LowRank(Scheme):
         self.buffer_mb = float(buffer_mb)
         self.factor_dtype = factor_dtype
         self.seed = seed
+        self._exempts_words = exempt is None
+        self.selection = Selection(() if exempt is None else exempt, only)
         self._wire_dtype = _WIRE_DTYPES[factor_dtype]
         self._open: list[Work] = []  # buckets of this step whose futures are not done
         self._uncompressed: list[Work] = []  # of these, the ones that wait for the end of the backward pass
@@ -98,22 +106,33 @@ class LowRank(Scheme):
             "buffer_mb": self.buffer_mb,
             "factor_dtype": self.factor_dtype,
             "seed": self.seed,
+            **self.selection.configuration,
         }
 
     def bind(self, session: Session) -> None:
-        """Raises: Unsupported (more ranks than bfloat16 can count)."""
+        """Raises: Unsupported (more ranks than bfloat16 can count), InvalidArgument (names of no tensor)."""
         communicator = session.communicator
         if self._wire_dtype == torch.bfloat16 and communicator.world_size > _MAX_RANKS_BFLOAT16:
             raise Unsupported(
                 f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks, this run has '
                 f'{communicator.world_size}; use factor_dtype="float32"'
             )
+        is_adam = session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
+        words = embeddings_and_heads(session.module) if self._exempts_words and is_adam else []
+        self.selection.bind(session, words)
+        if words:
+            whole = {name: slot.numel() for name, slot in session.slots.items() if not self.selection.takes(slot)}
+            share = sum(whole.values()) / max(1, sum(slot.numel() for slot in session.slots.values()))
+            _log.info(
+                "gradwire %s: sent whole, under Adam: %s, %.0f %% of the gradient; exempt=() compresses them",
+                self.name, ", ".join(whole), 100 * share,
+            )  # fmt: skip
         super().bind(session)
         self._plans = Plans(self._shape_of)
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)
 
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
-        return matrix_shape(slot, self.rank, self.min_compression_rate)
+        return matrix_shape(slot, self.rank, self.min_compression_rate) if self.selection.takes(slot) else None
 
     # ---- one bucket
 

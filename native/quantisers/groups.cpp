@@ -1,0 +1,279 @@
+#include "quantisers/groups.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "bits/bit_io.hpp"
+#include "errors.hpp"
+#include "quantisers/sweep.hpp"
+
+namespace gradwire::quantisers {
+namespace {
+
+constexpr std::size_t kCutBytes = 4, kScaleBytes = 2;
+
+std::size_t values_a_word(Kind kind) { return kind == Kind::one_bit ? 32 : 16; }
+
+std::uint64_t quotient_up(std::uint64_t n, std::uint64_t by) { return (n + by - 1) / by; }
+
+// ---- scales are the upper halves of float32
+
+std::uint16_t rounded(double value) {
+  const auto bits =
+      std::bit_cast<std::uint32_t>(static_cast<float>(std::min<double>(value, std::numeric_limits<float>::max())));
+  const std::uint32_t nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // ties to even
+  return static_cast<std::uint16_t>(std::min<std::uint32_t>(nearest, 0x7F7F));
+}
+
+float widened(std::uint16_t scale) { return std::bit_cast<float>(std::uint32_t{scale} << 16); }
+
+// ---- where everything of a message lies
+
+// Up to kBlock values of one tensor, which begin with a group and with a word.
+struct Block {
+  std::size_t begin, n, first_group, first_word;
+};
+
+struct Layout {
+  std::vector<Block> blocks;
+  std::uint64_t n_groups = 0, n_words = 0;
+  std::size_t cuts_at = 0, scales_at = 0, codes_at = 0, end = 0;
+};
+
+std::uint64_t scale_bytes(std::uint64_t n_groups, int per_group) {
+  return 4 * quotient_up(n_groups * static_cast<std::uint64_t>(per_group) * kScaleBytes, 4);
+}
+
+// `cut(i)` of n_cuts, ascending, all of them within the values.
+template <typename Cut>
+Layout lay_out(const Header& header, std::size_t n_cuts, const Cut& cut) {
+  Layout layout;
+  const std::size_t n = header.n_elements, group = header.block, per_word = values_a_word(header.kind);
+  layout.blocks.reserve(n / kBlock + n_cuts + 1);
+  for (std::size_t piece = 0, begin = 0; piece <= n_cuts && n > 0; ++piece) {
+    const std::size_t end = piece < n_cuts ? cut(piece) : n;
+    for (; begin < end; begin = std::min(end, begin + kBlock)) {
+      const std::size_t count = std::min(kBlock, end - begin);
+      layout.blocks.push_back({begin, count, layout.n_groups, layout.n_words});
+      layout.n_groups += quotient_up(count, group);
+      layout.n_words += quotient_up(count, per_word);
+    }
+  }
+  layout.cuts_at = kHeaderBytes + kCutBytes;
+  layout.scales_at = layout.cuts_at + kCutBytes * n_cuts;
+  layout.codes_at = layout.scales_at + scale_bytes(layout.n_groups, header.levels);
+  layout.end = layout.codes_at + 4 * layout.n_words;
+  return layout;
+}
+
+template <typename Body>
+void for_laid_out(const Layout& layout, const Body& body) {
+  parallel_for(quotient_up(layout.blocks.size(), kTaskBlocks), [&](std::size_t task) {
+    const std::size_t end = std::min<std::size_t>(layout.blocks.size(), (task + 1) * kTaskBlocks);
+    for (std::size_t at = task * kTaskBlocks; at < end; ++at) body(layout.blocks[at]);
+  });
+}
+
+struct alignas(32) Words {
+  std::array<std::uint32_t, kBlock / 16> words;
+};
+
+// One block: its scales and its codes, each group while it lies in L1. False if a value is not finite.
+bool pack(const Options& options, const Header& header, const Terms& terms, const Block& block, const LeftOut& left_out,
+          std::uint8_t* scales, std::uint8_t* codes) {
+  const Kernels& on = kernels();
+  Words packed;
+  const std::size_t per_word = values_a_word(header.kind);
+  for (std::size_t begin = 0; begin < block.n; begin += header.block) {
+    const std::size_t n = std::min<std::size_t>(header.block, block.n - begin);
+    const Terms mine = terms.from(begin);
+    const Magnitudes found = on.magnitudes(mine, n);
+    if (found.largest >= kInfinity) return false;
+    const auto mean = [](double sum, std::uint64_t count) {
+      return count == 0 ? 0.0 : sum / static_cast<double>(count);
+    };
+    std::uint16_t kept[2];
+    if (header.levels == 2) {
+      kept[0] = rounded(mean(found.positive, n - found.n_negative));
+      kept[1] = rounded(mean(found.negative, found.n_negative));
+    } else {
+      const double factor = header.kind == Kind::two_bit ? double{options.parameter} : 1.0;
+      kept[0] = kept[1] = rounded(factor * mean(found.positive + found.negative, n));
+    }
+    std::uint32_t* const words = packed.words.data() + begin / per_word;
+    if (header.kind == Kind::one_bit)
+      on.pack_signs(mine, n, widened(kept[0]), -widened(kept[1]), left_out.from(begin), words);
+    else
+      on.pack_beyond(mine, n, widened(kept[0]), left_out.from(begin), words);
+    const std::size_t bytes = kScaleBytes * static_cast<std::size_t>(header.levels);
+    std::memcpy(scales + bytes * (begin / header.block), kept, bytes);
+  }
+  std::memcpy(codes, packed.words.data(), 4 * quotient_up(block.n, per_word));
+  return true;
+}
+
+// False if there is a scale or a code that no encoder writes.
+bool unpack(const Header& header, const Block& block, const std::uint8_t* scales, const std::uint8_t* codes,
+            float divisor, float* out) {
+  const Kernels& on = kernels();
+  Words packed;
+  const std::size_t per_word = values_a_word(header.kind);
+  std::memcpy(packed.words.data(), codes, 4 * quotient_up(block.n, per_word));
+  bool valid = true;
+  for (std::size_t begin = 0; begin < block.n; begin += header.block) {
+    const std::size_t n = std::min<std::size_t>(header.block, block.n - begin);
+    const std::size_t bytes = kScaleBytes * static_cast<std::size_t>(header.levels);
+    std::uint16_t kept[2];
+    std::memcpy(kept, scales + bytes * (begin / header.block), bytes);
+    if (header.levels == 1) kept[1] = kept[0];
+    if (kept[0] >= kInfinity >> 16 || kept[1] >= kInfinity >> 16) return false;
+    const float first = widened(kept[0]) / divisor, second = widened(kept[1]) / divisor;
+    const std::uint32_t* const words = packed.words.data() + begin / per_word;
+    if (header.kind == Kind::one_bit)
+      on.unpack_signs(words, n, first, -second, out + begin);
+    else
+      valid &= on.unpack_ternary(words, n, first, out + begin);
+  }
+  return valid;
+}
+
+Header header_for(const Options& options, std::uint64_t n_elements) {
+  using Rule = Options::Rule;
+  const std::string name = name_of(options.kind);
+  if (options.block < kGroup || options.block > kBlock || !std::has_single_bit(options.block))
+    throw InvalidArgument(name + ": groups are of 64, 128, ..., 4096 values, not " + std::to_string(options.block));
+  if (options.rule == Rule::fixed) throw InvalidArgument(name + ": a fixed scale is one for all groups");
+  if (!(options.parameter >= 0 && options.parameter <= std::numeric_limits<float>::max()))
+    throw InvalidArgument("a threshold is finite and not negative, not " + std::to_string(options.parameter));
+  if (n_elements > std::numeric_limits<std::uint32_t>::max())
+    throw InvalidArgument(name + ": a message with groups holds up to 2^32 - 1 values");
+  const int per_group = options.kind == Kind::one_bit && options.rule == Rule::two_means ? 2 : 1;
+  return {options.kind, true, per_group, options.block, n_elements, 0, 0};
+}
+
+void check_cuts(std::span<const std::uint32_t> cuts, std::uint64_t n_elements) {
+  std::uint64_t last = 0;
+  for (const std::uint32_t cut : cuts) {
+    if (cut <= last || cut >= n_elements)
+      throw InvalidArgument("cuts ascend and lie within the values, not at " + std::to_string(cut));
+    last = cut;
+  }
+}
+
+}  // namespace
+
+bool has_groups(const Options& options) {
+  return options.block != 0 && (options.kind == Kind::one_bit || options.kind == Kind::two_bit);
+}
+
+std::uint64_t max_grouped_bytes(const Options& options, std::uint64_t n_elements, std::uint64_t n_cuts) {
+  const Header header = header_for(options, n_elements);
+  const std::uint64_t cuts = n_elements == 0 ? 0 : std::min(n_cuts, n_elements - 1);
+  const std::uint64_t n_groups = quotient_up(n_elements, header.block) + cuts;
+  const std::uint64_t n_words = quotient_up(n_elements, values_a_word(header.kind)) + cuts;
+  // Two scales a group: whoever reads the bound need not say the rule.
+  return kHeaderBytes + kCutBytes * (1 + cuts) + scale_bytes(n_groups, 2) + 4 * n_words;
+}
+
+std::uint64_t encode_groups(const Options& options, const Source& source, std::span<float> new_residual,
+                            std::span<std::uint8_t> out) {
+  Header header = header_for(options, source.n_elements());
+  check_cuts(options.cuts, header.n_elements);
+  const Layout layout = lay_out(header, options.cuts.size(), [&](std::size_t i) { return options.cuts[i]; });
+  if (out.size() < layout.end)
+    throw BufferTooSmall(std::string(name_of(options.kind)) + ": out has " + std::to_string(out.size()) +
+                         " bytes; the message takes " + std::to_string(layout.end));
+  std::uint8_t* const to = out.data();
+  store(to + kHeaderBytes, static_cast<std::uint32_t>(options.cuts.size()));
+  for (std::size_t i = 0; i < options.cuts.size(); ++i) store(to + layout.cuts_at + kCutBytes * i, options.cuts[i]);
+  std::memset(to + layout.scales_at, 0, layout.codes_at - layout.scales_at);
+  const auto terms_of = [&](const Block& block, float* scratch) {
+    const std::uint8_t* const raw = source.values.data() + block.begin * bytes_of(source.dtype);
+    const float* values = reinterpret_cast<const float*>(raw);
+    if (source.dtype != Dtype::float32) {
+      kernels().widen(raw, source.dtype, block.n, scratch);
+      values = scratch;
+    }
+    const float* const residual = source.residual.empty() ? nullptr : source.residual.data() + block.begin;
+    return Terms{values, residual, source.residual_scale};
+  };
+  std::atomic<bool> is_finite{true};
+  // What is written over the residual itself cannot be taken back: then all values are looked at beforehand.
+  if (!new_residual.empty() && new_residual.data() == source.residual.data())
+    for_laid_out(layout, [&](const Block& block) {
+      alignas(32) float scratch[kBlock];
+      if (kernels().magnitudes(terms_of(block, scratch), block.n).largest >= kInfinity)
+        is_finite.store(false, std::memory_order_relaxed);
+    });
+  if (is_finite)
+    for_laid_out(layout, [&](const Block& block) {
+      alignas(32) float scratch[kBlock];
+      float* const left = new_residual.empty() ? nullptr : new_residual.data() + block.begin;
+      const std::size_t scale_at = kScaleBytes * static_cast<std::size_t>(header.levels) * block.first_group;
+      if (!pack(options, header, terms_of(block, scratch), block, {left, 1 / source.residual_scale},
+                to + layout.scales_at + scale_at, to + layout.codes_at + 4 * block.first_word))
+        is_finite.store(false, std::memory_order_relaxed);
+    });
+  header.is_finite = is_finite;
+  if (!header.is_finite) {
+    if (source.residual.empty())
+      std::fill(new_residual.begin(), new_residual.end(), 0.0f);
+    else if (!new_residual.empty() && new_residual.data() != source.residual.data())
+      std::copy(source.residual.begin(), source.residual.end(), new_residual.begin());
+  }
+  const std::uint64_t message_bytes = header.is_finite ? layout.end : kHeaderBytes;
+  write_header(header, out.first(message_bytes));
+  return message_bytes;
+}
+
+void decode_groups(const Header& header, std::span<const std::uint8_t> message, Dtype dtype,
+                   std::span<std::uint8_t> out, const Use& use) {
+  const auto fail = [&](const std::string& what) {
+    throw CorruptMessage(std::string(name_of(header.kind)) + " message: " + what);
+  };
+  std::size_t n_cuts = 0;
+  std::vector<std::uint32_t> cuts;
+  if (header.is_finite) {
+    if (message.size() < kHeaderBytes + kCutBytes) fail("it ends before its cuts");
+    n_cuts = load<std::uint32_t>(message.data() + kHeaderBytes);
+    if (n_cuts > (message.size() - kHeaderBytes - kCutBytes) / kCutBytes) fail("it ends before its cuts");
+    std::uint64_t last = 0;
+    for (std::size_t i = 0; i < n_cuts; ++i) {
+      cuts.push_back(load<std::uint32_t>(message.data() + kHeaderBytes + kCutBytes * (1 + i)));
+      if (cuts[i] <= last || cuts[i] >= header.n_elements) fail("its cuts do not ascend within its values");
+      last = cuts[i];
+    }
+  }
+  const Layout layout = lay_out(header, n_cuts, [&](std::size_t i) { return cuts[i]; });
+  const std::uint64_t expected = header.is_finite ? layout.end : kHeaderBytes;
+  if (message.size() != expected)
+    fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));
+  std::atomic<bool> valid{true};
+  for_laid_out(layout, [&](const Block& block) {
+    alignas(32) float scratch[kBlock];
+    std::uint8_t* const to = out.data() + block.begin * bytes_of(dtype);
+    const bool is_direct = dtype == Dtype::float32 && !use.adds;
+    float* const values = is_direct ? reinterpret_cast<float*>(to) : scratch;
+    const std::size_t scale_at = kScaleBytes * static_cast<std::size_t>(header.levels) * block.first_group;
+    if (!header.is_finite)
+      std::fill_n(values, block.n, std::numeric_limits<float>::quiet_NaN());
+    else if (!unpack(header, block, message.data() + layout.scales_at + scale_at,
+                     message.data() + layout.codes_at + 4 * block.first_word, use.divisor, values))
+      valid.store(false, std::memory_order_relaxed);
+    if (use.adds) {
+      auto* const sums = reinterpret_cast<float*>(to);
+      kernels().add(sums, values, 1, block.n, sums);
+    } else if (!is_direct) {
+      kernels().narrow(values, dtype, block.n, to);
+    }
+  });
+  if (!valid) fail("it holds a scale or a code that no encoder writes");
+}
+
+}  // namespace gradwire::quantisers

@@ -1,0 +1,73 @@
+"""Lossy schemes by optimizer: where the loss goes, and what is sent for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradwire.results.experiment import Column, Experiment, Goal, Plot, Table
+
+_GPT, _DIGITS = "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8", "resnet:width=8"
+_WARM = "scale_values=512,warmup_steps=50"
+_BYTES = Column("ratio", "bytes / ring", form=".3f")
+LONG = {
+    "plain": "plain",
+    "one-bit-adam": "one-bit-adam",
+    "one-bit-adam, two bits": "one-bit-adam:codec=two-bit",
+    "one-bit-adam, two bits, running correction": "one-bit-adam:codec=two-bit,correction=running",
+    "one-bit, groups, 50 plain": f"one-bit:{_WARM}",
+    "two-bit, groups, 50 plain": f"two-bit:{_WARM}",
+    "acp-sgd": "acp-sgd",
+}
+SHORT = {
+    "plain": "plain",
+    "one-bit-adam": "one-bit-adam",
+    "one-bit": "one-bit",
+    "one-bit, groups": "one-bit:scale_values=512",
+    "two-bit": "two-bit",
+    "two-bit, groups": "two-bit:scale_values=512",
+    "one-bit-adam, frozen after 20": "one-bit-adam:freeze_step=20",
+    "one-bit-adam, running correction": "one-bit-adam:correction=running",
+    "acp-sgd": "acp-sgd",
+    "acp-sgd, embeddings too": "acp-sgd:exempt=none",
+    "power-sgd, rank 8": "power-sgd:rank=8",
+}
+SGD = {
+    "plain": "plain",
+    "one-bit": "one-bit",
+    "one-bit, groups": "one-bit:scale_values=512",
+    "two-bit": "two-bit",
+    "two-bit, groups": "two-bit:scale_values=512",
+    "acp-sgd": "acp-sgd",
+}
+
+
+def _compare(key: str, question: str, schemes: Mapping[str, str], workload: str, *, steps: int, seconds: float,
+             loss: Column, goals: list[Goal]) -> Experiment:  # fmt: skip
+    behind = Column(loss.field, "against plain", loss.scale, loss.form, "difference", "plain", spread=True)
+    return Experiment(
+        key=f"lossy-{key}", system="lossy", measure="training", seconds=seconds, question=question,
+        fixed={"workload": workload, "ranks": 2, "steps": steps, "baseline": "plain"},
+        axes={"seed": [0, 1, 2], "scheme": schemes}, over=("seed",), together=("scheme",),
+        baseline={"scheme": "plain"}, show=[Table([loss, behind, _BYTES]),
+        Plot("ratio", Column(loss.field, loss.heading, loss.scale, loss.form), log="x", x_title="bytes / ring")],
+        goals=goals,
+    )  # fmt: skip
+
+
+def _at_most(nats: float, *names: str) -> Goal:
+    column = Column("held_out_loss", "", 1.0, ".3f", "difference", "plain", spread=True)
+    return Goal(f"at most {nats} nats behind plain", column, "<=", nats, {"scheme": [LONG[name] for name in names]})
+
+
+_NATS = Column("held_out_loss", "held-out loss", 1.0, ".3f", spread=True)
+_ACCURACY = Column("accuracy", "accuracy, %", 100.0, ".2f", spread=True)
+EXPERIMENTS = [
+    _compare("gpt", "Under AdamW, after 500 steps of a small GPT: what does each scheme lose, and send?", LONG, _GPT,
+             steps=500, seconds=120, loss=_NATS,
+             goals=[_at_most(0.02, "one-bit-adam", "one-bit-adam, two bits"),
+                    _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd")]),
+    _compare("gpt-short", "The same after 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
+             SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
+    _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", SGD, _DIGITS, steps=200,
+             seconds=120, loss=_ACCURACY, goals=[]),
+]  # fmt: skip

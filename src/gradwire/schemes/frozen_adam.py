@@ -1,0 +1,167 @@
+"""Adam whose variance stays as it is from some step on: what the user's own optimizer does, once its momenta are compressed.
+
+The optimizer stays the user's. Just before its step the parameters that are frozen are stepped here, by its own state
+and hyper-parameters as they are at that moment, and hidden from it; just after, their gradients are back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.slot import Slot, local_of
+from gradwire.errors import InvalidArgument, Unsupported
+
+# A variance counts as at least this share of its tensor's largest, and one of zero (the row of a word that had not come)
+# as that itself: the quantiser's error, divided by next to nothing, would else be the largest of all updates.
+FLOOR_SHARE = 1e-4
+_UNTAKEN = ("maximize", "capturable", "differentiable", "fused")
+
+
+class FrozenAdam:
+    """The parameters of one Adam or AdamW whose variance is frozen.
+
+    Args:
+        optimizer: the user's.
+        freeze_step: updates of a parameter, from its first gradient on, before it is frozen.
+        keeps_correction: Adam's correction of the variance for its zero start stays as it was at the freeze, too.
+    Raises: Unsupported (another optimizer, or options that change what its state means).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, freeze_step: int, keeps_correction: bool) -> None:
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            what = "no optimizer was given" if optimizer is None else f"this is {type(optimizer).__name__}"
+            raise Unsupported(
+                f"one-bit-adam compresses the momenta of Adam and AdamW, and {what}: give attach() the AdamW, or take "
+                "one-bit or two-bit"
+            )
+        self._optimizer, self._freeze_step, self._keeps_correction = optimizer, freeze_step, keeps_correction
+        self.frozen_at: dict[Tensor, int] = {}  # updates that the variance had seen
+        self.idle_until: dict[Tensor, int] = {}  # updates that a parameter had seen no gradient in
+        self._largest: dict[Tensor, float] = {}  # variances
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._groups()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        """Leave the optimizer as it was; its variance goes on from where it stood."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- on the lane, between two steps of the optimizer
+
+    def is_frozen(self, slot: Slot) -> bool:
+        """Whether the momentum of `slot` is what ranks exchange from now on; alike on all ranks, as their states are."""
+        parameter = slot.parameter
+        if parameter is None:
+            return False
+        if parameter in self.frozen_at:
+            return True
+        state = self._optimizer.state.get(parameter)
+        if not state or "exp_avg_sq" not in state:
+            return False
+        n_updates = int(state["step"])
+        if n_updates - self.idle_until.get(parameter, 0) < self._freeze_step:
+            return False
+        if not bool(local_of(self._variance(state)).any()):  # it has not begun to train
+            self.idle_until[parameter] = n_updates
+            return False
+        self.frozen_at[parameter] = n_updates
+        return True
+
+    def momentum(self, slot: Slot) -> tuple[Tensor, float]:
+        """(n,) float32, CPU: what the state holds for a frozen slot; and beta1, as the optimizer has it now."""
+        assert slot.parameter is not None
+        held = local_of(self._optimizer.state[slot.parameter]["exp_avg"]).detach().reshape(-1)
+        flat = held[slot.start : slot.start + slot.numel()].to(device="cpu", dtype=torch.float32)
+        return flat, float(self._group_of(slot.parameter)["betas"][0])
+
+    # ---- around the user's step
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.frozen_at:
+            return
+        if any(one is not None for one in (*args[1:], *kwargs.values())):
+            raise Unsupported("one-bit-adam: optimizer.step() takes no closure; compute the loss before it")
+        for group in self._groups():
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter in self.frozen_at:
+                    self._step(parameter, group)
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    @torch.no_grad()
+    def _step(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        state = self._optimizer.state[parameter]
+        state["step"] += 1
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        values, gradient, momentum, variance = (
+            local_of(tensor) for tensor in (parameter, parameter.grad, state["exp_avg"], self._variance(state))
+        )
+        if parameter not in self._largest:
+            # Which one is the largest does not hang on the order in which threads look, as a mean does.
+            self._largest[parameter] = float(variance.max()) if variance.numel() else 0.0
+        largest = self._largest[parameter]
+        if group["weight_decay"]:
+            values.mul_(1 - lr * float(group["weight_decay"]))
+        momentum.lerp_(gradient.to(momentum.dtype), 1 - beta1)
+        root = variance.clamp(min=FLOOR_SHARE * largest).masked_fill_(variance == 0, largest).sqrt_()
+        n_seen = self.frozen_at[parameter] if self._keeps_correction else float(state["step"])
+        root.div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
+        values.addcdiv_(momentum, root, value=-lr / (1 - beta1 ** float(state["step"])))
+
+    @staticmethod
+    def _variance(state: Mapping[str, Any]) -> Tensor:
+        return state["max_exp_avg_sq"] if "max_exp_avg_sq" in state else state["exp_avg_sq"]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The parameter groups as they are now. Raises: Unsupported."""
+        for group in self._optimizer.param_groups:
+            for option in _UNTAKEN:
+                if group.get(option):
+                    raise Unsupported(f"one-bit-adam does not take {option}=True; leave it out, or take one-bit")
+            is_decoupled = isinstance(self._optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+            if group["weight_decay"] and not is_decoupled:
+                raise Unsupported(
+                    "one-bit-adam: Adam adds its weight_decay to the gradient, and so to the momenta; use AdamW"
+                )
+        return self._optimizer.param_groups
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        return next(group for group in self._optimizer.param_groups if any(one is parameter for one in group["params"]))
+
+    # ---- between steps
+
+    def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, dict[str, int]]:
+        """What `load_by_name` takes: counts of updates, by name."""
+        return {
+            key: {name: counts[slot.parameter] for name, slot in slots.items() if slot.parameter in counts}
+            for key, counts in (("frozen_at", self.frozen_at), ("idle_until", self.idle_until))
+        }
+
+    def load_by_name(self, state: Mapping[str, Any], slots: Mapping[str, Slot]) -> None:
+        """Take counts back. Raises: InvalidArgument (a name that the model lacks, no counts)."""
+        loaded: dict[str, dict[Tensor, int]] = {}
+        for key in ("frozen_at", "idle_until"):
+            counts = state.get(key)
+            if not isinstance(counts, Mapping) or not all(isinstance(n, int) and n >= 0 for n in counts.values()):
+                raise InvalidArgument(f"this is not the state of scheme one-bit-adam: it lacks {key}")
+            unknown = [name for name in counts if name not in slots or slots[name].parameter is None]
+            if unknown:
+                raise InvalidArgument(
+                    f"the checkpoint's {key} names {unknown[0]!r}, which the model has no parameter of"
+                )
+            loaded[key] = {slots[name].parameter: n for name, n in counts.items()}  # type: ignore[misc]
+        self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
+        self._largest.clear()

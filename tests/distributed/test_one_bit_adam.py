@@ -1,0 +1,339 @@
+"""one-bit-adam against a transcription that knows all ranks, and its freeze in every situation of a training."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import InvalidArgument, Unsupported, schemes
+from gradwire.schemes.frozen_adam import FLOOR_SHARE
+from ranks import run_ranks
+
+LR, BETAS, EPS, DECAY, FREEZE, STEPS = 0.01, (0.9, 0.99), 1e-8, 0.1, 4, 10
+Q = 64  # values to a scale
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+def adamw(module: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(module.parameters(), LR, BETAS, EPS, DECAY, **options)
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1_000 * rank + step)
+    return torch.randn(16, 20, generator=generator), torch.randn(16, 5, generator=generator)
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+    x, y = batch(rank, step)
+    return (module(x) - y).square().mean()
+
+
+def quantised(values: Tensor) -> Tensor:
+    """(n,) float64: sign times mean magnitude, group by group, the mean rounded to bfloat16."""
+    groups = values.split(Q)
+    scales = [group.abs().mean().to(torch.float32).to(torch.bfloat16).double() for group in groups]
+    return torch.cat([torch.where(group < 0, -scale, scale) for group, scale in zip(groups, scales, strict=True)])
+
+
+def attach(ddp: Any, optimizer: Any, scaler: Any = None, **options: Any) -> Any:
+    scheme = schemes.by_name("one-bit-adam", **{"freeze_step": FREEZE, **options})
+    return gradwire.attach(ddp, optimizer, scheme, scaler)
+
+
+def transcribed(n_ranks: int) -> list[Tensor]:
+    """The parameters after every rank's training, in float64, one tensor a message: pushed and pulled by hand.
+
+    Every tensor is cut where the ranks' parts and chunks are; with two ranks and one bucket that is its middle.
+    """
+    module = model().double()
+    names = [name for name, _ in module.named_parameters()][::-1]  # as DDP's one bucket holds them
+    parameters = dict(module.named_parameters())
+    sizes = [parameters[name].numel() for name in names]
+    total, starts = sum(sizes), [sum(sizes[:i]) for i in range(len(sizes))]
+    m, v = torch.zeros(total, dtype=torch.float64), torch.zeros(total, dtype=torch.float64)
+    residuals = [torch.zeros(total, dtype=torch.float64) for _ in range(n_ranks)]
+    parts = [(total * rank // n_ranks, total * (rank + 1) // n_ranks) for rank in range(n_ranks)]
+
+    def through_codec(values: Tensor, first: int, last: int) -> Tensor:
+        cuts = [first, *(start for start in starts if first < start < last), last]
+        return torch.cat([quantised(values[a - first : b - first]) for a, b in itertools.pairwise(cuts)])
+
+    for step in range(STEPS):
+        gradients = []
+        for rank in range(n_ranks):
+            module.zero_grad()
+            x, y = (one.double() for one in batch(rank, step))
+            (module(x) - y).square().mean().backward()
+            gradients.append(torch.cat([parameters[name].grad.reshape(-1) for name in names]))
+        if step < FREEZE:
+            mean = torch.stack(gradients).mean(0)
+            m, v = BETAS[0] * m + (1 - BETAS[0]) * mean, BETAS[1] * v + (1 - BETAS[1]) * mean.square()
+        else:
+            own = [BETAS[0] * m + (1 - BETAS[0]) * gradient for gradient in gradients]
+            new = torch.empty_like(m)
+            for owner, (first, last) in enumerate(parts):
+                summed = own[owner][first:last].clone()
+                for rank in range(n_ranks):
+                    if rank != owner:
+                        term = own[rank][first:last] + residuals[rank][first:last]
+                        sent = through_codec(term, first, last)
+                        residuals[rank][first:last] = term - sent
+                        summed += sent
+                term = summed + residuals[owner][first:last]
+                sent = through_codec(term, first, last)
+                residuals[owner][first:last] = term - sent
+                new[first:last] = sent / n_ranks
+            m = new
+        for name, start, size in zip(names, starts, sizes, strict=True):
+            mine = slice(start, start + size)
+            seen = min(step + 1, FREEZE)
+            variance = v[mine]
+            if step >= FREEZE:
+                largest = float(variance.max())
+                variance = torch.where(variance == 0, largest, variance.clamp(min=FLOOR_SHARE * largest))
+            root = (variance / (1 - BETAS[1] ** seen)).sqrt() + EPS
+            update = m[mine] / (1 - BETAS[0] ** (step + 1)) / root
+            with torch.no_grad():
+                flat = parameters[name].view(-1)
+                flat.mul_(1 - LR * DECAY).sub_(LR * update)
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def train(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
+    ddp = DistributedDataParallel(model())
+    optimizer = adamw(ddp, **options)
+    attachment = attach(ddp, optimizer, scale_values=Q)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+    assert attachment.stats()["n_frozen"] == 4
+    attachment.close()
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}])
+def test_a_training_is_the_transcription(options: dict[str, Any]) -> None:
+    ranks = run_ranks(train, 2, options)
+    expected = transcribed(2)
+    for ours, theirs, wanted in zip(*ranks, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        # A value at the very edge between two codes may fall to the other side; its error is fed back.
+        close = torch.isclose(ours.double(), wanted, rtol=1e-4, atol=1e-5)
+        assert close.float().mean() > 0.98, (ours.double() - wanted).abs().max()
+
+
+def train_alone(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], int]:
+    ddp = DistributedDataParallel(model())
+    optimizer = adamw(ddp)
+    attachment = attach(ddp, optimizer)
+    frozen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+        frozen.append(torch.cat([state["exp_avg_sq"].view(-1) for state in optimizer.state.values()]).clone())
+    grads = [parameter.grad for parameter in ddp.parameters()]
+    assert all(grad is not None for grad in grads)
+    attachment.close()
+    optimizer.zero_grad()
+    loss_of(ddp, rank, 0).backward()
+    optimizer.step()
+    after = torch.cat([state["exp_avg_sq"].view(-1) for state in optimizer.state.values()])
+    return frozen, [after], int(next(iter(optimizer.state.values()))["step"])
+
+
+def test_the_variance_stays_from_the_freeze_on_and_goes_on_after_close() -> None:
+    for frozen, (after,), n_updates in run_ranks(train_alone, 2):
+        assert n_updates == STEPS + 1
+        for step in range(1, STEPS):
+            assert torch.equal(frozen[step], frozen[step - 1]) == (step >= FREEZE)
+        assert not torch.equal(after, frozen[-1])
+
+
+class Late(nn.Module):
+    """Rows that are looked up late, and a layer that begins to train late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.early, self.late = nn.Embedding(40, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, rows: Tensor, uses_late: bool) -> Tensor:
+        x = torch.tanh(self.early(self.rows(rows)))
+        return (self.late(x) if uses_late else x.mean(-1, keepdim=True) + 0 * self.late(x)).square().mean()
+
+
+def train_late(rank: int, world_size: int) -> tuple[list[Tensor], dict[str, Any]]:
+    ddp = DistributedDataParallel(Late())
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
+    attachment = attach(ddp, optimizer)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(16):
+        if step == 8:  # a restart of the learning rate
+            optimizer.param_groups[0]["lr"] = 1e-2
+        optimizer.zero_grad()
+        rows = torch.randint(0, 10 if step < 10 else 40, (32,), generator=generator)
+        ddp(rows, step >= 7).backward()
+        optimizer.step()
+    state = attachment.state_dict()
+    attachment.close()
+    return [parameter.detach().clone() for parameter in ddp.parameters()], state["state"]
+
+
+def test_zeros_in_the_variance_and_parameters_that_train_late() -> None:
+    """Rows without a gradient before the freeze divide by the floor, and a late layer has a freeze of its own."""
+    (ours, state), (theirs, _) = run_ranks(train_late, 2)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+        assert bool(one.isfinite().all())
+    start = [parameter.detach() for parameter in Late().parameters()]
+    moved = max(float((one - first).abs().max()) for one, first in zip(ours, start, strict=True))
+    assert moved < 10, "a step divided by epsilon alone is some thousand"
+    assert state["frozen_at"]["rows.weight"] == FREEZE
+    assert state["idle_until"]["late.weight"] == 7
+    assert state["frozen_at"]["late.weight"] == 7 + FREEZE
+
+
+def resume(rank: int, world_size: int, at: int) -> list[bool]:
+    """Through, and saved and loaded into new objects after `at` steps: bit for bit the same.
+
+    DDP does not rebuild its buckets where it looks for unused parameters, so both cut them alike.
+    """
+    found = []
+    for is_cut in (False, True):
+        ddp = DistributedDataParallel(model(), find_unused_parameters=True)
+        optimizer = adamw(ddp)
+        attachment = attach(ddp, optimizer)
+        for step in range(STEPS):
+            if is_cut and step == at:
+                saved = copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict(), attachment.state_dict()])
+                attachment.close()
+                ddp = DistributedDataParallel(model(), find_unused_parameters=True)
+                optimizer = adamw(ddp)
+                attachment = attach(ddp, optimizer)
+                ddp.module.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                attachment.load_state_dict(saved[2])
+            optimizer.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            optimizer.step()
+        attachment.close()
+        found.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 3])
+def test_resume_before_in_and_after_the_freeze(at: int) -> None:
+    for equal in run_ranks(resume, 2, at):
+        assert all(equal)
+
+
+def overflow(rank: int, world_size: int) -> tuple[list[Tensor], int]:
+    """A GradScaler, Inf on one rank in the step of the freeze and in a later one."""
+    ddp = DistributedDataParallel(model())
+    optimizer = adamw(ddp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    attachment = attach(ddp, optimizer, scaler)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(ddp, rank, step)
+        scaler.scale(loss * (math.inf if rank == 1 and step in (FREEZE, FREEZE + 2) else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 100.0)
+        scaler.step(optimizer)
+        scaler.update()
+    attachment.close()
+    return [parameter.detach().clone() for parameter in ddp.parameters()], int(
+        next(iter(optimizer.state.values()))["step"]
+    )
+
+
+def test_overflow_in_the_step_of_the_freeze() -> None:
+    (ours, n_updates), (theirs, _) = run_ranks(overflow, 2)
+    assert n_updates == STEPS - 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+        assert bool(one.isfinite().all())
+
+
+def refused(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(model())
+
+    with pytest.raises(Unsupported, match=r"SGD.*give attach\(\) the AdamW, or take one-bit"):
+        attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1))
+    with pytest.raises(Unsupported, match="use AdamW"):
+        attach(ddp, torch.optim.Adam(ddp.parameters(), weight_decay=0.1))
+    for option in ("maximize", "fused"):
+        with pytest.raises(Unsupported, match=f"{option}=True"):
+            attach(ddp, adamw(ddp, **{option: True}))
+    with pytest.raises(
+        InvalidArgument, match=r"exempt='head\*' matches no tensor; there are 0.weight, 0.bias, 2.weight"
+    ):
+        attach(ddp, adamw(ddp), exempt="head*")
+    with pytest.raises(InvalidArgument, match="leave nothing"):
+        attach(ddp, adamw(ddp), only="*.bias", exempt="*.bias")
+    optimizer = adamw(ddp)
+    attachment = attach(ddp, optimizer, freeze_step=1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        if step == 0:
+            optimizer.step()
+    with pytest.raises(Unsupported, match="closure"):
+        optimizer.step(lambda: 0.0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "maximize": True})
+    with pytest.raises(Unsupported, match="maximize"):
+        optimizer.step()
+    state = attachment.state_dict()
+    state["state"] = {**state["state"], "frozen_at": {"nowhere": 3}}
+    with pytest.raises(InvalidArgument, match="nowhere"):
+        attachment.load_state_dict(state)
+    attachment.close()
+
+
+def test_what_is_refused_and_how() -> None:
+    run_ranks(refused, 2)
+
+
+@pytest.mark.parametrize("wrong", [{"freeze_step": 0}, {"freeze_step": -1}, {"freeze_step": 1.5}, {"codec": "thc"},
+                                   {"exempt": 7}, {"only": [""]}])  # fmt: skip
+def test_wrong_options(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        schemes.by_name("one-bit-adam", **wrong)
+
+
+def end_before_the_freeze(rank: int, world_size: int) -> list[str]:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gradwire.schemes.quantised")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    ddp = DistributedDataParallel(model())
+    optimizer = adamw(ddp)
+    attachment = attach(ddp, optimizer, freeze_step=99)
+    loss_of(ddp, rank, 0).backward()
+    optimizer.step()
+    attachment.close()
+    return texts
+
+
+def test_a_run_that_ends_before_the_freeze_is_told() -> None:
+    (texts,) = run_ranks(end_before_the_freeze, 1)
+    assert "steps before 99 are reduced plainly" in texts[0]
+    assert "nothing was compressed" in texts[1]
+    assert "lower freeze_step" in texts[1]

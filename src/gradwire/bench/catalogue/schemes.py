@@ -8,7 +8,7 @@ from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Tab
 # PyTorch's own: DDP, and its hooks.
 HOOKS = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8"]
 FIXED = [
-    name for name in schemes.names() if name != "auto"
+    name for name in schemes.names() if name != "auto" and not schemes.needs_adam(name)
 ]  # what `auto` loses to each is measured by `gradwire regret`
 EVERYTHING = [*HOOKS, *FIXED]
 REDUCING = ["ddp", "ddp-bf16", *(name for name in FIXED if not schemes.owns_step(name))]

@@ -10,23 +10,24 @@ from gradwire.bench.measures import Call, trainings
 WORKLOAD = "gpt:n_layers=1,width=32,n_heads=2,length=32,batch_size=8,learning_rate=1e-3"
 STEPS = 120
 # Of what plain takes off the loss of the first step, how much each has to take off too. A scheme that is broken, or whose
-# residuals are lost, takes off little or nothing; docs/results/lossy.md says how they compare when trained for longer.
+# residuals are lost, takes off less; docs/results/lossy.md says how they compare when trained for longer. So few steps after
+# the freeze are one-bit-adam's worst: its variance is that of the steepest part.
 LEAST = {
     "bf16": 0.98,
     "embedded-float:bits=8": 0.98,
     "truncated-float:bits=8": 0.98,
-    "qsgd": 0.9,
-    "terngrad": 0.85,
-    "thc": 0.9,
-    "one-bit": 0.6,
-    "one-bit:scale_values=512,warmup_steps=30": 0.85,
-    "two-bit": 0.6,
+    "qsgd": 0.85,
+    "terngrad": 0.87,
+    "thc": 0.95,
+    "one-bit": 0.75,
+    "one-bit:scale_values=512,warmup_steps=30": 0.9,
+    "two-bit": 0.85,
     "two-bit:scale_values=512,warmup_steps=30": 0.85,
-    "one-bit-adam:freeze_step=30": 0.9,
-    "one-bit-adam:freeze_step=30,codec=two-bit": 0.8,
-    "acp-sgd": 0.8,
-    "power-sgd": 0.8,
-    "top-k:share=0.05": 0.6,
+    "one-bit-adam:freeze_step=30": 0.83,
+    "one-bit-adam:freeze_step=30,codec=two-bit": 0.6,
+    "acp-sgd": 0.95,
+    "power-sgd": 0.95,
+    "top-k:share=0.05": 0.87,
 }
 
 

@@ -220,6 +220,8 @@ def check_schemes(device: torch.device, group: Any = None, note: Callable[[str],
     seconds: dict[str, float] = {}
     different = []
     for name in schemes.names():
+        if schemes.needs_adam(name):  # these steps are SGD's
+            continue
         on_cpu, on_device = (
             schemes.by_name(name, **_OPTIONS.get(name, {})),
             schemes.by_name(name, **_OPTIONS.get(name, {})),

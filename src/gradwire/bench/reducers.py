@@ -124,4 +124,4 @@ def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
 
 def names() -> list[str]:
     """The rivals, then every scheme of the registry that reduces without a model around it."""
-    return [*RIVALS, *(name for name in schemes.names() if not schemes.owns_step(name))]
+    return [*RIVALS, *(name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_adam(name)))]

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     workload_name = parse_spec(args.workload)[0]
     if workload_name not in workloads.names():
         raise InvalidArgument(f"no workload is called {workload_name!r}; there are: {', '.join(workloads.names())}")
-    specs = choose_specs(args.scheme, train_contenders.names(), train_contenders.BY_NAME_ONLY)
+    specs = choose_specs(args.scheme, train_contenders.names(), train_contenders.more())
     for spec in specs:
         train_contenders.check_rival_options(*parse_spec(spec))
     check_rank_arguments(args)

@@ -323,8 +323,13 @@ def check_rival_options(name: str, options: dict[str, Any]) -> None:
 
 
 def names() -> list[str]:
-    """What `all` means: the rivals, then every scheme of the registry."""
-    return [*(name for name in RIVALS if name not in BY_NAME_ONLY), *schemes.names()]
+    """What `all` means: the rivals, then every scheme of the registry that works with any optimizer."""
+    return [name for name in [*RIVALS, *schemes.names()] if name not in more()]
+
+
+def more() -> list[str]:
+    """What there is beside these: doors, codecs on the training thread, and schemes of one optimizer."""
+    return [*BY_NAME_ONLY, *(name for name in schemes.names() if schemes.needs_adam(name))]
 
 
 def describe(contender: TrainContender) -> str:

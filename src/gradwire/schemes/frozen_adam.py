@@ -106,8 +106,9 @@ class FrozenAdam:
         state = self._optimizer.state[parameter]
         state["step"] += 1
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
-        values, gradient, momentum, variance = (
-            local_of(tensor) for tensor in (parameter, parameter.grad, state["exp_avg"], self._variance(state))
+        assert parameter.grad is not None
+        values, gradient, momentum, variance = map(
+            local_of, (parameter, parameter.grad, state["exp_avg"], self._variance(state))
         )
         if parameter not in self._largest:
             # Which one is the largest does not hang on the order in which threads look, as a mean does.

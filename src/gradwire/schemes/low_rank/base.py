@@ -45,7 +45,7 @@ class LowRank(Scheme):
         factor_dtype: "float32" or "bfloat16", of everything on the wire. Rounding of factors is fed back,
             that of uncompressed parameters is not.
         seed: of the factors that training starts with; the same on all ranks.
-        exempt, only: tensors that are not, or that alone are, compressed, by name. exempt=None: none, but under Adam
+        names: `exempt`, `only`: tensors that are not, or that alone are, compressed, by name. exempt=None: none, but under Adam
             the embeddings and the heads, whose rows are words, most of them of none of a batch's.
     """
 
@@ -62,8 +62,7 @@ class LowRank(Scheme):
         buffer_mb: float = 25.0,
         factor_dtype: str = "float32",
         seed: int = 0,
-        exempt: Names | None = None,
-        only: Names = (),
+        **names: Names | None,
     ) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise InvalidArgument(f"rank must be an integer of at least 1, got {rank!r}")
@@ -84,8 +83,8 @@ class LowRank(Scheme):
         self.buffer_mb = float(buffer_mb)
         self.factor_dtype = factor_dtype
         self.seed = seed
-        self._exempts_words = exempt is None
-        self.selection = Selection(() if exempt is None else exempt, only)
+        self._exempts_words = names.get("exempt") is None
+        self.selection = Selection(**{key: value for key, value in names.items() if value is not None})
         self._wire_dtype = _WIRE_DTYPES[factor_dtype]
         self._open: list[Work] = []  # buckets of this step whose futures are not done
         self._uncompressed: list[Work] = []  # of these, the ones that wait for the end of the backward pass

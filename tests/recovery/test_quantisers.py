@@ -11,7 +11,7 @@ import torch
 import quantiser_oracles as oracle
 from gradwire import InvalidArgument, _native, codecs
 from gradwire.codecs.hadamard import Thc
-from gradwire.codecs.quantised import describe, is_nonfinite_message
+from gradwire.codecs.quantised import describe
 from gradwire.codecs.ternary import Ternary
 from gradwire.errors import BufferTooSmall, Unsupported
 from quantiser_oracles import DTYPES, LENGTHS, decode, encode, make_gradient
@@ -126,7 +126,6 @@ def test_nonfinite_gradient_decodes_to_nan_and_keeps_the_residual(
         gradient[place] = bad
         message = encode(codec, gradient)
         assert message.numel() == oracle.HEADER_BYTES
-        assert is_nonfinite_message(message, n)
         assert not describe(message)["is_finite"]
         assert decode(codec, message, n).isnan().all()
         out, kept = torch.empty(codec.max_encoded_bytes(n, torch.float32), dtype=torch.uint8), torch.zeros(n)
@@ -144,7 +143,7 @@ def test_extreme_magnitudes_stay_finite(name: str, options: dict[str, Any]) -> N
     for value in (0.0, -0.0, 1e-45, -1e-40, 2.0**-101, largest / 1_000, -largest):
         gradient = torch.full((300,), value)
         message = encode(codec, gradient)
-        if is_nonfinite_message(message, 300):
+        if message.numel() == oracle.HEADER_BYTES:
             assert name in ("qsgd", "thc")  # a norm beyond float32
             assert abs(value) == largest
             continue

@@ -158,10 +158,9 @@ class Law:
         self.candidates[name].excluded = why
 
     def go_on_at(self, step: int, scheme: str | None = None) -> None:
-        """`step` is the next one: the run was resumed, or steps passed unseen. A race under way is off.
+        """`step` is the next one, under `scheme` (by default what was at work): the run was resumed, or steps passed unseen.
 
-        Args:
-            scheme: what is at work; by default what was.
+        A race under way is off.
         """
         if scheme is not None and scheme != self.incumbent:
             self.incumbent, self.since_step = scheme, step

@@ -91,9 +91,8 @@ def test_links_fail_and_what_follows_is_judged(harm: str) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("plant", "words"), [("silent", "noticed nothing"), ("untyped", "no typed error")])
-def test_fault_planted_behind_a_link_is_found(plant: str, words: str) -> None:
-    assert words in _expect({**_LINKS, "plant": plant}, "failed")
+def test_fault_planted_behind_a_link_is_found() -> None:
+    assert "noticed nothing" in _expect({**_LINKS, "plant": "silent"}, "failed")
 
 
 def _expect(drawn: dict[str, Any], verdict: str) -> str:

@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 GPU_JSON ?= gpu.json
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SOURCES := src tests examples
-CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
+CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp src/gradwire/gpu/source/* tests/device/*.cpp tests/device/*.hpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test campaign fuzz lint bench gpu wheel setup native format clean

@@ -135,7 +135,8 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx(
         ({"GW_STUB_ARCHITECTURE": "75"}, Unsupported, "compute capability 7.5.*8.0"),
         ({"GW_STUB_COMPILE": "6"}, GradwireError, "does not compile.*line 3: wrong"),
         ({"GW_STUB_LOAD": "2"}, OutOfMemory, "no memory left"),
-        ({"GW_STUB_LOAD": "200"}, GradwireError, "cuModuleLoadData"),
+        ({"GW_STUB_LOAD": "222"}, Unsupported, "update the driver"),
+        ({"GW_STUB_LOAD": "304"}, GradwireError, "cuModuleLoadData"),
     ],
 )
 def test_what_is_wrong_with_a_machine_is_said(

@@ -214,14 +214,15 @@ def measure_kernels(device: torch.device, kernels: Kernels | None = None) -> dic
         def encode(turn: int, on: DeviceQuantised = on, message: Tensor = message, work: Tensor = work) -> None:
             on.encode(inputs[turn % 4], message, n_bytes, work, residual=residual, new_residual=residual)
 
-        def decode(
-            turn: int, adds: bool = False, on: DeviceQuantised = on, message: Tensor = message, work: Tensor = work
-        ) -> None:
-            on.decode(message, sums, error, work, adds=adds)
+        def decode(turn: int, on: DeviceQuantised = on, message: Tensor = message, work: Tensor = work) -> None:
+            on.decode(message, sums, error, work)
+
+        def add(turn: int, on: DeviceQuantised = on, message: Tensor = message, work: Tensor = work) -> None:
+            on.decode(message, sums, error, work, adds=True)
 
         rates[f"{name} encode"] = _rate(device, encode)
         rates[f"{name} decode"] = _rate(device, decode)
-        rates[f"{name} decode and add"] = _rate(device, lambda turn, decode=decode: decode(turn, True))
+        rates[f"{name} decode and add"] = _rate(device, add)
         on.raise_error(int(error))
     return {"n_elements": _MEASURED, "gb_s": rates}
 

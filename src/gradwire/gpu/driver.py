@@ -39,6 +39,8 @@ class CudaKernels:
         load: Callable[[str], Any] = ctypes.CDLL,
         stream_of: Callable[[torch.device], int] | None = None,
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._stream_of = stream_of or (lambda place: torch.cuda.current_stream(place).cuda_stream)
         try:
@@ -98,6 +100,11 @@ class CudaKernels:
             if status in _BAD_IMAGE:  # of another time: compiled anew
                 image = compiled_for(self.architecture, load, again=True)
                 status = self._cuda.cuModuleLoadData(ctypes.byref(module), image)
+            if status in _BAD_IMAGE:
+                raise Unsupported(
+                    f"the NVIDIA driver, which is for CUDA {self.driver}, does not load what NVRTC compiles for "
+                    f"sm_{self.architecture}: update the driver, or install the nvidia-cuda-nvrtc of its CUDA release"
+                )
             self._check("cuModuleLoadData", status)
         return module
 

@@ -8,7 +8,7 @@ GPU_JSON ?= gpu.json
 TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 SOURCES := src tests examples
-CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
+CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp src/gradwire/gpu/source/* tests/device/*.cpp tests/device/*.hpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test campaign fuzz lint bench gpu wheel setup native format clean

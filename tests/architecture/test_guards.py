@@ -22,6 +22,7 @@ FLOORS = [
     ["registry"],
     ["telemetry", "control", "ranks", "results"],
     ["wire", "codecs"],
+    ["gpu"],
     ["core"],
     ["exchange"],
     ["stepping", "schemes"],

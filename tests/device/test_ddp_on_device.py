@@ -14,6 +14,7 @@ from late_cases import CPU, N_STEPS, SCHEMES, Place, adamw, attach, batch, begin
 from torch import Tensor, nn
 
 import gradwire
+from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from ranks import run_ranks, try_ranks
 
@@ -245,6 +246,28 @@ def train_on_two_devices(rank: int, world_size: int, library: Path) -> None:
 
 def test_a_model_on_two_devices(library: Path) -> None:
     run_ranks(train_on_two_devices, 2, library)
+
+
+def reduce_here_and_there(rank: int, world_size: int, library: Path) -> None:
+    """The same gradient comes from another device in every step, and from another one on every rank."""
+    late, _ = begin(library)
+    late.set_lateness_us(1_000)
+    means = []
+    for devices in ([CPU, CPU], [torch.device("late", 0), torch.device("late", 1)]):
+        reducer = Reducer("one-bit", timeout_s=30)
+        slot = reducer.slot("weight", torch.empty(5_000))
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * rank + step)
+            gradient = torch.randn(5_000, generator=generator).to(devices[(rank + step) % 2])
+            reducer.reduce(gradient, [slot], [0], 0, True).wait()
+            reducer.close_pass(step, 0)
+            means.append(gradient.cpu())
+        reducer.close()
+    assert all(map(torch.equal, means[:4], means[4:]))
+
+
+def test_a_bucket_that_moves_and_ranks_that_count_devices_differently(library: Path) -> None:
+    run_ranks(reduce_here_and_there, 2, library)
 
 
 def run_out_of_memory(rank: int, world_size: int, library: Path) -> None:

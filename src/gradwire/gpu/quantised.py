@@ -1,0 +1,247 @@
+"""One-bit, two-bit and QSGD messages on a device: the bytes of the CPU's codecs, enqueued by nobody who waits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.one_bit import OneBit
+from gradwire.codecs.qsgd import Qsgd
+from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.tensors import check_step, dtype_code
+from gradwire.codecs.two_bit import TwoBit
+from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument, Unsupported
+from gradwire.gpu.kernels import Kernels
+
+_HEADER_BYTES = 32
+_CPU_BLOCK = 4096  # values that the CPU adds up together
+_PIECE_BYTES = 16_384
+_THREADS = 256
+_MOST_BLOCKS = 2112  # 16 for each of an H100's 132 multiprocessors: more threads than that run one after another
+_SUMS_BYTES = 32
+_SHARED_OF_CHECKSUM = 4 * (256 + 8)
+_SHARED_OF_CHOICE = _SUMS_BYTES * _THREADS
+_ERROR_OF_CODE = 7  # the error word is this less the first of what is wrong
+
+_WRONG: dict[int, tuple[type[GradwireError], str]] = {
+    1: (CorruptMessage, "it does not begin with GWQT: another kind of message, or bytes were lost"),
+    2: (IncompatibleVersion, "it is of another format version: use the same gradwire release on every rank"),
+    3: (CorruptMessage, "it has another number of values than expected"),
+    4: (CorruptMessage, "the checksum does not match: bytes were changed on the way"),
+    5: (CorruptMessage, "it is of another quantiser, or has flags or scales that no encoder writes"),
+    6: (CorruptMessage, "it holds a code that no encoder writes"),
+}
+
+
+class _Quantise(ctypes.Structure):
+    """`Quantise` of source/quantised.hpp."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("values", "residual", "left_out", "message", "sums", "pieces", "n_bytes")
+        ),
+        *((name, ctypes.c_uint64) for name in ("n", "seed", "step")),
+        *((name, ctypes.c_float) for name in ("residual_scale", "parameter")),
+        *((name, ctypes.c_uint32) for name in ("kind", "dtype", "rule", "levels", "block", "pad")),
+    ]
+
+
+class _Dequantise(ctypes.Structure):
+    """`Dequantise` of source/quantised.hpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("message", "out", "pieces", "error")),
+        *((name, ctypes.c_uint64) for name in ("n", "payload")),
+        ("divisor", ctypes.c_float),
+        *((name, ctypes.c_uint32) for name in ("kind", "dtype", "adds", "levels", "block")),
+    ]
+
+
+class DeviceQuantised:
+    """A quantiser on a device: encode and decode enqueue kernels on the current stream and return.
+
+    Messages are those of the CPU's codec, byte for byte, and have a fixed room: `message_bytes(n)`. One that is not finite
+    is its header alone, and the rest of the room means nothing.
+
+    Args:
+        codec: OneBit, TwoBit or Qsgd.
+        kernels: where they run.
+    Raises: Unsupported (another codec, scales by group).
+    """
+
+    def __init__(self, codec: Quantised, kernels: Kernels) -> None:
+        if not isinstance(codec, OneBit | TwoBit | Qsgd):
+            raise Unsupported(f"{codec.name} has no kernels: one-bit, two-bit and qsgd have")
+        if codec.scale_values is not None:
+            raise Unsupported(f"{codec.name} has kernels for one scale a message: leave scale_values out")
+        self.codec = codec
+        self._kernels = kernels
+
+    def message_bytes(self, n_elements: int) -> int:
+        """The room of a message of `n_elements`, a multiple of 4."""
+        return self.codec.max_encoded_bytes(n_elements, torch.float32)
+
+    def work_bytes(self, n_elements: int) -> int:
+        """Of the memory that `encode` and `decode` use on the side, at a multiple of 8 bytes."""
+        return _SUMS_BYTES * self._n_sums(n_elements) + 4 * self._n_pieces(n_elements)
+
+    def encode(
+        self,
+        values: Tensor,
+        out: Tensor,
+        n_bytes: Tensor,
+        work: Tensor,
+        *,
+        residual: Tensor | None = None,
+        new_residual: Tensor | None = None,
+        residual_scale: float = 1.0,
+        step: int = 0,
+    ) -> None:
+        """As `Quantised.encode_with_residual`, or without residuals as `encode`.
+
+        Args:
+            values: (n,) float32, bfloat16 or float16.
+            out: (message_bytes(n),) uint8.
+            n_bytes: (1,) int64: gets the length of the message, 32 if a value is not finite.
+            work: at least (work_bytes(n),) uint8.
+            residual, new_residual: (n,) float32 or None; they may be the same.
+        All contiguous on the kernels' device. Raises: InvalidArgument, and what a launch raises.
+        """
+        n, codec = values.numel(), self.codec
+        code = dtype_code(values.dtype)
+        self._check("values", values, values.dtype, n)
+        self._check("out", out, torch.uint8, self.message_bytes(n))
+        self._check("n_bytes", n_bytes, torch.int64, 1)
+        self._check("work", work, torch.uint8, work.numel())
+        for name, tensor in (("residual", residual), ("new_residual", new_residual)):
+            if tensor is not None:
+                self._check(name, tensor, torch.float32, n)
+        if work.numel() < self.work_bytes(n):
+            raise InvalidArgument(f"work has {work.numel()} bytes; {self.work_bytes(n)} are needed")
+        kind, rule, parameter, levels, block, seed = codec._native_options
+        is_qsgd = isinstance(codec, Qsgd)
+        block = block if is_qsgd else _CPU_BLOCK
+        parameters = _Quantise(
+            values.data_ptr(),
+            _address(residual),
+            _address(new_residual),
+            out.data_ptr(),
+            work.data_ptr(),
+            work.data_ptr() + _SUMS_BYTES * self._n_sums(n),
+            n_bytes.data_ptr(),
+            n,
+            seed,
+            check_step(step),
+            residual_scale,
+            parameter,
+            kind,
+            code,
+            rule,
+            levels,
+            block,
+        )
+        launch = self._kernels.launch
+        n_sums = self._n_sums(n) if n else 0
+        launch("gw_quantised_measure", _parts(8 * n_sums, _THREADS), _THREADS, 0, parameters)
+        launch("gw_quantised_choose", 1, _THREADS, _SHARED_OF_CHOICE, parameters)
+        if is_qsgd:
+            launch("gw_quantised_pack_levels", _grid(8 * _parts(n, 64)), _THREADS, 0, parameters)
+        else:
+            launch("gw_quantised_pack", _grid(n), _THREADS, 0, parameters)
+        launch("gw_quantised_pieces", self._n_pieces(n), _THREADS, _SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_seal", 1, _THREADS, _SHARED_OF_CHECKSUM, parameters)
+
+    def decode(
+        self, message: Tensor, out: Tensor, error: Tensor, work: Tensor, *, divisor: float = 1.0, adds: bool = False
+    ) -> None:
+        """Read a message that was written with the same options.
+
+        Args:
+            message: (message_bytes(n),) uint8.
+            out: (n,) float32, bfloat16 or float16: gets the values / divisor; or, float32, has them added. Unchanged if the
+                message is not whole; undefined if a code in it is none.
+            error: (1,) int32: keeps the worst of what was wrong since it was 0; see `raise_error`.
+            work: at least (work_bytes(n),) uint8.
+        All contiguous on the kernels' device. Raises: InvalidArgument, and what a launch raises.
+        """
+        n = out.numel()
+        code = dtype_code(out.dtype)
+        if adds and out.dtype != torch.float32:
+            raise InvalidArgument("values are added to float32 only")
+        self._check("message", message, torch.uint8, self.message_bytes(n))
+        self._check("out", out, out.dtype, n)
+        self._check("error", error, torch.int32, 1)
+        self._check("work", work, torch.uint8, work.numel())
+        if work.numel() < self.work_bytes(n):
+            raise InvalidArgument(f"work has {work.numel()} bytes; {self.work_bytes(n)} are needed")
+        kind, _, _, levels, block, _ = self.codec._native_options
+        parameters = _Dequantise(
+            message.data_ptr(),
+            out.data_ptr(),
+            work.data_ptr(),
+            error.data_ptr(),
+            n,
+            message.numel() - _HEADER_BYTES,
+            divisor,
+            kind,
+            code,
+            adds,
+            levels,
+            block,
+        )
+        launch = self._kernels.launch
+        launch("gw_quantised_read_pieces", self._n_pieces(n), _THREADS, _SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_check", 1, _THREADS, _SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_unpack", _grid(n), _THREADS, 0, parameters)
+
+    def raise_error(self, code: int) -> None:
+        """Raise what the error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""
+        if code == 0:
+            return
+        error, text = _WRONG[_ERROR_OF_CODE - code]
+        raise error(f"{self.codec.name} message on {self._kernels.device}: {text}")
+
+    def _n_sums(self, n_elements: int) -> int:
+        block = self.codec.block if isinstance(self.codec, Qsgd) else _CPU_BLOCK
+        return max(1, _parts(n_elements, block))
+
+    def _n_pieces(self, n_elements: int) -> int:
+        return _parts(self.message_bytes(n_elements) - _HEADER_BYTES, _PIECE_BYTES)
+
+    def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
+        if tensor.dtype != dtype or tensor.dim() != 1 or tensor.numel() != n or not tensor.is_contiguous():
+            raise InvalidArgument(
+                f"{name} must be ({n},) {dtype}, contiguous; it is {tuple(tensor.shape)} {tensor.dtype} with strides "
+                f"{tensor.stride()}"
+            )
+        if tensor.device != self._kernels.device:
+            raise InvalidArgument(f"{name} is on {tensor.device}, the kernels run on {self._kernels.device}")
+        if n and tensor.data_ptr() % _ALIGNMENT[name]:
+            raise InvalidArgument(f"{name} begins at no multiple of {_ALIGNMENT[name]} bytes")
+
+
+_ALIGNMENT = {
+    "out": 4,
+    "message": 4,
+    "work": 8,
+    "n_bytes": 8,
+    "error": 4,
+    "values": 1,
+    "residual": 4,
+    "new_residual": 4,
+}
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _parts(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def _grid(n_threads: int) -> int:
+    return min(_parts(n_threads, _THREADS), _MOST_BLOCKS)

@@ -1,0 +1,2 @@
+// Every kernel: what NVRTC and nvcc compile.
+#include "quantised.hpp"

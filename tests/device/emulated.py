@@ -1,0 +1,63 @@
+"""The kernels on the host: their source compiled with g++, block by block, threads in an order of the test's choosing."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from gradwire.gpu.compiler import SOURCES
+
+HERE = Path(__file__).parent
+# As the CPU's codecs are compiled, and as the kernels are for devices: no fused multiply-add.
+FLAGS = ["-std=c++20", "-O2", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-fPIC", "-shared", "-x", "c++"]
+SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+
+
+def build(extra_flags: list[str] | None = None, source: Path = SOURCES) -> Path:
+    """The kernels as a shared library, kept in build/ by the hash of what it is made of.
+
+    `source`: where the kernels are; tests that plant faults have some of their own.
+    """
+    flags = FLAGS + (extra_flags or [])
+    files = {path.name: path.read_bytes() for path in sorted(source.iterdir())}
+    own = {name: (HERE / name).read_bytes() for name in ("emulated.cpp", "emulation.hpp")}
+    key = hashlib.blake2b(repr((files, own, flags)).encode(), digest_size=8).hexdigest()
+    library = HERE.parents[1] / "build" / "emulated" / f"kernels_{key}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = library.with_name(f"{library.name}.{os.getpid()}")
+        compiler = shutil.which("g++") or "c++"
+        command = [compiler, *flags, f"-I{source}", f"-I{HERE}", str(HERE / "emulated.cpp"), "-o", str(unfinished)]
+        subprocess.run(command, check=True)
+        unfinished.replace(library)
+    return library
+
+
+class EmulatedKernels:
+    """`gradwire.gpu.kernels.Kernels` on host memory.
+
+    Args:
+        seed: the order of blocks and threads: 0 forward, 1 backward, others by chance.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, library: Path, seed: int = 0) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.gw_last_error.restype = ctypes.c_char_p
+        self.seed = seed
+        self.launched: list[str] = []
+
+    def launch(self, name: str, n_blocks: int, n_threads: int, shared_bytes: int, parameters: ctypes.Structure) -> None:
+        self.launched.append(name)
+        if n_blocks == 0:
+            return
+        sizes = (ctypes.c_uint(size) for size in (n_blocks, n_threads, shared_bytes))
+        if self._library.gw_emulate(name.encode(), *sizes, ctypes.c_uint64(self.seed), ctypes.byref(parameters)):
+            raise RuntimeError(self._library.gw_last_error().decode())

@@ -1,0 +1,242 @@
+// A CUDA block on one host thread: every thread of it is a fiber, and barriers and warp operations switch fibers. So
+// the source of the kernels runs under g++, with its sanitizers, in any order of threads: forward, backward, or by
+// chance. A kernel whose bytes depend on the order has a race, and one whose threads wait at different places is
+// stopped by name.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace gradwire::gpu::emulation {
+
+struct Index {
+  unsigned x = 0;
+};
+
+class Block {
+ public:
+  static constexpr unsigned kWarpThreads = 32;
+  static constexpr std::size_t kStackBytes = 64 << 10;
+
+  static inline thread_local Block* current = nullptr;
+  Index thread, block, threads, blocks;
+  unsigned char* shared = nullptr;
+
+  explicit Block(unsigned n_threads) : fibers_(n_threads) {
+    threads.x = n_threads;
+    for (Fiber& fiber : fibers_) fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
+  }
+
+  // One block of a launch. Throws std::logic_error where its threads wait for each other for ever.
+  void run(const std::function<void()>& body, unsigned index, std::uint64_t seed) {
+    block.x = index;
+    body_ = &body;
+    current = this;
+    std::vector<unsigned> order(fibers_.size());
+    for (unsigned i = 0; i < order.size(); ++i) order[i] = seed == 1 ? order.size() - 1 - i : i;
+    std::mt19937_64 chance(seed * 1'000'003 + index);
+    for (Fiber& fiber : fibers_) prepare(fiber);
+    while (true) {
+      if (seed > 1) std::shuffle(order.begin(), order.end(), chance);
+      bool any = false;
+      for (const unsigned i : order)
+        if (fibers_[i].waits == Waits::no) resume(i), any = true;
+      if (any) continue;
+      if (!release()) break;
+    }
+    current = nullptr;
+  }
+
+  void barrier(int line) { wait(Waits::at_barrier, line); }
+
+  // Every lane's value, once all of the warp have come to this line.
+  const std::uint64_t* exchange(std::uint64_t value, int line) {
+    fibers_[running_].given = value;
+    wait(Waits::in_warp, line);
+    return fibers_[running_].seen;
+  }
+
+ private:
+  enum class Waits { no, at_barrier, in_warp, ended };
+  struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    Waits waits = Waits::ended;
+    int line = 0;
+    std::uint64_t given = 0, seen[kWarpThreads] = {};
+  };
+
+  static void enter() {
+    Block& self = *current;
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(nullptr, &self.main_stack_, &self.main_bytes_);
+#endif
+    (*self.body_)();
+    self.leave(Waits::ended, 0);
+  }
+
+  void prepare(Fiber& fiber) {
+    getcontext(&fiber.context);
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(fiber.stack.get(), kStackBytes);  // what the thread before left there
+#endif
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, &Block::enter, 0);
+    fiber.waits = Waits::no;
+  }
+
+  void resume(unsigned i) {
+    running_ = i;
+    thread.x = i;
+#if defined(__SANITIZE_ADDRESS__)
+    void* own = nullptr;
+    __sanitizer_start_switch_fiber(&own, fibers_[i].stack.get(), kStackBytes);
+    swapcontext(&main_, &fibers_[i].context);
+    __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
+#else
+    swapcontext(&main_, &fibers_[i].context);
+#endif
+  }
+
+  void leave(Waits waits, int line) {
+    Fiber& fiber = fibers_[running_];
+    fiber.waits = waits;
+    fiber.line = line;
+#if defined(__SANITIZE_ADDRESS__)
+    void* own = nullptr;
+    __sanitizer_start_switch_fiber(waits == Waits::ended ? nullptr : &own, main_stack_, main_bytes_);
+    swapcontext(&fiber.context, &main_);
+    __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
+#else
+    swapcontext(&fiber.context, &main_);
+#endif
+  }
+
+  void wait(Waits waits, int line) {
+    const Index own = thread;
+    leave(waits, line);
+    thread = own;
+  }
+
+  // Everybody waits or has ended. Whole warps that wait in one operation go on; else the block, if all are at one
+  // barrier.
+  bool release() {
+    bool any = false;
+    for (unsigned first = 0; first < fibers_.size(); first += kWarpThreads) {
+      if (!agree(first, first + kWarpThreads, Waits::in_warp)) continue;
+      for (unsigned i = first; i < first + kWarpThreads; ++i) {
+        for (unsigned lane = 0; lane < kWarpThreads; ++lane) fibers_[i].seen[lane] = fibers_[first + lane].given;
+        fibers_[i].waits = Waits::no;
+      }
+      any = true;
+    }
+    if (any) return true;
+    if (agree(0, fibers_.size(), Waits::ended)) return false;
+    if (!agree(0, fibers_.size(), Waits::at_barrier)) {
+      std::string lines;
+      for (const Fiber& fiber : fibers_)
+        if (lines.find(std::to_string(fiber.line)) == std::string::npos) lines += " " + std::to_string(fiber.line);
+      throw std::logic_error("threads of a block wait at different places (0: they have ended):" + lines);
+    }
+    for (Fiber& fiber : fibers_) fiber.waits = Waits::no;
+    return true;
+  }
+
+  bool agree(unsigned begin, unsigned end, Waits waits) const {
+    for (unsigned i = begin; i < end; ++i)
+      if (fibers_[i].waits != waits || fibers_[i].line != fibers_[begin].line) return false;
+    return true;
+  }
+
+  std::vector<Fiber> fibers_;
+  const std::function<void()>* body_ = nullptr;
+  ucontext_t main_;
+  unsigned running_ = 0;
+  const void* main_stack_ = nullptr;
+  std::size_t main_bytes_ = 0;
+};
+
+inline unsigned char* shared_memory() { return Block::current->shared; }
+
+// Blocks one after the other, in the order that `seed` says as well.
+inline void launch(unsigned n_blocks, unsigned n_threads, std::size_t shared_bytes, std::uint64_t seed,
+                   const std::function<void()>& body) {
+  if (n_threads == 0 || n_threads % Block::kWarpThreads != 0) throw std::logic_error("blocks have whole warps");
+  static thread_local std::map<unsigned, Block> kept;  // stacks are dear
+  Block& block = kept.try_emplace(n_threads, n_threads).first->second;
+  block.blocks.x = n_blocks;
+  for (unsigned number = 0; number < n_blocks; ++number) {
+    // Of its own, so that AddressSanitizer knows its end; filled, as a device's memory is with what the last one left.
+    const auto shared = std::make_unique<std::uint64_t[]>((shared_bytes + 7) / 8);
+    std::memset(shared.get(), 0xA5, (shared_bytes + 7) / 8 * 8);
+    block.shared = reinterpret_cast<unsigned char*>(shared.get());
+    block.run(body, seed == 1 ? n_blocks - 1 - number : number, seed);
+  }
+}
+
+inline unsigned ballot(bool predicate, int line) {
+  const std::uint64_t* const seen = Block::current->exchange(predicate, line);
+  unsigned word = 0;
+  for (unsigned lane = 0; lane < Block::kWarpThreads; ++lane) word |= static_cast<unsigned>(seen[lane]) << lane;
+  return word;
+}
+
+template <class T>
+T shuffle_xor(T value, unsigned lanes, int line) {
+  std::uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof value);
+  const unsigned own = Block::current->thread.x % Block::kWarpThreads;
+  std::memcpy(&value, &Block::current->exchange(word, line)[own ^ lanes], sizeof value);
+  return value;
+}
+
+}  // namespace gradwire::gpu::emulation
+
+#define __device__
+#define __forceinline__ inline
+#define __noinline__ inline
+#define threadIdx (::gradwire::gpu::emulation::Block::current->thread)
+#define blockIdx (::gradwire::gpu::emulation::Block::current->block)
+#define blockDim (::gradwire::gpu::emulation::Block::current->threads)
+#define gridDim (::gradwire::gpu::emulation::Block::current->blocks)
+#define __syncthreads() (::gradwire::gpu::emulation::Block::current->barrier(__LINE__))
+#define __ballot_sync(warp, predicate) (::gradwire::gpu::emulation::ballot(predicate, __LINE__))
+#define __shfl_xor_sync(warp, value, lanes) (::gradwire::gpu::emulation::shuffle_xor(value, lanes, __LINE__))
+
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline double __dsqrt_rn(double value) { return std::sqrt(value); }
+inline unsigned atomicMax(unsigned* at, unsigned value) {
+  std::atomic_ref<unsigned> word(*at);
+  unsigned before = word.load();
+  while (before < value && !word.compare_exchange_weak(before, value)) {
+  }
+  return before;
+}

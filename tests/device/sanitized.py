@@ -1,0 +1,13 @@
+"""Run as a program, under the sanitizers: the kernels in a library beside the CPU's codecs, in an order of threads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from emulated import EmulatedKernels
+
+from gradwire.bench import kernel_checks
+
+kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
+print("cases", kernel_checks.run(kernels, kernel_checks.CODECS, (33, 4097), ("gradient", "nan")))

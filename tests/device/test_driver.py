@@ -1,0 +1,176 @@
+"""Kernels through the driver and NVRTC: both are stubs that launch on the emulator; and all that can be wrong with them."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import emulated
+import pytest
+import torch
+
+from gradwire.bench import kernel_checks
+from gradwire.errors import GradwireError, OutOfMemory, Unsupported
+from gradwire.gpu import compiler
+from gradwire.gpu.driver import CudaKernels
+
+HERE = Path(__file__).parent
+STREAM = 0x1234
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("stub") / "stub.so"
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        str(HERE / "driver_stub.cpp"),
+        "-o",
+        str(library),
+        "-ldl",
+    ]
+    subprocess.run(command, check=True)
+    return library
+
+
+class Nothing(ctypes.Structure):
+    _fields_ = ()
+
+
+class Machine:
+    """A machine with a GPU, as far as a stub goes; and how many compilations it took."""
+
+    def __init__(self, stub: Path) -> None:
+        self.library = ctypes.CDLL(str(stub))
+        self.absent: set[str] = set()
+
+    def load(self, name: str) -> Any:
+        if any(name.startswith(absent) for absent in self.absent) or not name.startswith(("libcuda", "libnvrtc")):
+            raise OSError(f"{name}: cannot open shared object file")
+        return self.library
+
+    def kernels(self) -> CudaKernels:
+        return CudaKernels(torch.device("cpu"), self.load, lambda device: STREAM)
+
+
+@pytest.fixture
+def machine(stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GW_STUB_EMULATOR", str(emulated.build()))
+    return Machine(stub)
+
+
+def test_messages_through_the_driver_are_the_cpu_codecs(machine: Machine) -> None:
+    kernels = machine.kernels()
+    assert kernel_checks.run(kernels, ["one-bit", "qsgd"], (0, 33, 4097), ("gradient",)) == 36
+    assert machine.library.stub_contexts() == 0
+    assert kernels.resources("gw_quantised_pack") == {"registers": 40, "local_bytes": 0}
+    assert (kernels.driver, kernels.architecture) == ("13.0", 90)
+
+
+def test_gpu_check_covers_the_kernels(machine: Machine) -> None:
+    kernels = machine.kernels()
+    with (
+        mock.patch.object(kernel_checks, "SIZES", (33,)),
+        mock.patch.object(kernel_checks, "CONTENTS", ("gradient",)),
+        mock.patch.object(kernel_checks, "_LARGE", (5_000,)),
+    ):
+        found = kernel_checks.check_kernels(kernels.device, kernels)
+    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9
+    assert set(found["kernels"]) == set(kernel_checks.KERNELS)
+
+    def call(device: torch.device, function: Any) -> float:
+        function(1)
+        return 1.0
+
+    with mock.patch.object(kernel_checks, "_rate", call), mock.patch.object(kernel_checks, "_MEASURED", 5_000):
+        rates = kernel_checks.measure_kernels(kernels.device, kernels)["gb_s"]
+    assert len(rates) == 10
+    assert kernel_checks.check_kernels(torch.device("meta"))["status"] == "not run"
+
+
+def test_what_was_compiled_is_kept_and_what_does_not_load_is_compiled_anew(machine: Machine, tmp_path: Path) -> None:
+    before = machine.library.stub_compilations()
+    machine.kernels()
+    machine.kernels()
+    assert machine.library.stub_compilations() == before + 1
+    (kept,) = (tmp_path / "gradwire" / "kernels").iterdir()
+    assert kept.name.startswith("sm_90_")
+    kept.write_bytes(b"of another time")
+    machine.kernels()
+    assert machine.library.stub_compilations() == before + 2
+    assert kept.read_bytes().startswith(b"compiled sm_90")
+
+
+def test_nothing_is_kept_where_nothing_can_be(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert machine.kernels().architecture == 90
+
+
+def test_a_gpu_newer_than_the_compiler_gets_ptx(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GW_STUB_ARCHITECTURE", "103")
+    machine.kernels()
+    (kept,) = (tmp_path / "gradwire" / "kernels").iterdir()
+    assert kept.read_bytes().startswith(b"compiled compute_90")
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "says"),
+    [
+        ({"absent": "libcuda"}, Unsupported, "no NVIDIA driver"),
+        ({"absent": "libnvrtc"}, Unsupported, "pip install nvidia-cuda-nvrtc"),
+        ({"GW_STUB_INIT": "100"}, Unsupported, "no CUDA-capable device"),
+        ({"GW_STUB_DRIVER": "11080"}, Unsupported, "for CUDA 11.8.*12.0 or newer"),
+        ({"GW_STUB_ARCHITECTURE": "75"}, Unsupported, "compute capability 7.5.*8.0"),
+        ({"GW_STUB_COMPILE": "6"}, GradwireError, "does not compile.*line 3: wrong"),
+        ({"GW_STUB_LOAD": "2"}, OutOfMemory, "no memory left"),
+        ({"GW_STUB_LOAD": "222"}, Unsupported, "update the driver"),
+        ({"GW_STUB_LOAD": "304"}, GradwireError, "cuModuleLoadData"),
+    ],
+)
+def test_what_is_wrong_with_a_machine_is_said(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, broken: dict[str, str], error: type[Exception], says: str
+) -> None:
+    for name, value in broken.items():
+        if name == "absent":
+            machine.absent.add(value)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=says):
+        machine.kernels()
+    assert machine.library.stub_contexts() == 0, "another context than torch's stays current"
+
+
+def test_a_launch_that_fails_says_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = machine.kernels()
+    monkeypatch.setenv("GW_STUB_LAUNCH", "2")
+    with pytest.raises(OutOfMemory):
+        kernels.launch("gw_quantised_seal", 1, 256, 0, Nothing())
+    monkeypatch.setenv("GW_STUB_LAUNCH", "719")
+    with pytest.raises(GradwireError, match="cuLaunchKernel"):
+        kernels.launch("gw_quantised_seal", 1, 256, 0, Nothing())
+    with pytest.raises(GradwireError, match="cuModuleGetFunction"):
+        kernels.launch("no_such_kernel", 1, 256, 0, Nothing())
+    assert machine.library.stub_contexts() == 0
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
+def test_nvrtc_compiles_the_kernels(architecture: int) -> None:
+    try:
+        nvrtc = compiler.Compiler()
+    except Unsupported as error:
+        pytest.skip(str(error))
+    if architecture not in nvrtc.architectures():
+        pytest.skip(f"NVRTC {nvrtc.version} does not know sm_{architecture}")
+    assert nvrtc.compile(f"sm_{architecture}")[:4] == b"\x7fELF"

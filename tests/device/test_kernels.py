@@ -1,0 +1,175 @@
+"""The quantisers' kernels, run on the host: the CPU codecs' bytes in every order of threads, clean under the sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+
+from gradwire.bench import kernel_checks
+from gradwire.bench.device_checks import CheckFailed
+from gradwire.bench.kernel_checks import CODECS
+from gradwire.codecs.ternary import Ternary
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
+from gradwire.gpu.compiler import SOURCES
+from gradwire.gpu.quantised import DeviceQuantised
+
+# Of threads and blocks: forward, backward, two by chance.
+ORDERS = (0, 1, 5, 6)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_messages_residuals_and_values_are_the_cpus(order: int) -> None:
+    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    sizes = kernel_checks.SIZES if order == 0 else (0, 33, 4097)
+    names = ("one-bit", "two-bit", "qsgd") if order == 0 else CODECS
+    n_cases = kernel_checks.run(kernels, names, sizes, ("gradient",))
+    assert n_cases == 6 * len(sizes) * len(names)
+
+
+def test_every_content_is_the_cpus() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build(), 7)
+    assert kernel_checks.run(kernels, CODECS, (65,), kernel_checks.CONTENTS) == 6 * len(CODECS) * 8
+
+
+def test_a_payload_of_many_pieces_is_the_cpus() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    values = kernel_checks.values_of("gradient", 70_001, torch.float32)
+    kernel_checks.compare(kernels, CODECS["qsgd"], values, None, 1.0, step=9)
+
+
+def test_kernels_are_clean_under_the_sanitizers() -> None:
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    if not all(Path(library).exists() for library in libraries):
+        pytest.skip("g++ has no sanitizers here")
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": ":".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "PYTHONPATH": os.pathsep.join([str(SOURCES.parents[2]), str(emulated.HERE)]),
+    }
+    library = emulated.build(emulated.SANITIZED)
+    command = [sys.executable, str(emulated.HERE / "sanitized.py"), str(library), "5"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "cases 192" in ended.stdout
+
+
+# A planted fault, and the order of threads that shows it.
+FAULTS = {
+    "a barrier is missing before what all warps found is added up": (
+        "checksum.hpp",
+        "shared.warps[threadIdx.x / kWarp] = word;\n  __syncthreads();",
+        "shared.warps[threadIdx.x / kWarp] = word;",
+    ),
+    "lanes are added in another order than the CPU's": (
+        "quantised.hpp",
+        "for (u32 lanes = 1; lanes < kLanes; lanes *= 2) {",
+        "for (u32 lanes = kLanes / 2; lanes > 0; lanes /= 2) {",
+    ),
+    "a barrier that not all threads come to": (
+        "quantised.hpp",
+        "  if (threadIdx.x != 0) return;\n  const bool is_finite = all",
+        "  if (threadIdx.x != 0) return;\n  __syncthreads();\n  const bool is_finite = all",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    shutil.copytree(SOURCES, tmp_path / "source")
+    name, right, wrong = FAULTS[fault]
+    text = (tmp_path / "source" / name).read_text()
+    assert text.count(right) == 1
+    (tmp_path / "source" / name).write_text(text.replace(right, wrong))
+    library = emulated.build(source=tmp_path / "source")
+
+    def run_in_all_orders() -> None:
+        for order in ORDERS:
+            kernel_checks.run(emulated.EmulatedKernels(library, order), ["one-bit"], (4097,), ("gradient",))
+
+    with pytest.raises(CheckFailed, match="one-bit"):
+        run_in_all_orders()
+
+
+def message_of(on: DeviceQuantised, n: int) -> torch.Tensor:
+    message = torch.empty(on.message_bytes(n), dtype=torch.uint8)
+    work = torch.empty(on.work_bytes(n), dtype=torch.uint8)
+    on.encode(kernel_checks.values_of("gradient", n, torch.float32), message, torch.zeros(1, dtype=torch.int64), work)
+    return message
+
+
+def error_of(on: DeviceQuantised, message: torch.Tensor, n: int) -> tuple[int, torch.Tensor]:
+    error, out = torch.zeros(1, dtype=torch.int32), torch.full((n,), 7.0)
+    on.decode(message, out, error, torch.empty(on.work_bytes(n), dtype=torch.uint8))
+    return int(error), out
+
+
+@pytest.mark.parametrize("name", ["one-bit", "two-bit", "qsgd"])
+def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
+    on = DeviceQuantised(CODECS[name], emulated.EmulatedKernels(emulated.build()))
+    n = 200
+    message = message_of(on, n)
+    assert error_of(on, message, n)[0] == 0
+    for byte in (0, 4, 5, 6, 7, 8, 16, 20, 28, 31, 32, 40, message.numel() - 1):
+        changed = message.clone()
+        changed[byte] ^= 0x10
+        code, out = error_of(on, changed, n)
+        with pytest.raises((CorruptMessage, IncompatibleVersion)):
+            on.raise_error(code)
+        assert bool((out == 7).all()), f"values of a message with another byte {byte} were used"
+        with pytest.raises((CorruptMessage, IncompatibleVersion)):
+            on.codec.decode(changed, torch.empty(n))
+
+
+def test_a_code_that_no_encoder_writes_is_reported_though_the_checksum_is_right() -> None:
+    on = DeviceQuantised(CODECS["two-bit"], emulated.EmulatedKernels(emulated.build()))
+    message = message_of(on, 16)
+    message[32] |= 3
+    message[28:32] = torch.tensor(list(_crc32c(bytes(message[:28]) + bytes(message[32:])).to_bytes(4, "little")))
+    with pytest.raises(CorruptMessage, match="no encoder writes"):
+        on.raise_error(error_of(on, message, 16)[0])
+    with pytest.raises(CorruptMessage, match="no encoder writes"):
+        on.codec.decode(message, torch.empty(16))
+
+
+def test_arguments_that_kernels_would_misread_are_refused() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    on = DeviceQuantised(CODECS["one-bit"], kernels)
+    message, work = message_of(on, 64), torch.empty(on.work_bytes(64), dtype=torch.uint8)
+    error, out = torch.zeros(1, dtype=torch.int32), torch.empty(64)
+    n_launched = len(kernels.launched)
+    elsewhere = torch.empty(64, device="meta")
+    for arguments, says in (
+        ((message[:-1], out, error, work), "message"),
+        ((message, torch.empty(128)[::2], error, work), "contiguous"),
+        ((message, elsewhere, error, work), "meta"),
+        ((message, out, error.double(), work), "int32"),
+        ((message, out, error, work[:8]), "work has"),
+        ((torch.empty(41, dtype=torch.uint8)[1:], out, error, work), "multiple of 4"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            on.decode(*arguments)
+    with pytest.raises(InvalidArgument, match="float32 only"):
+        on.decode(message, out.half(), error, work, adds=True)
+    assert len(kernels.launched) == n_launched
+    with pytest.raises(Unsupported, match="ternary"):
+        DeviceQuantised(Ternary(), kernels)
+
+
+def _crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF

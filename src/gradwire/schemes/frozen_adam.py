@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core.feedback import holds_nonzero
 from gradwire.core.slot import Slot, local_of
 from gradwire.errors import InvalidArgument, Unsupported
 
@@ -67,10 +68,9 @@ class FrozenAdam:
         if not state or "exp_avg_sq" not in state:
             return False
         n_updates = int(state["step"])
-        if n_updates - self.idle_until.get(parameter, 0) < self._freeze_step:
-            return False
-        if not bool(local_of(self._variance(state)).any()):  # it has not begun to train
+        if not holds_nonzero(local_of(self._variance(state))):  # it has not begun to train
             self.idle_until[parameter] = n_updates
+        if n_updates - self.idle_until.get(parameter, 0) < self._freeze_step:
             return False
         self.frozen_at[parameter] = n_updates
         return True

@@ -60,12 +60,11 @@ wheel: setup
 
 # Docstrings are read, not imported: neither torch nor the core is needed.
 docs: $(SITE)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --clean
-	@echo 'build/site/index.html'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
 
 $(SITE): pyproject.toml constraints.txt | $(BIN)/python
 	@echo '[2/2] installing what builds the site'
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 
 format: setup

@@ -95,7 +95,7 @@ def _schemes() -> str:
     """Every registered scheme, as a directive of mkdocstrings under its name."""
     registry = (ROOT / "src" / "gradwire" / "schemes" / "__init__.py").read_text(encoding="utf-8")
     return "\n".join(
-        f'### `{name}`\n::: {module}.{cls}\n    options: {{heading_level: 4, show_root_toc_entry: false, members: false}}\n'
+        f"### `{name}`\n::: {module}.{cls}\n    options: {{heading_level: 4, show_root_toc_entry: false, members: false}}\n"
         for name, module, cls in _SCHEME.findall(registry)
     )
 

@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SITE   := $(VENV)/.site
 GPU_JSON ?= gpu.json
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
-SOURCES := src tests examples docs
+SOURCES := src tests examples docs/_site.py
 CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp)
 
 .DEFAULT_GOAL := help

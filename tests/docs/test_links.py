@@ -1,0 +1,60 @@
+"""What a page points at is there: files, headings, names in the code, tests and modules in backticks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from page_text import DOCS, GENERATED, PAGES, ROOT, name_of, prose_of
+
+_LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]+))?\)")
+_PATH = re.compile(r"`((?:tests|native|examples|fuzz|src)/[\w./-]+)`")
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors that a page offers, as GitHub and the site make them."""
+    lines = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).replace("`", "").replace("**", "").lower() for line in lines]
+    return {re.sub(r"[^\w\- ]", "", line).strip().replace(" ", "-") for line in plain}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(GENERATED)], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for words, target, anchor in _LINK.findall(re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{words}: {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor in headings(path), f"{target}#{anchor}: no such heading"
+        named = re.fullmatch(r"`(\w+)`", words)
+        if named and path.suffix in (".py", ".hpp", ".cpp"):
+            defined = rf"^\s*(class|def|struct|[\w:<>]+) {named[1]}\b"
+            assert re.search(defined, path.read_text(), re.MULTILINE), f"{target} defines no {named[1]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_named_in_backticks_exist(page: Path) -> None:
+    assert [path for path in _PATH.findall(page.read_text()) if not (ROOT / path).exists()] == []
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    assert [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if str(page.relative_to(DOCS)) not in menu] == []
+
+
+def test_public_names_are_in_the_reference() -> None:
+    import gradwire
+
+    # Attachment is a Reducer; errors and modules are there as a whole.
+    elsewhere = {"Attachment", "codecs", "schemes"} | {
+        name for name in gradwire.__all__ if isinstance(getattr(gradwire, name), type) and name in vars(gradwire.errors)
+    }
+    reference = (DOCS / "api.md").read_text()
+    assert [
+        n for n in gradwire.__all__ if n not in elsewhere and not re.search(rf"^::: .*\.{n}$", reference, re.M)
+    ] == []
+
+
+def test_prose_is_told_from_code() -> None:
+    assert prose_of("a 1 %\n```\n2 %\n```\n    3 %\n`4 %`\n<!-- 5 % -->b").split() == ["a", "1", "%", "b"]

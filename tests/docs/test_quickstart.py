@@ -1,0 +1,30 @@
+"""The quick start does what it says: its script is taken from the page, and its commands are run one after another."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from page_text import DOCS, ROOT
+
+PAGE = (DOCS / "quickstart.md").read_text()
+
+
+def test_the_script_and_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    script = re.search(r'```python title="train.py"\n(.*?)```', PAGE, re.DOTALL)
+    commands = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL))
+    assert script is not None
+    (tmp_path / "train.py").write_text(script[1])
+    commands = commands.replace("torchrun ", f"{sys.executable} -m torch.distributed.run --master-port 0 ")
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        ["bash", "-e"], input=commands, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = re.findall(r"loss ([0-9.]+), ratio ([0-9.]+)", done.stdout)
+    assert [ratio for _, ratio in said[:1]] == ["1.00"]  # as the page says: nothing to win
+    assert 0.2 < float(said[1][1]) < 0.3

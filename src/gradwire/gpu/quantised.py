@@ -121,7 +121,7 @@ class DeviceQuantised:
                 self._check(name, tensor, torch.float32, n)
         if work.numel() < self.work_bytes(n):
             raise InvalidArgument(f"work has {work.numel()} bytes; {self.work_bytes(n)} are needed")
-        kind, rule, parameter, levels, block, seed = codec._native_options
+        kind, rule, parameter, levels, block, seed = codec.native_options
         is_qsgd = isinstance(codec, Qsgd)
         block = block if is_qsgd else _CPU_BLOCK
         parameters = _Quantise(
@@ -177,7 +177,7 @@ class DeviceQuantised:
         self._check("work", work, torch.uint8, work.numel())
         if work.numel() < self.work_bytes(n):
             raise InvalidArgument(f"work has {work.numel()} bytes; {self.work_bytes(n)} are needed")
-        kind, _, _, levels, block, _ = self.codec._native_options
+        kind, _, _, levels, block, _ = self.codec.native_options
         parameters = _Dequantise(
             message.data_ptr(),
             out.data_ptr(),

@@ -139,7 +139,7 @@ def test_damaged_groups_are_refused(name: str, options: dict[str, Any]) -> None:
 
 def test_only_codecs_that_do_it_in_one_sweep_add_a_residual() -> None:
     values, out = make_gradient(100), torch.empty(1_000, dtype=torch.uint8)
-    for name in ("gcomp", "raw"):
+    for name in ("truncated-float", "raw"):
         codec = codecs.by_name(name)
         with pytest.raises(InvalidArgument, match="residual"):
             pieces.encode(codec, values, (100,), out, torch.empty(100), residual=torch.zeros(100))

@@ -65,7 +65,7 @@ docs: $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
 
 $(SITE): pyproject.toml constraints.txt | $(BIN)/python
-	@echo '[2/2] installing what builds the site'
+	@echo 'installing what builds the site'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
 	@touch $@
 

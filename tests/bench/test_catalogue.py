@@ -16,7 +16,7 @@ from gradwire.bench.measures import Call, by_name, commands
 from gradwire.bench.measures.compression_cost import Asked
 from gradwire.bench.measures.float_methods import Method
 from gradwire.bench.measures.trainings import configure
-from gradwire.bench.train_contenders import RIVALS, check_rival_options
+from gradwire.bench.train_contenders import RIVALS, SHARDED, check_rival_options
 from gradwire.cli.bench import allreduce, codec, regret, train
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
@@ -38,7 +38,7 @@ def check_contender(spec: str) -> None:
     name, options = parse_spec(spec)
     if name in RIVALS:
         check_rival_options(name, options)
-    elif name not in reducers.BY_NAME_ONLY:
+    elif name not in (*reducers.BY_NAME_ONLY, *SHARDED):
         options.pop("bucket_mb", None)
         schemes.by_name(name, **options)
 

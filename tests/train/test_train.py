@@ -60,6 +60,17 @@ def test_plain_scheme_trains_as_ddp_does_and_runs_repeat() -> None:
     assert (plain.summary["wire_bytes_origin"], ddp.summary["wire_bytes_origin"]) == ("counted", "computed for a ring")
 
 
+def test_torchs_hooks_send_half_and_train_almost_as_ddp_does() -> None:
+    ddp, bf16, fp16, scheme = run_ranks(_train_each, 2, [replace(CONFIG, scheme=name) for name in (
+        "ddp", "ddp-bf16", "ddp-fp16", "bf16")])[0]  # fmt: skip
+    assert bf16.summary["ratio"] == fp16.summary["ratio"] == 0.5
+    assert bf16.summary["wire_bytes_origin"] == "computed for a ring"
+    assert bf16.losses == scheme.losses, "the scheme is PyTorch's hook"
+    for half in (bf16, fp16):
+        assert half.losses != ddp.losses
+        assert half.losses == pytest.approx(ddp.losses, abs=1e-2)
+
+
 @pytest.mark.parametrize(("workload", "options"), [("gpt", TINY_GPT), ("resnet", {"width": 4, "batch_size": 8})])
 @pytest.mark.parametrize("scheme", ["plain", "ddp", "gcomp"])
 def test_resumed_run_is_bit_identical_to_one_that_wraps_anew(

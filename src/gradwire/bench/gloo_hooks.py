@@ -5,15 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 
-def bf16_hook(group, bucket):  # type: ignore[no-untyped-def]  # annotated, they would have to be DDP's own objects
-    """`bf16_compress_hook` under another name: DDP refuses that one off CUDA, though Gloo sums bfloat16 well enough."""
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-def quant8_hook(group, bucket):  # type: ignore[no-untyped-def]
+def quant8_hook(group, bucket):  # type: ignore[no-untyped-def]  # annotated, they would have to be DDP's own objects
     """`quantization_pertensor_hook`, which takes the result of an all-gather to be nested as NCCL's is."""
     view = vars(quantization_hooks)  # that module's view of torch.distributed, nobody else's
     if not isinstance(view["dist"], _DistributedAsNccl):

@@ -23,6 +23,7 @@ from gradwire.bench.overlap import Timeline
 from gradwire.bench.reducers import make_scheme
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
+from gradwire.training import torch_hooks
 from gradwire.wire.communicator import ring_bytes
 from gradwire.workloads import Workload
 
@@ -257,7 +258,7 @@ class TrainContender:
             model.register_comm_hook(group, default_hooks.fp16_compress_hook)
             element_bytes = 2
         elif self.name == "ddp-bf16":
-            model.register_comm_hook(group, gloo_hooks.bf16_hook)
+            model.register_comm_hook(group, torch_hooks.bf16_hook)
             element_bytes = 2
         elif self.name == "hsdp":
             n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())

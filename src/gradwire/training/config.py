@@ -14,7 +14,8 @@ class TrainConfig:
     """One run; the same on all ranks.
 
     Attributes:
-        scheme: a name in `gradwire.schemes.names()`, or "ddp" for DistributedDataParallel without gradwire.
+        scheme: a name in `gradwire.schemes.names()`, or "ddp", "ddp-bf16", "ddp-fp16": DistributedDataParallel
+            without gradwire, with PyTorch's hook.
         steps: the step number to train up to; a resumed run does what is left.
         batch_size: samples per rank; None takes the workload's.
         seed: of weights and data. deterministic: torch's deterministic algorithms.
@@ -73,7 +74,7 @@ class TrainConfig:
             )
         if self.local_sgd < 0:
             raise InvalidArgument(f"local_sgd={self.local_sgd}: expected 0 (off), or the steps between two exchanges")
-        if self.local_sgd and (self.scheme == "ddp" or self.checkpoint is not None or self.rewrap_at):
+        if self.local_sgd and (self.scheme.startswith("ddp") or self.checkpoint is not None or self.rewrap_at):
             raise InvalidArgument(
                 "with local SGD there is no DDP, and each rank has a state of its own: take a scheme such as plain, and leave "
                 "checkpoints out (a loop of your own saves them: gradwire.LocalSgd.state_dict)"

@@ -58,13 +58,13 @@ def check(config: TrainConfig) -> None:
     Raises: InvalidArgument, Unsupported.
     """
     from gradwire import schemes, workloads
-    from gradwire.training.session import PLAIN_DDP
+    from gradwire.training.torch_hooks import HOOKS
 
-    if config.scheme == PLAIN_DDP:
+    if config.scheme in HOOKS:
         if config.scheme_options:
-            raise InvalidArgument(f"scheme {PLAIN_DDP!r} is DDP without gradwire and takes no options")
+            raise InvalidArgument(f"scheme {config.scheme!r} is DDP without gradwire and takes no options")
     elif config.scheme not in schemes.names():
-        choices = describe_choices(config.scheme, [PLAIN_DDP, *schemes.names()])
+        choices = describe_choices(config.scheme, [*HOOKS, *schemes.names()])
         raise InvalidArgument(f"no scheme is called {config.scheme!r}; {choices}")
     else:
         schemes.by_name(config.scheme, **config.scheme_options)

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.training.config import TrainConfig
+from gradwire.training.torch_hooks import HOOKS
 from gradwire.workloads import Workload
-
-PLAIN_DDP = "ddp"  # the scheme name that stands for DistributedDataParallel without gradwire
 
 
 class Session:
@@ -41,7 +41,10 @@ class Session:
             options["bucket_cap_mb"] = self._config.bucket_cap_mb
         devices = [self._device.index] if self._device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=devices, **options)
-        if self._config.scheme == PLAIN_DDP:
+        if self._config.scheme in HOOKS:
+            hook = HOOKS[self._config.scheme]
+            if hook is not None:
+                self.ddp.register_comm_hook(dist.group.WORLD, hook)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.model.parameters()]
             return
         import gradwire
@@ -81,7 +84,7 @@ class Session:
 
     @property
     def recorder(self) -> Any:
-        """The scheme's telemetry; None for plain DDP."""
+        """The scheme's telemetry; None without gradwire."""
         attachment = self.attachment.reducer if self._config.local_sgd else self.attachment
         return None if attachment is None else attachment.recorder
 

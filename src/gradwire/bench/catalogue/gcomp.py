@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradwire.bench.catalogue.codecs import STEPS
 from gradwire.bench.catalogue.schemes import DDP, ITERATION, X_DDP
-from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Table
+from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
 
 BASELINE = "gcomp:importance=none"
 TRUNCATE, PERIODIC = "truncate:bits=18", "periodic:every=8"
@@ -20,6 +20,20 @@ _DEVIATION = Column("deviation_mean", "deviation, mean", form=".1e")
 _FIDELITY = [_DEVIATION, Column("deviation_max", "max", form=".1e"), Column("ratio_mean", "volume, mean", form=".3f"),
              Column("ratio_last_10", "volume, last 10", form=".3f"), Column("loss_last_10", "loss", form=".4f"),
              Column("held_out_loss", form=".4f"), Column("accuracy", form=".4f"), Column("replicas_equal")]  # fmt: skip
+_PAPER = "gcomp:format=1,rounding=truncate"
+_FRONTIER = {
+    "no mantissa bit dropped (baseline)": BASELINE, "DDP: another order of summation": "ddp",
+    **{f"DDP, {hook} hook": f"ddp-{hook}" for hook in ("bf16", "fp16")},
+    **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (16, 12)},
+    **{f"truncated-float, {bits} bits": f"truncated-float:bits={bits}" for bits in (16, 12)},
+    "gcomp": "gcomp", **{f"gcomp, at most {bits} bits": f"gcomp:bits={bits}" for bits in (16, 14, 12, 10)},
+    "gcomp, truncating": "gcomp:rounding=truncate", "gcomp as published": _PAPER,
+    **{f"uniform {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (14, 12, 10, 7)},
+}  # fmt: skip
+_FRONTIER_WORKLOADS = {
+    "GPT, AdamW": "gpt:n_layers=2,width=128,n_heads=4,length=64,batch_size=8", "ResNet, SGD": "resnet:width=8,activation=silu",
+}  # fmt: skip
+_TO_BF16 = Column("deviation_mean", kind="ratio", against="ddp-bf16", form=".4f")
 _TIMES = [ITERATION, X_DDP, Column("machine_load", "cores busy, %", 100, ".0f"), Column("cores_per_rank", form=".2f"),
           Column("seconds_to_loss", "s to the loss", form=".1f"), Column("steps_to_loss", "steps",
                                                                          form=".0f")]  # fmt: skip
@@ -44,6 +58,22 @@ EXPERIMENTS = [
                     title="Bits an exponent, built-in and refreshed table, means over the run")],
         goals=[Goal(f"95 % below {name}", Column("deviation_mean", kind="ratio", against=spec), "<=", 0.05,
                     {"scheme": "gcomp:importance=paper"}) for name, spec in (("truncate", TRUNCATE), ("periodic", PERIODIC))],
+    ),
+    Experiment(
+        key="gcomp-frontier", system="gcomp", measure="training", seconds=120,
+        question="Bytes against closeness: what does each way to send fewer bits move the loss, beside PyTorch's own hooks?",
+        fixed={"ranks": 4, "steps": 60, "baseline": BASELINE}, over=("seed",), baseline={"scheme": BASELINE},
+        axes={"workload": _FRONTIER_WORKLOADS, "seed": [0, 1, 2], "scheme": _FRONTIER},
+        show=[Table([Column("ratio_mean", "bytes / ring", form=".3f"), Column("deviation_mean", "deviation, mean", form=".1e",
+                                                                             spread=True),
+                     Column("deviation_mean", "x bf16's", kind="ratio", against="ddp-bf16", form=".3g"),
+                     ms("iteration_s", "ms a step")]),
+              *(Plot("ratio_mean", Column("deviation_mean", "deviation of the loss", form=".1e"), log="y",
+                     x_title="bytes / a float32 ring's", where={"workload": workload}, title=name)
+                for name, workload in _FRONTIER_WORKLOADS.items())],
+        goals=[Goal("five times closer than bf16", _TO_BF16, "<=", 0.2, {"scheme": "gcomp"}),
+               Goal("a hundred times closer than bf16", _TO_BF16, "<=", 0.01, {"scheme": "gcomp"}),
+               Goal("fewer bytes than bf16", Column("ratio_mean", form=".3f"), "<=", 0.5, {"scheme": "gcomp"})],
     ),
     Experiment(
         key="gcomp-chaos", system="gcomp", measure="training", seconds=150,

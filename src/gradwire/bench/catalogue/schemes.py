@@ -70,6 +70,17 @@ def _nodes(key: str, per_node: int, seconds: float) -> Experiment:
     )  # fmt: skip
 
 
+def _nearly_exact(key: str, ranks: list[int], steps: int, seconds: float) -> Experiment:
+    return Experiment(
+        key=key, system="schemes", measure="train", seconds=seconds, baseline=DDP,
+        question=f"Schemes that leave the loss as it is, {steps} steps of four workloads: what do they send, and is it faster?",
+        fixed={"steps": steps, "warmup": 3},
+        axes={"workload": ["ncf", "lstm", "gpt", "resnet"], "ranks": ranks,
+              "rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": ["ddp", "ddp-bf16", "gcomp", "homomorphic"]},
+        show=[Table([ITERATION, X_DDP, SENT, CODEC, LOSS], rows=("ranks", "scheme"), across="rate")],
+    )  # fmt: skip
+
+
 def _sizes(*names: str) -> dict[str, int]:
     return {name: SIZES[name] for name in names}
 
@@ -114,6 +125,8 @@ EXPERIMENTS = [
         axes={"scheme": _CHANGING},
         show=[_PHASES],
     ),
+    _nearly_exact("nearly-exact", [2, 4], 10, 60),
+    _nearly_exact("nearly-exact-short", [4], 5, 45),
     _nodes("nodes-2x2", 2, 90),
     _nodes("nodes-2x4", 4, 150),
     Experiment(

@@ -35,8 +35,8 @@ def build() -> Path:
     folder = Path(__file__).parents[2] / "build" / "late-device"
     library = folder / f"late_{key}.so"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of another process may be making it
+    with (folder / "one-at-a-time").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of another process may be making it ("lock" is torch's own)
         if not library.exists():
             _compile(library)
     return library

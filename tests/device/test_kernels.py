@@ -95,7 +95,7 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
 
     def run_in_all_orders() -> None:
         for order in ORDERS:
-            kernel_checks.run(emulated.EmulatedKernels(library, order), ["one-bit"], (4097,), ("gradient",))
+            kernel_checks.run(emulated.EmulatedKernels(library, order), ["one-bit"], (777, 3001, 4097, 9000), ("gradient",))
 
     with pytest.raises(CheckFailed, match="one-bit"):
         run_in_all_orders()

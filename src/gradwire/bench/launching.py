@@ -37,7 +37,8 @@ def check_rank_arguments(args: argparse.Namespace) -> None:
     for rate in args.rate or ():
         each = [parse_rate(word) for word in rate.split(",")]
         if len(each) not in (1, count_links(args)):
-            raise InvalidArgument(f"--rate {rate}: {len(each)} rates for {count_links(args)} links")
+            whose = "ranks" if per_node == 1 else "nodes"
+            raise InvalidArgument(f"--rate {rate}: {len(each)} rates for {count_links(args)} {whose}")
 
 
 def count_links(args: argparse.Namespace) -> int:

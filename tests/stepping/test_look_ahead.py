@@ -382,9 +382,10 @@ def die_between_push_and_pull(rank: int, world_size: int) -> None:
             if rank == 1:
                 from gradwire.schemes.slimgc import exchange
 
-                # Its last argument is asked when all is pushed, before a value is replaced.
+                # Its last argument is asked before the first value is replaced; by then the others wait in `flush`.
                 whole = exchange._native.PieceExchange
-                exchange._native.PieceExchange = lambda *rest: whole(*rest[:-1], lambda: os._exit(9))  # type: ignore[misc,assignment]
+                die = lambda: time.sleep(2) or os._exit(9)  # type: ignore[func-returns-value] # noqa: E731
+                exchange._native.PieceExchange = lambda *rest: whole(*rest[:-1], die)  # type: ignore[misc,assignment]
         try:
             if step > 2:
                 attachment.flush()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire import CorruptMessage, IncompatibleVersion, InvalidArgument, codecs
+from gradwire import CorruptMessage, IncompatibleVersion, InvalidArgument, _native, codecs
 from gradwire.codecs.quantised import describe
 from gradwire.exchange.engine import engine_codec
 

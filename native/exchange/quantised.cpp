@@ -76,7 +76,7 @@ class QuantisedEnds final : public Ends {
       wire::Message scratch = pool_.take(4 * count);
       const std::span<float> decoded(reinterpret_cast<float*>(scratch.block->data()), count);
       decode(message, decoded, {});
-      for_unused(is_used, [&](std::size_t start, std::size_t end) {
+      for_unused(is_used, [&, first = first, count = count](std::size_t start, std::size_t end) {
         const std::size_t from = std::max(start, first), to = std::min(end, first + count);
         if (from < to) std::fill(decoded.begin() + (from - first), decoded.begin() + (to - first), 0.0f);
       });

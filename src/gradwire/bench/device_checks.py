@@ -36,6 +36,7 @@ _BUSY_WIDTH = 1024  # 20 products of matrices of this width hold the stream up b
 # Options under which a scheme's bits are the same in every run; all others have theirs by default.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "aqgb": {"floor": 0.125, "ceiling": 0.125},  # its bits follow the clock
+    "auto": {"fidelity": ["gcomp"], "replay": [(2, "gcomp")]},  # its decisions do
     "gcomp": {"refresh_every": 3},
     "slimgc": {"threshold_bytes": 2_000},
 }

@@ -56,7 +56,7 @@ def to_svg(plot: Plot, series: Series) -> str:
         draw(axes, series, slots)
         axes.set(xlabel=plot.x_title or plot.x.replace("_", " "), ylabel=plot.y.heading, title=plot.title)
         for axis in plot.log:
-            (axes.set_xscale if axis == "x" else axes.set_yscale)("log")
+            _scale_by_powers(axes, axis)
         if "y" not in plot.log:
             axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
         if len(series) > 1:
@@ -65,6 +65,20 @@ def to_svg(plot: Plot, series: Series) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", buffer.getvalue(), flags=re.DOTALL)
     return f"{svg.rstrip()}\n<!-- drawn from {digest_of(plot, series)} -->\n"
+
+
+def _scale_by_powers(axes: Any, axis: str) -> None:
+    """A logarithmic axis with plain numbers on it: text that stays text in an SVG knows no exponents."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def _num_to_string(self, x: float, vmin: float, vmax: float) -> str:
+            return f"{x:g}"
+
+    (axes.set_xscale if axis == "x" else axes.set_yscale)("log")
+    chosen_axis = axes.xaxis if axis == "x" else axes.yaxis
+    chosen_axis.set_major_formatter(Plain())
+    chosen_axis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
 
 
 def digest_in(path: Path) -> str | None:

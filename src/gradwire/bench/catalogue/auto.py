@@ -42,7 +42,7 @@ EXPERIMENTS = [
         "regret", "What does auto lose against DDP, and against the best scheme that it may use, in 300 steps?",
         {"workload": _WORKLOADS, "ranks": [2, 4], "rate": _RATES, "scheme": {**_DDP, **_RIVAL, **_EXACT, **_CLOSE}},
         rows=("workload", "ranks", "scheme"), across="rate", takes=80, steps=300, seconds=12,
-        plots=[Plot("rate", ms("late_s", "ms a step"), log="y", x_title="every rank's link",
+        plots=[Plot("rate", Column("x_ddp", "speed, x DDP", form=".3f"), style="bars", x_title="every rank's link",
                     where={"workload": "gpt", "ranks": 2})],
     ),
     _regret(

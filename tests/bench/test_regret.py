@@ -16,7 +16,7 @@ from gradwire.errors import InvalidArgument
 
 
 def auto_that(schedule: list[tuple[int, str]], *allowed: str, **more: Any) -> dict[str, Any]:
-    candidates = [{"spec": spec, "excluded": "", "predicted_ms": 1000.0} for spec in ("plain", *allowed)]
+    candidates = [{"spec": spec, "excluded": "", "first_predicted_ms": 1000.0} for spec in ("plain", *allowed)]
     decisions = [{"step": step, "kind": "switch", "scheme": scheme, "why": "so"} for step, scheme in schedule]
     return {"scheme": schedule[-1][1], "schedule": schedule, "spent_s": 0.1, "decisions": decisions,
             "candidates": [*candidates, {"spec": "c", "excluded": "not here"}], "fidelity": "close"} | more  # fmt: skip

@@ -45,7 +45,7 @@ def make_records(
         last = first + len(steps_s[spec])
         medians = {one: found[one]["iteration_s"] for one in rivals} | {"plain": found["ddp"]["iteration_s"]}
         errors = sorted(
-            abs(1e-3 * c["predicted_ms"] / medians[one] - 1) for one, c in allowed.items() if medians.get(one)
+            abs(1e-3 * c["first_predicted_ms"] / medians[one] - 1) for one, c in allowed.items() if medians.get(one)
         )
         found[spec] |= {
             "fidelity": auto["fidelity"],
@@ -58,7 +58,7 @@ def make_records(
             "model_error": statistics.median(errors),
             "model_error_most": errors[-1],
             "fixed_ms": json.dumps({one: round(1e3 * seconds, 2) for one, seconds in medians.items()}),
-            "predicted_ms": json.dumps({one: round(c["predicted_ms"], 2) for one, c in allowed.items()}),
+            "predicted_ms": json.dumps({one: round(c["first_predicted_ms"], 2) for one, c in allowed.items()}),
             "decisions": json.dumps([d for d in auto["decisions"] if first <= d["step"] < last]),
         }
     return found

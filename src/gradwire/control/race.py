@@ -58,7 +58,7 @@ class Candidate:
     """What is known of one scheme.
 
     Attributes:
-        predicted_us: by the model, for the link as last measured.
+        predicted_us: by the model, for the link as last measured; `first_predicted_us`: as it was before any race.
         bias: measured / predicted in permille; its family's until it has raced itself.
         is_tried: whether it ever ran.
         measured_us: under this link; 0 if it has not run under it.
@@ -75,6 +75,7 @@ class Candidate:
     not_before: int = 0
     n_losses: int = 0
     excluded: str = ""
+    first_predicted_us: int = 0
 
     @property
     def expected_us(self) -> int:
@@ -86,6 +87,7 @@ class Candidate:
         return {
             "spec": self.name,
             "predicted_ms": self.predicted_us / 1000,
+            "first_predicted_ms": (self.first_predicted_us or self.predicted_us) / 1000,
             "measured_ms": self.measured_us / 1000 or None,
             "bias": self.bias / 1000,
             "n_losses": self.n_losses,

@@ -181,6 +181,8 @@ class Law:
             return
         plain_us, waits_us = median(self._baseline), median(self._waiting)
         self._predict()
+        for candidate in self.candidates.values():
+            candidate.first_predicted_us = candidate.predicted_us
         self._learn(PLAIN, plain_us)
         self._could_win_us = waits_us
         if waits_us * 1000 < self.limits.margin * plain_us:
@@ -355,13 +357,8 @@ class Law:
 
     def _start_again(self, step: int, now_us: int, reference_us: int, link_changed: bool) -> None:
         """The network is another: what was measured is forgotten, what the model misjudges stays."""
-        self._say(
-            step,
-            "drift",
-            self.incumbent,
-            f"{now_us / 1000:.1f} ms a step, was {reference_us / 1000:.1f}"
-            + ("; the link has changed" if link_changed else ""),
-        )
+        why = f"{now_us / 1000:.1f} ms a step, was {reference_us / 1000:.1f}"
+        self._say(step, "drift", self.incumbent, why + ("; the link has changed" if link_changed else ""))
         self._predict()
         for candidate in self.candidates.values():
             candidate.measured_us = candidate.n_losses = 0

@@ -35,6 +35,7 @@ from gradwire.schemes.base import Scheme
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
 _log = logging.getLogger("gradwire.auto")
+_N_PROBES = 3  # of the link, in steps on end
 _LAG = 2  # steps after which a vote is read, so that nobody waits for it
 _LONG_STEP = 50  # times as long as a vote: while something is tried it is read before the next step
 _LINK_CHANGED = 250  # permille
@@ -80,7 +81,7 @@ class Auto(Scheme):
         self._schedule: list[tuple[int, str]] = []
         self._polls: Polls
         self._records: list[Any] = []
-        self._is_probing, self._wants_to_reconsider = False, False
+        self._n_to_probe, self._wants_to_reconsider, self._transfers_us = 0, False, list[int]()
         self._told = self._n_steps = 0
         self._last_scale = 0.0
         self._stays_plain = ""
@@ -141,13 +142,12 @@ class Auto(Scheme):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._profile is None:
             self._profile = measure_profile(session.communicator, self._rows, parameters)
-        limits = Limits(budget=math.ceil(1000 * self._budget))
         predicted = self._profile.predict_us(1)
         self._law = Law(
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
-            limits,
+            Limits(budget=math.ceil(1000 * self._budget)),
             self._predict,
-            lambda spec: self._shape_of(spec),
+            self._shape_of,
             {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and family == "adam"},
         )
 
@@ -159,8 +159,7 @@ class Auto(Scheme):
         specs = [row.spec for row in self._rows]
         facts = hash_configuration(self.name, {**self.configuration, "bound": specs})
         mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
-        record = self.session.recorder.open_bucket(0, -1, 0)
-        communicator.submit(compare_preambles, communicator, mine, record).wait()
+        communicator.submit(compare_preambles, communicator, mine, self.session.recorder.open_bucket(0, -1, 0)).wait()
 
     def _shape_of(self, spec: str) -> str:
         return next(row.shape for row in self._rows if row.spec == spec)
@@ -240,9 +239,10 @@ class Auto(Scheme):
         communicator = self.session.communicator
         if communicator.world_size == 1 or self._replay is not None or self._stays_plain:
             return
-        at_once = self._law.role_of(step) != "run" or self._is_probing  # by what all ranks know alone
+        self._n_to_probe -= (probe := self._n_to_probe > 0)
+        at_once = self._law.role_of(step) != "run" or probe  # by what all ranks know alone
         if self._polls.add(step, took_ns // 1000, waited_ns // 1000, fell_back,
-                           at_once=at_once, probe=self._is_probing, reconsider=self._wants_to_reconsider):  # fmt: skip
+                           at_once=at_once, probe=probe, reconsider=self._wants_to_reconsider):  # fmt: skip
             self._wants_to_reconsider = False
 
     def _lag(self) -> int:
@@ -257,17 +257,18 @@ class Auto(Scheme):
         link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
         for step, took_us, waited_us, fell_back in vote.steps():
             if self._law.wants_probe(step):
-                self._is_probing = True
+                self._n_to_probe = _N_PROBES
             is_last = step == vote.last_step
             self._law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
         self._tell()
 
     def _note_transfer(self, transfer_us: int) -> bool:
-        """Whether a probe has found another link than the profile holds."""
-        if not transfer_us or self._profile is None:
+        """Whether probes have found another link than the profile holds: by the fastest, since other traffic only slows."""
+        self._transfers_us += [transfer_us] if transfer_us else []
+        if len(self._transfers_us) < _N_PROBES or self._profile is None:
             return False
-        self._is_probing = False
-        old, new = self._profile.link.rate, self._profile.with_transfer(transfer_us)
+        old, new = self._profile.link.rate, self._profile.with_transfer(min(self._transfers_us))
+        self._transfers_us.clear()
         if abs(new.link.rate - old) * 1000 <= _LINK_CHANGED * old:
             return False
         self._profile = new
@@ -302,6 +303,7 @@ class Auto(Scheme):
         """The next step's number, after steps that some ranks have not seen. Collective. Raises: PeerLost."""
         communicator = self.session.communicator
         self._polls.forget()
+        self._n_to_probe, self._transfers_us = 0, []
         latest = torch.tensor([step], dtype=torch.int64)
         communicator.submit(communicator.all_reduce, latest, dist.ReduceOp.MAX).wait()
         self._law.go_on_at(int(latest))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import gradwire
 from buckets import Driver
 from gradwire import InvalidArgument, schemes
 from ranks import run_ranks
@@ -61,6 +62,28 @@ def test_the_log_names_the_warm_up_and_a_training_that_ended_within() -> None:
     (texts,) = run_ranks(end_early, 1)
     assert "steps before 9 are reduced plainly" in texts[0]
     assert "nothing was compressed" in texts[1]
+
+
+def words_beside(rank: int, world_size: int, name: str, options: dict[str, Any], optimizer: str) -> list[str]:
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire.schemes.quantised").addHandler(handler)
+    parameter = torch.nn.Parameter(torch.zeros(N))
+    stepping = getattr(torch.optim, optimizer)([parameter], lr=0.1)
+    gradwire.Reducer(schemes.by_name(name, **options), names={"weight": parameter}, optimizer=stepping).close()
+    return texts
+
+
+@pytest.mark.parametrize("name", ["one-bit", "two-bit"])
+def test_what_adam_loses_is_said_once_where_steps_are_compressed_from_the_first(name: str) -> None:
+    first, other = run_ranks(words_beside, 2, name, {}, "AdamW")
+    assert len(first) == 1
+    assert f"{name} beside AdamW" in first[0]
+    assert 'fidelity="close"' in first[0]
+    assert other == []
+    assert run_ranks(words_beside, 1, name, {"warmup_steps": 9}, "AdamW") == [[]]
+    assert run_ranks(words_beside, 1, name, {}, "SGD") == [[]]
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, None, "50"])

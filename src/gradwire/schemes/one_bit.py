@@ -18,6 +18,7 @@ class OneBitScheme(QuantisedDirect):
     """See `gradwire.codecs.one_bit.OneBit` for scale and threshold, `QuantisedDirect` for the rest."""
 
     name = "one-bit"
+    loses_under_adam = "0.42 nats higher"
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ class TwoBitScheme(QuantisedDirect):
     """See `gradwire.codecs.two_bit.TwoBit` for threshold and relative, `QuantisedDirect` for the rest."""
 
     name = "two-bit"
+    loses_under_adam = "0.24 nats higher"
 
     def __init__(
         self,

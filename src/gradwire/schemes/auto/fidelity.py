@@ -84,12 +84,14 @@ TABLE: tuple[FidelityRow, ...] = (
     FidelityRow(
         "one-bit", "any", "all", "quantised", 1.1, "one-bit",
         "ResNet: loss 0.581 against 0.361 after few steps; "
-        "AdamW: 0.42 nats behind, 0.14 with scales by group and 50 plain steps (docs/results/lossy.md); error feedback", True, FIRST_ADAM_STEP,
+        "AdamW: 0.42 nats behind, 0.14 with scales by group and 50 plain steps (docs/results/lossy.md); error feedback",
+        True, FIRST_ADAM_STEP,
     ),
     FidelityRow(
         "two-bit", "any", "all", "quantised", 2.1, "two-bit",
         "ResNet: loss 0.695 against 0.361 after few steps; "
-        "AdamW: 0.24 nats behind, 0.12 with scales by group and 50 plain steps (docs/results/lossy.md); error feedback", True, FIRST_ADAM_STEP,
+        "AdamW: 0.24 nats behind, 0.12 with scales by group and 50 plain steps (docs/results/lossy.md); error feedback",
+        True, FIRST_ADAM_STEP,
     ),
     FidelityRow(
         "acp-sgd", "any", "all", "sum", 0.5, "",

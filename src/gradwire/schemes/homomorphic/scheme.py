@@ -17,11 +17,11 @@ values save less than a tenth, and such buckets are sent plainly. What counts is
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gradwire import _native
 from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, MIN_GAMMA, CountSketch, FixedPoint, Outcome
 from gradwire.control.checks import share as check_share
@@ -30,9 +30,10 @@ from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
-from gradwire.schemes.compressed import Redoing, count_of
+from gradwire.schemes.compressed import Redoing
+from gradwire.schemes.homomorphic.expected_tables import ExpectedTables
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
-from gradwire.schemes.homomorphic.unsent import Unsent, quantised
+from gradwire.schemes.homomorphic.unsent import Unsent, quantised, values_to_send
 from gradwire.wire.step_check import StepCheck
 from gradwire.wire.wire import Wire
 
@@ -119,7 +120,9 @@ class Homomorphic(Redoing):
         self._next_tries_in: dict[str, int] = {}  # after this step
         self._attempts: dict[str, int] = {}  # the salt with which a bucket peeled last
         self._next_attempts: dict[str, int] = {}
-        self._n_too_dense = self._n_resent = self._n_core = 0
+        self._expected = ExpectedTables()
+        self._cells = torch.empty(0)  # on their way together with an index
+        self._n_too_dense = self._n_resent = self._n_core = self._n_at_once = 0
         self._is_aggregator_bound = False
 
     @property
@@ -158,16 +161,22 @@ class Homomorphic(Redoing):
         if self._is_known_as_dense(key):
             self._check.start(self.preamble(bucket), wire.record)  # no index goes before it, to say what ranks share
             return self._send_plainly(bucket, wire)
-        values, unsent = self._values_to_send(bucket, wire)
+        keep = self.density if self.sparsifier else None
+        values, unsent = values_to_send(self.session, bucket, wire, self.error_feedback, keep, self.mode == "packed")
         cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size()
         cell_bits = 8.0 * cell_bytes if self.mode == "packed" else 32 * self._sketch.gamma
         union = self._index.agree(
-            values, wire.checksum, key, bucket, self.session.communicator, self.aggregator, cell_bits
-        )
+            values, wire.checksum, key, bucket, self.session.communicator, self.aggregator, cell_bits,
+            self._assumed_sketch(values, bucket, wire, key),
+        )  # fmt: skip
         if not union.ranks_agree:
             wire.name_mismatch()
         if not union.is_finite or self._may_overflow(union):
+            if union.total is not None:
+                union.total.wait()
             return False
+        if union.total is not None and self._take_at_once(bucket, wire, values, unsent, union, key):
+            return True
         if self.mode == "packed":
             n_cells = n_nonzeros = packed_values.count(union.words, bucket.n_elements)
         else:
@@ -179,6 +188,7 @@ class Homomorphic(Redoing):
             n_nonzeros = self._sketch.n_nonzeros
             cell_bytes = max(4, cell_bytes)
         self._index.remember(key, n_nonzeros)
+        self._expected.forget(key)
         if cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes and n_cells:
             self._next_tries_in[key] = _STEPS_BETWEEN_TRIES
             return self._send_plainly(bucket, wire)
@@ -187,31 +197,6 @@ class Homomorphic(Redoing):
         else:
             self._send_sketch(bucket, wire, values, unsent, union, key)
         return True
-
-    def _values_to_send(self, bucket: Bucket, wire: Wire) -> tuple[torch.Tensor, Unsent | None]:
-        """(n,) to be summed, float32 or as the bucket (for sketches not float16), and with error feedback what is kept."""
-        n, gradient = bucket.n_elements, bucket.buffer
-        with wire.timing("encode"):
-            if not self.error_feedback and not self.sparsifier:
-                if gradient.dtype == torch.float16 and self.mode != "packed":
-                    return wire.scratch("values", n).copy_(gradient), None
-                return gradient, None
-            corrected, unsent = wire.scratch("corrected", n).copy_(gradient), None
-            if self.error_feedback:
-                unsent = Unsent(self.session.feedback, bucket, self.session.loss_scale(), corrected)
-            if not self.sparsifier:
-                return corrected, unsent
-            kept = wire.scratch("kept", n).zero_()
-            largest = torch.empty(count_of(self.density, n), dtype=torch.int32)
-            if _native.select_largest(corrected, largest) == 0:
-                places = largest.long()
-                kept[places] = corrected[places]
-                corrected[places] = 0
-            else:
-                kept[0] = float("nan")  # not finite: this bucket is going to be redone
-            if unsent is not None:
-                unsent.left_out = corrected
-            return kept, unsent
 
     def _send_packed(
         self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, n_values: int
@@ -235,6 +220,41 @@ class Homomorphic(Redoing):
                 unsent.stage(values, out, None)
             if not is_direct:
                 bucket.buffer.copy_(out)
+
+    def _assumed_sketch(
+        self, values: torch.Tensor, bucket: Bucket, wire: Wire, key: str
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Mode "sketch", once the last steps say how large the table has to be: it goes along with the index."""
+        table = self._expected.rows(key, self._sketch.gamma) if self.mode == "sketch" else None
+        if table is None:
+            return None
+
+        def cells_of(own_index: torch.Tensor) -> torch.Tensor:
+            with wire.timing("encode"):
+                n_cells = self._sketch.assume(bucket.n_elements, *table, self._attempts.get(key, 0))
+                self._cells = wire.scratch("cells", n_cells, torch.float32)
+                self._sketch.add(values, own_index, self._cells)
+            return self._cells
+
+        return cells_of
+
+    def _take_at_once(
+        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, key: str
+    ) -> bool:
+        """Whether all values come out of the sketch that was sent with its index; the mean then lies in the bucket."""
+        assert union.total is not None
+        with wire.timing("decode"):
+            self._sketch.adopt(union.words)
+        n_core = self._peel(wire, union)
+        union.total.wait()
+        if n_core > MAX_CORE:
+            self._n_resent += 1
+            return False
+        self._index.remember(key, self._sketch.n_nonzeros)
+        self._expected.note(key, self._sketch)
+        self._n_at_once += 1
+        self._recover(bucket, wire, values, unsent, union, self._cells, n_core, None)
+        return True
 
     def _send_sketch(
         self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, key: str
@@ -268,6 +288,16 @@ class Homomorphic(Redoing):
         if attempt != self._attempts.get(key, 0):
             self._next_attempts[key] = attempt if attempt < MAX_ATTEMPTS else 0
 
+        if self.mode == "sketch":
+            self._expected.note(key, sketch)
+        self._recover(bucket, wire, values, unsent, union, cells, n_core, fixed)
+
+    def _recover(
+        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union,
+        cells: torch.Tensor, n_core: int, fixed: FixedPoint | None,
+    ) -> None:  # fmt: skip
+        """Put the mean into the bucket, from summed cells and the order of peeling."""
+        sketch = self._sketch
         estimate = self.mode == "lossy" and n_core > _MAX_DENSE_CORE
         core = sketch.core() if n_core and (self.error_feedback or not estimate) else None
         scale = (1.0 if fixed is None else fixed.scale) / wire.world_size
@@ -348,20 +378,23 @@ class Homomorphic(Redoing):
         super().end_step(step)
         if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
             self._index.commit()
+            self._expected.commit()
             self._tries_in.update(self._next_tries_in)
             self._attempts.update(self._next_attempts)
         self._next_attempts.clear()
         self._index.next_counts.clear()
+        self._expected.clear_step()
         self._next_tries_in.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Buckets redone (not finite) and sent plainly (too dense), filters used and given up, sketches sent again,
-        values summed beside a sketch."""
+        """Buckets redone (not finite) and sent plainly (too dense), filters used and given up, sketches sent
+        together with their index, and sent again, values summed beside a sketch."""
         return {
             **super().stats(),
             "n_buckets_too_dense": self._n_too_dense,
             "n_bloom_indices": self._index.n_blooms,
             "n_bloom_fallbacks": self._index.n_bloom_fallbacks,
+            "n_sketches_at_once": self._n_at_once,
             "n_sketches_resent": self._n_resent,
             "n_core_values": self._n_core,
             **{f"aggregator_{name}": value for name, value in self.aggregator.stats().items()},
@@ -373,6 +406,7 @@ class Homomorphic(Redoing):
             "n_nonzeros": {key: list(counts) for key, counts in self._index.counts.items()},
             "dense_for_steps": dict(self._tries_in),
             "attempts": dict(self._attempts),
+            "tables": self._expected.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -383,6 +417,10 @@ class Homomorphic(Redoing):
                 isinstance(key, str) and _are_counts(value if is_list else [value]) for key, value in counts.items()
             ):
                 raise InvalidArgument(f"this is not the state of scheme homomorphic: it lacks {name}")
+        try:
+            self._expected.load_state_dict(state.get("tables", {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument("this is not the state of scheme homomorphic: its tables are none") from error
         super().load_state_dict(state)
         self._index.counts = {key: list(counts) for key, counts in state["n_nonzeros"].items()}
         self._tries_in = dict(state["dense_for_steps"])
@@ -393,6 +431,7 @@ class Homomorphic(Redoing):
         self._index.counts.clear()
         self._tries_in.clear()
         self._attempts.clear()
+        self._expected.tables.clear()
         if self._is_aggregator_bound:
             self.aggregator.close()
             self._is_aggregator_bound = False

@@ -1,7 +1,7 @@
 // Count sketches for Python: arguments arrive checked by gradwire's Python layer, kernels run with the GIL released.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/vector.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <span>
@@ -103,9 +103,8 @@ void bind_sketch(nb::module_& m) {
       .def(
           "assume",
           [](sketch::Plan& plan, std::size_t n_elements, std::size_t batch_values, const ConstWords& rows,
-             std::uint64_t seed, std::uint64_t salt) {
-            plan.assume(n_elements, batch_values, span_of(rows), seed, salt);
-          },
+             std::uint64_t seed,
+             std::uint64_t salt) { plan.assume(n_elements, batch_values, span_of(rows), seed, salt); },
           nb::arg("n_elements"), nb::arg("batch_values"), nb::arg("rows"), nb::arg("seed"), nb::arg("salt"))
       .def(
           "adopt",

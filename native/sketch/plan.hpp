@@ -61,8 +61,8 @@ class Plan {
   // Sizes the sketch for the union `words`, which all ranks hold. Throws InvalidArgument, CorruptMessage.
   void prepare(std::span<const std::uint32_t> words, std::size_t n_elements, const Options& options);
 
-  // Sizes the sketch before the union is known: block k of batches of `batch_values` gets rows[k] rows. `adopt` takes the
-  // union, once it is there, and comes before `peel`. Throws as `prepare`.
+  // Sizes the sketch before the union is known: block k of batches of `batch_values` gets rows[k] rows. `adopt` takes
+  // the union, once it is there, and comes before `peel`. Throws as `prepare`.
   void assume(std::size_t n_elements, std::size_t batch_values, std::span<const std::uint32_t> rows, std::uint64_t seed,
               std::uint64_t salt);
   void adopt(std::span<const std::uint32_t> words);

@@ -14,7 +14,7 @@ _MARGIN, _DEVIATIONS = 1.02, 2.0
 _MIN_SHARE = 0.5
 
 
-class Table(NamedTuple):
+class BlockCounts(NamedTuple):
     """Of one bucket: batches of so many values, and of each of its blocks the non-zeros in the last steps."""
 
     batch_values: int
@@ -25,8 +25,8 @@ class ExpectedTables:
     """Remembers, by bucket, what the unions of the last steps held in each block of the sketch."""
 
     def __init__(self) -> None:
-        self.tables: dict[str, Table] = {}
-        self._next: dict[str, Table | None] = {}
+        self.tables: dict[str, BlockCounts] = {}
+        self._next: dict[str, BlockCounts | None] = {}
 
     def rows(self, key: str, gamma: float) -> tuple[int, list[int]] | None:
         """Batch values, and of each block the rows; None where nothing is known yet."""
@@ -44,12 +44,12 @@ class ExpectedTables:
             len(counts),
         )
         if not is_same or table is None:
-            table = Table(sketch.table_batch_values, [[] for _ in counts])
+            table = BlockCounts(sketch.table_batch_values, [[] for _ in counts])
         elif sum(counts) < _MIN_SHARE * sum(max(block) for block in table.counts):
             self._next[key] = None
             return
         kept = [[*block, n][-_COUNTS_KEPT:] for block, n in zip(table.counts, counts, strict=True)]
-        self._next[key] = Table(table.batch_values, kept) if sketch.n_cells else None
+        self._next[key] = BlockCounts(table.batch_values, kept) if sketch.n_cells else None
 
     def forget(self, key: str) -> None:
         """The next step's sketch waits for the index."""
@@ -79,7 +79,7 @@ class ExpectedTables:
             counts = [[int(n) for n in block] for block in one["counts"]]
             if not counts or any(not 0 < len(block) <= _COUNTS_KEPT or min(block) < 0 for block in counts):
                 raise ValueError("no counts of blocks")
-            tables[str(key)] = Table(int(one["batch_values"]), counts)
+            tables[str(key)] = BlockCounts(int(one["batch_values"]), counts)
         self.tables = tables
 
 

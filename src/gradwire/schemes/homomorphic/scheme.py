@@ -32,7 +32,8 @@ from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
 from gradwire.schemes.compressed import Redoing
 from gradwire.schemes.homomorphic.expected_tables import ExpectedTables
-from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
+from gradwire.schemes.homomorphic.packed_sum import sum_packed
+from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union, are_counts
 from gradwire.schemes.homomorphic.unsent import Unsent, quantised, values_to_send
 from gradwire.wire.step_check import StepCheck
 from gradwire.wire.wire import Wire
@@ -189,37 +190,14 @@ class Homomorphic(Redoing):
             cell_bytes = max(4, cell_bytes)
         self._index.remember(key, n_nonzeros)
         self._expected.forget(key)
-        if cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes and n_cells:
+        if self._is_too_dense(bucket, cell_bytes, n_cells):
             self._next_tries_in[key] = _STEPS_BETWEEN_TRIES
             return self._send_plainly(bucket, wire)
         if self.mode == "packed":
-            self._send_packed(bucket, wire, values, unsent, union, n_nonzeros)
+            sum_packed(self.aggregator, bucket, wire, values, unsent, union, n_nonzeros, self._fixed_point(union))
         else:
             self._send_sketch(bucket, wire, values, unsent, union, key)
         return True
-
-    def _send_packed(
-        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, n_values: int
-    ) -> None:
-        """Sum the values at the union, and put the mean into the bucket."""
-        fixed = self._fixed_point(union)
-        packed = wire.scratch("packed", n_values, values.dtype)
-        with wire.timing("encode"):
-            packed_values.pack(values, union.words, packed)
-            # Divided before it is summed, by DDP's own product: DDP's bits, and float16 stays in range.
-            cells = packed.mul_(1.0 / wire.world_size) if fixed is None else quantised(packed, fixed)
-        if n_values:
-            self.aggregator.start_sum(cells, wire.record).wait()
-        is_direct = unsent is None and values.dtype == bucket.buffer.dtype
-        with wire.timing("decode"):
-            if fixed is not None:
-                packed.copy_(cells.double().mul_(fixed.scale / wire.world_size).float())
-            out = bucket.buffer if is_direct else wire.scratch("mean", bucket.n_elements)
-            packed_values.unpack(packed, union.words, out)
-            if unsent is not None:
-                unsent.stage(values, out, None)
-            if not is_direct:
-                bucket.buffer.copy_(out)
 
     def _assumed_sketch(
         self, values: torch.Tensor, bucket: Bucket, wire: Wire, key: str
@@ -251,7 +229,10 @@ class Homomorphic(Redoing):
             self._n_resent += 1
             return False
         self._index.remember(key, self._sketch.n_nonzeros)
-        self._expected.note(key, self._sketch)
+        if self._is_too_dense(bucket, 4, self._sketch.n_cells):
+            self._expected.forget(key)  # the next index comes alone, and decides
+        else:
+            self._expected.note(key, self._sketch)
         self._n_at_once += 1
         self._recover(bucket, wire, values, unsent, union, self._cells, n_core, None)
         return True
@@ -357,6 +338,10 @@ class Homomorphic(Redoing):
             return 0
         return max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
 
+    @staticmethod
+    def _is_too_dense(bucket: Bucket, cell_bytes: int, n_cells: int) -> bool:
+        return n_cells > 0 and cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes
+
     def _is_known_as_dense(self, key: str) -> bool:
         steps = self._tries_in.get(key, 0)
         self._next_tries_in[key] = max(0, steps - 1)
@@ -411,11 +396,8 @@ class Homomorphic(Redoing):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
-        for name, is_list in (("n_nonzeros", True), ("dense_for_steps", False), ("attempts", False)):
-            counts = state.get(name)
-            if not isinstance(counts, dict) or not all(
-                isinstance(key, str) and _are_counts(value if is_list else [value]) for key, value in counts.items()
-            ):
+        for name in ("n_nonzeros", "dense_for_steps", "attempts"):
+            if not are_counts(state.get(name), name == "n_nonzeros"):
                 raise InvalidArgument(f"this is not the state of scheme homomorphic: it lacks {name}")
         try:
             self._expected.load_state_dict(state.get("tables", {}))
@@ -435,7 +417,3 @@ class Homomorphic(Redoing):
         if self._is_aggregator_bound:
             self.aggregator.close()
             self._is_aggregator_bound = False
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int) and value >= 0 for value in values)

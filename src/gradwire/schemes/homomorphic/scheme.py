@@ -6,8 +6,8 @@
 
 Where this departs from the paper: B comes first, so every rank knows the union of the non-zeros before a value is sent. By
 default ("packed") no sketch is needed then: the values at the union, one after the other, are summed as they are. With
-"sketch" Y is sized by B; the order of peeling is worked out while Y travels; the few values that do not peel are summed
-densely.
+"sketch" Y goes along with B, as in the paper, once the last steps say how large it has to be; else Y is sized by B. The order
+of peeling is worked out while Y travels; the few values that do not peel are summed densely.
 
 When not to use this: for gradients that are not sparse. From about 87 % of non-zeros on (float32; sketches 67 %) index and
 values save less than a tenth, and such buckets are sent plainly. What counts is the union over the ranks: four ranks with

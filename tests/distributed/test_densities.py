@@ -83,7 +83,8 @@ def run_through_densities(rank: int, world_size: int, pattern: str) -> None:
                 assert was_dense or N / 8 + 1.1 * cell_bytes * n_nonzeros > 0.85 * N * dtype.itemsize, where
             elif n_nonzeros:
                 assert record.bytes_sent >= ring * cell_bytes / 1.3 * n_nonzeros - 64, where
-                assert record.bytes_sent <= ring * (1.1 * N * dtype.itemsize), where
+                most = 2.0 if options.get("mode") == "sketch" else 1.1  # a table that was too small went in vain
+                assert record.bytes_sent <= ring * most * N * dtype.itemsize, where
             was_dense = was_dense or is_plain
         assert not is_plain, where
         # A filter for few values, and no more: what was learnt of dense steps is forgotten.

@@ -1,6 +1,7 @@
 // Count sketches for Python: arguments arrive checked by gradwire's Python layer, kernels run with the GIL released.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <span>
@@ -99,6 +100,20 @@ void bind_sketch(nb::module_& m) {
           },
           nb::arg("words"), nb::arg("n_elements"), nb::arg("batch_values"), nb::arg("gamma"), nb::arg("seed"),
           nb::arg("salt"), nb::arg("max_cells"))
+      .def(
+          "assume",
+          [](sketch::Plan& plan, std::size_t n_elements, std::size_t batch_values, const ConstWords& rows,
+             std::uint64_t seed,
+             std::uint64_t salt) { plan.assume(n_elements, batch_values, span_of(rows), seed, salt); },
+          nb::arg("n_elements"), nb::arg("batch_values"), nb::arg("rows"), nb::arg("seed"), nb::arg("salt"))
+      .def(
+          "adopt",
+          [](sketch::Plan& plan, const ConstWords& words) {
+            const nb::gil_scoped_release unlocked;
+            plan.adopt(span_of(words));
+          },
+          nb::arg("words"))
+      .def("block_nonzeros", &sketch::Plan::block_nonzeros)
       .def_prop_ro("n_nonzeros", &sketch::Plan::n_nonzeros)
       .def_prop_ro("n_cells", &sketch::Plan::n_cells)
       .def_prop_ro("batch_values", &sketch::Plan::batch_values)

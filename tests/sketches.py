@@ -28,6 +28,32 @@ def sparse_gradients(
     return gradients
 
 
+PATTERNS = ("random", "clustered", "columns", "cancelling")
+
+
+def gradient_of(
+    pattern: str, n_elements: int, rank: int, density: float, dtype: torch.dtype, seed: int
+) -> torch.Tensor:
+    """(n_elements,): ranks share half of their non-zeros; `density` is the union's, about."""
+    common = torch.Generator().manual_seed(seed)
+    own = torch.Generator().manual_seed(seed * 10 + rank)
+    if pattern == "columns":  # blocks of 16 columns in rows of 512
+        in_union = torch.zeros(-(-n_elements // 512), 512, dtype=torch.bool)
+        in_union[:, : 16 * round(32 * density)] = True
+        in_union = in_union.view(-1)[:n_elements]
+    else:
+        run = 700 if pattern == "clustered" else 1
+        in_union = torch.rand(-(-n_elements // run), generator=common).lt(density)
+        in_union = in_union.repeat_interleave(run)[:n_elements]
+    shared = torch.rand(n_elements, generator=common) < 0.5
+    mine = in_union & (shared | (torch.rand(n_elements, generator=own) < 0.5)) if density < 1 else in_union
+    values = torch.randn(n_elements, generator=own) * torch.exp2(3 * torch.randn(n_elements, generator=own))
+    if pattern == "cancelling":
+        base = torch.randn(n_elements, generator=common)
+        values = base * (1 if rank % 2 else -1) * (1 + 1e-4 * rank)
+    return (values * mine).to(dtype)
+
+
 @dataclass
 class Sketches:
     """What the ranks hold after the index and the sketch were summed."""

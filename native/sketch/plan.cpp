@@ -43,6 +43,13 @@ void check_words(std::span<const std::uint32_t> words, std::size_t n_elements) {
                           std::to_string(words_for(n_elements)) + " words, not " + std::to_string(words.size()));
 }
 
+void check_shape(std::size_t n_elements, std::size_t batch_values) {
+  if (n_elements > std::numeric_limits<std::uint32_t>::max())
+    throw InvalidArgument("a sketch takes up to 2^32 - 1 values; reduce the bucket size");
+  if (!std::has_single_bit(batch_values) || batch_values < kMinBatchValues || batch_values > kMaxBatchValues)
+    throw InvalidArgument("a batch has 16 to 1,024 values, a power of two");
+}
+
 }  // namespace
 
 IndexFacts write_index(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::uint32_t> words) {
@@ -71,51 +78,96 @@ std::size_t count_index(std::span<const std::uint32_t> words, std::size_t n_elem
   return kernels().count_bits(granules_of(words), (n_elements + kGranuleValues - 1) / kGranuleValues);
 }
 
-void Plan::prepare(std::span<const std::uint32_t> words, std::size_t n_elements, const Options& options) {
-  if (n_elements > std::numeric_limits<std::uint32_t>::max())
-    throw InvalidArgument("a sketch takes up to 2^32 - 1 values; reduce the bucket size");
-  if (!std::has_single_bit(options.max_batch_values) || options.max_batch_values < kMinBatchValues ||
-      options.max_batch_values > kMaxBatchValues)
-    throw InvalidArgument("a batch has 16 to 1,024 values, a power of two");
-  if (!(options.gamma >= 1.0) || !(options.gamma <= 100.0)) throw InvalidArgument("gamma is 1 to 100");
+void Plan::begin(std::size_t n_elements, std::size_t batch_values, std::uint64_t key) {
+  key_ = key;
+  geometry_ = Geometry(n_elements, batch_values);
+  if (n_elements != 0) geometry_.rotate(key_);
   is_peeled_ = false;
-  n_nonzeros_ = count_index(words, n_elements);
   n_cells_ = 0;
-  key_ = key_of(options.seed, options.salt);
   blocks_.clear();
   entries_.clear();
+}
 
-  double wanted = options.gamma * static_cast<double>(n_nonzeros_);
-  if (options.max_cells != 0) wanted = std::min(wanted, static_cast<double>(options.max_cells));
-  std::size_t c = options.max_batch_values;
-  while (c > kMinBatchValues && wanted < static_cast<double>(kMinTableRows * c)) c /= 2;
-  geometry_ = Geometry(n_elements, c);
-  if (n_elements != 0) geometry_.rotate(key_);
-  if (n_nonzeros_ == 0) return;
-  const std::size_t n_blocks =
-      std::max<std::size_t>(1, std::min(n_nonzeros_ / kBlockNonzeros, geometry_.n_batches / kMinBlockBatches));
+void Plan::make_blocks(std::size_t n_blocks) {
   blocks_.resize(n_blocks);
+  for (std::size_t k = 0; k < n_blocks; ++k)
+    blocks_[k] = {geometry_.n_batches * k / n_blocks, geometry_.n_batches * (k + 1) / n_blocks, 0, 0, 0, 0, 0, 0};
+}
+
+void Plan::fill_blocks(std::span<const std::uint32_t> words) {
   const std::uint16_t* const granules = granules_of(words);
   const auto count_bits = kernels().count_bits;
-  const bool has_table = n_nonzeros_ > kMaxDenseNonzeros && wanted >= kRows * kMinBatchValues;
-  std::size_t n_rows = 0, n_entries = 0;
-  for (std::size_t k = 0; k < n_blocks; ++k) {
-    Block& block = blocks_[k];
-    block = {geometry_.n_batches * k / n_blocks, geometry_.n_batches * (k + 1) / n_blocks, 0, 0, n_entries, 0, 0, 0};
+  std::size_t n_entries = 0;
+  for (Block& block : blocks_) {
+    block.first_entry = n_entries;
+    block.n_entries = 0;
     for (std::size_t slot = 0; slot < geometry_.slots(); ++slot)
       geometry_.for_each_run(block.first_batch, block.end_batch, slot, [&](std::size_t first, std::size_t end) {
         block.n_entries += count_bits(granules + first, end - first);
       });
     n_entries += block.n_entries;
-    if (has_table && block.n_entries != 0) {
-      const double share = wanted * static_cast<double>(block.n_entries) / static_cast<double>(n_nonzeros_);
-      block.first_row = static_cast<std::uint32_t>(n_rows);
-      block.n_rows = static_cast<std::uint32_t>(std::max(3.0, std::ceil(share / static_cast<double>(c))));
-      n_rows += block.n_rows;
-    }
   }
-  n_cells_ = n_rows * c;
+}
+
+void Plan::prepare(std::span<const std::uint32_t> words, std::size_t n_elements, const Options& options) {
+  check_shape(n_elements, options.max_batch_values);
+  if (!(options.gamma >= 1.0) || !(options.gamma <= 100.0)) throw InvalidArgument("gamma is 1 to 100");
+  n_nonzeros_ = count_index(words, n_elements);
+
+  double wanted = options.gamma * static_cast<double>(n_nonzeros_);
+  if (options.max_cells != 0) wanted = std::min(wanted, static_cast<double>(options.max_cells));
+  std::size_t c = options.max_batch_values;
+  while (c > kMinBatchValues && wanted < static_cast<double>(kMinTableRows * c)) c /= 2;
+  begin(n_elements, c, key_of(options.seed, options.salt));
+  if (n_nonzeros_ == 0) return;
+  make_blocks(std::max<std::size_t>(1, std::min(n_nonzeros_ / kBlockNonzeros, geometry_.n_batches / kMinBlockBatches)));
+  fill_blocks(words);
+  if (n_nonzeros_ <= kMaxDenseNonzeros || wanted < kRows * kMinBatchValues) return;
+  std::size_t n_rows = 0;
+  for (Block& block : blocks_) {
+    if (block.n_entries == 0) continue;
+    const double share = wanted * static_cast<double>(block.n_entries) / static_cast<double>(n_nonzeros_);
+    block.first_row = static_cast<std::uint32_t>(n_rows);
+    block.n_rows = static_cast<std::uint32_t>(std::max(3.0, std::ceil(share / static_cast<double>(c))));
+    n_rows += block.n_rows;
+  }
+  set_cells(n_rows);
+}
+
+void Plan::assume(std::size_t n_elements, std::size_t batch_values, std::span<const std::uint32_t> rows,
+                  std::uint64_t seed, std::uint64_t salt) {
+  check_shape(n_elements, batch_values);
+  n_nonzeros_ = 0;
+  begin(n_elements, batch_values, key_of(seed, salt));
+  if (rows.empty() || rows.size() > std::max<std::size_t>(1, geometry_.n_batches))
+    throw InvalidArgument("a sketch has a block at least, and no more than batches");
+  make_blocks(rows.size());
+  std::size_t n_rows = 0;
+  for (std::size_t k = 0; k < rows.size(); ++k) {
+    if (rows[k] != 0 && rows[k] < kRows) throw InvalidArgument("a block has three rows at least, or none");
+    blocks_[k].first_row = static_cast<std::uint32_t>(n_rows);
+    blocks_[k].n_rows = rows[k];
+    n_rows += rows[k];
+    if (n_rows >= kNegative) break;
+  }
+  set_cells(n_rows);
+}
+
+void Plan::adopt(std::span<const std::uint32_t> words) {
+  n_nonzeros_ = count_index(words, geometry_.n_elements);
+  is_peeled_ = false;
+  fill_blocks(words);
+}
+
+void Plan::set_cells(std::size_t n_rows) {
+  n_cells_ = n_rows * geometry_.batch_values;
   if (n_cells_ >= kNegative) throw InvalidArgument("a sketch has fewer than 2^31 cells; reduce the bucket size");
+}
+
+std::vector<std::size_t> Plan::block_nonzeros() const {
+  std::vector<std::size_t> counts;
+  for (const Block& block : blocks_) counts.push_back(block.n_entries);
+  return counts;
 }
 
 int Plan::n_rounds() const {

@@ -61,6 +61,15 @@ class Plan {
   // Sizes the sketch for the union `words`, which all ranks hold. Throws InvalidArgument, CorruptMessage.
   void prepare(std::span<const std::uint32_t> words, std::size_t n_elements, const Options& options);
 
+  // Sizes the sketch before the union is known: block k of batches of `batch_values` gets rows[k] rows. `adopt` takes
+  // the union, once it is there, and comes before `peel`. Throws as `prepare`.
+  void assume(std::size_t n_elements, std::size_t batch_values, std::span<const std::uint32_t> rows, std::uint64_t seed,
+              std::uint64_t salt);
+  void adopt(std::span<const std::uint32_t> words);
+
+  // Non-zeros of the union in each block.
+  std::vector<std::size_t> block_nonzeros() const;
+
   std::size_t n_nonzeros() const { return n_nonzeros_; }
   std::size_t n_cells() const { return n_cells_; }
   std::size_t batch_values() const { return geometry_.batch_values; }
@@ -87,6 +96,12 @@ class Plan {
                   std::span<std::uint8_t> values, Dtype dtype) const;
 
  private:
+  void begin(std::size_t n_elements, std::size_t batch_values, std::uint64_t key);
+  void make_blocks(std::size_t n_blocks);
+  void set_cells(std::size_t n_rows);
+  // Counts every block's non-zeros.
+  void fill_blocks(std::span<const std::uint32_t> words);
+
   Geometry geometry_;
   std::uint64_t key_ = 0;
   std::size_t n_nonzeros_ = 0, n_cells_ = 0;

@@ -10,32 +10,12 @@ from buckets import Driver
 from gradwire import schemes
 from gradwire.exchange import aggregators
 from ranks import run_ranks
+from sketches import PATTERNS, gradient_of
 from switch_cases import Serving
 
 N = 40_013
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PATTERNS = ("random", "clustered", "columns", "cancelling")
 DENSITIES = (0.02, 0.0, 0.0, 0.3, 0.001, 0.8, 0.01, 1.0)
-
-
-def gradient_of(pattern: str, rank: int, density: float, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """(N,): ranks share half of their non-zeros; `density` is the union's, about."""
-    common = torch.Generator().manual_seed(seed)
-    own = torch.Generator().manual_seed(seed * 10 + rank)
-    if pattern == "columns":  # blocks of 16 columns in rows of 512
-        in_union = torch.zeros(-(-N // 512), 512, dtype=torch.bool)
-        in_union[:, : 16 * round(32 * density)] = True
-        in_union = in_union.view(-1)[:N]
-    else:
-        run = 700 if pattern == "clustered" else 1
-        in_union = torch.rand(-(-N // run), generator=common).lt(density).repeat_interleave(run)[:N]
-    shared = torch.rand(N, generator=common) < 0.5
-    mine = in_union & (shared | (torch.rand(N, generator=own) < 0.5)) if density < 1 else in_union
-    values = torch.randn(N, generator=own) * torch.exp2(3 * torch.randn(N, generator=own))
-    if pattern == "cancelling":
-        base = torch.randn(N, generator=common)
-        values = base * (1 if rank % 2 else -1) * (1 + 1e-4 * rank)
-    return (values * mine).to(dtype)
 
 
 def reduce_all(rank: int, world_size: int) -> None:
@@ -44,7 +24,7 @@ def reduce_all(rank: int, world_size: int) -> None:
         for pattern in PATTERNS:
             driver = Driver(schemes.by_name("homomorphic"), [torch.zeros(N, dtype=dtype)])
             for step, density in enumerate(DENSITIES):
-                everyone = [gradient_of(pattern, other, density, dtype, step + 1) for other in range(world_size)]
+                everyone = [gradient_of(pattern, N, other, density, dtype, step + 1) for other in range(world_size)]
                 (mean,) = driver.reduce([everyone[rank].clone()])
                 union = torch.stack([gradient != 0 for gradient in everyone]).any(0)
                 packed = everyone[rank] if density == 1 else everyone[rank][union]
@@ -80,7 +60,7 @@ def reduce_by_switch(rank: int, world_size: int, address: str) -> torch.Tensor:
         switch = aggregators.by_name("switch", address=address)
         driver = Driver(schemes.by_name("homomorphic", aggregator=switch), [torch.zeros(N, dtype=dtype)])
         for step, density in enumerate((0.05, 0.0, 0.4)):
-            everyone = [gradient_of("random", other, density, dtype, step + 1) for other in range(world_size)]
+            everyone = [gradient_of("random", N, other, density, dtype, step + 1) for other in range(world_size)]
             (mean,) = driver.reduce([everyone[rank].clone()])
             shares = torch.stack(everyone).double()
             largest = float(shares.abs().max())

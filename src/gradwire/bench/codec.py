@@ -75,8 +75,9 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
             encode, decode = timings[f"{name} encode"], timings[f"{name} decode"]
             record = _record(running[name], encode, decode)
             record["exponent_entropy_bits"] = entropy
-            record["encode_vs_zstd"] = timings[f"{YARDSTICK} encode"].median_s / encode.median_s
-            record["decode_vs_zstd"] = timings[f"{YARDSTICK} decode"].median_s / decode.median_s
+            share = running[name].n_bytes / file.gradient.nbytes  # bytes a second, not values
+            record["encode_vs_zstd"] = share * timings[f"{YARDSTICK} encode"].median_s / encode.median_s
+            record["decode_vs_zstd"] = share * timings[f"{YARDSTICK} decode"].median_s / decode.median_s
             records.append(record)
     return records
 
@@ -97,7 +98,7 @@ def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads
 
 
 def _record(contender: Contender, encode: Timing, decode: Timing) -> dict[str, Any]:
-    n_bytes = contender.file.gradient.nbytes
+    n_bytes = contender.n_bytes
     record: dict[str, Any] = {
         "codec": contender.spec,
         "gradients": contender.file.name,
@@ -140,6 +141,6 @@ def make_grid(file: GradientFile, n_threads: int, records: Sequence[dict[str, An
         ["codec", "ratio", "encode GB/s", "x", "decode GB/s", "x", "over bound", "exponent bits", "encode quartiles",
          "decode quartiles", "setting", "verified"],
         rows,
-        "GB/s of float32, medians; x: of zstd -1 in the same run; every round trip verified. Over bound: the message "
+        "GB/s of the gradient, medians; x: of zstd -1 in the same run; every round trip verified. Over bound: the message "
         "against its exponents' entropy and the bits chosen for the other parts",
     )  # fmt: skip

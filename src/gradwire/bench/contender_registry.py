@@ -13,8 +13,17 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.workloads.gradients import GradientFile
 
-# What `all` means beside every codec and rival with its own defaults: GComp's other modes, and its table before training.
-_VARIANTS = ("gcomp:importance=none", "gcomp:importance=uniform,bits=10", "gcomp:table=prior")
+# What `all` means beside every codec and rival with its own defaults: GComp as published, its other modes, dtypes and cap,
+# and its table before training.
+_VARIANTS = (
+    "gcomp:format=1",
+    "gcomp:importance=none",
+    "gcomp:importance=uniform,bits=10",
+    "gcomp:bits=14",
+    "gcomp:dtype=bfloat16",
+    "gcomp:dtype=float16",
+    "gcomp:table=prior",
+)
 
 
 def names() -> list[str]:

@@ -29,6 +29,7 @@ class Contender(ABC):
     def __init__(self, file: GradientFile, n_threads: int) -> None:
         self.file = file
         self.n_threads = n_threads
+        self.n_bytes = file.gradient.nbytes  # of what is encoded
         self.encoded_bytes = 0
 
     @abstractmethod
@@ -102,13 +103,21 @@ class RivalContender(Contender):
 class CodecContender(Contender):
     """A codec of gradwire's registry, which says nothing of its loss: equal messages must give equal values."""
 
-    def __init__(self, name: str, options: dict[str, Any], file: GradientFile, n_threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: dict[str, Any],
+        file: GradientFile,
+        n_threads: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__(file, n_threads)
         self.name = name
         self.codec = codecs.by_name(name.removeprefix("gradwire:"), **options)
         self.setting = ", ".join(f"{key} {value}" for key, value in options.items()) or "default"
-        self.gradient = torch.from_numpy(file.gradient)
-        self._message = torch.empty(self.codec.max_encoded_bytes(file.gradient.size, torch.float32), dtype=torch.uint8)
+        self.gradient = torch.from_numpy(file.gradient).to(dtype)
+        self.n_bytes = self.gradient.nbytes
+        self._message = torch.empty(self.codec.max_encoded_bytes(file.gradient.size, dtype), dtype=torch.uint8)
         self._values = torch.empty_like(self.gradient)
         self._once: torch.Tensor | None = None
 
@@ -123,10 +132,13 @@ class CodecContender(Contender):
         return self._message[: self.encoded_bytes]
 
     def poison(self) -> None:
-        self._values.numpy().view(np.uint32).fill(_POISON)
+        poison = np.array([_POISON], np.uint32).view(np.uint8)[
+            -self._values.element_size() :
+        ]  # 16 bits: the upper ones
+        self._values.view(torch.uint8).numpy().reshape(-1, poison.size)[:] = poison
 
     def decoded(self) -> np.ndarray:
-        return self._values.numpy()
+        return self._values.float().numpy()
 
     def verify(self) -> None:
         values, decoded = self.file.gradient.view(np.uint32), self.decoded().view(np.uint32)

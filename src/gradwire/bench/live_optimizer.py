@@ -10,15 +10,17 @@ import torch
 from gradwire.workloads.gradients import FloatArray, OptimizerState
 
 
-def make_optimizer(state: OptimizerState, n_elements: int | None = None) -> torch.optim.Optimizer:
-    """The optimizer over one parameter (n_elements,), with `state`'s arrays repeated or cut to that length.
+def make_optimizer(
+    state: OptimizerState, n_elements: int | None = None, dtype: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """The optimizer over one parameter (n_elements,) of `dtype`, with `state`'s arrays repeated or cut to that length.
 
     Nothing is ever stepped: the parameter and the state only stand there to be read.
     """
     length = state.parameter.size if n_elements is None else n_elements
-    parameter = torch.nn.Parameter(_stretch(state.parameter, length))
+    parameter = torch.nn.Parameter(_stretch(state.parameter, length).to(dtype))
     optimizer = _construct(state, parameter)
-    held: dict[str, Any] = {key: _stretch(array, length) for key, array in state.arrays.items()}
+    held: dict[str, Any] = {key: _stretch(array, length).to(dtype) for key, array in state.arrays.items()}
     if held.keys() - {"momentum_buffer"}:  # SGD keeps no step
         # The file's step is the one about to be taken; torch counts those that were.
         held["step"] = torch.tensor(max(state.hyper.get("step", 1.0) - 1.0, 0.0))

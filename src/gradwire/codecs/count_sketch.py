@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -166,6 +167,32 @@ class CountSketch:
         self._plan.prepare(index.view(torch.uint32), n_elements, self.batch_values, gamma, self.seed, salt, max_cells)
         self._n_elements = n_elements
         return self.n_cells
+
+    def assume(self, n_elements: int, batch_values: int, rows: Sequence[int], attempt: int = 0) -> int:
+        """Fit the sketch before the index is known, to be summed along with it; returns the number of cells.
+
+        Args:
+            batch_values, rows: of the table, and of each of its blocks; a block has three rows or more, or none.
+            attempt: as for `prepare`: the salt alone.
+        Raises: InvalidArgument. `adopt` comes before `peel`.
+        """
+        rows_of_blocks = torch.tensor(rows, dtype=torch.int32).view(torch.uint32)
+        self._plan.assume(n_elements, batch_values, rows_of_blocks, self.seed, attempt)
+        self._n_elements = n_elements
+        return self.n_cells
+
+    def adopt(self, index: torch.Tensor) -> None:
+        """Take the OR-ed index for which a table was assumed. Raises: as `prepare`. Cost: two passes over the index."""
+        self._plan.adopt(index.view(torch.uint32))
+
+    def block_nonzeros(self) -> list[int]:
+        """Bits of the index in each block."""
+        return list(self._plan.block_nonzeros())
+
+    @property
+    def table_batch_values(self) -> int:
+        """Values that share rows in this table: `batch_values` or less."""
+        return int(self._plan.batch_values)
 
     @property
     def estimate_shrinkage(self) -> float:

@@ -17,29 +17,35 @@ _SHOW = [Table([_RATIO, *_SPEED], rows=("codec",))]
 _COMPETITORS = ["zstd", "zlib", "lz4", "blosc2", "zipnn", "pcodec"]
 _OWN = [
     "gcomp",
+    "gcomp:format=1",
     "gcomp:importance=none",
     "gcomp:importance=uniform,bits=10",
+    "gcomp:bits=14",
     "gcomp:table=prior",
     "truncate",
     "gradwire:zlib",
     "gradwire:zstd",
 ]
+_SHORT = [f"gcomp:dtype={dtype}" for dtype in ("bfloat16", "float16")]
 _QUANTISERS = ["one-bit", "one-bit:scale=two-means", "two-bit", "ternary", "qsgd", "thc"]
 _ENCODE, _DECODE = (Column(f"{way}_gb_per_s", form=".2f") for way in ("encode", "decode"))
+_FORMAT_2 = ["gcomp", "gcomp:importance=uniform,bits=10"]
 _BITS = (2, 4, 8, 12, 16)
 
 EXPERIMENTS = [
     Experiment(
         key="codec", system="codecs", measure="codec", seconds=60, together=("codec",), quick=True,
         question="How small does a gradient get without loss that counts, and how fast?",
-        fixed={"threads": 1}, axes={"gradients": GRADIENTS, "codec": [*_OWN, *_COMPETITORS]},
+        fixed={"threads": 1}, axes={"gradients": GRADIENTS, "codec": [*_OWN, *_SHORT, *_COMPETITORS]},
         show=[Table([_RATIO, *_SPEED, Column("exponent_bits", form=".3f"), Column("exponent_entropy_bits", "entropy",
                                                                                   form=".3f")],
                     rows=("codec",))],
         goals=[Goal("decode at least 2.5 times as fast as zstd -1", Column("decode_vs_zstd", form=".1f"), ">=", 2.5,
                     {"codec": "gcomp"}),
                Goal("encode at least 3 times as fast", Column("encode_vs_zstd", form=".1f"), ">=", 3.0,
-                    {"codec": "gcomp"})],
+                    {"codec": "gcomp"}),
+               Goal("encode at least 3 GB/s", _ENCODE, ">=", 3.0, {"codec": _FORMAT_2}),
+               Goal("decode at least 4.5 GB/s", _DECODE, ">=", 4.5, {"codec": _FORMAT_2})],
     ),
     Experiment(
         key="codec-steps", system="codecs", measure="codec", seconds=150, together=("codec",),

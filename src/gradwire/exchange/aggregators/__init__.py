@@ -55,6 +55,13 @@ class Aggregator(Protocol):
         """
         ...
 
+    def start_or_and_sum(self, words: torch.Tensor, values: torch.Tensor, record: BucketRecord) -> tuple[Sum, Sum]:
+        """Start `or_words` of `words` and `start_sum` of `values` as one aggregation; the OR is waited for first.
+
+        Raises: as those.
+        """
+        ...
+
     def stats(self) -> dict[str, Any]:
         """Figures of this aggregator's own, as plain values."""
         ...

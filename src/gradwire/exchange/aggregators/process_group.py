@@ -38,13 +38,16 @@ class ProcessGroup:
         self._communicator = communicator
 
     def or_words(self, words: torch.Tensor, record: BucketRecord) -> None:
+        self._start_or(words, record).wait()
+
+    def _start_or(self, words: torch.Tensor, record: BucketRecord) -> _BackendSum:
         _check(words, (torch.int32,))
-        started = time.perf_counter_ns()
         if self.or_by == "all-reduce" or words.numel() < self._communicator.world_size:
-            self._communicator.all_reduce(words, dist.ReduceOp.BOR)
-        else:
-            self._or_by_shards(words)
+            return _BackendSum(self, self._communicator, words, record, dist.ReduceOp.BOR)
+        started = time.perf_counter_ns()
+        self._or_by_shards(words)
         self._count(words, record, started)
+        return _BackendSum(self, self._communicator, words[:0], record, None)
 
     def max_int32(self, values: torch.Tensor, record: BucketRecord) -> None:
         _check(values, (torch.int32,))
@@ -55,6 +58,15 @@ class ProcessGroup:
     def start_sum(self, values: torch.Tensor, record: BucketRecord) -> _BackendSum:
         _check(values, _SUMMED)
         return _BackendSum(self, self._communicator, values, record)
+
+    def start_or_and_sum(
+        self, words: torch.Tensor, values: torch.Tensor, record: BucketRecord
+    ) -> tuple[_BackendSum, _BackendSum]:
+        """See `Aggregator`: both are on their way at once."""
+        if self.or_by == "all-reduce":
+            return self._start_or(words, record), self.start_sum(values, record)
+        summed = self.start_sum(values, record)  # first: the OR by shards is done when it returns
+        return self._start_or(words, record), summed
 
     def stats(self) -> dict[str, Any]:
         """Nothing of its own: the recorder has the bytes."""
@@ -82,14 +94,23 @@ class ProcessGroup:
 
 
 class _BackendSum:
+    """A reduction on its way; without an operation, one that is done and counted."""
+
     def __init__(
-        self, aggregator: ProcessGroup, communicator: Communicator, values: torch.Tensor, record: BucketRecord
+        self,
+        aggregator: ProcessGroup,
+        communicator: Communicator,
+        values: torch.Tensor,
+        record: BucketRecord,
+        operation: Any = dist.ReduceOp.SUM,
     ) -> None:
         self._aggregator, self._communicator, self._values, self._record = aggregator, communicator, values, record
         self._started_ns = time.perf_counter_ns()
-        self._future = communicator.start_all_reduce(values)
+        self._future = None if operation is None else communicator.start_all_reduce(values, operation)
 
     def wait(self) -> None:
+        if self._future is None:
+            return
         self._communicator.finish(self._future)
         self._aggregator._count(self._values, self._record, self._started_ns)
 

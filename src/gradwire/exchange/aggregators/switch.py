@@ -91,6 +91,11 @@ class Switch:
         _check(values, torch.int32)
         return self._start(values, _ADD, record)
 
+    def start_or_and_sum(self, words: torch.Tensor, values: torch.Tensor, record: BucketRecord) -> tuple[Sum, Sum]:
+        """See `Aggregator`: one stream of packets after the other, without a wait between them."""
+        _check(words, torch.int32)
+        return self._start(words, _OR, record), self.start_sum(values, record)
+
     def stats(self) -> dict[str, Any]:
         """Packets and bytes of this rank since the start; says that the switch is an emulation."""
         counters = self._client.counters() if self._client is not None else self._totals

@@ -6,8 +6,8 @@
 
 Where this departs from the paper: B comes first, so every rank knows the union of the non-zeros before a value is sent. By
 default ("packed") no sketch is needed then: the values at the union, one after the other, are summed as they are. With
-"sketch" Y is sized by B; the order of peeling is worked out while Y travels; the few values that do not peel are summed
-densely.
+"sketch" Y goes along with B, as in the paper, once the last steps say how large it has to be; else Y is sized by B. The order
+of peeling is worked out while Y travels; the few values that do not peel are summed densely.
 
 When not to use this: for gradients that are not sparse. From about 87 % of non-zeros on (float32; sketches 67 %) index and
 values save less than a tenth, and such buckets are sent plainly. What counts is the union over the ranks: four ranks with
@@ -17,11 +17,11 @@ values save less than a tenth, and such buckets are sent plainly. What counts is
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gradwire import _native
 from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, MIN_GAMMA, CountSketch, FixedPoint, Outcome
 from gradwire.control.checks import share as check_share
@@ -30,9 +30,11 @@ from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
-from gradwire.schemes.compressed import Redoing, count_of
-from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
-from gradwire.schemes.homomorphic.unsent import Unsent, quantised
+from gradwire.schemes.compressed import Redoing
+from gradwire.schemes.homomorphic.expected_tables import ExpectedTables
+from gradwire.schemes.homomorphic.packed_sum import sum_packed
+from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union, are_counts
+from gradwire.schemes.homomorphic.unsent import Unsent, quantised, values_to_send
 from gradwire.wire.step_check import StepCheck
 from gradwire.wire.wire import Wire
 
@@ -119,7 +121,9 @@ class Homomorphic(Redoing):
         self._next_tries_in: dict[str, int] = {}  # after this step
         self._attempts: dict[str, int] = {}  # the salt with which a bucket peeled last
         self._next_attempts: dict[str, int] = {}
-        self._n_too_dense = self._n_resent = self._n_core = 0
+        self._expected = ExpectedTables()
+        self._cells = torch.empty(0)  # on their way together with an index
+        self._n_too_dense = self._n_resent = self._n_core = self._n_at_once = 0
         self._is_aggregator_bound = False
 
     @property
@@ -158,16 +162,22 @@ class Homomorphic(Redoing):
         if self._is_known_as_dense(key):
             self._check.start(self.preamble(bucket), wire.record)  # no index goes before it, to say what ranks share
             return self._send_plainly(bucket, wire)
-        values, unsent = self._values_to_send(bucket, wire)
+        keep = self.density if self.sparsifier else None
+        values, unsent = values_to_send(self.session, bucket, wire, self.error_feedback, keep, self.mode == "packed")
         cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size()
         cell_bits = 8.0 * cell_bytes if self.mode == "packed" else 32 * self._sketch.gamma
         union = self._index.agree(
-            values, wire.checksum, key, bucket, self.session.communicator, self.aggregator, cell_bits
-        )
+            values, wire.checksum, key, bucket, self.session.communicator, self.aggregator, cell_bits,
+            self._assumed_sketch(values, bucket, wire, key),
+        )  # fmt: skip
         if not union.ranks_agree:
             wire.name_mismatch()
         if not union.is_finite or self._may_overflow(union):
+            if union.total is not None:
+                union.total.wait()
             return False
+        if union.total is not None and self._take_at_once(bucket, wire, values, unsent, union, key):
+            return True
         if self.mode == "packed":
             n_cells = n_nonzeros = packed_values.count(union.words, bucket.n_elements)
         else:
@@ -179,62 +189,53 @@ class Homomorphic(Redoing):
             n_nonzeros = self._sketch.n_nonzeros
             cell_bytes = max(4, cell_bytes)
         self._index.remember(key, n_nonzeros)
-        if cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes and n_cells:
+        self._expected.forget(key)
+        if self._is_too_dense(bucket, cell_bytes, n_cells):
             self._next_tries_in[key] = _STEPS_BETWEEN_TRIES
             return self._send_plainly(bucket, wire)
         if self.mode == "packed":
-            self._send_packed(bucket, wire, values, unsent, union, n_nonzeros)
+            sum_packed(self.aggregator, bucket, wire, values, unsent, union, n_nonzeros, self._fixed_point(union))
         else:
             self._send_sketch(bucket, wire, values, unsent, union, key)
         return True
 
-    def _values_to_send(self, bucket: Bucket, wire: Wire) -> tuple[torch.Tensor, Unsent | None]:
-        """(n,) to be summed, float32 or as the bucket (for sketches not float16), and with error feedback what is kept."""
-        n, gradient = bucket.n_elements, bucket.buffer
-        with wire.timing("encode"):
-            if not self.error_feedback and not self.sparsifier:
-                if gradient.dtype == torch.float16 and self.mode != "packed":
-                    return wire.scratch("values", n).copy_(gradient), None
-                return gradient, None
-            corrected, unsent = wire.scratch("corrected", n).copy_(gradient), None
-            if self.error_feedback:
-                unsent = Unsent(self.session.feedback, bucket, self.session.loss_scale(), corrected)
-            if not self.sparsifier:
-                return corrected, unsent
-            kept = wire.scratch("kept", n).zero_()
-            largest = torch.empty(count_of(self.density, n), dtype=torch.int32)
-            if _native.select_largest(corrected, largest) == 0:
-                places = largest.long()
-                kept[places] = corrected[places]
-                corrected[places] = 0
-            else:
-                kept[0] = float("nan")  # not finite: this bucket is going to be redone
-            if unsent is not None:
-                unsent.left_out = corrected
-            return kept, unsent
+    def _assumed_sketch(
+        self, values: torch.Tensor, bucket: Bucket, wire: Wire, key: str
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Mode "sketch", once the last steps say how large the table has to be: it goes along with the index."""
+        table = self._expected.rows(key, self._sketch.gamma) if self.mode == "sketch" else None
+        if table is None:
+            return None
 
-    def _send_packed(
-        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, n_values: int
-    ) -> None:
-        """Sum the values at the union, and put the mean into the bucket."""
-        fixed = self._fixed_point(union)
-        packed = wire.scratch("packed", n_values, values.dtype)
-        with wire.timing("encode"):
-            packed_values.pack(values, union.words, packed)
-            # Divided before it is summed, by DDP's own product: DDP's bits, and float16 stays in range.
-            cells = packed.mul_(1.0 / wire.world_size) if fixed is None else quantised(packed, fixed)
-        if n_values:
-            self.aggregator.start_sum(cells, wire.record).wait()
-        is_direct = unsent is None and values.dtype == bucket.buffer.dtype
+        def cells_of(own_index: torch.Tensor) -> torch.Tensor:
+            with wire.timing("encode"):
+                n_cells = self._sketch.assume(bucket.n_elements, *table, self._attempts.get(key, 0))
+                self._cells = wire.scratch("cells", n_cells, torch.float32)
+                self._sketch.add(values, own_index, self._cells)
+            return self._cells
+
+        return cells_of
+
+    def _take_at_once(
+        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, key: str
+    ) -> bool:
+        """Whether all values come out of the sketch that was sent with its index; the mean then lies in the bucket."""
+        assert union.total is not None
         with wire.timing("decode"):
-            if fixed is not None:
-                packed.copy_(cells.double().mul_(fixed.scale / wire.world_size).float())
-            out = bucket.buffer if is_direct else wire.scratch("mean", bucket.n_elements)
-            packed_values.unpack(packed, union.words, out)
-            if unsent is not None:
-                unsent.stage(values, out, None)
-            if not is_direct:
-                bucket.buffer.copy_(out)
+            self._sketch.adopt(union.words)
+        n_core = self._peel(wire, union)
+        union.total.wait()
+        if n_core > MAX_CORE:
+            self._n_resent += 1
+            return False
+        self._index.remember(key, self._sketch.n_nonzeros)
+        if self._is_too_dense(bucket, 4, self._sketch.n_cells):
+            self._expected.forget(key)  # the next index comes alone, and decides
+        else:
+            self._expected.note(key, self._sketch)
+        self._n_at_once += 1
+        self._recover(bucket, wire, values, unsent, union, self._cells, n_core, None)
+        return True
 
     def _send_sketch(
         self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, key: str
@@ -268,6 +269,16 @@ class Homomorphic(Redoing):
         if attempt != self._attempts.get(key, 0):
             self._next_attempts[key] = attempt if attempt < MAX_ATTEMPTS else 0
 
+        if self.mode == "sketch":
+            self._expected.note(key, sketch)
+        self._recover(bucket, wire, values, unsent, union, cells, n_core, fixed)
+
+    def _recover(
+        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union,
+        cells: torch.Tensor, n_core: int, fixed: FixedPoint | None,
+    ) -> None:  # fmt: skip
+        """Put the mean into the bucket, from summed cells and the order of peeling."""
+        sketch = self._sketch
         estimate = self.mode == "lossy" and n_core > _MAX_DENSE_CORE
         core = sketch.core() if n_core and (self.error_feedback or not estimate) else None
         scale = (1.0 if fixed is None else fixed.scale) / wire.world_size
@@ -327,6 +338,10 @@ class Homomorphic(Redoing):
             return 0
         return max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
 
+    @staticmethod
+    def _is_too_dense(bucket: Bucket, cell_bytes: int, n_cells: int) -> bool:
+        return n_cells > 0 and cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes
+
     def _is_known_as_dense(self, key: str) -> bool:
         steps = self._tries_in.get(key, 0)
         self._next_tries_in[key] = max(0, steps - 1)
@@ -348,20 +363,23 @@ class Homomorphic(Redoing):
         super().end_step(step)
         if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
             self._index.commit()
+            self._expected.commit()
             self._tries_in.update(self._next_tries_in)
             self._attempts.update(self._next_attempts)
         self._next_attempts.clear()
         self._index.next_counts.clear()
+        self._expected.clear_step()
         self._next_tries_in.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Buckets redone (not finite) and sent plainly (too dense), filters used and given up, sketches sent again,
-        values summed beside a sketch."""
+        """Buckets redone (not finite) and sent plainly (too dense), filters used and given up, sketches sent
+        together with their index, and sent again, values summed beside a sketch."""
         return {
             **super().stats(),
             "n_buckets_too_dense": self._n_too_dense,
             "n_bloom_indices": self._index.n_blooms,
             "n_bloom_fallbacks": self._index.n_bloom_fallbacks,
+            "n_sketches_at_once": self._n_at_once,
             "n_sketches_resent": self._n_resent,
             "n_core_values": self._n_core,
             **{f"aggregator_{name}": value for name, value in self.aggregator.stats().items()},
@@ -373,16 +391,18 @@ class Homomorphic(Redoing):
             "n_nonzeros": {key: list(counts) for key, counts in self._index.counts.items()},
             "dense_for_steps": dict(self._tries_in),
             "attempts": dict(self._attempts),
+            "tables": self._expected.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
-        for name, is_list in (("n_nonzeros", True), ("dense_for_steps", False), ("attempts", False)):
-            counts = state.get(name)
-            if not isinstance(counts, dict) or not all(
-                isinstance(key, str) and _are_counts(value if is_list else [value]) for key, value in counts.items()
-            ):
+        for name in ("n_nonzeros", "dense_for_steps", "attempts"):
+            if not are_counts(state.get(name), name == "n_nonzeros"):
                 raise InvalidArgument(f"this is not the state of scheme homomorphic: it lacks {name}")
+        try:
+            self._expected.load_state_dict(state.get("tables", {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidArgument("this is not the state of scheme homomorphic: its tables are none") from error
         super().load_state_dict(state)
         self._index.counts = {key: list(counts) for key, counts in state["n_nonzeros"].items()}
         self._tries_in = dict(state["dense_for_steps"])
@@ -393,10 +413,7 @@ class Homomorphic(Redoing):
         self._index.counts.clear()
         self._tries_in.clear()
         self._attempts.clear()
+        self._expected.tables.clear()
         if self._is_aggregator_bound:
             self.aggregator.close()
             self._is_aggregator_bound = False
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int) and value >= 0 for value in values)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from gradwire.codecs import bloom_filter
 from gradwire.codecs.bloom_filter import BloomShape, Found
 from gradwire.codecs.count_sketch import IndexFacts, index_words, write_index
 from gradwire.core.bucket import Bucket
-from gradwire.exchange.aggregators import Aggregator
+from gradwire.exchange.aggregators import Aggregator, Sum
 from gradwire.wire.communicator import Communicator
 
 # facts, ~facts, flags, then a bit for each exponent: docs/format.md#count-sketch
@@ -44,6 +46,7 @@ class Union:
         exponent: every value of every rank is below 2^exponent; None if all are zero.
         is_finite: no rank holds Inf or NaN; otherwise `words` means nothing.
         ranks_agree: on scheme, options, layout and step.
+        total: the sum that was started along with the index, if one was.
     """
 
     own: torch.Tensor
@@ -51,6 +54,7 @@ class Union:
     exponent: int | None
     is_finite: bool
     ranks_agree: bool
+    total: Sum | None = None
 
 
 class SharedIndex:
@@ -72,25 +76,39 @@ class SharedIndex:
         communicator: Communicator,
         aggregator: Aggregator,
         cell_bits: float,
+        cells_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Union:
-        """The union of all ranks' non-zeros in `values` (n,); each will cost `cell_bits` when they are summed."""
+        """The union of all ranks' non-zeros in `values` (n,); each will cost `cell_bits` when they are summed.
+
+        Args: cells_of: this rank's index to cells, which are to be summed along with it.
+        """
         n_elements = values.numel()
         n_words = index_words(n_elements)
         own = communicator.scratch("own index", 4 * n_words).view(torch.int32)
         with bucket.record.timing("encode"):
             found = write_index(values, own)
+        cells = None if cells_of is None else cells_of(own)
+        total: Sum | None = None
+
+        def exchange(message: torch.Tensor) -> None:
+            nonlocal total
+            if cells is None or total is not None:
+                aggregator.or_words(message, bucket.record)
+                return
+            ored, total = aggregator.start_or_and_sum(message, cells, bucket.record)
+            ored.wait()
 
         shape = self._choose(key, n_elements, cell_bits)
         if shape is not None:
             message = self._message(communicator, "bloom", facts, found, shape.n_words)
             with bucket.record.timing("encode"):
                 bloom_filter.insert(own, n_elements, shape, self.seed, message[_HEADER_WORDS:])
-            aggregator.or_words(message, bucket.record)
+            exchange(message)
             union = communicator.scratch("union", 4 * n_words).view(torch.int32)
             with bucket.record.timing("decode"):
                 body = message[_HEADER_WORDS:]
                 candidates = bloom_filter.query(body, n_elements, shape, self.seed, union)
-            result = _read(message, own, union)
+            result = _read(message, own, union, total)
             if not result.is_finite or not result.ranks_agree:
                 return result
             if _is_worth(candidates, shape, n_elements, cell_bits):
@@ -102,8 +120,8 @@ class SharedIndex:
 
         message = self._message(communicator, "bitmap", facts, found, n_words)
         message[_HEADER_WORDS:] = own
-        aggregator.or_words(message, bucket.record)
-        return _read(message, own, message[_HEADER_WORDS:])
+        exchange(message)
+        return _read(message, own, message[_HEADER_WORDS:], total)
 
     def remember(self, key: str, n_nonzeros: int) -> None:
         """Note how many bits a union had that came as a bitmap; a filter's were estimated from the filter."""
@@ -145,7 +163,7 @@ def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float
     return cell_bits * found.n_candidates <= n_elements + cell_bits * found.n_nonzeros
 
 
-def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor) -> Union:
+def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor, total: Sum | None) -> Union:
     header = struct.pack(f"<{_HEADER_WORDS}i", *message[:_HEADER_WORDS].tolist())
     facts, complement, flags = _HEADER.unpack_from(header)
     run = int.from_bytes(header[_HEADER.size :], "little")
@@ -155,4 +173,14 @@ def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor) -> Unio
         run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None,
         not flags & _FLAG_NONFINITE,
         facts & complement == 0,
+        total,
     )
+
+
+def are_counts(by_bucket: Any, of_lists: bool) -> bool:
+    """Whether a checkpoint holds counts, or lists of them, by bucket."""
+    return isinstance(by_bucket, dict) and all(
+        isinstance(key, str) and isinstance(value, list) == of_lists
+        and all(isinstance(one, int) and one >= 0 for one in (value if of_lists else [value]))
+        for key, value in by_bucket.items()
+    )  # fmt: skip

@@ -6,15 +6,50 @@ import math
 
 import torch
 
+from gradwire import _native
 from gradwire.codecs.count_sketch import FixedPoint
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
+from gradwire.core.session import Session
+from gradwire.schemes.compressed import count_of
+from gradwire.wire.wire import Wire
 
 
 def quantised(values: torch.Tensor, fixed: FixedPoint) -> torch.Tensor:
     """(n,) integers; ties to even."""
     scaled = values.double().mul_(math.ldexp(1.0, fixed.shift)).round_().clamp_(-fixed.limit, fixed.limit)
     return scaled.to(fixed.dtype)
+
+
+def values_to_send(
+    session: Session, bucket: Bucket, wire: Wire, error_feedback: bool, density: float | None, is_packed: bool
+) -> tuple[torch.Tensor, Unsent | None]:
+    """(n,) to be summed, float32 or as the bucket (for sketches not float16), and with error feedback what is kept.
+
+    Args: density: share of the largest values that are sent; None: all.
+    """
+    n, gradient = bucket.n_elements, bucket.buffer
+    with wire.timing("encode"):
+        if not error_feedback and density is None:
+            if gradient.dtype == torch.float16 and not is_packed:
+                return wire.scratch("values", n).copy_(gradient), None
+            return gradient, None
+        corrected, unsent = wire.scratch("corrected", n).copy_(gradient), None
+        if error_feedback:
+            unsent = Unsent(session.feedback, bucket, session.loss_scale(), corrected)
+        if density is None:
+            return corrected, unsent
+        kept = wire.scratch("kept", n).zero_()
+        largest = torch.empty(count_of(density, n), dtype=torch.int32)
+        if _native.select_largest(corrected, largest) == 0:
+            places = largest.long()
+            kept[places] = corrected[places]
+            corrected[places] = 0
+        else:
+            kept[0] = float("nan")  # not finite: this bucket is going to be redone
+        if unsent is not None:
+            unsent.left_out = corrected
+        return kept, unsent
 
 
 class Unsent:

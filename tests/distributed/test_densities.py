@@ -1,0 +1,136 @@
+"""homomorphic from no gradient at all to a dense one and back, in one run: right sums, and bytes that follow the density."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from ddp_cases import agree
+
+from buckets import Driver
+from gradwire import schemes
+from gradwire.codecs.count_sketch import FixedPoint
+from ranks import run_ranks
+from sketches import PATTERNS, gradient_of, quantise
+
+N = 30_011
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+UP = (0.0, 0.0, 1e-4, 0.002, 0.0, 0.03, 0.3, 0.6, 0.8, 0.87, 0.95, 1.0)
+# A bucket that was too dense is tried again after 16 steps, and then its counts are those of the last 8.
+DENSITIES = (*UP, *(0.0,) * 9, *(0.02,) * 16)
+MODES: tuple[dict[str, Any], ...] = (
+    {},
+    {"index": "bloom"},
+    {"mode": "sketch"},
+    {"mode": "sketch", "index": "bloom"},
+    {"mode": "exact"},
+    {"mode": "exact", "integer_bits": 64},
+)
+
+
+def cell_bytes_of(options: dict[str, Any], dtype: torch.dtype) -> float:
+    """What a non-zero of the union costs."""
+    if "mode" not in options:
+        return dtype.itemsize
+    return 1.3 * options.get("integer_bits", 32) / 8
+
+
+def check_mean(options: dict[str, Any], is_plain: bool, mean: torch.Tensor, shares: torch.Tensor) -> None:
+    """Against float64; integers against their own sum. `shares`: (world size, n)."""
+    world_size, dtype = len(shares), mean.dtype
+    exact = shares.double()
+    expected, summed = exact.mean(0), exact.abs().sum(0) / world_size
+    error = (mean.double() - expected).abs()
+    if is_plain or "mode" not in options:
+        assert bool((error <= 2 * world_size * (EPSILON[dtype] * summed + SMALLEST[dtype])).all())
+    elif options["mode"] == "exact":
+        bits = torch.int32 if options.get("integer_bits") is None else torch.int64
+        fixed = FixedPoint.fit(math.frexp(float(exact.abs().max()))[1], world_size, bits)
+        total = torch.stack([quantise(share, fixed) for share in shares]).sum(0)
+        assert torch.equal(mean, (total.double() * (fixed.scale / world_size)).float().to(dtype))
+    else:
+        rounding = EPSILON[dtype] * expected.abs() + SMALLEST[dtype]
+        assert float((error - rounding).max()) <= 2.0**-16 * float(exact.abs().amax(1).sum())
+    if (
+        "sketch" not in options.values()
+    ):  # a zero that a filter lets through comes out of float cells with their rounding
+        assert not bool(mean[(shares == 0).all(0)].any())
+
+
+def run_through_densities(rank: int, world_size: int, pattern: str) -> None:
+    ring = 2 * (world_size - 1) / world_size
+    for options, dtype in itertools.product(MODES, DTYPES):
+        driver = Driver(schemes.by_name("homomorphic", **options), [torch.zeros(N, dtype=dtype)])
+        cell_bytes = cell_bytes_of(options, dtype)
+        was_dense = False
+        for step, density in enumerate(DENSITIES):
+            shares = torch.stack(
+                [gradient_of(pattern, N, other, density, dtype, step + 1) for other in range(world_size)]
+            )
+            (mean,) = driver.reduce([shares[rank].clone()])
+            where = (options, dtype, step, density)
+            assert agree(rank, mean), where
+            record = driver.last_buckets[0].record
+            is_plain = any("too dense" in why for why in record.fallbacks)
+            check_mean(options, is_plain, mean, shares)
+            n_nonzeros = int((shares != 0).any(0).sum())
+            if is_plain:  # for a reason, or for one that was there a few steps ago
+                assert was_dense or N / 8 + 1.1 * cell_bytes * n_nonzeros > 0.85 * N * dtype.itemsize, where
+            elif n_nonzeros:
+                assert record.bytes_sent >= ring * cell_bytes / 1.3 * n_nonzeros - 64, where
+                most = 2.0 if options.get("mode") == "sketch" else 1.1  # a table that was too small went in vain
+                assert record.bytes_sent <= ring * most * N * dtype.itemsize, where
+            was_dense = was_dense or is_plain
+        assert not is_plain, where
+        # A filter for few values, and no more: what was learnt of dense steps is forgotten.
+        assert record.bytes_sent <= ring * (N / 8 + 1.3 * cell_bytes * n_nonzeros + 1_000), (where, record.bytes_sent)
+        stats = driver.scheme.stats()
+        assert was_dense
+        assert stats["n_buckets_redone"] == 0
+        if options.get("index") == "bloom":
+            assert stats["n_bloom_indices"] > 0
+            assert stats["n_bloom_fallbacks"] > 0, "no filter was too small for the step after it"
+        driver.close()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_densities_from_none_to_all_and_back_in_one_run(pattern: str) -> None:
+    run_ranks(run_through_densities, 3, pattern, timeout_s=200)
+
+
+# ---- values at the ends of their dtype
+
+
+def meet_extremes(rank: int, world_size: int) -> None:
+    """Subnormals and the largest finite values are values like any other; -0.0 is a zero."""
+    for options, dtype in itertools.product(MODES, DTYPES):
+        info = torch.finfo(dtype)
+        driver = Driver(schemes.by_name("homomorphic", **options), [torch.zeros(N, dtype=dtype)])
+        for step in range(3):
+            shares = torch.stack(
+                [gradient_of("random", N, other, 0.02, dtype, step + 1) for other in range(world_size)]
+            )
+            shares[:, 0] = info.max
+            shares[0, 1], shares[1:, 1] = info.max, -info.max
+            shares[:, 2] = SMALLEST[dtype]
+            shares[:, 3] = -SMALLEST[dtype] * torch.arange(1, world_size + 1)
+            shares[:, 4] = info.smallest_normal
+            shares[:, 5] = -0.0
+            (mean,) = driver.reduce([shares[rank].clone()])
+            assert agree(rank, mean), (options, dtype)
+            assert bool(mean.isfinite().all()), (options, dtype, mean[:6])
+            is_plain = bool(driver.last_buckets[0].record.fallbacks) or driver.scheme.stats()["n_buckets_redone"] > 0
+            check_mean(options, is_plain, mean, shares)
+            if "mode" not in options:
+                assert not is_plain
+                assert float(mean[0]) == pytest.approx(info.max, rel=4 * EPSILON[dtype])
+        driver.close()
+
+
+def test_values_at_the_ends_of_their_dtype_arrive() -> None:
+    run_ranks(meet_extremes, 2, timeout_s=100)

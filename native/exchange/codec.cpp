@@ -129,6 +129,13 @@ std::size_t Codec::encode_with_feedback(const Values& values, std::size_t first,
   return n_bytes;
 }
 
+std::size_t Codec::encode_mean(const Values& values, std::size_t first, std::size_t divisor, const Values& mean,
+                               std::span<std::uint8_t> out) {
+  const std::size_t n_bytes = encode(values, first, out);
+  decode_mean(out.first(n_bytes), first, divisor, mean);
+  return n_bytes;
+}
+
 void Codec::decode_add(std::span<const std::uint8_t> message, std::size_t first, std::span<float> total,
                        std::span<float> scratch) {
   const Values decoded = values_of(scratch.first(total.size()));
@@ -177,6 +184,19 @@ std::size_t Coder::encode(const Values& values, std::size_t first, std::span<std
     const auto n = static_cast<float>(divided_by_);
     apply(decoded, values.data, [n](float lost, float whole) { return (whole - lost) * n; });
   }
+  account_.add(Kind::encode, started);
+  return n_bytes;
+}
+
+std::size_t Coder::encode_mean(const Values& values, std::size_t first, const Values& mean,
+                               std::span<std::uint8_t> out) {
+  if (left_out_.data != nullptr) {
+    const std::size_t n_bytes = encode(values, first, out);
+    adopt(out.first(n_bytes), first, mean);
+    return n_bytes;
+  }
+  const std::int64_t started = weigh(first, values.n);
+  const std::size_t n_bytes = codec_.encode_mean(values, first, divisor_, mean, out);
   account_.add(Kind::encode, started);
   return n_bytes;
 }

@@ -46,6 +46,9 @@ class Codec {
   // The same of float32 values, with error feedback. Only a codec that does it in one pass adds a residual.
   virtual std::size_t encode_with_feedback(const Values& values, std::size_t first, const Feedback& feedback,
                                            std::span<std::uint8_t> out);
+  // The same, and mean = what the message decodes to / divisor, elsewhere: of the message that ends a sum.
+  virtual std::size_t encode_mean(const Values& values, std::size_t first, std::size_t divisor, const Values& mean,
+                                  std::span<std::uint8_t> out);
   // Reads a message of values that stand for those at `first` of the bucket.
   virtual void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) = 0;
   // values = decoded + addend, which lies elsewhere. Overridden, like the next, by a codec that needs one pass.
@@ -97,6 +100,8 @@ class Coder {
   Coder(Codec& codec, const Values& buffer, const Values& left_out, std::size_t n_ranks, Account& account);
   // `first`: which values of the bucket these stand for.
   std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out);
+  // The same of the message that ends a sum; `mean` as if it had been adopted.
+  std::size_t encode_mean(const Values& values, std::size_t first, const Values& mean, std::span<std::uint8_t> out);
   // values = the mean of which the message is the last one: what every rank does with the same bytes.
   void adopt(std::span<const std::uint8_t> message, std::size_t first, const Values& values);
   // total = decoded + addend, which lies elsewhere.

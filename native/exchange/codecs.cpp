@@ -31,9 +31,19 @@ std::size_t GCompCodec::max_message_bytes(std::size_t n_values) const {
 
 bool GCompCodec::weigh(std::size_t first, std::size_t n) { return weights_.write(first, n); }
 
-std::size_t GCompCodec::encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) {
+std::size_t GCompCodec::encode(const Values& values, std::size_t first, const gcomp::Mean& mean,
+                               std::span<std::uint8_t> out) {
   if (!counts_.empty()) gcomp::count_exponents(bytes_of(values), options_.dtype, options_.version, counts_);
-  return gcomp::encode(bytes_of(values), weights_.at(first, values.n), options_, table_, out);
+  return gcomp::encode(bytes_of(values), weights_.at(first, values.n), options_, table_, out, mean);
+}
+
+std::size_t GCompCodec::encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) {
+  return encode(values, first, gcomp::Mean{}, out);
+}
+
+std::size_t GCompCodec::encode_mean(const Values& values, std::size_t first, std::size_t divisor, const Values& mean,
+                                    std::span<std::uint8_t> out) {
+  return encode(values, first, gcomp::Mean{mean.data, static_cast<float>(divisor)}, out);
 }
 
 void GCompCodec::decode(std::span<const std::uint8_t> message, std::size_t first, const gcomp::Finish& finish,

@@ -20,6 +20,8 @@ class GCompCodec final : public Codec {
   std::size_t max_message_bytes(std::size_t n_values) const override;
   bool weigh(std::size_t first, std::size_t n) override;
   std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
+  std::size_t encode_mean(const Values& values, std::size_t first, std::size_t divisor, const Values& mean,
+                          std::span<std::uint8_t> out) override;
   void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
   void decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
                   const Values& values) override;
@@ -27,6 +29,7 @@ class GCompCodec final : public Codec {
                    const Values& values) override;
 
  private:
+  std::size_t encode(const Values& values, std::size_t first, const gcomp::Mean& mean, std::span<std::uint8_t> out);
   void decode(std::span<const std::uint8_t> message, std::size_t first, const gcomp::Finish& finish,
               const Values& values);
 

@@ -23,6 +23,11 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
     message.n_bytes = coder.encode(values, first, message.room());
     return message;
   };
+  const auto encode_mean = [&](const Values& total, std::size_t first, const Values& mean) {
+    wire::Message message = channel.take(max_bytes);
+    message.n_bytes = coder.encode_mean(total, first, mean, message.room());
+    return message;
+  };
   // What arrives in hop h leaves again in hop h+1, at the same chunk.
   std::vector<wire::Message> outbox(n_chunks);
   const std::size_t n_messages = 2 * (world - 1) * n_chunks, first_gathered = (world - 1) * n_chunks;
@@ -46,9 +51,7 @@ void ring_mean(wire::Mesh& mesh, const Ticket& ticket, Codec& codec, const Value
     if (number < first_gathered) {
       const Values total{scratch.block->data(), count, buffer.dtype};
       coder.decode_sum(message.bytes(), first, own, total);
-      message = encode(total, first);
-      if (hop == world - 2) coder.adopt(message.bytes(), first, own);
-      outbox[index] = std::move(message);
+      outbox[index] = hop == world - 2 ? encode_mean(total, first, own) : encode(total, first);
     } else {
       coder.adopt(message.bytes(), first, own);
       if (hop < 2 * (world - 1) - 1) outbox[index] = std::move(message);

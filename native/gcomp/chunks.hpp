@@ -26,8 +26,9 @@ struct MessageCoding {
 };
 
 // Encodes n_values (with as many importance bytes, or null) into `message` from byte `offset` on; sets holds_nonfinite.
+// What it decodes to goes to `mean`, in format 2.
 using EncodeChunk = ChunkHeader(const MessageCoding& coding, const std::uint8_t* values, const std::uint8_t* importance,
-                                std::size_t n_values, std::uint8_t* message, std::uint64_t offset,
+                                std::size_t n_values, std::uint8_t* message, std::uint64_t offset, const Mean& mean,
                                 bool& holds_nonfinite);
 EncodeChunk encode_levels_chunk, encode_lanes_chunk;
 

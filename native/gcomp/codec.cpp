@@ -86,7 +86,8 @@ void read_exponents(const HuffmanTable& table, std::span<const std::uint8_t> seg
 }
 
 std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::uint8_t> importance,
-                     const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out) {
+                     const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out,
+                     const Mean& mean) {
   const DtypeLayout& layout = layout_of(options.dtype);
   const std::uint64_t n_elements = values.size() / layout.value_bytes;
   if (values.size() % layout.value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
@@ -112,9 +113,10 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
     const std::size_t first = chunk * kChunkValues;
     const std::size_t n_values = std::min<std::uint64_t>(kChunkValues, n_elements - first);
     const auto encode_with = options.version == Version::levels ? encode_levels_chunk : encode_lanes_chunk;
-    ChunkHeader header =
-        encode_with(coding, values.data() + first * static_cast<std::size_t>(layout.value_bytes),
-                    importance.empty() ? nullptr : importance.data() + first, n_values, out.data(), offset, nonfinite);
+    const std::size_t first_byte = first * static_cast<std::size_t>(layout.value_bytes);
+    ChunkHeader header = encode_with(
+        coding, values.data() + first_byte, importance.empty() ? nullptr : importance.data() + first, n_values,
+        out.data(), offset, {mean.values == nullptr ? nullptr : mean.values + first_byte, mean.divisor}, nonfinite);
     header.checksum = crc32c({out.data() + offset, out.data() + header.end_offset()});
     write_chunk_header(header, options.version, chunk, out.data());
     return header.end_offset();
@@ -149,6 +151,8 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
       {options.version, options.dtype, options.mode, static_cast<std::uint8_t>(kept_bits),
        holds_nonfinite ? kFlagNonfinite : 0, static_cast<std::uint32_t>(n_chunks), table.id(), n_elements, end},
       out.data());
+  if (mean.values != nullptr && options.version == Version::levels)
+    decode(out.first(end), options.dtype, table, importance, {nullptr, mean.divisor}, {mean.values, values.size()});
   return end;
 }
 

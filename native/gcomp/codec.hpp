@@ -12,6 +12,12 @@ namespace gradwire::gcomp {
 // What becomes of the bits that mode paper lets go of; mode uniform rounds to nearest, mode truncate towards zero.
 enum class Rounding : std::uint8_t { nearest = 0, truncate = 1 };
 
+// Where what a message decodes to is written in the pass that encodes it, divided.
+struct Mean {
+  std::uint8_t* values = nullptr;  // as many as are encoded, not where they lie; null: nowhere
+  float divisor = 1;
+};
+
 struct EncodeOptions {
   Dtype dtype;
   Mode mode;
@@ -25,7 +31,8 @@ struct EncodeOptions {
 // version). Same bytes for every number of threads and instruction set; allocates nothing once a thread has encoded
 // before. Throws InvalidArgument, BufferTooSmall.
 std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::uint8_t> importance,
-                     const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out);
+                     const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out,
+                     const Mean& mean = {});
 
 // What is made of decoded values in the same pass: addend + value, or value / divisor; callers use one of the two.
 struct Finish {

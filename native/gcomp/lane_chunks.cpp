@@ -54,13 +54,15 @@ KeepRule keep_rule(Dtype dtype, Mode mode, int kept_bits) {
 }
 
 ChunkHeader encode_lanes_chunk(const MessageCoding& coding, const std::uint8_t* values, const std::uint8_t* importance,
-                               std::size_t n_values, std::uint8_t* message, std::uint64_t offset,
+                               std::size_t n_values, std::uint8_t* message, std::uint64_t offset, const Mean& mean,
                                bool& holds_nonfinite) {
   Scratch& buffers = scratch();
   const auto value_bytes = static_cast<std::size_t>(layout_of(coding.dtype).value_bytes);
   std::uint8_t* const begin = message + offset;
   std::uint8_t* at = begin;
   LaneStack stack;
+  const auto finish_block = coding.lanes.finish[static_cast<int>(coding.dtype)];
+  std::uint8_t* const sent = mean.values == nullptr ? nullptr : buffers.block;
   for (std::size_t i = 0; i < n_values; i += kLaneBlock) {
     const std::size_t n = std::min(kLaneBlock, n_values - i);
     const std::uint8_t* words = values + i * value_bytes;
@@ -69,7 +71,8 @@ ChunkHeader encode_lanes_chunk(const MessageCoding& coding, const std::uint8_t* 
       words = buffers.block;
     }
     at = coding.lanes.push(words, importance == nullptr ? nullptr : importance + i, n, coding.rule, coding.rounds,
-                           stack, at, buffers.exponents + i, holds_nonfinite);
+                           stack, at, buffers.exponents + i, sent, holds_nonfinite);
+    if (sent != nullptr) finish_block(sent, nullptr, mean.divisor, n, mean.values + i * value_bytes);
   }
   write_tail(stack, at);
   at += kLaneTailBytes;

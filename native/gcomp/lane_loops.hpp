@@ -33,7 +33,8 @@ namespace gradwire::gcomp {
 
 [[maybe_unused]] static std::uint8_t* push_loop(const std::uint8_t* words, const std::uint8_t* importance,
                                                 std::size_t n, const KeepRule& rule, bool rounds, LaneStack& stack,
-                                                std::uint8_t* at, std::uint8_t* exponents, bool& holds_nonfinite) {
+                                                std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
+                                                bool& holds_nonfinite) {
   for (std::size_t i = 0; i < n; ++i) {
     auto word = load<std::uint32_t>(words + 4 * i);
     const int byte = importance == nullptr ? 0 : importance[i];
@@ -43,9 +44,13 @@ namespace gradwire::gcomp {
     const int exponent = exponent_of(word);
     exponents[i] = static_cast<std::uint8_t>(exponent);
     holds_nonfinite |= exponent == kWordMaxExponent;
-    if (exponent == 0) continue;
+    if (exponent == 0) {
+      if (sent != nullptr) store(sent + 4 * i, std::uint32_t{0});
+      continue;
+    }
     const int kept = kept_bits_of(rule, exponent, byte);
     const std::uint32_t field = (word & 0x7FFFFF) >> (kWordMantissa - kept) | (word >> 31) << kept;
+    if (sent != nullptr) store(sent + 4 * i, word >> (kWordMantissa - kept) << (kWordMantissa - kept));
     const std::size_t lane = i % kLanes;
     const std::uint64_t joined = std::uint64_t{stack.bits[lane]} << (kept + 1) | field;
     std::uint32_t n_bits = stack.n_bits[lane] + static_cast<std::uint32_t>(kept) + 1;

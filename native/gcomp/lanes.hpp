@@ -41,9 +41,10 @@ struct LaneStack {
 // A stretch of the values of one chunk that begins in lane 0. `importance` is null but in mode paper.
 struct LaneKernels {
   // Rounds (to nearest even, or towards zero), writes the exponents as they will be sent, pushes signs and mantissas.
-  // Returns the end of the words written at `at`; scribbles up to kLaneTailBytes past it. Sets holds_nonfinite.
+  // Returns the end of the words written at `at`; scribbles up to kLaneTailBytes past it. Sets holds_nonfinite. If
+  // `sent` is not null, the words that `pop` will give go there; it may be where `words` lie.
   std::uint8_t* (*push)(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& rule,
-                        bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents,
+                        bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
                         bool& holds_nonfinite);
   // The reverse, last value first: takes words from before `at`. Returns the first word not taken, or null where the
   // values ask for words before `begin`. Loads no byte outside [begin - 4, at + kLaneTailBytes).

@@ -59,7 +59,8 @@ struct Rule {
 
 template <bool kByImportance, bool kRounds>
 std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& limits,
-                   LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, bool& holds_nonfinite) {
+                   LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
+                   bool& holds_nonfinite) {
   const Rule<kByImportance> rule(limits);
   const __m256i one = set(1), largest = set(((limits.highest_exponent + 1) << kWordMantissa) - 1);
   __m256i bits[2], n_bits[2], nonfinite = _mm256_setzero_si256();
@@ -95,8 +96,11 @@ std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, st
                        _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_castsi256_si128(pairs)));
       nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi32(exponent, set(kWordMaxExponent)));
       const __m256i stays_away = is_zero(exponent);
-      const __m256i mantissa =
-          _mm256_srlv_epi32(_mm256_and_si256(word, set(0x7FFFFF)), _mm256_sub_epi32(set(kWordMantissa), kept));
+      const __m256i dropped = _mm256_sub_epi32(set(kWordMantissa), kept);
+      if (sent != nullptr)
+        store256(sent + 4 * i,
+                 _mm256_andnot_si256(stays_away, _mm256_sllv_epi32(_mm256_srlv_epi32(word, dropped), dropped)));
+      const __m256i mantissa = _mm256_srlv_epi32(_mm256_and_si256(word, set(0x7FFFFF)), dropped);
       const __m256i field = _mm256_andnot_si256(
           stays_away, _mm256_or_si256(mantissa, _mm256_sllv_epi32(_mm256_srli_epi32(word, 31), kept)));
       const __m256i n_field = _mm256_andnot_si256(stays_away, _mm256_add_epi32(kept, one));
@@ -117,7 +121,8 @@ std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, st
   }
   holds_nonfinite |= _mm256_testz_si256(nonfinite, nonfinite) == 0;
   return push_loop(words + 4 * n_vector, importance == nullptr ? nullptr : importance + n_vector, n - n_vector, limits,
-                   kRounds, stack, at, exponents + n_vector, holds_nonfinite);
+                   kRounds, stack, at, exponents + n_vector, sent == nullptr ? nullptr : sent + 4 * n_vector,
+                   holds_nonfinite);
 }
 
 template <bool kByImportance>
@@ -168,10 +173,10 @@ const std::uint8_t* pop(const std::uint8_t* exponents, const std::uint8_t* impor
 }
 
 std::uint8_t* push_any(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& rule,
-                       bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents,
+                       bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
                        bool& holds_nonfinite) {
   const auto go = [&](auto kernel) {
-    return kernel(words, importance, n, rule, stack, at, exponents, holds_nonfinite);
+    return kernel(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite);
   };
   if (rule.by_importance) return rounds ? go(push<true, true>) : go(push<true, false>);
   return rounds ? go(push<false, true>) : go(push<false, false>);

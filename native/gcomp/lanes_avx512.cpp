@@ -39,7 +39,8 @@ __m512i exponent_of(__m512i words) { return _mm512_srli_epi32(_mm512_slli_epi32(
 
 template <bool kByImportance, bool kHalf, bool kRounds>
 std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& limits,
-                   LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, bool& holds_nonfinite) {
+                   LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
+                   bool& holds_nonfinite) {
   const Rule<kByImportance, kHalf> rule(limits);
   const __m512i one = set(1), infinity = set((limits.highest_exponent + 1) << kWordMantissa);
   __m512i bits = _mm512_load_si512(stack.bits), n_bits = _mm512_load_si512(stack.n_bits);
@@ -69,8 +70,12 @@ std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, st
     _mm_mask_storeu_epi8(exponents + i, present, _mm512_cvtepi32_epi8(exponent));
     nonfinite |= _mm512_cmpeq_epi32_mask(exponent, set(kWordMaxExponent));
     const __mmask16 travels = _mm512_test_epi32_mask(exponent, exponent);
-    const __m512i mantissa =
-        _mm512_srlv_epi32(_mm512_and_si512(word, set(0x7FFFFF)), _mm512_sub_epi32(set(kWordMantissa), kept));
+    const __m512i dropped = _mm512_sub_epi32(set(kWordMantissa), kept);
+    if (sent != nullptr)
+      _mm512_mask_storeu_epi32(
+          sent + 4 * i, present,
+          _mm512_maskz_sllv_epi32(travels, _mm512_maskz_srlv_epi32(travels, word, dropped), dropped));
+    const __m512i mantissa = _mm512_srlv_epi32(_mm512_and_si512(word, set(0x7FFFFF)), dropped);
     const __m512i field =
         _mm512_maskz_or_epi32(travels, mantissa, _mm512_sllv_epi32(_mm512_srli_epi32(word, 31), kept));
     const __m512i n_field = _mm512_maskz_add_epi32(travels, kept, one);
@@ -129,9 +134,9 @@ const std::uint8_t* pop(const std::uint8_t* exponents, const std::uint8_t* impor
 template <bool kRounds>
 std::uint8_t* push_by_rule(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n,
                            const KeepRule& rule, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents,
-                           bool& holds_nonfinite) {
+                           std::uint8_t* sent, bool& holds_nonfinite) {
   const auto go = [&](auto kernel) {
-    return kernel(words, importance, n, rule, stack, at, exponents, holds_nonfinite);
+    return kernel(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite);
   };
   if (rule.lowest_exponent > 0)
     return rule.by_importance ? go(push<true, true, kRounds>) : go(push<false, true, kRounds>);
@@ -139,10 +144,10 @@ std::uint8_t* push_by_rule(const std::uint8_t* words, const std::uint8_t* import
 }
 
 std::uint8_t* push_any(const std::uint8_t* words, const std::uint8_t* importance, std::size_t n, const KeepRule& rule,
-                       bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents,
+                       bool rounds, LaneStack& stack, std::uint8_t* at, std::uint8_t* exponents, std::uint8_t* sent,
                        bool& holds_nonfinite) {
-  return rounds ? push_by_rule<true>(words, importance, n, rule, stack, at, exponents, holds_nonfinite)
-                : push_by_rule<false>(words, importance, n, rule, stack, at, exponents, holds_nonfinite);
+  return rounds ? push_by_rule<true>(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite)
+                : push_by_rule<false>(words, importance, n, rule, stack, at, exponents, sent, holds_nonfinite);
 }
 
 const std::uint8_t* pop_any(const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,

@@ -7,7 +7,7 @@
 namespace gradwire::gcomp {
 
 ChunkHeader encode_levels_chunk(const MessageCoding& coding, const std::uint8_t* values, const std::uint8_t* importance,
-                                std::size_t n_values, std::uint8_t* message, std::uint64_t offset,
+                                std::size_t n_values, std::uint8_t* message, std::uint64_t offset, const Mean&,
                                 bool& holds_nonfinite) {
   Scratch& buffers = scratch();
   std::uint8_t* const exponents = buffers.exponents;

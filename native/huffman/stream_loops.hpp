@@ -12,11 +12,14 @@
 
 namespace gradwire {
 
-// Appends the codes of exponents [begin, n_values); returns whether any was escaped.
-[[maybe_unused]] static inline bool encode_loop(const std::uint8_t* exponents, std::size_t begin, std::size_t n_values,
-                                                const std::uint64_t* codes, BitWriter& out) {
+// Appends the codes of exponents [begin, n_values), and those without one of their own to the escapes.
+[[maybe_unused]] static inline void encode_loop(const std::uint8_t* exponents, std::size_t begin, std::size_t n_values,
+                                                const std::uint64_t* codes, BitWriter& out, std::uint8_t*& escapes) {
   BitWriter writer = out;
-  std::uint64_t flags = 0;
+  const auto keep_escapes = [&](std::size_t first, std::size_t n) {
+    for (std::size_t j = first; j < first + n; ++j)
+      if (codes[exponents[j]] & HuffmanTable::kEscapeFlag) *escapes++ = exponents[j];
+  };
   std::size_t i = begin;
   // Five codes at a time: at most 55 bits, so that the entries' low 9 bits, which the or-ing leaves in the word, stay
   // below them, and with 7 pending bits the writer's word is not full. Every group starts from nothing: only the
@@ -29,24 +32,23 @@ namespace gradwire {
       word = word >> (entry & 63) | entry;
       sum += entry;
     }
-    flags |= sum;
+    if (sum & 7 * HuffmanTable::kEscapeFlag) keep_escapes(i, kGroup);  // the sum of up to five flags
     const std::uint64_t n_bits = sum & 63;
     write_bits(writer, word >> (64 - n_bits), n_bits);
   }
   for (; i < n_values; ++i) {
     const std::uint64_t entry = codes[exponents[i]];
-    flags |= entry;
+    keep_escapes(i, 1);
     write_bits(writer, entry >> (64 - (entry & 63)), entry & 63);
   }
   out = writer;
-  return (flags & 7 * HuffmanTable::kEscapeFlag) != 0;  // sums of up to five flags
 }
 
 [[maybe_unused]] static inline std::uint8_t* encode_stream_loop(const std::uint8_t* exponents, std::size_t n_values,
                                                                 const HuffmanTable& table, std::uint8_t* out,
-                                                                bool& any_escape) {
+                                                                std::uint8_t*& escapes) {
   BitWriter writer{out};
-  any_escape |= encode_loop(exponents, 0, n_values, table.codes(), writer);
+  encode_loop(exponents, 0, n_values, table.codes(), writer, escapes);
   return finish(writer);
 }
 

@@ -76,27 +76,22 @@ void resolve_escapes(const HuffmanTable& table, std::span<const std::uint8_t> es
 
 std::size_t encode_exponents(const HuffmanTable& table, std::span<const std::uint8_t> exponents, std::uint8_t* out) {
   std::uint8_t* end = out + kSegmentHeaderBytes;
-  bool any_escape = false;
+  static thread_local std::array<std::uint8_t, kMaxSegmentValues> escapes;
+  std::uint8_t* escapes_end = escapes.data();
   std::array<std::uint16_t, kStreams + 1> header{};
   for (std::size_t j = 0; j < kStreams; ++j) {
     const ValueRange range = stream_range(exponents.size(), j);
     std::uint8_t* const begin = end;
-    end = kernels().encode(exponents.data() + range.begin, range.end - range.begin, table, begin, any_escape);
+    end = kernels().encode(exponents.data() + range.begin, range.end - range.begin, table, begin, escapes_end);
     header[j] = static_cast<std::uint16_t>(end - begin);
   }
-  const std::uint8_t* const too_long = out + exponents.size();
-  if (any_escape) {
-    std::uint8_t* const begin = end;
-    for (const std::uint8_t exponent : exponents) {
-      if (!table.is_escaped(exponent)) continue;
-      if (end >= too_long) return 0;
-      *end++ = exponent;
-    }
-    header[kStreams] = static_cast<std::uint16_t>(end - begin);
-  }
-  if (end >= too_long) return 0;
+  const auto n_escapes = static_cast<std::size_t>(escapes_end - escapes.data());
+  const std::size_t n_bytes = static_cast<std::size_t>(end - out) + n_escapes;
+  if (n_bytes >= exponents.size()) return 0;
+  header[kStreams] = static_cast<std::uint16_t>(n_escapes);
+  std::memcpy(end, escapes.data(), n_escapes);
   std::memcpy(out, header.data(), kSegmentHeaderBytes);
-  return static_cast<std::size_t>(end - out);
+  return n_bytes;
 }
 
 void decode_exponents(const HuffmanTable& table, std::span<const std::uint8_t> bytes, const std::uint8_t* readable_end,

@@ -51,9 +51,10 @@ void decode_exponents_by_tree(const HuffmanTable& table, std::span<const std::ui
 
 // One implementation an instruction set; same results.
 struct StreamKernels {
-  // Returns the byte after the stream; sets any_escape if an exponent had no code. Scribbles a word past the stream.
+  // Returns the byte after the stream; appends the exponents that have no code to `escapes`. Scribbles a word past the
+  // stream.
   std::uint8_t* (*encode)(const std::uint8_t* exponents, std::size_t n_values, const HuffmanTable& table,
-                          std::uint8_t* out, bool& any_escape);
+                          std::uint8_t* out, std::uint8_t*& escapes);
   void (*decode)(const HuffmanTable& table, const StreamSpans& streams,
                  std::array<std::uint64_t, kStreams>& n_bits_used);
 };

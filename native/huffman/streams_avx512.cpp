@@ -5,6 +5,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <bit>
+
 namespace gradwire {
 namespace {
 
@@ -41,16 +43,16 @@ Codes join_four(Codes codes) {
 }
 
 std::uint8_t* encode_stream(const std::uint8_t* exponents, std::size_t n_values, const HuffmanTable& table,
-                            std::uint8_t* out, bool& any_escape) {
+                            std::uint8_t* out, std::uint8_t*& escapes) {
   const Plane low(table.code_planes()), high(table.code_planes() + 256), length(table.code_planes() + 512);
   BitWriter writer{out};
-  std::uint64_t escapes = 0;
   std::size_t i = 0;
   for (; i + kStep <= n_values; i += kStep) {
     const __m512i exponent = _mm512_loadu_si512(exponents + i);
     const __mmask64 upper = _mm512_movepi8_mask(exponent);
     const __m512i flagged = length.look_up(exponent, upper);
-    escapes |= _mm512_movepi8_mask(flagged);
+    for (std::uint64_t escaped = _mm512_movepi8_mask(flagged); escaped != 0; escaped &= escaped - 1)
+      *escapes++ = exponents[i + static_cast<std::size_t>(std::countr_zero(escaped))];
     const __m512i n_bits = _mm512_and_si512(flagged, _mm512_set1_epi8(0x7F));
     const __m512i code_low = low.look_up(exponent, upper), code_high = high.look_up(exponent, upper);
     const __m512i zero = _mm512_setzero_si512();
@@ -78,8 +80,7 @@ std::uint8_t* encode_stream(const std::uint8_t* exponents, std::size_t n_values,
       }
     }
   }
-  any_escape |= escapes != 0;
-  any_escape |= encode_loop(exponents, i, n_values, table.codes(), writer);
+  encode_loop(exponents, i, n_values, table.codes(), writer, escapes);
   return finish(writer);
 }
 

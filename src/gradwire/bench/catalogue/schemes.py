@@ -22,6 +22,7 @@ EXPOSED, CODEC, COMPUTE = ms("exposed_s", "exposed"), ms("codec_s", "codec, busy
 SENT, LOSS = mb("wire_bytes", "MB sent"), Column("loss", form=".3f")
 TIME = ms("time_s", "ms", spread=True)
 TIME_X_DDP = Column("time_s", "x ddp", kind="ratio")
+CPU_X_DDP = Column("cpu_s", "cpu x ddp", kind="ratio")
 RATIO = Column("wire_ratio", "wire ratio", form=".3f")
 BY_RATE = Table([ITERATION, X_DDP, EXPOSED], across="rate")
 PARTS = Table([SENT, CODEC, LOSS], where={"rate": "1gbit"}, title="What is sent, and what the loss pays, at 1 Gb/s")
@@ -185,6 +186,19 @@ EXPERIMENTS = [
         "scheme": REDUCING},
         show=[Plot("n_bytes", ms("time_s", "ms"), log="xy", x_title="bytes", where={"rate": "1gbit"}),
               Table([TIME, TIME_X_DDP], where={"n_bytes": 100_000_000}, across="rate", title="100 MB")],
+    ),
+    Experiment(
+        key="allreduce-cpu", system="schemes", measure="allreduce", seconds=270, together=("n_bytes", "scheme"),
+        baseline=DDP, twins=["plain"],
+        question="What does an all-reduce cost a rank, in time and in processor time (all threads, kernel included)?",
+        fixed={"quick": True},
+        axes={"ranks": [2, 4], "rate": RATES, "n_bytes": {"4.9 MB": 4900000, "25 MB": 25000000},
+              "scheme": ["ddp", "plain", "ddp-bf16", "gcomp", "one-bit", "slimgc"]},
+        show=[Table([TIME, TIME_X_DDP, ms("cpu_s", "cpu ms"), CPU_X_DDP], rows=("ranks", "n_bytes", "scheme"),
+                    across="rate")],
+        goals=[Goal("GComp at most 1.6 x Gloo's processor time", CPU_X_DDP, "<=", 1.6,
+                    {"rate": "none", "scheme": "gcomp"}),
+               Goal("one-bit at most 0.6 x", CPU_X_DDP, "<=", 0.6, {"rate": "none", "scheme": "one-bit"})],
     ),
     Experiment(
         key="allreduce-gradient", system="schemes", measure="allreduce", seconds=90, baseline=DDP, twins=["plain"],

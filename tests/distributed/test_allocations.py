@@ -1,0 +1,98 @@
+"""Nothing is allocated a step once warm: what whole processes ask of malloc, native threads and torch included."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire
+from gradwire import schemes
+from gradwire.core.bucket import Bucket
+from ranks import run_ranks
+
+N_STEPS = 8
+# Below it lie Python's objects and the telemetry of a step. A bucket's smallest message here is 40 KB.
+COUNTED_BYTES = 1 << 14
+N_ELEMENTS = 1_300_000  # of the largest bucket: several chunks a part
+
+compiler = shutil.which("c++")
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    library = tmp_path_factory.mktemp("counter") / "counter.so"
+    source = Path(__file__).with_name("allocation_counter.cpp")
+    assert compiler is not None
+    subprocess.run([compiler, "-std=c++20", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    return str(library)
+
+
+def count_in_warm_steps(rank: int, world_size: int, name: str) -> tuple[int, int, int]:
+    """Blocks counted in N_STEPS warm steps of two buckets, the largest of them, and in one block that is asked for."""
+    torch.manual_seed(1)
+    parameters = [nn.Parameter(torch.randn(n)) for n in (N_ELEMENTS, N_ELEMENTS // 4)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    state = gradwire.HookState(schemes.by_name(name), optimizer=optimizer, timeout_s=60)
+    torch.manual_seed(2 + rank)
+    gradients = [torch.randn(parameter.numel()) for parameter in parameters]
+
+    def take_steps(steps: range) -> None:
+        for step in steps:
+            state.scheme.begin_step(step)
+            for index, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
+                bucket = Bucket(gradient, [parameter], [0], index=index, step=step, is_last=index == 1)
+                reduced = state.scheme.reduce(bucket)
+                if index == 1:
+                    state.scheme.end_buckets(step)
+                reduced.wait()
+            state.communicator.submit(state.scheme.end_step, step).wait()
+
+    take_steps(range(1, 25))
+    process = ctypes.CDLL(None)
+    process.largest_allocation.restype = process.allocations_counted.restype = ctypes.c_uint64
+    process.count_allocations_from(ctypes.c_size_t(COUNTED_BYTES))
+    take_steps(range(25, 25 + N_STEPS))
+    n, largest = process.allocations_counted(), process.largest_allocation()
+    process.count_allocations_from(ctypes.c_size_t(COUNTED_BYTES))
+    block = torch.empty(N_ELEMENTS)
+    n_control = process.allocations_counted()
+    assert block.numel()
+    state.close()
+    return n, largest, n_control
+
+
+@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            "gcomp", marks=pytest.mark.xfail(reason="importance bytes are allocated anew by bucket", strict=True)
+        ),
+        "one-bit",
+        "slimgc",
+    ],
+)
+def test_warm_steps_ask_malloc_for_no_block(name: str, counter: str) -> None:
+    """In processes of their own: where ranks are forked from has been started without the counter."""
+    folders = os.pathsep.join(filter(None, [*sys.path, str(Path(__file__).parents[1])]))
+    environment = {**os.environ, "LD_PRELOAD": counter, "PYTHONPATH": folders}
+    command = [sys.executable, str(Path(__file__)), name]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    for n, largest, n_control in json.loads(answer.stdout):
+        assert n_control == 1, "the counter does not count"
+        # A list of telemetry that is full grows now and then.
+        assert n < N_STEPS, f"{n} blocks, the largest of {largest} bytes"
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_ranks(count_in_warm_steps, 2, sys.argv[1], timeout_s=120)))

@@ -17,7 +17,7 @@ from gradient_files import adamw_arrays, write
 from gradwire.bench.train_contenders import TrainContender
 from gradwire.cli import main
 from gradwire.workloads import by_name
-from ranks import run_ranks
+from ranks import patience, run_ranks
 
 
 def _bench(*arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def test_allreduce_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     bench = ["-m", "gradwire", "bench", "allreduce", "--scheme", "ddp", "plain", "--n-bytes", "4096"]
     command = [*launcher, *bench, "--rounds", "2", "--budget", "0.1", "--json", str(out)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150 * patience(), check=False)
     assert result.returncode == 0, result.stderr
     assert [record["scheme"] for record in json.loads(out.read_text())] == ["ddp", "plain"]
 
@@ -128,7 +128,9 @@ def _bench_altered(folder: Path, alteration: str, *arguments: str) -> subprocess
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "gradwire", "bench", *arguments]
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=150 * patience(), check=False, env=environment
+    )
 
 
 def test_contenders_run_one_after_another_where_memory_is_short(tmp_path: Path) -> None:

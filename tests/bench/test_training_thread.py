@@ -17,7 +17,7 @@ import gradwire
 from gradwire.bench.training_thread import TrainingThreadQuantiser
 from gradwire.codecs.one_bit import OneBit
 from gradwire.schemes.slimgc import SlimGC
-from ranks import run_ranks
+from ranks import patience, run_ranks
 
 
 def check_conservation(rank: int, world_size: int) -> None:
@@ -116,7 +116,7 @@ def test_steps_count_once_slimgc_has_its_table_and_overlap_is_recorded(tmp_path:
         "--json",
         str(out),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150 * patience(), check=False)
     assert result.returncode == 0, result.stderr
     records = json.loads(out.read_text())
     assert [record["n_warmup"] for record in records] == [1, 1, 1, 6, 8]

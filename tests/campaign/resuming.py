@@ -19,6 +19,7 @@ import gradwire
 from campaign import models
 from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
+from ranks import patience
 
 TAMPERINGS = (
     "drop a field",
@@ -86,7 +87,7 @@ class _Training:
         self.optimizer = models.OPTIMIZERS[optimizer_of(case)](self.ddp.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if case["amp"] else None
         self.attachment = gradwire.attach(
-            self.ddp, self.optimizer, variant_of(case).make(), scaler=self.scaler, timeout_s=60
+            self.ddp, self.optimizer, variant_of(case).make(), scaler=self.scaler, timeout_s=60 * patience()
         )
 
     def train(self, first: int, end: int) -> None:

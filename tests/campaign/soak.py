@@ -17,6 +17,7 @@ import gradwire
 from campaign import models, trainings
 from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
+from ranks import patience
 
 # What the allocator and torch's caches may still take in thousands of steps.
 MAX_GROWTH_BYTES = 6_000_000
@@ -58,7 +59,7 @@ def wear(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     hoard: list[Any] = []
     n_total, n_done, first = case["n_attachments"] * case["n_steps"], 0, {}
     for _ in range(case["n_attachments"]):
-        attachment = gradwire.attach(ddp, optimizer, variant_of(case).make(), timeout_s=60)
+        attachment = gradwire.attach(ddp, optimizer, variant_of(case).make(), timeout_s=60 * patience())
         for _ in range(case["n_steps"]):
             optimizer.zero_grad()
             (ddp(models.batch_for(rank, n_done % 50)) - 1).square().mean().backward()

@@ -17,6 +17,7 @@ import gradwire
 from campaign import models
 from campaign.findings import hash_of, launch, require, require_equal, results_of
 from campaign.schemes_drawn import draw_variant, optimizer_of, variant_of
+from ranks import patience
 
 FEATURES = ("accumulate", "clip", "evaluate", "look", "schedule", "late group", "join", "switch", "close and go on")
 # What a scheme that owns the step serves; clipping is an option there, and join is refused.
@@ -163,7 +164,9 @@ class _Run:
         self.schedule = schedule if "schedule" in self.features else None
 
     def _attach(self) -> Any:
-        return gradwire.attach(self.ddp, self.optimizer, self.variant.make(), scaler=self.scaler, timeout_s=60)
+        return gradwire.attach(
+            self.ddp, self.optimizer, self.variant.make(), scaler=self.scaler, timeout_s=60 * patience()
+        )
 
     def train(self) -> dict[str, Any]:
         hashes, gradients, residuals = [], [], [self._residuals()]

@@ -20,7 +20,7 @@ from gradwire.bench import device_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.cli import gpu
 from gradwire.core.staging import StagedBucket, _Device
-from ranks import run_ranks
+from ranks import patience, run_ranks
 
 
 def do_nothing(*arguments: Any) -> None:
@@ -76,7 +76,7 @@ def test_without_a_device_nothing_is_claimed(tmp_path: Path) -> None:
     if torch.accelerator.is_available():
         pytest.skip("this machine has a device")
     command = [sys.executable, "-m", "gradwire", "gpu", "check", "--json", str(tmp_path / "gpu.json")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience())
     assert ended.returncode == 1
     assert "nothing was checked" in ended.stderr
     record = json.loads((tmp_path / "gpu.json").read_text())

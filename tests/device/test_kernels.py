@@ -19,6 +19,7 @@ from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.quantised import DeviceQuantised
+from ranks import patience
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -59,7 +60,7 @@ def test_kernels_are_clean_under_the_sanitizers() -> None:
     }
     library = emulated.build(emulated.SANITIZED)
     command = [sys.executable, str(emulated.HERE / "sanitized.py"), str(library), "5"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 * patience())
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "cases 192" in ended.stdout
 

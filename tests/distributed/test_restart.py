@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from ranks import patience
+
 SCRIPT = textwrap.dedent("""
     import hashlib, os, sys
     import torch, torch.distributed as dist
@@ -62,7 +64,7 @@ def run(script: Path, n_ranks: int, *arguments: object) -> list[str]:
          f"--nproc-per-node={n_ranks}", str(script), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1",
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=300 * patience(),
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("ended")]

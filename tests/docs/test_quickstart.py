@@ -10,6 +10,8 @@ from pathlib import Path
 
 from page_text import DOCS, ROOT
 
+from ranks import patience
+
 PAGE = (DOCS / "quickstart.md").read_text()
 
 
@@ -22,7 +24,7 @@ def test_the_script_and_the_commands_of_the_page_run(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         ["bash", "-e"], input=commands, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=300 * patience(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     said = re.findall(r"loss ([0-9.]+), ratio ([0-9.]+)", done.stdout)

@@ -12,6 +12,7 @@ import pytest
 
 from gradwire.doors.table import markdown
 from gradwire.ranks.launch import start_ranks
+from ranks import patience
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,7 @@ def run(name: str, n_ranks: int, *arguments: object, ranks_per_node: int = 1) ->
     command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
     nodes = {"ranks_per_node": ranks_per_node} if ranks_per_node > 1 else {}
     with start_ranks(command, n_ranks, on_line=lambda rank, line: lines.append(line), **nodes) as launch:
-        result = launch.wait(150)
+        result = launch.wait(150 * patience())
     assert result.status == 0, "\n".join(lines)
     return "\n".join(lines)
 

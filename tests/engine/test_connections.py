@@ -19,7 +19,7 @@ import torch
 
 import gradwire
 from gradwire import _native, errors
-from ranks import try_ranks
+from ranks import patience, try_ranks
 
 SECRET = bytes(range(16))
 FACTS = (1, 2, 3, 4)
@@ -77,7 +77,7 @@ def test_messages_arrive_over_both_versions_of_ip(host: str) -> None:
 
 def introduce(endpoint: tuple[str, int], secret: bytes, rank: int = 1, peer: int = 0) -> socket.socket:
     """A connection as a rank makes it, written from docs/format.md with Python's own HMAC."""
-    connection = socket.create_connection(endpoint, timeout=5)
+    connection = socket.create_connection(endpoint, timeout=5 * patience())
     magic, version, theirs = CHALLENGE.unpack(connection.recv(CHALLENGE.size, socket.MSG_WAITALL))
     assert (magic, version) == (b"GWH1", _native.MESSAGE_VERSION)
     mine = os.urandom(16)
@@ -95,7 +95,7 @@ def closes_within_a_second(connection: socket.socket) -> bool:
     with contextlib.suppress(ConnectionError):
         while connection.recv(100):
             pass
-    return time.monotonic() - started < 1.2
+    return time.monotonic() - started < 1.2 * patience()
 
 
 def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
@@ -103,7 +103,7 @@ def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
         open_all(made)
 
         def say(words: bytes) -> bool:
-            connection = socket.create_connection(made[0].endpoint, timeout=5)
+            connection = socket.create_connection(made[0].endpoint, timeout=5 * patience())
             with contextlib.suppress(ConnectionError):
                 connection.sendall(words)
             return closes_within_a_second(connection)
@@ -119,7 +119,7 @@ def test_strangers_are_closed_within_a_second_and_do_no_harm() -> None:
 
 def test_flood_of_strangers_does_not_keep_a_rank_out() -> None:
     with meshes() as made:
-        crowd = [socket.create_connection(made[0].endpoint, timeout=5) for _ in range(400)]
+        crowd = [socket.create_connection(made[0].endpoint, timeout=5 * patience()) for _ in range(400)]
         open_all(made)
         assert carries(made)
         for stranger in crowd:
@@ -227,7 +227,7 @@ def test_peer_that_says_nothing_more_is_lost_after_the_timeout() -> None:
     assert isinstance(heard, errors.PeerLost)
     assert "did not answer" in str(heard)
     assert "timeout_s=2" in str(heard)
-    assert 1.9 < time.monotonic() - started < 10
+    assert 1.9 < time.monotonic() - started < 10 * patience()
 
 
 def test_message_of_a_stream_that_is_not_open_waits() -> None:
@@ -288,7 +288,7 @@ def test_death_of_a_rank_is_seen_at_once_though_a_child_of_it_lives_on(ending: s
     started = time.monotonic()
     outcomes = try_ranks(exchange_then, 2, ending, timeout_s=60)
     assert type(outcomes[0].error) is gradwire.PeerLost, outcomes[0]
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 25 * patience()
 
 
 def wrong_interface(rank: int, world_size: int) -> None:

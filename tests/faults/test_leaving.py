@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.ranks.rank_environment import find_free_port
+from ranks import patience
 
 SCRIPT = """
 import os, signal, sys, time
@@ -65,7 +66,7 @@ def run_script(ending: str, scheme: str, world_size: int = 2) -> list[subprocess
     ended = []
     try:
         for process in processes:  # in turn: the next one's stdin is open until this one has ended
-            out, err = process.communicate(timeout=150)
+            out, err = process.communicate(timeout=150 * patience())
             ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     finally:
         for process in processes:
@@ -140,13 +141,15 @@ def test_death_of_the_rank_that_hosts_the_store_is_a_typed_error_on_the_others(s
         for _ in range(100):
             take_step()
     except gradwire.PeerLost as error:
-        print(type(error).__name__, "rank 0" in str(error), time.monotonic() - started < 60)
+        print(type(error).__name__, "rank 0" in str(error), time.monotonic() - started)
     """
     zero, *others = run_script(ending, scheme, world_size=3)
     assert zero.returncode == -signal.SIGKILL
     # Without a note a rank may see first that the other one, which has heard of it already, breaks off.
-    assert [rank.stdout.split()[::2] for rank in others] == [["PeerLost", "True"]] * 2, [rank.stderr for rank in others]
-    assert any("PeerLost True" in rank.stdout for rank in others)
+    told = [rank.stdout.split() for rank in others]
+    assert [name for name, *_ in told] == ["PeerLost"] * 2, [rank.stderr for rank in others]
+    assert all(float(after_s) < 60 * patience() for *_, after_s in told)
+    assert any(names_it == "True" for _, names_it, _ in told)
 
 
 @pytest.mark.parametrize("scheme", ["gcomp", "one-bit"])
@@ -192,7 +195,7 @@ def test_torchrun_trains_with_two_ranks(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "SCHEME": "gcomp"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=150 * patience(),
     )
     n_threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert ended.returncode == 0, ended.stderr

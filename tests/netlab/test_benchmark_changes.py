@@ -12,6 +12,7 @@ import pytest
 from gradwire.bench.link_changes import change_links
 from gradwire.cli import main
 from gradwire.errors import GradwireError
+from ranks import patience
 
 
 @pytest.mark.root
@@ -21,7 +22,7 @@ def test_links_change_between_the_phases_and_records_say_so(tmp_path: Path) -> N
     command = [sys.executable, "-m", "gradwire", "bench", "train", "--scheme", "ddp", "plain", *options]
     changes = ["--rate", "1gbit", "--then", "50mbit", "1gbit,50mbit"]
     result = subprocess.run(
-        [*command, *changes, "--json", str(out)], capture_output=True, text=True, timeout=150, check=False
+        [*command, *changes, "--json", str(out)], capture_output=True, text=True, timeout=150 * patience(), check=False
     )
     assert result.returncode == 0, result.stderr
     assert "change links" not in result.stdout, "questions to the launcher are not for people"

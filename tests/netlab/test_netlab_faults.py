@@ -12,6 +12,7 @@ import pytest
 from lab_watch import CLI
 
 from gradwire.ranks.netlab import Netlab
+from ranks import patience
 
 pytestmark = pytest.mark.root
 
@@ -22,15 +23,15 @@ def test_a_short_failure_of_a_link_is_ridden_out_and_a_lasting_one_is_an_error_o
     turns: queue.Queue[int] = queue.Queue()
     with Netlab(2, "200mbit") as lab:
         lab.start(ALL_REDUCE, grace_s=15, on_line=lambda rank, line: turns.put(int(line.split()[1])))
-        before = max(turns.get(timeout=60) for _ in range(2))
+        before = max(turns.get(timeout=60 * patience()) for _ in range(2))
         lab.link_down(1)
         time.sleep(0.3)
         while not turns.empty():
             before = max(before, turns.get())
         lab.link_up(1)
-        assert max(turns.get(timeout=30) for _ in range(4)) > before
+        assert max(turns.get(timeout=30 * patience()) for _ in range(4)) > before
         lab.link_down(1)
-        result = lab.wait(60)
+        result = lab.wait(60 * patience())
     assert not result.timed_out
     assert result.exit_codes == (1, 1)
     assert result.ended_by_us == ()
@@ -50,15 +51,15 @@ def test_exchanges_ride_out_a_short_failure_of_a_link_and_name_the_peer_after_a_
     exchange = [sys.executable, str(Path(__file__).with_name("rank_exchange.py")), scheme]
     with Netlab(2, "200mbit") as lab:
         lab.start(exchange, grace_s=30, on_line=on_line)
-        before = max(turns.get(timeout=90) for _ in range(2))
+        before = max(turns.get(timeout=90 * patience()) for _ in range(2))
         lab.link_down(1)
         time.sleep(0.3)
         while not turns.empty():
             before = max(before, turns.get())
         lab.link_up(1)
-        assert max(turns.get(timeout=30) for _ in range(4)) > before
+        assert max(turns.get(timeout=30 * patience()) for _ in range(4)) > before
         lab.link_down(1)
-        result = lab.wait(90)
+        result = lab.wait(90 * patience())
     assert not result.timed_out
     assert result.exit_codes == (3, 3)
     assert result.ended_by_us == ()
@@ -69,7 +70,7 @@ def test_exchanges_ride_out_a_short_failure_of_a_link_and_name_the_peer_after_a_
 def test_events_on_the_command_line_happen_and_the_failed_rank_is_named() -> None:
     events = ["--at", "0.2:rate:0=10mbit", "--at", "0.3:down:1", "--at", "0.4:up:1", "--at", "0.5:kill:1"]
     command = [*CLI, "run", "--ranks", "2", "--rate", "100mbit", "--grace", "0", *events, "--", "sleep", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience())
     assert done.returncode == 137
     assert "rank 0's link is now at 10mbit" in done.stderr
     assert "rank 1 was killed by SIGKILL (the first to fail; then rank 0 had to be ended)" in done.stderr
@@ -79,7 +80,7 @@ def test_a_rate_check_through_gloo_measures_a_rate(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     command = [*CLI, "check", "--ranks", "2", "--rates", "50mbit", "--seconds", "0.3", "--repeats", "3"]
     done = subprocess.run(
-        [*command, "--tolerance", "0.15", "--json", str(file)], capture_output=True, text=True, timeout=90
+        [*command, "--tolerance", "0.15", "--json", str(file)], capture_output=True, text=True, timeout=90 * patience()
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"set_bps": 50000000' in file.read_text()

@@ -11,6 +11,7 @@ from lab_watch import STREAM
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.ranks.netlab import Netlab
+from ranks import patience
 
 pytestmark = pytest.mark.root
 
@@ -55,7 +56,7 @@ def test_a_rate_changed_in_mid_run_holds_from_then_on_and_counters_go_on() -> No
     with Netlab(2, "200mbit") as lab:
         connected: queue.Queue[str] = queue.Queue()
         lab.start(stream(0), on_line=lambda rank, line: connected.put(line))
-        connected.get(timeout=20)
+        connected.get(timeout=20 * patience())
         fast_bps = measured_bps(lab, 1)
         sent_bytes = lab.counters()[1].sent_bytes
         lab.set_rate(1, "20mbit")
@@ -74,7 +75,7 @@ def test_a_straggler_is_slow_and_the_others_are_not() -> None:
     with Netlab(3, ["400mbit", "100mbit", "10mbit"]) as lab:
         connected: queue.Queue[str] = queue.Queue()
         lab.start(stream(0), on_line=lambda rank, line: connected.put(line))
-        connected.get(timeout=20)
+        connected.get(timeout=20 * patience())
         assert measured_bps(lab, 1) > 3 * 10_000_000
         assert measured_bps(lab, 2) < 2 * 10_000_000
 
@@ -83,7 +84,7 @@ def test_a_link_that_is_down_carries_nothing_and_goes_on_when_up() -> None:
     with Netlab(2, "50mbit") as lab:
         connected: queue.Queue[str] = queue.Queue()
         lab.start(stream(0), on_line=lambda rank, line: connected.put(line))
-        connected.get(timeout=20)
+        connected.get(timeout=20 * patience())
         assert measured_bps(lab, 1, 0.3) > 1e6
         lab.link_down(1)
         time.sleep(0.1)
@@ -91,7 +92,7 @@ def test_a_link_that_is_down_carries_nothing_and_goes_on_when_up() -> None:
         time.sleep(0.3)
         assert lab.counters()[0].received_bytes < before + 500  # the switch's own frames at most
         lab.link_up(1)
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 20 * patience()
         while lab.counters()[0].received_bytes < before + 1_000_000:
             assert time.monotonic() < give_up
             time.sleep(0.05)
@@ -101,7 +102,7 @@ def test_a_stopped_rank_is_silent_until_it_continues() -> None:
     with Netlab(2, "50mbit") as lab:
         connected: queue.Queue[str] = queue.Queue()
         lab.start(stream(0), on_line=lambda rank, line: connected.put(line))
-        connected.get(timeout=20)
+        connected.get(timeout=20 * patience())
         lab.stop_rank(1)
         time.sleep(0.5)  # what its socket holds drains
         assert measured_bps(lab, 1, 0.3) < 5e6

@@ -15,6 +15,7 @@ from lab_watch import CLI, is_running, wait_until
 from gradwire.errors import InvalidArgument, PeerLost
 from gradwire.ranks.launch import launch_ranks, start_ranks
 from gradwire.ranks.network import current_network
+from ranks import patience
 
 
 def shell(script: str) -> list[str]:
@@ -27,7 +28,7 @@ def test_every_rank_gets_torchruns_variables(monkeypatch: pytest.MonkeyPatch) ->
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR GLOO_SOCKET_IFNAME OMP_NUM_THREADS MASTER_PORT"
     command = shell("echo " + " ".join(f"${name}" for name in names.split()))
     with start_ranks(command, 3, on_line=lambda rank, line: lines.update({rank: line})) as launch:
-        launch.wait(30).raise_if_failed()
+        launch.wait(30 * patience()).raise_if_failed()
         assert not launch.shaped
         assert launch.counters() is None
     ports = {line.split()[-1] for line in lines.values()}
@@ -40,7 +41,7 @@ def test_every_rank_gets_torchruns_variables(monkeypatch: pytest.MonkeyPatch) ->
 def test_ranks_on_loopback_are_told_so() -> None:
     lines: list[str] = []
     with start_ranks(shell("env"), 2, "none", on_line=lambda rank, line: lines.append(line)) as launch:
-        launch.wait(30).raise_if_failed()
+        launch.wait(30 * patience()).raise_if_failed()
     network = current_network(dict(line.split("=", 1) for line in lines if line.startswith("GRADWIRE_")))
     assert (network.kind, network.rate_bps, network.n_ranks_on_machine) == ("loopback", None, 2)
 
@@ -50,7 +51,7 @@ def test_variables_that_the_caller_sets_win(monkeypatch: pytest.MonkeyPatch) -> 
     lines: list[str] = []
     command = shell("echo $OMP_NUM_THREADS $MASTER_PORT")
     with start_ranks(command, 1, env={"MASTER_PORT": "1234"}, on_line=lambda rank, line: lines.append(line)) as launch:
-        launch.wait(30).raise_if_failed()
+        launch.wait(30 * patience()).raise_if_failed()
     assert lines == ["3 1234"]
 
 
@@ -65,7 +66,7 @@ def test_output_is_forwarded_by_line_with_its_rank_and_stream(capfd: pytest.Capt
 def test_much_output_arrives_whole_and_in_order() -> None:
     lines: list[str] = []
     with start_ranks(shell("seq 1 200000"), 1, on_line=lambda rank, line: lines.append(line)) as launch:
-        launch.wait(30).raise_if_failed()
+        launch.wait(30 * patience()).raise_if_failed()
     assert lines == [str(number) for number in range(1, 200_001)]
 
 
@@ -77,7 +78,7 @@ def test_what_a_reader_of_lines_raises_comes_out_of_wait_and_hangs_no_rank() -> 
         start_ranks(shell("seq 1 100000"), 2, on_line=refuse) as launch,
         pytest.raises(ValueError, match="cannot read 1"),
     ):
-        launch.wait(30)
+        launch.wait(30 * patience())
 
 
 def test_a_rank_that_fails_is_named_and_the_others_are_ended_after_their_grace(
@@ -91,7 +92,7 @@ def test_a_rank_that_fails_is_named_and_the_others_are_ended_after_their_grace(
 def test_the_others_have_their_grace_to_end_by_themselves() -> None:
     script = "[ $RANK = 1 ] && exit 7; sleep 0.5; exit 3"
     with start_ranks(shell(script), 2, grace_s=30) as launch:
-        result = launch.wait(30)
+        result = launch.wait(30 * patience())
     assert result.exit_codes == (3, 7)
     assert result.first_failed == 1
     assert result.ended_by_us == ()
@@ -101,7 +102,7 @@ def test_the_others_have_their_grace_to_end_by_themselves() -> None:
 
 def test_a_rank_killed_by_a_signal_gives_the_shells_status() -> None:
     with start_ranks(shell("[ $RANK = 0 ] && kill -SEGV $$; sleep 100"), 2, grace_s=0) as launch:
-        result = launch.wait(30)
+        result = launch.wait(30 * patience())
     assert result.status == 128 + signal.SIGSEGV
     assert "rank 0 was killed by SIGSEGV" in str(result)
 
@@ -110,7 +111,7 @@ def test_a_rank_that_ignores_sigterm_or_is_stopped_is_killed(monkeypatch: pytest
     monkeypatch.setattr("gradwire.ranks.supervisor._TERM_TO_KILL_S", 0.3)
     script = "[ $RANK = 0 ] && exit 1; trap '' TERM; [ $RANK = 1 ] && kill -STOP $$; while :; do sleep 0.1; done"
     with start_ranks(shell(script), 3, grace_s=0.3) as launch:
-        result = launch.wait(30)
+        result = launch.wait(30 * patience())
     assert result.exit_codes == (1, -signal.SIGKILL, -signal.SIGKILL)
 
 
@@ -148,7 +149,7 @@ def test_ranks_started_from_a_thread_outlive_it() -> None:
     thread.start()
     thread.join()
     with launches[0] as launch:
-        assert launch.wait(30).status == 0
+        assert launch.wait(30 * patience()).status == 0
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -158,7 +159,7 @@ def test_a_signal_to_the_command_line_reaches_the_ranks(number: int, status: int
     owner = subprocess.Popen([*CLI, "run", "--ranks", "2", "--rate", "none", "--", *shell(script)])
     wait_until(lambda: len(list(tmp_path.glob("up*"))) == 2, "the ranks start")
     owner.send_signal(number)
-    assert owner.wait(30) == status
+    assert owner.wait(30 * patience()) == status
     assert (tmp_path / "0").exists()
     assert (tmp_path / "1").exists()
 
@@ -175,5 +176,5 @@ def test_ranks_on_loopback_die_with_a_killed_owner(tmp_path: Path) -> None:
 
 def test_a_reader_that_goes_away_does_not_hang_the_ranks() -> None:
     script = f"{sys.executable} -m gradwire netlab run --ranks 2 --rate none -- seq 1 300000 | head -1"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, env=os.environ)
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60 * patience(), env=os.environ)
     assert done.stdout.startswith("[")

@@ -10,6 +10,7 @@ import pytest
 from lab_watch import CLI
 
 from gradwire.ranks.netlab.fabric import UnavailableError, become_able
+from ranks import patience
 
 # Runs a command as uid 0 without any capability, in a user namespace that may have no further ones below it: what a
 # locked-down kernel looks like from the inside.
@@ -32,7 +33,7 @@ SHOW = ["sh", "-c", "echo $GRADWIRE_NETWORK; grep CapEff /proc/self/status; tail
 def run_refused(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`gradwire netlab run` where the kernel refuses every namespace."""
     command = [sys.executable, "-c", REFUSE, *CLI, "run", "--ranks", "2", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience())
     if done.returncode == 77:
         pytest.skip("no user namespace here, not even to lock one down in")
     return done
@@ -70,7 +71,7 @@ def test_a_user_without_rights_gets_a_shaped_lab_in_a_user_namespace() -> None:
     else:  # a real user id; allowed to read files, for Python may be installed where nobody can look
         read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         prefix = [setpriv, "--reuid=65534", "--regid=65534", "--clear-groups", *read]
-    done = subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=60 * patience())
     if "user namespace" in done.stderr:
         pytest.skip(f"this kernel refuses unprivileged user namespaces: {done.stderr}")
     assert done.returncode == 0, done.stderr

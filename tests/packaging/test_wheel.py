@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ranks import patience
+
 WHEELS = sorted((Path(__file__).parents[2] / "build" / "wheels").glob("*.whl"))
 
 TRAIN = """
@@ -42,9 +44,9 @@ assert b"gw_quantised_pack" in source_files()["quantised.hpp"], "the kernels are
 def test_the_wheel_trains_without_the_sources(tmp_path: Path) -> None:
     target = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
-    subprocess.run([*command, str(WHEELS[-1])], check=True, timeout=120)
+    subprocess.run([*command, str(WHEELS[-1])], check=True, timeout=120 * patience())
     # Without `site`, so that no editable install of this checkout comes in between; torch from where it is.
     packages = str(Path(torch.__file__).parents[1])
     command = [sys.executable, "-I", "-S", "-c", TRAIN, str(target), packages]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150 * patience())
     assert ended.returncode == 0, ended.stderr

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ranks import patience
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
@@ -93,7 +95,7 @@ class Page:
         return [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
 
     def _receive(self) -> dict[str, Any]:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * patience()
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read_fd], [], [], max(0, deadline - time.monotonic()))
             data = os.read(self._read_fd, 1 << 20) if ready else b""
@@ -130,4 +132,4 @@ def open_browser(path: str) -> Iterator[Page]:
             os.close(from_browser[0])
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its own session: only what we started
-            process.wait(timeout=30)
+            process.wait(timeout=30 * patience())

@@ -9,6 +9,7 @@ import pytest
 
 from gradwire import cli
 from gradwire.cli import demo
+from ranks import patience
 
 TINY = "gpt:n_layers=1,width=32,n_heads=2,length=16,batch_size=2"
 
@@ -56,6 +57,6 @@ def test_minimal_example_runs_under_torchrun_and_has_at_most_60_lines() -> None:
     example = Path(__file__).parents[2] / "examples" / "ddp_minimal.py"
     assert len(example.read_text().splitlines()) <= 60
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150 * patience())
     assert result.returncode == 0, result.stderr[-2000:]
     assert "epoch 3" in result.stdout

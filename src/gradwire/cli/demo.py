@@ -85,8 +85,8 @@ def _start_ranks(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
         found["shaped"] = launch.shaped
         if args.rate != "none" and not launch.shaped:
             print(
-                "Links cannot be limited on this machine (docs/netlab.md says what that needs). What follows is its loopback without\n"
-                "a limit, where next to nothing waits: there is nothing to be won, and auto has to find that out.",
+                "Links cannot be limited on this machine (docs/netlab.md says what that needs). What follows runs on loopback\n"
+                "without a limit, where almost nothing waits: there is nothing to gain, and auto has to find that out.",
                 flush=True,
             )
         launch.wait().raise_if_failed()

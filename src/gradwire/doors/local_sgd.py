@@ -1,4 +1,4 @@
-"""Local SGD with an outer optimizer (DiLoCo): ranks step by themselves, and every H steps exchange the change of their parameters.
+"""Local SGD with an outer optimizer (DiLoCo): ranks step alone, and every H steps exchange how their parameters changed.
 
     loop = gradwire.LocalSgd(model, optimizer, "embedded-float", every=500)
     ...the training loop as it is...

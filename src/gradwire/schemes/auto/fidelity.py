@@ -16,7 +16,7 @@ from gradwire.registry import describe_choices, parse_spec
 
 LEVELS = ("exact", "close", "any")
 PROMISES = {
-    "exact": "for 200 steps the loss of every step is within 2e-5 of DDP's, as a different order of summation would do",
+    "exact": "for 200 steps the loss of every step is within 2e-5 of DDP's",
     "close": "after 200 steps the held-out loss is within 0.5 % of DDP's",
     "any": "converges as its paper says; it may need another learning rate, so compare losses first",
 }

@@ -19,7 +19,7 @@ help:
 	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp", TEST_PROCESSES=0)'
 	@echo 'make campaign random trainings, faults, resumptions, hostile bytes, soaks   (CAMPAIGN_ARGS="--minutes 10 --seed 7")'
 	@echo 'make fuzz     the decoders under the sanitizers, by libFuzzer where clang is (FUZZ_SECONDS=60)'
-	@echo 'make lint     ruff, mypy, clang-format; changes nothing'
+	@echo 'make lint     ruff, mypy, clang-format, the schemas of .github; changes nothing'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make bench    the quick set of benchmarks                                    (BENCH_ARGS=...)'
 	@echo 'make gpu      what this machine shows of gradwire on its GPUs                (GPU_JSON=gpu.json)'
@@ -46,6 +46,10 @@ lint: setup
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/slower.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 gpu: setup
 	$(BIN)/gradwire gpu check --json $(GPU_JSON)

@@ -34,25 +34,25 @@ OPERATIONS = ("mean", "sum")
 
 
 class Reducer:
-    """Means of tensors over a group of ranks, by a scheme, with its state.
+    """Averages tensors over a group of ranks by a scheme, and keeps its state.
 
         reducer = gradwire.Reducer("one-bit")
         reducer.all_reduce({name: parameter.grad for name, parameter in model.named_parameters()}).wait()
 
-    Making one is collective, as are `all_reduce`, `switch`, `state_dict(all_ranks=True)` and `close`.
+    The constructor is collective, as are `all_reduce`, `switch`, `state_dict(all_ranks=True)` and `close`.
 
     Args:
         scheme: a Scheme, or a registry name.
         group: the ranks to reduce over, as a process group or a list of global ranks (default: all). gradwire makes
-            connections of its own over them.
+            its own connections between them.
         names: the parameters by name, or the module that has them: for schemes that read the optimizer (gcomp with
             importance="paper"), or that step parameters themselves, which takes the module.
-        optimizer: the one that steps them; read, never changed.
+        optimizer: the one that steps these parameters; read, never changed.
         scaler: the torch.amp.GradScaler, if what is reduced is scaled by it.
         bucket_mb: how much `all_reduce` sends at a time.
         op: "mean", or "sum" for losses that are divided by the number of ranks already.
-        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
-        trace: keep single spans for a Chrome trace.
+        timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
+        trace: record the spans of a Chrome trace.
     Raises: InvalidArgument, Unsupported, PeerLost (a rank did not come).
     """
 
@@ -259,7 +259,7 @@ class Reducer:
             self.fail(error)
 
     def close_pass(self, step: int, exposed_ns: int) -> None:
-        """The buckets of `step` are there, on the training thread. Raises: what any of them failed of.
+        """The buckets of `step` are there, on the training thread. Raises: the error that any of them ended with.
 
         `exposed_ns`: how long the training thread waited for them.
         """
@@ -291,11 +291,11 @@ class Reducer:
             raise self._error
 
     def flush(self) -> None:
-        """Take every optimizer step that was called for, so that parameters can be read directly.
+        """Take all delayed optimizer steps, so that parameters can be read directly.
 
-        Needed with schemes that own the step (their `owns_step` is true), and only where gradwire cannot see the reading:
-        evaluation, `state_dict` of model and optimizer, and `close` flush by themselves. Others have nothing to flush.
-        Raises: what the group failed of.
+        Only schemes that take over the step (their `owns_step` is true) delay it. Evaluation, `state_dict` of model and
+        optimizer, and `close` flush by themselves.
+        Raises: the error of the group, if it has failed.
         """
         if not self._closed:
             self.scheme.flush()
@@ -303,7 +303,7 @@ class Reducer:
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """This rank's state between two steps: tensors and plain values only. Save one per rank.
 
-        `all_ranks`: every rank calls it, and rank 0's answer holds all states: one file, which any number of ranks can load.
+        `all_ranks`: every rank calls it, and rank 0 gets the states of all: one file, which any number of ranks can load.
         """
         self.flush()
         self.wait_until_idle()
@@ -347,9 +347,9 @@ class Reducer:
         self._layouts.clear()
 
     def close(self) -> None:
-        """Stop. Every rank calls it; the model and the optimizer are let go.
+        """Stop, and release the model and the optimizer. Every rank calls it.
 
-        A DDP model goes on with its own all-reduce: DDP never gives a hook back, and would keep them alive through it.
+        A DDP model continues with its own all-reduce.
         """
         if self._closed:
             return

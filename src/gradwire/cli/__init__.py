@@ -13,16 +13,19 @@ from gradwire.errors import GradwireError
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("gradwire.cli.demo", "train a small GPT on a slow network with DDP, PyTorch's bf16 hook and gradwire"),
     "train": ("gradwire.cli.train", "train a workload with a scheme, on this machine or under torchrun"),
-    "recommend": ("gradwire.cli.recommend", "say which scheme to take, if any: measured here, predicted elsewhere"),
-    "bench": ("gradwire.cli.bench", "run experiments; measure codecs, all-reduce and training beside others'"),
-    "netlab": ("gradwire.ranks.netlab.cli", "run a command in ranks with shaped links between them"),
+    "recommend": (
+        "gradwire.cli.recommend",
+        "say which scheme to use, if any: measured here, predicted for other networks",
+    ),
+    "bench": ("gradwire.cli.bench", "run experiments; compare codecs, all-reduce and training with other libraries"),
+    "netlab": ("gradwire.ranks.netlab.cli", "run a command in ranks, over links with a limited rate"),
     "switch": ("gradwire.cli.switch", "run the emulation of a programmable switch that sums packets of integers"),
     "report": ("gradwire.cli.report", "one self-contained HTML page from training runs and benchmark results"),
     "simulate": ("gradwire.simulator.cli", "predict training on a network that you do not have"),
     "gpu": ("gradwire.cli.gpu", "check gradwire on this machine's GPUs, and keep a record of it"),
     "inspect": (
         "gradwire.cli.inspection",
-        "say what a message, run, benchmark result, checkpoint or gradient file holds",
+        "show what a message, run, benchmark result, checkpoint or gradient file holds",
     ),
 }
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default="gpt", metavar="NAME", help="default: gpt")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="default: 2")
     parser.add_argument(
-        "--rate", default="100mbit", metavar="RATE", help="each rank's link (default: 100mbit; none: as it is)"
+        "--rate", default="100mbit", metavar="RATE", help="each rank's link (default: 100mbit; none: not limited)"
     )
     parser.add_argument("--seconds", type=float, metavar="S", help=f"of training, about (default: {_SECONDS:.0f})")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_SECONDS:.0f} seconds of training")
@@ -85,8 +85,8 @@ def _start_ranks(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
         found["shaped"] = launch.shaped
         if args.rate != "none" and not launch.shaped:
             print(
-                "This machine refuses shaped links (docs/netlab.md says what they take). What follows is its loopback without\n"
-                "a limit, where next to nothing waits: there is nothing to be won, and auto has to find that out.",
+                "Links cannot be limited on this machine (docs/netlab.md says what that needs). What follows runs on loopback\n"
+                "without a limit, where almost nothing waits: there is nothing to gain, and auto has to find that out.",
                 flush=True,
             )
         launch.wait().raise_if_failed()

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the record; sections that passed there, on this device, are not repeated",
     )
-    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this one; may be given again")
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this section; repeatable")
     parser.add_argument("--again", action="store_true", help="repeat sections that have passed")
 
 

@@ -26,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--entry",
         metavar="MODULE:FUNCTION",
-        help="yours: FUNCTION() gives (ddp, optimizer, step), where step() is one forward and backward pass",
+        help="your own training: FUNCTION() returns (ddp, optimizer, step); step() runs one forward and backward pass",
     )
     what.add_argument("--profile", type=Path, metavar="FILE", help="a plan saved with --json: nothing is measured")
-    parser.add_argument("--for-ranks", type=int, metavar="N", help="with --profile: predict for so many ranks")
+    parser.add_argument("--for-ranks", type=int, metavar="N", help="with --profile: the number of ranks to predict for")
     parser.add_argument("--fidelity", default="any", choices=["exact", "close", "any"], help="default: any")
-    parser.add_argument("--seconds", type=float, default=60, help="about how long it may take (default: 60)")
+    parser.add_argument("--seconds", type=float, default=60, help="approximate time to spend (default: 60)")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes to start here (default: 4; torchrun's own)")
     parser.add_argument(
         "--rate", default="none", metavar="RATE", help="each rank's link; with --profile the other network's"
@@ -81,7 +81,9 @@ def _start_ranks(args: argparse.Namespace) -> int:
         start_ranks(command, n_ranks, args.rate, on_line=lambda rank, line: print(line, flush=True)) as launch,
     ):
         if args.rate != "none" and not launch.shaped:
-            print(f"This machine refuses shaped links: what follows is loopback without a limit, not {args.rate}.")
+            print(
+                f"Links cannot be limited on this machine: what follows is loopback without a limit, not {args.rate}."
+            )
         launch.wait().raise_if_failed()
     return 0
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save-every", type=int, default=0, metavar="N", help="steps between checkpoints (default: end)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --checkpoint")
     parser.add_argument("--rewrap-at", type=int, nargs="+", default=[], metavar="STEP", help="wrap the model in a new DDP "
                         "there, for comparing a resumed run bit by bit")  # fmt: skip
     parser.add_argument("--local-sgd", type=int, default=0, metavar="H", help="no exchange of gradients: ranks step by "

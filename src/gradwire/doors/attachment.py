@@ -90,20 +90,21 @@ def attach(
     trace: bool = False,
     **options: Any,
 ) -> Attachment:
-    """Let `scheme` reduce the gradients of `module`. Collective: every rank calls it, with the same arguments.
+    """Reduce the gradients of `module` by `scheme`. Collective: every rank calls it, with the same arguments.
 
     Args:
-        module: a DistributedDataParallel model, or one given to torch.compile; a module on which FSDP2's `fully_shard` was
-            called over the ranks of a node, or HSDP; or a module that nothing reduces yet.
+        module: a DistributedDataParallel model, compiled or not; a module that FSDP2's `fully_shard` has sharded over the
+            ranks of a node, or HSDP; or a module whose gradients nothing else reduces.
         optimizer: the optimizer that steps its parameters, or Accelerate's wrapper of it; read, never changed.
-        scheme: a Scheme, or a registry name such as "gcomp". By default "auto": gradwire measures and chooses, and stays with
-            DDP's own all-reduce where nothing is to be won. Other modules than DDP need a scheme by name.
-        fidelity: of scheme "auto": "exact" (the default: the losses of DDP), "close" or "any", or a list of schemes.
+        scheme: a Scheme, or a registry name such as "gcomp". The default "auto" measures and chooses, and keeps DDP's
+            own all-reduce if no scheme is faster. Modules other than DDP need a scheme by name.
+        fidelity: for scheme "auto": "exact" (default: the losses of DDP), "close", "any", or a list of schemes.
         scaler: the torch.amp.GradScaler, if the loss is scaled.
-        group: not for DDP, which has one: the ranks to reduce over, with FSDP2 those that hold the same shard, one a node.
-        timeout_s: how long to wait for a peer before PeerLost (default: as long as the model's process group does).
-        trace: keep single spans for a Chrome trace.
-        options: not for DDP: bucket_mb, bucket_dtype, op; see GradientState.
+        group: the ranks to reduce over; with FSDP2 those that hold the same shard, one on each node. Not for DDP, which has
+            its own.
+        timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of the model's process group).
+        trace: record the spans of a Chrome trace.
+        options: bucket_mb, bucket_dtype, op (see GradientState); not for DDP.
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
     optimizer = _checked_optimizer(optimizer)

@@ -25,9 +25,9 @@ class Copied:
 
 
 class HookState(Reducer):
-    """What `ddp_hook` works with: `ddp.register_comm_hook(HookState(...), gradwire.ddp_hook)`.
+    """The state of `ddp_hook`: `ddp.register_comm_hook(HookState(...), gradwire.ddp_hook)`.
 
-    `gradwire.attach` does the same and more in one call; this is the door for frameworks that only take a hook.
+    `gradwire.attach` does the same and more in one call; use this with frameworks that only take a hook.
 
     Args:
         scheme: a Scheme, or a registry name.
@@ -35,8 +35,8 @@ class HookState(Reducer):
         optimizer: the optimizer; needed by schemes that read its state (gcomp with importance="paper").
         scaler: the GradScaler, if the loss is scaled.
         group: the process group that DDP uses (default: all ranks). Making a HookState is collective over it.
-        timeout_s: how long to wait for a peer before PeerLost (default: as long as `group` does).
-        trace: keep single spans for a Chrome trace.
+        timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
+        trace: record the spans of a Chrome trace.
     Raises: InvalidArgument, Unsupported.
     """
 

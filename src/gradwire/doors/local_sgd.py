@@ -1,4 +1,4 @@
-"""Local SGD with an outer optimizer (DiLoCo): ranks step by themselves, and every H steps exchange how far they went.
+"""Local SGD with an outer optimizer (DiLoCo): ranks step alone, and every H steps exchange how their parameters changed.
 
     loop = gradwire.LocalSgd(model, optimizer, "embedded-float", every=500)
     ...the training loop as it is...
@@ -45,9 +45,9 @@ class LocalSgd:
         scheme: how pseudo-gradients are reduced; not one that reads the optimizer, or steps parameters. A name is made with
             error feedback off where the outer optimizer has a momentum above 0.5.
         every: H, inner steps between two outer ones.
-        outer: makes the outer optimizer from the anchors.
+        outer: makes the outer optimizer of the anchors, the parameters after the last outer step.
         group: who exchanges (default: all ranks); with FSDP2 those that hold the same shard.
-        delay: inner steps that the exchange may take (0: it is waited for). What is learnt meanwhile is kept.
+        delay: inner steps that the exchange may overlap with (0: none). Their updates are kept.
         options: as for Reducer: bucket_mb, timeout_s, trace.
     Raises: InvalidArgument, Unsupported.
     """

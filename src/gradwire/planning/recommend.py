@@ -44,15 +44,14 @@ def recommend(
     seconds: float = 60.0,
     fidelity: str = "any",
 ) -> Plan:
-    """Measure links, codecs and a few steps of the user's own model, and say which scheme to take. Collective.
+    """Measure links, codecs and a few steps of a model, and recommend a scheme. Collective.
 
-    Parameters, gradients, buffers and random numbers are as before when it returns; no optimizer step is taken. Call it
-    before `attach`.
+    Parameters, gradients, buffers and random states are restored; no optimizer step is taken. Call it before `attach`.
 
     Args:
         step_function: one forward and backward pass of `ddp`, without the optimizer's step.
-        seconds: how long it may take, about; a few steps are taken in any case.
-        fidelity: what the sentence may name; the table shows all.
+        seconds: approximate time to spend; a few steps are taken in any case.
+        fidelity: the least faithful class that may be recommended; the table shows all.
     Raises: InvalidArgument, Unsupported, PeerLost.
     """
     check_level(fidelity)

@@ -57,21 +57,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-ms", type=float, metavar="MS", help="forward and backward pass take this (the workload's own)"
     )
     parser.add_argument("--seconds", type=float, metavar="S", help="simulated seconds (200, unless --rounds is given)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="end after so many synchronised rounds")
+    parser.add_argument("--rounds", type=int, metavar="N", help="stop after this many synchronised rounds")
     parser.add_argument("--jitter", choices=_JITTERS, default="common", help="of the computation times (common)")
     parser.add_argument("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the jitter (0)")
     parser.add_argument(
-        "--racks", type=int, default=1, metavar="N", help="a two-level tree of so many racks (1: one switch)"
+        "--racks", type=int, default=1, metavar="N", help="number of racks in a two-level tree (1: one switch)"
     )
     parser.add_argument(
         "--core-rate", metavar="RATE", help="of each rack's link to the core (as fast as its workers' links)"
     )
     parser.add_argument(
-        "--latency-us", type=float, default=0.0, metavar="US", help="of every message that is waited for (0)"
+        "--latency-us",
+        type=float,
+        default=0.0,
+        metavar="US",
+        help="latency of every message that a worker waits for (0)",
     )
     parser.add_argument(
-        "--trace", metavar="FILE", help="rates over time: lines `seconds,rate`, or 0=2.5gbit,60=1gbit on the spot"
+        "--trace",
+        metavar="FILE",
+        help="rates over time: a file of lines `seconds,rate`, or directly 0=2.5gbit,60=1gbit",
     )
     parser.add_argument("--trace-workers", nargs="+", type=int, metavar="N", help="whose links the trace is of (all)")
     parser.add_argument(

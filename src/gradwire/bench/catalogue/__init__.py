@@ -28,7 +28,9 @@ EXPERIMENTS: tuple[Experiment, ...] = tuple(one for module in _MODULES for one i
 
 # Tables for other pages, between `<!-- generated: bench render NAME -->` and `<!-- end -->`.
 SNIPPETS: dict[str, tuple[str, Table]] = {
+    "auto-speed": ("regret", auto.README_TABLE),
     "readme-speed": ("train-resnet", schemes.README_TABLE),
+    "schemes-speed": ("train-resnet", schemes.SPEED_TABLE),
 }
 
 # The papers' figures and tables that nothing here gives.

@@ -17,6 +17,10 @@ _AUTOS = [*_EXACT.values(), *_CLOSE.values(), *_ANY.values()]
 _WORKLOADS = ["gpt", "resnet", "ncf", "lstm", "many-tensors", "huge-embedding"]
 _RATES = {"100 Mb/s": "100mbit", "300 Mb/s": "300mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
 
+README_TABLE = Table(
+    [Column("x_ddp", "x DDP's speed", form=".2f")], across="rate", where={"workload": "gpt", "ranks": 2}
+)
+
 
 def _regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str], across: str, takes: float,
             plots: Sequence[Plot] = (), quick: bool = False, **fixed: Any) -> Experiment:  # fmt: skip

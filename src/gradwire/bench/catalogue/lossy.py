@@ -40,6 +40,16 @@ SGD = {
     "acp-sgd": "acp-sgd",
 }
 
+AUTO = {
+    "plain": "plain",
+    "gcomp, 12 bits": "gcomp:importance=uniform,bits=12",
+    "bf16": "bf16",
+    "embedded-float, 8 bits": "embedded-float:bits=8",
+    "thc": "thc",
+    "qsgd": "qsgd",
+    "terngrad": "terngrad",
+}
+
 
 def _compare(key: str, question: str, schemes: Mapping[str, str], workload: str, *, steps: int, seconds: float,
              loss: Column, goals: list[Goal]) -> Experiment:  # fmt: skip
@@ -68,6 +78,8 @@ EXPERIMENTS = [
                     _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd")]),
     _compare("gpt-short", "The same after 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
              SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
+    _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=120,
+             loss=_NATS, goals=[]),
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", SGD, _DIGITS, steps=200,
              seconds=120, loss=_ACCURACY, goals=[]),
 ]  # fmt: skip

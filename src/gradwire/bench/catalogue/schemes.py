@@ -33,6 +33,9 @@ _README = ["ddp", "ddp-bf16", "gcomp", "embedded-float", "one-bit", "acp-sgd"]
 README_TABLE = Table([ms("iteration_s", "step, ms"), Column("iteration_s", "x faster than DDP", kind="speed-up"), SENT,
                       LOSS],
                      where={"rate": "100mbit", "scheme": _README})  # fmt: skip
+_SPEEDS = [*_README, "power-sgd", "terngrad", "qsgd", "two-bit"]
+SPEED_TABLE = Table([ms("iteration_s", "ms"), Column("iteration_s", "x DDP", kind="speed-up")], across="rate",
+                    where={"scheme": _SPEEDS})  # fmt: skip
 
 _CHANGING = ["ddp", "plain", "gcomp", "gcomp:importance=uniform,bits=12", "acp-sgd", "top-k", "one-bit", "two-bit",
              "homomorphic", "aqgb", "aqgb:max_contention=1", "broadcast", "slimgc"]  # fmt: skip

@@ -7,10 +7,10 @@ import importlib
 
 # name: (module with `add_arguments` and `run`, one-line help); only the one that is called is imported.
 BENCHES: dict[str, tuple[str, str]] = {
-    "list": ("gradwire.cli.bench.listing", "the experiments of the catalogue, and what of them is measured"),
-    "run": ("gradwire.cli.bench.running", "measure experiments into results/, and go on where the last run stopped"),
+    "list": ("gradwire.cli.bench.listing", "list the experiments, and which are measured"),
+    "run": ("gradwire.cli.bench.running", "run experiments into results/, continuing where the last run stopped"),
     "render": ("gradwire.cli.bench.rendering", "make docs/results from results/; --check: only say what is stale"),
-    "codec": ("gradwire.cli.bench.codec", "ratio and speed of codecs and their rivals on real gradients"),
+    "codec": ("gradwire.cli.bench.codec", "ratio and speed of gradwire's and other codecs on real gradients"),
     "allreduce": (
         "gradwire.cli.bench.allreduce",
         "time and bytes of every scheme's all-reduce beside the backend's own",
@@ -19,7 +19,7 @@ BENCHES: dict[str, tuple[str, str]] = {
         "gradwire.cli.bench.train",
         "iteration time, bytes and loss of a workload under schemes and PyTorch's hooks",
     ),
-    "regret": ("gradwire.cli.bench.regret", "auto beside DDP and every scheme that it may use: what it loses"),
+    "regret": ("gradwire.cli.bench.regret", "compare auto with DDP and with every scheme that it may use"),
 }
 
 

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["all"],
         metavar="NAME",
-        help="schemes and rivals (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one (default) "
+        help="schemes and baselines (ddp, ddp-bf16), with options as NAME:option=value,...; `all` is every one (default) "
         "but dense-switch, the emulated switch without compression",
     )
     add_rank_arguments(parser)

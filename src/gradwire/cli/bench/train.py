@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["all"],
         metavar="NAME",
-        help=f"schemes and rivals ({rivals}), with options as NAME:option=value,...; `all` is every one (default)",
+        help=f"schemes and baselines ({rivals}), with options as NAME:option=value,...; `all` is every one (default)",
     )
     parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt); NAME:option=value,...")
     add_rank_arguments(parser)
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=5, metavar="N",
                         help="steps before them (5); a scheme that has to measure first takes as many as it needs")  # fmt: skip
     parser.add_argument("--overlap", action="store_true",
-                        help="record what of communication and codec work computation hides")  # fmt: skip
+                        help="record how much communication and codec work is hidden by computation")  # fmt: skip
     parser.add_argument(
         "--compute",
         choices=("real", "emulate"),

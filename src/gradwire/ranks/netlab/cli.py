@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         help="run a command in every rank",
         usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
-        description="Run a command in every rank, with torchrun's environment variables and a shaped link of its own.",
+        description="Run a command in every rank, with torchrun's environment variables and its own rate-limited link.",
     )
     run_parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: %(default)s")
     run_parser.add_argument(
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument(
         "--require-shaping",
         action="store_true",
-        help="fail, rather than run on loopback, where there is no right to shape",
+        help="fail instead of running on loopback if links cannot be limited",
     )
     run_parser.add_argument("rank_command", nargs="+", metavar="COMMAND", help="the command and its arguments")
 
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     actions.add_parser(
         "clean",
-        help="end what crashed labs left",
+        help="end what crashed runs left behind",
         description="End labs whose owner is dead: ranks, namespaces and links.",
     )
 

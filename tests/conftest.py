@@ -1,10 +1,17 @@
 """Makes `tests/ranks.py` importable from every folder of tests, and Ctrl-C mean what it means in a terminal."""
 
+import os
 import signal
 import sys
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Where the tests run in the background of a script, SIGINT is ignored, and processes that a test starts inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Workers share the cores, with each other and with the ranks that they start: threads of their own only get in the way.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)

@@ -5,6 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,3 +16,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Workers share the cores, with each other and with the ranks that they start: threads of their own only get in the way.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+# No test asserts how long an example takes: on a busy machine any may take longer than Hypothesis' 200 ms.
+hypothesis.settings.register_profile("on any machine", deadline=None)
+hypothesis.settings.load_profile("on any machine")

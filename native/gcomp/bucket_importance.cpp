@@ -2,12 +2,40 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <optional>
 
 #include "errors.hpp"
 #include "gcomp/importance.hpp"
 
 namespace gradwire::gcomp {
+
+namespace {
+
+// Memory that past buckets' bytes lay in, at most as much as were alive at a time: a warm step allocates none.
+class SpareBytes {
+ public:
+  std::vector<std::uint8_t> take() {
+    const std::lock_guard guard(mutex_);
+    if (spare_.empty()) return {};
+    std::vector<std::uint8_t> bytes = std::move(spare_.back());
+    spare_.pop_back();
+    return bytes;
+  }
+  void keep(std::vector<std::uint8_t> bytes) {
+    bytes.clear();
+    const std::lock_guard guard(mutex_);
+    spare_.push_back(std::move(bytes));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::vector<std::uint8_t>> spare_;
+};
+
+SpareBytes spare_bytes;
+
+}  // namespace
 
 BucketImportance::BucketImportance(std::vector<Window> windows) : windows_(std::move(windows)) {
   std::size_t end = 0;
@@ -40,9 +68,15 @@ void BucketImportance::write(std::size_t first, std::span<std::uint8_t> out) con
   }
 }
 
+Weights::~Weights() {
+  for (auto& [first, bytes] : by_first_) spare_bytes.keep(std::move(bytes));
+}
+
 bool Weights::write(std::size_t first, std::size_t n) {
   if (importance_ == nullptr || n == 0) return false;
-  std::vector<std::uint8_t>& bytes = by_first_[first];
+  const auto [place, is_new] = by_first_.try_emplace(first);
+  std::vector<std::uint8_t>& bytes = place->second;
+  if (is_new) bytes = spare_bytes.take();
   if (bytes.size() == n) return false;
   bytes.assign(n, 0);  // what no parameter says anything of is kept whole
   importance_->write(first, bytes);

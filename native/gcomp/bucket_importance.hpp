@@ -34,6 +34,10 @@ class Weights {
  public:
   // Null: no range has any.
   explicit Weights(const BucketImportance* importance) : importance_(importance) {}
+  Weights(const Weights&) = delete;
+  Weights& operator=(const Weights&) = delete;
+  // Leaves the memory to those of later buckets.
+  ~Weights();
   // Makes those of [first, first + n) known; false if there was nothing to do.
   bool write(std::size_t first, std::size_t n);
   // Empty where they are not known. Valid until the range is written with another n.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from typing import Any
 
@@ -16,7 +17,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.slot import local_of
 from gradwire.doors.local_sgd import nesterov
-from ranks import run_ranks
+from ranks import run_ranks, try_ranks
 
 EVERY = 4
 
@@ -233,3 +234,109 @@ def load_wrong(rank: int, world_size: int) -> None:
 
 def test_the_same_ranks_get_their_own_state_and_others_are_refused() -> None:
     run_ranks(load_wrong, 2)
+
+
+DECAY = 0.5
+
+
+def fade(rank: int, world_size: int) -> None:
+    """Against top-k with a fading residual written by hand, in float64, and against no residual at all."""
+    n, share, n_outer = 200, 0.05, 12
+
+    def given(step: int, of_rank: int) -> torch.Tensor:
+        return torch.randn(n, generator=torch.Generator().manual_seed(1000 * step + of_rank))
+
+    def train(decay: float, error_feedback: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        parameter = nn.Parameter(torch.zeros(n))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        net = nn.ParameterList([parameter])
+        loop = gradwire.LocalSgd(
+            net, optimizer, schemes.by_name("top-k", share=share, error_feedback=error_feedback), 1,
+            outer=lambda anchors: torch.optim.SGD(anchors, lr=1.0), feedback_decay=decay, timeout_s=20,
+        )  # fmt: skip
+        for step in range(n_outer):
+            parameter.grad = given(step, rank)
+            optimizer.step()
+        (residual,) = loop.reducer.state_dict()["state"].get("residuals", {"": torch.zeros(n)}).values()
+        loop.close()
+        return parameter.detach(), residual
+
+    expected, left = torch.zeros(n, dtype=torch.float64), torch.zeros(world_size, n, dtype=torch.float64)
+    for step in range(n_outer):
+        mean = torch.zeros(n, dtype=torch.float64)
+        for of_rank in range(world_size):
+            whole = given(step, of_rank).double() + left[of_rank]
+            sent = torch.zeros_like(whole)
+            largest = whole.abs().topk(round(share * n)).indices
+            sent[largest] = whole[largest]
+            left[of_rank] = DECAY * (whole - sent)
+            mean += sent / world_size
+        expected -= mean
+    parameter, residual = train(DECAY, True)
+    assert torch.allclose(parameter.double(), expected, atol=1e-5)
+    assert torch.allclose(residual.double(), left[rank], atol=1e-5)
+    whole_residual, none_left, without = train(1.0, True)[0], train(0.0, True)[0], train(1.0, False)[0]
+    assert torch.equal(none_left, without)
+    assert not torch.allclose(whole_residual.double(), expected, atol=1e-2), "decay changed nothing"
+
+
+def test_a_fading_residual_is_top_k_written_by_hand() -> None:
+    run_ranks(fade, 2)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])
+def test_a_decay_that_is_no_share_is_refused(wrong: float) -> None:
+    net, optimizer = make()
+    with pytest.raises(gradwire.InvalidArgument, match="feedback_decay"):
+        gradwire.LocalSgd(net, optimizer, "top-k", EVERY, feedback_decay=wrong)
+
+
+def break_it(rank: int, world_size: int, how: str) -> None:
+    net, optimizer = make()
+    scheme = schemes.by_name("embedded-float", bits=7 if how == "mismatch" and rank == 1 else 8)
+    loop = gradwire.LocalSgd(net, optimizer, scheme, EVERY, timeout_s=5)
+    step_inner(net, optimizer, rank, range(EVERY))
+    if rank == 1 and how == "death":
+        os._exit(7)
+    if rank == 1 and how == "codec":
+        scheme.codec = None  # type: ignore[attr-defined]
+    step_inner(net, optimizer, rank, range(EVERY))
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("mismatch", gradwire.RankMismatch, "disagree on configuration"),
+        ("codec", gradwire.RankMismatch, "rank 1 failed"),
+        ("death", gradwire.PeerLost, "rank 1"),
+    ],
+)
+def test_what_one_rank_fails_of_is_raised_on_all(how: str, error: type[Exception], words: str) -> None:
+    for rank, outcome in enumerate(try_ranks(break_it, 3, how, timeout_s=60)):
+        if how == "death" and rank == 1:
+            assert outcome.exit_code == 7
+        else:
+            assert isinstance(outcome.error, error), (rank, outcome)
+            assert words in str(outcome.error)
+
+
+def not_finite(rank: int, world_size: int) -> None:
+    """One rank's loss was NaN: every rank sees it, as behind DDP, and none has other parameters than the others."""
+    net, optimizer = make()
+    loop = gradwire.LocalSgd(net, optimizer, "two-bit", EVERY, timeout_s=20)
+    step_inner(net, optimizer, rank, range(EVERY - 1))
+    if rank == 1:
+        with torch.no_grad():
+            next(net.parameters()).fill_(float("nan"))
+    step_inner(net, optimizer, rank, range(1))
+    first = next(net.parameters()).detach()
+    assert not bool(torch.isfinite(first).all())
+    others = [torch.empty_like(first) for _ in range(world_size)]
+    dist.all_gather(others, first)
+    assert all(torch.equal(first.isnan(), other.isnan()) for other in others)
+    loop.close()
+
+
+def test_a_loss_that_is_not_finite_is_seen_by_all() -> None:
+    run_ranks(not_finite, 2)

@@ -87,8 +87,36 @@ def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(
     run_ranks(work, n_nodes * size, size, names)
 
 
-def conserve(rank: int, world_size: int) -> None:
-    """mean(sent) + mean over nodes of what is left = mean(given), across DDP's rebuild of its buckets."""
+def conserve(rank: int, world_size: int, name: str, size: int) -> None:
+    """sum of mean(sent) + mean over nodes of what is left = sum of mean(given), value by value."""
+    reducer = gradwire.Reducer(TwoLevel(name, size), bucket_mb=4 / 1024, timeout_s=20)
+    missing = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in SHAPES.items()}
+    for step in range(6):
+        tensors = draw(rank, step)
+        reducer.all_reduce(tensors).wait()
+        for key, tensor in tensors.items():
+            given = [draw(other, step)[key].double() for other in range(world_size)]
+            missing[key] += torch.stack(given).mean(0) - tensor
+    residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(residuals, reducer.state_dict()["state"]["residuals"])
+    reducer.close()
+    n_nodes = world_size // size
+    for key, shape in SHAPES.items():
+        left = torch.zeros(torch.Size(shape).numel(), dtype=torch.float64)
+        for other, of_rank in enumerate(residuals):
+            start, end = cut_rows(Slot("", torch.Size(shape)), left.numel(), size)[other % size]
+            if end > start:
+                left[start:end] += of_rank[key].double() / n_nodes
+        assert torch.allclose(missing[key].reshape(-1), left, atol=1e-5), key
+        assert left.numel() < 2 or left.abs().max() > 0.1, "nothing was left out, so nothing was shown"
+
+
+@pytest.mark.parametrize(("n_nodes", "size"), [(2, 2), (2, 1)])
+def test_what_is_sent_and_what_is_left_is_what_was_given(n_nodes: int, size: int) -> None:
+    run_ranks(conserve, n_nodes * size, "one-bit", size)
+
+
+def rebuild(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, TwoLevel("one-bit", 2), timeout_s=20)
@@ -105,7 +133,7 @@ def conserve(rank: int, world_size: int) -> None:
 
 
 def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned() -> None:
-    run_ranks(conserve, 4)
+    run_ranks(rebuild, 4)
 
 
 def keep_low_rank(rank: int, world_size: int) -> None:

@@ -29,9 +29,13 @@ class Feedback:
 
     Residuals are views of rooms, flat tensors that codecs write in their own sweep. Two rooms change places from step to
     step: what is staged never overwrites what counts, and nothing is allocated once warm.
+
+    Attributes:
+        decay: what is left of a residual when it is kept; 1: all of it. Below, old residuals fade (SparseLoCo's beta).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = 1.0) -> None:
+        self.decay = decay
         self._current: dict[Slot, Kept] = {}
         self._staged: dict[Slot, Kept | None] = {}  # None: the residual went out, nothing is left
         self._rooms: dict[Hashable, list[Tensor]] = {}
@@ -105,6 +109,8 @@ class Feedback:
                 if staged is None:
                     self._current.pop(slot, None)
                 else:
+                    if self.decay != 1:
+                        staged.values.mul_(self.decay)
                     self._current[slot] = staged
 
     def discard(self, slots: Iterable[Slot] | None = None) -> None:
@@ -120,7 +126,7 @@ class Feedback:
 
     def clear(self) -> None:
         """Forget everything: the model is let go."""
-        self.__init__()  # type: ignore[misc]
+        self.__init__(self.decay)  # type: ignore[misc]
 
     # ---- between steps
 

@@ -48,6 +48,9 @@ class LocalSgd:
         outer: makes the outer optimizer of the anchors, the parameters after the last outer step.
         group: who exchanges (default: all ranks); with FSDP2 those that hold the same shard.
         delay: inner steps that the exchange may overlap with (0: none). Their updates are kept.
+        feedback_decay: of a scheme with error feedback, the share of a residual that is kept from one exchange to the next:
+            1 keeps all of it; below, what was left out long ago fades, and takes the outer momentum's place
+            (SparseLoCo, arXiv 2508.15706).
         options: as for Reducer: bucket_mb, timeout_s, trace.
     Raises: InvalidArgument, Unsupported.
     """
@@ -61,10 +64,13 @@ class LocalSgd:
         outer: OuterOptimizer = nesterov,
         group: Any = None,
         delay: int = 0,
+        feedback_decay: float = 1.0,
         **options: Any,
     ) -> None:
         if every < 1 or not 0 <= delay < every:
             raise InvalidArgument(f"every must be at least 1 and delay from 0 to every - 1, got {every} and {delay}")
+        if not 0 <= feedback_decay <= 1:
+            raise InvalidArgument(f"feedback_decay is a share from 0 to 1, got {feedback_decay}")
         self._every, self._delay, self._count = every, delay, 0
         self._parameters = {n: p for n, p in named_parameters(module).items() if p.requires_grad}
         # On the host and in float32: the outer step comes once in H, and needs no memory of the device.
@@ -72,6 +78,7 @@ class LocalSgd:
         self._outer = outer(list(self._anchors.values()))
         momentum = max(float(group.get("momentum", 0.0)) for group in self._outer.param_groups)
         self.reducer = Reducer(_fit_scheme(scheme, momentum), group, self._anchors, **options)
+        self.reducer.session.feedback.decay = feedback_decay
         self._deltas: dict[str, torch.Tensor] = {}
         self._sent: dict[str, torch.Tensor] = {}
         self._work: AllReduceWork | None = None

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import InvalidArgument, Unsupported, schemes
+from gradwire.core.slot import slot_of
 from gradwire.schemes.frozen_adam import FLOOR_SHARE
 from ranks import run_ranks
 
@@ -337,3 +338,29 @@ def test_a_run_that_ends_before_the_freeze_is_told() -> None:
     assert "steps before 99 are reduced plainly" in texts[0]
     assert "nothing was compressed" in texts[1]
     assert "lower freeze_step" in texts[1]
+
+
+def train_channels_last(rank: int, world_size: int) -> bool:
+    """A bucket holds channels_last weights in the order of memory, and so must the momenta that it is joined with."""
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(net)
+    optimizer = adamw(net)
+    attachment = attach(ddp, optimizer)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        x = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+    held = optimizer.state[net.weight]["exp_avg"]
+    assert not held.is_contiguous()
+    adam = attachment.scheme._adam
+    momentum, beta1 = adam.momentum(slot_of(net.weight))
+    assert beta1 == BETAS[0]
+    attachment.close()
+    return len(adam.frozen_at) == 2 and torch.equal(momentum, held.permute(0, 2, 3, 1).reshape(-1))
+
+
+def test_momenta_lie_as_their_bucket_does() -> None:
+    assert run_ranks(train_channels_last, 2) == [True, True]

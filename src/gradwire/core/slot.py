@@ -67,3 +67,29 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a DTensor, sharing its memory; any other tensor as it is."""
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)  # to_local() waits for collectives: none here
     return tensor if local is None else local
+
+
+def flatten_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`values` as (n,) in the order of `parameter`'s gradient in a DDP bucket; a view wherever strides allow.
+
+    DDP's reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row.
+    """
+    if values.is_contiguous() and parameter.is_contiguous():
+        return values.view(-1)
+    if not _is_dense(parameter):
+        return values.reshape(-1)
+    if values.stride() != parameter.stride():
+        values = torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
+    return values.as_strided((values.numel(),), (1,))
+
+
+def _is_dense(values: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.feedback import holds_nonzero
-from gradwire.core.slot import Slot, local_of
+from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import InvalidArgument, Unsupported
 
 # A variance counts as at least this share of its tensor's largest, and one of zero (the row of a word that had not come)
@@ -68,7 +68,7 @@ class FrozenAdam:
         if not state or "exp_avg_sq" not in state:
             return False
         n_updates = int(state["step"])
-        if not holds_nonzero(local_of(self._variance(state))):  # it has not begun to train
+        if not holds_nonzero(local_of(self._variance(state)).reshape(-1)):  # it has not begun to train
             self.idle_until[parameter] = n_updates
         if n_updates - self.idle_until.get(parameter, 0) < self._freeze_step:
             return False
@@ -76,9 +76,10 @@ class FrozenAdam:
         return True
 
     def momentum(self, slot: Slot) -> tuple[Tensor, float]:
-        """(n,) float32, CPU: what the state holds for a frozen slot; and beta1, as the optimizer has it now."""
+        """(n,) float32, CPU: what the state holds for a frozen slot, as its bucket lies; and beta1, as it is now."""
         assert slot.parameter is not None
-        held = local_of(self._optimizer.state[slot.parameter]["exp_avg"]).detach().reshape(-1)
+        held = local_of(self._optimizer.state[slot.parameter]["exp_avg"]).detach()
+        held = flatten_like(held, local_of(slot.parameter))
         flat = held[slot.start : slot.start + slot.numel()].to(device="cpu", dtype=torch.float32)
         return flat, float(self._group_of(slot.parameter)["betas"][0])
 

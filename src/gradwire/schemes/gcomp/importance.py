@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.core.slot import Slot, local_of, slot_of
+from gradwire.core.slot import Slot, flatten_like, local_of, slot_of
 from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.gcomp import importance_on_device
@@ -331,32 +331,11 @@ def _is_plain(values: Tensor | None) -> bool:
 
 
 def _flatten_like(values: Tensor, parameter: Tensor) -> Tensor:
-    """`values` as (n,) in the order of `parameter`'s gradient in a DDP bucket; a view wherever strides allow.
-
-    DDP's reducer keeps a parameter's memory order if it is dense (channels_last, transposed), else goes row by row.
-    """
+    """`values` as (n,) in the order of `parameter`'s gradient in a DDP bucket. Raises: Unsupported."""
     values = local_of(values.detach())
     if values.shape != parameter.shape:
         raise Unsupported(
             f"the optimizer holds state of shape {tuple(values.shape)} for a parameter of shape "
             f"{tuple(parameter.shape)}; sharded and flattened optimizers are not supported; {_ADVICE}"
         )
-    if values.is_contiguous() and parameter.is_contiguous():
-        return values.view(-1)
-    if not _is_dense(parameter):
-        return values.reshape(-1)
-    if values.stride() != parameter.stride():
-        values = torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
-    return values.as_strided((values.numel(),), (1,))
-
-
-def _is_dense(values: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return flatten_like(values, parameter)

@@ -366,3 +366,17 @@ def test_the_median_is_the_median(values):
 @given(st.integers(1, 10**6), st.integers(1, 60))
 def test_equal_samples_still_have_a_variance(value, n):
     assert variance([value] * n) == value * value // (200 if n < 8 else 2500)
+
+
+@pytest.mark.parametrize("n_steps", [3, 4, 6])
+def test_a_few_slow_steps_do_not_make_a_slower_scheme_win(n_steps: int):
+    """Another process took the cores for a moment: the steps before a race say little, so plain has a turn in it."""
+    law = Law({PLAIN: 22_000, "a": 22_000})
+    for step in range(200):
+        us = {PLAIN: 22_000, "a": 30_000}[law.scheme_of(step)]
+        if 20 <= step < 20 + n_steps:
+            us = 55_000
+        law.observe(step, us, us // 4)
+    assert any(decision.kind == "drift" for decision in law.decisions), "nothing was disturbed"
+    assert not any(decision.kind == "switch" for decision in law.decisions)
+    assert law.incumbent == PLAIN

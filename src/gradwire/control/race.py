@@ -123,6 +123,7 @@ class Race:
     Attributes:
         reference_us: what the incumbent took before.
         may_cost_us: beyond the incumbent's time; a race that has cost more is broken off at once.
+        is_sure: whether `reference_us` is good enough to lose a race by; else the incumbent has a turn first.
         took_us, n_taken: of all of the challenger's steps.
         base, mine: microseconds a step of the incumbent and of the challenger, of steps that count.
     """
@@ -132,6 +133,7 @@ class Race:
     began: int = 0
     reference_us: int = 0
     may_cost_us: int = 0
+    is_sure: bool = True
     n_pairs: int = 0
     took_us: int = 0
     n_taken: int = 0
@@ -156,7 +158,8 @@ class Race:
 
     def is_overwhelming(self, limits: Limits) -> bool:
         """Whether every step of the challenger says that it wins: steps may differ in length."""
-        return bool(self.mine) and max(self.mine) * 1000 < self.base_us * limits.overwhelming
+        knows_both = bool(self.mine) and (self.is_sure or bool(self.base))
+        return knows_both and max(self.mine) * 1000 < self.base_us * limits.overwhelming
 
     def verdict(self, limits: Limits) -> bool | None:
         """Whether the challenger is better, None as long as the noise decides."""

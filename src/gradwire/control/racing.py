@@ -67,6 +67,7 @@ class Law:
         self._waiting: list[int] = []  # under plain: what any scheme could win at most
         self._could_win_us = 0
         self._race = Race()
+        self._is_settled = True  # False: what the incumbent takes is known from a few sudden steps
         self._drift = Drift(self.limits)
         self._probe_every, self._next_probe = self.limits.probe_every, 0
 
@@ -223,7 +224,7 @@ class Law:
             return
         self.state = "race"
         may_cost_us, self._spent_before_us = self.allowed_us, self.spent_us
-        self._race = Race(self._race.number + 1, candidate.name, step, base_us, may_cost_us)
+        self._race = Race(self._race.number + 1, candidate.name, step, base_us, may_cost_us, self._is_settled)
         expected_us = max(candidate.expected_us, self._floor_us)
         why = f"expected to take {expected_us / 1000:.1f} ms a step; {self.incumbent} takes {base_us / 1000:.1f}"
         self._say(step, "try", candidate.name, why)
@@ -353,6 +354,7 @@ class Law:
             self._probe_every = min(self.limits.probe_most, 2 * self._probe_every)
             self._next_probe = step + self._probe_every
         self.candidates[self.incumbent].measured_us = self._drift.reference_us
+        self._is_settled = True
         self._begin_race(step)
 
     def _start_again(self, step: int, now_us: int, reference_us: int, link_changed: bool) -> None:
@@ -360,6 +362,7 @@ class Law:
         why = f"{now_us / 1000:.1f} ms a step, was {reference_us / 1000:.1f}"
         self._say(step, "drift", self.incumbent, why + ("; the link has changed" if link_changed else ""))
         self._predict()
+        self._is_settled = False
         for candidate in self.candidates.values():
             candidate.measured_us = candidate.n_losses = 0
             candidate.not_before = self._not_before.get(candidate.name, 0)

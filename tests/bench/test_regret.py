@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,20 @@ def test_a_phase_has_its_own_steps_and_decisions() -> None:
     found = make_records(steps_s, {"auto": auto_that([(0, "plain"), (110, "a")], "a")}, first=100)
     assert found["auto"]["good_after"] == 8, "18 of the 20 steps from there on are good"
     assert [decision["step"] for decision in json.loads(found["auto"]["decisions"])] == [110]
+
+
+def test_the_interval_of_a_ratio_covers_the_truth_as_often_as_it_says() -> None:
+    truth, n_runs = 1.25, 200
+    covered = 0
+    for seed in range(n_runs):
+        rng = random.Random(seed)
+        minutes = [rng.uniform(0.8, 1.6) for _ in range(60)]  # the machine is slower at times, for both
+        ddp = [truth * minutes[i // 10] * rng.uniform(0.7, 1.3) for i in range(600)]
+        auto = [minutes[i // 10] * rng.uniform(0.7, 1.3) for i in range(600)]
+        found = make_records({"ddp": ddp, "auto": auto}, {"auto": auto_that([(0, "plain")])})["auto"]
+        assert found["x_ddp_low"] <= found["x_ddp"] <= found["x_ddp_high"] <= found["x_ddp_low"] + 0.1
+        covered += found["x_ddp_low"] <= truth <= found["x_ddp_high"]
+    assert 0.85 * n_runs <= covered <= 0.99 * n_runs, "a bootstrap of ten stretches is a little too narrow"
 
 
 @pytest.mark.parametrize(

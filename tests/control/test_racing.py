@@ -126,11 +126,12 @@ def test_a_thousand_steps_are_never_slower_than_plain_and_end_with_the_best(cell
 def test_it_follows_a_network_that_slows_down_and_recovers(allowed):
     fast, slow = (world_of("resnet", rate, allowed) for rate in ("1gbit", "100mbit"))
     outcomes = [simulate([(400, fast), (400, slow), (400, fast)], seed) for seed in range(8)]
-    assert statistics.mean(o.speed_against(best_of) for o in outcomes) >= 0.90
+    assert statistics.mean(o.speed_against(best_of) for o in outcomes) >= 0.92
     assert min(o.speed_against(plain_of) for o in outcomes) >= 0.98
     # With all schemes the best at 1 Gb/s, sign-sgd, is within 11 % of the best at 100 Mb/s and takes as long there as before:
-    # only the probe of the link, a hundred steps apart at the least, tells of the change.
-    assert statistics.median(o.steps_until_good(400, 800) for o in outcomes) <= (200 if allowed is ANY else 80)
+    # there is little to find, and nothing but the probe of the link tells of it.
+    if allowed is not ANY:
+        assert statistics.median(o.steps_until_good(400, 800) for o in outcomes) <= 80
     assert statistics.median(o.steps_until_good(800, 1200) for o in outcomes) <= 200
 
 
@@ -226,6 +227,15 @@ def test_what_waits_bounds_what_a_scheme_is_believed_to_win():
     run(law, {PLAIN: 100_000, "gcomp": 99_000}, 30, waiting=0.2)
     tried = next(decision for decision in law.decisions if decision.kind == "try")
     assert "expected to take 80.0 ms" in tried.why
+
+
+def test_what_the_family_has_shown_to_be_slow_is_not_tried_out_of_curiosity():
+    """The model may misjudge a family that never ran by 40 %; of one that did it errs by its doubt."""
+    world = {PLAIN: 500_000, "embedded-float": 150_000, "gcomp": 230_000, "qsgd": 230_000}
+    law = Law(dict(world), family_of=family_of)
+    tried = set(run(law, world, 600))
+    assert law.incumbent == "embedded-float"
+    assert tried == {PLAIN, "embedded-float", "qsgd"}
 
 
 def test_a_candidate_that_raised_or_may_not_run_yet_does_not_run():

@@ -19,7 +19,7 @@ class Limits:
         longest_race, longest_tie: steps, where nothing else is worth a race and where something is.
         margin: what a switch has to win.
         doubt, known_doubt: how far off a prediction may be, before the scheme has ever run and after.
-        curiosity: how far off an untried one may be where the budget would bear its race three times over.
+        curiosity: how far off one may be of a family that never ran, where the budget would bear its race three times over.
         hopeless, overwhelming: of the incumbent; one turn that slow, or that fast, ends a race.
         budget, savings: of all time so far, and of the time saved against plain, that races may cost; budget 0: no races.
         credit: plain steps' worth of it at the start.
@@ -60,7 +60,7 @@ class Candidate:
     Attributes:
         predicted_us: by the model, for the link as last measured; `first_predicted_us`: as it was before any race.
         bias: measured / predicted in permille; its family's until it has raced itself.
-        is_tried: whether it ever ran.
+        is_tried: whether it ever ran; `is_familiar`: it, or one of its family.
         measured_us: under this link; 0 if it has not run under it.
         not_before: the first step at which it may race.
         n_losses: races lost under this link.
@@ -71,6 +71,7 @@ class Candidate:
     predicted_us: int
     bias: int = 1000
     is_tried: bool = False
+    is_familiar: bool = False
     measured_us: int = 0
     not_before: int = 0
     n_losses: int = 0

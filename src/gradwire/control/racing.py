@@ -207,7 +207,7 @@ class Law:
             doubt = limits.known_doubt if candidate.is_tried else limits.doubt
             cost_us = max(0, expected_us * (1000 + doubt) // 1000 - base_us) * limits.block
             promises = expected_us * (1000 - doubt) < goal and cost_us <= allowed_us
-            could = not candidate.is_tried and expected_us * (1000 - limits.curiosity) < goal
+            could = not candidate.is_familiar and expected_us * (1000 - limits.curiosity) < goal
             if promises or (could and 3 * cost_us <= allowed_us):
                 return candidate
         return None
@@ -314,13 +314,13 @@ class Law:
 
     def _learn(self, name: str, measured_us: int) -> None:
         candidate = self.candidates[name]
-        candidate.measured_us, candidate.is_tried = measured_us, True
+        candidate.measured_us, candidate.is_tried, candidate.is_familiar = measured_us, True, True
         if candidate.predicted_us <= 0:
             return
         candidate.bias = min(max(measured_us * 1000 // candidate.predicted_us, _BIAS_RANGE[0]), _BIAS_RANGE[1])
         for other in self.candidates.values():
             if not other.is_tried and self._family_of(other.name) == self._family_of(name):
-                other.bias = candidate.bias
+                other.bias, other.is_familiar = candidate.bias, True
 
     def _predict(self) -> None:
         if self._predict_again is None or not self._computing:
@@ -394,7 +394,7 @@ class Law:
         for name, known in state["candidates"].items():
             if name in self.candidates:
                 candidate = self.candidates[name]
-                candidate.bias, candidate.is_tried = int(known["bias"]), bool(known["is_tried"])
-                candidate.measured_us = int(known["measured_us"])
+                candidate.bias, candidate.measured_us = int(known["bias"]), int(known["measured_us"])
+                candidate.is_tried = candidate.is_familiar = bool(known["is_tried"])
         name = state["incumbent"]
         self.go_on_at(step, name if name in self.candidates and not self.candidates[name].excluded else PLAIN)

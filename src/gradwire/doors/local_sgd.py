@@ -36,6 +36,15 @@ def nesterov(anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
 
 
+def average(anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """No outer momentum: the shared parameters become the ranks' mean (local SGD, SparseLoCo)."""
+    return torch.optim.SGD(anchors, lr=1.0)
+
+
+# By name, for configurations.
+OUTER: dict[str, OuterOptimizer] = {"nesterov": nesterov, "average": average}
+
+
 class LocalSgd:
     """Outer steps every `every` calls of `optimizer.step()`. Collective; every rank of the group steps equally often.
 

@@ -57,12 +57,15 @@ class Session:
 
     def _begin_local_sgd(self) -> None:
         from gradwire import LocalSgd, schemes
+        from gradwire.doors.local_sgd import OUTER
 
         name, options = self._config.scheme, self._config.scheme_options
         # Only a bare name may be made without error feedback, where momentum forbids it.
         scheme = schemes.by_name(name, **options) if options else name
         self.ddp = self.model
-        self.attachment = LocalSgd(self.model, self.optimizer, scheme, self._config.local_sgd)
+        outer, decay = OUTER[self._config.outer], self._config.feedback_decay
+        every = self._config.local_sgd
+        self.attachment = LocalSgd(self.model, self.optimizer, scheme, every, outer, feedback_decay=decay)
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""

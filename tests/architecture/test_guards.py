@@ -47,22 +47,9 @@ UPWARD_ARROWS = {
 ARROWS_IN_A_CIRCLE: set[tuple[str, str]] = set()
 
 CLASSES_NAMED_TWICE: set[str] = {
-    "Aqgb",
-    "Block",
     "Exchange",
-    "GComp",
-    "GradwireCallback",
-    "Group",
-    "Measurement",
-    "Network",
     "Plan",
-    "Round",
-    "Run",
-    "Scheme",
-    "Session",
-    "Source",
     "Span",
-    "Workload",
 }
 LONG_CONSTRUCTORS: set[str] = {
     "schemes/aqgb/pacing.py:Pacing",

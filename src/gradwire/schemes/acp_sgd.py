@@ -22,7 +22,7 @@ import torch
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.schemes.low_rank.fusion import Work
-from gradwire.schemes.low_rank.matrices import Group, draw_factor, orthogonalise, redraw_zero_factors
+from gradwire.schemes.low_rank.matrices import MatrixGroup, draw_factor, orthogonalise, redraw_zero_factors
 
 
 class AcpSgd(LowRank):
@@ -65,13 +65,13 @@ class AcpSgd(LowRank):
                 group.write_product(work.bucket.buffer)
         self._finish(work)
 
-    def _incoming(self, group: Group) -> torch.Tensor:
+    def _incoming(self, group: MatrixGroup) -> torch.Tensor:
         return group.q if self._is_step_for_p else group.p
 
-    def _outgoing(self, group: Group) -> torch.Tensor:
+    def _outgoing(self, group: MatrixGroup) -> torch.Tensor:
         return group.p if self._is_step_for_p else group.q
 
-    def _commit_factors(self, group: Group, step: int) -> None:
+    def _commit_factors(self, group: MatrixGroup, step: int) -> None:
         factors = self._outgoing(group)
         if self.reuse:
             redraw_zero_factors(factors, group.keys, self.seed, step + 1)

@@ -18,7 +18,7 @@ import torch
 
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.schemes.low_rank.fusion import Work
-from gradwire.schemes.low_rank.matrices import Group, draw_factor, orthogonalise, redraw_zero_factors
+from gradwire.schemes.low_rank.matrices import MatrixGroup, draw_factor, orthogonalise, redraw_zero_factors
 
 
 class PowerSgd(LowRank):
@@ -33,7 +33,7 @@ class PowerSgd(LowRank):
         if "overlap" in options:
             raise TypeError("overlap is the difference between power-sgd and power-sgd-overlap; choose one of them")
         super().__init__(rank=rank, buffer_mb=buffer_mb, overlap=type(self) is PowerSgdOverlap, **options)
-        self._new_q: dict[Group, torch.Tensor] = {}
+        self._new_q: dict[MatrixGroup, torch.Tensor] = {}
 
     def _compress(self, works: list[Work], is_last: bool) -> None:
         """Packed: all of P, then all of Q."""
@@ -81,13 +81,13 @@ class PowerSgd(LowRank):
                     group.subtract_result(work.bucket.buffer, self.session.feedback)
         self._finish(work)
 
-    def _incoming(self, group: Group) -> torch.Tensor:
+    def _incoming(self, group: MatrixGroup) -> torch.Tensor:
         return group.q
 
     def _prepare(self, factors: torch.Tensor) -> None:
         """Power-SGD takes Q as it was summed."""
 
-    def _commit_factors(self, group: Group, step: int) -> None:
+    def _commit_factors(self, group: MatrixGroup, step: int) -> None:
         group.q, self._new_q[group] = self._new_q[group], group.q
         if self.reuse:
             redraw_zero_factors(group.q, group.keys, self.seed, step + 1)

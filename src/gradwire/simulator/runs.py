@@ -13,7 +13,7 @@ from gradwire.simulator.stage import Setting
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """One run to do.
 
     Attributes:
@@ -58,7 +58,7 @@ class Run:
 
 
 def do_all(
-    runs: Iterable[Run], say: Callable[[str], None] | None = None
+    runs: Iterable[SimulatedRun], say: Callable[[str], None] | None = None
 ) -> Iterator[tuple[Simulation, dict[str, Any]]]:
     """Simulate one after another."""
     todo = list(runs)

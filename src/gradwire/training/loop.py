@@ -18,7 +18,7 @@ from gradwire.training.config import TrainConfig, TrainResult
 from gradwire.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire.training.meter import Meter
 from gradwire.training.run_files import RunFiles
-from gradwire.training.session import Session, n_parameters
+from gradwire.training.session import TrainingSession, n_parameters
 from gradwire.training.snapshot import write_snapshot
 from gradwire.training.torch_hooks import HOOKS, value_bytes
 from gradwire.workloads import Workload, by_name
@@ -76,7 +76,7 @@ class _Run:
     def run(self) -> TrainResult:
         config, workload = self._config, self._workload
         torch.manual_seed(config.seed + self._rank)  # for dropout; weights and data have generators of their own
-        session = Session(config, workload, self._device)
+        session = TrainingSession(config, workload, self._device)
         start_step = self._prepare(session)
         is_torchs = config.scheme in HOOKS
         ring = (n_parameters(session.model), value_bytes(config.scheme)) if is_torchs else None
@@ -109,7 +109,7 @@ class _Run:
         files.finish(summary)
         return TrainResult(meter.records, summary, summary["parameters_sha256"])
 
-    def _prepare(self, session: Session) -> int:
+    def _prepare(self, session: TrainingSession) -> int:
         """Load the newest checkpoint if asked to, wrap the model; returns the step to begin with."""
         config = self._config
         newest = checkpoints.find_newest(config.checkpoint) if config.resume and config.checkpoint else None
@@ -125,7 +125,9 @@ class _Run:
         self._saved_step = step
         return step
 
-    def _take_step(self, session: Session, batch: tuple[torch.Tensor, torch.Tensor], step: int) -> dict[str, float]:
+    def _take_step(
+        self, session: TrainingSession, batch: tuple[torch.Tensor, torch.Tensor], step: int
+    ) -> dict[str, float]:
         """One step; returns its figures."""
         started_s, cpu_before_s = time.perf_counter(), time.process_time()
         session.optimizer.zero_grad(set_to_none=True)
@@ -148,7 +150,7 @@ class _Run:
             "cpu_s": time.process_time() - cpu_before_s,  # of all threads: the codec's and the lane's too
         }
 
-    def _save(self, session: Session, step: int) -> None:
+    def _save(self, session: TrainingSession, step: int) -> None:
         assert self._config.checkpoint is not None
         if session.replicas_may_differ:
             raise Unsupported(
@@ -160,7 +162,7 @@ class _Run:
         checkpoints.save(self._config.checkpoint, step, self._config.identity(), shared, own, self._device)
         self._saved_step = step
 
-    def _finish(self, session: Session, meter: Meter) -> dict[str, Any]:
+    def _finish(self, session: TrainingSession, meter: Meter) -> dict[str, Any]:
         """Close the scheme, compare the replicas, evaluate."""
         session.flush()
         hashes = gather_hashes(hash_parameters(session.model), self._device)
@@ -203,7 +205,7 @@ class _Run:
             **environment,
         }
 
-    def _add_trace(self, session: Session) -> None:
+    def _add_trace(self, session: TrainingSession) -> None:
         if self._config.trace and session.recorder is not None:
             from gradwire.telemetry.chrome_trace import ChromeTraceSink
 

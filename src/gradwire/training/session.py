@@ -16,7 +16,7 @@ from gradwire.training.torch_hooks import HOOKS
 from gradwire.workloads import Workload
 
 
-class Session:
+class TrainingSession:
     """One rank's model under training; `wrap` puts it into DDP and attaches the scheme."""
 
     def __init__(self, config: TrainConfig, workload: Workload, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs.gcomp import GComp as GCompCodec
+from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
@@ -156,7 +156,7 @@ class _CountingCodec:
         return self._codec.encode(gradient, out, importance)
 
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
-        """As `GComp.exchange_codec`."""
+        """As `GCompCodec.exchange_codec`."""
         return self._codec.exchange_codec(dtype, importance, self._counts_of(dtype))
 
     def _counts_of(self, dtype: torch.dtype) -> torch.Tensor:

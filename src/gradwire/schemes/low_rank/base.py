@@ -17,7 +17,7 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
-from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
+from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, draw_factor, matrix_shape, orthogonalise
 from gradwire.schemes.low_rank.plan import Plan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
 from gradwire.schemes.selection import Names, Selection, embeddings_and_heads
@@ -192,7 +192,7 @@ class LowRank(Scheme):
         """Everything that was sent for `work` has been summed."""
 
     @abstractmethod
-    def _incoming(self, group: Group) -> torch.Tensor:
+    def _incoming(self, group: MatrixGroup) -> torch.Tensor:
         """(k, rank, n): the factors that `group` is compressed with next."""
 
     def _make_plan(self, bucket: Bucket) -> Plan:
@@ -296,7 +296,7 @@ class LowRank(Scheme):
         self.session.recorder.close_bucket(record)
 
     @abstractmethod
-    def _commit_factors(self, group: Group, step: int) -> None:
+    def _commit_factors(self, group: MatrixGroup, step: int) -> None:
         """Take over the factors of this step, ready to come in next."""
 
     def _end_of_commit(self) -> None:

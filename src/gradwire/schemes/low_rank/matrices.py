@@ -73,7 +73,7 @@ def orthogonalise(factors: torch.Tensor) -> None:
     _native.orthogonalise_factors(factors.view(-1), factors.shape[0], factors.shape[1])
 
 
-class Group:
+class MatrixGroup:
     """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all.
 
     Attributes:

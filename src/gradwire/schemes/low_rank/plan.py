@@ -10,7 +10,7 @@ import torch
 from gradwire import _native
 from gradwire.core.bucket import Bucket
 from gradwire.core.slot import Slot
-from gradwire.schemes.low_rank.matrices import Group, MatrixShape, MatrixState
+from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, MatrixState
 
 
 class DenseRange(NamedTuple):
@@ -23,7 +23,7 @@ class DenseRange(NamedTuple):
 class Plan:
     """The groups and dense ranges of one bucket layout."""
 
-    def __init__(self, bucket: Bucket, groups: list[Group], dense: list[DenseRange]) -> None:
+    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[DenseRange]) -> None:
         self.slots = bucket.slots
         self.layout_hash = bucket.layout_hash
         self.groups = groups
@@ -31,7 +31,7 @@ class Plan:
         self.n_dense = sum(end - start for start, end in dense)
         self.factor_crc = 0
 
-    def sign_factors(self, incoming: Callable[[Group], torch.Tensor]) -> None:
+    def sign_factors(self, incoming: Callable[[MatrixGroup], torch.Tensor]) -> None:
         """Note the checksum of what comes in next, for ranks to compare."""
         crc = 0
         for group in self.groups:
@@ -79,7 +79,7 @@ class Plans:
                 dense.append(DenseRange(offset, offset + slot.numel()))
         if not bucket.slots and bucket.n_elements:  # a plain tensor
             dense.append(DenseRange(0, bucket.n_elements))
-        plan = Plan(bucket, [Group(shape, members) for shape, members in groups.items()], dense)
+        plan = Plan(bucket, [MatrixGroup(shape, members) for shape, members in groups.items()], dense)
         slots = set(plan.slots)
         self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
         self._plans.append(plan)

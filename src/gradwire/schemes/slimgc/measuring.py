@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.control.threshold import Measurement, ThresholdTable, has_drifted, log_spaced
+from gradwire.control.threshold import SizeTimes, ThresholdTable, has_drifted, log_spaced
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, ring_bytes
@@ -61,7 +61,7 @@ class Measuring:
             )
         if drift_every < 0:
             raise InvalidArgument(f"drift_every is 0 (never) or a number of steps, got {drift_every}")
-        ThresholdTable([Measurement(1, 1.0, 1.0, 1.0)]).threshold_bytes(method)
+        ThresholdTable([SizeTimes(1, 1.0, 1.0, 1.0)]).threshold_bytes(method)
         has_drifted(1.0, 1.0, drift_factor)
         self.warmup_steps, self.method = warmup_steps, method
         self.drift_every, self.drift_factor = drift_every, drift_factor
@@ -187,7 +187,7 @@ class Measuring:
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
         self.table = ThresholdTable(
-            Measurement(size, *(float(value) for value in row)) for size, row in zip(sizes, rows, strict=True)
+            SizeTimes(size, *(float(value) for value in row)) for size, row in zip(sizes, rows, strict=True)
         )
         self.n_measured += 1
         return True

@@ -57,25 +57,7 @@ LONG_CONSTRUCTORS: set[str] = {
     "schemes/homomorphic/scheme.py:Homomorphic",
 }
 ARGPARSE_OUTSIDE_COMMANDS: set[str] = set()
-CLOCKS_ELSEWHERE: set[str] = {
-    "exchange/aggregators/process_group.py",
-    "exchange/aggregators/switch.py",
-    "schemes/aqgb/broadcasting.py",
-    "schemes/aqgb/scheme.py",
-    "schemes/gcomp/table.py",
-    "schemes/low_rank/fusion.py",
-    "schemes/plain.py",
-    "schemes/slimgc/measuring.py",
-    "schemes/slimgc/scheme.py",
-    "simulator/runs.py",
-    "stepping/deferred.py",
-    "stepping/look_ahead.py",
-    "stepping/owner_step.py",
-    "training/loop.py",
-    "training/session.py",
-    "workloads/capture.py",
-    "workloads/replay.py",
-}
+CLOCKS_ELSEWHERE: set[str] = set()
 
 MOST_PARAMETERS = 9
 CLOCKS = {

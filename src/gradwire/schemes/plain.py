@@ -5,7 +5,6 @@ When not to use this: when nothing of gradwire is wanted; DDP without a hook doe
 
 from __future__ import annotations
 
-import time
 from typing import Any, ClassVar
 
 import torch
@@ -87,7 +86,7 @@ def start_plain_mean(
         rounded[bucket.index] = done
         n_bytes = wire_dtype.itemsize * bucket.n_elements
         travelling = communicator.scratch(f"rounded {bucket.index}", n_bytes).view(wire_dtype).copy_(bucket.buffer)
-    started = time.perf_counter_ns()
+    timing = bucket.record.timing("communicate")
     summed = communicator.start_all_reduce(travelling)
 
     def finish(summed: torch.futures.Future) -> None:
@@ -96,7 +95,7 @@ def start_plain_mean(
         except Exception as error:
             done.set_exception(communicator.fail(error))
             return
-        bucket.record.add("communicate", started, time.perf_counter_ns())
+        timing.end()
         if is_rounded:
             bucket.buffer.copy_(travelling)
         n_bytes = ring_bytes(travelling.numel() * travelling.element_size(), communicator.world_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from gradwire.simulator.schemes import registry
 from gradwire.simulator.simulation import Simulation
 from gradwire.simulator.stage import Setting
+from gradwire.telemetry.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SimulatedRun:
     def do(self, on_round: Callable[[int, float], None] | None = None) -> tuple[Simulation, dict[str, Any]]:
         """Simulate; returns the simulation and its record. Raises: InvalidArgument."""
         make = registry.by_name(self.scheme, self.options, self.measured_on, self.with_codec_times)
-        started_s = time.perf_counter()
+        watch = Stopwatch()
         simulation = Simulation(self.setting, make, self.keep_spans, on_round)
         metrics = simulation.run(self.seconds, self.rounds)
         setting = self.setting
@@ -52,7 +52,7 @@ class SimulatedRun:
             "latency_s": setting.latency_s,
             "codec_times": self.with_codec_times,
             **metrics.summary(),
-            "elapsed_s": time.perf_counter() - started_s,
+            "elapsed_s": watch.elapsed_s,
             **self.labels,
         }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from gradwire.schemes.aqgb.streams import TOPOLOGIES, Streams
 from gradwire.stepping.blocks import Block, Division
 from gradwire.stepping.deferred import DeferredScheme, OpenBlock
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
 # Ahead of what the network has taken by our estimate: a newer block should not queue behind much, and the network never
@@ -163,9 +163,9 @@ class BlockBroadcast(DeferredScheme):
 
     def before_forward(self, block: Block) -> None:
         with self._failing_everywhere():
-            arrived_s, waited_before_ns = self.pacing.now(), self._waited_ns
+            arrived_s, waited_before_ns = self.pacing.now(), self._waited.total_ns
             super().before_forward(block)
-            self.pacing.note_forward(block.index, arrived_s, (self._waited_ns - waited_before_ns) / 1e9)
+            self.pacing.note_forward(block.index, arrived_s, (self._waited.total_ns - waited_before_ns) / 1e9)
 
     @contextlib.contextmanager
     def _failing_everywhere(self) -> Iterator[None]:
@@ -176,9 +176,8 @@ class BlockBroadcast(DeferredScheme):
             self.fail(error)
             raise
 
-    def _note_wait(self, slot: OpenBlock, start_ns: int, end_ns: int) -> None:
-        super()._note_wait(slot, start_ns, end_ns)
-        self.figures.note_wait(end_ns - start_ns)
+    def _note_wait(self, slot: OpenBlock) -> None:
+        self.figures.note_wait(self._waited.end_ns - self._waited.start_ns)
 
     def end_backward(self, step: int) -> int:
         self.figures.end_backward()
@@ -302,15 +301,16 @@ class BlockBroadcast(DeferredScheme):
         received = head.received_bytes[self._rank], head.receiving_us[self._rank]
         self.pacing.hear(origin, *received, head.remaining_s, head.ceiling_bits)
         if body is not None:
-            ended = time.perf_counter_ns()
-            self.figures.note_received(duration_ns)
-            record = self._record_of(current, head.block)
-            if head.is_plain:
-                self._values[head.block].add_plain(origin, body)
-            else:
-                self._values[head.block].add_planes(origin, body, head.first_bit, head.n_bits)
-            record.add("communicate", ended - duration_ns, ended)
-            record.add("decode", ended, time.perf_counter_ns())
+            decoding = Stopwatch()
+            with decoding:
+                self.figures.note_received(duration_ns)
+                record = self._record_of(current, head.block)
+                if head.is_plain:
+                    self._values[head.block].add_plain(origin, body)
+                else:
+                    self._values[head.block].add_planes(origin, body, head.first_bit, head.n_bits)
+            record.add("communicate", decoding.start_ns - duration_ns, decoding.start_ns)
+            record.add("decode", decoding.start_ns, decoding.end_ns)
             record.count_received(body.numel())
         with self._changed:
             if body is not None:

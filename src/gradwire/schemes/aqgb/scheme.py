@@ -6,7 +6,6 @@ the control law of gradwire.control.quantisation runs live.
 
 from __future__ import annotations
 
-import time
 from typing import Any, ClassVar
 
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION
@@ -18,6 +17,7 @@ from gradwire.schemes.aqgb.broadcasting import BlockBroadcast
 from gradwire.schemes.aqgb.core_times import CoreTimes, read_core_times
 from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, Pacing
 from gradwire.stepping.blocks import Division
+from gradwire.telemetry.stopwatch import now_s
 
 
 class Aqgb(BlockBroadcast):
@@ -52,7 +52,7 @@ class Aqgb(BlockBroadcast):
         self, floor: float = DEFAULT_FLOOR, ceiling: float = 1.0, blocks: Division = 4,
         max_grad_norm: float | None = None, error_feedback: bool = False, topology: str = "fan-out",
         partition: int = DEFAULT_PARTITION, confidence: float = DEFAULT_CONFIDENCE, initial_bps: float | None = None,
-        max_contention: float = DEFAULT_MAX_CONTENTION, clock: Clock = time.perf_counter,
+        max_contention: float = DEFAULT_MAX_CONTENTION, clock: Clock = now_s,
         core_times: CoreTimes = read_core_times,
     ) -> None:  # fmt: skip
         super().__init__(blocks, max_grad_norm, partition, topology, error_feedback, clock)
@@ -101,7 +101,7 @@ class Broadcast(BlockBroadcast):
 
     def __init__(
         self, bits: int = 4, blocks: Division = 4, max_grad_norm: float | None = None, error_feedback: bool = False,
-        topology: str = "fan-out", partition: int = DEFAULT_PARTITION, clock: Clock = time.perf_counter,
+        topology: str = "fan-out", partition: int = DEFAULT_PARTITION, clock: Clock = now_s,
     ) -> None:  # fmt: skip
         super().__init__(blocks, max_grad_norm, partition, topology, error_feedback, clock)
         if not MIN_BITS <= bits <= WORD_BITS:

@@ -13,7 +13,6 @@ way, or a request by any rank, has all sizes measured again between two steps.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from gradwire.control.threshold import SizeTimes, ThresholdTable, has_drifted, log_spaced
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator, ring_bytes
 
 # DDP's first step has one bucket for the whole model and every buffer is new: nothing in it is typical.
@@ -172,11 +172,10 @@ class Measuring:
     ) -> tuple[float, float]:
         """(seconds of the exchange, of it in the codec) of one tensor of `n` values by itself."""
         communicator.all_reduce(torch.zeros(1))  # ranks start together: waiting for a slow one is not communication
-        busy_ns = _coding_ns(record)
-        started = time.perf_counter_ns()
-        probe(self._sample[:n], is_compressed, record)
-        total_ns = time.perf_counter_ns() - started
-        return total_ns / 1e9, (_coding_ns(record) - busy_ns) / 1e9
+        busy_ns, watch = _coding_ns(record), Stopwatch()
+        with watch:
+            probe(self._sample[:n], is_compressed, record)
+        return watch.total_ns / 1e9, (_coding_ns(record) - busy_ns) / 1e9
 
     def _agree(self, communicator: Communicator) -> bool:
         """Make the table that all ranks share."""

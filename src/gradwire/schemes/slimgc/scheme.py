@@ -9,7 +9,6 @@ step does not wait for any of it (3.5).
 from __future__ import annotations
 
 import contextlib
-import time
 import zlib
 from dataclasses import asdict
 from typing import Any
@@ -32,6 +31,7 @@ from gradwire.schemes.slimgc.reduction import Reduction
 from gradwire.stepping.look_ahead import LookAhead
 from gradwire.stepping.owner_step import OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Rest
 from gradwire.wire.facts import Facts
 from gradwire.wire.preamble import Preamble, compare_preambles
@@ -259,11 +259,11 @@ class SlimGC(Scheme):
         """What a step that measures sends is part of it, so it does not end before its probes; the others wait for nothing."""
         waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
         if self.threshold_bytes is None and self._measuring.may_probe(step, is_ahead=self.backup):
-            started = time.perf_counter_ns()
+            watch = Stopwatch()
             # An error of the lane is raised with its own type by whoever called this.
-            with contextlib.suppress(GradwireError):
+            with contextlib.suppress(GradwireError), watch:
                 self.session.communicator.submit(lambda: None).wait()
-            waited_ns += time.perf_counter_ns() - started
+            waited_ns += watch.total_ns
         return waited_ns
 
     def flush(self) -> None:

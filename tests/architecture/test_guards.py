@@ -25,7 +25,8 @@ FLOORS = [
     ["gpu"],
     ["core"],
     ["exchange"],
-    ["stepping", "schemes"],
+    ["stepping"],
+    ["schemes"],
     ["reducer"],
     ["doors"],
     ["planning", "integrations"],
@@ -37,11 +38,7 @@ FLOORS = [
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-# Rooms that use one another: what is between them should move below both.
-UPWARD_ARROWS = {
-    ("schemes", "stepping"),  # schemes that own the step are made of stepping's parts ...
-    ("stepping", "schemes"),  # ... which know what a scheme is
-}
+UPWARD_ARROWS: set[tuple[str, str]] = set()
 
 # Imports for annotations alone that close a circle.
 ARROWS_IN_A_CIRCLE: set[tuple[str, str]] = set()
@@ -51,11 +48,7 @@ CLASSES_NAMED_TWICE: set[str] = {
     "Plan",
     "Span",
 }
-LONG_CONSTRUCTORS: set[str] = {
-    "schemes/aqgb/pacing.py:Pacing",
-    "schemes/aqgb/scheme.py:Aqgb",
-    "schemes/homomorphic/scheme.py:Homomorphic",
-}
+LONG_CONSTRUCTORS: set[str] = set()
 ARGPARSE_OUTSIDE_COMMANDS: set[str] = set()
 CLOCKS_ELSEWHERE: set[str] = set()
 

@@ -50,8 +50,9 @@ class Stopwatch:
         taken, self.total_ns = self.total_ns, 0
         return taken
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Stopwatch:
         self.begin()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradwire.codecs.embedded_float import EmbeddedFloat
+from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes.aqgb.block_feedback import BlockFeedback
@@ -20,10 +20,10 @@ from gradwire.schemes.aqgb.heads import NO_BLOCK, Head, HeadFormat
 from gradwire.schemes.aqgb.pacing import Clock, Pacing
 from gradwire.schemes.aqgb.round import Round
 from gradwire.schemes.aqgb.streams import TOPOLOGIES, Streams
+from gradwire.schemes.deferred import DeferredScheme, OpenBlock
 from gradwire.stepping.blocks import Block, Division
-from gradwire.stepping.deferred import DeferredScheme, OpenBlock
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.telemetry.stopwatch import Stopwatch, now_s
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
 # Ahead of what the network has taken by our estimate: a newer block should not queue behind much, and the network never
@@ -37,16 +37,17 @@ class BlockBroadcast(DeferredScheme):
     A subclass says how many bits a block is sent with first, and how many are added to it later.
 
     Args:
-        blocks, max_grad_norm: as in DeferredScheme.
+        blocks: how many, or lists of module names, as in `find_blocks`.
+        max_grad_norm: clips the mean; every forward pass then waits for all blocks.
         partition: values that share an exponent.
-        topology: "fan-out" or "ring".
-        error_feedback: keep what was never sent, and add it to the next gradient.
-        clock: seconds, for the control law.
+        topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
+        error_feedback: keep what was never sent for the next step (off in the paper).
+        clock: seconds, for the control law; must not run backwards.
     """
 
     def __init__(
-        self, blocks: Division, max_grad_norm: float | None, partition: int, topology: str, error_feedback: bool,
-        clock: Clock,
+        self, blocks: Division = 4, max_grad_norm: float | None = None, partition: int = DEFAULT_PARTITION,
+        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s,
     ) -> None:  # fmt: skip
         super().__init__(blocks, max_grad_norm)
         if topology not in TOPOLOGIES:
@@ -200,9 +201,8 @@ class BlockBroadcast(DeferredScheme):
             if self._more_bits_ever(n_bits) == 0:
                 current.ending.add(index)
             if is_last:
-                self._end_where_nothing_follows(
-                    current, self._values[index].max_message_bytes(0, n_bits), (index, n_bits)
-                )
+                extra_bytes = self._values[index].max_message_bytes(0, n_bits)
+                self._end_where_nothing_follows(current, extra_bytes, (index, n_bits))
             self._send_bits(streams, current, index, n_bits)
         for index in list(self.pacing.order):
             if not current.ended[self._rank][index]:
@@ -301,8 +301,7 @@ class BlockBroadcast(DeferredScheme):
         received = head.received_bytes[self._rank], head.receiving_us[self._rank]
         self.pacing.hear(origin, *received, head.remaining_s, head.ceiling_bits)
         if body is not None:
-            decoding = Stopwatch()
-            with decoding:
+            with Stopwatch() as decoding:
                 self.figures.note_received(duration_ns)
                 record = self._record_of(current, head.block)
                 if head.is_plain:
@@ -318,9 +317,8 @@ class BlockBroadcast(DeferredScheme):
                 self._receiving_us[origin] += duration_ns // 1_000
             ended_before = list(current.ended[origin])
             current.ended[origin] = list(head.ended)
-        for index, is_ended in enumerate(head.ended):
-            if is_ended and not ended_before[index]:
-                self._finish_block(current, index)
+        for index in (i for i, is_ended in enumerate(head.ended) if is_ended and not ended_before[i]):
+            self._finish_block(current, index)
 
     def has_ended(self, origin: int, step: int) -> bool:
         """See Listener."""

@@ -50,6 +50,7 @@ class LowRank(Scheme):
     """
 
     state_is_per_world = True
+    options_of = Selection
 
     def __init__(
         self,

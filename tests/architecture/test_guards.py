@@ -43,11 +43,7 @@ UPWARD_ARROWS: set[tuple[str, str]] = set()
 # Imports for annotations alone that close a circle.
 ARROWS_IN_A_CIRCLE: set[tuple[str, str]] = set()
 
-CLASSES_NAMED_TWICE: set[str] = {
-    "Exchange",
-    "Plan",
-    "Span",
-}
+CLASSES_NAMED_TWICE: set[str] = set()
 LONG_CONSTRUCTORS: set[str] = set()
 ARGPARSE_OUTSIDE_COMMANDS: set[str] = set()
 CLOCKS_ELSEWHERE: set[str] = set()

@@ -18,9 +18,9 @@ from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
 from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, draw_factor, matrix_shape, orthogonalise
-from gradwire.schemes.low_rank.plan import Plan, Plans
+from gradwire.schemes.low_rank.plan import LowRankPlan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
-from gradwire.schemes.selection import Names, Selection, embeddings_and_heads
+from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
 
 _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,7 +50,7 @@ class LowRank(Scheme):
     """
 
     state_is_per_world = True
-    options_of = Selection
+    options_of = ByName
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class LowRank(Scheme):
         self.factor_dtype = factor_dtype
         self.seed = seed
         self._exempts_words = names.get("exempt") is None
-        self.selection = Selection(**{key: value for key, value in names.items() if value is not None})
+        self.select = ByName(**{key: value for key, value in names.items() if value is not None})
         self._wire_dtype = _WIRE_DTYPES[factor_dtype]
         self._open: list[Work] = []  # buckets of this step whose futures are not done
         self._uncompressed: list[Work] = []  # of these, the ones that wait for the end of the backward pass
@@ -106,7 +106,7 @@ class LowRank(Scheme):
             "buffer_mb": self.buffer_mb,
             "factor_dtype": self.factor_dtype,
             "seed": self.seed,
-            **self.selection.configuration,
+            **self.select.configuration,
         }
 
     def bind(self, session: Session) -> None:
@@ -119,9 +119,9 @@ class LowRank(Scheme):
             )
         is_adam = session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
         words = embeddings_and_heads(session.module) if self._exempts_words and is_adam else []
-        self.selection.bind(session, words)
+        self.select.bind(session, words)
         if words:
-            whole = {name: slot.numel() for name, slot in session.slots.items() if not self.selection.takes(slot)}
+            whole = {name: slot.numel() for name, slot in session.slots.items() if not self.select(slot)}
             share = sum(whole.values()) / max(1, sum(slot.numel() for slot in session.slots.values()))
             _log.info(
                 "gradwire %s: sent whole, under Adam: %s, %.0f %% of the gradient; exempt=() compresses them",
@@ -132,7 +132,7 @@ class LowRank(Scheme):
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)
 
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
-        return matrix_shape(slot, self.rank, self.min_compression_rate) if self.selection.takes(slot) else None
+        return matrix_shape(slot, self.rank, self.min_compression_rate) if self.select(slot) else None
 
     # ---- one bucket
 
@@ -196,7 +196,7 @@ class LowRank(Scheme):
     def _incoming(self, group: MatrixGroup) -> torch.Tensor:
         """(k, rank, n): the factors that `group` is compressed with next."""
 
-    def _make_plan(self, bucket: Bucket) -> Plan:
+    def _make_plan(self, bucket: Bucket) -> LowRankPlan:
         plan = self._plans.make(bucket)
         for group in plan.groups:
             incoming = self._incoming(group)
@@ -222,11 +222,9 @@ class LowRank(Scheme):
         work.dense = torch.empty(work.plan.n_dense)
         work.fingerprint = fingerprint_of(self._facts_of(work))
         self._fusion.add(Parcel(work, work.fingerprint, work.fingerprint, joins_next=True), cap_bytes)
-        done = 0
-        for start, end in work.plan.dense:
-            target = work.dense[done : done + end - start]
-            self._fusion.add(Parcel(work, work.bucket.buffer[start:end], target), cap_bytes)
-            done += end - start
+        for span in work.plan.dense:
+            parcel = Parcel(work, span.in_bucket(work.bucket.buffer), span.in_fused(work.dense))
+            self._fusion.add(parcel, cap_bytes)
 
     def _send_factors(self, work: Work, factors: torch.Tensor, cap_bytes: float) -> None:
         """Sum (k, rank, n) over the ranks, in place; first rounded to what the wire carries."""
@@ -238,10 +236,8 @@ class LowRank(Scheme):
 
     def _finish(self, work: Work) -> None:
         """Write what was not compressed, and let DDP have the bucket; matrices are in it already."""
-        done = 0
-        for start, end in work.plan.dense:
-            work.bucket.buffer[start:end].copy_(work.dense[done : done + end - start])
-            done += end - start
+        for span in work.plan.dense:
+            span.in_bucket(work.bucket.buffer).copy_(span.in_fused(work.dense))
         self._close(work)
 
     def _close(self, work: Work) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument, RankMismatch
-from gradwire.schemes.low_rank.plan import Plan
+from gradwire.schemes.low_rank.plan import LowRankPlan
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.preamble import Preamble, compare_preambles
@@ -31,7 +31,7 @@ class Work:
     def __init__(self, bucket: Bucket, done: torch.futures.Future) -> None:
         self.bucket = bucket
         self.done = done
-        self.plan: Plan
+        self.plan: LowRankPlan
         self.dense = torch.empty(0)
         self.n_awaited = 0
         self.is_finite = True

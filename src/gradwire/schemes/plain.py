@@ -13,6 +13,7 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.schemes.base import Scheme
 from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.futures import then
 from gradwire.wire.step_check import StepCheck
 
 
@@ -34,33 +35,15 @@ class Plain(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start the all-reduce on the lane and leave it to the backend, so that buckets overlap as they do in DDP."""
+        return then(self.session.communicator.submit(self._start, bucket), lambda _: bucket.buffer)
+
+    def _start(self, bucket: Bucket) -> torch.futures.Future | None:
         communicator = self.session.communicator
-        done: torch.futures.Future = torch.futures.Future()
-
-        def start() -> None:
-            if communicator.world_size == 1:
-                done.set_result(bucket.buffer)
-                return
-            if bucket.is_last:
-                self._check.start(self.preamble(bucket), bucket.record)
-            start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded).add_done_callback(finish)
-
-        def finish(finished: torch.futures.Future) -> None:
-            try:
-                finished.wait()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(bucket.buffer)
-
-        def forward_error(started: torch.futures.Future) -> None:
-            try:
-                started.wait()
-            except Exception as error:
-                done.set_exception(error)
-
-        communicator.submit(start).add_done_callback(forward_error)
-        return done
+        if communicator.world_size == 1:
+            return None
+        if bucket.is_last:
+            self._check.start(self.preamble(bucket), bucket.record)
+        return start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded)
 
 
 def start_plain_mean(

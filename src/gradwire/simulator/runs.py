@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,19 +55,3 @@ class SimulatedRun:
             "elapsed_s": watch.elapsed_s,
             **self.labels,
         }
-
-
-def do_all(
-    runs: Iterable[SimulatedRun], say: Callable[[str], None] | None = None
-) -> Iterator[tuple[Simulation, dict[str, Any]]]:
-    """Simulate one after another."""
-    todo = list(runs)
-    for number, run in enumerate(todo, start=1):
-        simulation, record = run.do()
-        if say:
-            say(
-                f"[{number}/{len(todo)}] {run.scheme}, {run.setting.n_workers} workers, {run.setting.rate_bps / 1e9:g} Gb/s, "
-                f"{run.setting.workload.name}: {record['rounds']} rounds in {record['seconds']:.0f} s "
-                f"(took {record['elapsed_s']:.1f} s)"
-            )
-        yield simulation, record

@@ -24,7 +24,7 @@ from gradwire.control.threshold import SizeTimes, ThresholdTable, has_drifted, l
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.telemetry.stopwatch import Stopwatch
-from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.communicator import Communicator
 
 # DDP's first step has one bucket for the whole model and every buffer is new: nothing in it is typical.
 _COLD_STEPS = 2
@@ -233,11 +233,6 @@ class Measuring:
         self._communicate_s.clear()
         self._communicate_s.extend(communicate_s)
         self._is_requested = is_requested
-
-
-def count_small_messages(n_bytes: int, record: BucketRecord, world_size: int) -> None:
-    """Count an all-reduce of `n_bytes` that belongs to no gradient."""
-    record.count_exchanged(ring_bytes(n_bytes, world_size))
 
 
 def _mean(rows: list[_Times], index: int) -> float:

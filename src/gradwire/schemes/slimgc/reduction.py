@@ -19,6 +19,7 @@ from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, Continuation, ring_bytes
 from gradwire.wire.facts import Facts
+from gradwire.wire.futures import then
 
 _log = logging.getLogger(__name__)
 _FALLBACK = "non-finite gradient: this bucket was sent uncompressed"
@@ -29,17 +30,21 @@ class RawSum:
 
     def __init__(self, communicator: Communicator, values: torch.Tensor, record: BucketRecord) -> None:
         self._communicator, self._values, self._record = communicator, values, record
-        self._summed: torch.futures.Future | None = communicator.start_all_reduce(values)
+        self._summed = communicator.start_all_reduce(values)
+        self._is_finite: bool | None = None
 
     def finish(self) -> bool:
-        """Whether all ranks' gradients were finite: the same answer on all of them; the sum is there then."""
-        if self._summed is not None:
+        """Whether all ranks' gradients were finite: the same answer on all of them; the sum is there then.
+
+        Asked again, it answers from memory: the values may be the next bucket's by then.
+        """
+        if self._is_finite is None:
             with self._record.timing("communicate"):
                 self._communicator.finish(self._summed)
-            self._summed = None
+            self._is_finite = not bool(self._values[-1])
             n_bytes = self._values.numel() * self._values.element_size()
             self._record.count_exchanged(ring_bytes(n_bytes, self._communicator.world_size))
-        return not bool(self._values[-1])
+        return self._is_finite
 
 
 class Reduction:
@@ -93,20 +98,12 @@ class Reduction:
             for span in plan.raw:
                 gradient = span.in_bucket(bucket.buffer)
                 self._write_sum(span, gradient, gradient, loss_scale)
-        done: torch.futures.Future = torch.futures.Future()
 
-        def note(finished: torch.futures.Future) -> None:
-            try:
-                finished.wait()
-            except Exception as error:
-                done.set_exception(error)
-                return
+        def note(_: torch.Tensor) -> None:
             # The sum is the same on all ranks, so all of them see the same.
-            if not _is_finite(bucket.buffer):
-                self._is_step_finite = False
-            done.set_result(None)
+            self._is_step_finite &= _is_finite(bucket.buffer)
 
-        start_plain_mean(self._session.communicator, bucket).add_done_callback(note)
+        done = then(start_plain_mean(self._session.communicator, bucket), note)
         self._under_way.append(done)
         return done
 

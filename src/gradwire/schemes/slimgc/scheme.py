@@ -34,6 +34,7 @@ from gradwire.telemetry.recorder import BucketRecord
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Continuation
 from gradwire.wire.facts import Facts
+from gradwire.wire.futures import then
 from gradwire.wire.preamble import Preamble, compare_preambles
 from gradwire.wire.step_check import StepCheck
 
@@ -191,21 +192,8 @@ class SlimGC(Scheme):
         return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
 
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
-        done: torch.futures.Future = torch.futures.Future()
-
-        def forward(finished: torch.futures.Future) -> None:
-            try:
-                later = finished.wait()
-            except Exception as error:
-                done.set_exception(error)
-                return
-            if isinstance(later, torch.futures.Future):
-                later.add_done_callback(forward)
-            else:
-                done.set_result(bucket.buffer)
-
-        self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True).add_done_callback(forward)
-        return done
+        begun = self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True)
+        return then(begun, lambda _: bucket.buffer)
 
     def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Continuation | None:
         """Replace the bucket by its mean; a future where the lane need not wait for it, or the rest of the lane's work."""

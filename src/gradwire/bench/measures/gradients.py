@@ -61,7 +61,7 @@ def spread(file: GradientFile) -> Records:
     exponents = exponent_histogram(file.gradient) / file.gradient.size
     held = np.flatnonzero(exponents[1:]) + 1  # field 0: zeros
     ratio = gradient_parameter_ratio(file)
-    levels = np.linspace(0.02, 0.98, 25)
+    levels = np.round(np.linspace(0.02, 0.98, 25), 2)
     curves = {
         "value": ((edges[:-1] + edges[1:]) / 2, counts / max(1, nonzero.size)),
         "exponent": (held, exponents[held]),

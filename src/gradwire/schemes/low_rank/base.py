@@ -6,7 +6,7 @@ import logging
 import math
 import zlib
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,14 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
-from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, draw_factor, matrix_shape, orthogonalise
+from gradwire.schemes.low_rank.matrices import (
+    MatrixGroup,
+    MatrixShape,
+    draw_factor,
+    matrix_shape,
+    orthogonalise,
+    redraw_factors,
+)
 from gradwire.schemes.low_rank.plan import LowRankPlan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
@@ -51,6 +58,7 @@ class LowRank(Scheme):
 
     state_is_per_world = True
     options_of = ByName
+    incoming_is_orthogonal: ClassVar[bool]  # whether factors are made orthonormal before they come in
 
     def __init__(
         self,
@@ -189,8 +197,8 @@ class LowRank(Scheme):
         """Compress these buckets and start their sums; on `is_last` finish everything."""
 
     @abstractmethod
-    def _on_arrival(self, work: Work) -> None:
-        """Everything that was sent for `work` has been summed."""
+    def _write(self, group: MatrixGroup, bucket: Bucket) -> None:
+        """Write the means of the matrices of `group`, whose factors are summed, to the bucket."""
 
     @abstractmethod
     def _incoming(self, group: MatrixGroup) -> torch.Tensor:
@@ -203,16 +211,13 @@ class LowRank(Scheme):
             for state, key, factor in zip(group.states, group.keys, incoming, strict=True):
                 if state.factor is None:
                     factor.copy_(draw_factor(self.seed, key, 0, *factor.shape))
-                    self._prepare(factor[None])
+                    if self.incoming_is_orthogonal:
+                        orthogonalise(factor[None])
                 else:
                     factor.copy_(state.factor)
                 state.factor = factor
         plan.sign_factors(self._incoming)
         return plan
-
-    def _prepare(self, factors: torch.Tensor) -> None:
-        """What is done to factors (k, rank, n), in place, before they come in."""
-        orthogonalise(factors)
 
     # ---- pieces of `_compress`
 
@@ -234,8 +239,14 @@ class LowRank(Scheme):
             flat = factor.view(-1)
             self._fusion.add(Parcel(work, flat, flat), cap_bytes)
 
-    def _finish(self, work: Work) -> None:
-        """Write what was not compressed, and let DDP have the bucket; matrices are in it already."""
+    def _on_arrival(self, work: Work) -> None:
+        """Everything that was sent for `work` has been summed: write the means, and let DDP have the bucket."""
+        if not work.is_finite:
+            self._unfinite.append(work)
+            return
+        with work.bucket.record.timing("decode"):
+            for group in work.plan.groups:
+                self._write(group, work.bucket)
         for span in work.plan.dense:
             span.in_bucket(work.bucket.buffer).copy_(span.in_fused(work.dense))
         self._close(work)
@@ -286,15 +297,19 @@ class LowRank(Scheme):
             plans = [work.plan for work in self._works]
             for plan in plans:
                 for group in plan.groups:
-                    self._commit_factors(group, step)
+                    factors = self._next_factors(group)
+                    redraw_factors(factors, group.keys, self.seed, step + 1, only_zero=self.reuse)
+                    if self.incoming_is_orthogonal:
+                        orthogonalise(factors)
+                    group.commit_factors(factors)
             self._end_of_commit()
             for plan in plans:
                 plan.sign_factors(self._incoming)
         self.session.recorder.close_bucket(record)
 
     @abstractmethod
-    def _commit_factors(self, group: MatrixGroup, step: int) -> None:
-        """Take over the factors of this step, ready to come in next."""
+    def _next_factors(self, group: MatrixGroup) -> torch.Tensor:
+        """(k, rank, n): which of this step's factors come in next."""
 
     def _end_of_commit(self) -> None:
         """After all groups of a step are committed."""

@@ -46,11 +46,6 @@ class Plans:
         self.n_elements = 0
         self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
 
-    @property
-    def in_use(self) -> list[LowRankPlan]:
-        """The plans of the current layouts."""
-        return list(self._plans)
-
     def find(self, bucket: Bucket) -> LowRankPlan | None:
         """The plan of this bucket, if it has one."""
         for plan in self._plans:

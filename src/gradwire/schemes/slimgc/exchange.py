@@ -94,6 +94,7 @@ class FusedExchange:
         importance: Importance | None = None,
         source: Source | None = None,
         is_finite: Callable[[], bool] = lambda: True,
+        stays_with_owners: bool = False,
     ) -> Callable[[], None]:
         """Replace `values` (n,) float32 by the mean over the ranks; `left_out` (n,) float32 by what this rank lost.
 
@@ -102,50 +103,20 @@ class FusedExchange:
 
         Args:
             is_finite: asked before the first value is replaced; if it says no, on every rank, none is.
+            stays_with_owners: replace this rank's part alone, by the bits that a raw pull gives, and leave the others as they
+                are; nothing is lost of the own part, and what is not finite is replaced all the same.
         Returns: what is left to do until the values are replaced: the last results are on their way then. One other
             exchange may be begun before.
         """
-        if self.topology == "server":
-            return self._through_owners(values, left_out, cut, facts, record, importance, source, is_finite)
-        assert source is None
-        left_out.zero_()
-        codec = self.codec
-        if isinstance(codec, Quantised):
-            codec = _Drawing(codec, _first_draw(self.communicator, record))
-        ring_mean(self.communicator, codec, values, facts, record, importance, self.group_elements, left_out)
-        return lambda: None
-
-    def push(
-        self,
-        values: torch.Tensor,
-        left_out: torch.Tensor,
-        cut: Cut,
-        facts: Facts,
-        record: BucketRecord,
-        importance: Importance | None = None,
-        source: Source | None = None,
-        is_finite: Callable[[], bool] = lambda: True,
-    ) -> Callable[[], None]:
-        """Replace this rank's part of `values` (n,) float32 by its mean over the ranks, and leave the other parts alone.
-
-        `left_out` is as in `mean`: nothing is lost of the own part. The mean has the bits that `mean` gives with a raw
-        pull. What is void is replaced all the same. Nothing is left to do.
-        """
-        return self._through_owners(values, left_out, cut, facts, record, importance, source, is_finite, has_pull=False)
-
-    def _through_owners(
-        self,
-        values: torch.Tensor,
-        left_out: torch.Tensor,
-        cut: Cut,
-        facts: Facts,
-        record: BucketRecord,
-        importance: Importance | None,
-        source: Source | None,
-        is_finite: Callable[[], bool],
-        has_pull: bool = True,
-    ) -> Callable[[], None]:
         communicator = self.communicator
+        if self.topology != "server":
+            assert source is None
+            left_out.zero_()
+            codec = self.codec
+            if isinstance(codec, Quantised):
+                codec = _Drawing(codec, _first_draw(communicator, record))
+            ring_mean(communicator, codec, values, facts, record, importance, self.group_elements, left_out)
+            return lambda: None
         if communicator.world_size == 1 or not any(cut.n_groups):
             return lambda: None
         push = engine_codec(self.codec, torch.float32, importance)
@@ -163,12 +134,12 @@ class FusedExchange:
             residual,
             left_out,
             _first_draw(communicator, record),
-            has_pull,
+            not stays_with_owners,
             _PULL_BYTES_AHEAD,
             lambda: not is_finite(),
         )
         record.add_account(*exchange.run())
-        return (lambda: record.add_account(*exchange.finish())) if has_pull else lambda: None
+        return (lambda: None) if stays_with_owners else lambda: record.add_account(*exchange.finish())
 
 
 class _Drawing:

@@ -122,10 +122,10 @@ class Reduction:
                 bit_buf = self._bit_buf(bucket, plan)
         raw = RawSum(communicator, fp_buf, record)
         left_out = self._feedback.room(bucket.index, plan.n_bit_buf)
-        exchange = self._exchange.mean if self.owner_step is None else self._exchange.push
-        finish_exchange = exchange(
-            bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source, raw.finish
-        )
+        finish_exchange = self._exchange.mean(
+            bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source, raw.finish,
+            self.owner_step is not None,
+        )  # fmt: skip
         if not raw.finish():
             finish_exchange()
             self._redo_plainly(bucket, plan)

@@ -23,7 +23,7 @@ import torch
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.measures import Call
 from gradwire.bench.provenance import code_state
-from gradwire.codecs.gcomp import GComp, HuffmanTable, describe
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.registry import parse_spec
 from gradwire.results.experiment import Cell
 from gradwire.results.store import Record
@@ -191,7 +191,7 @@ def exponent_bits(run: FinishedRun) -> Record:
 
 
 def _exponent_bits(gradient: npt.NDArray[np.float32], table: HuffmanTable | None) -> float:
-    codec = GComp("none", table=table)
+    codec = GCompCodec("none", table=table)
     out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
     n_bytes = codec.encode(torch.from_numpy(gradient), out)
     return float(describe(out[:n_bytes])["exponent_bits"])

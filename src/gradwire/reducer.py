@@ -45,7 +45,7 @@ class Reducer:
     Args:
         scheme: a Scheme, or a registry name.
         group: the ranks to reduce over, as a process group or a list of global ranks (default: all). gradwire makes
-            its own connections between them.
+            its own connections between them; or a Communicator that has them, which is closed with the Reducer.
         names: the parameters by name, or the module that has them: for schemes that read the optimizer (gcomp with
             importance="paper"), or that step parameters themselves, which takes the module.
         optimizer: the one that steps these parameters; read, never changed.
@@ -60,7 +60,7 @@ class Reducer:
     def __init__(
         self,
         scheme: Scheme | str,
-        group: dist.ProcessGroup | Sequence[int] | None = None,
+        group: dist.ProcessGroup | Sequence[int] | Communicator | None = None,
         names: Mapping[str, torch.Tensor] | nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
@@ -84,7 +84,7 @@ class Reducer:
         module = names if isinstance(names, nn.Module) else None
         self.slots = slots_by_name(named_parameters(names) if isinstance(names, nn.Module) else names or {})
         self._flattener = Flattener(self.slots, bucket_mb * (1 << 20))
-        communicator = Communicator(group, timeout_s)
+        communicator = group if isinstance(group, Communicator) else Communicator(group, timeout_s)
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
         self._loss_scale = LossScale(scaler)
         self.session = Session(

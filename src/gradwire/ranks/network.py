@@ -39,11 +39,6 @@ class Network:
         """The rate of most links; None when it is not limited or not known."""
         return Counter(self.rates_bps).most_common(1)[0][0] if self.rates_bps else None
 
-    @property
-    def straggler_rates_bps(self) -> dict[int, int | None]:
-        """rank: rate, for the links that differ from most."""
-        return {rank: rate for rank, rate in enumerate(self.rates_bps) if rate != self.rate_bps}
-
     def to_variables(self) -> dict[str, str]:
         """The environment variables that `current_network` reads."""
         words = ["none" if rate is None else str(rate) for rate in self.rates_bps]

@@ -72,7 +72,10 @@ def test_torchs_hooks_send_half_and_train_almost_as_ddp_does() -> None:
 
 
 def test_torchs_power_sgd_is_plain_and_then_low_rank() -> None:
-    configs = [replace(CONFIG, scheme="ddp"), replace(CONFIG, scheme="ddp-powersgd", scheme_options={"rank": 2, "start": 3})]
+    configs = [
+        replace(CONFIG, scheme="ddp"),
+        replace(CONFIG, scheme="ddp-powersgd", scheme_options={"rank": 2, "start": 3}),
+    ]
     ddp, low_rank = run_ranks(_train_each, 2, configs)[0]
     ratios = [step["ratio"] for step in low_rank.steps]
     assert ratios[:3] == [1.0] * 3

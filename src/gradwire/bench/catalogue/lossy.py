@@ -57,6 +57,12 @@ AUTO = {
     "thc": "thc",
     "qsgd": "qsgd",
     "terngrad": "terngrad",
+    "terngrad, by bucket": "terngrad:per=bucket",
+}
+RANKS = {
+    "plain": "plain",
+    **{f"acp-sgd, rank {rank}": f"acp-sgd:rank={rank}" for rank in (2, 4, 8, 16, 32)},
+    **{f"acp-sgd, rank {rank}, embeddings too": f"acp-sgd:exempt=none,rank={rank}" for rank in (2, 4, 8, 16, 32)},
 }
 
 
@@ -89,6 +95,8 @@ EXPERIMENTS = [
              SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
     _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=120,
              loss=_NATS, goals=[]),
+    _compare("rank", "Under AdamW, after 200 steps: which rank does low rank want, with embeddings whole and without?", RANKS,
+             _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", SGD, _DIGITS, steps=200,
              seconds=120, loss=_ACCURACY, goals=[]),
 ]  # fmt: skip

@@ -23,6 +23,8 @@ LONG = {
     "acp-sgd": "acp-sgd",
     "acp-sgd, rank 8": "acp-sgd:rank=8",
     "power-sgd, rank 8": "power-sgd:rank=8",
+    "acp-sgd, rank 8, embeddings too, 50 plain": "acp-sgd:exempt=none,rank=8,start_step=50",
+    "power-sgd, rank 8, embeddings too, 50 plain": "power-sgd:exempt=none,rank=8,start_step=50",
     "PyTorch's bf16 hook": "ddp-bf16",
     "PyTorch's fp16 hook": "ddp-fp16",
     "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
 import quantiser_oracles as oracle
 from buckets import Driver
 from gradwire import InvalidArgument, schemes
@@ -38,18 +41,42 @@ def place_of(step: int, index: int) -> Bucket:
     return Bucket(torch.zeros(1), step=step, index=index)
 
 
-def follow_terngrad(rank: int, world_size: int) -> None:
-    driver = Driver(schemes.by_name("terngrad", seed=SEED), [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+def of_unlike_sizes(rank: int, step: int) -> list[torch.Tensor]:
+    """Tensors whose gradients differ a thousandfold; one of them is zero on all ranks."""
+    scales = [1.0, 1e-3, 1e3, 1.0, 0.0, 30.0]
+    return [scale * gradient for scale, gradient in zip(scales, gradients_of(rank, step), strict=True)]
+
+
+def follow_terngrad(rank: int, world_size: int, per: str) -> None:
+    """A scale a tensor: each is divided by its own, and all are drawn in the order of their bucket."""
+    scheme = schemes.by_name("terngrad", seed=SEED, per=per)
+    driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
     for step in range(3):
-        everyone = [buckets_of(gradients_of(other, step)) for other in range(world_size)]
-        results = buckets_of(driver.reduce(gradients_of(rank, step)))
+        everyone = [of_unlike_sizes(other, step) for other in range(world_size)]
+        results = buckets_of(driver.reduce(of_unlike_sizes(rank, step)))
         for index, result in enumerate(results):
-            scale = max(oracle.ternary_scale(ranks[index].numpy(), 2.5) for ranks in everyone)
-            drawn = [
-                oracle.ternary(ranks[index].numpy(), scale, SEED, place_of(step, index).draw(other))
-                for other, ranks in enumerate(everyone)
+            mine = [ranks[:2] if index == 0 else ranks[2:] for ranks in everyone]
+            if per == "bucket":
+                mine = [[flat(tensors)] for tensors in mine]
+            scales = [
+                max(oracle.ternary_scale(one.reshape(-1).numpy(), 2.5) if one.numel() else 0.0 for one in tensors)
+                for tensors in zip(*mine, strict=True)
             ]
-            expected = np.sum(drawn, 0) * scale / world_size
+            sizes = [tensor.numel() for tensor in mine[0]]
+            by_value = np.repeat(np.array(scales, np.float32), sizes)
+            shared = scales[0] if per == "bucket" else np.float32(1)
+            shares = (
+                [flat(tensors).numpy() for tensors in mine]
+                if per == "bucket"
+                else [
+                    np.divide(flat(tensors).numpy(), by_value, out=np.zeros_like(by_value), where=by_value > 0)
+                    for tensors in mine
+                ]
+            )
+            drawn = [
+                oracle.ternary(one, shared, SEED, place_of(step, index).draw(other)) for other, one in enumerate(shares)
+            ]
+            expected = np.sum(drawn, 0) * by_value / world_size
             wrong = ~np.isclose(result.numpy(), expected, rtol=1e-5)
             assert wrong.sum() <= 1, (step, index)  # where numpy's scale differs in its last bit
     driver.close()
@@ -91,7 +118,8 @@ def follow_thc(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_terngrad_follows_its_transcription(world_size: int) -> None:
-    run_ranks(follow_terngrad, world_size)
+    for per in ("layer", "bucket"):
+        run_ranks(follow_terngrad, world_size, per)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -101,8 +129,8 @@ def test_thc_follows_its_transcription(world_size: int) -> None:
 
 def follow_dgc(rank: int, world_size: int) -> None:
     """Six steps in float64, all ranks at once; in buckets this small every element is sampled, so the selection is exact."""
-    for options in ({}, {"momentum": 0.5, "warmup_steps": 3}, {"max_norm": 4.0}):
-        scheme = Dgc(share=0.05, **options)
+    for options in ({}, {"momentum": 0.5, "warmup_steps": 3}, {"max_norm": 4.0}, {"nesterov": True}, {"per": "layer"}):
+        scheme = Dgc(**{"share": 0.05, "per": "bucket", **options})
         driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
         momentum = options.get("momentum", 0.9)
         is_whole = [flat([torch.full(shape, len(shape) < 2) for shape in part]) for part in (SHAPES[:2], SHAPES[2:])]
@@ -126,15 +154,30 @@ def follow_dgc(rank: int, world_size: int) -> None:
                 for other in range(world_size):
                     gradient = buckets_of(everyone[other])[index]
                     u[other][index] = momentum * u[other][index] + torch.where(whole, means, gradient)
-                    v[other][index] = torch.where(whole, 0, v[other][index] + u[other][index])
-                    k = max(1, round(share * int((~whole).sum())))
-                    chosen = v[other][index].abs().topk(k).indices
+                    update = gradient + momentum * u[other][index] if "nesterov" in options else u[other][index]
+                    v[other][index] = torch.where(whole, 0, v[other][index] + update)
+                    parts = [torch.where(~whole)[0]]
+                    if "per" in options:
+                        shapes = SHAPES[:2] if index == 0 else SHAPES[2:]
+                        ends = np.cumsum([int(np.prod(shape)) for shape in shapes]).tolist()
+                        parts = [
+                            torch.arange(end - int(np.prod(shape)), end)
+                            for shape, end in zip(shapes, ends, strict=True)
+                            if len(shape) > 1 and np.prod(shape)
+                        ]
+                    chosen = torch.cat(
+                        [
+                            one[v[other][index][one].abs().topk(max(1, round(share * one.numel()))).indices]
+                            for one in parts
+                        ]
+                    )
                     expected[chosen] += v[other][index][chosen] / world_size
                     u[other][index][chosen] = 0  # momentum factor masking
                     v[other][index][chosen] = 0
                 if world_size == 1:
                     expected = u[0][index].clone()
-                expected = torch.where(whole, u[rank][index], expected)
+                moved = means + momentum * u[rank][index] if "nesterov" in options else u[rank][index]
+                expected = torch.where(whole, moved, expected)
                 assert torch.allclose(result.double() / driver.loss_scale, expected, atol=1e-4), (options, step, index)
         state = scheme.state_dict()
         for kind, ours in (("momenta", u), ("residuals", v)):
@@ -159,6 +202,61 @@ def be_alone(rank: int, world_size: int) -> None:
 
 def test_dgc_alone_is_the_gradient_with_momentum() -> None:
     run_ranks(be_alone, 1)
+
+
+def train_alone(rank: int, world_size: int, nesterov: bool) -> None:
+    """dgc's momentum and weight decay over bare SGD, beside SGD with its own: several buckets, a convolution's memory order."""
+    models, attachment = [], None
+    for is_dgc in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5))
+        model = model.to(memory_format=torch.channels_last)
+        ddp = DistributedDataParallel(model)
+        own = {} if is_dgc else {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.05, **own)
+        if is_dgc:
+            attachment = gradwire.attach(ddp, optimizer, Dgc(nesterov=nesterov, weight_decay=0.1))
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(6):
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 3, 6, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+        if is_dgc:
+            attachment.close()
+        models.append([parameter.detach().clone() for parameter in model.parameters()])
+    for ours, theirs in zip(*models, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(nesterov: bool) -> None:
+    run_ranks(train_alone, 1, nesterov)
+
+
+def send_all(rank: int, world_size: int) -> None:
+    """Everything is sent, so that factor masking forgets all momentum: each step is Nesterov's first, of the ranks' mean."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4, bias=False)
+    twin = nn.Linear(6, 4, bias=False)
+    twin.load_state_dict(model.state_dict())
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    attachment = gradwire.attach(ddp, optimizer, Dgc(share=1.0, momentum=0.5, nesterov=True, weight_decay=0.2))
+    for step in range(4):
+        inputs = [torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + one)) for one in (0, 1)]
+        optimizer.zero_grad()
+        ddp(inputs[rank]).square().mean().backward()
+        optimizer.step()
+        theirs = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.5, nesterov=True, weight_decay=0.2)
+        theirs.zero_grad()
+        (sum(twin(one).square().mean() for one in inputs) / 2).backward()
+        theirs.step()
+        assert torch.allclose(model.weight, twin.weight, rtol=1e-5, atol=1e-6)
+    attachment.close()
+
+
+def test_dgc_takes_weight_decay_into_what_it_sends() -> None:
+    run_ranks(send_all, 2)
 
 
 def wait_unused(rank: int, world_size: int) -> None:
@@ -245,6 +343,10 @@ def test_more_ranks_than_can_be_summed_are_refused(name: str) -> None:
     [
         ("terngrad", {"clip": 0}, "clip"),
         ("terngrad", {"seed": -1}, "seed"),
+        ("terngrad", {"per": "model"}, "layer or bucket"),
+        ("dgc", {"per": "model"}, "layer or bucket"),
+        ("dgc", {"weight_decay": -0.1}, "weight_decay"),
+        ("dgc", {"nesterov": True, "momentum": 0.0}, "nesterov"),
         ("thc", {"clip": float("nan")}, "clip"),
         ("dgc", {"share": 0}, "share"),
         ("dgc", {"momentum": 1.0}, "momentum"),

@@ -8,36 +8,35 @@ from pathlib import Path
 from gradwire.bench.measures import Call, trainings
 
 WORKLOAD = "gpt:n_layers=1,width=32,n_heads=2,length=32,batch_size=8,learning_rate=1e-3"
-STEPS = 120
-# Of what plain takes off the loss of the first step, how much each has to take off too. A scheme that is broken, or whose
-# residuals are lost, takes off less; docs/results/lossy.md says how they compare when trained for longer. So few steps after
-# the freeze are one-bit-adam's worst: its variance is that of the steepest part.
-LEAST = {
-    "bf16": 0.98,
-    "embedded-float:bits=8": 0.98,
-    "truncated-float:bits=8": 0.98,
-    "qsgd": 0.85,
-    "terngrad": 0.87,
-    "thc": 0.95,
-    "one-bit": 0.75,
-    "one-bit:scale_values=512,warmup_steps=30": 0.9,
-    "two-bit": 0.85,
-    "two-bit:scale_values=512,warmup_steps=30": 0.85,
-    "one-bit-adam:freeze_step=30": 0.83,
+STEPS = 200
+# Nats of held-out loss that each may end behind plain, on this tiny GPT and one seed: about half as much again as measured.
+# A scheme that is broken, or whose residuals are lost, ends further behind; docs/results/lossy.md says how they compare.
+MOST = {
+    "bf16": 0.01,
+    "embedded-float:bits=8": 0.02,
+    "truncated-float:bits=8": 0.02,
+    "qsgd": 0.24,
+    "terngrad": 0.25,
+    "thc": 0.04,
+    "one-bit": 0.6,
+    "one-bit:scale_values=512,warmup_steps=30": 0.17,
+    "two-bit": 0.45,
+    "two-bit:scale_values=512,warmup_steps=30": 0.25,
+    "one-bit-adam:freeze_step=30": 0.12,
     "one-bit-adam:freeze_step=30,codec=two-bit": 0.6,
-    "acp-sgd": 0.95,
-    "power-sgd": 0.95,
-    "top-k:share=0.05": 0.87,
+    "acp-sgd": 0.05,
+    "power-sgd": 0.03,
+    "top-k:share=0.05": 0.18,
 }
 
 
 def test_every_lossy_scheme_trains(tmp_path: Path) -> None:
-    cells = [{"scheme": scheme, "seed": 0} for scheme in ["plain", *LEAST]]
+    cells = [{"scheme": scheme, "seed": 0} for scheme in ["plain", *MOST]]
     call = Call("quality", cells, {}, {"workload": WORKLOAD, "ranks": 2, "steps": STEPS, "baseline": "plain"}, tmp_path)
     found = {str(cell["scheme"]): record for cell, record in trainings.measure(call)}
     (steps,) = tmp_path.glob("trainings/*/*--plain--*/steps.jsonl")
-    start, plain = float(json.loads(steps.read_text().splitlines()[0])["loss"]), found["plain"]["loss_last_10"]
+    start, plain = float(json.loads(steps.read_text().splitlines()[0])["loss"]), found["plain"]["held_out_loss"]
     assert plain < start - 0.5
-    shares = {scheme: (start - found[scheme]["loss_last_10"]) / (start - plain) for scheme in LEAST}
+    behind = {scheme: found[scheme]["held_out_loss"] - plain for scheme in MOST}
     assert all(record["replicas_equal"] for record in found.values())
-    assert {scheme: share for scheme, share in shares.items() if share < LEAST[scheme]} == {}, shares
+    assert {scheme: nats for scheme, nats in behind.items() if not nats <= MOST[scheme]} == {}, behind

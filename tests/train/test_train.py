@@ -71,6 +71,20 @@ def test_torchs_hooks_send_half_and_train_almost_as_ddp_does() -> None:
         assert half.losses == pytest.approx(ddp.losses, abs=1e-2)
 
 
+def test_torchs_power_sgd_is_plain_and_then_low_rank() -> None:
+    configs = [
+        replace(CONFIG, scheme="ddp"),
+        replace(CONFIG, scheme="ddp-powersgd", scheme_options={"rank": 2, "start": 3}),
+    ]
+    ddp, low_rank = run_ranks(_train_each, 2, configs)[0]
+    ratios = [step["ratio"] for step in low_rank.steps]
+    assert ratios[:3] == [1.0] * 3
+    assert 0 < ratios[3] < 0.6
+    assert len(set(ratios[3:])) == 1
+    assert low_rank.losses[:4] == ddp.losses[:4], "a loss is that of the step before it was changed"
+    assert low_rank.losses[4] != ddp.losses[4]
+
+
 @pytest.mark.parametrize(("workload", "options"), [("gpt", TINY_GPT), ("resnet", {"width": 4, "batch_size": 8})])
 @pytest.mark.parametrize("scheme", ["plain", "ddp", "gcomp"])
 def test_resumed_run_is_bit_identical_to_one_that_wraps_anew(
@@ -257,6 +271,7 @@ def test_options_are_numbers_truths_or_words() -> None:
         (["--scheme", "no-such"], "no scheme is called 'no-such'"),
         (["--scheme", "plain", "--workload", "no-such"], "no workload is called 'no-such'"),
         (["--scheme", "ddp", "--scheme-option", "a=1"], "takes no options"),
+        (["--scheme", "ddp-powersgd", "--scheme-option", "start=1"], "start is a count from 2"),
         (["--scheme", "plain", "--scheme-option", "no_such=1"], "scheme 'plain'"),
         (["--scheme", "plain", "--workload-option", "no_such=1"], "no_such"),
         (["--scheme", "plain", "--resume"], "checkpoint"),

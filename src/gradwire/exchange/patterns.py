@@ -111,7 +111,7 @@ class FloatSum:
 class ScaledCodec(Protocol):
     """Integers that every rank makes of its gradient by scales that all share."""
 
-    def n_scales(self, n_elements: int) -> int: ...
+    def n_scales(self, bucket: Bucket) -> int: ...
 
     def write_scales(self, values: Values, out: Tensor) -> None:
         """out (n_scales,) float32, not negative: this rank's own; not finite if the gradient is not."""
@@ -130,7 +130,7 @@ class ScaledSum:
     """Two rounds: the largest of every rank's scales, by which all then quantise; and the sum of integers."""
 
     def mean(self, codec: ScaledCodec, values: Values, wire: Wire) -> Reached | None:
-        n_scales = codec.n_scales(values.bucket.n_elements)
+        n_scales = codec.n_scales(values.bucket)
         agreed = wire.largest(values.is_used, n_scales, lambda out: codec.write_scales(values, out))
         if agreed is None:
             return None

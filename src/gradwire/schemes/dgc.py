@@ -1,10 +1,14 @@
 """The scheme `dgc`: deep gradient compression (Lin et al., ICLR 2018): the largest accumulated updates of every rank.
 
 u = momentum x u + gradient; v = v + u; the largest of v are sent, and v and u are zero there (momentum correction and factor
-masking). One-dimensional parameters are sent whole, and get their momentum after the mean.
+masking). With Nesterov's momentum v = v + gradient + momentum x u. One-dimensional parameters are sent whole, and get their
+momentum after the mean.
 
-When not to use this: with an optimizer that has momentum of its own (the mean that comes back is an update with momentum,
-for SGD(momentum=0)); with Adam; with many ranks, since each receives the elements of every other.
+The mean that comes back is an update with momentum, for SGD(momentum=0, weight_decay=0): momentum, Nesterov's or not, and
+weight decay are options here. The optimizer's own weight decay would be added after the mean, and get no momentum.
+
+When not to use this: with an optimizer that has momentum of its own; with Adam; with many ranks, since each receives the
+elements of every other.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.core.session import Session
+from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.schemes.compressed import Redoing, count_of
 from gradwire.schemes.selection import Selection, matrices
@@ -47,6 +52,9 @@ class Dgc(Redoing):
         seed: of the sample that the threshold is taken from.
         per: "layer": the share is taken of each tensor, as the paper has it; "bucket": of a bucket's elements together,
             where tensors of small gradients send nothing for long.
+        nesterov: Nesterov's momentum, as SGD's own.
+        weight_decay: this share of a parameter is added to its gradient before all else, as SGD does; by the ranks that
+            have a gradient of it.
     """
 
     name = "dgc"
@@ -61,7 +69,9 @@ class Dgc(Redoing):
         warmup_steps: int = 0,
         max_norm: float | None = None,
         seed: int = 0,
-        per: str = "bucket",
+        per: str = "layer",
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(error_feedback=True)
         self.share = check_share("share", share)
@@ -73,7 +83,11 @@ class Dgc(Redoing):
             raise InvalidArgument(f"seed must be an integer, got {seed!r}")
         if per not in ("layer", "bucket"):
             raise InvalidArgument(f"per is layer or bucket, not {per!r}")
-        self.momentum = float(momentum)
+        if nesterov and not momentum:
+            raise InvalidArgument("nesterov=True needs a momentum above 0")
+        if isinstance(weight_decay, bool) or not (weight_decay >= 0 and math.isfinite(weight_decay)):
+            raise InvalidArgument(f"weight_decay must be finite and not negative, got {weight_decay!r}")
+        self.momentum, self.nesterov, self.weight_decay = float(momentum), bool(nesterov), float(weight_decay)
         self.per = per
         self.warmup_steps = warmup_steps
         self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
@@ -93,7 +107,9 @@ class Dgc(Redoing):
             "warmup_steps": self.warmup_steps,
             "max_norm": self.max_norm,
             "seed": self.seed,
-            **({"per": self.per} if self.per != "bucket" else {}),
+            "per": self.per,
+            "nesterov": self.nesterov,
+            "weight_decay": self.weight_decay,
         }
 
     def bind(self, session: Session) -> None:
@@ -103,6 +119,13 @@ class Dgc(Redoing):
             _log.warning(
                 "gradwire dgc: its result already has momentum %g, and the optimizer adds its own: "
                 "use SGD(momentum=0), or dgc with momentum=0",
+                self.momentum,
+            )
+        elif self.momentum and any(group.get("weight_decay") for group in groups):
+            _log.warning(
+                "gradwire dgc: the optimizer adds its weight decay after the momentum %g; "
+                "to have it as SGD(momentum=%g) does, give dgc the weight_decay, and the optimizer none",
+                self.momentum,
                 self.momentum,
             )
 
@@ -125,8 +148,11 @@ class Dgc(Redoing):
             is_used = [span in whole or holds_nonzero(bucket.buffer[slice(*span)]) for span in spans]
             waiting = [Withheld(spans, is_used, state) for state in (momenta, sums)]
             gradient = self._clipped(bucket, spans, scale)
+            for slot, span, used in zip(bucket.slots, spans, is_used, strict=True):
+                if used and span not in whole:
+                    self._decay(slot, gradient[slice(*span)])
             torch.add(gradient, momenta, alpha=self.momentum, out=new_momenta)
-            torch.add(sums, new_momenta, out=new_sums)
+            self._update(gradient, new_momenta, new_sums).add_(sums)
             for withheld in waiting:
                 withheld.put_back()
             # One pass without a copy: the largest magnitude is NaN or Inf if anything is.
@@ -154,7 +180,7 @@ class Dgc(Redoing):
                 state[indices[:count].long()] = 0
             mean = self._mean_of(bucket, messages, gradient)
             if dense is not None:
-                self._add_whole(whole, dense, mean, momenta, new_momenta)
+                self._add_whole(bucket, whole, dense, mean, momenta, new_momenta)
             for withheld, new in zip(waiting, (new_momenta, new_sums), strict=True):
                 withheld.keep(new, [False] * len(spans))
             self._momenta.stage_bucket(bucket, new_momenta)
@@ -224,8 +250,22 @@ class Dgc(Redoing):
             mean.index_add_(0, places, message[1 + k :][:count].view(torch.float32))
         return mean.div_(len(messages))
 
+    def _decay(self, slot: Slot | None, gradient: torch.Tensor) -> None:
+        """Add weight decay to the gradient (n,) of a slot."""
+        if self.weight_decay and slot is not None and slot.parameter is not None:
+            parameter = local_of(slot.parameter.detach())
+            flat = flatten_like(parameter, parameter)[slot.start : slot.start + slot.numel()]
+            gradient.add_(flat.to(device="cpu", dtype=torch.float32), alpha=self.weight_decay)
+
+    def _update(self, gradient: torch.Tensor, momenta: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """What SGD with momentum takes off the parameters, into `out`."""
+        if not self.nesterov:
+            return out.copy_(momenta)
+        return torch.add(gradient, momenta, alpha=self.momentum, out=out)
+
     def _add_whole(
         self,
+        bucket: Bucket,
         whole: list[tuple[int, int]],
         dense: torch.Tensor,
         mean: torch.Tensor,
@@ -233,13 +273,16 @@ class Dgc(Redoing):
         new_momenta: torch.Tensor,
     ) -> None:
         """Parameters that are sent whole: their mean, `dense`, then their momentum, alike on all ranks."""
-        first = 0
+        first, slots = 0, dict(zip(bucket.spans, bucket.slots, strict=True))
         for start, end in whole:
             part = dense[first : first + end - start]
             first += end - start
-            # Unused on all ranks: DDP throws the result away, so its momentum waits.
-            torch.add(part, momenta[start:end], alpha=self.momentum if part.any() else 1.0, out=new_momenta[start:end])
-            mean[start:end] = new_momenta[start:end] if part.any() else part
+            if not part.any():  # unused on all ranks: DDP throws the result away, so its momentum waits
+                new_momenta[start:end], mean[start:end] = momenta[start:end], part
+                continue
+            self._decay(slots.get((start, end)), part)
+            torch.add(part, momenta[start:end], alpha=self.momentum, out=new_momenta[start:end])
+            self._update(part, new_momenta[start:end], mean[start:end])
 
     def end_step(self, step: int) -> None:
         if self._is_step_finite:

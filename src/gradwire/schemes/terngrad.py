@@ -1,7 +1,8 @@
 """The scheme `terngrad`: -1, 0 or 1 times a scale that all ranks share, summed as integers (Wen et al., NeurIPS 2017).
 
-Up to 7 ranks a value takes 4 bits on the wire (the sum of all ranks has to fit), up to 127 ranks 8 bits. Published with a
-scale for each layer; here each bucket has one, whose values are clipped at 2.5 standard deviations of the bucket.
+Up to 7 ranks a value takes 4 bits on the wire (the sum of all ranks has to fit), up to 127 ranks 8 bits. Each
+tensor has a scale of its own, and is clipped at 2.5 of its own standard deviations, as published. By bucket (`per="bucket"`)
+the tensors of small gradients are next to all zeros, and clipping takes most from those of large ones.
 
 When not to use this: with more than 127 ranks; where one-bit or two-bit can be used, which send less and feed their errors
 back: the variance of ternary rounding stays, and asks for smaller learning rates.
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.ternary import Ternary
+from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.errors import InvalidArgument
 from gradwire.exchange.patterns import ScaledSum, Values
 from gradwire.schemes.compressed import Compressed
 from gradwire.wire.wire import Wire
@@ -24,43 +27,66 @@ from gradwire.wire.wire import Wire
 class TernaryCounts:
     """Integers: -1, 0 or 1 by chance, in fields that hold the sum over all ranks."""
 
-    def __init__(self, codec: Ternary) -> None:
-        self.codec = codec
+    def __init__(self, codec: Ternary, per: str) -> None:
+        self.codec, self._per = codec, per
 
-    def n_scales(self, n_elements: int) -> int:
-        return 1
+    def n_scales(self, bucket: Bucket) -> int:
+        return len(self._spans(bucket))
 
     def write_scales(self, values: Values, out: Tensor) -> None:
-        out.fill_(self.codec.scale_of(values.gradient))
+        scales = [self.codec.scale_of(values.gradient[start:end]) for start, end in self._spans(values.bucket)]
+        out.copy_(torch.tensor(scales))
 
     def encode(self, values: Values, scales: Tensor, wire: Wire) -> Tensor:
         n_bytes = self.codec.count_bytes(values.gradient.numel(), wire.world_size)
         codes = wire.scratch("ternary counts", n_bytes, torch.uint8)
         draw = values.bucket.draw(wire.rank)
-        self.codec.write_counts(values.gradient, float(scales[0]), wire.world_size, codes, step=draw)
+        spans = self._spans(values.bucket)
+        if len(spans) == 1:
+            self.codec.write_counts(values.gradient, float(scales[0]), wire.world_size, codes, step=draw)
+            return codes
+        shares = wire.scratch("ternary shares", values.gradient.numel()).copy_(values.gradient)
+        for (start, end), scale in zip(spans, scales.tolist(), strict=True):
+            if scale:  # else all ranks have nothing but zeros
+                shares[start:end].div_(scale)
+        self.codec.write_counts(shares, 1.0, wire.world_size, codes, step=draw)
         return codes
 
     def decode(self, sums: Tensor, values: Values, scales: Tensor, wire: Wire) -> None:
-        self.codec.read_counts(sums, float(scales[0]), wire.world_size, values.gradient)
+        spans = self._spans(values.bucket)
+        if len(spans) == 1:
+            self.codec.read_counts(sums, float(scales[0]), wire.world_size, values.gradient)
+            return
+        means = wire.scratch("ternary shares", values.gradient.numel())
+        self.codec.read_counts(sums, 1.0, wire.world_size, means)
+        for (start, end), scale in zip(spans, scales.tolist(), strict=True):
+            torch.mul(means[start:end], scale, out=values.gradient[start:end])
+
+    def _spans(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """What shares a scale."""
+        return bucket.spans if self._per == "layer" and bucket.slots else [(0, bucket.n_elements)]
 
 
 class TernGrad(Compressed):
     """Right on average but for what is clipped; without error feedback, as published.
 
     Args:
-        clip: in standard deviations of the bucket (taken from zero).
+        clip: in standard deviations of what shares a scale (taken from zero).
         seed: of the drawing; the same on all ranks, which draw independently nevertheless.
+        per: what shares a scale: "layer", a tensor; or "bucket".
     """
 
     name = "terngrad"
 
-    def __init__(self, clip: float = 2.5, seed: int = 0) -> None:
-        self.codec = Ternary(clip, seed)
-        super().__init__(TernaryCounts(self.codec), ScaledSum())
+    def __init__(self, clip: float = 2.5, seed: int = 0, per: str = "layer") -> None:
+        if per not in ("layer", "bucket"):
+            raise InvalidArgument(f"per is layer or bucket, not {per!r}")
+        self.codec, self.per = Ternary(clip, seed), per
+        super().__init__(TernaryCounts(self.codec, per), ScaledSum())
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {"clip": self.codec.clip, "seed": self.codec.seed}
+        return {"clip": self.codec.clip, "seed": self.codec.seed, "per": self.per}
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than can be summed)."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.hadamard import Thc
+from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.exchange.patterns import ScaledSum, Values
 from gradwire.schemes.compressed import Compressed
@@ -29,8 +30,8 @@ class RotatedLevels:
     def __init__(self, codec: Thc) -> None:
         self.codec = codec
 
-    def n_scales(self, n_elements: int) -> int:
-        return self.codec.n_norms(n_elements)
+    def n_scales(self, bucket: Bucket) -> int:
+        return self.codec.n_norms(bucket.n_elements)
 
     def write_scales(self, values: Values, out: Tensor) -> None:
         self.codec.norms_of(values.gradient, out, values.residual, values.loss_scale)

@@ -14,8 +14,8 @@ class TrainConfig:
     """One run; the same on all ranks.
 
     Attributes:
-        scheme: a name in `gradwire.schemes.names()`, or "ddp", "ddp-bf16", "ddp-fp16": DistributedDataParallel
-            without gradwire, with PyTorch's hook.
+        scheme: a name in `gradwire.schemes.names()`, or "ddp", "ddp-bf16", "ddp-fp16", "ddp-powersgd":
+            DistributedDataParallel without gradwire, with PyTorch's hook.
         steps: the step number to train up to; a resumed run does what is left.
         batch_size: samples per rank; None takes the workload's.
         seed: of weights and data. deterministic: torch's deterministic algorithms.

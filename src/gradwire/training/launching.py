@@ -58,11 +58,10 @@ def check(config: TrainConfig) -> None:
     Raises: InvalidArgument, Unsupported.
     """
     from gradwire import schemes, workloads
-    from gradwire.training.torch_hooks import HOOKS
+    from gradwire.training.torch_hooks import HOOKS, check_options
 
     if config.scheme in HOOKS:
-        if config.scheme_options:
-            raise InvalidArgument(f"scheme {config.scheme!r} is DDP without gradwire and takes no options")
+        check_options(config.scheme, config.scheme_options)
     elif config.scheme not in schemes.names():
         choices = describe_choices(config.scheme, [*HOOKS, *schemes.names()])
         raise InvalidArgument(f"no scheme is called {config.scheme!r}; {choices}")

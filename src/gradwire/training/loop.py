@@ -20,7 +20,7 @@ from gradwire.training.meter import Meter
 from gradwire.training.run_files import RunFiles
 from gradwire.training.session import TrainingSession, n_parameters
 from gradwire.training.snapshot import write_snapshot
-from gradwire.training.torch_hooks import HOOKS, value_bytes
+from gradwire.training.torch_hooks import HOOKS
 from gradwire.workloads import Workload, by_name
 
 # Ranks exchange their figures this often: each exchange costs some milliseconds on a slow network.
@@ -78,9 +78,7 @@ class _Run:
         torch.manual_seed(config.seed + self._rank)  # for dropout; weights and data have generators of their own
         session = TrainingSession(config, workload, self._device)
         start_step = self._prepare(session)
-        is_torchs = config.scheme in HOOKS
-        ring = (n_parameters(session.model), value_bytes(config.scheme)) if is_torchs else None
-        meter = Meter(self._device, ring)
+        meter = Meter(self._device, is_computed=config.scheme in HOOKS)
         description = self._describe(n_parameters(session.model), start_step)
         files = RunFiles(config.out if self._rank == 0 else None, description, start_step)
         self._add_trace(session)

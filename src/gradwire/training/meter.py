@@ -26,10 +26,10 @@ class Meter:
     the bytes are a ring's by computation, since only the kernel can count them (`gradwire netlab` does).
     """
 
-    def __init__(self, device: torch.device, ring: tuple[int, int] | None) -> None:
-        """`ring`: without gradwire, how many values a step sends and how many bytes each of them."""
+    def __init__(self, device: torch.device, is_computed: bool) -> None:
+        """`is_computed`: the bytes are, by whoever adds them."""
         self._device = device
-        self._ring = ring
+        self._is_computed = is_computed
         self._pending: list[tuple[int, list[float]]] = []
         self._elapsed_s = 0.0
         self.records: list[dict[str, Any]] = []
@@ -64,10 +64,6 @@ class Meter:
         record |= {key: means[key] for key in (*_TIMES, *_COUNTS)}
         record |= {key: means[key] for key in _OWN if means[key]}
         ring_share = 2 * (world_size - 1) / world_size
-        if self._ring is not None:
-            n_values, value_bytes = self._ring
-            record["original_bytes"] = 4.0 * n_values
-            record["bytes_sent"] = record["bytes_received"] = ring_share * value_bytes * n_values
         reference_bytes = ring_share * record["original_bytes"]
         record["ratio"] = record["bytes_sent"] / reference_bytes if reference_bytes else 1.0
         return record
@@ -92,7 +88,7 @@ class Meter:
             "exposed_s": median("exposed_s"),
             "cpu_s": sum(record["cpu_s"] for record in warm) / len(warm),
             "wire_bytes": sum(record["bytes_sent"] for record in warm) / len(warm),
-            "wire_bytes_origin": "computed for a ring" if self._ring is not None else "counted",
+            "wire_bytes_origin": "computed for a ring" if self._is_computed else "counted",
             "ratio": sum(record["ratio"] for record in warm) / len(warm),
             "n_fallbacks": sum(record["n_fallbacks"] for record in self.records),
             "loss": self.records[-1]["loss"],

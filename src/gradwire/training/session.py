@@ -6,13 +6,12 @@ import gc
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.training.config import TrainConfig
-from gradwire.training.torch_hooks import HOOKS
+from gradwire.training.torch_hooks import HOOKS, TorchHook
 from gradwire.workloads import Workload
 
 
@@ -26,6 +25,7 @@ class TrainingSession:
         self.scheduler = workload.build_scheduler(self.optimizer)
         self.attachment: Any = None
         self._scheme: Any = None
+        self._torch_hook: TorchHook | None = None
         self._hooks: list[Any] = []
         self._last_gradient = Stopwatch()
         self.ddp: nn.Module  # or the model itself, under local SGD
@@ -39,12 +39,13 @@ class TrainingSession:
         options = self._workload.ddp_options()
         if self._config.bucket_cap_mb is not None:
             options["bucket_cap_mb"] = self._config.bucket_cap_mb
+        if self._config.scheme in HOOKS:
+            self._torch_hook = TorchHook(self._config.scheme, self._config.scheme_options)
+            options |= self._torch_hook.ddp_options(self.model)
         devices = [self._device.index] if self._device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=devices, **options)
-        if self._config.scheme in HOOKS:
-            hook = HOOKS[self._config.scheme]
-            if hook is not None:
-                self.ddp.register_comm_hook(dist.group.WORLD, hook)
+        if self._torch_hook is not None:
+            self._torch_hook.register(self.ddp)
             self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.model.parameters()]
             return
         import gradwire
@@ -108,7 +109,8 @@ class TrainingSession:
             # The step's record was closed at the end of its backward pass.
             figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
             return figures | self.attachment.scheme.step_figures()
-        return {"exposed_s": waited_s}
+        assert self._torch_hook is not None
+        return {"exposed_s": waited_s} | self._torch_hook.step_bytes()
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         self._last_gradient.begin()

@@ -16,7 +16,18 @@ LONG = {
     "one-bit-adam, two bits, running correction": "one-bit-adam:codec=two-bit,correction=running",
     "one-bit, groups, 50 plain": f"one-bit:{_WARM}",
     "two-bit, groups, 50 plain": f"two-bit:{_WARM}",
+    "one-bit, groups, 150 plain": "one-bit:scale_values=512,warmup_steps=150",
+    "two-bit, groups, 150 plain": "two-bit:scale_values=512,warmup_steps=150",
+    "one-bit-adam, frozen after 150": "one-bit-adam:freeze_step=150",
+    "one-bit-adam, two bits, frozen after 150": "one-bit-adam:codec=two-bit,freeze_step=150",
     "acp-sgd": "acp-sgd",
+    "acp-sgd, rank 8": "acp-sgd:rank=8",
+    "power-sgd, rank 8": "power-sgd:rank=8",
+    "acp-sgd, rank 8, embeddings too, 50 plain": "acp-sgd:exempt=none,rank=8,start_step=50",
+    "power-sgd, rank 8, embeddings too, 50 plain": "power-sgd:exempt=none,rank=8,start_step=50",
+    "PyTorch's bf16 hook": "ddp-bf16",
+    "PyTorch's fp16 hook": "ddp-fp16",
+    "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",
 }
 SHORT = {
     "plain": "plain",
@@ -48,6 +59,12 @@ AUTO = {
     "thc": "thc",
     "qsgd": "qsgd",
     "terngrad": "terngrad",
+    "terngrad, by bucket": "terngrad:per=bucket",
+}
+RANKS = {
+    "plain": "plain",
+    **{f"acp-sgd, rank {rank}": f"acp-sgd:rank={rank}" for rank in (2, 4, 8, 16, 32)},
+    **{f"acp-sgd, rank {rank}, embeddings too": f"acp-sgd:exempt=none,rank={rank}" for rank in (2, 4, 8, 16, 32)},
 }
 
 
@@ -75,11 +92,13 @@ EXPERIMENTS = [
     _compare("gpt", "Under AdamW, after 500 steps of a small GPT: what does each scheme lose, and send?", LONG, _GPT,
              steps=500, seconds=120, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam", "one-bit-adam, two bits"),
-                    _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd")]),
+                    _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd", "power-sgd, rank 8")]),
     _compare("gpt-short", "The same after 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
              SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
     _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=120,
              loss=_NATS, goals=[]),
+    _compare("rank", "Under AdamW, after 200 steps: which rank does low rank want, with embeddings whole and without?", RANKS,
+             _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", SGD, _DIGITS, steps=200,
              seconds=120, loss=_ACCURACY, goals=[]),
 ]  # fmt: skip

@@ -79,7 +79,8 @@ TABLE: tuple[FidelityRow, ...] = (
         "qsgd", "any", "all", "quantised", 4.1, "qsgd", "ResNet: loss 0.372 against 0.361; GPT: 0.30 nats behind",
     ),
     FidelityRow(
-        "terngrad", "any", "all", "agreed-sum", 4, "ternary", "ResNet: loss 0.406 against 0.361; GPT: 0.20 nats behind",
+        "terngrad", "any", "all", "agreed-sum", 4, "ternary",
+        "with a scale a bucket, ResNet: loss 0.406 against 0.361; GPT: 0.20 nats behind",
     ),
     FidelityRow(
         "homomorphic", "exact", "all", "sum", 32, "",
@@ -87,17 +88,17 @@ TABLE: tuple[FidelityRow, ...] = (
     ),
     FidelityRow(
         "one-bit", "any", "all", "quantised", 1.1, "one-bit",
-        "ResNet: loss 0.581 against 0.361 after few steps; "
+        "ResNet: loss 0.581 against 0.361 after few steps; digits under SGD: 98.3 % against 98.4 %; "
         "GPT: 0.42 nats behind; error feedback", True, FIRST_ADAM_STEP,
     ),
     FidelityRow(
         "two-bit", "any", "all", "quantised", 2.1, "two-bit",
-        "ResNet: loss 0.695 against 0.361 after few steps; "
+        "ResNet: loss 0.695 against 0.361 after few steps; digits under SGD: 98.5 % against 98.4 %; "
         "GPT: 0.24 nats behind; error feedback", True, FIRST_ADAM_STEP,
     ),
     FidelityRow(
         "acp-sgd", "any", "all", "sum", 0.5, "",
-        "ResNet: loss 1.170 against 0.361 after few steps; "
+        "ResNet: loss 1.170 against 0.361 after few steps; digits under SGD: 98.8 % against 98.4 %; "
         "GPT: 0.002 nats behind, 0.11 nats with embeddings compressed too; low rank", True, FIRST_ADAM_STEP,
     ),
     FidelityRow(

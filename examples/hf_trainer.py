@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from gradwire.integrations.transformers import GradwireCallback
+from gradwire.integrations.transformers import GradwireTrainerCallback
 
 parser = argparse.ArgumentParser()
 parser.add_argument("output")
@@ -41,7 +41,7 @@ training = TrainingArguments(
 )  # fmt: skip
 trainer = Trainer(model=model, args=training, train_dataset=Data())
 
-trainer.add_callback(GradwireCallback(trainer, "acp-sgd"))
+trainer.add_callback(GradwireTrainerCallback(trainer, "acp-sgd"))
 
 trainer.train(resume_from_checkpoint=f"{args.output}/checkpoint-4" if args.resume else None)
 if dist.get_rank() == 0:

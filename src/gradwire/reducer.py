@@ -7,6 +7,7 @@ type, by `close_pass`, where the door's training thread can take it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.core import checkpoint, gathering
-from gradwire.core.bucket import SUPPORTED_DTYPES, Bucket, check_gradient, cut_into_buckets, offsets_of
+from gradwire.core.bucket import Bucket, check_gradient
+from gradwire.core.named_tensors import AllReduceWork, Flattener
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot, local_of, named_parameters, slots_by_name
+from gradwire.core.slot import Slot, named_parameters, slots_by_name
 from gradwire.core.staging import LossScale, StagedBucket, Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes import Scheme, by_name
 from gradwire.telemetry.recorder import Recorder
-from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.preamble import compare_preambles
 
@@ -77,12 +78,12 @@ class Reducer:
         use_fair_share_of_cores()
         self.step = 0
         self._closed = False
-        self._op, self._bucket_bytes = op, bucket_mb * (1 << 20)
+        self._op = op
         self._error: GradwireError | None = None
         self._layouts: set[tuple[int, int]] = set()  # bucket index and layout hash of what was compared
-        self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         module = names if isinstance(names, nn.Module) else None
         self.slots = slots_by_name(named_parameters(names) if isinstance(names, nn.Module) else names or {})
+        self._flattener = Flattener(self.slots, bucket_mb * (1 << 20))
         communicator = Communicator(group, timeout_s)
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
         self._loss_scale = LossScale(scaler)
@@ -120,50 +121,16 @@ class Reducer:
             other ranks raise it too.
         """
         try:
-            buckets = [self._fill(group) for group in self._check_and_cut(tensors)]
+            buckets = self._flattener.fill(tensors)
         except Exception as error:
             raise self.fail(error) from error
-        futures = [
-            self.reduce(flat, slots, offsets, index, index == len(buckets) - 1)
-            for index, (flat, slots, offsets) in enumerate(buckets)
-        ]
-        means = [
-            (flat[offset : offset + slot.numel()].view(slot.shape), local_of(tensors[slot.name]))
-            for flat, slots, offsets in buckets
-            for slot, offset in zip(slots, offsets, strict=True)
-        ]
-        flats = {tuple(slot.name for slot in slots): flat for flat, slots, _ in buckets}
-        return AllReduceWork(self, self.step - 1, futures, means, lambda: self._flats.update(flats))
+        futures = [self.reduce(*bucket, i, i == len(buckets) - 1) for i, bucket in enumerate(buckets)]
+        finish = functools.partial(self.close_pass, self.step - 1)
+        return AllReduceWork(futures, buckets, tensors, finish, self._flattener.give_back)
 
     def slot(self, name: str, tensor: torch.Tensor) -> Slot:
         """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
-        shape = local_of(tensor).shape
-        slot = self.slots.setdefault(name, Slot(name, shape))
-        if slot.shape != shape:
-            raise InvalidArgument(f"{name!r} was {tuple(slot.shape)} and is {tuple(shape)}; give it another name")
-        return slot
-
-    def _check_and_cut(self, tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[Slot, torch.Tensor]]]:
-        if not tensors:
-            raise InvalidArgument("all_reduce() got no tensors; give the same names on every rank")
-        slotted = []
-        for name, tensor in tensors.items():
-            if tensor.dtype not in SUPPORTED_DTYPES:
-                raise InvalidArgument(f"{name!r} is {tensor.dtype}, not one of float32, bfloat16, float16; convert it")
-            slotted.append((self.slot(name, tensor), tensor))
-        return list(cut_into_buckets(slotted, self._bucket_bytes))
-
-    def _fill(self, group: list[tuple[Slot, torch.Tensor]]) -> tuple[torch.Tensor, list[Slot], list[int]]:
-        """A flat bucket of these tensors, its slots and their offsets."""
-        slots, offsets = [slot for slot, _ in group], offsets_of([slot for slot, _ in group])
-        n, dtype = offsets.pop(), group[0][1].dtype
-        # Taken out while it travels, and put back by `AllReduceWork`: a second call meanwhile makes another.
-        flat = self._flats.pop(tuple(slot.name for slot in slots), None)
-        if flat is None or flat.numel() != n or flat.dtype != dtype:
-            flat = torch.empty(n, dtype=dtype)
-        for (slot, tensor), offset in zip(group, offsets, strict=True):
-            flat[offset : offset + slot.numel()].view(slot.shape).copy_(local_of(tensor.detach()))
-        return flat, slots, offsets
+        return self._flattener.slot(name, tensor)
 
     # ---- one bucket
 
@@ -363,42 +330,9 @@ class Reducer:
         finally:
             self.scheme.unbind()
             self.recorder.close()
-            self.slots, self._flats = {}, {}
+            self.slots, self._flattener = {}, Flattener({}, 0)
             self._loss_scale, self._staging = LossScale(), Staging()
             self.session = replace(self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None)
-
-
-class AllReduceWork:
-    """An `all_reduce` under way."""
-
-    def __init__(
-        self,
-        reducer: Reducer,
-        step: int,
-        futures: list[torch.futures.Future],
-        means: list[tuple[torch.Tensor, torch.Tensor]],
-        give_back: Any,
-    ) -> None:
-        self._reducer, self._step, self._futures, self._means = reducer, step, futures, means
-        self._give_back = give_back
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(future.done() for future in self._futures)
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Put the means in place; calls after the first do nothing. Raises: what a rank failed of."""
-        if not self._futures:
-            return
-        waited = Stopwatch()
-        for future in self._futures:
-            future.wait()
-        self._reducer.close_pass(self._step, waited.elapsed_ns)
-        for mean, tensor in self._means:
-            tensor.copy_(mean)
-        self._give_back()
-        self._futures, self._means = [], []
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -60,19 +60,28 @@ def describe_choices(wrong: str, names: Iterable[str]) -> str:
 def describe_wrong_option(cls: type, options: Iterable[str]) -> str | None:
     """The first of `options` that `cls` does not take, and those that it takes; None if it takes them all."""
     takes: list[str] = []
-    for ancestor in cls.__mro__:  # one that takes **options hands them on to the next
+    for ancestor in cls.__mro__:  # one that takes **options hands them on to the next ...
         init = vars(ancestor).get("__init__")
         if init is None:
             continue
-        parameters = inspect.signature(init).parameters.values()
-        takes += [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        names, hands_on = _parameters_of(init)
+        takes += names
+        if not hands_on:
             break
+    if hasattr(cls, "options_of"):  # ... or to a part that it is made with
+        takes += _parameters_of(cls.options_of.__init__)[0]
     takes = [name for name in dict.fromkeys(takes) if name != "self"]
     wrong = next((option for option in options if option not in takes), None)
     if wrong is None:
         return None
     return f"has no option {wrong!r}; " + (describe_choices(wrong, takes) if takes else "it takes none")
+
+
+def _parameters_of(init: Any) -> tuple[list[str], bool]:
+    """What a constructor takes by name, and whether it takes **options besides."""
+    parameters = inspect.signature(init).parameters.values()
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return names, any(one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gradwire.bench.catalogue import EXPERIMENTS
-from gradwire.bench.measures import Call, adaptation, commands
+from gradwire.bench.measures import Call, adaptation, commands, gradients
 from gradwire.errors import GradwireError
 
 
@@ -104,3 +106,21 @@ def test_command_that_fails_says_how_its_output_ended(tmp_path: Path) -> None:
     with pytest.raises(GradwireError, match=r"absent\.npz: no such file"):
         commands.run_command("codec", {"gradients": "absent.npz"}, call)
     assert "no such file" in (tmp_path / "logs" / "bad-codec.txt").read_text()
+
+
+def test_curves_of_a_gradient_are_its_values(tmp_path: Path) -> None:
+    """Exponent shares and zeros make 1, by frexp; the ratio's middle is numpy's median; sizes are symmetric for +-x."""
+    half = np.random.default_rng(0).normal(size=4_000).astype(np.float32)
+    values = np.concatenate([half, -half, np.zeros(2_000, np.float32)])
+    parameters = np.full(values.size, 2.0, np.float32)
+    np.savez(tmp_path / "one.npz", gradient=values, parameter=parameters)
+    cells = [{"gradients": str(tmp_path / "one.npz")}]
+    points = [record for _, record in gradients.measure_spread(Call("gcomp-spread", cells, {}, {}, tmp_path))]
+    curves = {of: {p["at"]: p["share"] for p in points if p["of"] == of} for of in ("value", "exponent", "ratio")}
+    counted = Counter(int(e) + 126 for e in np.frexp(values[values != 0])[1])
+    assert curves["exponent"] == {e: n / values.size for e, n in counted.items()}
+    assert sum(curves["exponent"].values()) == pytest.approx(0.8)
+    assert all(share == curves["value"][-at] for at, share in curves["value"].items() if -at in curves["value"])
+    assert sum(curves["value"].values()) == pytest.approx(1.0, abs=1e-3)
+    middle = next(at for at, share in curves["ratio"].items() if share == pytest.approx(0.5))
+    assert middle == pytest.approx(np.median(np.abs(half)) / 2, rel=1e-6)

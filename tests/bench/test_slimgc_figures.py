@@ -11,7 +11,7 @@ from gradwire.bench.overlap import Timeline, without
 from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.report.inputs import Run
+from gradwire.report.inputs import LoggedRun
 from gradwire.report.thresholds import make_threshold_table
 from gradwire.schemes import by_name
 from gradwire.workloads.optimizers import scale_learning_rate
@@ -100,10 +100,10 @@ def test_the_learning_rate_follows_the_batch_as_asked(scaling: str, factor: floa
         workloads.by_name("resnet", rate_scaling="cubic")
 
 
-def run_with(stats: object) -> Run:
+def run_with(stats: object) -> LoggedRun:
     from pathlib import Path
 
-    return Run(Path("r"), "slimgc", "slimgc", "gpt", 2, {}, {}, {"stats": stats}, {})
+    return LoggedRun(Path("r"), "slimgc", "slimgc", "gpt", 2, {}, {}, {"stats": stats}, {})
 
 
 def test_the_report_shows_the_threshold_table_of_a_run() -> None:

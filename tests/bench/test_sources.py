@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gradient_files import sparse_arrays, write
 
-from gradwire.bench.sources import PATTERNS, Source
+from gradwire.bench.sources import PATTERNS, GradientSource
 from gradwire.errors import InvalidArgument
 from gradwire.workloads.gradients import load_gradients
 
@@ -17,7 +17,7 @@ from gradwire.workloads.gradients import load_gradients
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3])
 def test_union_over_the_ranks_has_the_density(pattern: str, density: float) -> None:
     n_elements = 1024 * 300
-    source = Source(density=density, pattern=pattern)
+    source = GradientSource(density=density, pattern=pattern)
     supports = [np.flatnonzero(source.gradient(rank, n_elements)) for rank in range(3)]
     assert all(np.array_equal(supports[0], support) for support in supports)
     assert supports[0].size / n_elements == pytest.approx(density, abs=PATTERNS[pattern] / n_elements)
@@ -25,19 +25,19 @@ def test_union_over_the_ranks_has_the_density(pattern: str, density: float) -> N
 
 @pytest.mark.parametrize(("pattern", "run"), PATTERNS.items())
 def test_non_zeros_come_in_whole_runs(pattern: str, run: int) -> None:
-    support = Source(density=0.05, pattern=pattern).positions(1024 * 100).reshape(-1, run)
+    support = GradientSource(density=0.05, pattern=pattern).positions(1024 * 100).reshape(-1, run)
     assert np.array_equal(support % run, np.tile(np.arange(run), (len(support), 1)))
 
 
 def test_ranks_differ_and_every_process_makes_the_same() -> None:
-    for source in (Source(), Source(density=0.1)):
-        assert np.array_equal(source.gradient(1, 1000), Source(density=source.density).gradient(1, 1000))
+    for source in (GradientSource(), GradientSource(density=0.1)):
+        assert np.array_equal(source.gradient(1, 1000), GradientSource(density=source.density).gradient(1, 1000))
         assert not np.array_equal(source.gradient(0, 1000), source.gradient(1, 1000))
 
 
 def test_file_gradient_keeps_zeros_and_magnitudes_at_any_length(tmp_path: Path) -> None:
     file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
-    gradient = Source(file=file).gradient(2, 12_000)
+    gradient = GradientSource(file=file).gradient(2, 12_000)
     original = np.resize(file.gradient, 12_000)
     assert np.array_equal(gradient == 0, original == 0)
     factor = np.abs(gradient[original != 0] / original[original != 0])
@@ -48,4 +48,4 @@ def test_impossible_sources_are_refused(tmp_path: Path) -> None:
     file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
     for options in ({"density": 1.5}, {"density": -0.1}, {"pattern": "diagonal"}, {"file": file, "density": 0.5}):
         with pytest.raises(InvalidArgument):
-            Source(**options)  # type: ignore[arg-type]
+            GradientSource(**options)  # type: ignore[arg-type]

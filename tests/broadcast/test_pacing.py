@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.aqgb.pacing import Pacing
+from gradwire.schemes.aqgb.core_times import CoreTimes
+from gradwire.schemes.aqgb.pacing import Pacing, PacingLimits
 
 N = 100_000  # values of each of two blocks
 
@@ -22,9 +23,9 @@ class Rig:
     """One rank of two: gradients of block 1 and 0 appear 0.1 s apart, then 0.1 s pass until the forward pass, in which
     block 0 takes 0.2 s."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, initial_bps: float | None = None, core_times: CoreTimes | None = None, **limits: float) -> None:
         self.clock = Clock()
-        self.pacing = Pacing(0, 2, [N, N], self.clock, confidence=1.0, **options)
+        self.pacing = Pacing(0, 2, [N, N], self.clock, PacingLimits(confidence=1.0, **limits), initial_bps, core_times)
         self.acknowledged = [0, 0]
 
     def at(self, seconds: float) -> None:

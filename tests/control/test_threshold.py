@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradwire.control.threshold import (
     NEVER,
     LinearCost,
-    Measurement,
+    SizeTimes,
     ThresholdTable,
     check_threshold,
     crossing_bytes,
@@ -28,13 +28,13 @@ FIGURE_6 = [(1.0, 28.5, 24.3, 6.3), (1.6, 30.5, 25.3, 6.5), (2.2, 40.2, 28.3, 6.
 
 def figure_6() -> ThresholdTable:
     return ThresholdTable(
-        Measurement(int(mb * 1e6), raw / 1e3, compressed / 1e3, codec / 1e3) for mb, raw, compressed, codec in FIGURE_6
+        SizeTimes(int(mb * 1e6), raw / 1e3, compressed / 1e3, codec / 1e3) for mb, raw, compressed, codec in FIGURE_6
     )
 
 
 def times(sizes: list[int], raw: LinearCost, compressed: LinearCost) -> ThresholdTable:
     return ThresholdTable(
-        Measurement(size, raw.at(size), 0.75 * compressed.at(size), 0.25 * compressed.at(size)) for size in sizes
+        SizeTimes(size, raw.at(size), 0.75 * compressed.at(size), 0.25 * compressed.at(size)) for size in sizes
     )
 
 
@@ -48,15 +48,15 @@ def test_figure_6_of_the_paper_gives_its_benefits_and_its_threshold() -> None:
 
 def test_threshold_is_the_smallest_size_above_which_all_sizes_win() -> None:
     wins_in_between = [
-        Measurement(1_000, 2.0, 1.0, 0.5),
-        Measurement(10_000, 2.0, 2.0, 0.5),
-        Measurement(100_000, 9.0, 2.0, 0.5),
-        Measurement(1_000_000, 90.0, 5.0, 0.5),
+        SizeTimes(1_000, 2.0, 1.0, 0.5),
+        SizeTimes(10_000, 2.0, 2.0, 0.5),
+        SizeTimes(100_000, 9.0, 2.0, 0.5),
+        SizeTimes(1_000_000, 90.0, 5.0, 0.5),
     ]
     assert ThresholdTable(wins_in_between).threshold_bytes("measured") == 100_000
-    loses_at_the_end = [*wins_in_between, Measurement(10_000_000, 90.0, 90.0, 1.0)]
+    loses_at_the_end = [*wins_in_between, SizeTimes(10_000_000, 90.0, 90.0, 1.0)]
     assert ThresholdTable(loses_at_the_end).threshold_bytes("measured") == NEVER
-    even = [Measurement(10, 1.0, 0.5, 0.5)]  # a benefit of exactly 1 is none
+    even = [SizeTimes(10, 1.0, 0.5, 0.5)]  # a benefit of exactly 1 is none
     assert ThresholdTable(even).threshold_bytes("measured") == NEVER
     assert ThresholdTable(even).threshold_bytes("fit") == NEVER
 
@@ -107,10 +107,8 @@ def test_noise_at_the_largest_size_does_not_move_the_start_up_cost() -> None:
 
 
 def test_measurements_of_one_size_are_averaged_and_sorted() -> None:
-    table = ThresholdTable(
-        [Measurement(8, 4.0, 1.0, 1.0), Measurement(4, 1.0, 1.0, 1.0), Measurement(8, 2.0, 3.0, 2.0)]
-    )
-    assert table.rows == (Measurement(4, 1.0, 1.0, 1.0), Measurement(8, 3.0, 2.0, 1.5))
+    table = ThresholdTable([SizeTimes(8, 4.0, 1.0, 1.0), SizeTimes(4, 1.0, 1.0, 1.0), SizeTimes(8, 2.0, 3.0, 2.0)])
+    assert table.rows == (SizeTimes(4, 1.0, 1.0, 1.0), SizeTimes(8, 3.0, 2.0, 1.5))
 
 
 def test_table_survives_its_plain_values() -> None:
@@ -138,7 +136,7 @@ def test_table_survives_its_plain_values() -> None:
 )
 def test_impossible_measurements_are_refused(size: Any, raw: Any, compressed: Any, codec: Any) -> None:
     with pytest.raises(InvalidArgument):
-        Measurement(size, raw, compressed, codec)
+        SizeTimes(size, raw, compressed, codec)
 
 
 def test_other_bad_input_is_refused() -> None:

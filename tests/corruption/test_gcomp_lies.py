@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gcomp_oracle as oracle
 from gcomp_gradients import KINDS, make_gradient, make_importance
 from gradwire import _native
-from gradwire.codecs.gcomp import GComp, HuffmanTable, describe, message_holds_nonfinite
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe, message_holds_nonfinite
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch
 
 N_VALUES = 16384 + 900
@@ -24,7 +24,7 @@ LEVELS = st.sampled_from([(False, False), (True, False), (True, True)])
 def make_message(
     dtype: torch.dtype = torch.float32, mode: str = "paper", n: int = N_VALUES, kind: str = "sparse", format: int = 1
 ) -> bytes:
-    codec = GComp(mode, bits=4 if mode in ("uniform", "truncate") else None, format=format)
+    codec = GCompCodec(mode, bits=4 if mode in ("uniform", "truncate") else None, format=format)
     out = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8)
     return out[: codec.encode(make_gradient(kind, n, dtype), out, make_importance(n))].numpy().tobytes()
 
@@ -39,7 +39,9 @@ def decode(
     _native.limit_simd_level(*level)
     guarded = torch.full((n + 512,), 3.0, dtype=dtype)
     try:
-        GComp("none").decode(torch.tensor(list(message), dtype=torch.uint8), guarded[256 : 256 + n], make_importance(n))
+        GCompCodec("none").decode(
+            torch.tensor(list(message), dtype=torch.uint8), guarded[256 : 256 + n], make_importance(n)
+        )
     finally:
         _native.limit_simd_level(True, True)
         assert (guarded[:256] == 3).all()
@@ -259,7 +261,7 @@ def test_exponent_that_float16_does_not_have_raises_corrupt_message() -> None:
 
 def test_other_importance_bytes_than_the_senders_raise_rank_mismatch_before_a_value_is_decoded() -> None:
     gradient, importance = make_gradient("gaussian", N_VALUES, torch.float32), make_importance(N_VALUES)
-    codec = GComp()
+    codec = GCompCodec()
     out = torch.empty(codec.max_encoded_bytes(N_VALUES, torch.float32), dtype=torch.uint8)
     message = out[: codec.encode(gradient, out, importance)]
     for position in (0, 16383, 16384, N_VALUES - 1):
@@ -305,11 +307,11 @@ def test_newer_format_version_raises_incompatible_version_and_says_which() -> No
 
 def test_unknown_table_is_named_together_with_the_known_ones() -> None:
     table = HuffmanTable.from_histogram(torch.arange(256))
-    codec = GComp("none", table=table)
+    codec = GCompCodec("none", table=table)
     gradient = make_gradient("gaussian", 100, torch.float32)
     out = torch.empty(codec.max_encoded_bytes(100, torch.float32), dtype=torch.uint8)
     message = out[: codec.encode(gradient, out)].clone()
-    reader = GComp("none")
+    reader = GCompCodec("none")
     with pytest.raises(CorruptMessage) as raised:
         reader.decode(message, torch.empty(100))
     assert f"{table.id:#018x}" in str(raised.value)

@@ -9,7 +9,7 @@ import torch
 
 from gcomp_gradients import KINDS, make_gradient, make_importance, words_of
 from gradwire import _native
-from gradwire.codecs.gcomp import GComp
+from gradwire.codecs.gcomp import GCompCodec
 
 MODES = (
     *((mode, bits, format) for format in (1, 2) for mode, bits in (("none", None), ("paper", None), ("uniform", 5))),
@@ -29,7 +29,7 @@ def _restore() -> Iterator[None]:
     _native.limit_simd_level(True, True)
 
 
-def encode(codec: GComp, gradient: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+def encode(codec: GCompCodec, gradient: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
     out = torch.empty(codec.max_encoded_bytes(gradient.numel(), gradient.dtype), dtype=torch.uint8)
     return out[: codec.encode(gradient, out, importance)]
 
@@ -42,7 +42,7 @@ def test_messages_and_values_are_the_same_for_every_thread_count_and_instruction
     """A level that this machine lacks falls back to the one below it: then it is compared twice, and still equal."""
     gradient, importance = make_gradient(kind, N_VALUES, dtype), make_importance(N_VALUES)
     for mode, bits, format in MODES:
-        codec = GComp(mode, bits=bits, format=format)
+        codec = GCompCodec(mode, bits=bits, format=format)
         _native.set_thread_count(1)
         _native.limit_simd_level(False)
         expected = encode(codec, gradient, importance)
@@ -63,7 +63,7 @@ def test_every_small_size_gives_the_same_bytes_on_every_instruction_set(dtype: t
     for n in [*range(200), 511, 513, 1023]:
         gradient, importance = make_gradient(KINDS[n % 4], n, dtype), make_importance(n)
         for mode, bits, format in MODES:
-            codec = GComp(mode, bits=bits, format=format)
+            codec = GCompCodec(mode, bits=bits, format=format)
             messages, values = [], []
             for allowed in LEVELS.values():
                 _native.limit_simd_level(*allowed)
@@ -80,6 +80,6 @@ def test_exponents_are_counted_alike_on_every_instruction_set() -> None:
     for allowed in LEVELS.values():
         _native.limit_simd_level(*allowed)
         histograms.append(torch.zeros(256, dtype=torch.int64))
-        GComp("none").histogram(gradient, histograms[-1])
+        GCompCodec("none").histogram(gradient, histograms[-1])
     assert torch.equal(histograms[0], histograms[1])
     assert torch.equal(histograms[0], histograms[2])

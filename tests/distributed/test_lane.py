@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire.errors import RankMismatch
-from gradwire.wire.communicator import Communicator, Rest
+from gradwire.wire.communicator import Communicator, Continuation
 from ranks import run_ranks
 
 
@@ -26,7 +26,7 @@ class Log:
 
         def run() -> Any:
             self.lines.append(name)
-            return Rest(rest) if has_rest else name
+            return Continuation(rest) if has_rest else name
 
         return run
 
@@ -78,7 +78,7 @@ def fail_in_rest(rank: int, world_size: int) -> None:
         raise ValueError("spilt")
 
     communicator.submit(is_open.wait)
-    futures = [communicator.submit(lambda: Rest(fail), may_overtake=True) for _ in range(2)]
+    futures = [communicator.submit(lambda: Continuation(fail), may_overtake=True) for _ in range(2)]
     is_open.set()
     for future in futures:
         with pytest.raises(RankMismatch, match="spilt"):

@@ -18,7 +18,7 @@ from gradwire import schemes
 from gradwire.core.bucket import Bucket
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.telemetry.recorder import Recorder
-from gradwire.wire.communicator import Communicator, Rest
+from gradwire.wire.communicator import Communicator, Continuation
 from ranks import run_ranks
 
 # Below it chunks are not made smaller: the work space is that of a bucket of this size, 8 MB, at most.
@@ -97,7 +97,7 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
                     start_plain_mean(state.communicator, bucket, state.scheme.wire_dtype).wait()
                 else:
                     rest = state.scheme._reduce_on_lane(Bucket(gradient, [parameter], [0], step=step))
-                    if isinstance(rest, Rest):
+                    if isinstance(rest, Continuation):
                         rest.finish()
         sizes.extend(event.self_cpu_memory_usage for event in profiler.events() if event.self_cpu_memory_usage > 0)
 

@@ -91,7 +91,7 @@ def work_in_flight(rank: int, world_size: int, names: list[str]) -> None:
         resumed.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_reducing_scheme_takes_named_tensors(world_size: int) -> None:
     run_ranks(work_in_flight, world_size, REDUCING)
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -20,12 +22,15 @@ def make(scheme: str) -> schemes.Scheme:
     return schemes.by_name(scheme, **({"aggregator": "process-group"} if scheme == "homomorphic" else {}))
 
 
-def use(scheme: str, door: str, rank: int) -> None:
-    """Two steps of a small model."""
+def use(scheme: str, door: str, rank: int, mesh: DeviceMesh) -> None:
+    """Two steps of a small model; `mesh`: as many nodes as ranks, a rank on each."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
     if door in ("ddp", "two-level"):
         model = DistributedDataParallel(model)
+    elif door == "fsdp2":
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     made = schemes.TwoLevel(make(scheme), 2) if door == "two-level" else make(scheme)
     state: Any
@@ -42,20 +47,23 @@ def use(scheme: str, door: str, rank: int) -> None:
         if door == "reducer":
             state.all_reduce({name: p.grad for name, p in model.named_parameters()}).wait()
         optimizer.step()
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    for p in model.parameters():
+        values = p.full_tensor() if door == "fsdp2" else p
+        assert bool(values.isfinite().all()), scheme
     state.close()
 
 
 def try_all(rank: int, world_size: int, door: str) -> None:
     warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     for scheme in schemes.names():
-        if refusal(scheme, door) is None:
-            use(scheme, door, rank)
+        if refusal(scheme, "fsdp2" if door == "plain module" else door) is None:
+            use(scheme, door, rank, mesh)
         else:
             with pytest.raises((gradwire.Unsupported, gradwire.InvalidArgument), match=rf"{scheme}|importance="):
-                use(scheme, door, rank)
+                use(scheme, door, rank, mesh)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [*DOORS, "plain module"])
 def test_every_scheme_works_behind_a_door_or_is_refused_by_name(door: str) -> None:
     run_ranks(try_all, 2, door)

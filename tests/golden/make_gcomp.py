@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gcomp_gradients import make_gradient, make_importance, words_of
-from gradwire.codecs.gcomp import GComp, HuffmanTable
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 
 FOLDER = Path(__file__).parent / "gcomp"
 N_VALUES = 700
@@ -44,7 +44,7 @@ def main() -> None:
         path = FOLDER / f"v{version}_{name}.npz"
         if path.exists():
             sys.exit(f"{path} exists: golden files are never rewritten")
-        gradient, codec = make_gradient(kind, N_VALUES, dtype), GComp(importance, bits, **SETTINGS[version])
+        gradient, codec = make_gradient(kind, N_VALUES, dtype), GCompCodec(importance, bits, **SETTINGS[version])
         if is_fitted:
             histogram = torch.zeros(256, dtype=torch.int64)
             codec.histogram(gradient, histogram)

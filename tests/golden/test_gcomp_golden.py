@@ -11,7 +11,7 @@ import torch
 
 from gcomp_gradients import tensor_of, words_of
 from gradwire import _native
-from gradwire.codecs.gcomp import GComp, HuffmanTable
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 
 FILES = sorted((Path(__file__).parent / "gcomp").glob("v*.npz"))
 # CRC32C of message and decoded values: a golden file that was itself replaced is noticed.
@@ -39,11 +39,11 @@ def settings_of(version: str) -> dict[str, Any]:
     return {"format": 1, "rounding": "truncate"} if version == "v1" else {"format": 2}
 
 
-def load(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GComp]:
+def load(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GCompCodec]:
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     dtype_name, importance, bits = arrays["settings"]
-    codec = GComp(
+    codec = GCompCodec(
         str(importance),
         bits=None if bits == "None" else int(bits),
         table=HuffmanTable.from_bytes(arrays["table"].tobytes()),

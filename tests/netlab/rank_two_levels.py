@@ -1,4 +1,4 @@
-"""What a rank does in test_netlab_nodes: NAME:TOPOLOGY...; a step reduces 4 MB. Rank 0 prints what its node has sent."""
+"""What a rank does in test_netlab_nodes: NAME:TOPOLOGY...; a step reduces 16 MB. Rank 0 prints what its node has sent."""
 
 import json
 import os
@@ -34,12 +34,13 @@ dist.init_process_group("gloo")
 rank, local = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
 assert int(os.environ["LOCAL_RANK"]) == rank % local
 assert int(os.environ["GROUP_RANK"]) == rank // local
-values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(rank))
+values = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(rank))
 for case in sys.argv[1:]:
     reducer = make(*case.split(":"))
     reducer.all_reduce({"w": values.clone()}).wait()  # what only a first step sends
     dist.barrier()
     before = read_sent_bytes()
+    dist.barrier()  # nobody begins before all have read
     for _ in range(N_STEPS):
         reducer.all_reduce({"w": values.clone()}).wait()
     dist.barrier()

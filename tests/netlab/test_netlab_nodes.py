@@ -14,27 +14,39 @@ from gradwire.ranks.network import Network, current_network
 from ranks import patience
 
 _RANK = str(Path(__file__).with_name("rank_two_levels.py"))
-_N_BYTES = 4 << 20
+_N_BYTES = 16 << 20
 
 
-def test_a_node_sends_what_one_rank_would_and_nothing_of_what_stays_inside() -> None:
-    cases = ["plain:flat", "plain:two-level", "plain:inside", "one-bit:flat", "one-bit:two-level"]
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_node_sends_what_one_rank_would_and_nothing_of_what_stays_inside(size: int) -> None:
+    """Two nodes of `size` ranks; the shares are those of docs/doors.md, with 3 % for headers and acknowledgements."""
+    n_ranks = 2 * size
+    shares = {
+        "plain:flat": 2 * (n_ranks - 1) / n_ranks,
+        "plain:two-level": 2 * (2 - 1) / 2,
+        "one-bit:flat": 2 * size * (n_ranks - size) / n_ranks / 32,
+        "one-bit:two-level": 2 * (2 - 1) / 2 / 32,
+        "sign-sgd:flat": (n_ranks - 1) / 32,
+        "sign-sgd:two-level": (2 - 1) / 32,
+    }
     sent: dict[str, float] = {}  # bytes out of node 0 for one step / bytes of the gradient
 
     def on_line(rank: int, line: str) -> None:
         told = json.loads(line)
         sent[told["case"]] = told["sent"]
 
-    with Netlab(4, "500mbit", ranks_per_node=2) as lab:
+    with Netlab(n_ranks, "500mbit", ranks_per_node=size) as lab:
         before = lab.counters()
         assert len(before) == 2
-        lab.run([sys.executable, _RANK, *cases], on_line=on_line, timeout_s=100 * patience()).raise_if_failed()
+        command = [sys.executable, _RANK, *shares, "plain:inside"]
+        lab.run(command, on_line=on_line, timeout_s=100 * patience()).raise_if_failed()
         of_all = (lab.counters()[0] - before[0]).sent_bytes / _N_BYTES
-    assert 3 * sum(sent.values()) == pytest.approx(of_all, rel=0.05)  # ranks and lab count the same link
-    assert sent["plain:two-level"] == pytest.approx(1.0, rel=0.06)  # 2 (M-1) / M, with headers
-    assert sent["plain:flat"] / sent["plain:two-level"] == pytest.approx(1.5, rel=0.05)
-    assert sent["plain:inside"] < 0.01
-    assert sent["one-bit:flat"] / sent["one-bit:two-level"] == pytest.approx(2.0, rel=0.15)
+    assert 3 * sum(sent.values()) == pytest.approx(of_all, rel=0.03)  # ranks and lab count the same link
+    assert sent.pop("plain:inside") < 0.002
+    small = 65536 / _N_BYTES  # headers of short messages, votes, barriers
+    assert sent == {
+        case: pytest.approx(share, rel=0.03, abs=small) for case, share in shares.items()
+    }
 
 
 def test_nodes_are_told_to_ranks_and_results() -> None:

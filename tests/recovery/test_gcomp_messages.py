@@ -10,7 +10,7 @@ import gcomp_oracle as oracle
 import gcomp_oracle_2 as oracle_2
 from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, words_of
 from gradwire import _native
-from gradwire.codecs.gcomp import GComp, HuffmanTable, describe, message_holds_nonfinite
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe, message_holds_nonfinite
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = (1, 2)
@@ -19,7 +19,7 @@ SIZES = [*range(0, 71), 511, 513]
 CHUNK = oracle.CHUNK
 
 
-def encode(codec: GComp, gradient: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
+def encode(codec: GCompCodec, gradient: torch.Tensor, importance: torch.Tensor) -> torch.Tensor:
     out = torch.full((codec.max_encoded_bytes(gradient.numel(), gradient.dtype),), 0xA5, dtype=torch.uint8)
     return out[: codec.encode(gradient, out, importance)].clone()
 
@@ -34,11 +34,11 @@ def kept_bits(mode: str, bits: int | None, dtype: torch.dtype) -> int:
 
 
 def prior_table(dtype: torch.dtype, format: int) -> HuffmanTable:
-    return GComp("none", format=format).table_in_use(dtype)
+    return GCompCodec("none", format=format).table_in_use(dtype)
 
 
 def fitted_table(gradient: torch.Tensor, format: int = 2) -> HuffmanTable:
-    codec = GComp("none", format=format)
+    codec = GCompCodec("none", format=format)
     histogram = torch.zeros(2 ** codec.exponent_bits(gradient.dtype), dtype=torch.int64)
     codec.histogram(gradient, histogram)
     return HuffmanTable.from_histogram(histogram) if histogram.any() else prior_table(gradient.dtype, format)
@@ -48,7 +48,7 @@ def check_against_oracle(
     gradient: torch.Tensor, mode: str, bits: int | None, table: HuffmanTable, format: int, rounding: str = "nearest"
 ) -> None:
     name, importance = NAMES[gradient.dtype], make_importance(gradient.numel())
-    codec = GComp(mode, bits=bits, table=table, rounding=rounding, format=format)
+    codec = GCompCodec(mode, bits=bits, table=table, rounding=rounding, format=format)
     message = encode(codec, gradient, importance)
     expected = (oracle if format == 1 else oracle_2).encode(
         words_of(gradient),
@@ -102,7 +102,7 @@ def test_mode_none_keeps_every_float16_at_every_loss_scale(kind: str) -> None:
     gradient = make_gradient(kind, 20000, torch.float16)
     for scale in (2.0**-10, 1.0, 2.0**10):
         scaled = gradient * scale if kind == "gaussian" else gradient
-        codec, decoded = GComp("none"), torch.empty_like(gradient)
+        codec, decoded = GCompCodec("none"), torch.empty_like(gradient)
         codec.decode(encode(codec, scaled, make_importance(20000)), decoded)
         words = words_of(scaled)
         np.testing.assert_array_equal(words_of(decoded), np.where(words == 0x8000, 0, words))
@@ -117,7 +117,7 @@ def test_mode_none_keeps_every_bit_but_those_of_zeros_and_subnormals(
 ) -> None:
     gradient = make_gradient(kind, 20000, dtype)
     decoded = torch.empty_like(gradient)
-    codec = GComp("none", table=fitted_table(gradient, format), format=format)
+    codec = GCompCodec("none", table=fitted_table(gradient, format), format=format)
     codec.decode(encode(codec, gradient, make_importance(20000)), decoded)
     words = words_of(gradient)
     n_mantissa = oracle.MANTISSA_BITS[NAMES[dtype]]
@@ -132,7 +132,7 @@ def test_infinities_and_nans_keep_every_bit_in_every_mode(
     dtype: torch.dtype, mode_bits: tuple[str, int | None], format: int
 ) -> None:
     gradient = make_gradient("special", 5000, dtype)
-    codec, importance = GComp(mode_bits[0], bits=mode_bits[1], format=format), torch.full((5000,), 255).byte()
+    codec, importance = GCompCodec(mode_bits[0], bits=mode_bits[1], format=format), torch.full((5000,), 255).byte()
     message, decoded = encode(codec, gradient, importance), torch.empty_like(gradient)
     codec.decode(message, decoded, importance)
     nonfinite = ~torch.isfinite(gradient).numpy()
@@ -144,14 +144,14 @@ def test_infinities_and_nans_keep_every_bit_in_every_mode(
 
 def test_message_without_infinities_says_so_in_its_header() -> None:
     gradient = make_gradient("gaussian", 1000, torch.float32)
-    assert not message_holds_nonfinite(encode(GComp("none"), gradient, make_importance(1000)))
+    assert not message_holds_nonfinite(encode(GCompCodec("none"), gradient, make_importance(1000)))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_messages_never_exceed_max_encoded_bytes(dtype: torch.dtype, format: int) -> None:
     """Random bits under a table made for one exponent alone: the worst there is."""
-    codec = GComp("paper", format=format)
+    codec = GCompCodec("paper", format=format)
     histogram = torch.zeros(2 ** codec.exponent_bits(dtype), dtype=torch.int64)
     histogram[3] = 1
     codec.use_table(HuffmanTable.from_histogram(histogram))
@@ -166,7 +166,7 @@ def test_messages_never_exceed_max_encoded_bytes(dtype: torch.dtype, format: int
 @pytest.mark.parametrize("format", FORMATS)
 def test_encoding_leaves_bytes_beyond_out_alone(format: int) -> None:
     gradient = make_gradient("special", 3 * CHUNK + 11, torch.float32)
-    codec = GComp("paper", format=format)
+    codec = GCompCodec("paper", format=format)
     n_max = codec.max_encoded_bytes(gradient.numel(), gradient.dtype)
     buffer = torch.full((n_max + 4096,), 0x5A, dtype=torch.uint8)
     codec.encode(gradient, buffer[:n_max], make_importance(gradient.numel()))
@@ -177,7 +177,7 @@ def test_encoding_leaves_bytes_beyond_out_alone(format: int) -> None:
 def test_exponents_come_within_two_percent_of_their_entropy_and_messages_within_one_of_their_bound(format: int) -> None:
     rng = np.random.default_rng(1)
     gradient = torch.from_numpy((rng.normal(size=400_000) * 2.0 ** rng.normal(-14, 1.5, 400_000)).astype(np.float32))
-    codec = GComp("paper", table=fitted_table(gradient), format=format)
+    codec = GCompCodec("paper", table=fitted_table(gradient), format=format)
     parts = describe(encode(codec, gradient, make_importance(400_000)))
     share = np.bincount(words_of(gradient) >> 23 & 0xFF) / 400_000
     entropy = -(share[share > 0] * np.log2(share[share > 0])).sum()
@@ -188,7 +188,7 @@ def test_exponents_come_within_two_percent_of_their_entropy_and_messages_within_
 def test_zeros_cost_their_huffman_code_alone() -> None:
     gradient = torch.zeros(10 * CHUNK)
     gradient[::100] = 1e-3
-    codec = GComp("paper", table=fitted_table(gradient), format=1)
+    codec = GCompCodec("paper", table=fitted_table(gradient), format=1)
     parts = describe(encode(codec, gradient, make_importance(gradient.numel())))
     assert parts["level_bytes"] <= 2 * gradient.numel() / 100 / 8 + 10
     assert parts["mantissa_bytes"] <= 24 * gradient.numel() / 100 / 8 + 10
@@ -203,8 +203,8 @@ def test_histogram_of_format_1_counts_exponent_fields_and_adds_up(dtype: torch.d
         words_of(gradient) >> oracle.MANTISSA_BITS[NAMES[dtype]] & (n_counts - 1), minlength=n_counts
     )
     histogram = torch.zeros(n_counts, dtype=torch.int64)
-    GComp("none", format=1).histogram(gradient, histogram)
-    GComp("none", format=1).histogram(gradient[:5], histogram)
+    GCompCodec("none", format=1).histogram(gradient, histogram)
+    GCompCodec("none", format=1).histogram(gradient[:5], histogram)
     expected += np.bincount(
         words_of(gradient[:5]) >> oracle.MANTISSA_BITS[NAMES[dtype]] & (n_counts - 1), minlength=n_counts
     )
@@ -217,7 +217,7 @@ def test_rounding_to_nearest_halves_the_error_of_truncation_and_has_no_bias(dtyp
     gradient, importance = make_gradient("gaussian", 50_000, dtype), make_importance(50_000)
     errors = {}
     for rounding in ("nearest", "truncate"):
-        codec, decoded = GComp("paper", rounding=rounding, format=format), torch.empty_like(gradient)
+        codec, decoded = GCompCodec("paper", rounding=rounding, format=format), torch.empty_like(gradient)
         codec.decode(encode(codec, gradient, importance), decoded, importance)
         errors[rounding] = (decoded.double() - gradient.double()).numpy()
     assert np.abs(errors["nearest"]).mean() <= 0.6 * np.abs(errors["truncate"]).mean()
@@ -228,7 +228,7 @@ def test_rounding_to_nearest_halves_the_error_of_truncation_and_has_no_bias(dtyp
 def test_histogram_of_format_2_counts_the_exponents_of_equal_float32_values() -> None:
     gradient = make_gradient("special", 40_001, torch.float16)
     histogram = torch.zeros(256, dtype=torch.int64)
-    GComp("none").histogram(gradient, histogram)
+    GCompCodec("none").histogram(gradient, histogram)
     expected = np.bincount(oracle_2.widen(words_of(gradient), "float16") >> 23 & 255, minlength=256)
     np.testing.assert_array_equal(histogram.numpy(), expected)
 
@@ -240,7 +240,7 @@ def test_adding_and_dividing_while_decoding_equal_torchs_own(dtype: torch.dtype,
     importance = make_importance(40_000)
     for kind in KINDS:
         gradient, own = make_gradient(kind, 40_000, dtype), make_gradient(kind, 40_000, dtype, seed=1)
-        codec = GComp("paper", format=format)
+        codec = GCompCodec("paper", format=format)
         message, plain = encode(codec, gradient, importance), torch.empty_like(gradient)
         codec.decode(message, plain, importance)
         for level in ((False, False), (True, False), (True, True)):
@@ -263,7 +263,7 @@ def test_adding_and_dividing_while_decoding_equal_torchs_own(dtype: torch.dtype,
 def test_what_format_2_drops_is_below_the_guarantee(dtype: torch.dtype) -> None:
     """|error| <= 2^-(mantissa bits + 1) x S for S = 2^(importance / 4 - 41), the power of two below what the byte says."""
     gradient, importance = make_gradient("gaussian", 50_000, dtype), make_importance(50_000)
-    codec, decoded = GComp("paper"), torch.empty_like(gradient)
+    codec, decoded = GCompCodec("paper"), torch.empty_like(gradient)
     codec.decode(encode(codec, gradient, importance), decoded, importance)
     error = (decoded.double() - gradient.double()).abs()
     known = importance > 0

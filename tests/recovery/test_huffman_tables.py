@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import gcomp_oracle as oracle
 from gradwire import _native
-from gradwire.codecs.gcomp import GComp, HuffmanTable
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 
 counts_256 = st.lists(st.integers(0, 10**6), min_size=256, max_size=256).filter(any)
@@ -75,7 +75,7 @@ def test_a_table_for_one_exponent_still_codes_every_other() -> None:
     counts = [0] * 256
     counts[110] = 5
     gradient = torch.from_numpy((np.arange(1, 4000) * 0x101011).astype(np.uint32).view(np.int32)).view(torch.float32)
-    codec = GComp("none", table=table_of(counts))
+    codec = GCompCodec("none", table=table_of(counts))
     out, decoded = torch.empty(codec.max_encoded_bytes(3999, torch.float32), dtype=torch.uint8), torch.empty(3999)
     codec.decode(out[: codec.encode(gradient, out)], decoded)
     has_exponent = (gradient.view(torch.int32) >> 23 & 0xFF) != 0

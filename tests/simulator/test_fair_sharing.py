@@ -11,7 +11,7 @@ from explicit import broadcast_path, fair_rates, finish_times
 
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.fairness import share_max_min
-from gradwire.simulator.network import Network
+from gradwire.simulator.network import SimulatedNetwork
 from gradwire.simulator.topology import Topology
 
 
@@ -56,7 +56,7 @@ def test_broadcasts_end_when_they_would_one_by_one(seed: int) -> None:
     rates = [chance.choice([4, 10]) if slow else 10 for _ in range(n_workers)]
     core = chance.choice([5, 15])
     environment = simpy.Environment()
-    network = Network(environment)
+    network = SimulatedNetwork(environment)
     topology = Topology(network, rates, n_racks, core if n_racks > 1 else None)
     classes = {id(site): topology.broadcasts(site) for site in topology.sites}
     racks = [worker * n_racks // n_workers for worker in range(n_workers)]
@@ -81,7 +81,7 @@ def test_broadcasts_end_when_they_would_one_by_one(seed: int) -> None:
 
 def test_a_stopped_flow_tells_what_it_had_left_and_frees_its_share() -> None:
     environment = simpy.Environment()
-    network = Network(environment)
+    network = SimulatedNetwork(environment)
     topology = Topology(network, [10.0] * 3)
     flows = topology.broadcasts(topology.sites[0])
     first, second = network.start(flows, 100.0), network.start(flows, 100.0)
@@ -94,7 +94,7 @@ def test_a_stopped_flow_tells_what_it_had_left_and_frees_its_share() -> None:
 
 def test_a_change_of_capacity_counts_from_its_moment_on() -> None:
     environment = simpy.Environment()
-    network = Network(environment)
+    network = SimulatedNetwork(environment)
     topology = Topology(network, [10.0, 10.0])
     flow = network.start(topology.broadcasts(topology.sites[0]), 100.0)
     environment.run(until=4.0)

@@ -8,22 +8,22 @@ from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.simulator.jitter import Uniform
-from gradwire.simulator.schemes.aqgb import Aqgb
-from gradwire.simulator.schemes.base import Scheme
+from gradwire.simulator.schemes.aqgb import AqgbModel
+from gradwire.simulator.schemes.base import SchemeModel
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
 from gradwire.simulator.schemes.collective import Collective, Cost, ParameterServer
 from gradwire.simulator.schemes.slimgc import SlimGc
 from gradwire.simulator.simulation import Simulation
 from gradwire.simulator.stage import Setting
-from gradwire.simulator.workloads import Block, Workload
+from gradwire.simulator.workloads import BlockTimes, WorkloadTimes
 
 # 100 values of 32 bits each: 3,200 bits; forward 1 s and backward 2 s a block.
-TWO = Workload("two", (Block("a", 100, 1.0, 2.0), Block("b", 100, 1.0, 2.0)), "by hand")
-ONE = Workload("one", (Block("a", 100, 1.0, 2.0),), "by hand")
+TWO = WorkloadTimes("two", (BlockTimes("a", 100, 1.0, 2.0), BlockTimes("b", 100, 1.0, 2.0)), "by hand")
+ONE = WorkloadTimes("one", (BlockTimes("a", 100, 1.0, 2.0),), "by hand")
 STILL = Uniform(0.0)
 
 
-def ends(make, workload: Workload, n_workers: int, rate_bps: float, rounds: int = 2, **setting) -> list[float]:  # type: ignore[no-untyped-def]
+def ends(make, workload: WorkloadTimes, n_workers: int, rate_bps: float, rounds: int = 2, **setting) -> list[float]:  # type: ignore[no-untyped-def]
     """When each round's gradients are everywhere."""
     simulation = Simulation(Setting(workload, n_workers, rate_bps, jitter=STILL, **setting), make)
     simulation.run(rounds=rounds)
@@ -105,15 +105,15 @@ def test_codec_times_count_where_the_lane_says(lane: str, expected_s: float) -> 
 
 def test_a_pipeline_of_many_chunks_hides_the_shorter_of_codec_and_wire() -> None:
     n_values = 2 * 10 * CHUNK_ELEMENTS  # ten chunks in each of two parts
-    workload = Workload("big", (Block("a", n_values, 1.0, 2.0),), "by hand")
+    workload = WorkloadTimes("big", (BlockTimes("a", n_values, 1.0, 2.0),), "by hand")
     cost = Cost(32.0, 1 / n_values, 1 / n_values, lane="pipelined")
     made = ends(lambda s: Collective(s, cost), workload, 2, 32.0 * n_values / 10, rounds=1)
     assert made == pytest.approx([3.0 + 10.0 + 2.0 / 10])
 
 
 def test_aqgb_without_a_profile_sends_the_floor_and_then_what_time_allows() -> None:
-    def make(simulation: Simulation) -> Scheme:
-        return Aqgb(simulation, floor=0.125)
+    def make(simulation: Simulation) -> SchemeModel:
+        return AqgbModel(simulation, floor=0.125)
 
     # One round without a profile: 4 bits of 100 values to one receiver at 40 bits a second, 10 s; and in a single block
     # nothing is left to be refined behind the forward pass.
@@ -134,7 +134,7 @@ def test_a_lane_of_another_name_is_refused() -> None:
 
 
 def test_slimgc_compresses_from_its_threshold_on() -> None:
-    unequal = Workload("unequal", (Block("a", 100, 1.0, 2.0), Block("b", 10_000, 1.0, 2.0)), "by hand")
+    unequal = WorkloadTimes("unequal", (BlockTimes("a", 100, 1.0, 2.0), BlockTimes("b", 10_000, 1.0, 2.0)), "by hand")
     # One bit a value both ways, and a codec of 1 ms a value: worth it where 31 bits take longer than that.
     cost = Cost(1.0, 1e-3, 0.0)
     slow = Simulation(Setting(unequal, 2, 1000.0, jitter=STILL), lambda s: SlimGc(s, cost))

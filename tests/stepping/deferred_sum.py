@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.stepping.deferred import DeferredScheme, OpenBlock
+from gradwire.schemes.deferred import DeferredScheme, OpenBlock
 
 
 class DeferredSum(DeferredScheme):

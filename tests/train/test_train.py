@@ -210,7 +210,8 @@ def test_command_line_says_all_of_a_configuration() -> None:
     )  # fmt: skip
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    for one in (config, replace(config, checkpoint=None, resume=False, save_every=0, rewrap_at=(), local_sgd=3)):
+    for one in (config, replace(config, checkpoint=None, resume=False, save_every=0, rewrap_at=(), local_sgd=3,
+                                outer="average", feedback_decay=0.9)):  # fmt: skip
         assert train.configs_from(parser.parse_args(to_command_line(one)[1:])) == [one]
 
 
@@ -228,6 +229,16 @@ def test_local_sgd_exchanges_every_few_steps_and_may_end_between_two() -> None:
             replace(every_3, **wrong)
     with pytest.raises(InvalidArgument, match="local_sgd=-1"):
         replace(CONFIG, local_sgd=-1)
+    with pytest.raises(InvalidArgument, match="outer='adam'"):
+        replace(CONFIG, outer="adam")
+
+
+def test_without_an_outer_optimizer_two_bit_is_averaged_with_its_residuals() -> None:
+    runs = [replace(CONFIG, local_sgd=3, scheme="two-bit", scheme_options={}, **options)
+            for options in ({"outer": "average"}, {"outer": "average", "feedback_decay": 0.0})]  # fmt: skip
+    kept, faded = run_ranks(_train_each, 2, runs)[0]
+    assert [record["loss"] for record in kept.steps[:6]] == [record["loss"] for record in faded.steps[:6]]
+    assert kept.summary["parameters_sha256"] != faded.summary["parameters_sha256"], "the second exchange has a residual"
 
 
 def test_options_are_numbers_truths_or_words() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gradwire.bench import reducers
 from gradwire.bench.launching import check_rank_arguments, is_rank, needs_switch, run_in_ranks
-from gradwire.bench.sources import Source
+from gradwire.bench.sources import GradientSource
 from gradwire.errors import InvalidArgument
 from gradwire.registry import choose_specs
 from gradwire.results.tables import Grid, print_grid
@@ -31,14 +31,14 @@ def run(args: argparse.Namespace) -> int:
         )
     specs = choose_specs(args.scheme, reducers.names(), reducers.BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
-    source = Source(file, args.density, args.pattern)
+    source = GradientSource(file, args.density, args.pattern)
     check_rank_arguments(args)
     if not is_rank():
         return run_in_ranks("allreduce", args, switch=needs_switch(specs))
     return _run_rank(args, source, specs)
 
 
-def _run_rank(args: argparse.Namespace, source: Source, specs: Sequence[str]) -> int:
+def _run_rank(args: argparse.Namespace, source: GradientSource, specs: Sequence[str]) -> int:
     from gradwire.bench.allreduce_rank import AllReduceBench
 
     sizes = args.n_bytes or (QUICK_SIZES if args.quick else FULL_SIZES)

@@ -17,7 +17,7 @@ from gradwire.bench import kernel_counters
 from gradwire.bench.allreduce_bounds import Exact, error_bound
 from gradwire.bench.launching import write_results
 from gradwire.bench.reducers import RIVALS, BackendReducer, SchemeReducer, TimedReducer
-from gradwire.bench.sources import Source
+from gradwire.bench.sources import GradientSource
 from gradwire.bench.timing import MIN_SAMPLE_S, Timing
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import CorruptMessage
@@ -51,7 +51,7 @@ class _Tally:
 class AllReduceBench:
     """All sizes of one run. Every method is collective."""
 
-    def __init__(self, args: argparse.Namespace, source: Source, specs: Sequence[str]) -> None:
+    def __init__(self, args: argparse.Namespace, source: GradientSource, specs: Sequence[str]) -> None:
         self.args, self.source, self.specs = args, source, specs
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._environment = describe_environment()

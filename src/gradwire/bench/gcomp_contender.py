@@ -12,7 +12,7 @@ from gradwire.bench.contenders import CodecContender
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 from gradwire.bench.live_optimizer import make_optimizer
-from gradwire.codecs.gcomp import GComp, describe
+from gradwire.codecs.gcomp import GCompCodec, describe
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.gcomp.importance import QuantisationMetric
@@ -32,7 +32,7 @@ class GCompContender(CodecContender):
     "uniform".
     """
 
-    codec: GComp
+    codec: GCompCodec
 
     def __init__(self, name: str, options: dict[str, Any], file: GradientFile, n_threads: int) -> None:
         options_given, options = options, dict(options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import subprocess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -90,15 +89,3 @@ def check_network(n_ranks: int, rate: str) -> float | None:
         return 1 + measure_rate(n_ranks, rate, seconds=0.3, repeats=3).deviation
     except Unsupported:  # no right to shape: the records say `loopback` themselves
         return None
-
-
-def checkout() -> Path | None:
-    """The checkout that this package is used from, if it is."""
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(_SOURCES), "rev-parse", "--show-toplevel"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return Path(found.stdout.strip())

@@ -17,7 +17,7 @@ from gradwire.results.store import EARLIER, Record, Store, name_of
 
 
 @dataclass(frozen=True)
-class Run:
+class ExperimentRun:
     """The cells of an experiment that are measured together."""
 
     experiment: Experiment
@@ -54,7 +54,9 @@ class Runner:
     check_network: Callable[[int, str], float | None] = provenance.check_network
     _checked: dict[tuple[int, str], float | None] = field(default_factory=dict)
 
-    def plan(self, experiments: Sequence[Experiment], *, fresh: bool = False, missing: bool = False) -> list[Run]:
+    def plan(
+        self, experiments: Sequence[Experiment], *, fresh: bool = False, missing: bool = False
+    ) -> list[ExperimentRun]:
         """The runs that are not finished.
 
         A run is finished if the store holds all of its cells, from one run with these settings and the code as it is.
@@ -64,16 +66,16 @@ class Runner:
         for experiment in experiments:
             known = {name_of(experiment, record): record for record in self.store.read(experiment.key)}
             for cells in experiment.groups():
-                run = Run(experiment, cells)
+                run = ExperimentRun(experiment, cells)
                 if fresh or not self._is_finished(run, known, missing):
                     runs.append(run)
         return runs
 
-    def estimate_s(self, runs: Sequence[Run]) -> float:
+    def estimate_s(self, runs: Sequence[ExperimentRun]) -> float:
         """About how long these take: what the same took before, else what the catalogue says of such runs."""
         return sum(self._seconds(run) for run in runs)
 
-    def run(self, runs: Sequence[Run], n_finished: int = 0) -> int:
+    def run(self, runs: Sequence[ExperimentRun], n_finished: int = 0) -> int:
         """Measure; status 1 if a run failed, which keeps what the store had. Raises: GradwireError (the store)."""
         if n_finished:
             self.say(f"{n_finished} runs are finished in {self.store.folder / self.store.machine} and are not repeated")
@@ -101,7 +103,7 @@ class Runner:
             self.say(f"failed: {name}; the same command measures only what is missing")
         return 1 if failed else 0
 
-    def _is_finished(self, run: Run, known: dict[str, Record], missing: bool) -> bool:
+    def _is_finished(self, run: ExperimentRun, known: dict[str, Record], missing: bool) -> bool:
         records = [known.get(name_of(run.experiment, cell)) for cell in run.cells]
         if any(record is None or str(record.get("commit", "")).startswith(EARLIER) for record in records):
             return False
@@ -110,7 +112,7 @@ class Runner:
         found = {(record["settings"], record["code"], record["run"]) for record in records if record is not None}
         return len(found) == 1 and next(iter(found))[:2] == (run.settings, provenance.code_state())
 
-    def _seconds(self, run: Run) -> float:
+    def _seconds(self, run: ExperimentRun) -> float:
         wanted = {name_of(run.experiment, cell) for cell in run.cells}
         took = [
             float(record["elapsed_s"])
@@ -119,7 +121,7 @@ class Runner:
         ]
         return max(took, default=run.experiment.seconds)
 
-    def _measure(self, run: Run) -> float | None:
+    def _measure(self, run: ExperimentRun) -> float | None:
         """Seconds that it took; None where it failed, and then nothing is written."""
         experiment = run.experiment
         call = Call(experiment.key, run.cells, experiment.apart(run.cells[0]), dict(experiment.fixed), self.folder)

@@ -18,7 +18,7 @@ _POSITIONS, _VALUES = 0, 1
 
 
 @dataclass(frozen=True)
-class Source:
+class GradientSource:
     """Gradients by rank and length.
 
     Attributes:

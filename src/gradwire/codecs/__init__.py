@@ -45,7 +45,7 @@ _REGISTRY: Registry[Codec] = Registry(
     "codec",
     {
         "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
-        "gcomp": "gradwire.codecs.gcomp:GComp",
+        "gcomp": "gradwire.codecs.gcomp:GCompCodec",
         "one-bit": "gradwire.codecs.one_bit:OneBit",
         "qsgd": "gradwire.codecs.qsgd:Qsgd",
         "ternary": "gradwire.codecs.ternary:Ternary",

@@ -16,7 +16,7 @@ from gradwire import _native
 from gradwire.codecs.huffman import HuffmanTable, exponent_bits_of
 from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument
 
-__all__ = ["GComp", "HuffmanTable", "Truncate", "describe", "message_holds_nonfinite"]
+__all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe", "message_holds_nonfinite"]
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
@@ -30,7 +30,7 @@ _MAX_TABLES = 6
 _PRIORS = {bits: HuffmanTable.prior(dtype) for bits, dtype in ((8, torch.float32), (5, torch.float16))}
 
 
-class GComp:
+class GCompCodec:
     """The codec of GComp (Li et al., SoCC 2024, sections 4 to 6).
 
     Lossless but for the mantissa bits that `importance` lets go of, for subnormals of float32 and bfloat16 (format 1:
@@ -122,7 +122,7 @@ class GComp:
             if importance is None:
                 raise InvalidArgument(
                     'importance="paper" needs the importance bytes: encode(gradient, out, importance) with one uint8 '
-                    'a value, or GComp(importance="none") to keep every mantissa bit'
+                    'a value, or GCompCodec(importance="none") to keep every mantissa bit'
                 )
             _check_importance(importance, gradient)
         else:
@@ -281,13 +281,13 @@ class GComp:
         return table
 
 
-class Truncate(GComp):
+class Truncate(GCompCodec):
     """GComp's message with the `bits` lowest mantissa bits always cut off: the comparator of the paper's Fig. 18."""
 
     name = "truncate"
 
     def __init__(self, bits: int = 18, table: HuffmanTable | None = None, format: int = 2) -> None:
-        """See `GComp`. Raises: InvalidArgument."""
+        """See `GCompCodec`. Raises: InvalidArgument."""
         super().__init__(importance="truncate", bits=bits, table=table, format=format)
 
 

@@ -24,7 +24,6 @@ class Qsgd(Quantised):
     """
 
     name = "qsgd"
-    needs_error_feedback = False
     _kind = 3
 
     def __init__(self, levels: int = 7, block: int = 512, seed: int = 0) -> None:

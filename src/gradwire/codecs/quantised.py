@@ -23,7 +23,6 @@ class Quantised:
 
     name: ClassVar[str]
     # Whether what a message leaves out has to be sent later for training to converge.
-    needs_error_feedback: ClassVar[bool] = True
     _kind: ClassVar[int]
     # What the native encoder is told; see native/quantisers/codec.hpp.
     _rule = 1

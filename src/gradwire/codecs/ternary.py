@@ -29,7 +29,6 @@ class Ternary(Quantised):
     """
 
     name = "ternary"
-    needs_error_feedback = False
     _kind = 2
 
     def __init__(self, clip: float = 2.5, seed: int = 0) -> None:

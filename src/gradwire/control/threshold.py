@@ -18,7 +18,7 @@ __all__ = [
     "METHODS",
     "NEVER",
     "LinearCost",
-    "Measurement",
+    "SizeTimes",
     "ThresholdTable",
     "check_threshold",
     "has_drifted",
@@ -33,7 +33,7 @@ METHODS = ("fit", "measured")
 
 
 @dataclass(frozen=True)
-class Measurement:
+class SizeTimes:
     """What one size costs, in seconds.
 
     Attributes:
@@ -126,8 +126,8 @@ class ThresholdTable:
     Raises: InvalidArgument (no measurements).
     """
 
-    def __init__(self, measurements: Iterable[Measurement]) -> None:
-        by_size: dict[int, list[Measurement]] = {}
+    def __init__(self, measurements: Iterable[SizeTimes]) -> None:
+        by_size: dict[int, list[SizeTimes]] = {}
         for measurement in measurements:
             by_size.setdefault(measurement.size_bytes, []).append(measurement)
         if not by_size:
@@ -188,7 +188,7 @@ class ThresholdTable:
     def from_rows(cls, rows: Iterable[dict[str, Any]]) -> ThresholdTable:
         """The table of which `as_rows` gave these. Raises: InvalidArgument (a field that is missing or out of range)."""
         try:
-            return cls(Measurement(r["size_bytes"], r["raw_s"], r["compressed_s"], r["codec_s"]) for r in rows)
+            return cls(SizeTimes(r["size_bytes"], r["raw_s"], r["compressed_s"], r["codec_s"]) for r in rows)
         except (KeyError, TypeError) as error:
             raise InvalidArgument(
                 f"a row of a threshold table holds size_bytes, raw_s, compressed_s and codec_s: {error}"
@@ -263,7 +263,7 @@ def log_spaced(sizes_bytes: Iterable[int], n_at_most: int) -> list[int]:
     return sorted(chosen)
 
 
-def _average(measurements: Sequence[Measurement]) -> Measurement:
+def _average(measurements: Sequence[SizeTimes]) -> SizeTimes:
     n = len(measurements)
     means = (math.fsum(getattr(m, name) for m in measurements) / n for name in ("raw_s", "compressed_s", "codec_s"))
-    return Measurement(measurements[0].size_bytes, *means)
+    return SizeTimes(measurements[0].size_bytes, *means)

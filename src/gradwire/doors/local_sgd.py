@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwire.core.named_tensors import AllReduceWork
 from gradwire.core.slot import local_of, named_parameters
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
-from gradwire.reducer import AllReduceWork, Reducer
+from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme, by_name
 
 OuterOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -34,6 +35,15 @@ MOST_MOMENTUM_WITH_FEEDBACK = 0.5
 def nesterov(anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """The DiLoCo paper's outer optimizer."""
     return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def average(anchors: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """No outer momentum: the shared parameters become the ranks' mean (local SGD, SparseLoCo)."""
+    return torch.optim.SGD(anchors, lr=1.0)
+
+
+# By name, for configurations.
+OUTER: dict[str, OuterOptimizer] = {"nesterov": nesterov, "average": average}
 
 
 class LocalSgd:

@@ -7,7 +7,7 @@ from gradwire import schemes
 # Door: what a user calls.
 DOORS = {
     "ddp": "`attach(ddp, ...)`",
-    "gradients": "`attach(fsdp2, ...)`",
+    "fsdp2": "`attach(fsdp2, ...)`",
     "two-level": "`TwoLevel(scheme)`",
     "local-sgd": "`LocalSgd(...)`",
     "reducer": "`Reducer(...)`",

@@ -39,18 +39,11 @@ class Parts:
         self._world_size = world_size
         largest_part = -(-buffer.numel() // world_size)
         self.n_chunks = count_chunks(largest_part, chunk_elements, min_chunks)
-        self.max_chunk_elements = -(-largest_part // self.n_chunks)
-        self.part_bytes = largest_part * buffer.element_size()
 
     def bounds(self, part: int, chunk: int) -> tuple[int, int]:
         """First element of the chunk and the one after its last."""
         part_start, part_end = self._cut(0, self._buffer.numel(), self._world_size, part)
         return self._cut(part_start, part_end, self.n_chunks, chunk)
-
-    def slice_of(self, tensor: torch.Tensor, part: int, chunk: int) -> torch.Tensor:
-        """The chunk's elements of `tensor` (n,), as a view."""
-        start, end = self.bounds(part, chunk)
-        return tensor[start:end]
 
     @staticmethod
     def _cut(start: int, end: int, n_pieces: int, piece: int) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def recommend(
             plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, family == "adam", tuple(links))
             measured = {"plain": plain_s}
             for spec in _worth_trying(plan):
-                if elapsed.elapsed_ns / 1e9 > (_PLAIN_SHARE + _TRIAL_SHARE) * seconds and len(measured) > 1:
+                if elapsed.elapsed_s > (_PLAIN_SHARE + _TRIAL_SHARE) * seconds and len(measured) > 1:
                     break
                 tried = _try(
                     spec, ddp, optimizer, step_function, timing, communicator, _TRIAL_SHARE * seconds / _N_TRIED

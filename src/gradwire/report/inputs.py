@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from gradwire.errors import CorruptMessage, InvalidArgument
 
-__all__ = ["BENCH_FIELDS", "Inputs", "Run", "load_inputs"]
+__all__ = ["BENCH_FIELDS", "Inputs", "LoggedRun", "load_inputs"]
 
 Record = dict[str, Any]
 Column = npt.NDArray[np.float64]
@@ -52,7 +52,7 @@ _ENVIRONMENT_FIELDS = (
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """One training run, as rank 0 logged it.
 
     Attributes:
@@ -75,7 +75,7 @@ class Run:
 class Inputs:
     """All that was found: runs, and bench records by kind (`codec`, `allreduce`, `train`)."""
 
-    runs: Sequence[Run]
+    runs: Sequence[LoggedRun]
     records: Mapping[str, Sequence[Record]]
     environments: Sequence[Mapping[str, Any]]  # the distinct machines, dates left out
 
@@ -88,7 +88,7 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
     """
     if not paths:
         raise InvalidArgument("a report needs at least one run folder or bench JSON file")
-    runs: list[Run] = []
+    runs: list[LoggedRun] = []
     records: dict[str, list[Record]] = {kind: [] for kind in BENCH_FIELDS}
     for path in dict.fromkeys(Path(path) for path in paths):
         for source in _sources(path):
@@ -109,9 +109,9 @@ def load_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
     return Inputs(runs, records, list(environments.values()))
 
 
-def _label_runs(runs: Sequence[Run]) -> list[Run]:
+def _label_runs(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
     """Runs of one scheme are told apart by its options, if these differ, else by their folders."""
-    groups: dict[tuple[str, str], list[tuple[str, Run]]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[tuple[str, LoggedRun]]] = defaultdict(list)
     for run in runs:
         options = run.config.get("scheme_options")
         text = " ".join(f"{key}={value}" for key, value in options.items()) if isinstance(options, dict) else ""
@@ -161,7 +161,7 @@ def _is_run(path: Path) -> bool:
     return (path / "config.json").exists() or (path / "steps.jsonl").exists()
 
 
-def _load_run(path: Path) -> Run:
+def _load_run(path: Path) -> LoggedRun:
     config = _load_object(path / "config.json")
     summary = _load_object(path / "summary.json") if (path / "summary.json").exists() else {}
     scheme = config.get("scheme")
@@ -169,7 +169,7 @@ def _load_run(path: Path) -> Run:
         raise CorruptMessage(f"{path / 'config.json'}:1: `scheme` is {scheme!r}, expected a scheme's name")
     ranks = config.get("ranks", config.get("world_size"))
     environment = {**_environment(config), **_environment(summary)}
-    return Run(
+    return LoggedRun(
         path=path,
         label=scheme,
         scheme=scheme,

@@ -31,7 +31,7 @@ from gradwire.report.drawing import (
     set_log_axis,
     to_svg,
 )
-from gradwire.report.inputs import Column, Run
+from gradwire.report.inputs import Column, LoggedRun
 from gradwire.report.thresholds import make_threshold_table
 from gradwire.results.captions import describe_data, describe_machine, describe_networks
 from gradwire.results.palette import INK, MUTED
@@ -74,15 +74,15 @@ def pick_baseline(labels: Sequence[str], wanted: str | None = None) -> str | Non
     return next((name for name in (wanted, *_BASELINES) if name in labels), None)
 
 
-def make_run_sections(runs: Sequence[Run], palette: Palette, baseline: str | None) -> list[Section]:
+def make_run_sections(runs: Sequence[LoggedRun], palette: Palette, baseline: str | None) -> list[Section]:
     """One section for each workload and number of ranks."""
-    groups: dict[tuple[str, int | None], list[Run]] = defaultdict(list)
+    groups: dict[tuple[str, int | None], list[LoggedRun]] = defaultdict(list)
     for run in runs:
         groups[run.workload, run.ranks].append(run)
     return [_make_section(index, group, palette, baseline) for index, group in enumerate(groups.values())]
 
 
-def _make_section(index: int, runs: Sequence[Run], palette: Palette, wanted: str | None) -> Section:
+def _make_section(index: int, runs: Sequence[LoggedRun], palette: Palette, wanted: str | None) -> Section:
     first = runs[0]
     ranks = f"{first.ranks} ranks" if first.ranks else "ranks not recorded"
     base_label = pick_baseline([run.label for run in runs], wanted)
@@ -111,7 +111,7 @@ def _make_section(index: int, runs: Sequence[Run], palette: Palette, wanted: str
     return section
 
 
-def _tile(run: Run, base: Run, palette: Palette) -> Tile:
+def _tile(run: LoggedRun, base: LoggedRun, palette: Palette) -> Tile:
     sent, base_sent = _mean_bytes(run), _mean_bytes(base)
     seconds, base_seconds = np.median(_warm(run, "iteration_s")), np.median(_warm(base, "iteration_s"))
     values = []
@@ -126,7 +126,7 @@ def _tile(run: Run, base: Run, palette: Palette) -> Tile:
 
 
 def _draw_loss(
-    name: str, runs: Sequence[Run], base: Run | None, palette: Palette, where: str, by_time: bool
+    name: str, runs: Sequence[LoggedRun], base: LoggedRun | None, palette: Palette, where: str, by_time: bool
 ) -> Drawing:
     with new_axes(labels_at_right=[run.label for run in runs]) as axes:
         ends = []
@@ -162,7 +162,9 @@ def _draw_loss(
     return Drawing(name, title, f"{where}.{clock}{smoothed}", svg)
 
 
-def _draw_deviation(name: str, runs: Sequence[Run], base: Run, palette: Palette, where: str) -> Drawing | None:
+def _draw_deviation(
+    name: str, runs: Sequence[LoggedRun], base: LoggedRun, palette: Palette, where: str
+) -> Drawing | None:
     curves = [(run, curve) for run in runs if run is not base and (curve := _deviation(run, base)) is not None]
     if not any((curve[1] > 0).any() for _, curve in curves):
         return None
@@ -196,7 +198,7 @@ def _label_steps(axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_bytes(name: str, runs: Sequence[Run], palette: Palette, where: str) -> Drawing:
+def _draw_bytes(name: str, runs: Sequence[LoggedRun], palette: Palette, where: str) -> Drawing:
     with new_axes(labels_at_right=[run.label for run in runs]) as axes:
         ends = []
         top = max(float(run.columns["bytes_sent"].max()) for run in runs)
@@ -283,7 +285,7 @@ def _legend(prefix: str, entries: Sequence[tuple[str, str]]) -> str:
     return f'<div class="keys">{prefix}{items}</div>'
 
 
-def _split(run: Run) -> TimeSplit:
+def _split(run: LoggedRun) -> TimeSplit:
     iteration_s, exposed_s = (float(_warm(run, name).mean()) for name in ("iteration_s", "exposed_s"))
     exposed_s = min(exposed_s, iteration_s)
     parts = {"computation": iteration_s - exposed_s, "exposed communication": exposed_s}
@@ -291,7 +293,7 @@ def _split(run: Run) -> TimeSplit:
     return TimeSplit(run.label, iteration_s, parts, lane if sum(lane.values()) else {})
 
 
-def _make_table(runs: Sequence[Run], base: Run | None) -> PageTable:
+def _make_table(runs: Sequence[LoggedRun], base: LoggedRun | None) -> PageTable:
     columns = [("scheme", False), ("steps", True), ("iteration, ms", True), ("speed-up", True), ("sent a step", True)]
     columns += [("of a plain ring", True), ("exposed, ms", True), ("encode, ms", True), ("decode, ms", True)]
     columns += [("final loss", True), ("largest deviation", True)]
@@ -316,20 +318,20 @@ def _make_table(runs: Sequence[Run], base: Run | None) -> PageTable:
     return PageTable("The runs in numbers", columns, rows, caption)
 
 
-def _warm(run: Run, name: str) -> Column:
+def _warm(run: LoggedRun, name: str) -> Column:
     column = run.columns[name]
     return column[len(column) // 10 :]  # DDP rebuilds its buckets, allocators and caches warm up
 
 
-def _mean_bytes(run: Run) -> float:
+def _mean_bytes(run: LoggedRun) -> float:
     return float(_warm(run, "bytes_sent").mean())
 
 
-def _wall_s(run: Run) -> Column:
+def _wall_s(run: LoggedRun) -> Column:
     return run.columns.get("elapsed_s", np.cumsum(run.columns["iteration_s"]))
 
 
-def _deviation(run: Run, base: Run) -> tuple[Column, Column] | None:
+def _deviation(run: LoggedRun, base: LoggedRun) -> tuple[Column, Column] | None:
     """(steps, |difference of loss|) at the steps that both have with finite losses; None if there are none."""
     steps, mine, theirs = np.intersect1d(run.columns["step"], base.columns["step"], return_indices=True)
     distance = np.abs(run.columns["loss"][mine] - base.columns["loss"][theirs])

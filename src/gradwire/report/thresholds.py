@@ -6,14 +6,14 @@ from typing import Any
 
 from gradwire.control.threshold import NEVER
 from gradwire.report.drawing import PageTable
-from gradwire.report.inputs import Run
+from gradwire.report.inputs import LoggedRun
 
 _COLUMNS = [("tensor, bytes", True), ("raw, ms", True), ("compressed, ms", True), ("codec, ms", True), ("both, ms", True),
             ("benefit", True), ("sent", False)]  # fmt: skip
 _FIELDS = ("size_bytes", "raw_s", "compressed_s", "codec_s", "total_compressed_s", "benefit")
 
 
-def make_threshold_table(run: Run) -> PageTable | None:
+def make_threshold_table(run: LoggedRun) -> PageTable | None:
     """The table that decided what this run compressed, or None if there was none, or it does not read."""
     stats = run.summary.get("stats")
     rows = stats.get("threshold_table") if isinstance(stats, dict) else None

@@ -19,16 +19,18 @@ from typing import Any
 
 import torch
 
+from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.schemes.low_rank.fusion import Work
-from gradwire.schemes.low_rank.matrices import Group, draw_factor, orthogonalise, redraw_zero_factors
+from gradwire.schemes.low_rank.matrices import MatrixGroup
 
 
 class AcpSgd(LowRank):
     """Mean over the ranks, in low rank, one factor a step. Options: see LowRank."""
 
     name = "acp-sgd"
+    incoming_is_orthogonal = True
 
     _is_step_for_p = True
 
@@ -40,46 +42,25 @@ class AcpSgd(LowRank):
                 self._send_uncompressed_part(work, cap_bytes)
                 for group in work.plan.groups:
                     group.correct(work.bucket, self.session.feedback, loss_scale)
-                    if self._is_step_for_p:
-                        torch.bmm(group.q, group.corrected.mT, out=group.p)
-                    else:
-                        torch.bmm(group.p, group.corrected, out=group.q)
-                    self._send_factors(work, self._outgoing(group), cap_bytes)
+                    sent = group.project_to_p() if self._is_step_for_p else group.project_to_q(group.q)
+                    self._send_factors(work, sent, cap_bytes)
                 work.is_sent = True
                 if is_last and work is works[-1]:
                     self._fusion.flush()
                 if self.error_feedback:
-                    for group in work.plan.groups:
-                        group.subtract_product(
-                            self.session.feedback
-                        )  # with the local factor, while its sum is under way
+                    for group in work.plan.groups:  # with the local factor, while its sum is under way
+                        group.subtract_product(self.session.feedback)
         if is_last:
             self._fusion.finish_all()
 
-    def _on_arrival(self, work: Work) -> None:
-        if not work.is_finite:
-            self._unfinite.append(work)
-            return
-        with work.bucket.record.timing("decode"):
-            for group in work.plan.groups:
-                group.write_product(work.bucket.buffer)
-        self._finish(work)
+    def _write(self, group: MatrixGroup, bucket: Bucket) -> None:
+        group.write_product(bucket.buffer)
 
-    def _incoming(self, group: Group) -> torch.Tensor:
+    def _incoming(self, group: MatrixGroup) -> torch.Tensor:
         return group.q if self._is_step_for_p else group.p
 
-    def _outgoing(self, group: Group) -> torch.Tensor:
+    def _next_factors(self, group: MatrixGroup) -> torch.Tensor:
         return group.p if self._is_step_for_p else group.q
-
-    def _commit_factors(self, group: Group, step: int) -> None:
-        factors = self._outgoing(group)
-        if self.reuse:
-            redraw_zero_factors(factors, group.keys, self.seed, step + 1)
-        else:
-            for factor, key in zip(factors, group.keys, strict=True):
-                factor.copy_(draw_factor(self.seed, key, step + 1, *factor.shape))
-        orthogonalise(factors)
-        group.commit_factors(factors)
 
     def _end_of_commit(self) -> None:
         self._is_step_for_p = not self._is_step_for_p

@@ -23,6 +23,7 @@ from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.schemes.compressed import Redoing, count_of
+from gradwire.schemes.selection import Selection, matrices
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class Dgc(Redoing):
         """Where what is sent whole lies: everything, with one rank."""
         if self.session.communicator.world_size == 1:
             return spans or [(0, bucket.n_elements)]
-        return [span for slot, span in zip(bucket.slots, spans, strict=True) if slot.dim() < 2]
+        return [(span.offset, span.offset + span.n_elements) for span in Selection(bucket, matrices).raw]
 
     def _clipped(self, bucket: Bucket, spans: list[tuple[int, int]], scale: float) -> torch.Tensor:
         """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""

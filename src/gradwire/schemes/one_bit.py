@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.codecs.one_bit import OneBit
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.quantised import QuantisedDirect, or_none
-from gradwire.schemes.selection import Names, Selection
+from gradwire.schemes.selection import ByName, Names
 
 
 class OneBitScheme(QuantisedDirect):
@@ -33,7 +33,7 @@ class OneBitScheme(QuantisedDirect):
         only: Names = (),
     ) -> None:
         codec = OneBit(scale, threshold, or_none(scale_values))
-        super().__init__(codec, error_feedback, pull, chunk_elements, warmup_steps, Selection(exempt, only))
+        super().__init__(codec, error_feedback, pull, chunk_elements, warmup_steps, ByName(exempt, only))
         self._options = {"scale": codec.scale, "threshold": codec.threshold}
 
     @property

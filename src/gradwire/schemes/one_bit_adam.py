@@ -29,7 +29,7 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.quantised import QuantisedDirect, check_steps, or_none
-from gradwire.schemes.selection import Names, Selection
+from gradwire.schemes.selection import ByName, Names, Selection
 
 _CORRECTIONS = ("frozen", "running")
 _CODECS = ("one-bit", "two-bit", "qsgd")
@@ -70,7 +70,7 @@ class OneBitAdam(QuantisedDirect):
             raise InvalidArgument(f"correction is one of {', '.join(_CORRECTIONS)}, not {correction!r}")
         self._codec_name, self.correction = codec, correction
         quantiser = _codec_of(codec, or_none(scale_values))
-        super().__init__(quantiser, True, pull, chunk_elements, 0, Selection(exempt, only))
+        super().__init__(quantiser, True, pull, chunk_elements, 0, ByName(exempt, only))
         self._adam: FrozenAdam | None = None
 
     @property
@@ -112,35 +112,32 @@ class OneBitAdam(QuantisedDirect):
 
     # ---- one bucket
 
-    def _choose(self, bucket: Bucket) -> list[bool]:
+    def _choose(self, bucket: Bucket) -> Selection:
+        """Never as it lies: what is sent is not what lies in the bucket."""
         assert self._adam is not None
         # All are asked, because to ask is to count.
-        frozen = [self._adam.is_frozen(slot) for slot in bucket.slots]
-        return [mine and self.selection.takes(slot) for slot, mine in zip(bucket.slots, frozen, strict=True)]
-
-    def _send_whole(self, bucket: Bucket, chosen: list[bool]) -> bool:
-        """Never: what is sent is not what lies in the bucket."""
-        return False
+        frozen = {slot: self._adam.is_frozen(slot) for slot in bucket.slots}
+        return Selection(bucket, lambda slot, n_bytes: slot is not None and frozen[slot] and self.select(slot, n_bytes))
 
     def _part_dtype(self, bucket: Bucket) -> torch.dtype:
         return torch.float32
 
-    def _fill(self, part: Bucket, bucket: Bucket, spans: list[tuple[int, int]]) -> None:
+    def _fill(self, fused: torch.Tensor, bucket: Bucket, chosen: Selection) -> None:
         assert self._adam is not None
         loss_scale = self.session.loss_scale()
-        for slot, (first, last), (start, end) in zip(part.slots, part.spans, spans, strict=True):
+        for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
             momentum, beta1 = self._adam.momentum(slot)
-            mine = part.buffer[first:last]
+            mine = span.in_fused(fused)
             torch.mul(momentum, loss_scale, out=mine)
-            mine.lerp_(bucket.buffer[start:end].float(), 1 - beta1)
+            mine.lerp_(span.in_bucket(bucket.buffer).float(), 1 - beta1)
 
-    def _take(self, part: Bucket, bucket: Bucket, spans: list[tuple[int, int]]) -> None:
+    def _take(self, fused: torch.Tensor, bucket: Bucket, chosen: Selection) -> None:
         assert self._adam is not None
         loss_scale = self.session.loss_scale()
-        for slot, (first, last), (start, end) in zip(part.slots, part.spans, spans, strict=True):
+        for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
             momentum, beta1 = self._adam.momentum(slot)
-            old, new = momentum.mul(loss_scale), part.buffer[first:last]
-            bucket.buffer[start:end] = new.sub_(old).div_(1 - beta1).add_(old)
+            old, new = momentum.mul(loss_scale), span.in_fused(fused)
+            span.in_bucket(bucket.buffer).copy_(new.sub_(old).div_(1 - beta1).add_(old))
 
     # ---- between steps
 

@@ -5,7 +5,6 @@ When not to use this: when nothing of gradwire is wanted; DDP without a hook doe
 
 from __future__ import annotations
 
-import time
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +13,7 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.schemes.base import Scheme
 from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.futures import then
 from gradwire.wire.step_check import StepCheck
 
 
@@ -35,33 +35,15 @@ class Plain(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start the all-reduce on the lane and leave it to the backend, so that buckets overlap as they do in DDP."""
+        return then(self.session.communicator.submit(self._start, bucket), lambda _: bucket.buffer)
+
+    def _start(self, bucket: Bucket) -> torch.futures.Future | None:
         communicator = self.session.communicator
-        done: torch.futures.Future = torch.futures.Future()
-
-        def start() -> None:
-            if communicator.world_size == 1:
-                done.set_result(bucket.buffer)
-                return
-            if bucket.is_last:
-                self._check.start(self.preamble(bucket), bucket.record)
-            start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded).add_done_callback(finish)
-
-        def finish(finished: torch.futures.Future) -> None:
-            try:
-                finished.wait()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(bucket.buffer)
-
-        def forward_error(started: torch.futures.Future) -> None:
-            try:
-                started.wait()
-            except Exception as error:
-                done.set_exception(error)
-
-        communicator.submit(start).add_done_callback(forward_error)
-        return done
+        if communicator.world_size == 1:
+            return None
+        if bucket.is_last:
+            self._check.start(self.preamble(bucket), bucket.record)
+        return start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded)
 
 
 def start_plain_mean(
@@ -87,7 +69,7 @@ def start_plain_mean(
         rounded[bucket.index] = done
         n_bytes = wire_dtype.itemsize * bucket.n_elements
         travelling = communicator.scratch(f"rounded {bucket.index}", n_bytes).view(wire_dtype).copy_(bucket.buffer)
-    started = time.perf_counter_ns()
+    timing = bucket.record.timing("communicate")
     summed = communicator.start_all_reduce(travelling)
 
     def finish(summed: torch.futures.Future) -> None:
@@ -96,7 +78,7 @@ def start_plain_mean(
         except Exception as error:
             done.set_exception(communicator.fail(error))
             return
-        bucket.record.add("communicate", started, time.perf_counter_ns())
+        timing.end()
         if is_rounded:
             bucket.buffer.copy_(travelling)
         n_bytes = ring_bytes(travelling.numel() * travelling.element_size(), communicator.world_size)

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from gradwire.core.bucket import Bucket
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.schemes.low_rank.fusion import Work
-from gradwire.schemes.low_rank.matrices import Group, draw_factor, orthogonalise, redraw_zero_factors
+from gradwire.schemes.low_rank.matrices import MatrixGroup, orthogonalise
 
 
 class PowerSgd(LowRank):
@@ -28,12 +29,12 @@ class PowerSgd(LowRank):
     """
 
     name = "power-sgd"
+    incoming_is_orthogonal = False
 
     def __init__(self, rank: int = 4, buffer_mb: float = float("inf"), **options: Any) -> None:
         if "overlap" in options:
             raise TypeError("overlap is the difference between power-sgd and power-sgd-overlap; choose one of them")
         super().__init__(rank=rank, buffer_mb=buffer_mb, overlap=type(self) is PowerSgdOverlap, **options)
-        self._new_q: dict[Group, torch.Tensor] = {}
 
     def _compress(self, works: list[Work], is_last: bool) -> None:
         """Packed: all of P, then all of Q."""
@@ -52,8 +53,7 @@ class PowerSgd(LowRank):
             self._send_uncompressed_part(work, cap_bytes)
             for group in work.plan.groups:
                 group.correct(work.bucket, self.session.feedback, loss_scale)
-                torch.bmm(group.q, group.corrected.mT, out=group.p)
-                self._send_factors(work, group.p, cap_bytes)
+                self._send_factors(work, group.project_to_p(), cap_bytes)
 
     def _send_q(self, work: Work) -> None:
         """All ranks skip a bucket whose first sum was not finite."""
@@ -64,47 +64,20 @@ class PowerSgd(LowRank):
         with work.bucket.record.timing("encode"):
             for group in work.plan.groups:
                 orthogonalise(group.p)
-                if group not in self._new_q:
-                    self._new_q[group] = torch.empty_like(group.q)
-                new_q = self._new_q[group]
-                torch.bmm(group.p, group.corrected, out=new_q)
-                self._send_factors(work, new_q, self._cap_bytes("q"))
+                self._send_factors(work, group.project_to_q(group.new_q), self._cap_bytes("q"))
 
-    def _on_arrival(self, work: Work) -> None:
-        if not work.is_finite:
-            self._unfinite.append(work)
-            return
-        with work.bucket.record.timing("decode"):
-            for group in work.plan.groups:
-                group.write_product(work.bucket.buffer, self._new_q[group])
-                if self.error_feedback:
-                    group.subtract_result(work.bucket.buffer, self.session.feedback)
-        self._finish(work)
+    def _write(self, group: MatrixGroup, bucket: Bucket) -> None:
+        group.write_product(bucket.buffer, group.new_q)
+        if self.error_feedback:
+            group.subtract_result(bucket.buffer, self.session.feedback)
 
-    def _incoming(self, group: Group) -> torch.Tensor:
+    def _incoming(self, group: MatrixGroup) -> torch.Tensor:
         return group.q
 
-    def _prepare(self, factors: torch.Tensor) -> None:
-        """Power-SGD takes Q as it was summed."""
-
-    def _commit_factors(self, group: Group, step: int) -> None:
-        group.q, self._new_q[group] = self._new_q[group], group.q
-        if self.reuse:
-            redraw_zero_factors(group.q, group.keys, self.seed, step + 1)
-        else:
-            for factor, key in zip(group.q, group.keys, strict=True):
-                factor.copy_(draw_factor(self.seed, key, step + 1, *factor.shape))
-        group.commit_factors(group.q)
-
-    def close(self) -> None:
-        super().close()
-        self._new_q.clear()
-
-    def _make_plan(self, bucket: Any) -> Any:
-        plan = super()._make_plan(bucket)
-        live = {group for other in self._plans.in_use for group in other.groups}
-        self._new_q = {group: factors for group, factors in self._new_q.items() if group in live}
-        return plan
+    def _next_factors(self, group: MatrixGroup) -> torch.Tensor:
+        """Q as it was summed."""
+        group.q, group.new_q = group.new_q, group.q
+        return group.q
 
 
 class PowerSgdOverlap(PowerSgd):

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.codecs.quantised import Quantised
-from gradwire.core.bucket import Bucket, offsets_of
+from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.exchange.patterns import Owners
 from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.selection import Selection
+from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.wire import Wire
 
 _PULLS = ("compressed", "raw")
@@ -35,7 +35,7 @@ class QuantisedDirect(Compressed):
         pull: how sums travel back.
         chunk_elements: values to a message.
         warmup_steps: the first steps of the training, which are reduced plainly; 0, as published.
-        selection: which tensors are compressed; the others are reduced plainly.
+        select: which tensors are compressed; the others are reduced plainly.
     """
 
     # What it was measured to lose under Adam without plain first steps (docs/results/lossy.md); said beside such an optimizer.
@@ -50,7 +50,7 @@ class QuantisedDirect(Compressed):
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
         warmup_steps: int = 0,
-        selection: Selection | None = None,
+        select: ByName | None = None,
     ) -> None:
         if pull not in _PULLS:
             raise InvalidArgument(f"pull is one of {', '.join(_PULLS)}, not {pull!r}")
@@ -59,7 +59,7 @@ class QuantisedDirect(Compressed):
         super().__init__(codec, Owners(pull == "raw", chunk_elements), error_feedback)
         self.codec, self.pull, self.chunk_elements = codec, pull, chunk_elements
         self.warmup_steps = check_steps("warmup_steps", warmup_steps)
-        self.selection = selection or Selection()
+        self.select = select or ByName()
         self._last_step = -1
 
     @property
@@ -67,7 +67,7 @@ class QuantisedDirect(Compressed):
         shared = {"error_feedback": self.error_feedback, "pull": self.pull, "chunk_elements": self.chunk_elements}
         shared |= {"warmup_steps": self.warmup_steps} if self.warmup_steps else {}
         shared |= {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
-        return shared | self.selection.configuration
+        return shared | self.select.configuration
 
     @property
     def settling_steps(self) -> int:
@@ -82,7 +82,7 @@ class QuantisedDirect(Compressed):
     def bind(self, session: Session) -> None:
         """As every scheme's; the log has the plain steps, and what Adam loses. Raises: InvalidArgument (names of no tensor)."""
         self._last_step = -1
-        self.selection.bind(session)
+        self.select.bind(session)
         super().bind(session)
         is_adam = session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
         if self.settling_steps:
@@ -103,52 +103,45 @@ class QuantisedDirect(Compressed):
             wire.mean_plainly(bucket.buffer)
             return True
         chosen = self._choose(bucket)
-        if self._send_whole(bucket, chosen):
-            return super()._send(bucket, wire)
-        return self._send_apart(bucket, chosen, wire)
+        return super()._send(bucket, wire) if chosen is None else self._send_apart(bucket, chosen, wire)
 
-    def _send_whole(self, bucket: Bucket, chosen: list[bool]) -> bool:
-        """Whether the bucket is compressed as it lies."""
-        return all(chosen)
+    def _choose(self, bucket: Bucket) -> Selection | None:
+        """Which of the bucket's tensors are compressed; None: the bucket, as it lies."""
+        chosen = Selection(bucket, self.select) if self.select else None
+        return chosen if chosen is not None and chosen.raw else None
 
     def _part_dtype(self, bucket: Bucket) -> torch.dtype:
         """Of what is sent for the chosen tensors."""
         return bucket.buffer.dtype
 
-    def _choose(self, bucket: Bucket) -> list[bool]:
-        """Which of the bucket's tensors are compressed."""
-        return [self.selection.takes(slot) for slot in bucket.slots] if self.selection else [True]
+    def _fill(self, fused: torch.Tensor, bucket: Bucket, chosen: Selection) -> None:
+        """Write what is sent for the chosen tensors, one after the other, to `fused`."""
+        torch.cat([run.in_bucket(bucket.buffer) for run in chosen.compressed_runs], out=fused)
 
-    def _fill(self, part: Bucket, bucket: Bucket, spans: list[tuple[int, int]]) -> None:
-        """Write what is sent for the chosen tensors, which lie at `spans` in the bucket and together in `part`."""
-        torch.cat([bucket.buffer[start:end] for start, end in spans], out=part.buffer)
+    def _take(self, fused: torch.Tensor, bucket: Bucket, chosen: Selection) -> None:
+        """Write the means in `fused` to where the chosen tensors lie."""
+        for run in chosen.compressed_runs:
+            run.in_bucket(bucket.buffer).copy_(run.in_fused(fused))
 
-    def _take(self, part: Bucket, bucket: Bucket, spans: list[tuple[int, int]]) -> None:
-        """Write the means in `part` to where the chosen tensors lie."""
-        for (first, last), (start, end) in zip(part.spans, spans, strict=True):
-            bucket.buffer[start:end] = part.buffer[first:last]
-
-    def _send_apart(self, bucket: Bucket, chosen: list[bool], wire: Wire) -> bool:
+    def _send_apart(self, bucket: Bucket, chosen: Selection, wire: Wire) -> bool:
         """The chosen tensors compressed, as a bucket of their own, and the others plainly."""
-        slots = [slot for slot, is_mine in zip(bucket.slots, chosen, strict=True) if is_mine]
-        *offsets, n = offsets_of(slots)
-        spans, others = (_of(bucket, chosen, wanted) for wanted in (True, False))
-        if n:
-            buffer = wire.scratch("chosen", n, self._part_dtype(bucket))
-            part = Bucket(buffer, slots, offsets, index=bucket.index, step=bucket.step, record=bucket.record)
-            self._fill(part, bucket, spans)
+        fused = wire.scratch("chosen", chosen.n_compressed, self._part_dtype(bucket))
+        if chosen.n_compressed:
+            self._fill(fused, bucket, chosen)
+            part = Bucket(
+                fused, chosen.slots, chosen.offsets, index=bucket.index, step=bucket.step, record=bucket.record
+            )
             if not super()._send(part, wire):
                 return False
-        n_others = sum(end - start for start, end in others)
-        if n_others:
-            raw = wire.scratch("others", n_others, bucket.buffer.dtype)
-            torch.cat([bucket.buffer[start:end] for start, end in others], out=raw)
+        if chosen.n_raw:
+            raw = wire.scratch("others", chosen.n_raw, bucket.buffer.dtype)
+            torch.cat([run.in_bucket(bucket.buffer) for run in chosen.raw_runs], out=raw)
             wire.mean_plainly(raw)
             self._is_step_finite &= bool(raw.isfinite().all())
-            for (start, end), mean in zip(others, raw.split([end - start for start, end in others]), strict=True):
-                bucket.buffer[start:end] = mean
-        if n:
-            self._take(part, bucket, spans)
+            for run in chosen.raw_runs:
+                run.in_bucket(bucket.buffer).copy_(run.in_fused(raw))
+        if chosen.n_compressed:
+            self._take(fused, bucket, chosen)
         return True
 
     def close(self) -> None:
@@ -159,11 +152,6 @@ class QuantisedDirect(Compressed):
                 self.name, self._last_step, self.settling_steps, self.settled_by,
             )  # fmt: skip
         super().close()
-
-
-def _of(bucket: Bucket, chosen: list[bool], wanted: bool) -> list[tuple[int, int]]:
-    """Where the chosen tensors lie, or the others."""
-    return [span for span, is_mine in zip(bucket.spans, chosen, strict=True) if is_mine == wanted]
 
 
 def check_steps(name: str, steps: Any) -> int:

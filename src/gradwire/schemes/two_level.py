@@ -24,7 +24,6 @@ from gradwire.core.session import Session
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
-from gradwire.telemetry.stopwatch import Stopwatch
 
 
 class _Piece(NamedTuple):
@@ -139,7 +138,7 @@ class TwoLevel(Scheme):
 
         def sum_in_node() -> None:
             bucket.wait_for_all()
-            watch = Stopwatch()
+            timing = bucket.record.timing("communicate")
             for owner, pieces in enumerate(cut.pieces):
                 for start, end, place in pieces:
                     torch.mul(bucket.buffer[start:end], 1.0 / self._size, out=flat[owner, place : place + end - start])
@@ -147,7 +146,7 @@ class TwoLevel(Scheme):
             self._sums.reduce_scatter_into(share, flat.view(-1))
             if cut.n_own and not bool(share[-1].isfinite()):
                 share[0] = float("nan")  # so that no share of a step that is not finite is kept
-            bucket.record.add("communicate", watch.started_ns, watch.now_ns)
+            timing.end()
             self._bytes_in_node += 2 * (self._size - 1) * share.numel() * share.element_size()
 
         def reduce_between(summed: torch.futures.Future) -> None:
@@ -176,12 +175,12 @@ class TwoLevel(Scheme):
                 self._fail_all(error)
 
         def gather() -> None:
-            watch = Stopwatch()
+            timing = bucket.record.timing("communicate")
             self._gathers.all_gather_into(flat.view(-1), share)
             for owner, pieces in enumerate(cut.pieces):
                 for start, end, place in pieces:
                     bucket.buffer[start:end] = flat[owner, place : place + end - start]
-            bucket.record.add("communicate", watch.started_ns, watch.now_ns)
+            timing.end()
 
         def finish(gathered: torch.futures.Future) -> None:
             try:

@@ -21,7 +21,7 @@ from gradwire.results.tables import Grid, print_grid
 from gradwire.simulator import workloads
 from gradwire.simulator.bandwidth import parse_trace
 from gradwire.simulator.jitter import Jitter, Stragglers, Uniform
-from gradwire.simulator.runs import Run
+from gradwire.simulator.runs import SimulatedRun
 from gradwire.simulator.schemes import registry
 from gradwire.simulator.schemes.measured import MeasuredTable
 from gradwire.simulator.stage import Setting
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         for index, one in enumerate(runs):
             progress.update(task, description=f"{one.scheme}, {one.setting.n_workers} workers")
 
-            def show(n_rounds: int, now_s: float, one: Run = one, index: int = index) -> None:
+            def show(n_rounds: int, now_s: float, one: SimulatedRun = one, index: int = index) -> None:
                 share = now_s / one.seconds if one.seconds else n_rounds / (one.rounds or 1)
                 progress.update(task, completed=index + min(1.0, share))
 
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_runs(args: argparse.Namespace) -> list[Run]:
+def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
     """Every combination of scheme, workers, rate and workload. Raises: InvalidArgument."""
     table = MeasuredTable.load()
     specs = [name for spec in args.scheme for name in (registry.names(table) if spec == "all" else [spec])]
@@ -168,7 +168,7 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
         )
         registry.by_name(name, options, args.measured_on, not args.no_codec_times, table)  # a wrong name fails at once
         runs.append(
-            Run(
+            SimulatedRun(
                 name,
                 setting,
                 seconds,

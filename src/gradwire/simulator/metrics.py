@@ -16,11 +16,11 @@ from typing import Any
 
 from gradwire.control.overlap import Interval, length_s, osf, overlap_s, row, utilisation
 from gradwire.simulator.network import Link
-from gradwire.simulator.stage import Group, Stage
+from gradwire.simulator.stage import Stage, WorkerGroup
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundTimes:
     """One round, over all workers.
 
     Attributes:
@@ -111,20 +111,20 @@ class Metrics:
         self._open: dict[int, _OpenRound] = {}
         self._first_gradient_s: dict[int, float] = {}
         self._sent_bits: dict[int, float] = {}
-        self.rounds: list[Round] = []
+        self.rounds: list[RoundTimes] = []
         self.spans: list[TraceSpan] | None = [] if keep_spans else None
         # (simulated second, share of its bits that a value is sent with): the first group's decisions.
         self.ratios: list[tuple[float, float]] = []
 
     # ---- told by the workers and the scheme
 
-    def add_wait(self, group: Group, start_s: float, end_s: float) -> None:
+    def add_wait(self, group: WorkerGroup, start_s: float, end_s: float) -> None:
         """A worker waited for gradients."""
         self._of_group[group.index].wait_s += end_s - start_s
         if self.spans is not None and end_s > start_s:
             self.spans.append(TraceSpan(group.index, "compute", "wait", start_s, end_s, {}))
 
-    def add_compute(self, group: Group, start_s: float, end_s: float, kind: str, block: str) -> None:
+    def add_compute(self, group: WorkerGroup, start_s: float, end_s: float, kind: str, block: str) -> None:
         """A worker computed."""
         computing = self._of_group[group.index].computing
         if computing and computing[-1][1] == start_s:
@@ -134,7 +134,7 @@ class Metrics:
         if self.spans is not None:
             self.spans.append(TraceSpan(group.index, "compute", f"{kind} {block}", start_s, end_s, {}))
 
-    def add_transfer(self, group: Group, round_number: int, bits: float, start_s: float, name: str) -> None:
+    def add_transfer(self, group: WorkerGroup, round_number: int, bits: float, start_s: float, name: str) -> None:
         """A worker sent `bits` (one copy of them) from `start_s` until now."""
         self._sent_bits[round_number] = self._sent_bits.get(round_number, 0.0) + bits * group.count
         if self.spans is not None:
@@ -146,13 +146,13 @@ class Metrics:
         """A gradient of this round appeared; the first one begins its synchronisation."""
         self._first_gradient_s.setdefault(round_number, self._simulation.environment.now)
 
-    def start_backward(self, group: Group) -> None:
+    def start_backward(self, group: WorkerGroup) -> None:
         """A worker begins a backward pass: what it did so far belongs to the round before."""
         of_group = self._of_group[group.index]
         of_group.backward_started_s = self._simulation.environment.now
         of_group.computing, of_group.wait_s = [], 0.0
 
-    def end_forward(self, group: Group, round_number: int, synchronised_s: float) -> None:
+    def end_forward(self, group: WorkerGroup, round_number: int, synchronised_s: float) -> None:
         """A worker has used all gradients of `round_number`, which everybody had at `synchronised_s`."""
         of_group, now_s = self._of_group[group.index], self._simulation.environment.now
         computing = of_group.computing
@@ -183,7 +183,7 @@ class Metrics:
         self._first_gradient_s.pop(number)
         n = one.n_workers
         self.rounds.append(
-            Round(
+            RoundTimes(
                 number,
                 one.started_s,
                 self._simulation.environment.now,

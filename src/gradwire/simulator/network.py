@@ -161,7 +161,7 @@ class Flow:
         self.is_over = False
 
 
-class Network:
+class SimulatedNetwork:
     """Links, classes of flows, and the flows under way."""
 
     def __init__(self, environment: simpy.Environment) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from gradwire.registry import parse_spec
 from gradwire.simulator.jitter import Uniform
 from gradwire.simulator.replayed import block_workload, bucket_workload
-from gradwire.simulator.schemes.aqgb import Aqgb
-from gradwire.simulator.schemes.base import Scheme
+from gradwire.simulator.schemes.aqgb import AqgbModel
+from gradwire.simulator.schemes.base import SchemeModel
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
 from gradwire.simulator.schemes.collective import Collective, Cost
 from gradwire.simulator.schemes.measured import lane_of
@@ -109,7 +109,7 @@ def _link_bytes(record: Record) -> float:
     return float(record["kernel_bytes"] or record["wire_bytes"])
 
 
-def _make_scheme(simulation: Simulation, record: Record) -> Scheme:
+def _make_scheme(simulation: Simulation, record: Record) -> SchemeModel:
     n_ranks, n_values = record["ranks"], record["n_bytes"] / 4
     bits_per_value = 8 * _link_bytes(record) / n_values
     decode_s = record["decode_s"] or 0.0
@@ -121,7 +121,7 @@ def _make_scheme(simulation: Simulation, record: Record) -> Scheme:
         )
     if record["scheme"] == "aqgb":
         # Its bits are not taken from the record: predicting them is the point.
-        return Aqgb(simulation, overhead_bits_per_value=_EXPONENT_BITS, is_fan_out=True)
+        return AqgbModel(simulation, overhead_bits_per_value=_EXPONENT_BITS, is_fan_out=True)
     lane = lane_of(record["scheme"])
     hops = 2 * (n_ranks - 1)
     return Collective(simulation, Cost(bits_per_value, encode_s / n_values, decode_s / n_values, hops, lane))

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.errors import InvalidArgument
-from gradwire.simulator.workloads import Block, Workload
+from gradwire.simulator.workloads import BlockTimes, WorkloadTimes
 from gradwire.stepping.blocks import find_blocks
 from gradwire.workloads import by_name
 from gradwire.workloads.replay import ReplayModel, ReplayWorkload
@@ -19,7 +19,7 @@ _BUCKET_BYTES = 25 << 20
 _N_BLOCKS = 4
 
 
-def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> Workload:
+def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> WorkloadTimes:
     """DDP's buckets as blocks, the first to be used first. Raises: InvalidArgument (not an emulated workload)."""
     _, model = _replay(name, options)
     buckets = _buckets(model)
@@ -29,7 +29,7 @@ def bucket_workload(name: str, options: dict[str, Any], step_s: float) -> Worklo
     return _in_order(pieces, f"{name}, DDP's buckets", model, step_s)
 
 
-def block_workload(name: str, options: dict[str, Any], step_s: float) -> Workload:
+def block_workload(name: str, options: dict[str, Any], step_s: float) -> WorkloadTimes:
     """The blocks of the schemes that broadcast; each is ready with the last bucket that holds any of it."""
     _, model = _replay(name, options)
     ready_s = {id(parameter): ready for _, ready, members in _buckets(model) for parameter in members}
@@ -78,7 +78,9 @@ def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
     return sorted(buckets, key=lambda bucket: bucket[1])
 
 
-def _in_order(pieces: Sequence[tuple[int, float, float]], origin: str, model: ReplayModel, step_s: float) -> Workload:
+def _in_order(
+    pieces: Sequence[tuple[int, float, float]], origin: str, model: ReplayModel, step_s: float
+) -> WorkloadTimes:
     """Blocks of (values, seconds of backward pass until ready, seconds of forward pass), by when they are ready."""
     # Summed in the order of the buckets' moments, so that the last one is neither before nor after the end.
     backward_s = sum(layer.backward_s for layer in reversed(model.layers))
@@ -86,13 +88,13 @@ def _in_order(pieces: Sequence[tuple[int, float, float]], origin: str, model: Re
     if total_s <= 0:
         raise InvalidArgument(f"{origin}: a step without computation cannot be scaled; give step_ms=")
     scale = step_s / total_s
-    blocks: list[Block] = []
+    blocks: list[BlockTimes] = []
     before_s = 0.0
     ordered = sorted(enumerate(pieces), key=lambda item: (item[1][1], -item[0]))
     for number, (index, (n_values, ready_s, forward_s)) in enumerate(ordered):
         # What computes on behind the last gradient (there is nothing) or before the first counts to the next piece.
         is_last = number == len(ordered) - 1
         end_s = backward_s if is_last else ready_s
-        blocks.append(Block(f"{index}", n_values, forward_s * scale, max(0.0, end_s - before_s) * scale))
+        blocks.append(BlockTimes(f"{index}", n_values, forward_s * scale, max(0.0, end_s - before_s) * scale))
         before_s = max(before_s, end_s)
-    return Workload(origin, tuple(reversed(blocks)), "emulated bench train")
+    return WorkloadTimes(origin, tuple(reversed(blocks)), "emulated bench train")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.simulator.schemes import registry
 from gradwire.simulator.simulation import Simulation
 from gradwire.simulator.stage import Setting
+from gradwire.telemetry.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """One run to do.
 
     Attributes:
@@ -35,7 +35,7 @@ class Run:
     def do(self, on_round: Callable[[int, float], None] | None = None) -> tuple[Simulation, dict[str, Any]]:
         """Simulate; returns the simulation and its record. Raises: InvalidArgument."""
         make = registry.by_name(self.scheme, self.options, self.measured_on, self.with_codec_times)
-        started_s = time.perf_counter()
+        watch = Stopwatch()
         simulation = Simulation(self.setting, make, self.keep_spans, on_round)
         metrics = simulation.run(self.seconds, self.rounds)
         setting = self.setting
@@ -52,22 +52,6 @@ class Run:
             "latency_s": setting.latency_s,
             "codec_times": self.with_codec_times,
             **metrics.summary(),
-            "elapsed_s": time.perf_counter() - started_s,
+            "elapsed_s": watch.elapsed_s,
             **self.labels,
         }
-
-
-def do_all(
-    runs: Iterable[Run], say: Callable[[str], None] | None = None
-) -> Iterator[tuple[Simulation, dict[str, Any]]]:
-    """Simulate one after another."""
-    todo = list(runs)
-    for number, run in enumerate(todo, start=1):
-        simulation, record = run.do()
-        if say:
-            say(
-                f"[{number}/{len(todo)}] {run.scheme}, {run.setting.n_workers} workers, {run.setting.rate_bps / 1e9:g} Gb/s, "
-                f"{run.setting.workload.name}: {record['rounds']} rounds in {record['seconds']:.0f} s "
-                f"(took {record['elapsed_s']:.1f} s)"
-            )
-        yield simulation, record

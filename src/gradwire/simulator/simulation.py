@@ -15,8 +15,8 @@ import simpy
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.bandwidth import Trace
 from gradwire.simulator.metrics import Metrics
-from gradwire.simulator.network import Network
-from gradwire.simulator.stage import Group, Setting, Stage, Synchroniser
+from gradwire.simulator.network import SimulatedNetwork
+from gradwire.simulator.stage import Setting, Stage, Synchroniser, WorkerGroup
 from gradwire.simulator.topology import Topology
 
 
@@ -74,7 +74,7 @@ class Simulation(Stage):
     ) -> None:
         self.setting = setting
         self.environment = simpy.Environment()
-        self.network = Network(self.environment)
+        self.network = SimulatedNetwork(self.environment)
         traced = set(setting.traced_workers if setting.traced_workers is not None else range(setting.n_workers))
         rates = list(setting.rates_bps or [setting.rate_bps] * setting.n_workers)
         self.topology = Topology(
@@ -121,7 +121,7 @@ class Simulation(Stage):
         if len(self.round_ends_s) == self._last_round and not self._is_over.triggered:
             self._is_over.succeed()
 
-    def _count_computed(self, group: Group, round_number: int) -> None:
+    def _count_computed(self, group: WorkerGroup, round_number: int) -> None:
         """Workers have done both passes of a round; a round counts when all have."""
         n_workers = self._n_computed.pop(round_number, 0) + group.count
         if n_workers < self.setting.n_workers:
@@ -139,15 +139,15 @@ class Simulation(Stage):
             return
         self.environment.timeout(delay_s).callbacks.append(lambda _: function())
 
-    def _make_groups(self) -> Iterator[Group]:
+    def _make_groups(self) -> Iterator[WorkerGroup]:
         index = 0
         for site in self.topology.sites:
             size = site.n_workers if self.setting.shares_groups and self.setting.jitter.is_common else 1
             for first in range(site.first_worker, site.first_worker + site.n_workers, size):
-                yield Group(index, first, size, site)
+                yield WorkerGroup(index, first, size, site)
                 index += 1
 
-    def _train(self, group: Group) -> Generator[simpy.Event, Any, None]:
+    def _train(self, group: WorkerGroup) -> Generator[simpy.Event, Any, None]:
         environment, scheme, metrics = self.environment, self.scheme, self.metrics
         blocks = self.setting.workload.blocks
         round_number = 0
@@ -177,7 +177,7 @@ class Simulation(Stage):
             self._count_computed(group, round_number)
             round_number += 1
 
-    def _factor(self, round_number: int, group: Group) -> float:
+    def _factor(self, round_number: int, group: WorkerGroup) -> float:
         if round_number not in self._factors:
             self._factors[round_number] = self.setting.jitter.factors(round_number, self.setting.n_workers).tolist()
         factors = self._factors[round_number]

@@ -11,9 +11,9 @@ import simpy
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.bandwidth import Trace
 from gradwire.simulator.jitter import Jitter, Uniform
-from gradwire.simulator.network import Network
+from gradwire.simulator.network import SimulatedNetwork
 from gradwire.simulator.topology import Site, Topology
-from gradwire.simulator.workloads import Workload
+from gradwire.simulator.workloads import WorkloadTimes
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Setting:
         shares_groups: simulate workers that are alike once; False lists them singly, for tests.
     """
 
-    workload: Workload
+    workload: WorkloadTimes
     n_workers: int
     rate_bps: float
     rates_bps: tuple[float, ...] | None = None
@@ -61,7 +61,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Group:
+class WorkerGroup:
     """Workers simulated as one: `count` of them from `first_worker` on, all of one site."""
 
     index: int
@@ -75,9 +75,9 @@ class Stage:
 
     setting: Setting
     environment: simpy.Environment
-    network: Network
+    network: SimulatedNetwork
     topology: Topology
-    groups: list[Group]
+    groups: list[WorkerGroup]
     round_ends_s: list[float]
     n_rounds: int
 
@@ -85,8 +85,8 @@ class Stage:
 class Synchroniser(Protocol):
     """What a simulation calls of a scheme; see `schemes.base.Scheme`."""
 
-    def on_gradient(self, group: Group, round_number: int, block: int) -> None: ...
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
 
-    def on_forward(self, group: Group, round_number: int, block: int) -> None: ...
+    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None: ...
 
-    def on_forward_end(self, group: Group, round_number: int, block: int) -> None: ...
+    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None: ...

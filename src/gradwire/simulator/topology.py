@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradwire.errors import InvalidArgument
-from gradwire.simulator.network import Crossing, FlowClass, Link, Network
+from gradwire.simulator.network import Crossing, FlowClass, Link, SimulatedNetwork
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Topology:
 
     def __init__(
         self,
-        network: Network,
+        network: SimulatedNetwork,
         rates_bps: Sequence[float],
         racks: int = 1,
         core_bps: float | None = None,

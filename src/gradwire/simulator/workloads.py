@@ -14,7 +14,7 @@ _STEP_S, _FORWARD_SHARE = 1.5, 0.365
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockTimes:
     """Layers whose gradient is sent as one; times in seconds at jitter 1."""
 
     name: str
@@ -31,7 +31,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Workload:
+class WorkloadTimes:
     """Blocks in the order of the forward pass.
 
     Attributes:
@@ -39,7 +39,7 @@ class Workload:
     """
 
     name: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockTimes, ...]
     origin: str
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Workload:
         """Forward and backward pass at jitter 1."""
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
-    def scaled(self, step_s: float) -> Workload:
+    def scaled(self, step_s: float) -> WorkloadTimes:
         """The same model on another machine, where both passes take `step_s`. Raises: InvalidArgument."""
         if not 0 < step_s < float("inf"):
             raise InvalidArgument(f"a step of {step_s} s: expected a time above 0")
@@ -68,10 +68,10 @@ class Workload:
         return replace(self, blocks=blocks, origin=f"{self.origin}; times scaled to {step_s:.6g} s a step")
 
 
-def _resnet50(rows: Sequence[tuple[str, float, float, float]]) -> tuple[Block, ...]:
+def _resnet50(rows: Sequence[tuple[str, float, float, float]]) -> tuple[BlockTimes, ...]:
     """Rows of (layers, millions of values, forward %, backward %)."""
     return tuple(
-        Block(
+        BlockTimes(
             name,
             round(millions * 1e6),
             _STEP_S * _FORWARD_SHARE * forward / 100,
@@ -84,7 +84,7 @@ def _resnet50(rows: Sequence[tuple[str, float, float, float]]) -> tuple[Block, .
 # Table 1 for four blocks. The other splittings are section 5.2.6's; where they cut through a row of Table 1, sizes are the
 # parameters' own and times follow the multiply-adds: conv5_2 and conv5_3 have as many, conv4_1 has 1.35 times those of
 # each of the five after it, fc1000 next to none.
-_RESNET50_BLOCKS: dict[int, tuple[Block, ...]] = {
+_RESNET50_BLOCKS: dict[int, tuple[BlockTimes, ...]] = {
     1: _resnet50([("conv1-fc1000", 25.6, 100.0, 100.0)]),
     3: _resnet50(
         [("conv1-conv4_1", 3.0, 41.9, 50.5), ("conv4_2-conv4_6", 5.6, 15.5, 14.2), ("conv5_1-fc1000", 17.0, 42.6, 35.3)]
@@ -123,10 +123,10 @@ _RESNET50_BLOCKS: dict[int, tuple[Block, ...]] = {
 _BERT_BASE = ((23.8, 0.0), (21.3, 0.25), (21.3, 0.25), (21.3, 0.25), (21.9, 0.25))
 
 
-def _bert_base() -> tuple[Block, ...]:
+def _bert_base() -> tuple[BlockTimes, ...]:
     step_s = _calibrated_step_s("bert-base")
     return tuple(
-        Block(f"group {index}", round(millions * 1e6), step_s * share / 3, step_s * share * 2 / 3)
+        BlockTimes(f"group {index}", round(millions * 1e6), step_s * share / 3, step_s * share * 2 / 3)
         for index, (millions, share) in enumerate(_BERT_BASE)
     )
 
@@ -144,20 +144,20 @@ def names() -> list[str]:
     return [*(f"resnet50-{n}blocks" for n in _RESNET50_BLOCKS), "bert-base", "resnet50"]
 
 
-def by_name(name: str) -> Workload:
+def by_name(name: str) -> WorkloadTimes:
     """A workload: `resnet50-4blocks` (and 1, 3, 5, 6), the paper's; `resnet50` and `bert-base` on an A100.
 
     Raises: InvalidArgument.
     """
     match = re.fullmatch(r"resnet50-(\d+)blocks", name)
     if match and int(match[1]) in _RESNET50_BLOCKS:
-        return Workload(name, _RESNET50_BLOCKS[int(match[1])], "Luo et al. 2025, Table 1 and section 5.2.6")
+        return WorkloadTimes(name, _RESNET50_BLOCKS[int(match[1])], "Luo et al. 2025, Table 1 and section 5.2.6")
     if name == "resnet50":
-        paper = Workload(name, _RESNET50_BLOCKS[4], "blocks of Luo et al. 2025, Table 1")
+        paper = WorkloadTimes(name, _RESNET50_BLOCKS[4], "blocks of Luo et al. 2025, Table 1")
         return replace(
             paper.scaled(_calibrated_step_s(name)),
             origin="blocks of Luo et al. 2025, Table 1; step of an A100 (gradwire.workloads.calibration)",
         )
     if name == "bert-base":
-        return Workload(name, _bert_base(), "time by layers; step of an A100 (gradwire.workloads.calibration)")
+        return WorkloadTimes(name, _bert_base(), "time by layers; step of an A100 (gradwire.workloads.calibration)")
     raise InvalidArgument(f"no simulated workload is called {name!r}; {describe_choices(name, names())}")

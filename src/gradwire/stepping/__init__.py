@@ -6,7 +6,6 @@ frozen_step.py    the user's call of `optimizer.step()`, kept with its hyper-par
 guard.py          notices what would go lost: clipping of `.grad`, accumulation without no_sync
 interception.py   puts a scheme between the user and the optimizer
 finiteness.py     what ranks share of such a step: whether all was finite, and the norm it is clipped by
-deferred.py       a block's step just before the block's next forward pass
 look_ahead.py     a local step at once, and the global one when its mean is there
 loc_buf.py        the copy of the global weights that a local step is taken back to
 peeking.py        a local step by the user's optimizer on copies of its state

@@ -29,18 +29,7 @@ class FiniteFlag:
 
     def share(self, buffer: torch.Tensor) -> torch.futures.Future:
         """Tell all ranks; done when Inf is in `buffer`, the step's last one, if any rank has seen some."""
-        done: torch.futures.Future = torch.futures.Future()
-
-        def forward(shared: torch.futures.Future) -> None:
-            try:
-                shared.wait()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self._communicator.submit(self._share, buffer).add_done_callback(forward)
-        return done
+        return self._communicator.submit(self._share, buffer)
 
     def _share(self, buffer: torch.Tensor) -> None:
         flag = torch.tensor([float(not self._is_finite)])

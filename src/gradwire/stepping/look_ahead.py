@@ -13,7 +13,6 @@ the global step are the same step, and training is bit for bit synchronous.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.stepping.loc_buf import LocBuf
 from gradwire.stepping.peeking import LookAheadOptions, ThrownAwayState, check_peekable
+from gradwire.telemetry.stopwatch import Stopwatch
 
 # Parameters whose state is copied at a time: 16 MB of float32 a moment, instead of the whole optimizer's state again.
 _CHUNK_ELEMENTS = 1 << 22
@@ -75,7 +75,7 @@ class LookAhead:
         self._arriving: Aggregate | None = None  # of the backward pass that runs or ran last
         self._pending: Aggregate | None = None  # called for, and not in the global weights yet
         self._n_taken = 0
-        self._waited_ns = 0
+        self._waited = Stopwatch()
         self._n_ahead = 0
         self._flag = FiniteFlag(session.communicator) if session.has_scaler else None
         inner = inner_of(self._wrapper)
@@ -133,8 +133,7 @@ class LookAhead:
     def end_backward(self) -> int:
         """DDP has ended its part; returns how long the step before waited for its aggregate, in ns."""
         self._interceptor.end_backward()
-        waited_ns, self._waited_ns = self._waited_ns, 0
-        return waited_ns
+        return self._waited.take_ns()
 
     # ---- what the interceptor asks (StepOwner)
 
@@ -185,9 +184,8 @@ class LookAhead:
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
-                started = time.perf_counter_ns()
-                _wait(pending)
-                self._waited_ns += time.perf_counter_ns() - started
+                with self._waited:
+                    _wait(pending)
         finally:
             # Also if the aggregation failed: the parameters then hold the last global weights that are complete.
             self.loc_buf.put_back()

@@ -7,7 +7,6 @@ backward pass pushes gradients; the user's call of `step` has every owner step i
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.stepping.sharded_state import Edges, ShardedState
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import ring_bytes
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class OwnerStep:
         self._parameters = parameters
         self._owned: dict[int, Owned] = {}  # by bucket, of the last backward pass
         self._step = 0
-        self._waited_ns = 0
+        self._waited = Stopwatch()
         self._has_told = False
         block = Block(0, type(inner).__name__, tuple(parameters), ())
         self._interceptor = Interceptor(self._wrapper, inner, optimizer, [block], self, dict(session.names), False)
@@ -104,8 +104,7 @@ class OwnerStep:
     def end_backward(self) -> int:
         """DDP has ended its part; returns how long the step before waited for parameters, in ns."""
         self._interceptor.end_backward()
-        waited_ns, self._waited_ns = self._waited_ns, 0
-        return waited_ns
+        return self._waited.take_ns()
 
     # ---- what the interceptor asks (StepOwner)
 
@@ -133,9 +132,7 @@ class OwnerStep:
 
         def add_up(bits: torch.Tensor) -> None:
             communicator.submit(communicator.all_reduce, bits).wait()
-            n_bytes = ring_bytes(4 * bits.numel(), communicator.world_size)
-            record.count_sent(n_bytes)
-            record.count_received(n_bytes)
+            record.count_exchanged(ring_bytes(4 * bits.numel(), communicator.world_size))
 
         self.state.move(ownership, add_up)
         left = dict.fromkeys(p for p in self._parameters if p not in ownership)  # with one rank: all of them
@@ -145,12 +142,11 @@ class OwnerStep:
             self.state.step(frozen, self._gradients(dict.fromkeys(bucket.whole)) | self._own_gradients(bucket))
             if bucket.cut:
                 pulls.append(communicator.submit(self._pull, bucket, record))
-        started = time.perf_counter_ns()
         try:
-            for pull in pulls:
-                pull.wait()
+            with self._waited:
+                for pull in pulls:
+                    pull.wait()
         finally:
-            self._waited_ns += time.perf_counter_ns() - started
             self._session.recorder.close_bucket(record)
 
     def _gradients(self, parameters: dict[torch.Tensor, None]) -> dict[torch.Tensor, torch.Tensor]:
@@ -184,12 +180,9 @@ class OwnerStep:
         with torch.no_grad():
             for parameter, own, values in self._slices(bucket, communicator.rank):
                 mine[own] = parameter.detach().view(-1)[values]
-            started = time.perf_counter_ns()
-            communicator.all_gather_into(theirs, mine)
-            record.add("communicate", started, time.perf_counter_ns())
-            n_bytes = 4 * largest * (world_size - 1)
-            record.count_sent(n_bytes)
-            record.count_received(n_bytes)
+            with record.timing("communicate"):
+                communicator.all_gather_into(theirs, mine)
+            record.count_exchanged(4 * largest * (world_size - 1))
             for rank in range(world_size):
                 if rank == communicator.rank:
                     continue

@@ -91,9 +91,9 @@ class BucketRecord:
         if self.spans is not None:
             self.spans.append(Span(kind, start_ns, end_ns, threading.get_ident()))
 
-    def timing(self, kind: str) -> _Timing:
+    def timing(self, kind: str) -> BusyTiming:
         """`with record.timing("encode"):` counts the time inside as time of `kind`, unless it ends in an error."""
-        return _Timing(self, kind)
+        return BusyTiming(self, kind)
 
     def count_exchanged(self, n_bytes: int) -> None:
         """Count a collective in which this rank sent, and received, `n_bytes`."""
@@ -142,20 +142,25 @@ class BucketRecord:
         }
 
 
-class _Timing:
-    """A stretch of time that is counted when it ends."""
+class BusyTiming:
+    """A stretch of time, from where it is made, or from `with`, that is counted when it ends."""
 
     __slots__ = ("_kind", "_record", "_started_ns")
 
     def __init__(self, record: BucketRecord, kind: str) -> None:
         self._record, self._kind = record, kind
+        self._started_ns = time.perf_counter_ns()
+
+    def end(self) -> None:
+        """Count it; on any thread."""
+        self._record.add(self._kind, self._started_ns, time.perf_counter_ns())
 
     def __enter__(self) -> None:
         self._started_ns = time.perf_counter_ns()
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
-            self._record.add(self._kind, self._started_ns, time.perf_counter_ns())
+            self.end()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ class TrainConfig:
         rewrap_at: steps before which the model is wrapped in a new DDP and the scheme attached anew, as a resumption
             does: a run that does so is bit-identical to one that stops there and resumes.
         local_sgd: H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`, DiLoCo's outer
-            optimizer). 0: gradients, every step.
+            optimizer). 0: gradients, every step. `outer`: its outer optimizer, "nesterov" (DiLoCo's) or "average";
+            `feedback_decay`: share of the residuals that lasts from one exchange to the next.
     """
 
     workload: str = "gpt"
@@ -54,6 +55,8 @@ class TrainConfig:
     rewrap_at: tuple[int, ...] = ()
     evaluate: bool = True
     local_sgd: int = 0
+    outer: str = "nesterov"
+    feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises: InvalidArgument."""
@@ -81,6 +84,8 @@ class TrainConfig:
                 "with local SGD there is no DDP, and each rank has a state of its own: take a scheme such as plain, and leave "
                 "checkpoints out (a loop of your own saves them: gradwire.LocalSgd.state_dict)"
             )
+        if self.outer not in ("nesterov", "average"):
+            raise InvalidArgument(f"outer={self.outer!r}: expected 'nesterov' or 'average'")
         if self.device not in ("cpu", "cuda"):
             raise InvalidArgument(f"device={self.device!r}: expected 'cpu' or 'cuda'")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch.distributed as dist
 
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.telemetry.environment import describe_environment
+from gradwire.telemetry.stopwatch import Stopwatch, processor_watch
 from gradwire.training import checkpoints
 from gradwire.training.config import TrainConfig, TrainResult
 from gradwire.training.digest import check_equal, gather_hashes, hash_parameters
 from gradwire.training.meter import Meter
 from gradwire.training.run_files import RunFiles
-from gradwire.training.session import Session, n_parameters
+from gradwire.training.session import TrainingSession, n_parameters
 from gradwire.training.snapshot import write_snapshot
 from gradwire.training.torch_hooks import HOOKS, value_bytes
 from gradwire.workloads import Workload, by_name
@@ -76,7 +76,7 @@ class _Run:
     def run(self) -> TrainResult:
         config, workload = self._config, self._workload
         torch.manual_seed(config.seed + self._rank)  # for dropout; weights and data have generators of their own
-        session = Session(config, workload, self._device)
+        session = TrainingSession(config, workload, self._device)
         start_step = self._prepare(session)
         is_torchs = config.scheme in HOOKS
         ring = (n_parameters(session.model), value_bytes(config.scheme)) if is_torchs else None
@@ -84,7 +84,7 @@ class _Run:
         description = self._describe(n_parameters(session.model), start_step)
         files = RunFiles(config.out if self._rank == 0 else None, description, start_step)
         self._add_trace(session)
-        began_s = time.perf_counter()
+        watch = Stopwatch()
         batches = workload.batches(self._rank, self._world_size, self._batch_size, config.seed, start_step)
         for step in range(start_step, config.steps):
             inputs, targets = next(batches)
@@ -105,11 +105,11 @@ class _Run:
         if config.checkpoint is not None and self._saved_step != config.steps and start_step < config.steps:
             self._save(session, config.steps)
         summary = description | self._finish(session, meter)
-        summary["total_s"] = time.perf_counter() - began_s
+        summary["total_s"] = watch.elapsed_s
         files.finish(summary)
         return TrainResult(meter.records, summary, summary["parameters_sha256"])
 
-    def _prepare(self, session: Session) -> int:
+    def _prepare(self, session: TrainingSession) -> int:
         """Load the newest checkpoint if asked to, wrap the model; returns the step to begin with."""
         config = self._config
         newest = checkpoints.find_newest(config.checkpoint) if config.resume and config.checkpoint else None
@@ -125,13 +125,15 @@ class _Run:
         self._saved_step = step
         return step
 
-    def _take_step(self, session: Session, batch: tuple[torch.Tensor, torch.Tensor], step: int) -> dict[str, float]:
+    def _take_step(
+        self, session: TrainingSession, batch: tuple[torch.Tensor, torch.Tensor], step: int
+    ) -> dict[str, float]:
         """One step; returns its figures."""
-        started_s, cpu_before_s = time.perf_counter(), time.process_time()
+        watch, processor = Stopwatch(), processor_watch()
         session.optimizer.zero_grad(set_to_none=True)
         loss = self._workload.loss(session.ddp, batch)
         loss.backward()
-        backward_done_s = time.perf_counter()
+        forward_backward_s, waited_s = watch.elapsed_s, session.since_last_gradient_s()
         every = self._config.dump_gradients_every
         if every and step % every == 0 and self._rank == 0:
             assert self._config.out is not None
@@ -139,16 +141,16 @@ class _Run:
         session.update()
         # Reading the loss waits for a GPU, so the step's time is whole.
         loss_value = float(loss.detach())
-        ended_s = time.perf_counter()
-        return session.step_figures(backward_done_s) | {
+        iteration_s = watch.elapsed_s
+        return session.step_figures(waited_s) | {
             "loss": loss_value,
-            "iteration_s": ended_s - started_s,
-            "forward_backward_s": backward_done_s - started_s,
-            "optimizer_s": ended_s - backward_done_s,
-            "cpu_s": time.process_time() - cpu_before_s,  # of all threads: the codec's and the lane's too
+            "iteration_s": iteration_s,
+            "forward_backward_s": forward_backward_s,
+            "optimizer_s": iteration_s - forward_backward_s,
+            "cpu_s": processor.elapsed_s,  # of all threads: the codec's and the lane's too
         }
 
-    def _save(self, session: Session, step: int) -> None:
+    def _save(self, session: TrainingSession, step: int) -> None:
         assert self._config.checkpoint is not None
         if session.replicas_may_differ:
             raise Unsupported(
@@ -160,7 +162,7 @@ class _Run:
         checkpoints.save(self._config.checkpoint, step, self._config.identity(), shared, own, self._device)
         self._saved_step = step
 
-    def _finish(self, session: Session, meter: Meter) -> dict[str, Any]:
+    def _finish(self, session: TrainingSession, meter: Meter) -> dict[str, Any]:
         """Close the scheme, compare the replicas, evaluate."""
         session.flush()
         hashes = gather_hashes(hash_parameters(session.model), self._device)
@@ -194,6 +196,8 @@ class _Run:
             "steps": config.steps,
             "start_step": start_step,
             "local_sgd": config.local_sgd,
+            "outer": config.outer,
+            "feedback_decay": config.feedback_decay,
             "seed": config.seed,
             "deterministic": config.deterministic,
             "n_parameters": n_elements,
@@ -203,7 +207,7 @@ class _Run:
             **environment,
         }
 
-    def _add_trace(self, session: Session) -> None:
+    def _add_trace(self, session: TrainingSession) -> None:
         if self._config.trace and session.recorder is not None:
             from gradwire.telemetry.chrome_trace import ChromeTraceSink
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.training.config import TrainConfig
 from gradwire.training.torch_hooks import HOOKS
 from gradwire.workloads import Workload
 
 
-class Session:
+class TrainingSession:
     """One rank's model under training; `wrap` puts it into DDP and attaches the scheme."""
 
     def __init__(self, config: TrainConfig, workload: Workload, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Session:
         self.attachment: Any = None
         self._scheme: Any = None
         self._hooks: list[Any] = []
-        self._last_gradient_s = 0.0
+        self._last_gradient = Stopwatch()
         self.ddp: nn.Module  # or the model itself, under local SGD
         self._exchanged_step = -1
 
@@ -57,12 +57,15 @@ class Session:
 
     def _begin_local_sgd(self) -> None:
         from gradwire import LocalSgd, schemes
+        from gradwire.doors.local_sgd import OUTER
 
         name, options = self._config.scheme, self._config.scheme_options
         # Only a bare name may be made without error feedback, where momentum forbids it.
         scheme = schemes.by_name(name, **options) if options else name
         self.ddp = self.model
-        self.attachment = LocalSgd(self.model, self.optimizer, scheme, self._config.local_sgd)
+        outer, decay = OUTER[self._config.outer], self._config.feedback_decay
+        every = self._config.local_sgd
+        self.attachment = LocalSgd(self.model, self.optimizer, scheme, every, outer, feedback_decay=decay)
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""
@@ -88,8 +91,12 @@ class Session:
         attachment = self.attachment.reducer if self._config.local_sgd else self.attachment
         return None if attachment is None else attachment.recorder
 
-    def step_figures(self, backward_done_s: float) -> dict[str, float]:
-        """The communication of the step whose backward pass ended at `backward_done_s` (time.perf_counter)."""
+    def since_last_gradient_s(self) -> float:
+        """Asked when the backward pass has ended: how long it has waited for plain DDP's buckets, and done nothing else."""
+        return self._last_gradient.elapsed_s
+
+    def step_figures(self, waited_s: float) -> dict[str, float]:
+        """The communication of the last step; `waited_s`: what `since_last_gradient_s` said at the end of its backward pass."""
         if self._config.local_sgd:
             steps = self.recorder.steps
             if steps and steps[-1].step != self._exchanged_step:
@@ -101,11 +108,10 @@ class Session:
             # The step's record was closed at the end of its backward pass.
             figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
             return figures | self.attachment.scheme.step_figures()
-        # Plain DDP: after the last gradient, the backward pass does nothing but wait for the buckets.
-        return {"exposed_s": backward_done_s - self._last_gradient_s}
+        return {"exposed_s": waited_s}
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
-        self._last_gradient_s = time.perf_counter()
+        self._last_gradient.begin()
 
     def update(self) -> None:
         """The optimizer's step, then the schedule's."""

@@ -45,7 +45,7 @@ _NOTE_WAIT_S = 2.0
 _EXIT_WAIT_S = 0.5
 
 
-class Rest(NamedTuple):
+class Continuation(NamedTuple):
     """What a task on the lane gives back if it has more to do, once peers have answered: the next task may go first."""
 
     finish: Callable[[], Any]
@@ -127,7 +127,7 @@ class Communicator:
     def submit(self, task: Callable[..., Any], *args: Any, may_overtake: bool = False) -> torch.futures.Future:
         """Run task(*args) on the lane after everything submitted before; the future holds its result or its error.
 
-        A task may give back a `Rest`, which then still is to run before the future is there. If the next task
+        A task may give back a `Continuation`, which then still is to run before the future is there. If the next task
         `may_overtake`, it goes before that rest where it is there in time: a message can be made while others travel.
         What ranks do together in an order (collectives, new streams) belongs into the task and not into its rest, since
         one rank's task may be in time and another's not.
@@ -167,7 +167,7 @@ class Communicator:
         except Exception as error:
             task.future.set_exception(self.fail(error))
             return None
-        if isinstance(result, Rest):
+        if isinstance(result, Continuation):
             task.run = result.finish
             return task
         task.future.set_result(result)

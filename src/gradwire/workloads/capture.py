@@ -11,7 +11,6 @@ import fcntl
 import json
 import math
 import os
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.workloads.base import Workload
 
 _FORMAT = 1
@@ -144,7 +144,7 @@ def write_capture(path: Path, workload: Workload, n_captures: int, seed: int) ->
     data = _Part(path, n_elements, n_captures + 1)
     losses = []
     quickest: tuple[CapturedLayer, ...] | None = None
-    with _Stopwatch(model) as stopwatch:
+    with _LayerTimes(model) as stopwatch:
         n_steps = n_captures if n_elements > _LARGE_ELEMENTS else max(n_captures, _N_TIMED_STEPS)
         for index in range(n_steps):
             model.zero_grad(set_to_none=True)
@@ -213,7 +213,7 @@ def _step_s(layers: tuple[CapturedLayer, ...]) -> float:
     return sum(layer.forward_s + layer.backward_s for layer in layers)
 
 
-class _Stopwatch:
+class _LayerTimes:
     """Times a model's layers: forward by module, backward by the moments at which gradients are complete.
 
     Parameters of one module whose gradients arrive one after the other are one layer.
@@ -225,10 +225,11 @@ class _Stopwatch:
         self._owners = {p: module for module in model.modules() for p in module.parameters(recurse=False)}
         self._arrivals: list[tuple[nn.Parameter, float]] = []
         self._forward_s: dict[nn.Module, float] = {}
+        self._watch = Stopwatch()
         self._last_s = self._backward_began_s = 0.0
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> _Stopwatch:
+    def __enter__(self) -> _LayerTimes:
         self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self._names]
         self._hooks += [module.register_forward_hook(self._note_forward) for module in set(self._owners.values())]
         return self
@@ -241,11 +242,12 @@ class _Stopwatch:
         """The forward pass begins."""
         self._arrivals.clear()
         self._forward_s.clear()
-        self._last_s = time.perf_counter()
+        self._watch.begin()
+        self._last_s = 0.0
 
     def note_backward(self) -> None:
         """The backward pass begins."""
-        self._backward_began_s = time.perf_counter()
+        self._backward_began_s = self._watch.elapsed_s
 
     def layers(self) -> tuple[CapturedLayer, ...]:
         """The layers of the step that has just ended, in forward order; parameters without a gradient come first."""
@@ -271,10 +273,10 @@ class _Stopwatch:
         )
 
     def _note_gradient(self, parameter: nn.Parameter) -> None:
-        self._arrivals.append((parameter, time.perf_counter()))
+        self._arrivals.append((parameter, self._watch.elapsed_s))
 
     def _note_forward(self, module: nn.Module, *_: Any) -> None:
-        now_s = time.perf_counter()
+        now_s = self._watch.elapsed_s
         self._forward_s[module] = self._forward_s.get(module, 0.0) + now_s - self._last_s
         self._last_s = now_s
 

@@ -33,7 +33,7 @@ class SelfAttention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """Pre-norm transformer block, as in GPT-2."""
 
     def __init__(self, width: int, n_heads: int, is_causal: bool = True) -> None:
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.token = nn.Embedding(n_tokens, width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, n_heads, is_causal) for _ in range(n_layers))
+        self.blocks = nn.ModuleList(GptBlock(width, n_heads, is_causal) for _ in range(n_layers))
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.errors import InvalidArgument
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.workloads.base import Batch, Workload
 from gradwire.workloads.calibration import reference_calibration
 from gradwire.workloads.capture import CapturedLayer, map_part, open_or_capture
@@ -35,14 +36,20 @@ class _Clock:
     """
 
     def __init__(self) -> None:
+        self._watch = Stopwatch()
         self._due_s = 0.0
 
     def restart(self) -> None:
-        self._due_s = time.perf_counter()
+        self._watch.begin()
+        self._due_s = 0.0
+
+    def now_s(self) -> float:
+        """Since the forward pass began."""
+        return self._watch.elapsed_s
 
     def wait(self, duration_s: float) -> None:
         self._due_s += duration_s
-        left_s = self._due_s - time.perf_counter()
+        left_s = self._due_s - self.now_s()
         if left_s > 0:
             time.sleep(left_s)  # releases the interpreter: the communication lane runs meanwhile
 
@@ -51,7 +58,7 @@ class _Clock:
 
     def follow_host(self, started_s: float) -> None:
         """The host has been at something since `started_s`; if that was a wait, the accelerator could not go on either."""
-        now_s = time.perf_counter()
+        now_s = self.now_s()
         if now_s - started_s > _WAIT_S:
             self._due_s = max(self._due_s, now_s)
 
@@ -143,7 +150,7 @@ class ReplayModel(nn.Module):
         self._clock.restart()
         x = torch.tensor(self._loss)
         for layer in self._layers:
-            started_s = time.perf_counter()
+            started_s = self._clock.now_s()
             for holder in layer.holders:
                 x = holder(x)  # a scheme that steps block by block waits here for the layer's parameters
             self._clock.follow_host(started_s)

@@ -124,6 +124,18 @@ EXPERIMENTS = [
                     rows=("gradients",), title="In units of the mean magnitude")],
     ),
     Experiment(
+        key="gcomp-spread", system="gcomp", measure="gradient-spread", seconds=20, together=("gradients",), quick=True,
+        question="The same as curves: how many values have which size, which exponent, and which share of their parameter?",
+        of=[Ref("GComp", figure) for figure in ("Fig. 2", "Fig. 3")],
+        axes={"gradients": [STEPS["gpt"][0], STEPS["gpt"][-1], STEPS["resnet"][-1]]},
+        show=[Table([Column("at", "|g| / |p|", form=".1e")], rows=("share",), across="gradients",
+                    where={"of": "ratio", "share": [0.1, 0.5, 0.9]}, title="So many are below"),
+              *(Plot("at", Column("share", "share of values"), "gradients", log=log, where={"of": of}, x_title=x_title)
+                for of, log, x_title in (("value", "y", "value / standard deviation, zeros left out"),
+                                         ("exponent", "", "biased exponent, 0 left out"),
+                                         ("ratio", "x", "|gradient| / |parameter|, and how many are below")))],
+    ),
+    Experiment(
         key="gcomp-cross-tables", system="gcomp", measure="cross-tables", seconds=20, together=("gradients",),
         quick=True,
         question="What does an exponent cost under the table made from another gradient?",

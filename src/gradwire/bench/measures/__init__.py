@@ -27,6 +27,7 @@ _MEASURES: dict[str, str] = {
     "adaptation": "adaptation:measure",
     "compression-cost": "compression_cost:measure",
     "gradient-values": "gradients:measure_values",
+    "gradient-spread": "gradients:measure_spread",
     "cross-tables": "gradients:measure_cross_tables",
     "table-refresh": "gradients:measure_table_refresh",
     "mantissa": "gradients:measure_mantissas",

@@ -49,6 +49,35 @@ def measure_mantissas(call: Call) -> list[tuple[Cell, Record]]:
     return [(cell, record) for cell, file in load(call) for record in mantissa_ablation([file])]
 
 
+def measure_spread(call: Call) -> list[tuple[Cell, Record]]:
+    """Figs. 2 and 3 as curves: points (`at`, `share`) of each file for each `of`."""
+    return [(cell, point) for cell, file in load(call) for point in spread(file)]
+
+
+def spread(file: GradientFile) -> Records:
+    """Shares of values by size (in standard deviations, without zeros) and by exponent, and those below |g| / |theta|."""
+    nonzero = file.gradient[np.isfinite(file.gradient) & (file.gradient != 0)].astype(np.float64)
+    counts, edges = np.histogram(nonzero / (float(nonzero.std()) or 1.0), bins=49, range=(-6.125, 6.125))
+    exponents = exponent_histogram(file.gradient) / file.gradient.size
+    held = np.flatnonzero(exponents[1:]) + 1  # field 0: zeros
+    ratio = gradient_parameter_ratio(file)
+    levels = np.round(np.linspace(0.02, 0.98, 25), 2)
+    curves = {
+        "value": ((edges[:-1] + edges[1:]) / 2, counts / max(1, nonzero.size)),
+        "exponent": (held, exponents[held]),
+        "ratio": (
+            np.quantile(ratio, levels) if ratio.size else np.zeros(0),
+            levels[: levels.size if ratio.size else 0],
+        ),
+    }
+    return [
+        {"of": name, "at": float(x), "share": float(y)}
+        for name, (xs, ys) in curves.items()
+        for x, y in zip(xs, ys, strict=True)
+        if y > 0
+    ]
+
+
 def describe_values(files: Sequence[GradientFile]) -> Records:
     """Figs. 2 and 3: spread of the values, exponents, zeros, and |gradient| / |parameter| where known."""
     records: Records = []

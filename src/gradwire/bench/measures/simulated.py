@@ -12,7 +12,7 @@ from gradwire.results.store import Record
 from gradwire.simulator import workloads
 from gradwire.simulator.bandwidth import make_trace
 from gradwire.simulator.jitter import Jitter, Stragglers, Uniform
-from gradwire.simulator.runs import Run
+from gradwire.simulator.runs import SimulatedRun
 from gradwire.simulator.stage import Setting
 
 # What the paper measured on real training (AQGB's Table 2): rounds to converge of full precision over the scheme's.
@@ -41,7 +41,7 @@ def simulate(call: Call, cell: Cell, **changes: Any) -> tuple[Any, Record]:
              **call.fixed, **cell}  # fmt: skip
     workload = workloads.by_name(str(given["workload"]))
     setting = Setting(workload, int(given["workers"]), float(given["gbit_per_s"]) * 1e9, jitter=make_jitter(given))
-    run = Run(
+    run = SimulatedRun(
         str(given["scheme"]),
         setting.replace(**changes),
         given.get("seconds"),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire.bench.measures import Call
-from gradwire.bench.sources import Source
+from gradwire.bench.sources import GradientSource
 from gradwire.bench.timing import Task, time_interleaved
 from gradwire.codecs import bloom_filter, sketch_sizes
 from gradwire.codecs.bloom_filter import BloomShape
@@ -129,7 +129,7 @@ def built_sizes(n_elements: int, densities: Sequence[float], pattern: str) -> Re
 
 def recovery_over_size(n_elements: int, density: float, sizes: Sequence[float], pattern: str) -> Records:
     """Fig. 3: share recovered, average relative error and rounds, over the sketch's size as a share of the gradient's."""
-    gradient = torch.from_numpy(Source(None, density, pattern).gradient(0, n_elements))
+    gradient = torch.from_numpy(GradientSource(None, density, pattern).gradient(0, n_elements))
     own = torch.empty(index_words(n_elements), dtype=torch.int32)
     n_nonzeros = write_index(gradient, own).n_nonzeros
     wanted = gradient.numpy().astype(np.float64)
@@ -172,7 +172,7 @@ def codec_speed(sizes: Sequence[int], densities: Sequence[float], pattern: str, 
 
 
 def _time_one(n_elements: int, density: float, pattern: str, n_rounds: int) -> dict[str, Any]:
-    gradient = torch.from_numpy(Source(None, density, pattern).gradient(0, n_elements))
+    gradient = torch.from_numpy(GradientSource(None, density, pattern).gradient(0, n_elements))
     own = torch.empty(index_words(n_elements), dtype=torch.int32)
     sketch = CountSketch()
     facts = write_index(gradient, own)
@@ -235,7 +235,7 @@ def _time_one(n_elements: int, density: float, pattern: str, n_rounds: int) -> d
 
 def _random_index(n_elements: int, density: float, pattern: str) -> tuple[torch.Tensor, int]:
     gradient = torch.zeros(n_elements)
-    gradient[torch.from_numpy(Source(None, density, pattern).positions(n_elements))] = 1.0
+    gradient[torch.from_numpy(GradientSource(None, density, pattern).positions(n_elements))] = 1.0
     index = torch.empty(index_words(n_elements), dtype=torch.int32)
     return index, write_index(gradient, index).n_nonzeros
 

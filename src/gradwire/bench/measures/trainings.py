@@ -23,7 +23,7 @@ import torch
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.measures import Call
 from gradwire.bench.provenance import code_state
-from gradwire.codecs.gcomp import GComp, HuffmanTable, describe
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.registry import parse_spec
 from gradwire.results.experiment import Cell
 from gradwire.results.store import Record
@@ -36,7 +36,8 @@ Values = npt.NDArray[np.float64]
 _WORKLOAD_PREFIX = "workload."
 # and about DDP: its bucket_cap_mb, which schemes that work by block want no larger than a block.
 _BUCKET_MB = "bucket_mb"
-_LOCAL_SGD = "local_sgd"  # steps between two exchanges of pseudo-gradients, instead of gradients at every step
+# Options of TrainConfig that a spec may name: pseudo-gradients every so many steps, instead of gradients at every step.
+_LOCAL_SGD: dict[str, Any] = {"local_sgd": 0, "outer": "nesterov", "feedback_decay": 1.0}
 _WINDOW = 10  # steps below a loss before it counts as reached, as in GComp's paper (section 7.6)
 _UNSTEADY_STEPS = 2  # DDP rebuilds its buckets in step 1
 _FIELDS = ("optimizer", "learning_rate", "batch_size", "n_parameters", "ratio", "wire_bytes", "cpu_s", "exposed_s",
@@ -103,7 +104,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
     if "fold" in cell:
         workload_options["fold"] = cell["fold"]
     bucket_mb = options.pop(_BUCKET_MB, call.get(_BUCKET_MB))
-    local_sgd = int(options.pop(_LOCAL_SGD, 0))
+    local = {key: type(value)(options.pop(key, value)) for key, value in _LOCAL_SGD.items()}
     is_baseline = spec == call.get("baseline")
     config = TrainConfig(
         workload=workload,
@@ -116,7 +117,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
         bucket_cap_mb=None if bucket_mb is None else float(bucket_mb),
         dump_gradients_every=int(call.get("dump_every", 0)) if is_baseline else 0,
         out=call.folder,
-        local_sgd=local_sgd,
+        **local,
     )
     launching.check(config)
     return config
@@ -190,7 +191,7 @@ def exponent_bits(run: FinishedRun) -> Record:
 
 
 def _exponent_bits(gradient: npt.NDArray[np.float32], table: HuffmanTable | None) -> float:
-    codec = GComp("none", table=table)
+    codec = GCompCodec("none", table=table)
     out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
     n_bytes = codec.encode(torch.from_numpy(gradient), out)
     return float(describe(out[:n_bytes])["exponent_bits"])
@@ -291,7 +292,7 @@ def _folder_name(config: TrainConfig, n_ranks: int, rate: str) -> str:
 
     words = [spec(config.workload, config.workload_options), spec(config.scheme, config.scheme_options)]
     words += [f"seed-{config.seed}", f"{config.steps}-steps", f"{n_ranks}-ranks", rate]
-    words += [f"local-sgd-{config.local_sgd}"] * (config.local_sgd > 0)
+    words += [f"local-sgd-{config.local_sgd}-{config.outer}-{config.feedback_decay}"] * (config.local_sgd > 0)
     words += [f"batch-{config.batch_size}"] * (config.batch_size is not None)
     words += [f"bucket-{config.bucket_cap_mb}"] * (config.bucket_cap_mb is not None)
     words += [f"dump-{config.dump_gradients_every}"] * (config.dump_gradients_every > 0)

@@ -31,7 +31,6 @@ class Rival(ABC):
 
     name: ClassVar[str]
     setting: ClassVar[str]
-    is_lossless: ClassVar[bool] = True
     is_threaded: ClassVar[bool] = False  # whether `n_threads` above 1 changes anything
 
     def __init__(self, n_threads: int = 1) -> None:

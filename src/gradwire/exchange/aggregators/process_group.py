@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -44,16 +43,16 @@ class ProcessGroup:
         _check(words, (torch.int32,))
         if self.or_by == "all-reduce" or words.numel() < self._communicator.world_size:
             return _BackendSum(self, self._communicator, words, record, dist.ReduceOp.BOR)
-        started = time.perf_counter_ns()
-        self._or_by_shards(words)
-        self._count(words, record, started)
+        with record.timing("communicate"):
+            self._or_by_shards(words)
+        self._count(words, record)
         return _BackendSum(self, self._communicator, words[:0], record, None)
 
     def max_int32(self, values: torch.Tensor, record: BucketRecord) -> None:
         _check(values, (torch.int32,))
-        started = time.perf_counter_ns()
-        self._communicator.all_reduce(values, dist.ReduceOp.MAX)
-        self._count(values, record, started)
+        with record.timing("communicate"):
+            self._communicator.all_reduce(values, dist.ReduceOp.MAX)
+        self._count(values, record)
 
     def start_sum(self, values: torch.Tensor, record: BucketRecord) -> _BackendSum:
         _check(values, _SUMMED)
@@ -87,8 +86,7 @@ class ProcessGroup:
                 shard |= theirs[other]
         words.copy_(self._communicator.all_gather(shard).view(-1)[: words.numel()])
 
-    def _count(self, tensor: torch.Tensor, record: BucketRecord, started_ns: int) -> None:
-        record.add("communicate", started_ns, time.perf_counter_ns())
+    def _count(self, tensor: torch.Tensor, record: BucketRecord) -> None:
         n_bytes = ring_bytes(tensor.numel() * tensor.element_size(), self._communicator.world_size)
         record.count_exchanged(n_bytes)
 
@@ -105,14 +103,15 @@ class _BackendSum:
         operation: Any = dist.ReduceOp.SUM,
     ) -> None:
         self._aggregator, self._communicator, self._values, self._record = aggregator, communicator, values, record
-        self._started_ns = time.perf_counter_ns()
+        self._timing = record.timing("communicate")
         self._future = None if operation is None else communicator.start_all_reduce(values, operation)
 
     def wait(self) -> None:
         if self._future is None:
             return
         self._communicator.finish(self._future)
-        self._aggregator._count(self._values, self._record, self._started_ns)
+        self._timing.end()
+        self._aggregator._count(self._values, self._record)
 
 
 def _check(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

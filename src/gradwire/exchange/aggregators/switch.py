@@ -15,7 +15,6 @@ import queue
 import secrets
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from gradwire import _native
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.exchange.aggregators import Sum
 from gradwire.telemetry.recorder import BucketRecord, Recorder
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator
 
 ADDRESS_VARIABLE = "GRADWIRE_SWITCH"
@@ -165,7 +165,7 @@ class SwitchSum:
             raise task.error
         if not task.is_counted:
             task.is_counted = True
-            self._record.add("communicate", task.started_ns, task.ended_ns)
+            self._record.add("communicate", task.watch.start_ns, task.watch.end_ns)
             self._record.count_sent(task.bytes_sent)
             self._record.count_received(task.bytes_received)
 
@@ -203,17 +203,16 @@ class _Task:
         self.done = threading.Event()
         self.error: Exception | None = None
         self.is_counted = False
-        self.started_ns = self.ended_ns = time.perf_counter_ns()
+        self.watch = Stopwatch()
         self.bytes_sent = self.bytes_received = 0
 
     def run(self) -> None:
         before = self.client.counters()
-        self.started_ns = time.perf_counter_ns()
         try:
-            self.client.reduce(self._values, self._operation, self._timeout_s)
+            with self.watch:
+                self.client.reduce(self._values, self._operation, self._timeout_s)
         except Exception as error:
             self.error = error
-        self.ended_ns = time.perf_counter_ns()
         after = self.client.counters()
         self.bytes_sent = after["bytes_sent"] - before["bytes_sent"]
         self.bytes_received = after["bytes_received"] - before["bytes_received"]

@@ -8,7 +8,7 @@ import torch
 
 from gradwire.core.feedback import Feedback
 from gradwire.core.slot import Slot, slot_of
-from gradwire.stepping.deferred import OpenBlock
+from gradwire.schemes.deferred import OpenBlock
 
 
 class BlockFeedback:

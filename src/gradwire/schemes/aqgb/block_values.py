@@ -8,7 +8,7 @@ import torch
 
 from gradwire.codecs.embedded_float import EmbeddedFloat, EmbeddedValues
 from gradwire.errors import CorruptMessage
-from gradwire.stepping.deferred import OpenBlock
+from gradwire.schemes.deferred import OpenBlock
 
 WORD_BITS = 32
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from gradwire.codecs.embedded_float import EmbeddedFloat
+from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes.aqgb.block_feedback import BlockFeedback
@@ -21,9 +20,10 @@ from gradwire.schemes.aqgb.heads import NO_BLOCK, Head, HeadFormat
 from gradwire.schemes.aqgb.pacing import Clock, Pacing
 from gradwire.schemes.aqgb.round import Round
 from gradwire.schemes.aqgb.streams import TOPOLOGIES, Streams
+from gradwire.schemes.deferred import DeferredScheme, OpenBlock
 from gradwire.stepping.blocks import Block, Division
-from gradwire.stepping.deferred import DeferredScheme, OpenBlock
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.telemetry.stopwatch import Stopwatch, now_s
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
 # Ahead of what the network has taken by our estimate: a newer block should not queue behind much, and the network never
@@ -37,16 +37,17 @@ class BlockBroadcast(DeferredScheme):
     A subclass says how many bits a block is sent with first, and how many are added to it later.
 
     Args:
-        blocks, max_grad_norm: as in DeferredScheme.
+        blocks: how many, or lists of module names, as in `find_blocks`.
+        max_grad_norm: clips the mean; every forward pass then waits for all blocks.
         partition: values that share an exponent.
-        topology: "fan-out" or "ring".
-        error_feedback: keep what was never sent, and add it to the next gradient.
-        clock: seconds, for the control law.
+        topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
+        error_feedback: keep what was never sent for the next step (off in the paper).
+        clock: seconds, for the control law; must not run backwards.
     """
 
     def __init__(
-        self, blocks: Division, max_grad_norm: float | None, partition: int, topology: str, error_feedback: bool,
-        clock: Clock,
+        self, blocks: Division = 4, max_grad_norm: float | None = None, partition: int = DEFAULT_PARTITION,
+        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s,
     ) -> None:  # fmt: skip
         super().__init__(blocks, max_grad_norm)
         if topology not in TOPOLOGIES:
@@ -163,9 +164,9 @@ class BlockBroadcast(DeferredScheme):
 
     def before_forward(self, block: Block) -> None:
         with self._failing_everywhere():
-            arrived_s, waited_before_ns = self.pacing.now(), self._waited_ns
+            arrived_s, waited_before_ns = self.pacing.now(), self._waited.total_ns
             super().before_forward(block)
-            self.pacing.note_forward(block.index, arrived_s, (self._waited_ns - waited_before_ns) / 1e9)
+            self.pacing.note_forward(block.index, arrived_s, (self._waited.total_ns - waited_before_ns) / 1e9)
 
     @contextlib.contextmanager
     def _failing_everywhere(self) -> Iterator[None]:
@@ -176,9 +177,8 @@ class BlockBroadcast(DeferredScheme):
             self.fail(error)
             raise
 
-    def _note_wait(self, slot: OpenBlock, start_ns: int, end_ns: int) -> None:
-        super()._note_wait(slot, start_ns, end_ns)
-        self.figures.note_wait(end_ns - start_ns)
+    def _note_wait(self, slot: OpenBlock) -> None:
+        self.figures.note_wait(self._waited.end_ns - self._waited.start_ns)
 
     def end_backward(self, step: int) -> int:
         self.figures.end_backward()
@@ -201,9 +201,8 @@ class BlockBroadcast(DeferredScheme):
             if self._more_bits_ever(n_bits) == 0:
                 current.ending.add(index)
             if is_last:
-                self._end_where_nothing_follows(
-                    current, self._values[index].max_message_bytes(0, n_bits), (index, n_bits)
-                )
+                extra_bytes = self._values[index].max_message_bytes(0, n_bits)
+                self._end_where_nothing_follows(current, extra_bytes, (index, n_bits))
             self._send_bits(streams, current, index, n_bits)
         for index in list(self.pacing.order):
             if not current.ended[self._rank][index]:
@@ -302,15 +301,15 @@ class BlockBroadcast(DeferredScheme):
         received = head.received_bytes[self._rank], head.receiving_us[self._rank]
         self.pacing.hear(origin, *received, head.remaining_s, head.ceiling_bits)
         if body is not None:
-            ended = time.perf_counter_ns()
-            self.figures.note_received(duration_ns)
-            record = self._record_of(current, head.block)
-            if head.is_plain:
-                self._values[head.block].add_plain(origin, body)
-            else:
-                self._values[head.block].add_planes(origin, body, head.first_bit, head.n_bits)
-            record.add("communicate", ended - duration_ns, ended)
-            record.add("decode", ended, time.perf_counter_ns())
+            with Stopwatch() as decoding:
+                self.figures.note_received(duration_ns)
+                record = self._record_of(current, head.block)
+                if head.is_plain:
+                    self._values[head.block].add_plain(origin, body)
+                else:
+                    self._values[head.block].add_planes(origin, body, head.first_bit, head.n_bits)
+            record.add("communicate", decoding.start_ns - duration_ns, decoding.start_ns)
+            record.add("decode", decoding.start_ns, decoding.end_ns)
             record.count_received(body.numel())
         with self._changed:
             if body is not None:
@@ -318,9 +317,8 @@ class BlockBroadcast(DeferredScheme):
                 self._receiving_us[origin] += duration_ns // 1_000
             ended_before = list(current.ended[origin])
             current.ended[origin] = list(head.ended)
-        for index, is_ended in enumerate(head.ended):
-            if is_ended and not ended_before[index]:
-                self._finish_block(current, index)
+        for index in (i for i, is_ended in enumerate(head.ended) if is_ended and not ended_before[i]):
+            self._finish_block(current, index)
 
     def has_ended(self, origin: int, step: int) -> bool:
         """See Listener."""

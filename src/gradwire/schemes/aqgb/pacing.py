@@ -9,8 +9,9 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from gradwire.control.checks import finite
+from gradwire.control.checks import finite, share
 from gradwire.control.contention import DEFAULT_MAX_CONTENTION, BitCeiling
 from gradwire.control.quantisation import (
     DEFAULT_FLOOR,
@@ -35,16 +36,39 @@ Clock = Callable[[], float]
 DEFAULT_CONFIDENCE = 0.8
 
 
+@dataclass(frozen=True)
+class PacingLimits:
+    """The shares that a rank plans by, each above 0 and at most 1.
+
+    Attributes:
+        floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
+        confidence: of the estimated rate, what is counted on.
+        max_contention: see BitCeiling.
+    Raises: InvalidArgument.
+    """
+
+    floor: float = DEFAULT_FLOOR
+    ceiling: float = 1.0
+    confidence: float = DEFAULT_CONFIDENCE
+    max_contention: float = DEFAULT_MAX_CONTENTION
+
+    def __post_init__(self) -> None:
+        for name in ("floor", "ceiling", "confidence", "max_contention"):
+            share(name, getattr(self, name))
+        if self.floor > self.ceiling or WORD_BITS * self.ceiling < MIN_BITS:
+            raise InvalidArgument(
+                f"floor={self.floor} and ceiling={self.ceiling} leave no number of bits from {MIN_BITS} to 32"
+            )
+
+
 class Pacing:
     """Decides for one rank.
 
     Args:
-        floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
-        confidence: the share of the estimated rate that is counted on.
         clock: seconds; must not run backwards.
+        initial_bps: the rate to begin with; None: the floor, until one is known.
         core_times: how long threads ran and waited for a core; without it, or where it knows nothing, bits are bounded by
             the network alone.
-        max_contention: see BitCeiling.
     """
 
     def __init__(
@@ -53,15 +77,12 @@ class Pacing:
         world_size: int,
         block_elements: Sequence[int],
         clock: Clock,
-        floor: float = DEFAULT_FLOOR,
-        ceiling: float = 1.0,
-        confidence: float = DEFAULT_CONFIDENCE,
+        limits: PacingLimits = PacingLimits(),
         initial_bps: float | None = None,
         core_times: CoreTimes | None = None,
-        max_contention: float = DEFAULT_MAX_CONTENTION,
     ) -> None:
         self._rank, self._world_size, self._sizes = rank, world_size, tuple(block_elements)
-        self._clock, self._floor, self._ceiling, self._confidence = clock, floor, ceiling, confidence
+        self._clock, self._limits = clock, limits
         n_blocks = len(self._sizes)
         self._lock = threading.RLock()
         self._rates = {peer: RateEstimate(initial_bps) for peer in range(world_size) if peer != rank}
@@ -76,11 +97,12 @@ class Pacing:
         self._forward: list[tuple[int, float, float]] = []  # block, arrival, waited
         self._forward_began: float | None = None
         self._last_gradient_s: float | None = None
-        self._core_times, self._max_contention = core_times, max_contention
+        self._core_times = core_times
         self._core_times_before = None if core_times is None else core_times()
         self._processors: BitCeiling | None = None
         if self._core_times_before is not None:
-            self._processors = BitCeiling(min(bits_of_ratio(floor), self.most_bits), self.most_bits, max_contention)
+            floor_bits = min(bits_of_ratio(limits.floor), self.most_bits)
+            self._processors = BitCeiling(floor_bits, self.most_bits, limits.max_contention)
         self._told_ceilings: dict[int, int] = {}
         self.ceiling_bits = self._lowest_ceiling()
         self._n_rounds_held = 0
@@ -157,13 +179,13 @@ class Pacing:
     def _note_if_held(self) -> None:
         """Count rounds whose bits processors bound and not the network; the first one is told."""
         assert self._processors is not None
-        if self.ceiling_bits >= self.most_bits or self._processors.contention <= self._max_contention:
+        if self.ceiling_bits >= self.most_bits or self._processors.contention <= self._limits.max_contention:
             return
         if not self._n_rounds_held:
             _log.warning(
                 "gradwire aqgb: threads that could run wait for a core (%.0f %% of their time, max_contention is %.0f %%), so "
                 "at most %d bits of a value are sent; give ranks cores of their own, or raise max_contention",
-                100 * self._processors.contention, 100 * self._max_contention, self.ceiling_bits,
+                100 * self._processors.contention, 100 * self._limits.max_contention, self.ceiling_bits,
             )  # fmt: skip
         self._n_rounds_held += 1
 
@@ -248,14 +270,14 @@ class Pacing:
                 remaining_s = timetable.until_next_gradient(len(self._appeared), now_s - self._last_gradient_s)
             if remaining_s is not None:
                 remaining_s -= max(0.0, self._busy_until_s - now_s)
-            rate = self._confidence * self.rate_bps
-            bits = first_stage_bits(rate, remaining_s, WORD_BITS * unsent_elements, self._floor)
+            rate = self._limits.confidence * self.rate_bps
+            bits = first_stage_bits(rate, remaining_s, WORD_BITS * unsent_elements, self._limits.floor)
             return min(bits, self.ceiling_bits)
 
     def more_bits(self, block: int, sent_bits: int, extra_bytes: int = 0) -> int:
         """How many bits more of `block` pass until it is needed, after `extra_bytes` that are about to be sent."""
         with self._lock:
-            now_s, rate = self.now(), self._confidence * self.rate_bps
+            now_s, rate = self.now(), self._limits.confidence * self.rate_bps
             mine = self.remaining_s()
             if mine is None or rate <= 0 or sent_bits >= self.ceiling_bits:
                 return 0
@@ -278,7 +300,7 @@ class Pacing:
     @property
     def most_bits(self) -> int:
         """Bits of a value that are ever sent."""
-        return int(WORD_BITS * self._ceiling)
+        return int(WORD_BITS * self._limits.ceiling)
 
     def remaining_s(self) -> list[float] | None:
         """[block] until this rank's next forward pass needs it; None before the first whole round."""

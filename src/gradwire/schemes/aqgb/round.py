@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.stepping.deferred import OpenBlock
+from gradwire.schemes.deferred import OpenBlock
 from gradwire.telemetry.recorder import BucketRecord
 
 

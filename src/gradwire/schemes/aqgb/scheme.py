@@ -6,17 +6,15 @@ the control law of gradwire.control.quantisation runs live.
 
 from __future__ import annotations
 
-import time
 from typing import Any, ClassVar
 
-from gradwire.codecs.embedded_float import DEFAULT_PARTITION
 from gradwire.control.checks import share
 from gradwire.control.contention import DEFAULT_MAX_CONTENTION
 from gradwire.control.quantisation import DEFAULT_FLOOR, MIN_BITS, PROFILED_ROUNDS, WORD_BITS
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.aqgb.broadcasting import BlockBroadcast
 from gradwire.schemes.aqgb.core_times import CoreTimes, read_core_times
-from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, Pacing
+from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Pacing, PacingLimits
 from gradwire.stepping.blocks import Division
 
 
@@ -34,36 +32,26 @@ class Aqgb(BlockBroadcast):
     Args:
         floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
         blocks: how many, or lists of module names; DDP's buckets (`bucket_cap_mb`) should be no larger than a block.
-        max_grad_norm: clips the mean; every forward pass then waits for all blocks.
-        error_feedback: keep what was never sent for the next step (off in the paper).
-        topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
-        partition: values that share an exponent.
         confidence: the share of the estimated rate that is planned with.
         initial_bps: the rate to begin with; without it, the first steps are sent at the floor.
         max_contention: of the time in which threads could run, the share that they may wait for a core before fewer bits
             are sent; 1: bits are bounded by the network alone, as in the paper.
-        clock: seconds; must not run backwards.
         core_times: how long threads ran and waited for a core.
+        options: see BlockBroadcast.
     """
 
     name: ClassVar[str] = "aqgb"
 
     def __init__(
         self, floor: float = DEFAULT_FLOOR, ceiling: float = 1.0, blocks: Division = 4,
-        max_grad_norm: float | None = None, error_feedback: bool = False, topology: str = "fan-out",
-        partition: int = DEFAULT_PARTITION, confidence: float = DEFAULT_CONFIDENCE, initial_bps: float | None = None,
-        max_contention: float = DEFAULT_MAX_CONTENTION, clock: Clock = time.perf_counter,
-        core_times: CoreTimes = read_core_times,
+        confidence: float = DEFAULT_CONFIDENCE, initial_bps: float | None = None,
+        max_contention: float = DEFAULT_MAX_CONTENTION, core_times: CoreTimes = read_core_times, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(blocks, max_grad_norm, partition, topology, error_feedback, clock)
-        self.floor, self.ceiling = share("floor", floor), share("ceiling", ceiling)
-        if self.floor > self.ceiling or WORD_BITS * self.ceiling < MIN_BITS:
-            raise InvalidArgument(f"floor={floor} and ceiling={ceiling} leave no number of bits from {MIN_BITS} to 32")
-        self.confidence = share("confidence", confidence)
+        super().__init__(blocks, **options)
+        self.limits = PacingLimits(share("floor", floor), share("ceiling", ceiling), confidence, max_contention)
         self.initial_bps = initial_bps
-        self.max_contention = share("max_contention", max_contention)
         self._core_times = core_times if max_contention < 1 else None
-        Pacing(0, 2, [1], clock, initial_bps=initial_bps)  # refuses a rate of zero here, where it was given
+        Pacing(0, 2, [1], self._clock, initial_bps=initial_bps)  # refuses a rate of zero here, where it was given
 
     @property
     def settling_steps(self) -> int:
@@ -72,13 +60,10 @@ class Aqgb(BlockBroadcast):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return super().configuration | {"floor": self.floor, "ceiling": self.ceiling}
+        return super().configuration | {"floor": self.limits.floor, "ceiling": self.limits.ceiling}
 
     def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
-        return Pacing(
-            rank, world_size, block_elements, self._clock, self.floor, self.ceiling, self.confidence, self.initial_bps,
-            self._core_times, self.max_contention,
-        )  # fmt: skip
+        return Pacing(rank, world_size, block_elements, self._clock, self.limits, self.initial_bps, self._core_times)
 
     def _first_bits(self, block: int, unsent_elements: int) -> int:
         return self.pacing.bits_now(unsent_elements)
@@ -95,15 +80,14 @@ class Broadcast(BlockBroadcast):
 
     When not to use this: with more than 2 ranks uncompressed, since a ring sends 2/N as much; with few bits where `aqgb`
     would find the time for more.
+
+    Options: see BlockBroadcast.
     """
 
     name: ClassVar[str] = "broadcast"
 
-    def __init__(
-        self, bits: int = 4, blocks: Division = 4, max_grad_norm: float | None = None, error_feedback: bool = False,
-        topology: str = "fan-out", partition: int = DEFAULT_PARTITION, clock: Clock = time.perf_counter,
-    ) -> None:  # fmt: skip
-        super().__init__(blocks, max_grad_norm, partition, topology, error_feedback, clock)
+    def __init__(self, bits: int = 4, blocks: Division = 4, max_grad_norm: float | None = None, **options: Any) -> None:
+        super().__init__(blocks, max_grad_norm, **options)
         if not MIN_BITS <= bits <= WORD_BITS:
             raise InvalidArgument(f"bits is from {MIN_BITS} to {WORD_BITS}, not {bits}")
         self.bits = bits

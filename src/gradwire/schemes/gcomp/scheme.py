@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.codecs.gcomp import GComp as GCompCodec
+from gradwire.codecs.gcomp import GCompCodec
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported

@@ -10,13 +10,12 @@ find alike.
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import torch
 
 from gradwire import _native
-from gradwire.codecs.gcomp import GComp as GCompCodec
+from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
@@ -59,23 +58,21 @@ class TableRefresh:
         """Switch to the next table when its step has come."""
         if self._switch_step is None or step < self._switch_step:
             return
-        started = time.perf_counter_ns()
-        self._finish_sum(communicator)
-        for width, counts in _WIDTHS.values():
-            histogram = self._counts[counts]
-            # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
-            if not int(histogram.sum()) or int(histogram[-1]):
-                continue
-            if not self._by_need or excess_of(self._codec.table_of_width(width), histogram) > _WORTH_A_TABLE:
-                table = HuffmanTable.from_histogram(histogram.contiguous())
-                self._codec.use_table(table)
-                self._n_refreshes += 1
-        self._counts.zero_()
-        self._switch_step = None
+        with record.timing("table"):
+            self._finish_sum(communicator)
+            for width, counts in _WIDTHS.values():
+                histogram = self._counts[counts]
+                # All ranks hold the same sum, so all of them leave out a step that held an Inf or NaN anywhere.
+                if not int(histogram.sum()) or int(histogram[-1]):
+                    continue
+                if not self._by_need or excess_of(self._codec.table_of_width(width), histogram) > _WORTH_A_TABLE:
+                    table = HuffmanTable.from_histogram(histogram.contiguous())
+                    self._codec.use_table(table)
+                    self._n_refreshes += 1
+            self._counts.zero_()
+            self._switch_step = None
         n_bytes = ring_bytes(self._counts.numel() * self._counts.element_size(), communicator.world_size)
-        record.count_sent(n_bytes)
-        record.count_received(n_bytes)
-        record.add("table", started, time.perf_counter_ns())
+        record.count_exchanged(n_bytes)
 
     def end_step(self, step: int, communicator: Communicator) -> None:
         """After the last bucket of a step that was counted: start to sum the counts over the ranks."""
@@ -156,7 +153,7 @@ class _CountingCodec:
         return self._codec.encode(gradient, out, importance)
 
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
-        """As `GComp.exchange_codec`."""
+        """As `GCompCodec.exchange_codec`."""
         return self._codec.exchange_codec(dtype, importance, self._counts_of(dtype))
 
     def _counts_of(self, dtype: torch.dtype) -> torch.Tensor:

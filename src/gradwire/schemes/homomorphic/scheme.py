@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gradwire.codecs import packed_values
-from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, MIN_GAMMA, CountSketch, FixedPoint, Outcome
+from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, CountSketch, FixedPoint, Outcome
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
@@ -31,9 +31,10 @@ from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
 from gradwire.schemes.compressed import Redoing
+from gradwire.schemes.homomorphic.by_bucket import DenseBuckets, NumberByBucket, are_counts, is_too_dense
 from gradwire.schemes.homomorphic.expected_tables import ExpectedTables
 from gradwire.schemes.homomorphic.packed_sum import sum_packed
-from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union, are_counts
+from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
 from gradwire.schemes.homomorphic.unsent import Unsent, quantised, values_to_send
 from gradwire.wire.step_check import StepCheck
 from gradwire.wire.wire import Wire
@@ -45,10 +46,6 @@ _SPARSIFIERS = (None, "top-k")
 _INTEGERS = {32: torch.int32, 64: torch.int64}
 _TOO_DENSE = "too dense to gain: this bucket was sent uncompressed"
 
-# Plain, if index and sketch together would take more than this share of it.
-_MAX_SHARE = 0.9
-# A bucket that was too dense is tried again in every so many steps: an index that tells nothing new costs 3 %.
-_STEPS_BETWEEN_TRIES = 16
 # Small tables may need another salt (5 in 100 of 1,000 non-zeros), so they are peeled before they are sent; larger ones
 # never have, and are peeled while they travel.
 _PEEL_FIRST_NONZEROS = 1 << 14
@@ -79,11 +76,12 @@ class Homomorphic(Redoing):
             With it, estimates are shrunk by their variance, or what is fed back would grow; without it they are right
             in the mean, which trains better (docs/results.md).
         index: "bitmap", "bloom" (from each layout's second step on), or "auto", whichever is smaller.
-        batch_values, gamma, seed: of sketches; see CountSketch.
         aggregator: what sums: "process-group", "switch", or an Aggregator.
+        sketch: batch_values, gamma and seed; see CountSketch.
     """
 
     name = "homomorphic"
+    options_of = CountSketch
 
     def __init__(
         self,
@@ -94,10 +92,8 @@ class Homomorphic(Redoing):
         density: float = 0.01,
         error_feedback: bool | None = None,
         index: str = "auto",
-        batch_values: int = 1024,
-        gamma: float = MIN_GAMMA,
-        seed: int = 0,
         aggregator: str | Aggregator = "process-group",
+        **sketch: Any,
     ) -> None:
         for what, value, known in (
             ("mode", mode, _MODES),
@@ -115,12 +111,10 @@ class Homomorphic(Redoing):
         self.mode, self.budget, self.integer_bits = mode, check_share("budget", budget), integer_bits
         self.sparsifier, self.density = sparsifier, check_share("density", density)
         self.aggregator = aggregators.by_name(aggregator) if isinstance(aggregator, str) else aggregator
-        self._sketch = CountSketch(batch_values, gamma, seed)
-        self._index = SharedIndex(index, seed)
-        self._tries_in: dict[str, int] = {}  # steps until a bucket that was too dense is tried again
-        self._next_tries_in: dict[str, int] = {}  # after this step
-        self._attempts: dict[str, int] = {}  # the salt with which a bucket peeled last
-        self._next_attempts: dict[str, int] = {}
+        self._sketch = CountSketch(**sketch)
+        self._index = SharedIndex(index, self._sketch.seed)
+        self._dense = DenseBuckets()
+        self._attempts = NumberByBucket()  # the salt with which a bucket peeled last
         self._expected = ExpectedTables()
         self._cells = torch.empty(0)  # on their way together with an index
         self._n_too_dense = self._n_resent = self._n_core = self._n_at_once = 0
@@ -159,7 +153,7 @@ class Homomorphic(Redoing):
 
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
         key = f"{bucket.index}:{bucket.layout_hash:08x}"
-        if self._is_known_as_dense(key):
+        if self._dense.is_known(key):
             self._check.start(self.preamble(bucket), wire.record)  # no index goes before it, to say what ranks share
             return self._send_plainly(bucket, wire)
         keep = self.density if self.sparsifier else None
@@ -184,14 +178,14 @@ class Homomorphic(Redoing):
             # Estimates that missed the same way at every step would bend the training; peeled values do not care.
             step = bucket.step & 0xFFFFFFFF if self.mode == "lossy" else 0
             n_cells = self._sketch.prepare(
-                union.words, bucket.n_elements, self._attempts.get(key, 0), self._max_cells(bucket), step
+                union.words, bucket.n_elements, self._attempts.of(key), self._max_cells(bucket), step
             )
             n_nonzeros = self._sketch.n_nonzeros
             cell_bytes = max(4, cell_bytes)
         self._index.remember(key, n_nonzeros)
         self._expected.forget(key)
-        if self._is_too_dense(bucket, cell_bytes, n_cells):
-            self._next_tries_in[key] = _STEPS_BETWEEN_TRIES
+        if is_too_dense(bucket, cell_bytes, n_cells):
+            self._dense.note(key)
             return self._send_plainly(bucket, wire)
         if self.mode == "packed":
             sum_packed(self.aggregator, bucket, wire, values, unsent, union, n_nonzeros, self._fixed_point(union))
@@ -209,7 +203,7 @@ class Homomorphic(Redoing):
 
         def cells_of(own_index: torch.Tensor) -> torch.Tensor:
             with wire.timing("encode"):
-                n_cells = self._sketch.assume(bucket.n_elements, *table, self._attempts.get(key, 0))
+                n_cells = self._sketch.assume(bucket.n_elements, *table, self._attempts.of(key))
                 self._cells = wire.scratch("cells", n_cells, torch.float32)
                 self._sketch.add(values, own_index, self._cells)
             return self._cells
@@ -229,7 +223,7 @@ class Homomorphic(Redoing):
             self._n_resent += 1
             return False
         self._index.remember(key, self._sketch.n_nonzeros)
-        if self._is_too_dense(bucket, 4, self._sketch.n_cells):
+        if is_too_dense(bucket, 4, self._sketch.n_cells):
             self._expected.forget(key)  # the next index comes alone, and decides
         else:
             self._expected.note(key, self._sketch)
@@ -245,7 +239,7 @@ class Homomorphic(Redoing):
         fixed = self._fixed_point(union)
         dtype = torch.float32 if fixed is None else fixed.dtype
         peel_first = sketch.n_nonzeros < _PEEL_FIRST_NONZEROS
-        attempt = self._attempts.get(key, 0)
+        attempt = self._attempts.of(key)
         while True:
             n_core = self._peel(wire, union) if peel_first else 0
             if self._has_to_try_again(n_core, attempt):
@@ -266,9 +260,8 @@ class Homomorphic(Redoing):
             attempt += 1
             peel_first = True
             sketch.prepare(union.words, bucket.n_elements, attempt)
-        if attempt != self._attempts.get(key, 0):
-            self._next_attempts[key] = attempt if attempt < MAX_ATTEMPTS else 0
-
+        if attempt != self._attempts.of(key):
+            self._attempts.learn(key, attempt if attempt < MAX_ATTEMPTS else 0)
         if self.mode == "sketch":
             self._expected.note(key, sketch)
         self._recover(bucket, wire, values, unsent, union, cells, n_core, fixed)
@@ -334,18 +327,8 @@ class Homomorphic(Redoing):
         return is_sketch_of_floats and union.exponent is not None and union.exponent + bits_of_world > _MAX_EXPONENT
 
     def _max_cells(self, bucket: Bucket) -> int:
-        if self.mode != "lossy":
-            return 0
-        return max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
-
-    @staticmethod
-    def _is_too_dense(bucket: Bucket, cell_bytes: int, n_cells: int) -> bool:
-        return n_cells > 0 and cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes
-
-    def _is_known_as_dense(self, key: str) -> bool:
-        steps = self._tries_in.get(key, 0)
-        self._next_tries_in[key] = max(0, steps - 1)
-        return steps > 1
+        cells = max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
+        return cells if self.mode == "lossy" else 0
 
     def _send_plainly(self, bucket: Bucket, wire: Wire) -> bool:
         if not self._n_too_dense:
@@ -364,12 +347,10 @@ class Homomorphic(Redoing):
         if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
             self._index.commit()
             self._expected.commit()
-            self._tries_in.update(self._next_tries_in)
-            self._attempts.update(self._next_attempts)
-        self._next_attempts.clear()
         self._index.next_counts.clear()
         self._expected.clear_step()
-        self._next_tries_in.clear()
+        for learnt in (self._dense, self._attempts):
+            learnt.end_step(self._is_step_finite)
 
     def stats(self) -> dict[str, Any]:
         """Buckets redone (not finite) and sent plainly (too dense), filters used and given up, sketches sent
@@ -389,8 +370,8 @@ class Homomorphic(Redoing):
         return {
             **super().state_dict(),
             "n_nonzeros": {key: list(counts) for key, counts in self._index.counts.items()},
-            "dense_for_steps": dict(self._tries_in),
-            "attempts": dict(self._attempts),
+            "dense_for_steps": self._dense.state_dict(),
+            "attempts": self._attempts.state_dict(),
             "tables": self._expected.state_dict(),
         }
 
@@ -408,14 +389,14 @@ class Homomorphic(Redoing):
             raise InvalidArgument("this is not the state of scheme homomorphic: its tables are none") from error
         super().load_state_dict(state)
         self._index.counts = {key: list(counts) for key, counts in state["n_nonzeros"].items()}
-        self._tries_in = dict(state["dense_for_steps"])
-        self._attempts = dict(state["attempts"])
+        self._dense.load_state_dict(state["dense_for_steps"])
+        self._attempts.load_state_dict(state["attempts"])
 
     def close(self) -> None:
         super().close()
         self._index.counts.clear()
-        self._tries_in.clear()
-        self._attempts.clear()
+        for learnt in (self._dense, self._attempts):
+            learnt.load_state_dict({})
         self._expected.tables.clear()
         if self._is_aggregator_bound:
             self.aggregator.close()

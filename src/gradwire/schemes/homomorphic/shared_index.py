@@ -11,7 +11,6 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -175,12 +174,3 @@ def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor, total: 
         facts & complement == 0,
         total,
     )
-
-
-def are_counts(by_bucket: Any, of_lists: bool) -> bool:
-    """Whether a checkpoint holds counts, or lists of them, by bucket."""
-    return isinstance(by_bucket, dict) and all(
-        isinstance(key, str) and isinstance(value, list) == of_lists
-        and all(isinstance(one, int) and one >= 0 for one in (value if of_lists else [value]))
-        for key, value in by_bucket.items()
-    )  # fmt: skip

@@ -6,7 +6,7 @@ import logging
 import math
 import zlib
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,10 +17,17 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
-from gradwire.schemes.low_rank.matrices import Group, MatrixShape, draw_factor, matrix_shape, orthogonalise
-from gradwire.schemes.low_rank.plan import Plan, Plans
+from gradwire.schemes.low_rank.matrices import (
+    MatrixGroup,
+    MatrixShape,
+    draw_factor,
+    matrix_shape,
+    orthogonalise,
+    redraw_factors,
+)
+from gradwire.schemes.low_rank.plan import LowRankPlan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
-from gradwire.schemes.selection import Names, Selection, embeddings_and_heads
+from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
 
 _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,6 +57,8 @@ class LowRank(Scheme):
     """
 
     state_is_per_world = True
+    options_of = ByName
+    incoming_is_orthogonal: ClassVar[bool]  # whether factors are made orthonormal before they come in
 
     def __init__(
         self,
@@ -84,7 +93,7 @@ class LowRank(Scheme):
         self.factor_dtype = factor_dtype
         self.seed = seed
         self._exempts_words = names.get("exempt") is None
-        self.selection = Selection(**{key: value for key, value in names.items() if value is not None})
+        self.select = ByName(**{key: value for key, value in names.items() if value is not None})
         self._wire_dtype = _WIRE_DTYPES[factor_dtype]
         self._open: list[Work] = []  # buckets of this step whose futures are not done
         self._uncompressed: list[Work] = []  # of these, the ones that wait for the end of the backward pass
@@ -105,7 +114,7 @@ class LowRank(Scheme):
             "buffer_mb": self.buffer_mb,
             "factor_dtype": self.factor_dtype,
             "seed": self.seed,
-            **self.selection.configuration,
+            **self.select.configuration,
         }
 
     def bind(self, session: Session) -> None:
@@ -118,9 +127,9 @@ class LowRank(Scheme):
             )
         is_adam = session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
         words = embeddings_and_heads(session.module) if self._exempts_words and is_adam else []
-        self.selection.bind(session, words)
+        self.select.bind(session, words)
         if words:
-            whole = {name: slot.numel() for name, slot in session.slots.items() if not self.selection.takes(slot)}
+            whole = {name: slot.numel() for name, slot in session.slots.items() if not self.select(slot)}
             share = sum(whole.values()) / max(1, sum(slot.numel() for slot in session.slots.values()))
             _log.info(
                 "gradwire %s: sent whole, under Adam: %s, %.0f %% of the gradient; exempt=() compresses them",
@@ -131,7 +140,7 @@ class LowRank(Scheme):
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)
 
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
-        return matrix_shape(slot, self.rank, self.min_compression_rate) if self.selection.takes(slot) else None
+        return matrix_shape(slot, self.rank, self.min_compression_rate) if self.select(slot) else None
 
     # ---- one bucket
 
@@ -188,30 +197,27 @@ class LowRank(Scheme):
         """Compress these buckets and start their sums; on `is_last` finish everything."""
 
     @abstractmethod
-    def _on_arrival(self, work: Work) -> None:
-        """Everything that was sent for `work` has been summed."""
+    def _write(self, group: MatrixGroup, bucket: Bucket) -> None:
+        """Write the means of the matrices of `group`, whose factors are summed, to the bucket."""
 
     @abstractmethod
-    def _incoming(self, group: Group) -> torch.Tensor:
+    def _incoming(self, group: MatrixGroup) -> torch.Tensor:
         """(k, rank, n): the factors that `group` is compressed with next."""
 
-    def _make_plan(self, bucket: Bucket) -> Plan:
+    def _make_plan(self, bucket: Bucket) -> LowRankPlan:
         plan = self._plans.make(bucket)
         for group in plan.groups:
             incoming = self._incoming(group)
             for state, key, factor in zip(group.states, group.keys, incoming, strict=True):
                 if state.factor is None:
                     factor.copy_(draw_factor(self.seed, key, 0, *factor.shape))
-                    self._prepare(factor[None])
+                    if self.incoming_is_orthogonal:
+                        orthogonalise(factor[None])
                 else:
                     factor.copy_(state.factor)
                 state.factor = factor
         plan.sign_factors(self._incoming)
         return plan
-
-    def _prepare(self, factors: torch.Tensor) -> None:
-        """What is done to factors (k, rank, n), in place, before they come in."""
-        orthogonalise(factors)
 
     # ---- pieces of `_compress`
 
@@ -221,11 +227,9 @@ class LowRank(Scheme):
         work.dense = torch.empty(work.plan.n_dense)
         work.fingerprint = fingerprint_of(self._facts_of(work))
         self._fusion.add(Parcel(work, work.fingerprint, work.fingerprint, joins_next=True), cap_bytes)
-        done = 0
-        for start, end in work.plan.dense:
-            target = work.dense[done : done + end - start]
-            self._fusion.add(Parcel(work, work.bucket.buffer[start:end], target), cap_bytes)
-            done += end - start
+        for span in work.plan.dense:
+            parcel = Parcel(work, span.in_bucket(work.bucket.buffer), span.in_fused(work.dense))
+            self._fusion.add(parcel, cap_bytes)
 
     def _send_factors(self, work: Work, factors: torch.Tensor, cap_bytes: float) -> None:
         """Sum (k, rank, n) over the ranks, in place; first rounded to what the wire carries."""
@@ -235,12 +239,16 @@ class LowRank(Scheme):
             flat = factor.view(-1)
             self._fusion.add(Parcel(work, flat, flat), cap_bytes)
 
-    def _finish(self, work: Work) -> None:
-        """Write what was not compressed, and let DDP have the bucket; matrices are in it already."""
-        done = 0
-        for start, end in work.plan.dense:
-            work.bucket.buffer[start:end].copy_(work.dense[done : done + end - start])
-            done += end - start
+    def _on_arrival(self, work: Work) -> None:
+        """Everything that was sent for `work` has been summed: write the means, and let DDP have the bucket."""
+        if not work.is_finite:
+            self._unfinite.append(work)
+            return
+        with work.bucket.record.timing("decode"):
+            for group in work.plan.groups:
+                self._write(group, work.bucket)
+        for span in work.plan.dense:
+            span.in_bucket(work.bucket.buffer).copy_(span.in_fused(work.dense))
         self._close(work)
 
     def _close(self, work: Work) -> None:
@@ -289,15 +297,19 @@ class LowRank(Scheme):
             plans = [work.plan for work in self._works]
             for plan in plans:
                 for group in plan.groups:
-                    self._commit_factors(group, step)
+                    factors = self._next_factors(group)
+                    redraw_factors(factors, group.keys, self.seed, step + 1, only_zero=self.reuse)
+                    if self.incoming_is_orthogonal:
+                        orthogonalise(factors)
+                    group.commit_factors(factors)
             self._end_of_commit()
             for plan in plans:
                 plan.sign_factors(self._incoming)
         self.session.recorder.close_bucket(record)
 
     @abstractmethod
-    def _commit_factors(self, group: Group, step: int) -> None:
-        """Take over the factors of this step, ready to come in next."""
+    def _next_factors(self, group: MatrixGroup) -> torch.Tensor:
+        """(k, rank, n): which of this step's factors come in next."""
 
     def _end_of_commit(self) -> None:
         """After all groups of a step are committed."""

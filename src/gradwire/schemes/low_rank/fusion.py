@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -11,7 +10,8 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument, RankMismatch
-from gradwire.schemes.low_rank.plan import Plan
+from gradwire.schemes.low_rank.plan import LowRankPlan
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.preamble import Preamble, compare_preambles
 
@@ -31,7 +31,7 @@ class Work:
     def __init__(self, bucket: Bucket, done: torch.futures.Future) -> None:
         self.bucket = bucket
         self.done = done
-        self.plan: Plan
+        self.plan: LowRankPlan
         self.dense = torch.empty(0)
         self.n_awaited = 0
         self.is_finite = True
@@ -57,7 +57,7 @@ class _FusedBuffer:
         for parcel, part in self.parts(self.data):
             part.copy_(parcel.values)
         self.sum: torch.futures.Future
-        self.started_ns = self.ended_ns = 0
+        self.watch = Stopwatch()
         self.is_taken = False
 
     def parts(self, flat: torch.Tensor) -> list[tuple[Parcel, torch.Tensor]]:
@@ -96,11 +96,11 @@ class Fusion:
         self._pending, self._pending_bytes = [], 0
         self._started.append(buffer)
         self.n_buffers += 1
-        buffer.started_ns = time.perf_counter_ns()
+        buffer.watch.begin()
         buffer.sum = self._communicator.start_all_reduce(buffer.data)
 
         def note_end(_: torch.futures.Future) -> None:
-            buffer.ended_ns = time.perf_counter_ns()
+            buffer.watch.end()
             if not buffer.is_taken:  # the lane may have waited for it, and even be closed since
                 with contextlib.suppress(InvalidArgument):
                     self._communicator.submit(self.finish_summed)
@@ -145,7 +145,7 @@ class Fusion:
 
     def _count(self, buffer: _FusedBuffer) -> None:
         record = buffer.parcels[-1].work.bucket.record
-        record.add("communicate", buffer.started_ns, max(buffer.ended_ns, buffer.started_ns))
+        record.add("communicate", buffer.watch.start_ns, max(buffer.watch.end_ns, buffer.watch.start_ns))
         sizes: dict[Work, int] = {}
         for parcel in buffer.parcels:
             sizes[parcel.work] = sizes.get(parcel.work, 0) + parcel.values.numel() * self._dtype.itemsize

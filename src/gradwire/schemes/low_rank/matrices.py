@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,11 +62,11 @@ def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> torch
     return torch.from_numpy(generator.standard_normal((rank, length), dtype=np.float32))
 
 
-def redraw_zero_factors(factors: torch.Tensor, keys: Sequence[str], seed: int, step: int) -> None:
-    """Draw anew the factors (k, rank, n) that are zero: they would stay zero for ever, whatever the gradients."""
+def redraw_factors(factors: torch.Tensor, keys: Sequence[str], seed: int, step: int, only_zero: bool) -> None:
+    """Draw the factors (k, rank, n) anew, or only those that are zero: they would stay so, whatever the gradients."""
     for factor, key in zip(factors, keys, strict=True):
-        if not factor.any():
-            factor.copy_(draw_factor(seed, key, step, factor.shape[0], factor.shape[1]))
+        if not only_zero or not factor.any():
+            factor.copy_(draw_factor(seed, key, step, *factor.shape))
 
 
 def orthogonalise(factors: torch.Tensor) -> None:
@@ -73,11 +74,12 @@ def orthogonalise(factors: torch.Tensor) -> None:
     _native.orthogonalise_factors(factors.view(-1), factors.shape[0], factors.shape[1])
 
 
-class Group:
+class MatrixGroup:
     """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all.
 
     Attributes:
         p: (k, rank, n_rows), q: (k, rank, n_columns): the factors, transposed. Row after row they are contiguous.
+        new_q: as q, for a Q that is made while the last one still counts.
         corrected: (k, n_rows, n_columns): gradient + residual, in a room of the feedback that `correct` takes anew; after
             `subtract_...` the new residual.
     """
@@ -117,6 +119,18 @@ class Group:
                 torch.add(gradient, residual, alpha=loss_scale / kept.scale, out=corrected)
             else:
                 corrected.copy_(gradient).add_(residual, alpha=loss_scale / kept.scale)
+
+    @functools.cached_property
+    def new_q(self) -> torch.Tensor:
+        return torch.empty_like(self.q)
+
+    def project_to_p(self) -> torch.Tensor:
+        """P <- (M + E) Q; P."""
+        return torch.bmm(self.q, self.corrected.mT, out=self.p)
+
+    def project_to_q(self, out: torch.Tensor) -> torch.Tensor:
+        """Q <- (M + E)^T P into `out`, q or new_q."""
+        return torch.bmm(self.p, self.corrected, out=out)
 
     def view_in(self, flat: torch.Tensor, i: int) -> torch.Tensor:
         """(n_rows, n_columns): matrix i in a tensor that is laid out as the bucket."""

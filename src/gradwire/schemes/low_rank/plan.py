@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from gradwire import _native
 from gradwire.core.bucket import Bucket
 from gradwire.core.slot import Slot
-from gradwire.schemes.low_rank.matrices import Group, MatrixShape, MatrixState
+from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, MatrixState
+from gradwire.schemes.selection import Selection, TensorSpan
 
 
-class DenseRange(NamedTuple):
-    """Elements of a bucket that are not compressed."""
+class LowRankPlan:
+    """The groups of one bucket layout, and the tensors that travel as they are."""
 
-    start: int
-    end: int
-
-
-class Plan:
-    """The groups and dense ranges of one bucket layout."""
-
-    def __init__(self, bucket: Bucket, groups: list[Group], dense: list[DenseRange]) -> None:
+    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[TensorSpan]) -> None:
         self.slots = bucket.slots
         self.layout_hash = bucket.layout_hash
         self.groups = groups
         self.dense = dense
-        self.n_dense = sum(end - start for start, end in dense)
+        self.n_dense = sum(span.n_elements for span in dense)
         self.factor_crc = 0
 
-    def sign_factors(self, incoming: Callable[[Group], torch.Tensor]) -> None:
+    def sign_factors(self, incoming: Callable[[MatrixGroup], torch.Tensor]) -> None:
         """Note the checksum of what comes in next, for ranks to compare."""
         crc = 0
         for group in self.groups:
@@ -47,39 +40,31 @@ class Plans:
 
     def __init__(self, shape_of: Callable[[Slot], MatrixShape | None]) -> None:
         self._shape_of = shape_of
-        self._plans: list[Plan] = []
+        self._plans: list[LowRankPlan] = []
         self._keys: dict[Slot, str] = {}
         self.states: dict[Slot, MatrixState] = {}
         self.n_elements = 0
         self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
 
-    @property
-    def in_use(self) -> list[Plan]:
-        """The plans of the current layouts."""
-        return list(self._plans)
-
-    def find(self, bucket: Bucket) -> Plan | None:
+    def find(self, bucket: Bucket) -> LowRankPlan | None:
         """The plan of this bucket, if it has one."""
         for plan in self._plans:
             if plan.slots == bucket.slots and plan.layout_hash == bucket.layout_hash:
                 return plan
         return None
 
-    def make(self, bucket: Bucket) -> Plan:
+    def make(self, bucket: Bucket) -> LowRankPlan:
         """A new plan; plans that share a slot with it are of an old layout, and go."""
+        keys = {slot: self._count(slot) for slot in bucket.slots}
+        chosen = Selection(bucket, lambda slot, _: slot is not None and self._shape_of(slot) is not None)
         groups: dict[MatrixShape, list[tuple[Slot, int, str, MatrixState]]] = {}
-        dense: list[DenseRange] = []
-        for slot, offset in zip(bucket.slots, bucket.offsets, strict=True):
+        for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
             shape = self._shape_of(slot)
-            key = self._count(slot, shape)
-            if shape is not None:
-                state = self.states.setdefault(slot, MatrixState())
-                groups.setdefault(shape, []).append((slot, offset, key, state))
-            elif slot.numel():
-                dense.append(DenseRange(offset, offset + slot.numel()))
-        if not bucket.slots and bucket.n_elements:  # a plain tensor
-            dense.append(DenseRange(0, bucket.n_elements))
-        plan = Plan(bucket, [Group(shape, members) for shape, members in groups.items()], dense)
+            assert shape is not None
+            state = self.states.setdefault(slot, MatrixState())
+            groups.setdefault(shape, []).append((slot, span.offset, keys[slot], state))
+        dense = [span for span in chosen.raw if span.n_elements]
+        plan = LowRankPlan(bucket, [MatrixGroup(shape, members) for shape, members in groups.items()], dense)
         slots = set(plan.slots)
         self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
         self._plans.append(plan)
@@ -93,9 +78,11 @@ class Plans:
         """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
         return self.n_factor_elements[side] / self.n_elements if self.n_elements else 1.0
 
-    def _count(self, slot: Slot, shape: MatrixShape | None) -> str:
+    def _count(self, slot: Slot) -> str:
+        """Its key; at first sight its values are added to the model's."""
         key = self._keys.get(slot)
         if key is None:
+            shape = self._shape_of(slot)
             # Without names: the order in which slots first appear, which is the same on all ranks.
             key = self._keys[slot] = slot.name or f"#{len(self._keys)}"
             n = slot.numel()

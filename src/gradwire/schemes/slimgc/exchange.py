@@ -16,14 +16,43 @@ import torch
 from gradwire import _native
 from gradwire.codecs import Codec
 from gradwire.codecs.quantised import Quantised
+from gradwire.core.bucket import Bucket
 from gradwire.exchange.engine import Importance, engine_codec, ring_mean
 from gradwire.exchange.groups import Cut
+from gradwire.schemes.selection import AtLeast, Selection
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.facts import Facts
 
 # How much of its results an owner may send a peer before that peer adopts the first of them.
 _PULL_BYTES_AHEAD = 2 << 20
+
+
+class CutSelection(Selection):
+    """The decision for one bucket layout and one threshold, and how the compressed values are cut over the ranks.
+
+    Args:
+        keeps_places: bit_buf is laid out as the bucket, with gaps where raw tensors lie, so that it can be the bucket.
+
+    Attributes:
+        n_bit_buf: values that bit_buf extends over: the compressed ones, and the gaps.
+    """
+
+    def __init__(
+        self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int, keeps_places: bool
+    ) -> None:
+        super().__init__(bucket, AtLeast(threshold_bytes), keeps_places)
+        self.keeps_places = keeps_places
+        self.n_bit_buf = bucket.n_elements if keeps_places else self.n_compressed
+        spans = [(span.fused, span.fused + span.n_elements) for span in self.compressed]
+        self.cut = Cut(spans, world_size, group_elements)
+
+    @property
+    def part_edges(self) -> tuple[int, ...]:
+        """Where the ranks' parts of a bit_buf without gaps end, 0 first."""
+        assert not self.keeps_places
+        n_parts = len(self.cut.groups)
+        return tuple(self.n_compressed * part // n_parts for part in range(n_parts + 1))
 
 
 class Source(NamedTuple):
@@ -34,7 +63,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class FusedExchange:
     """The means of transport: `mean(values, left_out, ...)` for one topology.
 
     Attributes:
@@ -64,7 +93,8 @@ class Exchange:
         record: BucketRecord,
         importance: Importance | None = None,
         source: Source | None = None,
-        is_void: Callable[[], bool] = lambda: False,
+        is_finite: Callable[[], bool] = lambda: True,
+        stays_with_owners: bool = False,
     ) -> Callable[[], None]:
         """Replace `values` (n,) float32 by the mean over the ranks; `left_out` (n,) float32 by what this rank lost.
 
@@ -72,51 +102,21 @@ class Exchange:
         `takes_source`) the values are its sum, and `values` need not hold anything, or may be the source's gradient.
 
         Args:
-            is_void: asked before the first value is replaced; if it says so, on every rank, none is.
+            is_finite: asked before the first value is replaced; if it says no, on every rank, none is.
+            stays_with_owners: replace this rank's part alone, by the bits that a raw pull gives, and leave the others as they
+                are; nothing is lost of the own part, and what is not finite is replaced all the same.
         Returns: what is left to do until the values are replaced: the last results are on their way then. One other
             exchange may be begun before.
         """
-        if self.topology == "server":
-            return self._through_owners(values, left_out, cut, facts, record, importance, source, is_void)
-        assert source is None
-        left_out.zero_()
-        codec = self.codec
-        if isinstance(codec, Quantised):
-            codec = _Drawing(codec, _first_draw(self.communicator, record))
-        ring_mean(self.communicator, codec, values, facts, record, importance, self.group_elements, left_out)
-        return lambda: None
-
-    def push(
-        self,
-        values: torch.Tensor,
-        left_out: torch.Tensor,
-        cut: Cut,
-        facts: Facts,
-        record: BucketRecord,
-        importance: Importance | None = None,
-        source: Source | None = None,
-        is_void: Callable[[], bool] = lambda: False,
-    ) -> Callable[[], None]:
-        """Replace this rank's part of `values` (n,) float32 by its mean over the ranks, and leave the other parts alone.
-
-        `left_out` is as in `mean`: nothing is lost of the own part. The mean has the bits that `mean` gives with a raw
-        pull. What is void is replaced all the same. Nothing is left to do.
-        """
-        return self._through_owners(values, left_out, cut, facts, record, importance, source, is_void, has_pull=False)
-
-    def _through_owners(
-        self,
-        values: torch.Tensor,
-        left_out: torch.Tensor,
-        cut: Cut,
-        facts: Facts,
-        record: BucketRecord,
-        importance: Importance | None,
-        source: Source | None,
-        is_void: Callable[[], bool],
-        has_pull: bool = True,
-    ) -> Callable[[], None]:
         communicator = self.communicator
+        if self.topology != "server":
+            assert source is None
+            left_out.zero_()
+            codec = self.codec
+            if isinstance(codec, Quantised):
+                codec = _Drawing(codec, _first_draw(communicator, record))
+            ring_mean(communicator, codec, values, facts, record, importance, self.group_elements, left_out)
+            return lambda: None
         if communicator.world_size == 1 or not any(cut.n_groups):
             return lambda: None
         push = engine_codec(self.codec, torch.float32, importance)
@@ -134,12 +134,12 @@ class Exchange:
             residual,
             left_out,
             _first_draw(communicator, record),
-            has_pull,
+            not stays_with_owners,
             _PULL_BYTES_AHEAD,
-            is_void,
+            lambda: not is_finite(),
         )
         record.add_account(*exchange.run())
-        return (lambda: record.add_account(*exchange.finish())) if has_pull else lambda: None
+        return (lambda: None) if stays_with_owners else lambda: record.add_account(*exchange.finish())
 
 
 class _Drawing:

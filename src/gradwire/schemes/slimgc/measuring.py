@@ -13,7 +13,6 @@ way, or a request by any rank, has all sizes measured again between two steps.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.control.threshold import Measurement, ThresholdTable, has_drifted, log_spaced
+from gradwire.control.threshold import SizeTimes, ThresholdTable, has_drifted, log_spaced
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.communicator import Communicator
 
 # DDP's first step has one bucket for the whole model and every buffer is new: nothing in it is typical.
 _COLD_STEPS = 2
@@ -61,7 +61,7 @@ class Measuring:
             )
         if drift_every < 0:
             raise InvalidArgument(f"drift_every is 0 (never) or a number of steps, got {drift_every}")
-        ThresholdTable([Measurement(1, 1.0, 1.0, 1.0)]).threshold_bytes(method)
+        ThresholdTable([SizeTimes(1, 1.0, 1.0, 1.0)]).threshold_bytes(method)
         has_drifted(1.0, 1.0, drift_factor)
         self.warmup_steps, self.method = warmup_steps, method
         self.drift_every, self.drift_factor = drift_every, drift_factor
@@ -172,11 +172,10 @@ class Measuring:
     ) -> tuple[float, float]:
         """(seconds of the exchange, of it in the codec) of one tensor of `n` values by itself."""
         communicator.all_reduce(torch.zeros(1))  # ranks start together: waiting for a slow one is not communication
-        busy_ns = _coding_ns(record)
-        started = time.perf_counter_ns()
-        probe(self._sample[:n], is_compressed, record)
-        total_ns = time.perf_counter_ns() - started
-        return total_ns / 1e9, (_coding_ns(record) - busy_ns) / 1e9
+        busy_ns, watch = _coding_ns(record), Stopwatch()
+        with watch:
+            probe(self._sample[:n], is_compressed, record)
+        return watch.total_ns / 1e9, (_coding_ns(record) - busy_ns) / 1e9
 
     def _agree(self, communicator: Communicator) -> bool:
         """Make the table that all ranks share."""
@@ -187,7 +186,7 @@ class Measuring:
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
         self.table = ThresholdTable(
-            Measurement(size, *(float(value) for value in row)) for size, row in zip(sizes, rows, strict=True)
+            SizeTimes(size, *(float(value) for value in row)) for size, row in zip(sizes, rows, strict=True)
         )
         self.n_measured += 1
         return True
@@ -234,11 +233,6 @@ class Measuring:
         self._communicate_s.clear()
         self._communicate_s.extend(communicate_s)
         self._is_requested = is_requested
-
-
-def count_small_messages(n_bytes: int, record: BucketRecord, world_size: int) -> None:
-    """Count an all-reduce of `n_bytes` that belongs to no gradient."""
-    record.count_exchanged(ring_bytes(n_bytes, world_size))
 
 
 def _mean(rows: list[_Times], index: int) -> float:

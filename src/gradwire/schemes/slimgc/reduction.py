@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
@@ -14,15 +13,38 @@ from gradwire.exchange.engine import Importance
 from gradwire.exchange.groups import Cut
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
-from gradwire.schemes.slimgc.exchange import Exchange, Source
-from gradwire.schemes.slimgc.plan import Plan, Span
+from gradwire.schemes.selection import TensorSpan
+from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange, Source
 from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.wire.communicator import Rest, ring_bytes
+from gradwire.wire.communicator import Communicator, Continuation, ring_bytes
 from gradwire.wire.facts import Facts
+from gradwire.wire.futures import then
 
 _log = logging.getLogger(__name__)
 _FALLBACK = "non-finite gradient: this bucket was sent uncompressed"
+
+
+class RawSum:
+    """The tensors that travel raw, (n + 1,) on their way to their mean, and behind them a flag: not 0 if one is not finite."""
+
+    def __init__(self, communicator: Communicator, values: torch.Tensor, record: BucketRecord) -> None:
+        self._communicator, self._values, self._record = communicator, values, record
+        self._summed = communicator.start_all_reduce(values)
+        self._is_finite: bool | None = None
+
+    def finish(self) -> bool:
+        """Whether all ranks' gradients were finite: the same answer on all of them; the sum is there then.
+
+        Asked again, it answers from memory: the values may be the next bucket's by then.
+        """
+        if self._is_finite is None:
+            with self._record.timing("communicate"):
+                self._communicator.finish(self._summed)
+            self._is_finite = not bool(self._values[-1])
+            n_bytes = self._values.numel() * self._values.element_size()
+            self._record.count_exchanged(ring_bytes(n_bytes, self._communicator.world_size))
+        return self._is_finite
 
 
 class Reduction:
@@ -34,7 +56,7 @@ class Reduction:
     """
 
     def __init__(
-        self, session: Session, exchange: Exchange, metric: QuantisationMetric | None, error_feedback: bool
+        self, session: Session, exchange: FusedExchange, metric: QuantisationMetric | None, error_feedback: bool
     ) -> None:
         self.n_redone = 0
         self.owner_step: OwnerStep | None = None
@@ -50,7 +72,7 @@ class Reduction:
         self._feedback.discard()
         self._is_step_finite = True
 
-    def reduce(self, bucket: Bucket, plan: Plan, facts: Facts) -> torch.futures.Future | Rest | None:
+    def reduce(self, bucket: Bucket, plan: CutSelection, facts: Facts) -> torch.futures.Future | Continuation | None:
         """Replace the bucket by its mean; a future where the lane need not wait for it, or the rest of the lane's work."""
         if not plan.compressed:
             self._keep_mean(bucket, plan, None)
@@ -67,7 +89,7 @@ class Reduction:
         else:
             self._feedback.discard()
 
-    def _start_raw(self, bucket: Bucket, plan: Plan) -> torch.futures.Future:
+    def _start_raw(self, bucket: Bucket, plan: CutSelection) -> torch.futures.Future:
         """Nothing is worth compressing: the backend's all-reduce, which the lane does not wait for."""
         bucket.wait_for_all()
         if self._holds_any(plan.raw):
@@ -76,24 +98,16 @@ class Reduction:
             for span in plan.raw:
                 gradient = span.in_bucket(bucket.buffer)
                 self._write_sum(span, gradient, gradient, loss_scale)
-        done: torch.futures.Future = torch.futures.Future()
 
-        def note(finished: torch.futures.Future) -> None:
-            try:
-                finished.wait()
-            except Exception as error:
-                done.set_exception(error)
-                return
+        def note(_: torch.Tensor) -> None:
             # The sum is the same on all ranks, so all of them see the same.
-            if not _is_finite(bucket.buffer):
-                self._is_step_finite = False
-            done.set_result(None)
+            self._is_step_finite &= _is_finite(bucket.buffer)
 
-        start_plain_mean(self._session.communicator, bucket).add_done_callback(note)
+        done = then(start_plain_mean(self._session.communicator, bucket), note)
         self._under_way.append(done)
         return done
 
-    def _reduce_compressed(self, bucket: Bucket, plan: Plan, facts: Facts) -> Rest | None:
+    def _reduce_compressed(self, bucket: Bucket, plan: CutSelection, facts: Facts) -> Continuation | None:
         communicator, record, loss_scale = self._session.communicator, bucket.record, self._session.loss_scale()
         with record.timing("encode"):
             source = self._source_in_place(bucket, plan, loss_scale)
@@ -106,23 +120,13 @@ class Reduction:
                 source, bit_buf = None, self._bit_buf(bucket, plan).zero_()
             elif self.owner_step is not None:
                 bit_buf = self._bit_buf(bucket, plan)
-        summed = communicator.start_all_reduce(fp_buf)
-
-        @functools.cache
-        def is_void() -> bool:
-            """Whether a rank's gradient was not finite: the sum, and so the answer, is the same on all of them."""
-            with record.timing("communicate"):
-                communicator.finish(summed)
-            return bool(fp_buf[-1] != 0)
-
+        raw = RawSum(communicator, fp_buf, record)
         left_out = self._feedback.room(bucket.index, plan.n_bit_buf)
-        exchange = self._exchange.mean if self.owner_step is None else self._exchange.push
-        finish_exchange = exchange(
-            bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source, is_void
-        )
-        n_bytes = ring_bytes(fp_buf.numel() * fp_buf.element_size(), communicator.world_size)
-        record.count_exchanged(n_bytes)
-        if is_void():
+        finish_exchange = self._exchange.mean(
+            bit_buf, left_out, plan.cut, facts, record, self._importance_of(bucket, plan), source, raw.finish,
+            self.owner_step is not None,
+        )  # fmt: skip
+        if not raw.finish():
             finish_exchange()
             self._redo_plainly(bucket, plan)
             return None
@@ -143,14 +147,14 @@ class Reduction:
                         run.in_bucket(bucket.buffer).copy_(run.in_fused(bit_buf))
                 self._keep_mean(bucket, plan, bit_buf)
 
-        return Rest(finish)
+        return Continuation(finish)
 
-    def _bit_buf(self, bucket: Bucket, plan: Plan) -> torch.Tensor:
+    def _bit_buf(self, bucket: Bucket, plan: CutSelection) -> torch.Tensor:
         """(n_bit_buf,) float32 of work space: the results of one bucket still travel when the next one is begun."""
         name = f"bit_buf {bucket.index % 2}"
         return self._session.communicator.scratch(name, 4 * plan.n_bit_buf).view(torch.float32)
 
-    def _fill_bit_buf(self, bucket: Bucket, plan: Plan, loss_scale: float) -> torch.Tensor:
+    def _fill_bit_buf(self, bucket: Bucket, plan: CutSelection, loss_scale: float) -> torch.Tensor:
         """(n_bit_buf,) float32: gradients + residuals of the large tensors."""
         bit_buf = self._bit_buf(bucket, plan)
         for span in plan.compressed:
@@ -158,7 +162,7 @@ class Reduction:
             self._write_sum(span, span.in_bucket(bucket.buffer), span.in_fused(bit_buf), loss_scale)
         return bit_buf
 
-    def _source_in_place(self, bucket: Bucket, plan: Plan, loss_scale: float) -> Source | None:
+    def _source_in_place(self, bucket: Bucket, plan: CutSelection, loss_scale: float) -> Source | None:
         """Gradient and residuals where DDP and the last step put them, if they lie as in bit_buf: nothing is copied.
 
         Not where a parameter is unused on this rank: its residual has to stay out of the sum.
@@ -181,7 +185,7 @@ class Reduction:
             return None
         return Source(bucket.buffer, residual)
 
-    def _keep_mean(self, bucket: Bucket, plan: Plan, fused: torch.Tensor | None) -> None:
+    def _keep_mean(self, bucket: Bucket, plan: CutSelection, fused: torch.Tensor | None) -> None:
         """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
         if self.owner_step is None:
             return
@@ -202,7 +206,7 @@ class Reduction:
         )
         self.owner_step.keep(bucket.index, Owned(whole, cut, edges, mean))
 
-    def _fill_fp_buf(self, bucket: Bucket, plan: Plan, is_finite: bool, loss_scale: float) -> torch.Tensor:
+    def _fill_fp_buf(self, bucket: Bucket, plan: CutSelection, is_finite: bool, loss_scale: float) -> torch.Tensor:
         """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last a flag, for what is not finite."""
         communicator, element_bytes = self._session.communicator, bucket.buffer.element_size()
         fp_buf = communicator.scratch("fp_buf", (plan.n_raw + 1) * element_bytes).view(bucket.buffer.dtype)
@@ -218,7 +222,7 @@ class Reduction:
         fp_buf[-1] = 0.0 if is_finite else 1.0
         return fp_buf
 
-    def _redo_plainly(self, bucket: Bucket, plan: Plan) -> None:
+    def _redo_plainly(self, bucket: Bucket, plan: CutSelection) -> None:
         if not self.n_redone:
             _log.warning("gradwire slimgc: %s (step %d)", _FALLBACK, bucket.step)
         self.n_redone += 1
@@ -236,11 +240,11 @@ class Reduction:
 
     # ---- residuals: of compressed tensors kept, of raw ones flushed; of tensors that are unused on this rank neither
 
-    def _holds_any(self, spans: tuple[Span, ...]) -> bool:
+    def _holds_any(self, spans: tuple[TensorSpan, ...]) -> bool:
         """Whether a residual waits for one of these tensors."""
         return any(self._feedback.of(span.slot) is not None for span in spans)
 
-    def _write_sum(self, span: Span, gradient: torch.Tensor, out: torch.Tensor, loss_scale: float) -> None:
+    def _write_sum(self, span: TensorSpan, gradient: torch.Tensor, out: torch.Tensor, loss_scale: float) -> None:
         """out (n,) = gradient + residual x loss_scale; of an unused tensor the residual waits."""
         kept = self._feedback.of(span.slot)
         if kept is None or not holds_nonzero(gradient):
@@ -250,7 +254,9 @@ class Reduction:
         else:
             out.copy_(gradient).add_(kept.values, alpha=loss_scale)
 
-    def _stage(self, plan: Plan, bucket: torch.Tensor | None, left_out: torch.Tensor, loss_scale: float) -> None:
+    def _stage(
+        self, plan: CutSelection, bucket: torch.Tensor | None, left_out: torch.Tensor, loss_scale: float
+    ) -> None:
         """Keep `left_out`, which is aligned with bit_buf; `bucket`: the gradients, or None if all tensors were used."""
         if loss_scale != 1.0:
             left_out.div_(loss_scale)
@@ -262,7 +268,7 @@ class Reduction:
                 unsent.add_(kept.values)
             self._feedback.stage(span.slot, unsent)
 
-    def _stage_flushed(self, spans: tuple[Span, ...], bucket: torch.Tensor) -> None:
+    def _stage_flushed(self, spans: tuple[TensorSpan, ...], bucket: torch.Tensor) -> None:
         """The residuals of these tensors go out with their raw gradients; `bucket`: the gradients before that."""
         for span in spans:
             if span.slot is None or self._feedback.of(span.slot) is None:
@@ -270,7 +276,7 @@ class Reduction:
             if holds_nonzero(span.in_bucket(bucket)):
                 self._feedback.stage(span.slot, None)
 
-    def _importance_of(self, bucket: Bucket, plan: Plan) -> Importance | None:
+    def _importance_of(self, bucket: Bucket, plan: CutSelection) -> Importance | None:
         """Of the fused buffer, for a codec that weighs values by the optimizer."""
         metric = self._metric
         if metric is None or not plan.slots:

@@ -9,7 +9,6 @@ step does not wait for any of it (3.5).
 from __future__ import annotations
 
 import contextlib
-import time
 import zlib
 from dataclasses import asdict
 from typing import Any
@@ -24,16 +23,18 @@ from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from gradwire.schemes.slimgc.exchange import Exchange
+from gradwire.schemes.selection import tensors_of
+from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import Measuring
 from gradwire.schemes.slimgc.options import Measured, Stepping, Transport, codec_of, options_of, take
-from gradwire.schemes.slimgc.plan import Plan, tensors_of
 from gradwire.schemes.slimgc.reduction import Reduction
 from gradwire.stepping.look_ahead import LookAhead
 from gradwire.stepping.owner_step import OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.wire.communicator import Rest
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.communicator import Continuation
 from gradwire.wire.facts import Facts
+from gradwire.wire.futures import then
 from gradwire.wire.preamble import Preamble, compare_preambles
 from gradwire.wire.step_check import StepCheck
 
@@ -104,7 +105,7 @@ class SlimGC(Scheme):
         self._measuring = Measuring(**asdict(self.measured))
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
-        self._plans: dict[int, tuple[int, int, Plan]] = {}  # by bucket: layout, threshold, plan
+        self._plans: dict[int, tuple[int, int, CutSelection]] = {}  # by bucket: layout, threshold, plan
         self._records: list[BucketRecord] = []
         self._has_loaded = False
         self._loaded = 0  # what ranks that loaded shards of the optimizer's state must have alike
@@ -157,7 +158,9 @@ class SlimGC(Scheme):
         super().bind(session)
         self._reset()
         pull_codec = self.codec if self.transport.pull == "compressed" else RawCodec()
-        exchange = Exchange(session.communicator, self.codec, pull_codec, self.transport.topology, self.group_elements)
+        exchange = FusedExchange(
+            session.communicator, self.codec, pull_codec, self.transport.topology, self.group_elements
+        )
         # What one native call encodes where it lies need not lie together; the ring and an owner's step want it so.
         self._keeps_places = exchange.takes_source and self.update == "worker"
         self._reduction = Reduction(session, exchange, metric, self.error_feedback)
@@ -189,23 +192,10 @@ class SlimGC(Scheme):
         return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
 
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
-        done: torch.futures.Future = torch.futures.Future()
+        begun = self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True)
+        return then(begun, lambda _: bucket.buffer)
 
-        def forward(finished: torch.futures.Future) -> None:
-            try:
-                later = finished.wait()
-            except Exception as error:
-                done.set_exception(error)
-                return
-            if isinstance(later, torch.futures.Future):
-                later.add_done_callback(forward)
-            else:
-                done.set_result(bucket.buffer)
-
-        self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True).add_done_callback(forward)
-        return done
-
-    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Rest | None:
+    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Continuation | None:
         """Replace the bucket by its mean; a future where the lane need not wait for it, or the rest of the lane's work."""
         communicator = self.session.communicator
         if communicator.world_size == 1 or bucket.n_elements == 0:
@@ -218,7 +208,7 @@ class SlimGC(Scheme):
             self._check.start(self.preamble(bucket), bucket.record)
         return self._reduction.reduce(bucket, self._plan_of(bucket), self.facts(bucket))
 
-    def _plan_of(self, bucket: Bucket) -> Plan:
+    def _plan_of(self, bucket: Bucket) -> CutSelection:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
         if self.threshold_bytes is None and self._measuring.is_warming_up(bucket.step):
@@ -227,9 +217,8 @@ class SlimGC(Scheme):
             threshold = 0 if self._measuring.is_compressed_warmup(bucket.step) else NEVER
         known = self._plans.get(bucket.index)
         if known is None or known[:2] != (bucket.layout_hash, threshold):
-            plan = Plan(
-                bucket, threshold, self.session.communicator.world_size, self.group_elements, self._keeps_places
-            )
+            world_size = self.session.communicator.world_size
+            plan = CutSelection(bucket, threshold, world_size, self.group_elements, self._keeps_places)
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 
@@ -259,11 +248,11 @@ class SlimGC(Scheme):
         """What a step that measures sends is part of it, so it does not end before its probes; the others wait for nothing."""
         waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
         if self.threshold_bytes is None and self._measuring.may_probe(step, is_ahead=self.backup):
-            started = time.perf_counter_ns()
+            watch = Stopwatch()
             # An error of the lane is raised with its own type by whoever called this.
-            with contextlib.suppress(GradwireError):
+            with contextlib.suppress(GradwireError), watch:
                 self.session.communicator.submit(lambda: None).wait()
-            waited_ns += time.perf_counter_ns() - started
+            waited_ns += watch.total_ns
         return waited_ns
 
     def flush(self) -> None:

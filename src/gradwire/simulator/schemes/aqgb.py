@@ -24,12 +24,12 @@ from gradwire.control.quantisation import (
     second_stage_bits,
 )
 from gradwire.simulator.network import FlowClass
-from gradwire.simulator.schemes.base import Scheme
+from gradwire.simulator.schemes.base import SchemeModel
 from gradwire.simulator.simulation import Simulation
-from gradwire.simulator.stage import Group
+from gradwire.simulator.stage import WorkerGroup
 
 
-class Aqgb(Scheme):
+class AqgbModel(SchemeModel):
     """Adaptive quantised gradient broadcast (Luo et al., section 4).
 
     Args:
@@ -60,13 +60,13 @@ class Aqgb(Scheme):
         self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
         self._board: list[tuple[float, float | None]] = [(-1.0, None)] * len(self.blocks)
 
-    def on_forward(self, group: Group, round_number: int, block: int) -> None:
+    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
         self._workers[group.index].start_forward(block)
 
-    def on_forward_end(self, group: Group, round_number: int, block: int) -> None:
+    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
         self._workers[group.index].end_forward(block)
 
-    def on_gradient(self, group: Group, round_number: int, block: int) -> None:
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
         self._workers[group.index].take_gradient(round_number, block)
 
     def remaining_s(self, block: int) -> float | None:
@@ -104,7 +104,7 @@ class _Sending:
 class _Worker:
     """One group: what it profiles and tells, and its sender with stage 1 while gradients appear, then stage 2."""
 
-    def __init__(self, scheme: Aqgb, group: Group, flow_class: FlowClass) -> None:
+    def __init__(self, scheme: AqgbModel, group: WorkerGroup, flow_class: FlowClass) -> None:
         self._scheme, self._group, self._flow_class = scheme, group, flow_class
         self._n_blocks = len(scheme.blocks)
         self._rate = RateEstimate()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from gradwire.simulator.simulation import Simulation
-from gradwire.simulator.stage import Group
+from gradwire.simulator.stage import WorkerGroup
 
 
-class Scheme(ABC):
+class SchemeModel(ABC):
     """Synchronises gradients: takes each as it appears, and opens the gates when every worker has them all."""
 
     def __init__(self, simulation: Simulation) -> None:
@@ -17,11 +17,11 @@ class Scheme(ABC):
         self.network = simulation.network
 
     @abstractmethod
-    def on_gradient(self, group: Group, round_number: int, block: int) -> None:
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
         """The workers of `group` have the gradient of `block` (index in the order of the forward pass)."""
 
-    def on_forward(self, group: Group, round_number: int, block: int) -> None:
+    def on_forward(self, group: WorkerGroup, round_number: int, block: int) -> None:
         """The workers of `group` begin the forward pass of `block`."""
 
-    def on_forward_end(self, group: Group, round_number: int, block: int) -> None:
+    def on_forward_end(self, group: WorkerGroup, round_number: int, block: int) -> None:
         """They end it."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.network import Flow
-from gradwire.simulator.schemes.base import Scheme
+from gradwire.simulator.schemes.base import SchemeModel
 from gradwire.simulator.simulation import Simulation
-from gradwire.simulator.stage import Group
+from gradwire.simulator.stage import WorkerGroup
 
 
 @dataclass
@@ -20,7 +20,7 @@ class _Pending:
     started_s: float
 
 
-class FixedBroadcast(Scheme):
+class FixedBroadcast(SchemeModel):
     """Every worker broadcasts each block when it has it; a newer block goes before the rest of an older one.
 
     The newest gradient is the first that the next forward pass needs (Luo et al., section 4.2).
@@ -47,13 +47,13 @@ class FixedBroadcast(Scheme):
         classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
         self._senders = [_Sender(self, group, classes[id(group.site)]) for group in simulation.groups]
 
-    def on_gradient(self, group: Group, round_number: int, block: int) -> None:
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
         n_values = self.simulation.setting.workload.blocks[block].n_values
         pending = _Pending(round_number, block, n_values * self._bits_per_value, self.environment.now)
         sender = self._senders[group.index]
         self.simulation.call_after(n_values * self._encode_s, lambda: sender.push(pending))
 
-    def deliver(self, group: Group, pending: _Pending) -> None:
+    def deliver(self, group: WorkerGroup, pending: _Pending) -> None:
         """Everybody has the block's bits of this group; what remains is the way and the decoding."""
         n_values = self.simulation.setting.workload.blocks[pending.block].n_values
         copies = self.simulation.setting.n_workers - 1
@@ -67,7 +67,7 @@ class FixedBroadcast(Scheme):
 class _Sender:
     """One group's link: the newest block is on it, older ones wait where they were stopped."""
 
-    def __init__(self, scheme: FixedBroadcast, group: Group, flow_class: object) -> None:
+    def __init__(self, scheme: FixedBroadcast, group: WorkerGroup, flow_class: object) -> None:
         self._scheme, self._group, self._flow_class = scheme, group, flow_class
         self._waiting: list[_Pending] = []
         self._current: tuple[Flow, _Pending] | None = None

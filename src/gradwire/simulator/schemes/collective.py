@@ -12,9 +12,9 @@ import simpy
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import count_chunks
 from gradwire.simulator.network import FlowClass
-from gradwire.simulator.schemes.base import Scheme
+from gradwire.simulator.schemes.base import SchemeModel
 from gradwire.simulator.simulation import Simulation
-from gradwire.simulator.stage import Group
+from gradwire.simulator.stage import WorkerGroup
 
 Lane = Literal["pipelined", "in turn", "asynchronous"]
 LANES: tuple[Lane, ...] = ("pipelined", "in turn", "asynchronous")
@@ -46,7 +46,7 @@ class Cost:
             raise InvalidArgument(f"lane={self.lane!r}: expected one of {', '.join(LANES)}")
 
 
-class Collective(Scheme):
+class Collective(SchemeModel):
     """All-reduce of one bucket after the other, in the order in which their gradients appear.
 
     A bucket begins when its gradient is there on all workers, for no hop can go round without one of them.
@@ -67,7 +67,7 @@ class Collective(Scheme):
         self._is_lane_busy = False
         self._n_left: dict[int, int] = {}
 
-    def on_gradient(self, group: Group, round_number: int, block: int) -> None:
+    def on_gradient(self, group: WorkerGroup, round_number: int, block: int) -> None:
         key = (round_number, block)
         self._joined[key] = self._joined.get(key, 0) + group.count
         if self._joined[key] == self.simulation.setting.n_workers:

@@ -9,15 +9,15 @@ from typing import Any
 from gradwire import schemes as live
 from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
-from gradwire.simulator.schemes.aqgb import Aqgb
-from gradwire.simulator.schemes.base import Scheme
+from gradwire.simulator.schemes.aqgb import AqgbModel
+from gradwire.simulator.schemes.base import SchemeModel
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
 from gradwire.simulator.schemes.collective import Collective, Cost, ParameterServer
 from gradwire.simulator.schemes.measured import MeasuredTable, lane_of
 from gradwire.simulator.schemes.slimgc import SlimGc
 from gradwire.simulator.simulation import Simulation
 
-MakeScheme = Callable[[Simulation], Scheme]
+MakeScheme = Callable[[Simulation], SchemeModel]
 
 # Workloads whose measurements stand for others'.
 _PREFERRED = ("resnet50", "resnet", "gpt")
@@ -59,7 +59,7 @@ def by_name(
     """
     options = dict(options or {})
     broadcast = re.fullmatch(r"broadcast-(\d+)", name)
-    make: Callable[..., Scheme]
+    make: Callable[..., SchemeModel]
     if broadcast:
         bits = int(broadcast[1])
         if not 1 <= bits <= 32:
@@ -70,7 +70,7 @@ def by_name(
         make = FixedBroadcast
         options = {"bits_per_value": float(options.pop("bits", 4)), **options}
     elif name == "aqgb":
-        make = Aqgb
+        make = AqgbModel
     elif name == "plain":
         make = _make_ring
     elif name == "direct-32":
@@ -83,7 +83,7 @@ def by_name(
             measured_on = next((on for on in _PREFERRED if name in measured.schemes(on)), _PREFERRED[0])
         found = measured.fit(name, measured_on)
 
-        def make(simulation: Simulation, **given: Any) -> Scheme:
+        def make(simulation: Simulation, **given: Any) -> SchemeModel:
             cost = found.cost(simulation.setting.n_workers, lane_of(name))
             if not with_codec_times:
                 cost = Cost(cost.sent_bits_per_value, n_hops=cost.n_hops, lane=cost.lane)
@@ -98,7 +98,7 @@ def by_name(
             f"no scheme that can be simulated is called {name!r}; {describe_choices(name, names(table))}"
         )
 
-    def build(simulation: Simulation) -> Scheme:
+    def build(simulation: Simulation) -> SchemeModel:
         try:
             return make(simulation, **options)
         except TypeError as error:
@@ -107,11 +107,11 @@ def by_name(
     return build
 
 
-def _make_ring(simulation: Simulation) -> Scheme:
+def _make_ring(simulation: Simulation) -> SchemeModel:
     n_workers = simulation.setting.n_workers
     return Collective(simulation, Cost(64.0 * (n_workers - 1) / n_workers, n_hops=2 * (n_workers - 1)))
 
 
-def _make_direct(simulation: Simulation) -> Scheme:
+def _make_direct(simulation: Simulation) -> SchemeModel:
     n_workers = simulation.setting.n_workers
     return Collective(simulation, Cost(64.0 * (n_workers - 1) / n_workers, n_hops=2), pattern="exchange")

@@ -6,7 +6,7 @@ simulated links, by the measured sizes and codec times of the compressed exchang
 
 from __future__ import annotations
 
-from gradwire.control.threshold import Measurement, ThresholdTable, check_threshold
+from gradwire.control.threshold import SizeTimes, ThresholdTable, check_threshold
 from gradwire.simulator.schemes.collective import Collective, Cost
 from gradwire.simulator.simulation import Simulation
 
@@ -43,7 +43,7 @@ class SlimGc(Collective):
             return (self.cost.encode_s_per_value + self.cost.decode_s_per_value) * n_bytes / _VALUE_BYTES
 
         return ThresholdTable(
-            Measurement(size, time_s(self._raw, size), time_s(self.cost, size), codec_s(size)) for size in _TABLE_BYTES
+            SizeTimes(size, time_s(self._raw, size), time_s(self.cost, size), codec_s(size)) for size in _TABLE_BYTES
         ).threshold_bytes()
 
     def cost_of(self, block: int) -> Cost:

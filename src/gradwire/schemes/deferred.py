@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from gradwire.stepping.demands import inner_of, refuse_join, stepped_parameters
 from gradwire.stepping.finiteness import FiniteFlag, clip_factor
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.preamble import Preamble
 
 
@@ -66,7 +66,7 @@ class DeferredScheme(Scheme):
         self._home: dict[torch.Tensor, OpenBlock] = {}
         self._interceptor: Interceptor | None = None
         self._flag: FiniteFlag | None = None
-        self._waited_ns = 0
+        self._waited = Stopwatch()
         self._is_told = False  # whether what failed was raised to the user
         self._clip: tuple[int, torch.Tensor] | None = None  # step, factor
 
@@ -177,8 +177,7 @@ class DeferredScheme(Scheme):
         """Called when DDP has ended its part; returns how long the forward pass before waited for blocks, in ns."""
         if self._interceptor is not None:
             self._interceptor.end_backward()
-        waited_ns, self._waited_ns = self._waited_ns, 0
-        return waited_ns
+        return self._waited.take_ns()
 
     # ---- what the user calls for
 
@@ -219,9 +218,9 @@ class DeferredScheme(Scheme):
 
     def _wait(self, slot: OpenBlock) -> None:
         if slot.done is not None and not slot.done.done():
-            started = time.perf_counter_ns()
-            self._wait_or_tell(slot.done)
-            self._note_wait(slot, started, time.perf_counter_ns())
+            with self._waited:
+                self._wait_or_tell(slot.done)
+            self._note_wait(slot)
         elif slot.done is not None:
             self._wait_or_tell(slot.done)
 
@@ -233,8 +232,8 @@ class DeferredScheme(Scheme):
             self._is_told = True
             raise
 
-    def _note_wait(self, slot: OpenBlock, start_ns: int, end_ns: int) -> None:
-        self._waited_ns += end_ns - start_ns
+    def _note_wait(self, slot: OpenBlock) -> None:
+        """The last lap of `_waited` was spent on this block."""
 
     def _clip_factor(self, frozen: FrozenStep, max_norm: float) -> torch.Tensor:
         """What to multiply the mean by, so that its norm is at most `max_norm`."""

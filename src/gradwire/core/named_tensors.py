@@ -1,0 +1,114 @@
+"""Tensors by name, as flat buckets and back: what `Reducer.all_reduce` is given, and the work that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from gradwire.core.bucket import SUPPORTED_DTYPES, cut_into_buckets, offsets_of
+from gradwire.core.slot import Slot, local_of
+from gradwire.errors import InvalidArgument
+from gradwire.telemetry.stopwatch import Stopwatch
+
+
+class FlatBucket(NamedTuple):
+    """Neighbouring tensors of one dtype: (n,) values, their slots, and where each lies."""
+
+    values: torch.Tensor
+    slots: list[Slot]
+    offsets: list[int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(slot.name for slot in self.slots)
+
+
+class Flattener:
+    """Makes flat buckets of named tensors, and keeps their memory for the next step.
+
+    Args:
+        slots: by name; those of new names are added.
+        bucket_bytes: the most that one bucket holds, unless one tensor does.
+    """
+
+    def __init__(self, slots: dict[str, Slot], bucket_bytes: float) -> None:
+        self.slots, self._bucket_bytes = slots, bucket_bytes
+        self._spare: dict[tuple[str, ...], torch.Tensor] = {}
+
+    def slot(self, name: str, tensor: torch.Tensor) -> Slot:
+        """The slot called `name`, made at first sight. Raises: InvalidArgument (another shape than before)."""
+        shape = local_of(tensor).shape
+        slot = self.slots.setdefault(name, Slot(name, shape))
+        if slot.shape != shape:
+            raise InvalidArgument(f"{name!r} was {tuple(slot.shape)} and is {tuple(shape)}; give it another name")
+        return slot
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> list[FlatBucket]:
+        """Copies of the tensors, cut into buckets. Raises: InvalidArgument (none, another dtype or shape)."""
+        if not tensors:
+            raise InvalidArgument("all_reduce() got no tensors; give the same names on every rank")
+        slotted = []
+        for name, tensor in tensors.items():
+            if tensor.dtype not in SUPPORTED_DTYPES:
+                raise InvalidArgument(f"{name!r} is {tensor.dtype}, not one of float32, bfloat16, float16; convert it")
+            slotted.append((self.slot(name, tensor), tensor))
+        return [self._fill(group) for group in list(cut_into_buckets(slotted, self._bucket_bytes))]
+
+    def give_back(self, buckets: list[FlatBucket]) -> None:
+        """What they hold has been taken: the next step may write over it."""
+        self._spare.update((bucket.names, bucket.values) for bucket in buckets)
+
+    def _fill(self, group: list[tuple[Slot, torch.Tensor]]) -> FlatBucket:
+        *offsets, n = offsets_of([slot for slot, _ in group])
+        dtype = group[0][1].dtype
+        bucket = FlatBucket(torch.empty(0), [slot for slot, _ in group], offsets)
+        # Taken out while it travels, until it is given back: a second call meanwhile makes another.
+        flat = self._spare.pop(bucket.names, None)
+        if flat is None or flat.numel() != n or flat.dtype != dtype:
+            flat = torch.empty(n, dtype=dtype)
+        for (slot, tensor), offset in zip(group, offsets, strict=True):
+            flat[offset : offset + slot.numel()].view(slot.shape).copy_(local_of(tensor.detach()))
+        return bucket._replace(values=flat)
+
+
+class AllReduceWork:
+    """An `all_reduce` under way.
+
+    Args:
+        futures: of the buckets.
+        tensors: where the means in `buckets` go to, by name.
+        finish: called with how long `wait` waited, in ns, before means are put in place. Raises: what a rank failed of.
+        give_back: called when `buckets` are done with.
+    """
+
+    def __init__(
+        self,
+        futures: list[torch.futures.Future],
+        buckets: list[FlatBucket],
+        tensors: Mapping[str, torch.Tensor],
+        finish: Callable[[int], None],
+        give_back: Callable[[list[FlatBucket]], None],
+    ) -> None:
+        self._futures, self._buckets, self._finish, self._give_back = futures, buckets, finish, give_back
+        self._targets = {name: local_of(tensor) for name, tensor in tensors.items()}
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(future.done() for future in self._futures)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Put the means in place; calls after the first do nothing. Raises: what a rank failed of."""
+        if not self._futures:
+            return
+        waited = Stopwatch()
+        for future in self._futures:
+            future.wait()
+        self._finish(waited.elapsed_ns)
+        for flat, slots, offsets in self._buckets:
+            for slot, offset in zip(slots, offsets, strict=True):
+                self._targets[slot.name].copy_(flat[offset : offset + slot.numel()].view(slot.shape))
+        self._give_back(self._buckets)
+        self._futures, self._buckets, self._targets = [], [], {}

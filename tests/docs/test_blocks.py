@@ -64,8 +64,9 @@ SHORTER = [
     (r"--at 10:rate:2=", "--at 0.1:rate:1="), (r"--at 20:", "--at 0.2:"), (r"--at 22:", "--at 0.3:"),
     (r"--seconds 200", "--seconds 2"), (r"--workers 16", "--workers 4"), (r"--workers 4 16 64", "--workers 2 4"),
     (r"examples/ddp_minimal\.py", str(ROOT / "examples" / "ddp_minimal.py")),
+    (r"bench list", f"bench list --root {ROOT}"),
     (r"recommend --workload gpt", "recommend --workload gpt --seconds 2"),
-    (r"simulate --scheme aqgb( --details| --workers)", r"simulate --scheme aqgb --seconds 2\1"),
+    (r"simulate --scheme aqgb( --details| --workers)", r"simulate --scheme aqgb --rounds 3\1"),
 ]  # fmt: skip
 
 

@@ -44,9 +44,7 @@ def test_a_node_sends_what_one_rank_would_and_nothing_of_what_stays_inside(size:
     assert 3 * sum(sent.values()) == pytest.approx(of_all, rel=0.03)  # ranks and lab count the same link
     assert sent.pop("plain:inside") < 0.002
     small = 65536 / _N_BYTES  # headers of short messages, votes, barriers
-    assert sent == {
-        case: pytest.approx(share, rel=0.03, abs=small) for case, share in shares.items()
-    }
+    assert sent == {case: pytest.approx(share, rel=0.03, abs=small) for case, share in shares.items()}
 
 
 def test_nodes_are_told_to_ranks_and_results() -> None:

@@ -24,7 +24,8 @@ def make_records(
         first: the number of auto's first step of the phase.
 
     `x_ddp`: over all steps. `x_best_last_half`: against `best`, which of DDP and the schemes that this auto may use takes least
-    in the second half. Above 1 auto is faster; `_low` and `_high` of both are 95 % intervals. `good_after`: steps until 18 of 20 ran under a scheme within 6 % of the best.
+    in the second half. Above 1 auto is faster; `_low` and `_high` of both are 95 % intervals. `good_after`: steps until 18 of
+    20 ran under a scheme within 6 % of the best.
     """
     mean = {spec: statistics.fmean(values) for spec, values in steps_s.items()}
     late = {spec: statistics.fmean(_late_half(values)) for spec, values in steps_s.items()}

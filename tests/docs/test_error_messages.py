@@ -270,6 +270,16 @@ def test_make_without_a_compiler_names_the_package(tmp_path: Path) -> None:
     assert "no C++ compiler found (C++20: GCC 11 or Clang 14); Debian and Ubuntu: apt-get install g++" in said
 
 
+def test_build_without_a_compiler_says_so_in_a_sentence(tmp_path: Path) -> None:
+    cmake, ninja = (shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/bin") for name in ("cmake", "ninja"))
+    if cmake is None or ninja is None:
+        pytest.skip("needs cmake and ninja")
+    command = [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    ended = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert "gradwire needs a C++20 compiler (GCC 11 or Clang 14), and none was found" in " ".join(ended.stderr.split())
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_with_an_old_python_says_which_it_needs(tmp_path: Path) -> None:
     assert "gradwire needs Python 3.10 or newer" in make_without(tmp_path, "find", "nproc", python="/bin/false")

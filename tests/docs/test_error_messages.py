@@ -271,7 +271,7 @@ def test_make_without_a_compiler_names_the_package(tmp_path: Path) -> None:
 
 
 def test_build_without_a_compiler_says_so_in_a_sentence(tmp_path: Path) -> None:
-    cmake, ninja = (shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/bin") for name in ("cmake", "ninja"))
+    cmake, ninja = (shutil.which(name, path=str(Path(sys.executable).parent)) for name in ("cmake", "ninja"))
     if cmake is None or ninja is None:
         pytest.skip("needs cmake and ninja")
     command = [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]

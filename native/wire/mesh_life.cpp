@@ -107,12 +107,13 @@ void Mesh::throw_if_broken() const {
 }
 
 void Mesh::lose(int peer, const std::string& what, Clock::time_point started) const {
+  const double waited_s = std::chrono::duration<double>(Clock::now() - started).count();
   char times[80];
-  std::snprintf(times, sizeof times, "(waited %.1f s, timeout_s=%g)",
-                std::chrono::duration<double>(Clock::now() - started).count(), timeout_s_);
+  std::snprintf(times, sizeof times, "(waited %.1f s, timeout_s=%g)", waited_s, timeout_s_);
+  const char* cure = waited_s >= timeout_s_ ? " If it was only slow, pass attach(..., timeout_s=) more." : "";
   const std::string whom = "rank " + std::to_string(peer);
   throw PeerLost("rank " + std::to_string(rank_) + " lost " + whom + ", which " + what + " " + times +
-                 ". Look at the output of " + whom + " for the cause, and restart from the last checkpoint.");
+                 ". Look at the output of " + whom + " for the cause, and restart from the last checkpoint." + cure);
 }
 
 void Mesh::break_off() {

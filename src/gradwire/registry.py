@@ -48,9 +48,12 @@ class Registry(Generic[Made]):
 def describe_choices(wrong: str, names: Iterable[str]) -> str:
     """What there is instead of a `wrong` name, the nearest first to be tried: the end of a message."""
     known = list(names)
-    nearest = difflib.get_close_matches(wrong.lower().replace("_", "-"), known, n=1) or difflib.get_close_matches(
-        wrong.lower(), known, n=1
+    name, colon, _ = wrong.lower().partition(":")
+    nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1) or difflib.get_close_matches(
+        name, known, n=1
     )
+    if colon and nearest:
+        return f"did you mean {nearest[0]!r}? In Python options are arguments: by_name({nearest[0]!r}, option=value)"
     return f"there are: {', '.join(known)}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
 
 

@@ -175,12 +175,12 @@ def test_rank_that_dies_is_named_and_results_so_far_are_kept(tmp_path: Path) -> 
         (["allreduce", "--rate", "fast"], "fast"),
         (["allreduce", "--rate", "1gbit,1gbit", "--ranks", "3"], "2 rates for 3 ranks"),
         (["allreduce", "--ranks", "0"], "--ranks must be at least 1"),
-        (["allreduce", "--n-bytes", "2"], "--n-bytes from 4"),
+        (["allreduce", "--n-bytes", "2"], "bytes from 4 (one float32)"),
         (["allreduce", "--gradients", "absent.npz"], "no such file"),
         (["allreduce", "--density", "2"], "density must be from 0 to 1"),
         (["train", "--scheme", "nope"], "nothing to measure is called 'nope'"),
         (["train", "--workload", "nope"], "no workload is called 'nope'"),
-        (["train", "--steps", "0"], "--steps and --warmup count from 1"),
+        (["train", "--steps", "0"], "both count from 1"),
     ],
 )
 def test_bad_request_is_refused_before_a_rank_starts(

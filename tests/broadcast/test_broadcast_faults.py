@@ -98,7 +98,7 @@ def join(ddp: Any, optimizer: Any) -> None:
 MISUSES: dict[Callable[[Any, Any], None], str] = {
     clip: "max_grad_norm",
     replace_gradient: "max_grad_norm",
-    step_with_closure: "without one",
+    step_with_closure: "without a closure",
     step_twice: "once for each reduction",
     step_without_reduction: "once for each reduction",
     accumulate_without_no_sync: "no_sync",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_text import DOCS, GENERATED, PAGES, ROOT, name_of, prose_of
@@ -58,3 +60,41 @@ def test_public_names_are_in_the_reference() -> None:
 
 def test_prose_is_told_from_code() -> None:
     assert prose_of("a 1 %\n```\n2 %\n```\n    3 %\n`4 %`\n<!-- 5 % -->b").split() == ["a", "1", "%", "b"]
+
+
+_DOTTED = re.compile(r"(?<![\w./`-])`?(gradwire(?:\.\w+)+)")
+# Names of another kind than Python's, and modules that need a package which is not everywhere.
+_NO_MODULES = {
+    "gradwire.auto": "a logger",
+    "gradwire.pt": "a file",
+    "gradwire.integrations.lightning": "needs lightning",
+}
+
+
+def is_there(dotted: str) -> bool:
+    """Whether a module, or a name in one, is called so."""
+    words = dotted.split(".")
+    for end in range(len(words), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(words[:end]))
+        except ModuleNotFoundError:
+            continue
+        for word in words[end:]:
+            if not hasattr(found, word):
+                return False
+            found = getattr(found, word)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "src").rglob("*.py"))], ids=name_of)
+def test_modules_and_names_with_dots_exist(path: Path) -> None:
+    named = {name.removesuffix(".py") for name in _DOTTED.findall(path.read_text())}
+    known = [name for name in named if not any(name.startswith(other) for other in _NO_MODULES)]
+    assert [name for name in known if not is_there(name)] == []
+
+
+def test_a_name_that_is_not_there_is_found() -> None:
+    assert is_there("gradwire.ranks.netlab.Netlab")
+    assert not is_there("gradwire.netlab.Netlab")
+    assert not is_there("gradwire.errors.PeerFound")

@@ -109,3 +109,12 @@ def test_without_simpy_the_command_says_what_to_install(
         capsys.readouterr().err
         == "gradwire simulate: Unsupported: the simulator needs simpy; pip install 'gradwire[sim]'\n"
     )
+
+
+def test_a_plot_of_a_simulation_that_ended_within_its_first_round_says_what_to_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "a.svg"
+    assert main(["simulate", "--scheme", "aqgb", "--workers", "4", "--seconds", "0.001", "--plot", str(plot)]) == 1
+    assert "no round ended in the time that was simulated; raise --seconds" in capsys.readouterr().err
+    assert not plot.exists()

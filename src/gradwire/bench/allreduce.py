@@ -26,7 +26,9 @@ def run(args: argparse.Namespace) -> int:
     args.rounds = args.rounds or (5 if args.quick else 9)
     args.budget = args.budget or (2.0 if args.quick else 20.0)
     if args.rounds < 1 or min(args.n_bytes or [4]) < 4:
-        raise InvalidArgument("--rounds counts from 1, --n-bytes from 4 (one float32)")
+        raise InvalidArgument(
+            f"--rounds {args.rounds} --n-bytes {args.n_bytes}: rounds count from 1, bytes from 4 (one float32)"
+        )
     specs = choose_specs(args.scheme, reducers.names(), reducers.BY_NAME_ONLY)
     file = load_gradients(args.gradients) if args.gradients else None
     source = GradientSource(file, args.density, args.pattern)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print a table a file and thread count, write the records."""
     threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
     if min(threads) < 1 or args.rounds < 1:
-        raise InvalidArgument("--threads and --rounds count from 1")
+        raise InvalidArgument(f"--threads {args.threads} --rounds {args.rounds}: both count from 1")
     names = contender_registry.choose_specs(args.codec)
     # All of them, before anything is timed.
     files = [load_gradients(gradient_file(name, Path("runs/bench"))) for name in args.gradients]

@@ -16,7 +16,7 @@ from gradwire import workloads
 from gradwire.bench.launching import check_rank_arguments, is_rank, run_in_ranks
 from gradwire.bench.train import check_changes
 from gradwire.errors import InvalidArgument
-from gradwire.registry import parse_spec
+from gradwire.registry import describe_choices, parse_spec
 from gradwire.results.records import RecordLog
 from gradwire.results.tables import Grid, print_grid
 
@@ -29,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 20:
         raise InvalidArgument(f"--steps {args.steps}: auto needs 20 or more to try anything")
     if parse_spec(args.workload)[0] not in workloads.names():
-        raise InvalidArgument(f"no workload is called {args.workload!r}; there are: {', '.join(workloads.names())}")
+        raise InvalidArgument(
+            f"no workload is called {args.workload!r}; {describe_choices(args.workload, workloads.names())}"
+        )
     if "ddp" not in args.scheme:
         raise InvalidArgument("--scheme has to name ddp: what auto loses is counted against it")
     check_rank_arguments(args)

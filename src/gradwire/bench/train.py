@@ -17,7 +17,7 @@ from gradwire.bench.launching import (
 )
 from gradwire.errors import InvalidArgument
 from gradwire.ranks.netlab import parse_rate
-from gradwire.registry import choose_specs, parse_spec
+from gradwire.registry import choose_specs, describe_choices, parse_spec
 from gradwire.results.tables import Grid, print_grid
 
 YARDSTICK = "ddp"
@@ -26,10 +26,14 @@ YARDSTICK = "ddp"
 def run(args: argparse.Namespace) -> int:
     """Measure as a rank, or start the ranks that do."""
     if args.steps < 1 or args.warmup < 1:
-        raise InvalidArgument("--steps and --warmup count from 1 (DDP rebuilds its buckets after the first step)")
+        raise InvalidArgument(
+            f"--steps {args.steps} --warmup {args.warmup}: both count from 1 (DDP rebuilds its buckets after the first step)"
+        )
     workload_name = parse_spec(args.workload)[0]
     if workload_name not in workloads.names():
-        raise InvalidArgument(f"no workload is called {workload_name!r}; there are: {', '.join(workloads.names())}")
+        raise InvalidArgument(
+            f"no workload is called {workload_name!r}; {describe_choices(workload_name, workloads.names())}"
+        )
     specs = choose_specs(args.scheme, train_contenders.names(), train_contenders.more())
     for spec in specs:
         train_contenders.check_rival_options(*parse_spec(spec))

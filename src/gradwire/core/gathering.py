@@ -51,7 +51,10 @@ def state_for(gathered: dict[str, Any], per_rank: Iterable[str] | None, world_si
     for state in states:
         checkpoint.check(state)
     if [state["rank"] for state in states] != list(range(len(states))):
-        raise CorruptMessage("this state for all ranks lacks some of them, or has them in another order")
+        raise CorruptMessage(
+            "this state for all ranks lacks some of them, or has them in another order: pass what state_dict(all_ranks=True) "
+            "returned on rank 0, unchanged"
+        )
     if len(states) == world_size:
         own: dict[str, Any] = states[rank]
         return own

@@ -45,7 +45,10 @@ class _Door:
         return (Copied, ())
 
 
-_TAKEN = "this DDP model has a communication hook already and takes only one; attach to a model without a hook"
+_TAKEN = (
+    "this DDP model has a communication hook already and takes only one: leave out its register_comm_hook(...), or make "
+    "DistributedDataParallel(...) anew and attach to that"
+)
 _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
 
 
@@ -157,7 +160,10 @@ def _checked_optimizer(optimizer: Any) -> torch.optim.Optimizer:
             "ZeroRedundancyOptimizer is not supported yet; use the optimizer that it wraps, or DDP without gradwire"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Unsupported(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise Unsupported(
+            f"attach(ddp, optimizer, scheme) takes a torch.optim.Optimizer second, got {type(optimizer).__name__}; pass "
+            "the one whose step() you call"
+        )
     return optimizer
 
 

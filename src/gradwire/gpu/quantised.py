@@ -170,7 +170,7 @@ class DeviceQuantised:
         n = out.numel()
         code = dtype_code(out.dtype)
         if adds and out.dtype != torch.float32:
-            raise InvalidArgument("values are added to float32 only")
+            raise InvalidArgument("kernels add to float32 only: pass a float32 tensor as out")
         self._check("message", message, torch.uint8, self.message_bytes(n))
         self._check("out", out, out.dtype, n)
         self._check("error", error, torch.int32, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -142,7 +143,10 @@ def _draw_loss(
             if np.isfinite(smooth).any():
                 last = np.flatnonzero(np.isfinite(smooth))[-1]
                 ends.append((float(x[last]), float(smooth[last]), run.label, colour))
-        axes.set_xlabel("wall time of training, s" if by_time else "step")
+        if by_time:
+            axes.set_xlabel("wall time of training, s")
+        else:
+            _label_steps(axes)
         axes.set_ylabel("loss")
         axes.margins(x=0.01)
         add_end_labels(axes, ends)
@@ -177,7 +181,7 @@ def _draw_deviation(
             last = np.flatnonzero(np.isfinite(smooth))[-1]
             ends.append((float(steps[last]), float(smooth[last]), run.label, colour))
         set_log_axis(axes.yaxis)
-        axes.set_xlabel("step")
+        _label_steps(axes)
         axes.set_ylabel(f"distance to the loss of {base.label}")
         axes.margins(x=0.01)
         add_end_labels(axes, ends)
@@ -187,6 +191,11 @@ def _draw_deviation(
     return Drawing(
         name, "How far the loss strays", f"{where}. Absolute difference at the same step, log axis.{note}", svg
     )
+
+
+def _label_steps(axes: Any) -> None:
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_bytes(name: str, runs: Sequence[LoggedRun], palette: Palette, where: str) -> Drawing:
@@ -205,7 +214,7 @@ def _draw_bytes(name: str, runs: Sequence[LoggedRun], palette: Palette, where: s
             set_log_axis(axes.yaxis)
         else:
             axes.set_ylim(0, 1.08 * max(top, 1e-9) / unit)
-        axes.set_xlabel("step")
+        _label_steps(axes)
         axes.set_ylabel(f"sent per step, {unit_name}")
         axes.margins(x=0.01)
         add_end_labels(axes, ends)

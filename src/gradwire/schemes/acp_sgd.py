@@ -74,5 +74,8 @@ class AcpSgd(LowRank):
 
     def _sides_in(self, state: dict[str, Any]) -> str:
         if not isinstance(state.get("is_step_for_p"), bool):
-            raise InvalidArgument("this is not the state of scheme acp-sgd: it lacks is_step_for_p")
+            raise InvalidArgument(
+                "this is not the state of scheme acp-sgd: it lacks is_step_for_p; "
+                "pass what attachment.state_dict() returned"
+            )
         return "q" if state["is_step_for_p"] else "p"

@@ -87,7 +87,10 @@ class Redoing(Scheme):
         """Raises: InvalidArgument."""
         if self.error_feedback:
             if not isinstance(state.get("residuals"), dict):
-                raise InvalidArgument(f"this is not the state of scheme {self.name}: it lacks residuals")
+                raise InvalidArgument(
+                    f"this is not the state of scheme {self.name}: it lacks residuals; "
+                    "pass what attachment.state_dict() returned"
+                )
             self.session.feedback.load_by_name(state["residuals"], self.session.slots)
 
 

@@ -301,7 +301,9 @@ class Dgc(Redoing):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if not isinstance(state.get("momenta"), dict):
-            raise InvalidArgument("this is not the state of scheme dgc: it lacks momenta")
+            raise InvalidArgument(
+                "this is not the state of scheme dgc: it lacks momenta; pass what attachment.state_dict() returned"
+            )
         super().load_state_dict(state)
         self._momenta.load_by_name(state["momenta"], self.session.slots)
 

@@ -158,7 +158,10 @@ class FrozenAdam:
         for key in ("frozen_at", "idle_until"):
             counts = state.get(key)
             if not isinstance(counts, Mapping) or not all(isinstance(n, int) and n >= 0 for n in counts.values()):
-                raise InvalidArgument(f"this is not the state of scheme one-bit-adam: it lacks {key}")
+                raise InvalidArgument(
+                    f"this is not the state of scheme one-bit-adam: it lacks {key}; "
+                    "pass what attachment.state_dict() returned"
+                )
             unknown = [name for name in counts if name not in slots or slots[name].parameter is None]
             if unknown:
                 raise InvalidArgument(

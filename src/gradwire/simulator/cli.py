@@ -244,6 +244,11 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
 
 def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Four panels over whatever varies most: rates, workers or schemes. Raises: GradwireError, Unsupported."""
+    if unfinished := [record["scheme"] for record in records if record["compute_s"] is None]:
+        raise InvalidArgument(
+            f"nothing to plot for {', '.join(dict.fromkeys(unfinished))}: no round ended in the time that was simulated; "
+            "raise --seconds, or give --rounds"
+        )
     varied = {field: len({record[field] for record in records}) for field in ("rate_bps", "workers")}
     x = max(varied, key=lambda field: varied[field])
     title, scale = {"rate_bps": ("link rate, Gb/s", 1e-9), "workers": ("workers", 1.0)}[x]

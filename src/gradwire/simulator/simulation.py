@@ -99,7 +99,7 @@ class Simulation(Stage):
     def run(self, seconds: float | None = None, rounds: int | None = None) -> Metrics:
         """Run for so many simulated seconds or rounds, whichever is first. Raises: InvalidArgument."""
         if seconds is None and rounds is None:
-            raise InvalidArgument("how long? give seconds or rounds")
+            raise InvalidArgument("say how long to simulate: seconds=... or rounds=...")
         if seconds is not None and not 0 < seconds < float("inf"):
             raise InvalidArgument(f"{seconds} seconds: expected a time above 0")
         if rounds is not None and rounds < 1:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.errors import InvalidArgument
+from gradwire.registry import describe_choices
 
 # The paper's step: 1.5 s, of which forward takes 0.365 (Luo et al., Table 1; times from SCALE-SIM).
 _STEP_S, _FORWARD_SHARE = 1.5, 0.365
@@ -159,4 +160,4 @@ def by_name(name: str) -> WorkloadTimes:
         )
     if name == "bert-base":
         return WorkloadTimes(name, _bert_base(), "time by layers; step of an A100 (gradwire.workloads.calibration)")
-    raise InvalidArgument(f"no simulated workload is called {name!r}; there are: {', '.join(names())}")
+    raise InvalidArgument(f"no simulated workload is called {name!r}; {describe_choices(name, names())}")

@@ -69,7 +69,9 @@ class Interceptor:
         self._n_stepped = 0
         self._previous_step: Any = vars(optimizer).get("step")
         if self._previous_step is not None and not hasattr(self._previous_step, "_wrapped_by_lr_sched"):
-            raise Unsupported("optimizer.step was replaced by something other than a scheduler; attach before that")
+            raise Unsupported(
+                "optimizer.step was replaced by something other than a scheduler: call attach() before what replaces it"
+            )
         self._is_active = True
         self._replace_step()
         self._uses = ObservedUse(module, blocks)
@@ -150,7 +152,10 @@ class Interceptor:
     def _user_step(self, closure: Any) -> None:
         optimizer = self._optimizer
         if closure is not None:
-            raise Unsupported("step(closure) evaluates the model inside the step; this scheme takes step() without one")
+            raise Unsupported(
+                "step(closure) evaluates the model inside the step, which a scheme that takes it over cannot follow: call "
+                "step() without a closure, or attach a scheme that leaves the step to the optimizer"
+            )
         for hook in chain(
             torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
         ):

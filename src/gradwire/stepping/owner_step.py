@@ -216,7 +216,10 @@ class OwnerStep:
         """Raises: InvalidArgument."""
         shards = state.get("shards")
         if not isinstance(shards, dict):
-            raise InvalidArgument('this is not the state of update="owner": it lacks the optimizer\'s shards')
+            raise InvalidArgument(
+                'this is not the state of update="owner": it lacks the optimizer\'s shards; '
+                "pass what attachment.state_dict() returned"
+            )
         self.state.load_state_dict(shards)
 
     def stats(self) -> dict[str, Any]:

@@ -67,9 +67,11 @@ class TrainConfig:
         if self.save_every < 0:
             raise InvalidArgument(f"save_every={self.save_every}: expected 0 (at the end only) or more")
         if self.checkpoint is None and (self.resume or self.save_every):
-            raise InvalidArgument("to resume or to save there must be a folder for it: pass checkpoint=DIR")
+            raise InvalidArgument(
+                "to resume or to save there must be a folder for it: pass checkpoint=DIR (--checkpoint DIR)"
+            )
         if self.trace and self.out is None:
-            raise InvalidArgument("a trace is written into the run's folder: pass out=RUN_DIR")
+            raise InvalidArgument("a trace is written into the run's folder: pass out=RUN_DIR (--out RUN_DIR)")
         if self.dump_gradients_every < 0 or (self.dump_gradients_every and self.out is None):
             raise InvalidArgument(
                 f"dump_gradients_every={self.dump_gradients_every}: expected 0 (never), or a number of steps and "

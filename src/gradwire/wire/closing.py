@@ -49,7 +49,9 @@ class Closing:
                 if self._store.check([self._name + "/failure"]):
                     raise RankMismatch(f"{alone}: {_CURE}")
                 if time.monotonic() > deadline:
-                    raise PeerLost(f"{alone}, and none has said anything for {timeout_s:g} s")
+                    raise PeerLost(
+                        f"{alone}, and none has said anything for {timeout_s:g} s: look at their output for the cause"
+                    )
                 time.sleep(0.01)
         except RuntimeError as error:  # the store's host has failed of it, and gone
             raise RankMismatch(f"{alone}: {_CURE}. Backend: {error}") from error

@@ -72,7 +72,8 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup | Sequence[int] | None = None, timeout_s: float | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument(
-                "torch.distributed is not initialised: call torch.distributed.init_process_group('gloo') first"
+                "torch.distributed is not initialised: start the script with torchrun, and call "
+                "torch.distributed.init_process_group('gloo') before attach()"
             )
         if timeout_s is None:
             timeout_s = timeout_of(group)

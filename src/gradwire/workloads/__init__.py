@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from gradwire.errors import InvalidArgument
+from gradwire.registry import describe_choices
 from gradwire.workloads.base import Batch, Workload
 
 __all__ = ["Batch", "Workload", "by_name", "names"]
@@ -52,7 +53,7 @@ def by_name(name: str, *, compute: str = "real", **options: Any) -> Workload:
     if compute != "real":
         raise InvalidArgument(f"compute={compute!r}: expected 'real' or 'emulate'")
     if name not in _REGISTRY:
-        raise InvalidArgument(f"no workload is called {name!r}; there are: {', '.join(names())}")
+        raise InvalidArgument(f"no workload is called {name!r}; {describe_choices(name, names())}")
     path, fixed = _REGISTRY[name]
     module_path, class_name = path.split(":")
     cls = getattr(importlib.import_module(module_path), class_name)

@@ -27,7 +27,7 @@ from gradwire.bench.timing import Timing
 from gradwire.core.slot import slot_of
 from gradwire.errors import InvalidArgument
 from gradwire.reducer import Reducer
-from gradwire.registry import parse_spec
+from gradwire.registry import describe_choices, parse_spec
 from gradwire.results.experiment import Cell
 from gradwire.results.records import write_json
 from gradwire.results.store import Record
@@ -167,7 +167,9 @@ class Asked:
         if self.rank < 0 or not self.bucket_mb > 0:
             raise InvalidArgument(f"rank {self.rank}, bucket_mb {self.bucket_mb}: expected at least 0, and above 0")
         if self.workload not in workloads.names():
-            raise InvalidArgument(f"no workload is called {self.workload!r}; there are: {', '.join(workloads.names())}")
+            raise InvalidArgument(
+                f"no workload is called {self.workload!r}; {describe_choices(self.workload, workloads.names())}"
+            )
         for spec in self.schemes:
             name, options = parse_spec(spec)
             schemes.by_name(name, **options)

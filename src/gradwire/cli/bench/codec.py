@@ -15,7 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gradients", nargs="+", required=True, metavar="FILE",
                         help=".npz files, or WORKLOAD@STEP for the gradients of a short training (gpt@50)")  # fmt: skip
     parser.add_argument(
-        "--codec", nargs="+", default=["all"], metavar="NAME", help="codecs and rivals; `all` is every one (default)"
+        "--codec",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help="codecs, of other libraries too; `all` is every one (default)",
     )
     parser.add_argument(
         "--threads", nargs="+", type=int, default=None, metavar="N", help="thread counts (default: 1 and the cores)"

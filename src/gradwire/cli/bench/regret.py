@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["ddp", "auto:fidelity=exact", "auto:fidelity=close", "auto:fidelity=any"],
         metavar="NAME",
-        help="ddp, auto by its classes, and rivals; every scheme that one of the autos may use trains beside them",
+        help="ddp, auto by its classes, and what to compare with; every scheme that one of the autos may use trains too",
     )
     add_rank_arguments(parser)
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="of each contender (300)")

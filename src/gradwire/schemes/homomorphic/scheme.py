@@ -379,7 +379,10 @@ class Homomorphic(Redoing):
         """Raises: InvalidArgument."""
         for name in ("n_nonzeros", "dense_for_steps", "attempts"):
             if not are_counts(state.get(name), name == "n_nonzeros"):
-                raise InvalidArgument(f"this is not the state of scheme homomorphic: it lacks {name}")
+                raise InvalidArgument(
+                    f"this is not the state of scheme homomorphic: it lacks {name}; "
+                    "pass what attachment.state_dict() returned"
+                )
         try:
             self._expected.load_state_dict(state.get("tables", {}))
         except (AttributeError, KeyError, TypeError, ValueError) as error:

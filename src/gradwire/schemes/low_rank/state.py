@@ -38,7 +38,10 @@ def load_states(
 ) -> dict[Slot, MatrixState]:
     """The factors again, and the residuals checked. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
     if not isinstance(saved.get("residuals"), Mapping) or not isinstance(saved.get("factors"), Mapping):
-        raise InvalidArgument("this is not the state of a low-rank scheme: it lacks residuals or factors")
+        raise InvalidArgument(
+            "this is not the state of a low-rank scheme: it lacks residuals or factors; "
+            "pass what attachment.state_dict() returned"
+        )
     states: dict[Slot, MatrixState] = {}
     for name in sorted({*saved["residuals"], *saved["factors"]}):
         slot = slots.get(name)

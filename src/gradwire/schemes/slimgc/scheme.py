@@ -318,7 +318,10 @@ class SlimGC(Scheme):
         """Raises: InvalidArgument. Ranks that load different tables get RankMismatch before their next gradients."""
         residuals, measuring = state.get("residuals"), state.get("measuring")
         if not isinstance(residuals, dict) or not isinstance(measuring, dict):
-            raise InvalidArgument("this is not the state of scheme slimgc: it lacks residuals or the threshold table")
+            raise InvalidArgument(
+                "this is not the state of scheme slimgc: it lacks residuals or the threshold table; "
+                "pass what attachment.state_dict() returned"
+            )
         threshold = check_threshold(state.get("threshold_bytes"))
         if self._stepper is not None:
             self._stepper.load_state_dict(state.get("stepping", {}))

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradwire import schemes as live
 from gradwire.errors import InvalidArgument
+from gradwire.registry import describe_choices
 from gradwire.simulator.schemes.aqgb import AqgbModel
 from gradwire.simulator.schemes.base import SchemeModel
 from gradwire.simulator.schemes.broadcast import FixedBroadcast
@@ -94,7 +95,7 @@ def by_name(
 
     else:
         raise InvalidArgument(
-            f"no scheme that can be simulated is called {name!r}; there are: {', '.join(names(table))}"
+            f"no scheme that can be simulated is called {name!r}; {describe_choices(name, names(table))}"
         )
 
     def build(simulation: Simulation) -> SchemeModel:

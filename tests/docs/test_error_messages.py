@@ -1,0 +1,292 @@
+"""The messages that users meet first say what is wrong, where, and what to do next: each is provoked as a user would."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from page_text import DOCS, ROOT
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import errors, schemes
+from gradwire.cli import main
+from gradwire.core.bucket import check_gradient
+from ranks import try_ranks
+
+Said = dict[str, tuple[str, str]]
+
+
+def wrapped() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+
+def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    ddp(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def attach_twice() -> None:
+    ddp, optimizer = wrapped()
+    gradwire.attach(ddp, optimizer, "plain")
+    gradwire.attach(ddp, optimizer, "gcomp")
+
+
+def attach_beside_a_hook() -> None:
+    ddp, optimizer = wrapped()
+    ddp.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    gradwire.attach(ddp, optimizer)
+
+
+def swap_the_arguments() -> None:
+    ddp, _ = wrapped()
+    gradwire.attach(ddp, ddp)  # type: ignore[arg-type]
+
+
+def attach_before_ddp() -> None:
+    ddp, _ = wrapped()
+    gradwire.attach(ddp, torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1))
+
+
+def load_a_models_checkpoint() -> None:
+    ddp, optimizer = wrapped()
+    gradwire.attach(ddp, optimizer, "one-bit").load_state_dict(ddp.state_dict())
+
+
+def load_another_schemes_checkpoint() -> None:
+    saved = gradwire.attach(*wrapped(), "gcomp").state_dict()
+    gradwire.attach(*wrapped(), "one-bit").load_state_dict(saved)
+
+
+def load_another_worlds_checkpoint() -> None:
+    attachment = gradwire.attach(*wrapped(), "one-bit")
+    attachment.load_state_dict({**attachment.state_dict(), "world_size": 8})
+
+
+def load_another_ranks_checkpoint() -> None:
+    attachment = gradwire.attach(*wrapped(), "one-bit")
+    attachment.load_state_dict({**attachment.state_dict(), "rank": 1 - dist.get_rank()})
+
+
+def clip_where_the_scheme_steps() -> None:
+    ddp, optimizer = wrapped()
+    gradwire.attach(ddp, optimizer, "broadcast")
+    ddp(torch.ones(2, 8)).sum().backward()
+    nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    optimizer.step()
+
+
+def train_with_sparse_gradients() -> None:
+    ddp = DistributedDataParallel(nn.EmbeddingBag(10, 4, sparse=True))
+    gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit")
+    ddp(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+
+
+def train_in_double() -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 2).double())
+    gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "one-bit")
+    ddp(torch.ones(1, 3).double()).sum().backward()
+
+
+def go_on_after_close() -> None:
+    attachment = gradwire.attach(*wrapped(), "one-bit")
+    attachment.close()
+    attachment.switch("gcomp")
+
+
+# What a user does -> the error, what it says is wrong and where, and what it says to do.
+MISTAKES: dict[Callable[[], None], tuple[type[Exception], list[str], str]] = {
+    attach_twice: (errors.Unsupported, ["has an attachment already"], "attachment.switch(scheme), or close()"),
+    attach_beside_a_hook: (
+        errors.Unsupported,
+        ["has a communication hook already"],
+        "leave out its register_comm_hook",
+    ),
+    swap_the_arguments: (errors.Unsupported, ["got DistributedDataParallel"], "attach(ddp, optimizer, scheme)"),
+    attach_before_ddp: (errors.InvalidArgument, ["none of the model's parameters"], "after DDP(...)"),
+    load_a_models_checkpoint: (errors.CorruptMessage, ["not a gradwire state_dict"], "attachment.state_dict()"),
+    load_another_schemes_checkpoint: (
+        errors.InvalidArgument,
+        ["'gcomp'", "'one-bit' is"],
+        "attach 'gcomp', load, then",
+    ),
+    load_another_worlds_checkpoint: (errors.InvalidArgument, ["8 ranks", "has 2"], "state_dict(all_ranks=True)"),
+    load_another_ranks_checkpoint: (errors.InvalidArgument, ["rank 0", "rank 1"], "load each rank's own file"),
+    clip_where_the_scheme_steps: (errors.Unsupported, ["parameter 0.weight"], "max_grad_norm="),
+    train_with_sparse_gradients: (errors.Unsupported, ["sparse gradient"], "Embedding(sparse=False)"),
+    train_in_double: (errors.InvalidArgument, ["torch.float64", "float32, bfloat16, float16"], "convert the model"),
+    go_on_after_close: (errors.InvalidArgument, ["is closed"], "attach a scheme again"),
+}
+
+
+def commit(rank: int, world_size: int) -> Said:
+    """Every mistake on every rank, each with a model of its own."""
+    said = {}
+    for mistake in MISTAKES:
+        try:
+            mistake()
+            said[mistake.__name__] = ("nothing", "")
+        except Exception as error:
+            said[mistake.__name__] = (type(error).__name__, str(error))
+    return said
+
+
+@pytest.fixture(scope="module")
+def said() -> list[Said]:
+    outcomes = try_ranks(commit, 2)
+    assert all(outcome.error is None for outcome in outcomes), [outcome.traceback for outcome in outcomes]
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_message_says_what_where_and_what_next(said: list[Said], mistake: Callable[[], None]) -> None:
+    kind, what, cure = MISTAKES[mistake]
+    for of_rank in said:
+        name, message = of_rank[mistake.__name__]
+        assert name == kind.__name__, message
+        assert [words for words in [*what, cure] if words not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: schemes.by_name("gcmop"),
+            ["no scheme is called 'gcmop'; there are: acp-sgd, ", "did you mean 'gcomp'"],
+        ),
+        (lambda: schemes.by_name("Power_SGD"), ["did you mean 'power-sgd'"]),
+        (lambda: schemes.by_name("acp-sgd", rnk=4), ["has no option 'rnk'; there are: ", "did you mean 'rank'"]),
+        (lambda: schemes.by_name("one-bit:scale=best"), ["did you mean 'one-bit'? In Python options are arguments"]),
+        (lambda: schemes.by_name("one-bit", scale="best"), ["scale is one of ", "not 'best'"]),
+        (lambda: schemes.by_name("auto", fidelity="exakt"), ["did you mean 'exact'"]),
+    ],
+)
+def test_wrong_name_gets_the_nearest_right_one(make: Callable[[], object], words: list[str]) -> None:
+    with pytest.raises(errors.InvalidArgument) as raised:
+        make()
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_tensor_on_a_device_without_a_door_is_told_where_to_go() -> None:
+    with pytest.raises(errors.Unsupported, match=r"a gradient on meta: .* gradient\.cpu\(\)"):
+        check_gradient(torch.empty(4, device="meta"))
+
+
+def test_attach_without_a_process_group_names_both_calls() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(
+        errors.InvalidArgument, match=r"not initialised: .*torchrun.*init_process_group\('gloo'\) before"
+    ):
+        gradwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "plain")
+
+
+def test_missing_extra_names_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(errors.Unsupported, match=r"pip install 'gradwire\[bench\]'"):
+        schemes.by_name("zstd")
+
+
+def attach_another_scheme(rank: int, world_size: int) -> None:
+    ddp, optimizer = wrapped()
+    gradwire.attach(ddp, optimizer, "gcomp" if rank == 0 else "one-bit")
+    step(ddp, optimizer)
+
+
+def test_ranks_that_differ_are_told_field_ranks_and_cure() -> None:
+    for outcome in try_ranks(attach_another_scheme, 2):
+        assert type(outcome.error) is errors.RankMismatch, outcome
+        message = str(outcome.error)
+        wanted = ["disagree on scheme", "bucket 0 of step 0", "rank 1: one-bit", "pass the same scheme to attach()"]
+        assert [words for words in wanted if words not in message] == [], message
+
+
+def come_late(rank: int, world_size: int) -> None:
+    ddp, optimizer = wrapped()
+    gradwire.attach(ddp, optimizer, "one-bit", timeout_s=1)
+    step(ddp, optimizer)
+    step(ddp, optimizer)  # DDP makes its buckets anew before it, and waits for that by itself
+    time.sleep(4 * rank)
+    step(ddp, optimizer)
+
+
+def test_timeout_says_how_long_and_how_to_wait_longer() -> None:
+    error = try_ranks(come_late, 2)[0].error
+    assert type(error) is errors.PeerLost
+    assert [words for words in ["rank 1", "timeout_s=1", "attach(..., timeout_s="] if words not in str(error)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["train", "--workload", "gtp"], ["no workload is called 'gtp'", "did you mean 'gpt'"]),
+        (["train", "--scheme", "gcmop"], ["did you mean 'gcomp'"]),
+        (["trian"], ["invalid choice", "train"]),
+        (["train", "--rate", "fast"], ["100mbit"]),
+        (["inspect", "nowhere.bin"], ["nowhere.bin", "No such file"]),
+    ],
+)
+def test_command_line_says_what_it_takes(
+    words: list[str], wanted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(words)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    said = " ".join(capsys.readouterr().err.split())
+    assert status != 0
+    assert [word for word in wanted if word not in said] == [], said
+    assert "Traceback" not in said
+
+
+def make_without(tmp_path: Path, *tools: str, python: str = sys.executable) -> str:
+    """What `make` says where these tools are all that there is."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "bin").mkdir()
+    for tool in tools:
+        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    make = shutil.which("make")
+    assert make is not None
+    ended = subprocess.run(
+        [make, ".venv/bin/python", f"PYTHON={python}"], cwd=tmp_path, env={"PATH": str(tmp_path / "bin")},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode != 0
+    return ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_without_a_compiler_names_the_package(tmp_path: Path) -> None:
+    said = make_without(tmp_path, "find", "nproc")
+    assert "no C++ compiler found (C++20: GCC 11 or Clang 14); Debian and Ubuntu: apt-get install g++" in said
+
+
+def test_build_without_a_compiler_says_so_in_a_sentence(tmp_path: Path) -> None:
+    cmake, ninja = (shutil.which(name, path=str(Path(sys.executable).parent)) for name in ("cmake", "ninja"))
+    if cmake is None or ninja is None:
+        pytest.skip("needs cmake and ninja")
+    command = [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    ended = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert "gradwire needs a C++20 compiler (GCC 11 or Clang 14), and none was found" in " ".join(ended.stderr.split())
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_with_an_old_python_says_which_it_needs(tmp_path: Path) -> None:
+    assert "gradwire needs Python 3.10 or newer" in make_without(tmp_path, "find", "nproc", python="/bin/false")
+
+
+def test_every_error_type_has_its_section() -> None:
+    page = (DOCS / "errors.md").read_text()
+    kinds = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert [name for name in kinds if f"\n## {name}\n" not in page] == []
+    assert [name for name in kinds if name not in gradwire.__all__] == []

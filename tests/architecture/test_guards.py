@@ -73,7 +73,6 @@ ARGPARSE_OUTSIDE_COMMANDS: set[str] = set()
 CLOCKS_ELSEWHERE: set[str] = {
     "exchange/aggregators/process_group.py",
     "exchange/aggregators/switch.py",
-    "schemes/aqgb/broadcasting.py",
     "schemes/aqgb/scheme.py",
     "schemes/gcomp/table.py",
     "schemes/low_rank/fusion.py",

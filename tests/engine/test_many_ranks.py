@@ -1,4 +1,4 @@
-"""64 ranks on one machine: processes of their own, tiny buckets, and what each holds for it. `pytest -m slow` runs it."""
+"""64 ranks on one machine, and 1,000 attachments one after the other: what each rank holds then. `pytest -m slow` runs it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
@@ -75,3 +77,31 @@ def test_64_ranks_agree_and_hold_a_connection_to_each_rank_that_they_talk_to() -
         assert set(left) == {0}, (name, options)
         if name == "gcomp":
             assert max(errors) < 1e-5  # 63 sums in float32, without loss
+
+
+def attach_often(rank: int, world_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    ddp = DistributedDataParallel(nn.Linear(9, 5))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def take_a_step() -> None:
+        attachment = gradwire.attach(ddp, optimizer, "truncate", timeout_s=100)
+        optimizer.zero_grad()
+        ddp(torch.ones(3, 9)).sum().backward()
+        optimizer.step()
+        attachment.close()
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    for _ in range(5):
+        take_a_step()
+    before = count()
+    for _ in range(1_000):
+        take_a_step()
+    return before, count()
+
+
+@pytest.mark.slow
+def test_a_thousand_attachments_leave_nothing_behind() -> None:
+    for before, after in run_ranks(attach_often, 2, timeout_s=500):
+        assert after == before

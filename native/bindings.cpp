@@ -30,7 +30,6 @@ using namespace gradwire;
 void bind_broadcast(nb::module_& m);   // bindings_broadcast.cpp
 void bind_engine(nb::module_& m);      // bindings_engine.cpp
 void bind_mesh(nb::module_& m);        // bindings_mesh.cpp
-void bind_sum(nb::module_& m);         // bindings_sum.cpp
 void bind_floats(nb::module_& m);      // bindings_floats.cpp
 void bind_quantisers(nb::module_& m);  // bindings_quantisers.cpp
 void bind_sketch(nb::module_& m);      // bindings_sketch.cpp
@@ -350,7 +349,6 @@ NB_MODULE(_native, m) {
   bind_mesh(m);
   bind_engine(m);
   bind_broadcast(m);
-  bind_sum(m);
   bind_quantisers(m);
   bind_sketch(m);
   bind_switch(m);

@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "bindings_account.hpp"
 #include "errors.hpp"
 #include "exchange/codecs.hpp"
 #include "exchange/owners.hpp"
@@ -132,6 +131,13 @@ class PythonCodec final : public exchange::Codec {
   gcomp::Weights weights_;
 };
 
+nb::tuple account_of(const exchange::Account& account) {
+  nb::list spans;
+  for (const exchange::Span& span : account.spans)
+    spans.append(nb::make_tuple(static_cast<int>(span.kind), span.start_ns, span.end_ns));
+  return nb::make_tuple(account.bytes_sent, account.bytes_received, account.n_messages, spans);
+}
+
 struct PieceGroups {
   exchange::Groups by_part;
 };
@@ -168,7 +174,7 @@ class PieceExchange {
       const nb::gil_scoped_release unlocked;
       ((*exchange_).*work)();
     }
-    return gradwire::account_of(std::exchange(account_, {}));
+    return ::account_of(std::exchange(account_, {}));
   }
   const std::array<Floats, 3> kept_;
   const std::optional<Floats> residual_;

@@ -294,19 +294,6 @@ class Broadcast:
     def receive(self, step: int, rank: int) -> _Heard | None: ...
     def mean(self, block: int, gradient: Any, dtype: int, left_out: Any | None) -> None: ...
 
-# Elements: 0 to 4 for float32, bfloat16, float16, int32, int64; operations: 0 to 2 for sum, OR, maximum.
-def ring_combine(
-    mesh: Mesh, stream: int, facts: Sequence[int], values: Any, element: int, operation: int, n_chunks: int
-) -> _Account: ...
-
-class SumOnItsWay:
-    """`ring_combine` on a thread of its own; see native/exchange/sum.hpp."""
-
-    def __init__(
-        self, mesh: Mesh, stream: int, facts: Sequence[int], values: Any, element: int, operation: int, n_chunks: int
-    ) -> None: ...
-    def wait(self) -> _Account: ...
-
 # Addresses of float32 values; 0 for none. (offset, n, parameter, second moment, first moment, a, b, c, ready bytes)
 _Window = tuple[int, int, int, int, int, float, float, float, int]
 

@@ -65,9 +65,6 @@ def sum_in_every_mode(rank: int, world_size: int) -> torch.Tensor:
             {"mode": "sketch", "index": "bloom", "aggregator": ProcessGroup("all-to-all")},
             {"mode": "exact"},
             {"mode": "exact", "integer_bits": 64},
-            {"aggregator": "ring"},
-            {"mode": "sketch", "aggregator": "ring"},
-            {"mode": "exact", "aggregator": "ring"},
             {"mode": "sketch", "index": "bitmap", "batch_values": 64, "gamma": 1.5, "seed": 9},
         ):
             scheme = make(**options)

@@ -76,7 +76,6 @@ _REGISTRY: Registry[Aggregator] = Registry(
     "aggregator",
     {
         "process-group": "gradwire.exchange.aggregators.process_group:ProcessGroup",
-        "ring": "gradwire.exchange.aggregators.ring:Ring",
         "switch": "gradwire.exchange.aggregators.switch:Switch",
     },
 )

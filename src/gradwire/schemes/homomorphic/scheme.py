@@ -80,8 +80,7 @@ class Homomorphic(Redoing):
             in the mean, which trains better (docs/results.md).
         index: "bitmap", "bloom" (from each layout's second step on), or "auto", whichever is smaller.
         batch_values, gamma, seed: of sketches; see CountSketch.
-        aggregator: what sums: "process-group" (with DDP's bits in mode "packed"), "ring" (with less processor time),
-                "switch", or an Aggregator.
+        aggregator: what sums: "process-group", "switch", or an Aggregator.
     """
 
     name = "homomorphic"

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "errors.hpp"
+#include "exchange/broadcast.hpp"
 #include "exchange/codecs.hpp"
 #include "exchange/owners.hpp"
 #include "exchange/pieces.hpp"
@@ -188,6 +189,49 @@ void check_pieces(Meshes& meshes, std::uint32_t stream, std::size_t n, unsigned 
   feedback.check();
 }
 
+// All bits at once, or some and then more, of some blocks; sent by one thread of each rank and received by another.
+void check_broadcast(Meshes& meshes, std::uint32_t stream, std::size_t n, unsigned seed) {
+  constexpr std::size_t kBlocks = 3;
+  const bool is_ring = seed % 2 == 0;
+  const int first_bits = seed % 5 == 0 ? exchange::kWordBits : 20 + static_cast<int>(seed % 5);
+  std::vector<Feedback> feedbacks(2 * kBlocks);
+  on_all_ranks(meshes, [&](wire::Mesh& mesh) {
+    std::vector<exchange::BlockShape> shapes;
+    for (std::size_t block = 0; block < kBlocks; ++block)
+      shapes.push_back({"a block", n / (block + 1), exchange::Dtype::float32});
+    exchange::Broadcast broadcast(mesh, stream, is_ring, shapes, 256, 1, 2);
+    for (std::uint32_t step = 0; step < 2; ++step) {
+      std::vector<std::vector<float>> mine, values, left_out;
+      for (std::size_t block = 0; block < kBlocks; ++block) {
+        mine.push_back(gradient(seed + step + static_cast<unsigned>(mesh.rank()), shapes[block].n));
+        left_out.emplace_back(shapes[block].n);
+      }
+      values = mine;
+      broadcast.begin(step);
+      std::thread receiver([&] {
+        while (const auto heard = broadcast.receive(step)) require(heard->head.ceiling_bits == 9, "a head is read");
+      });
+      for (std::size_t block = 0; block < kBlocks; ++block) {
+        broadcast.encode(block, exchange::values_of(values[block]), first_bits);
+        const bool is_over = first_bits == exchange::kWordBits || block == 1;
+        broadcast.send(is_over ? std::vector<std::size_t>{block} : std::vector<std::size_t>{}, 9, {});
+      }
+      for (std::size_t block = 0; first_bits < exchange::kWordBits && block < kBlocks; block += 2) {
+        broadcast.encode(block, exchange::values_of(values[block]), exchange::kWordBits - first_bits);
+        broadcast.send({}, 9, std::vector<double>(kBlocks, 0.5));
+      }
+      if (first_bits < exchange::kWordBits) broadcast.send({0, 2}, 9, {});  // a head alone
+      receiver.join();
+      mesh.wait_until_all_sent();
+      for (std::size_t block = 0; block < kBlocks; ++block) {
+        broadcast.mean(block, exchange::values_of(values[block]), exchange::values_of(left_out[block]));
+        feedbacks[step * kBlocks + block].add(values[block], left_out[block], mine[block]);
+      }
+    }
+  });
+  for (const Feedback& feedback : feedbacks) feedback.check();
+}
+
 // Connects, says what it likes, and expects to be closed within a second.
 void visit(const wire::Endpoint& endpoint, std::span<const std::uint8_t> words, bool reads_challenge) {
   const auto started = wire::Clock::now(), deadline = started + std::chrono::seconds(5);
@@ -293,6 +337,7 @@ int main(int n_arguments, char** arguments) {
       check_quantised(meshes, stream += 2, random() % 100'000, 1 + random() % 4,
                       static_cast<unsigned>(random() % 9'999));
       check_pieces(meshes, stream += 2, random() % 60'000, static_cast<unsigned>(random() % 9'999));
+      check_broadcast(meshes, stream += 2, random() % 60'000, static_cast<unsigned>(random() % 9'999));
     }
     strangers.join();
     check_leaving(2 + random() % 3, static_cast<unsigned>(random()));

@@ -27,6 +27,7 @@
 namespace nb = nanobind;
 using namespace gradwire;
 
+void bind_broadcast(nb::module_& m);   // bindings_broadcast.cpp
 void bind_engine(nb::module_& m);      // bindings_engine.cpp
 void bind_mesh(nb::module_& m);        // bindings_mesh.cpp
 void bind_floats(nb::module_& m);      // bindings_floats.cpp
@@ -347,6 +348,7 @@ NB_MODULE(_native, m) {
   bind_floats(m);
   bind_mesh(m);
   bind_engine(m);
+  bind_broadcast(m);
   bind_quantisers(m);
   bind_sketch(m);
   bind_switch(m);

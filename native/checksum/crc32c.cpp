@@ -3,6 +3,8 @@
 #include <array>
 #include <cstring>
 
+#include "simd/dispatch.hpp"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -156,8 +158,11 @@ std::uint32_t crc32c(std::span<const std::uint8_t> data, std::uint32_t crc) {
   static const bool has_sse42 = __builtin_cpu_supports("sse4.2");
   static const bool folds = has_sse42 && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (folds) return ~update_folding(state, data.data(), data.size());
-  if (has_sse42) return ~update_sse42(state, data.data(), data.size());
+  // A level that was lowered rules these out too.
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  const SimdLevel level = simd_level();
+  if (folds && level == SimdLevel::avx512) return ~update_folding(state, data.data(), data.size());
+  if (has_sse42 && (level != SimdLevel::portable || !has_avx2)) return ~update_sse42(state, data.data(), data.size());
 #endif
   return ~update_portable(state, data.data(), data.size());
 }

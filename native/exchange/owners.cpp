@@ -129,9 +129,10 @@ class CodecEnds final : public Ends {
   }
   void add_own(std::size_t group) override { add(total(rank_, group), slice(rank_, group)); }
   std::size_t encode_pull(std::size_t group, std::span<std::uint8_t> out) override {
-    return coder_.encode(total(world_, group), cut_.chunk(rank_, group).first, out);
+    return coder_.encode_mean(total(world_, group), cut_.chunk(rank_, group).first, slice(rank_, group), out);
   }
   void adopt(std::size_t part, std::size_t group, const wire::Message& message) override {
+    if (part == rank_) return;  // adopted as it was encoded
     coder_.adopt(message.bytes(), cut_.chunk(part, group).first, slice(part, group));
   }
 

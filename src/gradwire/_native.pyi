@@ -270,6 +270,30 @@ class Mesh:
     @property
     def bytes_held(self) -> int: ...
 
+# origin, block (None: the head came alone), bytes of the body, bytes passed on, what the origin has received of this rank
+# and how many us that took, seconds until it needs each block, its ceiling in bits, blocks that it has ended, ns of the
+# transfer, when the body was there, when it was decoded
+_Heard = tuple[int, int | None, int, int, int, int, list[float] | None, int, list[int], int, int, int]
+
+class Broadcast:
+    """Blocks of every rank to all others, in bits, and their sum; see native/exchange/broadcast.hpp."""
+
+    # blocks: name, values, dtype code
+    def __init__(
+        self, mesh: Mesh, stream: int, is_ring: bool, blocks: Sequence[tuple[str, int, int]], partition: int,
+        configuration: int, blocks_hash: int,
+    ) -> None: ...  # fmt: skip
+    @property
+    def n_copies(self) -> int: ...
+    @property
+    def head_bytes(self) -> int: ...
+    def begin(self, step: int) -> None: ...
+    def max_body_bytes(self, block: int, n_bits: int) -> int: ...
+    def encode(self, block: int, gradient: Any, dtype: int, n_bits: int) -> int: ...
+    def send(self, ended: Sequence[int], ceiling_bits: int, remaining_s: Sequence[float] | None) -> None: ...
+    def receive(self, step: int, rank: int) -> _Heard | None: ...
+    def mean(self, block: int, gradient: Any, dtype: int, left_out: Any | None) -> None: ...
+
 # Addresses of float32 values; 0 for none. (offset, n, parameter, second moment, first moment, a, b, c, ready bytes)
 _Window = tuple[int, int, int, int, int, float, float, float, int]
 

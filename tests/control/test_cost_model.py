@@ -64,7 +64,7 @@ def test_a_codec_takes_half_of_the_computation_where_a_rank_has_one_core():
 def test_a_ring_encodes_beside_the_wire():
     codec = CodecCost(encode_s=1e-7, bits=32)
     step = StepCost(0.0, ((4_000_000, 0.0),))
-    wire_s, codec_s, n_chunks = 1.5 * 16e6 / 1e8, 0.4, 5
+    wire_s, codec_s, n_chunks = 1.5 * 16e6 / 1e8, 0.4, 8
     took = predict_s("ring", codec, step, link(1e8), FOUR)
     assert took == pytest.approx(max(wire_s, codec_s) + min(wire_s, codec_s) / n_chunks)
 

@@ -214,6 +214,15 @@ def test_flipped_bit_in_a_header_is_found(place: int) -> None:
     assert isinstance(hear(bytes(raw)), errors.CorruptMessage | errors.IncompatibleVersion)
 
 
+def test_message_that_is_longer_than_announced_ends_with_an_error() -> None:
+    with meshes(timeout_s=2) as made:
+        fake = introduce(made[0].endpoint, SECRET)
+        made[0].open(STREAM, FACTS, MAX_BYTES, [1])
+        fake.sendall(header() + b"hello" + bytes(_native.MESSAGE_HEADER_BYTES))
+        heard = at_once(*[lambda: made[0].receive_any(STREAM, [1])] * 2)
+        assert any(isinstance(error, errors.CorruptMessage) for error in heard), heard
+
+
 @pytest.mark.parametrize("n_bytes", [0, 7, _native.MESSAGE_HEADER_BYTES, _native.MESSAGE_HEADER_BYTES + 3])
 def test_connection_that_ends_in_the_middle_loses_its_peer(n_bytes: int) -> None:
     heard = hear((header() + b"hello")[:n_bytes], ends=True)

@@ -36,7 +36,7 @@ __all__ = [
 SHAPES = ("sum", "agreed-sum", "ring", "direct", "quantised", "gather")
 
 # As the collectives cut (exchange/parts.py); a floor may not import them, a test compares.
-_CHUNK, _QUANTISED_CHUNK, _MIN_CHUNK = 1 << 18, 1 << 20, 1 << 16
+_CHUNK, _QUANTISED_CHUNK, _MIN_CHUNK = 1 << 17, 1 << 20, 1 << 16
 _MIN_CHUNKS, _MIN_QUANTISED_CHUNKS = 5, 2
 
 _NOTHING = 1e-9  # seconds: what rounding may leave of a time

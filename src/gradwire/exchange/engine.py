@@ -16,7 +16,7 @@ import torch
 from gradwire import _native
 from gradwire.codecs import Codec
 from gradwire.codecs.tensors import bytes_of, dtype_code
-from gradwire.exchange.parts import CHUNK_ELEMENTS, Parts
+from gradwire.exchange.parts import CHUNK_ELEMENTS, count_chunks
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.facts import Facts
@@ -86,7 +86,7 @@ def _mean(
 ) -> None:
     if communicator.world_size == 1 or buffer.numel() == 0:
         return
-    n_chunks = Parts(buffer, communicator.world_size, chunk_elements).n_chunks
+    n_chunks = count_chunks(-(-buffer.numel() // communicator.world_size), chunk_elements)
     account = run(
         communicator.mesh,
         communicator.next_stream(),

@@ -10,7 +10,7 @@ from gradwire import _native
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.core.bucket import Bucket
-from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, Parts
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, count_chunks
 from gradwire.wire.wire import Wire
 
 _MIN_CHUNKS = 2  # of quantisers, so that one is encoded while the other travels
@@ -160,7 +160,7 @@ class Owners:
     def mean(self, codec: Quantised, values: Values, wire: Wire) -> Reached | None:
         """Cost: sends 2 (N-1)/N of the encoded bucket, to N-1 peers; every element is encoded once."""
         bucket, n, rank, world = values.bucket, values.bucket.n_elements, wire.rank, wire.world_size
-        n_chunks = Parts(bucket.buffer, world, self.chunk_elements, _MIN_CHUNKS).n_chunks
+        n_chunks = count_chunks(-(-bucket.n_elements // world), self.chunk_elements, _MIN_CHUNKS)
         used_by_any, account = _native.quantised_mean(
             wire.communicator.mesh,
             wire.communicator.next_stream(),

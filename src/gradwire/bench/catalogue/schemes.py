@@ -45,6 +45,13 @@ _EIGHT = [*dict.fromkeys([*_CHANGING, "sign-sgd", "ddp-bf16", "power-sgd", "powe
                           "periodic"])]  # fmt: skip
 _PHASES = Table([ITERATION, Column("wire_bytes", "MB sent", 1e-6, ".2f")], across="phase")
 
+_CHUNKED = [
+    "ddp",
+    *(f"gcomp:chunk_elements={1 << power}" for power in (14, 15, 16, 17, 18, 20)),
+    *(f"gcomp:topology=direct,chunk_elements={1 << power}" for power in (14, 16, 18, 20)),
+    *(f"one-bit:chunk_elements={1 << power}" for power in (16, 18, 20, 22)),
+]
+
 _FLAT = ["ddp", "gcomp", "one-bit", "acp-sgd"]
 _TWO_LEVEL = ["two-level", *(f"two-level:scheme={name}" for name in _FLAT[1:])]
 _FSDP2 = ["hsdp", "fsdp2:scheme=gcomp", "fsdp2:scheme=one-bit"]
@@ -218,6 +225,16 @@ EXPERIMENTS = [
         goals=[Goal("GComp at most 1.6 x Gloo's processor time", CPU_X_DDP, "<=", 1.6,
                     {"rate": "none", "scheme": "gcomp"}),
                Goal("one-bit at most 0.6 x", CPU_X_DDP, "<=", 0.6, {"rate": "none", "scheme": "one-bit"})],
+    ),
+    Experiment(
+        key="allreduce-chunks", system="schemes", measure="allreduce", seconds=70, together=("n_bytes", "scheme"),
+        baseline=DDP,
+        question="How large should a message be, in each pattern? Chunks of 2^k values at most (exchange/parts.py).",
+        fixed={"quick": True},
+        axes={"ranks": [2, 4], "rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "n_bytes": _sizes("1 MB", "25 MB"),
+              "scheme": _CHUNKED},
+        show=[Table([Column("time_s", "ms", 1e3, ".1f"), Column("cpu_s", "cpu ms", 1e3, ".1f")],
+                    rows=("ranks", "n_bytes", "scheme"), across="rate")],
     ),
     Experiment(
         key="allreduce-gradient", system="schemes", measure="allreduce", seconds=90, baseline=DDP, twins=["plain"],

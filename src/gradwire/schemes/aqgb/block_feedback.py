@@ -27,10 +27,13 @@ class BlockFeedback:
             if kept is not None:
                 part.add_(kept.values, alpha=loss_scale)
 
-    def stage(self, block: OpenBlock, sent: torch.Tensor) -> None:
-        """Keep block.gradient - `sent` (n,) from the next `commit` on; nothing if it is not finite."""
-        room = self._feedback.room(block.block.index, block.gradient.numel(), block.gradient.dtype)
-        unsent = torch.sub(block.gradient, sent, out=room).div_(self._scales[block.block.index])
+    def room(self, block: OpenBlock) -> torch.Tensor:
+        """(n,) of the gradient's dtype, for what `stage` takes."""
+        return self._feedback.room(block.block.index, block.gradient.numel(), block.gradient.dtype)
+
+    def stage(self, block: OpenBlock, unsent: torch.Tensor) -> None:
+        """Keep `unsent` (n,), in units of the scaled loss, from the next `commit` on; nothing if it is not finite."""
+        unsent.div_(self._scales[block.block.index])
         if bool(torch.isfinite(unsent).all()):
             for slot, part in _split(block, unsent):
                 self._feedback.stage(slot, part)

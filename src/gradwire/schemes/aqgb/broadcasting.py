@@ -1,4 +1,7 @@
-"""The engine of both schemes: blocks go out last come first served, and are summed when all ranks have ended them."""
+"""What both schemes share: blocks go out last come first served, and are summed when all ranks have ended them.
+
+Messages, copies and sums are native/exchange/broadcast.hpp's; here is when what is sent, and what it is noted as.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,24 @@ from typing import Any
 
 import torch
 
+from gradwire import _native
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
+from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes.aqgb.block_feedback import BlockFeedback
-from gradwire.schemes.aqgb.block_values import BlockValues, Scratch
 from gradwire.schemes.aqgb.figures import Figures
-from gradwire.schemes.aqgb.heads import NO_BLOCK, Head, HeadFormat
 from gradwire.schemes.aqgb.pacing import Clock, Pacing
+from gradwire.schemes.aqgb.receiver import Heard, Receiver
 from gradwire.schemes.aqgb.round import Round
-from gradwire.schemes.aqgb.streams import TOPOLOGIES, Streams
 from gradwire.schemes.deferred import DeferredScheme, OpenBlock
 from gradwire.stepping.blocks import Block, Division
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.telemetry.stopwatch import Stopwatch, now_s
+from gradwire.telemetry.stopwatch import now_s
+from gradwire.wire.communicator import Communicator
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
+_TOPOLOGIES = ("fan-out", "ring")
 # Ahead of what the network has taken by our estimate: a newer block should not queue behind much, and the network never
 # run dry while the lane wakes up (some ms among busy ranks).
 _LEAD_S = 0.05
@@ -50,13 +55,14 @@ class BlockBroadcast(DeferredScheme):
         topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s,
     ) -> None:  # fmt: skip
         super().__init__(blocks, max_grad_norm)
-        if topology not in TOPOLOGIES:
-            raise InvalidArgument(f"topology is one of {', '.join(TOPOLOGIES)}, not {topology!r}")
-        self._codec = EmbeddedFloat(partition=partition)
+        if topology not in _TOPOLOGIES:
+            raise InvalidArgument(f"topology is one of {', '.join(_TOPOLOGIES)}, not {topology!r}")
+        self._partition = EmbeddedFloat(partition=partition).partition
         self.topology = topology
         self.error_feedback = error_feedback
         self._clock = clock
-        self._streams: Streams | None = None
+        self._broadcast: _native.Broadcast | None = None
+        self._receiver: Receiver | None = None
         self._changed = threading.Condition()
         self._failure: GradwireError | None = None
 
@@ -67,7 +73,7 @@ class BlockBroadcast(DeferredScheme):
     @property
     def configuration(self) -> dict[str, Any]:
         return super().configuration | {
-            "partition": self._codec.partition,
+            "partition": self._partition,
             "topology": self.topology,
             "error_feedback": self.error_feedback,
         }
@@ -76,16 +82,13 @@ class BlockBroadcast(DeferredScheme):
         super().bind(session)
         self._unsent = BlockFeedback(session.feedback)
         communicator = session.communicator
-        n_blocks, world_size = len(self._slots), communicator.world_size
-        self._world_size, self._rank = world_size, communicator.rank
+        world_size = self._world_size = communicator.world_size
         sizes = [slot.block.n_elements for slot in self._slots]
         self.pacing = self._make_pacing(communicator.rank, world_size, sizes)
         self.figures = Figures([slot.block.name for slot in self._slots], sizes, self._clock)
-        self._values = [BlockValues(self._codec, slot, communicator.rank, world_size) for slot in self._slots]
-        self._scratch = Scratch()
+        self._dtypes = [dtype_code(slot.gradient.dtype) for slot in self._slots]
         self._round: Round | None = None
         self._spare = session.recorder.open_apart()
-        self._received_bytes, self._receiving_us = [0] * world_size, [0] * world_size
         self._failure = None
         if world_size > 1:
             # Before ranks connect: one with another scheme compares first what it is, and has to meet the like. It counts
@@ -93,18 +96,26 @@ class BlockBroadcast(DeferredScheme):
             mine = Preamble(FORMAT_VERSION, 0, self.name, self.configuration_hash, 0, 0, 0)
             never_closed = session.recorder.open_bucket(0, -1, 0)
             communicator.submit(compare_preambles, communicator, mine, never_closed).wait()
-            heads = HeadFormat(n_blocks, world_size, self.configuration_hash, self.blocks_hash)
-            self._streams = Streams(communicator, self.topology, heads, self)
+            self._broadcast = communicator.submit(self._connect, communicator).wait()
+            self._receiver = Receiver(self._broadcast, communicator.rank, self._take, self.fail)
+
+    def _connect(self, communicator: Communicator) -> _native.Broadcast:
+        names = (slot.block.name for slot in self._slots)
+        sizes = (slot.block.n_elements for slot in self._slots)
+        return _native.Broadcast(
+            communicator.mesh, communicator.next_stream(), self.topology == "ring",
+            list(zip(names, sizes, self._dtypes, strict=True)), self._partition, self.configuration_hash,
+            self.blocks_hash,
+        )  # fmt: skip
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            if self._streams is not None:
-                self._streams.close()
-                self._streams = None
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver = self._broadcast = None
             self.session.feedback.clear()
-            self._values = []
 
     @abstractmethod
     def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
@@ -121,24 +132,23 @@ class BlockBroadcast(DeferredScheme):
     # ---- the training thread and DDP's hook
 
     def _begin_round(self, step: int) -> None:
-        streams = self._streams
-        if streams is None:
+        broadcast, receiver = self._broadcast, self._receiver
+        if broadcast is None or receiver is None:
             return
         with self._changed:  # the round before is over, but where its step was dropped
             self._changed.wait_for(lambda: self._round is None or self._round.is_complete or self._failure)
             self._raise_failure()
             self.pacing.begin_step()
-            for values in self._values:
-                values.reset()
+            broadcast.begin(step & 0xFFFFFFFF)
             recorder, n_blocks = self.session.recorder, len(self._slots)
             records: list[BucketRecord | None] = [recorder.open_bucket(step, -1, 0) for _ in range(n_blocks)]
             current = self._round = Round(step, n_blocks, self._world_size, records)
-        streams.begin_round(step)
+        receiver.begin(step)
         self.session.communicator.submit(self._run_round, current).add_done_callback(self._hear_of_lane)
 
     def _start_block(self, slot: OpenBlock) -> torch.futures.Future:
         done: torch.futures.Future = torch.futures.Future()
-        if self._streams is None:
+        if self._broadcast is None:
             done.set_result(None)
             return done
         index = slot.block.index
@@ -192,30 +202,29 @@ class BlockBroadcast(DeferredScheme):
     # ---- the lane: what to send, and how much of it
 
     def _run_round(self, current: Round) -> None:
-        streams = self._streams
-        assert streams is not None
+        broadcast = self._broadcast
+        assert broadcast is not None
         for _ in range(current.n_blocks):
             slot, n_unsent, is_last = self._next_to_send(current)
             index = slot.block.index
             n_bits = self._first_bits(index, n_unsent)
             if self._more_bits_ever(n_bits) == 0:
-                current.ending.add(index)
+                current.ending.append(index)
             if is_last:
-                extra_bytes = self._values[index].max_message_bytes(0, n_bits)
-                self._end_where_nothing_follows(current, extra_bytes, (index, n_bits))
-            self._send_bits(streams, current, index, n_bits)
+                self._end_where_nothing_follows(current, broadcast.max_body_bytes(index, n_bits), (index, n_bits))
+            self._send_bits(broadcast, current, index, n_bits)
         for index in list(self.pacing.order):
-            if not current.ended[self._rank][index]:
-                n_bits = self._more_bits(index, self._values[index].sent_bits, 0)
-                current.ending.add(index)
+            if not current.ended[index]:
+                n_bits = self._more_bits(index, current.sent_bits[index], 0)
+                current.ending.append(index)
                 if n_bits:
-                    self._send_bits(streams, current, index, n_bits)
+                    self._send_bits(broadcast, current, index, n_bits)
         if current.ending:
-            self._send(streams, current, NO_BLOCK, 0, 0, None, False)
+            self._send(broadcast, current, None, 0)
         with self._changed:
             self._changed.wait_for(lambda: current.is_complete or self._failure)
             self._raise_failure()
-        streams.finish()
+        self.session.communicator.mesh.wait_until_all_sent()
 
     def _next_to_send(self, current: Round) -> tuple[OpenBlock, int, bool]:
         """The block that came last, how many values wait with it, and whether it is the last of all."""
@@ -238,113 +247,74 @@ class BlockBroadcast(DeferredScheme):
     def _end_where_nothing_follows(self, current: Round, extra_bytes: int, last: tuple[int, int]) -> None:
         """With the last message of the first stage, say already which blocks get no second: a message less."""
         for index in self.pacing.order:
-            sent_bits = last[1] if index == last[0] else self._values[index].sent_bits
-            if current.ended[self._rank][index] or index in current.ending:
+            sent_bits = last[1] if index == last[0] else current.sent_bits[index]
+            if current.ended[index] or index in current.ending:
                 continue
             if self._more_bits(index, sent_bits, extra_bytes):
                 return
-            current.ending.add(index)
+            current.ending.append(index)
 
-    def _send_bits(self, streams: Streams, current: Round, index: int, n_bits: int) -> None:
-        values, record = self._values[index], current.records[index]
+    def _send_bits(self, broadcast: _native.Broadcast, current: Round, index: int, n_bits: int) -> None:
+        record, gradient = current.records[index], self._slots[index].gradient
         assert record is not None
-        first_bit = values.sent_bits
         with record.timing("encode"):
-            message, is_plain = values.encode(n_bits)
-        self.figures.note_sent(index, n_bits, first_bit == 0)  # sent, it may end the step before this thread goes on
-        self._send(streams, current, index, first_bit, n_bits, message, is_plain)
-        self.pacing.sent(message.numel())
+            n_bytes = broadcast.encode(index, bytes_of(gradient), self._dtypes[index], n_bits)
+        # Noted first: sent, it may end the step before this thread goes on.
+        self.figures.note_sent(index, n_bits, current.sent_bits[index] == 0)
+        current.sent_bits[index] += n_bits
+        self._send(broadcast, current, index, n_bytes)
+        self.pacing.sent(n_bytes)
 
-    def _send(
-        self, streams: Streams, current: Round, index: int, first_bit: int, n_bits: int, message: torch.Tensor | None,
-        is_plain: bool,
-    ) -> None:  # fmt: skip
-        with self._changed:
-            newly, current.ending = current.ending, set()
-            for block in newly:
-                current.ended[self._rank][block] = True
-            head = Head(
-                self._rank, index, first_bit, n_bits, is_plain, 0 if message is None else message.numel(),
-                current.sequence, self.pacing.own_ceiling_bits, list(current.ended[self._rank]),
-                self.pacing.told_remaining_s(), list(self._received_bytes), list(self._receiving_us),
-            )  # fmt: skip
-            current.sequence += 1
-            record = self._record_of(current, index)
-        n_bytes = streams.send(head, current.step, message)
-        for _ in range(streams.n_copies):
-            record.count_sent(n_bytes)
+    def _send(self, broadcast: _native.Broadcast, current: Round, index: int | None, body_bytes: int) -> None:
+        """What was encoded of a block, or a head alone; noted before what it says can end the step."""
+        record = self._record_of(current, index)
+        for _ in range(broadcast.n_copies):
+            record.count_sent(broadcast.head_bytes + body_bytes)
+        newly, current.ending = current.ending, []
         for block in newly:
-            self._finish_block(current, block)
+            current.ended[block] = True
+        broadcast.send(newly, self.pacing.own_ceiling_bits, self.pacing.told_remaining_s())
+        for block in newly:
+            self._end_block(current, block)
 
-    def _record_of(self, current: Round, index: int) -> BucketRecord:
+    def _record_of(self, current: Round, index: int | None) -> BucketRecord:
         """Where traffic of a block is noted; what belongs to none, or comes when its block is over, goes to one left."""
-        record = None if index == NO_BLOCK else current.records[index]
+        record = None if index is None else current.records[index]
         return record or next((one for one in current.records if one is not None), self._spare)
 
     # ---- the receiver
 
-    @property
-    def max_body_bytes(self) -> int:
-        """See Listener."""
-        return max((values.largest_message_bytes for values in self._values), default=0)
-
-    def check(self, head: Head) -> None:
-        """See Listener."""
-        self._values[head.block].check_announced(
-            head.origin, head.first_bit, head.n_bits, head.is_plain, head.body_bytes
-        )
-
-    def take(self, head: Head, body: torch.Tensor | None, duration_ns: int) -> None:
-        """See Listener."""
-        origin, current = head.origin, self._round
-        assert current is not None
-        received = head.received_bytes[self._rank], head.receiving_us[self._rank]
-        self.pacing.hear(origin, *received, head.remaining_s, head.ceiling_bits)
-        if body is not None:
-            with Stopwatch() as decoding:
-                self.figures.note_received(duration_ns)
-                record = self._record_of(current, head.block)
-                if head.is_plain:
-                    self._values[head.block].add_plain(origin, body)
-                else:
-                    self._values[head.block].add_planes(origin, body, head.first_bit, head.n_bits)
-            record.add("communicate", decoding.start_ns - duration_ns, decoding.start_ns)
-            record.add("decode", decoding.start_ns, decoding.end_ns)
-            record.count_received(body.numel())
-        with self._changed:
-            if body is not None:
-                self._received_bytes[origin] += body.numel()
-                self._receiving_us[origin] += duration_ns // 1_000
-            ended_before = list(current.ended[origin])
-            current.ended[origin] = list(head.ended)
-        for index in (i for i, is_ended in enumerate(head.ended) if is_ended and not ended_before[i]):
-            self._finish_block(current, index)
-
-    def has_ended(self, origin: int, step: int) -> bool:
-        """See Listener."""
+    def _take(self, heard: Heard) -> None:
         current = self._round
-        return current is None or current.step != step or all(current.ended[origin])
+        assert current is not None
+        self.pacing.hear(heard.origin, heard.received_bytes, heard.receiving_us, heard.remaining_s, heard.ceiling_bits)
+        record = self._record_of(current, heard.block)
+        if heard.forwarded_bytes:
+            record.count_sent(heard.forwarded_bytes)
+        if heard.block is not None:
+            self.figures.note_received(heard.duration_ns)
+            record.add("communicate", heard.arrived_ns - heard.duration_ns, heard.arrived_ns)
+            record.add("decode", heard.arrived_ns, heard.decoded_ns)
+            record.count_received(heard.body_bytes)
+        for index in heard.newly_ended:
+            self._end_block(current, index)
 
-    def forwarded(self, block: int, n_bytes: int) -> None:
-        """See Listener."""
-        assert self._round is not None
-        self._record_of(self._round, block).count_sent(n_bytes)
-
-    def _finish_block(self, current: Round, index: int) -> None:
-        """Sum a block that every rank has ended, once."""
-        slot = self._slots[index]
+    def _end_block(self, current: Round, index: int) -> None:
+        """One rank more has ended a block; after the last one it is summed."""
+        slot, broadcast = self._slots[index], self._broadcast
+        assert broadcast is not None
         with self._changed:
+            current.n_open[index] -= 1
             record = current.records[index]
-            if record is None or index not in current.awaited or not all(ended[index] for ended in current.ended):
+            if record is None or current.n_open[index] or index not in current.awaited:
                 return
             current.records[index] = None
-        with record.timing("decode"), self._scratch.lock:
-            sums, own = self._scratch.for_block(slot.gradient)
-            self._values[index].write_own(own)
-            self._values[index].sum_in_rank_order(sums, own)
-            if self.error_feedback:
-                self._unsent.stage(slot, own)
-            torch.mul(sums, 1.0 / self._world_size, out=slot.gradient)
+        with record.timing("decode"):
+            unsent = self._unsent.room(slot) if self.error_feedback else None
+            left_out = None if unsent is None else bytes_of(unsent)
+            broadcast.mean(index, bytes_of(slot.gradient), self._dtypes[index], left_out)
+            if unsent is not None:
+                self._unsent.stage(slot, unsent)
         self.session.recorder.close_bucket(record)
         with self._changed:
             current.n_summed += 1
@@ -356,7 +326,7 @@ class BlockBroadcast(DeferredScheme):
     # ---- failure
 
     def fail(self, error: Exception) -> None:
-        """See Listener: whoever waits for a block gets the error."""
+        """Whoever waits for a block gets the error."""
         failure = self.session.communicator.fail(error)
         with self._changed:
             self._failure = failure

@@ -9,16 +9,17 @@ from gradwire.telemetry.recorder import BucketRecord
 
 
 class Round:
-    """One step under way: who has ended what, and what waits to be sent. Lane and receivers hold on to their own."""
+    """One step under way: what waits to be sent, what was sent of it, and who waits for it."""
 
     def __init__(self, step: int, n_blocks: int, world_size: int, records: list[BucketRecord | None]) -> None:
         self.step, self.n_blocks, self.records = step, n_blocks, records
         self.n_appeared = self.n_summed = 0
         self.unsent: list[OpenBlock] = []  # in the order in which they appeared
         self.awaited: dict[int, torch.futures.Future] = {}  # of blocks that appeared and are not summed yet
-        self.ended = [[False] * n_blocks for _ in range(world_size)]  # [rank][block]
-        self.ending: set[int] = set()  # own blocks of which nothing follows; said with the next head
-        self.sequence = 0
+        self.sent_bits = [0] * n_blocks  # of a value of each block
+        self.n_open = [world_size] * n_blocks  # ranks that may still send of each block
+        self.ended = [False] * n_blocks  # own blocks of which nothing follows
+        self.ending: list[int] = []  # those of which the next head says so
 
     @property
     def is_complete(self) -> bool:

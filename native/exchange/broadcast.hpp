@@ -1,0 +1,114 @@
+// Broadcast: every rank sends its blocks to every other one, some bits of each value at a time, and adds all ranks'
+// copies in rank order, its own as the others have it. To all peers at once, or round a ring in which each passes on
+// what comes from the left. When to send how much is the business of whoever calls.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "exchange/codec.hpp"
+#include "exchange/heads.hpp"
+#include "exchange/ring.hpp"
+
+namespace gradwire::exchange {
+
+struct BlockShape {
+  std::string name;
+  std::size_t n;
+  Dtype dtype;
+};
+
+// What a head of a peer said, and what became of its body.
+struct Heard {
+  Head head;                 // remaining_s counts from decoded_ns
+  std::int64_t duration_ns;  // of its transfer
+  std::int64_t arrived_ns;   // decoding then began, and ended
+  std::int64_t decoded_ns;
+  std::size_t forwarded_bytes;           // passed on to the right neighbour; 0 for nothing
+  std::vector<std::size_t> newly_ended;  // blocks of which nothing more comes from its origin
+};
+
+// One thread sends and one receives at a time.
+class Broadcast {
+ public:
+  // The stream is open until this object is gone. `partition`: values that share an exponent.
+  Broadcast(wire::Mesh& mesh, std::uint32_t stream, bool is_ring, std::vector<BlockShape> blocks, std::size_t partition,
+            std::uint32_t configuration, std::uint32_t blocks_hash);
+  ~Broadcast();
+  Broadcast(const Broadcast&) = delete;
+  Broadcast& operator=(const Broadcast&) = delete;
+
+  // A new gradient begins, on all blocks; the step before is over.
+  void begin(std::uint32_t step);
+
+  // Of a first message, with these bits.
+  std::size_t max_body_bytes(std::size_t block, int n_bits) const;
+  // Makes a body of the next n_bits of every value of a block, which is sent next; returns its bytes. All 32 bits at
+  // once travel as the words that they are.
+  std::size_t encode(std::size_t block, const Values& gradient, int n_bits);
+  // Starts sending what was encoded, or a head alone. `ended`: blocks of which nothing follows. `remaining_s`: see
+  // Head. Throws PeerLost.
+  void send(const std::vector<std::size_t>& ended, int ceiling_bits, std::vector<double> remaining_s);
+  std::size_t n_copies() const { return receivers_.size(); }
+  // Of each copy of a message, its body apart.
+  std::size_t head_bytes() const { return wire::kHeaderBytes + head_bytes_; }
+
+  // The next head, and its body taken in; nothing once all peers have ended all blocks of `step`. Throws PeerLost,
+  // CorruptMessage, IncompatibleVersion, RankMismatch.
+  std::optional<Heard> receive(std::uint32_t step);
+
+  // Replaces the gradient of a block that all ranks have ended by the mean of all copies; what this rank's own lacks of
+  // it goes to `left_out`, of its size and dtype, or without data. Throws CorruptMessage (a rank that ended the block
+  // without having sent any of it).
+  void mean(std::size_t block, const Values& gradient, const Values& left_out);
+
+ private:
+  // A block of a peer as far as it has come.
+  struct Copy {
+    std::unique_ptr<std::uint32_t[]> codes;
+    std::vector<std::uint8_t> exponents;
+    int n_known = 0;
+    wire::Message words;  // all of them, plain
+    std::size_t words_at = 0;
+  };
+  struct Source {
+    int peer;
+    std::vector<int> origins;  // whose heads come from there
+  };
+  std::size_t max_body_bytes(std::size_t block, int first_bit, int n_bits) const;
+  void check_body(const Head& head) const;
+  void take(const Head& head, const wire::Message& message);
+  void add_copy(Copy& copy, std::size_t block, std::size_t rank, std::span<float> sums);
+
+  wire::Mesh& mesh_;
+  const std::uint32_t stream_;
+  const bool is_ring_;
+  const std::vector<BlockShape> blocks_;
+  const std::size_t partition_, world_, rank_;
+  const HeadFormat heads_;
+  const std::size_t head_bytes_;  // with what it is filled up by
+  std::vector<int> receivers_;
+  std::vector<Source> sources_;
+
+  std::mutex mutex_;  // of what both threads use, up to the next empty line
+  std::uint32_t step_ = 0;
+  std::vector<std::vector<bool>> ended_;  // by rank, then block
+  std::vector<std::uint64_t> received_bytes_, receiving_us_;
+
+  // The sender's.
+  std::uint32_t sequence_ = 0;
+  Head next_{};
+  wire::Message message_;
+  std::vector<int> sent_bits_;  // by block
+
+  // The receiver's.
+  std::vector<std::uint32_t> expected_;    // by origin
+  std::vector<std::vector<Copy>> copies_;  // by block, then rank
+
+  std::mutex mean_mutex_;  // one at a time: its work space is as large as its block
+};
+
+}  // namespace gradwire::exchange

@@ -44,7 +44,7 @@ class Reducer:
     Args:
         scheme: a Scheme, or a registry name.
         group: the ranks to reduce over, as a process group or a list of global ranks (default: all). gradwire makes
-            its own connections between them.
+            its own connections between them. Or a Communicator, which is the Reducer's from then on.
         names: the parameters by name, or the module that has them: for schemes that read the optimizer (gcomp with
             importance="paper"), or that step parameters themselves, which takes the module.
         optimizer: the one that steps these parameters; read, never changed.
@@ -59,7 +59,7 @@ class Reducer:
     def __init__(
         self,
         scheme: Scheme | str,
-        group: dist.ProcessGroup | Sequence[int] | None = None,
+        group: dist.ProcessGroup | Sequence[int] | Communicator | None = None,
         names: Mapping[str, torch.Tensor] | nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scaler: Any = None,
@@ -83,7 +83,7 @@ class Reducer:
         self._flats: dict[tuple[str, ...], torch.Tensor] = {}
         module = names if isinstance(names, nn.Module) else None
         self.slots = slots_by_name(named_parameters(names) if isinstance(names, nn.Module) else names or {})
-        communicator = Communicator(group, timeout_s)
+        communicator = group if isinstance(group, Communicator) else Communicator(group, timeout_s)
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
         self._loss_scale = LossScale(scaler)
         self.session = Session(

@@ -19,7 +19,7 @@ def reduce_alone(rank: int, world_size: int) -> dict[str, float]:
     """{contender: |mean of equal gradients at full rank - the gradient| / |gradient|} over three steps."""
     gradients = Gradients("resnet", 1 << 20)
     assert len(gradients.buckets) > 1
-    assert gradients.n_elements == sum(slot.numel() for slot in gradients.slots.values())
+    assert gradients.n_elements == sum(p.numel() for p in gradients.parameters.values())
     everything = [HookSteps(4, gradients)]
     contenders = everything + [
         SchemeSteps(spec, 4, gradients)

@@ -1,16 +1,12 @@
-"""docs/doors.md and README's lines beyond DDP: their code and their commands run as they are written."""
+"""docs/doors.md and README's lines beyond DDP: their code runs as it is written (commands: tests/netlab)."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,16 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from ranks import patience, run_ranks
+from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "doors.md").read_text().partition("## Which scheme works where")[0]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
 CODE = [re.sub("^    ", "", block, flags=re.MULTILINE) for block in BLOCKS if not block.startswith("    gradwire ")]
-COMMANDS = [line.strip() for block in BLOCKS if block.startswith("    gradwire ") for line in block.splitlines()]
-# What a command needs to end soon; the rest of it is the page's.
-SHORTENED = {"bench train": ["--steps", "1", "--warmup", "1"], "train": ["--steps", "2", "--ranks", "2"]}
 # Code in backticks, and the object that it is called on.
 SPANS = {
     "gradwire.attach(ddp, optimizer, scheme)": "",
@@ -138,18 +131,3 @@ def test_the_lines_of_readme_run() -> None:
     lines = block[1].splitlines()
     assert len(lines) == 4
     run_ranks(run_readme, 4, lines)
-
-
-@pytest.mark.root
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_of_the_page_run(command: str, tmp_path: Path) -> None:
-    words = shlex.split(command)[1:]
-    key = " ".join(words[:2]) if words[0] == "bench" else words[0]
-    words += SHORTENED.get(key, [])
-    words = [sys.executable if word == "python" else word for word in words]
-    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
-    done = subprocess.run(
-        [sys.executable, "-m", "gradwire", *words], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, timeout=200 * patience(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr

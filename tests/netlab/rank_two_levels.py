@@ -1,4 +1,5 @@
-"""What a rank does in test_netlab_nodes: NAME:TOPOLOGY...; a step reduces 4 MB. Rank 0 prints what its node has sent."""
+"""What a rank does in test_netlab_nodes: NAME:TOPOLOGY...; a step reduces 4 MB. Rank 0 prints what its node has sent:
+`framed` as its interface counts it, and `sent` without the headers of Ethernet, IP and TCP, both by the gradient's bytes."""
 
 import json
 import os
@@ -12,14 +13,16 @@ import gradwire
 from gradwire.schemes.two_level import TwoLevel
 
 N_STEPS = 2
+# Of every packet, acknowledgements too: Ethernet, IPv4, TCP with its time stamps.
+HEADER_BYTES = 14 + 20 + 32
 
 
-def read_sent_bytes() -> int:
-    """By all of this node: its ranks share the interface."""
+def read_sent() -> tuple[int, int]:
+    """(bytes, packets) by all of this node: its ranks share the interface."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, columns = line.partition(":")
         if name.strip() == os.environ["GLOO_SOCKET_IFNAME"]:
-            return int(columns.split()[8])
+            return int(columns.split()[8]), int(columns.split()[9])
     raise SystemExit("no such interface")
 
 
@@ -39,12 +42,16 @@ for case in sys.argv[1:]:
     reducer = make(*case.split(":"))
     reducer.all_reduce({"w": values.clone()}).wait()  # what only a first step sends
     dist.barrier()
-    before = read_sent_bytes()
+    before = read_sent()
+    dist.barrier()  # else another rank of the node may have sent some of the step before this one reads
     for _ in range(N_STEPS):
         reducer.all_reduce({"w": values.clone()}).wait()
     dist.barrier()
-    sent = (read_sent_bytes() - before) / N_STEPS
+    n_bytes, n_packets = (after - earlier for after, earlier in zip(read_sent(), before, strict=True))
+    dist.barrier()
     reducer.close()
     if rank == 0:
-        print(json.dumps({"case": case, "sent": sent / values.nbytes}), flush=True)
+        unit = N_STEPS * values.nbytes
+        told = {"framed": n_bytes / unit, "sent": (n_bytes - HEADER_BYTES * n_packets) / unit}
+        print(json.dumps({"case": case, **told}), flush=True)
 dist.destroy_process_group()

@@ -210,7 +210,19 @@ def test_command_line_says_all_of_a_configuration() -> None:
     )  # fmt: skip
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    for one in (config, replace(config, checkpoint=None, resume=False, save_every=0, rewrap_at=(), local_sgd=3)):
+    for one in (
+        config,
+        replace(
+            config,
+            checkpoint=None,
+            resume=False,
+            save_every=0,
+            rewrap_at=(),
+            local_sgd=3,
+            outer="sgd",
+            feedback_decay=0.5,
+        ),
+    ):
         assert train.configs_from(parser.parse_args(to_command_line(one)[1:])) == [one]
 
 
@@ -228,6 +240,10 @@ def test_local_sgd_exchanges_every_few_steps_and_may_end_between_two() -> None:
             replace(every_3, **wrong)
     with pytest.raises(InvalidArgument, match="local_sgd=-1"):
         replace(CONFIG, local_sgd=-1)
+    with pytest.raises(InvalidArgument, match="outer='adam': expected one of nesterov, sgd"):
+        replace(every_3, outer="adam")
+    with pytest.raises(InvalidArgument, match="options of local SGD"):
+        replace(CONFIG, feedback_decay=0.5)
 
 
 def test_options_are_numbers_truths_or_words() -> None:

@@ -232,7 +232,7 @@ def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | 
     if name == "gcomp" and state is None:
         # Its default reads an optimizer; a gradient without one can still be sent without loss.
         options = {"importance": "none", **options}
-    return SchemeReducer(name, options, communicator, state, n_elements)
+    return SchemeReducer(name, options, state, n_elements)
 
 
 def checked_positions(n_elements: int) -> np.ndarray:

@@ -10,11 +10,8 @@ import torch.distributed as dist
 
 from gradwire import schemes
 from gradwire.bench.live_optimizer import make_optimizer
-from gradwire.core.bucket import Bucket
-from gradwire.core.session import Session
-from gradwire.core.slot import slots_by_name
-from gradwire.telemetry.recorder import Recorder
-from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.reducer import Reducer
+from gradwire.wire.communicator import ring_bytes
 from gradwire.workloads.gradients import OptimizerState
 
 RIVALS = ("ddp", "ddp-bf16")
@@ -73,45 +70,29 @@ class BackendReducer(TimedReducer):
 
 
 class SchemeReducer(TimedReducer):
-    """A scheme of the registry, bound as `attach` would bind it; the run's reducers take turns on one communicator."""
+    """A scheme of the registry in a Reducer of its own."""
 
-    def __init__(
-        self,
-        name: str,
-        options: dict[str, Any],
-        communicator: Communicator,
-        state: OptimizerState | None,
-        n_elements: int,
-    ) -> None:
+    def __init__(self, name: str, options: dict[str, Any], state: OptimizerState | None, n_elements: int) -> None:
         super().__init__(name, options)
-        optimizer = make_optimizer(state, n_elements) if state is not None else None
-        self._parameters = optimizer.param_groups[0]["params"] if optimizer else []
-        self._communicator = communicator
-        self._recorder = Recorder(self._communicator.rank, self._communicator.world_size)
         self.scheme = make_scheme(name, options)
         if name == "periodic":  # it communicates in one call of `every`
             self.period = int(self.scheme.configuration["every"])
-        slots = slots_by_name(dict(zip(["gradient"], self._parameters, strict=False)))
-        self.scheme.bind(Session(self._communicator, self._recorder, optimizer, slots, lambda: 1.0))
-        self._step = 0
+        optimizer = make_optimizer(state, n_elements) if state is not None else None
+        parameters = optimizer.param_groups[0]["params"] if optimizer else []
+        names = dict(zip(["gradient"], parameters, strict=False))
+        self._reducer = Reducer(self.scheme, names=names, optimizer=optimizer)
+        self._slots = list(self._reducer.slots.values())
 
     def reduce(self, buffer: torch.Tensor) -> None:
-        record = self._recorder.open_bucket(self._step, 0, buffer.numel() * buffer.element_size())
-        offsets = [0] * len(self._parameters)
-        bucket = Bucket(buffer, self._parameters, offsets, index=0, step=self._step, is_last=True, record=record)
-        self.scheme.begin_step(self._step)
-        reduced = self.scheme.reduce(bucket)
-        self.scheme.end_buckets(self._step)
-        reduced.wait()
-        self._recorder.close_bucket(record)
+        self._reducer.reduce(buffer, self._slots, [0] * len(self._slots), 0, is_last=True).wait()
 
     def finish_step(self) -> None:
-        self._communicator.submit(self.scheme.end_step, self._step).wait()
-        self.sent_bytes += self._recorder.close_step(self._step, 0).bytes_sent
-        self._step += 1
+        self._reducer.wait_until_idle()
+        self._reducer.close_pass(self._reducer.step - 1, 0)
+        self.sent_bytes += self._reducer.recorder.steps[-1].bytes_sent
 
     def close(self) -> None:
-        self.scheme.close()
+        self._reducer.close()
 
 
 def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:

@@ -13,6 +13,7 @@ from typing import Any
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.training import TrainConfig
+from gradwire.training.config import OUTER_OPTIMIZERS
 from gradwire.training.launching import run_ranks, train_and_report
 from gradwire.training.run_files import write_json
 
@@ -54,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "there, for comparing a resumed run bit by bit")  # fmt: skip
     parser.add_argument("--local-sgd", type=int, default=0, metavar="H", help="no exchange of gradients: ranks step by "
                         "themselves, and every H steps exchange how far they went (DiLoCo)")  # fmt: skip
+    parser.add_argument("--outer", choices=OUTER_OPTIMIZERS, default="nesterov", help="what steps with what was exchanged: "
+                        "DiLoCo's Nesterov momentum, or SGD without any")  # fmt: skip
+    parser.add_argument("--feedback-decay", type=float, default=1.0, metavar="SHARE", help="of a residual that is kept from "
+                        "one exchange to the next")  # fmt: skip
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True, help="on held-out data")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one flat record a run")
 
@@ -109,6 +114,8 @@ def configs_from(args: argparse.Namespace) -> list[TrainConfig]:
         rewrap_at=tuple(args.rewrap_at),
         evaluate=args.evaluate,
         local_sgd=args.local_sgd,
+        outer=args.outer,
+        feedback_decay=args.feedback_decay,
     )
     if len(args.scheme) == 1:
         return [config]

@@ -8,6 +8,8 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument
 
+OUTER_OPTIMIZERS = ("nesterov", "sgd")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -30,8 +32,10 @@ class TrainConfig:
         resume: continue from the newest checkpoint there, if any.
         rewrap_at: steps before which the model is wrapped in a new DDP and the scheme attached anew, as a resumption
             does: a run that does so is bit-identical to one that stops there and resumes.
-        local_sgd: H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`, DiLoCo's outer
-            optimizer). 0: gradients, every step.
+        local_sgd: H; ranks step by themselves and exchange pseudo-gradients every H steps (`LocalSgd`). 0: gradients,
+            every step.
+        outer: its outer optimizer: "nesterov", DiLoCo's, or "sgd", which takes the mean as it is (no momentum).
+        feedback_decay: as in `LocalSgd`.
     """
 
     workload: str = "gpt"
@@ -54,6 +58,8 @@ class TrainConfig:
     rewrap_at: tuple[int, ...] = ()
     evaluate: bool = True
     local_sgd: int = 0
+    outer: str = "nesterov"
+    feedback_decay: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises: InvalidArgument."""
@@ -79,6 +85,10 @@ class TrainConfig:
                 "with local SGD there is no DDP, and each rank has a state of its own: take a scheme such as plain, and leave "
                 "checkpoints out (a loop of your own saves them: gradwire.LocalSgd.state_dict)"
             )
+        if self.outer not in OUTER_OPTIMIZERS:
+            raise InvalidArgument(f"outer={self.outer!r}: expected one of {', '.join(OUTER_OPTIMIZERS)}")
+        if not self.local_sgd and (self.outer, self.feedback_decay) != ("nesterov", 1.0):
+            raise InvalidArgument("outer and feedback_decay are options of local SGD: give local_sgd=H too")
         if self.device not in ("cpu", "cuda"):
             raise InvalidArgument(f"device={self.device!r}: expected 'cpu' or 'cuda'")
 

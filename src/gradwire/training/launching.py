@@ -80,6 +80,7 @@ def to_command_line(config: TrainConfig) -> list[str]:
     words += [f"--scheme-option={key}={value!r}" for key, value in config.scheme_options.items()]
     words += ["--seed", str(config.seed), "--device", config.device, "--save-every", str(config.save_every)]
     words += ["--dump-gradients", str(config.dump_gradients_every), "--local-sgd", str(config.local_sgd)]
+    words += ["--outer", config.outer, "--feedback-decay", str(config.feedback_decay)]
     for flag, value in (
         ("--batch-size", config.batch_size),
         ("--threads", config.n_threads),

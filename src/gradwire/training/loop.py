@@ -194,6 +194,8 @@ class _Run:
             "steps": config.steps,
             "start_step": start_step,
             "local_sgd": config.local_sgd,
+            "outer": config.outer if config.local_sgd else None,
+            "feedback_decay": config.feedback_decay,
             "seed": config.seed,
             "deterministic": config.deterministic,
             "n_parameters": n_elements,

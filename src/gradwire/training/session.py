@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,12 +58,21 @@ class Session:
 
     def _begin_local_sgd(self) -> None:
         from gradwire import LocalSgd, schemes
+        from gradwire.doors.local_sgd import nesterov
 
         name, options = self._config.scheme, self._config.scheme_options
         # Only a bare name may be made without error feedback, where momentum forbids it.
         scheme = schemes.by_name(name, **options) if options else name
         self.ddp = self.model
-        self.attachment = LocalSgd(self.model, self.optimizer, scheme, self._config.local_sgd)
+        outer = nesterov if self._config.outer == "nesterov" else partial(torch.optim.SGD, lr=1.0)
+        self.attachment = LocalSgd(
+            self.model,
+            self.optimizer,
+            scheme,
+            self._config.local_sgd,
+            outer,
+            feedback_decay=self._config.feedback_decay,
+        )
 
     def rewrap(self) -> None:
         """Wrap anew, as a resumption does, carrying the scheme's state over."""

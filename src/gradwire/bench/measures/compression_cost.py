@@ -23,16 +23,14 @@ from gradwire import schemes, workloads
 from gradwire.bench.lone_rank import LoneRank
 from gradwire.bench.measures import Call
 from gradwire.bench.timing import Timing
-from gradwire.core.bucket import Bucket
-from gradwire.core.session import Session
-from gradwire.core.slot import slots_by_name
+from gradwire.core.bucket import offsets_of
 from gradwire.errors import InvalidArgument
+from gradwire.reducer import Reducer
 from gradwire.registry import parse_spec
 from gradwire.results.experiment import Cell
 from gradwire.results.records import write_json
 from gradwire.results.store import Record
 from gradwire.telemetry.environment import describe_environment
-from gradwire.telemetry.recorder import Recorder
 
 HOOK = "ddp-powersgd"
 _RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}  # of the ACP-SGD paper, section III-A
@@ -53,8 +51,8 @@ class Gradients:
     def __init__(self, workload: str, bucket_bytes: int, seed: int = 0) -> None:
         with torch.device("meta"):
             model = workloads.by_name(workload).make_model()
-        self.slots = slots_by_name(dict(model.named_parameters()))
-        parameters: list[torch.Tensor] = list(reversed(list(model.parameters())))
+        self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        parameters = list(reversed(self.parameters.values()))
         assigned = _compute_bucket_assignment_by_size(
             [torch.empty(p.shape, device="meta") for p in parameters], [_FIRST_BUCKET_BYTES, bucket_bytes]
         )[0]
@@ -72,6 +70,17 @@ class Gradients:
             buffer.copy_(values)
 
 
+class _TimedReducer(Reducer):
+    """Notes how long the lane takes to end a step."""
+
+    commit_s = 0.0
+
+    def _end_step(self, step: int) -> None:
+        started = time.perf_counter()
+        super()._end_step(step)
+        self.commit_s = time.perf_counter() - started
+
+
 class SchemeSteps:
     """A gradwire scheme that reduces these buckets in a world of ranks that all send the same."""
 
@@ -80,40 +89,31 @@ class SchemeSteps:
         if self.name in _LOW_RANK:
             options.setdefault("rank", rank)
         self.options = options
-        self._scheme = schemes.by_name(self.name, **options)
         self._gradients = gradients
-        self._communicator = LoneRank(_WORLD_SIZE)
-        self._recorder = Recorder(0, _WORLD_SIZE)
-        self._scheme.bind(Session(self._communicator, self._recorder, None, gradients.slots, lambda: 1.0))
-        self._step = 0
+        self._reducer = _TimedReducer(
+            schemes.by_name(self.name, **options), LoneRank(_WORLD_SIZE), gradients.parameters
+        )
+        slots = {slot.parameter: slot for slot in self._reducer.slots.values()}
+        self._slots = [[slots[parameter] for parameter in members] for members in gradients.buckets]
         self.parts: list[tuple[float, float, float]] = []  # encode, decode, commit, in seconds
 
     def take_step(self) -> None:
         """One step: every bucket, then what the end of the step does."""
-        buckets = []
-        last = len(self._gradients.buckets) - 1
-        for index, (buffer, members) in enumerate(zip(self._gradients.buffers, self._gradients.buckets, strict=True)):
-            offsets, end = [], 0
-            for parameter in members:
-                offsets.append(end)
-                end += parameter.numel()
-            buckets.append(Bucket(buffer, members, offsets, index=index, step=self._step, is_last=index == last))
-        self._scheme.begin_step(self._step)
-        futures = [self._scheme.reduce(bucket) for bucket in buckets]
-        self._scheme.end_buckets(self._step)
+        reducer, last = self._reducer, len(self._slots) - 1
+        futures = [
+            reducer.reduce(buffer, slots, offsets_of(slots)[:-1], index, index == last)
+            for index, (buffer, slots) in enumerate(zip(self._gradients.buffers, self._slots, strict=True))
+        ]
         for future in futures:
             future.wait()
-        self._communicator.submit(lambda: None).wait()
-        started = time.perf_counter()
-        self._communicator.submit(self._scheme.end_step, self._step).wait()
-        commit_s = time.perf_counter() - started
-        self._step += 1
-        encode_s = sum(bucket.record.busy_ns["encode"] for bucket in buckets) / 1e9
-        self.parts.append((encode_s, sum(bucket.record.busy_ns["decode"] for bucket in buckets) / 1e9, commit_s))
+        reducer.wait_until_idle()
+        reducer.close_pass(reducer.step - 1, 0)
+        busy_ns = reducer.recorder.steps[-1].busy_ns
+        self.parts.append((busy_ns["encode"] / 1e9, busy_ns["decode"] / 1e9, reducer.commit_s))
 
     def close(self) -> None:
         """End the lane."""
-        self._communicator.close()
+        self._reducer.close()
 
 
 class HookSteps:

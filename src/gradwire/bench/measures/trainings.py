@@ -36,7 +36,8 @@ Values = npt.NDArray[np.float64]
 _WORKLOAD_PREFIX = "workload."
 # and about DDP: its bucket_cap_mb, which schemes that work by block want no larger than a block.
 _BUCKET_MB = "bucket_mb"
-_LOCAL_SGD = "local_sgd"  # steps between two exchanges of pseudo-gradients, instead of gradients at every step
+# and about local SGD, where ranks exchange pseudo-gradients every H steps instead of gradients at every one.
+_LOCAL_SGD: dict[str, Any] = {"local_sgd": int, "outer": str, "feedback_decay": float}
 _WINDOW = 10  # steps below a loss before it counts as reached, as in GComp's paper (section 7.6)
 _UNSTEADY_STEPS = 2  # DDP rebuilds its buckets in step 1
 _FIELDS = ("optimizer", "learning_rate", "batch_size", "n_parameters", "ratio", "wire_bytes", "cpu_s", "exposed_s",
@@ -103,7 +104,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
     if "fold" in cell:
         workload_options["fold"] = cell["fold"]
     bucket_mb = options.pop(_BUCKET_MB, call.get(_BUCKET_MB))
-    local_sgd = int(options.pop(_LOCAL_SGD, 0))
+    local_sgd = {key: kind(options.pop(key)) for key, kind in _LOCAL_SGD.items() if key in options}
     is_baseline = spec == call.get("baseline")
     config = TrainConfig(
         workload=workload,
@@ -116,7 +117,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
         bucket_cap_mb=None if bucket_mb is None else float(bucket_mb),
         dump_gradients_every=int(call.get("dump_every", 0)) if is_baseline else 0,
         out=call.folder,
-        local_sgd=local_sgd,
+        **local_sgd,
     )
     launching.check(config)
     return config
@@ -292,6 +293,8 @@ def _folder_name(config: TrainConfig, n_ranks: int, rate: str) -> str:
     words = [spec(config.workload, config.workload_options), spec(config.scheme, config.scheme_options)]
     words += [f"seed-{config.seed}", f"{config.steps}-steps", f"{n_ranks}-ranks", rate]
     words += [f"local-sgd-{config.local_sgd}"] * (config.local_sgd > 0)
+    words += [config.outer] * (config.outer != "nesterov")
+    words += [f"decay-{config.feedback_decay}"] * (config.feedback_decay != 1)
     words += [f"batch-{config.batch_size}"] * (config.batch_size is not None)
     words += [f"bucket-{config.bucket_cap_mb}"] * (config.bucket_cap_mb is not None)
     words += [f"dump-{config.dump_gradients_every}"] * (config.dump_gradients_every > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter
 from typing import Any
 
@@ -156,16 +157,19 @@ def some_ranks(rank: int, world_size: int) -> None:
             gradwire.Reducer("plain", group=wrong, timeout_s=5)
 
 
-def come_late(rank: int, world_size: int) -> None:
+def come_late(rank: int, world_size: int, life: str) -> None:
     """Rank 1 never makes its end of the group: rank 0 says so, and not that an attribute is missing."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = life
     if rank == 0:
-        with pytest.raises(gradwire.PeerLost, match="rank 0 lost its peers"):
+        with pytest.raises(gradwire.PeerLost, match="rank 0 lost its peers") as lost:
             gradwire.Reducer("plain", timeout_s=1)
+        assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(lost.value)) == (life != "0")
     dist.barrier()
 
 
-def test_a_group_that_cannot_be_built_raises_peer_lost() -> None:
-    run_ranks(come_late, 2)
+@pytest.mark.parametrize("life", ["0", "1"])
+def test_a_group_that_cannot_be_built_raises_peer_lost_and_says_what_a_restarted_life_needs(life: str) -> None:
+    run_ranks(come_late, 2, life)
 
 
 def test_a_restarted_rank_does_not_meet_the_names_of_its_life_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -57,15 +58,19 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-def run(script: Path, n_ranks: int, *arguments: object) -> list[str]:
-    """What rank 0 says at the end: life, the step it began with, hash of the parameters."""
-    ended = subprocess.run(
+def launch(script: Path, n_ranks: int, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """torchrun, which restarts once."""
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1",
          f"--nproc-per-node={n_ranks}", str(script), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1",
-             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True, text=True, timeout=300 * patience(),
     )  # fmt: skip
+
+
+def run(script: Path, n_ranks: int, *arguments: object) -> list[str]:
+    """What rank 0 says at the end: life, the step it began with, hash of the parameters."""
+    ended = launch(script, n_ranks, *arguments, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert ended.returncode == 0, ended.stderr
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("ended")]
     return line.split()[1:]
@@ -80,3 +85,14 @@ def test_the_second_life_ends_with_the_bits_of_one_that_nobody_left(tmp_path: Pa
     assert (life, began, found) == ("1", "2", expected)
     life, began, _ = run(script, 3, tmp_path / "again.pt", 8, never)  # with another number of ranks
     assert (life, began) == ("0", "6")
+
+
+def test_without_the_variable_torch_fails_with_the_words_of_the_page(tmp_path: Path) -> None:
+    """In `init_process_group`, before gradwire is called; a torch that mends it makes the page's advice needless."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ended = launch(script, 2, tmp_path / "again.pt", 4, 3, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    if ended.returncode:
+        page = (Path(__file__).parents[2] / "docs" / "doors.md").read_text()
+        (words,) = re.findall(r'`init_process_group` fails with "([^"]+)"', page)
+        assert words in ended.stderr

@@ -79,6 +79,7 @@ def work(rank: int, world_size: int, size: int, names: list[str]) -> None:
         (4, 1, ["plain", "one-bit"]),
         (2, 3, ["plain", "acp-sgd", "qsgd"]),
         (3, 2, ["plain"]),
+        (2, 4, ["plain", "gcomp", "one-bit", "acp-sgd", "qsgd", "top-k", "sign-sgd"]),
     ],
 )
 def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(

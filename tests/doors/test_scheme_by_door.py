@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
+from gradwire.core.slot import local_of
 from gradwire.doors.table import DOORS, refusal
 from ranks import run_ranks
 
@@ -22,15 +24,17 @@ def make(scheme: str) -> schemes.Scheme:
     return schemes.by_name(scheme, **({"aggregator": "process-group"} if scheme == "homomorphic" else {}))
 
 
-def use(scheme: str, door: str, rank: int, mesh: DeviceMesh) -> None:
-    """Two steps of a small model; `mesh`: as many nodes as ranks, a rank on each."""
+def use(scheme: str, door: str, rank: int) -> None:
+    """Two steps of a small model; "fsdp2" is FSDP2 on two nodes of two, "bare" the same door without FSDP2."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    options: dict[str, Any] = {}
     if door in ("ddp", "two-level"):
         model = DistributedDataParallel(model)
     elif door == "fsdp2":
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        options["group"] = mesh.get_group("replicate")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     made = schemes.TwoLevel(make(scheme), 2) if door == "two-level" else make(scheme)
     state: Any
@@ -39,7 +43,7 @@ def use(scheme: str, door: str, rank: int, mesh: DeviceMesh) -> None:
     elif door == "reducer":
         state = gradwire.Reducer(made, timeout_s=20)
     else:
-        state = gradwire.attach(model, optimizer, made, timeout_s=20)
+        state = gradwire.attach(model, optimizer, made, timeout_s=20, **options)
     for step in range(2):
         optimizer.zero_grad()
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
@@ -47,23 +51,32 @@ def use(scheme: str, door: str, rank: int, mesh: DeviceMesh) -> None:
         if door == "reducer":
             state.all_reduce({name: p.grad for name, p in model.named_parameters()}).wait()
         optimizer.step()
-    for p in model.parameters():
-        values = p.full_tensor() if door == "fsdp2" else p
-        assert bool(values.isfinite().all()), scheme
+    shards = [local_of(p.detach()) for p in model.parameters()]
+    assert all(bool(shard.isfinite().all()) for shard in shards)
+    if door == "fsdp2":
+        assert sum(shard.numel() for shard in shards) < 8 * 12 + 12 + 12 * 3 + 3, "no parameter is sharded"
+        check_replicas(scheme, shards, mesh.get_group("replicate"))
     state.close()
+
+
+def check_replicas(scheme: str, shards: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """The ranks that hold the same shard hold the same values, but where a scheme lets them drift."""
+    for shard in shards:
+        other = shard.clone()
+        dist.broadcast(other, dist.get_process_group_ranks(group)[0], group)
+        assert scheme == "periodic" or torch.equal(other, shard), scheme
 
 
 def try_all(rank: int, world_size: int, door: str) -> None:
     warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     for scheme in schemes.names():
-        if refusal(scheme, "fsdp2" if door == "plain module" else door) is None:
-            use(scheme, door, rank, mesh)
+        if refusal(scheme, "fsdp2" if door == "bare" else door) is None:
+            use(scheme, door, rank)
         else:
             with pytest.raises((gradwire.Unsupported, gradwire.InvalidArgument), match=rf"{scheme}|importance="):
-                use(scheme, door, rank, mesh)
+                use(scheme, door, rank)
 
 
-@pytest.mark.parametrize("door", [*DOORS, "plain module"])
+@pytest.mark.parametrize("door", [*DOORS, "bare"])
 def test_every_scheme_works_behind_a_door_or_is_refused_by_name(door: str) -> None:
-    run_ranks(try_all, 2, door)
+    run_ranks(try_all, 4 if door == "fsdp2" else 2, door)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from gradwire.bench.measures import Call, trainings
 
 WORKLOAD = "gpt:n_layers=1,width=32,n_heads=2,length=32,batch_size=8,learning_rate=1e-3"
@@ -40,3 +42,14 @@ def test_every_lossy_scheme_trains(tmp_path: Path) -> None:
     behind = {scheme: found[scheme]["held_out_loss"] - plain for scheme in MOST}
     assert all(record["replicas_equal"] for record in found.values())
     assert {scheme: nats for scheme, nats in behind.items() if not nats <= MOST[scheme]} == {}, behind
+
+
+def test_two_bit_ends_near_plain_after_a_hundred_outer_steps(tmp_path: Path) -> None:
+    """Local SGD without outer momentum, at a sixteenth of the bytes: 2.8 % above plain while the loss still falls fast."""
+    cells = [{"scheme": f"{scheme}:local_sgd=4,outer=average", "seed": 0} for scheme in ("plain", "two-bit")]
+    call = Call("local", cells, {}, {"workload": WORKLOAD, "ranks": 2, "steps": 400}, tmp_path)
+    (_, plain), (_, two_bit) = trainings.measure(call)
+    assert two_bit["wire_bytes"] < plain["wire_bytes"] / 12
+    assert two_bit["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=0.04)
+    assert plain["replicas_equal"]
+    assert two_bit["replicas_equal"]

@@ -1,0 +1,123 @@
+"""A state for all ranks, saved at 4 and loaded at 4, 3 and 2: what the steps after it come to, against float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+from gradwire import schemes
+from ranks import run_ranks
+
+SHAPES = {"w": (24, 20), "b": (24,)}
+SHARE = 0.1
+# What is left out is kept: what was given, and what was left, is what is sent and what is left then.
+CONSERVING = ["acp-sgd", "one-bit", "top-k", "two-bit"]
+SCHEMES = [*CONSERVING, "dgc", "gcomp", "plain"]
+SAVED_AFTER = 3
+LATER = range(SAVED_AFTER, SAVED_AFTER + 4)
+
+
+def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def make(name: str) -> gradwire.Reducer:
+    options: dict[str, dict[str, Any]] = {"gcomp": {"importance": "none"}, "top-k": {"share": SHARE}}
+    return gradwire.Reducer(schemes.by_name(name, **options.get(name, {})), names=draw(0, 0), timeout_s=100)
+
+
+def take_steps(reducer: gradwire.Reducer, rank: int, steps: range) -> list[dict[str, torch.Tensor]]:
+    """The means of each step."""
+    means = []
+    for step in steps:
+        tensors = draw(rank, step)
+        reducer.all_reduce(tensors).wait()
+        means.append(tensors)
+    return means
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """As they lie in a bucket, in float64; zeros for what is not there."""
+    return torch.cat([tensors.get(name, torch.zeros(shape)).double().reshape(-1) for name, shape in SHAPES.items()])
+
+
+def residual_of(state: dict[str, Any]) -> torch.Tensor:
+    return flat(state["state"].get("residuals", {}))
+
+
+def save(rank: int, world_size: int) -> dict[str, Any]:
+    """{scheme: (state for all ranks, this rank's own state, means of the later steps of a run that never stops)}."""
+    saved = {}
+    for name in SCHEMES:
+        reducer = make(name)
+        take_steps(reducer, rank, range(SAVED_AFTER))
+        whole, own = reducer.state_dict(all_ranks=True), copy.deepcopy(reducer.state_dict())
+        saved[name] = whole, own, take_steps(reducer, rank, LATER)
+        reducer.close()
+    return saved
+
+
+def go_on(rank: int, world_size: int, pickled: bytes) -> None:
+    """Load what four ranks have saved, take the later steps, and hold every one of them against float64."""
+    lives: list[dict[str, Any]] = pickle.loads(pickled)
+    given = torch.stack([torch.stack([flat(draw(r, step)) for r in range(world_size)]) for step in LATER])
+    for name in SCHEMES:
+        reducer = make(name)
+        reducer.load_state_dict(lives[0][name][0])
+        assert reducer.step == SAVED_AFTER
+        before = residual_of(reducer.state_dict())
+        tensors = take_steps(reducer, rank, LATER)
+        after = residual_of(reducer.state_dict())
+        reducer.close()
+        if world_size == len(lives):
+            for found, expected in zip(tensors, lives[rank][name][2], strict=True):
+                assert all(torch.equal(found[key], expected[key]) for key in SHAPES), name
+            continue
+        left = torch.stack([residual_of(life[name][1]) for life in lives]).mean(0)
+        assert torch.allclose(before, left, rtol=0, atol=1e-6), name
+        means = torch.stack([flat(found) for found in tensors])
+        everyone = [torch.empty_like(means) for _ in range(world_size)]
+        dist.all_gather(everyone, means)
+        assert all(torch.equal(means, other) for other in everyone), name
+        if name in ("gcomp", "plain"):  # nothing is left out
+            assert torch.allclose(means, given.mean(1), atol=1e-6), name
+        if name in CONSERVING:
+            assert left.abs().max() > 0.1, "nothing was left out, so nothing is shown"
+            dist.all_reduce(after)
+            accounted, owed = means.sum(0) + after / world_size, given.mean(1).sum(0)
+            assert torch.allclose(accounted, owed + left, atol=1e-4), name
+        if name == "top-k":
+            assert torch.allclose(means, top_k_by_hand(given, left), atol=1e-5)
+
+
+def top_k_by_hand(given: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """(steps, n) the means, from `given` (steps, ranks, n) and what every rank has left at first."""
+    residuals = [left.clone() for _ in range(given.shape[1])]
+    means = []
+    for of_ranks in given:
+        sent = torch.zeros_like(of_ranks)
+        for rank, gradient in enumerate(of_ranks):
+            whole = gradient + residuals[rank]
+            largest = whole.abs().topk(round(SHARE * whole.numel())).indices
+            sent[rank, largest] = whole[largest]
+            residuals[rank] = whole - sent[rank]
+        means.append(sent.mean(0))
+    return torch.stack(means)
+
+
+@pytest.fixture(scope="module")
+def lives() -> bytes:
+    """What each of four ranks gave; as bytes, since a process is started with few file descriptors."""
+    return pickle.dumps(run_ranks(save, 4))
+
+
+@pytest.mark.parametrize("world_size", [4, 3, 2])
+def test_steps_after_a_state_for_all_ranks_are_those_of_the_states_in_it(world_size: int, lives: bytes) -> None:
+    run_ranks(go_on, world_size, lives)

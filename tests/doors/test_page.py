@@ -1,0 +1,133 @@
+"""docs/doors.md and README's lines beyond DDP: their code runs as it is written (commands: tests/netlab)."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "doors.md").read_text().partition("## Which scheme works where")[0]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
+CODE = [re.sub("^    ", "", block, flags=re.MULTILINE) for block in BLOCKS if not block.startswith("    gradwire ")]
+# Code in backticks, and the object that it is called on.
+SPANS = {
+    "gradwire.attach(ddp, optimizer, scheme)": "",
+    'gradwire.attach(ddp, optimizer, gradwire.schemes.TwoLevel("one-bit"))': "",
+    "gradwire.LocalSgd(model, optimizer, scheme, every=500)": "",
+    "gradwire.Reducer(scheme).all_reduce({name: tensor})": "",
+    "attachment.state_dict(all_ranks=True)": "",
+    "set_requires_gradient_sync(False)": "sharded.",
+    "set_requires_all_reduce(False)": "sharded.",
+    "with attachment.no_sync():": "",
+    "optimizer.step()": "",
+}
+# In an example that runs, or said of what gradwire does not test.
+ELSEWHERE = {
+    'Trainer(callbacks=[gradwire.integrations.lightning.GradwireCallback("acp-sgd")])': "lightning_fit.py",
+    'trainer.add_callback(gradwire.integrations.transformers.GradwireTrainerCallback(trainer, "acp-sgd"))': "hf_trainer.py",
+    'gradwire.integrations.accelerate.attach(accelerator, model, optimizer, "acp-sgd")': "accelerate_train.py",
+    "engine.step()": "",
+    "wait()": "",
+    'group=mesh.get_group("replicate")': "",  # an argument: in the second block
+}
+
+
+def make(is_sharded: bool = False) -> dict[str, Any]:
+    """What the page takes for granted: four ranks, a model, an optimizer."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+    names: dict[str, Any] = {
+        "gradwire": gradwire, "init_device_mesh": init_device_mesh, "fully_shard": fully_shard, "n_nodes": 2,
+        "ranks_per_node": 2, "scheme": "one-bit", "name": "w", "tensor": torch.ones(5), "model": model,
+    }  # fmt: skip
+    if is_sharded:
+        names["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        names["ddp"] = DistributedDataParallel(model)
+    names["optimizer"] = torch.optim.AdamW(model.parameters())
+    return names
+
+
+def run_blocks(rank: int, world_size: int, blocks: list[str]) -> None:
+    for block in blocks:
+        names = make(is_sharded=True)
+        for line in block.splitlines():
+            exec(line, names)
+            if line.startswith("fully_shard"):  # an optimizer is made of what the model has then
+                names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
+        before = [p.to_local().clone() for p in names["model"].parameters()]
+        names["model"](torch.randn(4, 8)).square().mean().backward()
+        names["optimizer"].step()
+        assert names["attachment"].step == 1
+        assert any(
+            not torch.equal(p.to_local(), old) for p, old in zip(names["model"].parameters(), before, strict=True)
+        )
+        names["attachment"].close()
+
+
+def test_the_blocks_of_the_page_run() -> None:
+    assert len(CODE) == 2
+    run_ranks(run_blocks, 4, CODE)
+
+
+def run_spans(rank: int, world_size: int, spans: dict[str, str]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    for span, of in spans.items():
+        names = make()
+        if of:
+            names["sharded"] = fully_shard(names["model"], mesh=init_device_mesh("cpu", (4,)))
+        if "attachment." in span:
+            names["attachment"] = gradwire.attach(names["model"], names["optimizer"], "plain", timeout_s=20)
+        exec(f"done = {of}{span}" if not span.startswith("with ") else f"{span} pass", names)
+        done = names.get("done")
+        for held in (done, names.get("attachment")):
+            if isinstance(held, (gradwire.Reducer, gradwire.LocalSgd)):
+                held.close()
+        if hasattr(done, "wait"):
+            done.wait()
+
+
+def test_code_in_the_lines_of_the_page_runs() -> None:
+    found = {" ".join(span.split()) for span in re.findall(r"`([^`]+)`", PAGE)}
+    calls = {span for span in found if "(" in span}
+    assert calls == SPANS.keys() | ELSEWHERE.keys(), "say of each call on the page how it is tested"
+    run_ranks(run_spans, 4, SPANS)
+    for span, example in ELSEWHERE.items():
+        call = re.search(r"(?:Gradwire(?:Trainer)?Callback|attach)\(.*?\)", span)
+        assert not example or (call is not None and call[0] in (ROOT / "examples" / example).read_text()), span
+
+
+def run_readme(rank: int, world_size: int, lines: list[str]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    for line in lines:
+        is_sharded = "fsdp2_module" in line
+        names = make(is_sharded)
+        if is_sharded:
+            names["fsdp2_module"] = fully_shard(names["model"], mesh=names["mesh"]["shard"])
+            names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
+        names["model"](torch.randn(4, 8)).square().mean().backward()
+        exec(line, names)
+        for door in ("attachment", "loop"):
+            if door in names:
+                names[door].close()
+
+
+def test_the_lines_of_readme_run() -> None:
+    after = README.partition("[Beyond DDP]")[2]
+    block = re.search(r"```python\n(.*?)```", after, re.DOTALL)
+    assert block is not None
+    lines = block[1].splitlines()
+    assert len(lines) == 4
+    run_ranks(run_readme, 4, lines)

@@ -55,6 +55,27 @@ def test_plain_between_nodes_gives_the_bits_of_native_hsdp() -> None:
     run_ranks(compare_with_hsdp, 4, [(case, "") for case in CASES] + [("", kind) for kind in CHECKPOINTING])
 
 
+def accumulate_without_no_sync(rank: int, world_size: int) -> None:
+    """Every backward pass then is a step of the scheme, and sends what is new: the sum of both means, as under native HSDP."""
+    mesh = make_mesh()
+    ended = []
+    for is_native in (True, False):
+        net, _ = build(mesh if is_native else mesh["shard"])
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        state = None if is_native else attach(net, optimizer, mesh)
+        train(net, optimizer, rank, micro=2)
+        if state is not None:
+            assert state.step == 10
+            state.close()
+        ended.append(shards_of(net))
+    for native, ours in zip(*ended, strict=True):
+        torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
+
+
+def test_accumulation_without_no_sync_costs_a_step_each_and_is_right() -> None:
+    run_ranks(accumulate_without_no_sync, 4)
+
+
 def compare_in_float16(rank: int, world_size: int) -> None:
     """torch divides float16 in two steps around its sums, gradwire before them: equal to the dtype's rounding."""
     mesh = make_mesh()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import build, make_mesh, shards_of, train
+from fsdp2_cases import Net, build, make_mesh, shards_of, train
 from torch import nn
 
 import gradwire
@@ -136,6 +136,46 @@ def shard(rank: int, world_size: int) -> None:
 
 def test_shards_of_fsdp2_are_exchanged_between_nodes() -> None:
     run_ranks(shard, 4)
+
+
+def unshard(rank: int, world_size: int) -> None:
+    """Two nodes whose models are sharded end where two nodes with whole models do, to rounding."""
+    mesh = make_mesh()
+    inside, between = mesh.get_group("shard"), mesh.get_group("replicate")
+    net, _ = build(mesh["shard"])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loop = gradwire.LocalSgd(net, optimizer, "plain", 2, group=between, timeout_s=20)
+    train(net, optimizer, rank, range(6))
+    loop.close()
+
+    torch.manual_seed(1)
+    whole = Net()
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    anchors = [nn.Parameter(p.detach().clone()) for p in whole.parameters()]
+    outer = nesterov(anchors)
+    handles = [p.register_post_accumulate_grad_hook(lambda p: mean_over(p.grad, inside)) for p in whole.parameters()]
+    for first in (0, 2, 4):
+        train(whole, optimizer, rank, range(first, first + 2))
+        for anchor, p in zip(anchors, whole.parameters(), strict=True):
+            anchor.grad = anchor.detach() - p.detach()
+            mean_over(anchor.grad, between)
+        outer.step()
+        with torch.no_grad():
+            for anchor, p in zip(anchors, whole.parameters(), strict=True):
+                p.copy_(anchor)
+    for handle in handles:
+        handle.remove()
+    for sharded, p in zip(net.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), p, rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]
+
+
+def mean_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(tensor, group=group)
+    tensor.div_(group.size())
+
+
+def test_sharded_local_sgd_is_that_of_whole_models() -> None:
+    run_ranks(unshard, 4)
 
 
 def refuse(rank: int, world_size: int) -> None:

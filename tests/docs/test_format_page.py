@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gradwire.schemes.aqgb.heads import HeadFormat
 from page_text import DOCS, ROOT
 
 from gradwire import _native, codecs
 from gradwire.codecs.huffman import HuffmanTable
-from gradwire.schemes.aqgb.heads import HeadFormat
 from gradwire.wire.preamble import Preamble
 
 PAGE = (DOCS / "format.md").read_text()

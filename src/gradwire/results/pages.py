@@ -103,7 +103,9 @@ class Book:
             for _, records in list(self.records(experiment).items())[:1]:
                 for number, plot in enumerate(one for one in experiment.show if isinstance(one, Plot)):
                     shown = [record for record in records if chosen(record, plot.where)]
-                    extra = [name for name in (plot.x, plot.series) if name not in experiment.axes]
+                    # What was measured differs from seed to seed: as x, it is averaged over them as y is.
+                    split = (plot.series,) if experiment.over else (plot.x, plot.series)
+                    extra = [name for name in split if name not in experiment.axes]
                     series = series_of(plot, Summary(experiment, shown, extra))
                     if series:
                         path = self.root / "docs" / "results" / f"{experiment.key}-{number + 1}.svg"

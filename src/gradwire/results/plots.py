@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,19 @@ def series_of(plot: Plot, summary: Summary) -> Series:
     found: Series = {}
     for row in summary.rows:
         if chosen(row, plot.where):
-            value, x = summary.value(row, plot.y), row.get(plot.x)
+            value, x = summary.value(row, plot.y), _x_of(row, plot)
             if isinstance(value.middle, float) and x is not None:
                 name = summary.experiment.label(plot.series, row.get(plot.series))
                 is_number = isinstance(x, int | float) and not isinstance(x, bool)
                 place = x * plot.x_scale if is_number else summary.experiment.label(plot.x, x)
                 found.setdefault(name, []).append((place, value))
     return found
+
+
+def _x_of(row: Mapping[str, Any], plot: Plot) -> Any:
+    """Where the row stands; the mean, if its records differ in it."""
+    xs = [record.get(plot.x) for record in row["records"]]
+    return statistics.fmean(xs) if len(set(xs)) > 1 else row.get(plot.x)
 
 
 def digest_of(plot: Plot, series: Series) -> str:
@@ -108,7 +115,10 @@ def _draw_lines(axes: Any, series: Series, slots: Mapping[str, tuple[str, int]])
             ys = [y.middle for _, y in points]
         axes.plot(xs, ys, color=colour, marker=MARKERS[index % len(MARKERS)], ms=4, lw=1.5, label=name,
                   ls=_DASHES[again % len(_DASHES)])  # fmt: skip
-        if all(y.low is not None and y.high is not None for _, y in points):
+        if len(points) == 1 and points[0][1].low is not None:
+            (y,) = (y for _, y in points)
+            axes.plot([xs[0]] * 2, [y.low, y.high], color=colour, lw=1, alpha=0.6)
+        elif all(y.low is not None and y.high is not None for _, y in points):
             axes.fill_between(
                 xs, [y.low for _, y in points], [y.high for _, y in points], color=colour, alpha=0.15, lw=0
             )

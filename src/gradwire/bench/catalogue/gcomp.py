@@ -33,6 +33,7 @@ _FRONTIER = {
 _FRONTIER_WORKLOADS = {
     "GPT, AdamW": "gpt:n_layers=2,width=128,n_heads=4,length=64,batch_size=8", "ResNet, SGD": "resnet:width=8,activation=silu",
 }  # fmt: skip
+_NEAR = ["gcomp", "gcomp:importance=uniform,bits=10"]
 _TO_BF16 = Column("deviation_mean", kind="ratio", against="ddp-bf16", form=".4f")
 _TIMES = [ITERATION, X_DDP, Column("machine_load", "cores busy, %", 100, ".0f"), Column("cores_per_rank", form=".2f"),
           Column("seconds_to_loss", "s to the loss", form=".1f"), Column("steps_to_loss", "steps",
@@ -66,14 +67,13 @@ EXPERIMENTS = [
         axes={"workload": _FRONTIER_WORKLOADS, "seed": [0, 1, 2], "scheme": _FRONTIER},
         show=[Table([Column("ratio_mean", "bytes / ring", form=".3f"), Column("deviation_mean", "deviation, mean", form=".1e",
                                                                              spread=True),
-                     Column("deviation_mean", "x bf16's", kind="ratio", against="ddp-bf16", form=".3g"),
-                     ms("iteration_s", "ms a step")]),
+                     Column("deviation_mean", "x bf16's", kind="ratio", against="ddp-bf16", form=".3g")]),
               *(Plot("ratio_mean", Column("deviation_mean", "deviation of the loss", form=".1e"), log="y",
                      x_title="bytes / a float32 ring's", where={"workload": workload}, title=name)
                 for name, workload in _FRONTIER_WORKLOADS.items())],
-        goals=[Goal("five times closer than bf16", _TO_BF16, "<=", 0.2, {"scheme": "gcomp"}),
+        goals=[Goal("five times closer than bf16", _TO_BF16, "<=", 0.2, {"scheme": _NEAR}),
                Goal("a hundred times closer than bf16", _TO_BF16, "<=", 0.01, {"scheme": "gcomp"}),
-               Goal("fewer bytes than bf16", Column("ratio_mean", form=".3f"), "<=", 0.5, {"scheme": "gcomp"})],
+               Goal("fewer bytes than bf16", Column("ratio_mean", form=".3f"), "<=", 0.5, {"scheme": _NEAR})],
     ),
     Experiment(
         key="gcomp-chaos", system="gcomp", measure="training", seconds=150,

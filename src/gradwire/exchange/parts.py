@@ -6,7 +6,7 @@ Measured: `gradwire bench run allreduce-chunks` (docs/results/schemes.md#allredu
 from __future__ import annotations
 
 # 128 Ki values, 0.5 MiB of float32: they stay in the second-level cache with their message. Beside 2^18, 25 MB take 1 to
-# 5 % less time in a ring at every rate, with 2 and 4 ranks, for the same processor time; through owners up to 10 % less.
+# 5 % less time in a ring at every rate, with 2 and 4 ranks, often within the noise, for the same processor time.
 # Below, 4 ranks on 2 cores wake each other too often (2^16: 14 % more time in a ring, unshaped), above nothing hides
 # the first and the last chunk.
 CHUNK_ELEMENTS = 1 << 17

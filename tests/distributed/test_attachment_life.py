@@ -32,7 +32,7 @@ def refuse(rank: int, world_size: int) -> None:
         (sharded, optimizer, "gcomp", gradwire.Unsupported, "FSDP1 models are not supported"),
         (sharded_in_place, sgd(sharded_in_place), "gcomp", gradwire.InvalidArgument, "hold the same shard"),
         (ddp, zero, "gcomp", gradwire.Unsupported, "ZeroRedundancyOptimizer is not supported yet"),
-        (ddp, None, "gcomp", gradwire.Unsupported, "torch.optim.Optimizer, got NoneType"),
+        (ddp, None, "gcomp", gradwire.Unsupported, "torch.optim.Optimizer second, got NoneType"),
         (ddp, optimizer, "gcmop", gradwire.InvalidArgument, "no scheme is called 'gcmop'; there are: acp-sgd, "),
         (ddp, optimizer, "GComp", gradwire.InvalidArgument, "did you mean 'gcomp'"),
         (ddp, sgd(bare), "gcomp", gradwire.InvalidArgument, "steps none of the model's parameters"),

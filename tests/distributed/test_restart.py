@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -85,14 +84,3 @@ def test_the_second_life_ends_with_the_bits_of_one_that_nobody_left(tmp_path: Pa
     assert (life, began, found) == ("1", "2", expected)
     life, began, _ = run(script, 3, tmp_path / "again.pt", 8, never)  # with another number of ranks
     assert (life, began) == ("0", "6")
-
-
-def test_without_the_variable_torch_fails_with_the_words_of_the_page(tmp_path: Path) -> None:
-    """In `init_process_group`, before gradwire is called; a torch that mends it makes the page's advice needless."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    ended = launch(script, 2, tmp_path / "again.pt", 4, 3, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
-    if ended.returncode:
-        page = (Path(__file__).parents[2] / "docs" / "doors.md").read_text()
-        (words,) = re.findall(r'`init_process_group` fails with "([^"]+)"', page)
-        assert words in ended.stderr

@@ -63,7 +63,7 @@ SHORTER = [
     (r"--steps \d+", "--steps 4"), (r"--ranks 4", "--ranks 2"), (r"--straggler 2=", "--straggler 1="),
     (r"--at 10:rate:2=", "--at 0.1:rate:1="), (r"--at 20:", "--at 0.2:"), (r"--at 22:", "--at 0.3:"),
     (r"--seconds 200", "--seconds 2"), (r"--workers 16", "--workers 4"), (r"--workers 4 16 64", "--workers 2 4"),
-    (r"examples/ddp_minimal\.py", str(ROOT / "examples" / "ddp_minimal.py")),
+    (r"examples/(\w+\.py)", rf"{ROOT / 'examples'}/\1"),
     (r"bench list", f"bench list --root {ROOT}"),
     (r"recommend --workload gpt", "recommend --workload gpt --seconds 2"),
     (r"simulate --scheme aqgb( --details| --workers)", r"simulate --scheme aqgb --rounds 3\1"),

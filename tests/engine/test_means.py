@@ -17,20 +17,20 @@ from gcomp_gradients import KINDS, make_gradient, make_importance, words_of
 from gradwire import _native
 from gradwire.codecs import Codec
 from gradwire.codecs.embedded_float import EmbeddedFloat
-from gradwire.codecs.gcomp import GComp
+from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.codecs.truncated_float import TruncatedFloat
 
 LEVELS = {"portable": (False, False), "avx2": (True, False), "avx512": (True, True)}
 CODECS = {
-    "paper": lambda: GComp("paper"),
-    "paper, format 1": lambda: GComp("paper", format=1),
-    "none": lambda: GComp("none"),
-    "none, format 1": lambda: GComp("none", format=1),
-    "uniform": lambda: GComp("uniform", bits=5),
-    "uniform, format 1": lambda: GComp("uniform", bits=5, format=1),
-    "truncate": lambda: GComp("truncate", bits=4),
-    "truncate, format 1": lambda: GComp("truncate", bits=4, format=1),
+    "paper": lambda: GCompCodec("paper"),
+    "paper, format 1": lambda: GCompCodec("paper", format=1),
+    "none": lambda: GCompCodec("none"),
+    "none, format 1": lambda: GCompCodec("none", format=1),
+    "uniform": lambda: GCompCodec("uniform", bits=5),
+    "uniform, format 1": lambda: GCompCodec("uniform", bits=5, format=1),
+    "truncate": lambda: GCompCodec("truncate", bits=4),
+    "truncate, format 1": lambda: GCompCodec("truncate", bits=4, format=1),
     "embedded-float": lambda: EmbeddedFloat(bits=9),
     "truncated-float": lambda: TruncatedFloat(bits=8),
 }
@@ -49,7 +49,7 @@ def through(codec: Codec, values: torch.Tensor, importance: torch.Tensor) -> tor
     message = torch.empty(codec.max_encoded_bytes(values.numel(), values.dtype), dtype=torch.uint8)
     decoded = torch.empty_like(values)
     n_bytes = codec.encode(values, message, importance)
-    if isinstance(codec, GComp):
+    if isinstance(codec, GCompCodec):
         codec.decode(message[:n_bytes], decoded, importance)
     else:
         codec.decode(message[:n_bytes], decoded)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.codecs.gcomp import GComp, HuffmanTable
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 
 
 def trained_gradient(optimizer_name: str, steps: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def test_ten_and_eleven_bits_send_less_than_bf16_and_are_nearer_the_truth(
 ) -> None:
     """bfloat16 keeps 7 bits of a mantissa, so `bits` of them are nearer by about 2^(bits - 7): here by 0.8 of that."""
     gradient = trained_gradient(optimizer_name, steps)
-    codec = GComp("uniform", bits=bits)
+    codec = GCompCodec("uniform", bits=bits)
     histogram = torch.zeros(2 ** codec.exponent_bits(gradient.dtype), dtype=torch.int64)
     codec.histogram(gradient, histogram)
     codec.use_table(HuffmanTable.from_histogram(histogram))

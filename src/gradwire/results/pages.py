@@ -212,7 +212,8 @@ class Book:
         machine, records = next(iter(by_machine.items()))
         shown = tables or [one for one in experiment.show if isinstance(one, Table)]
         grids = [to_markdown(grid) for table in shown for grid in make_grids(experiment, table, records)]
-        return "\n".join([*grids, _provenance(machine, records)]) + "\n"
+        seen = [record for record in records if any(chosen(record, table.where) for table in shown)]
+        return "\n".join([*grids, _provenance(machine, seen)]) + "\n"
 
     def is_complete(self, experiment: Experiment) -> bool:
         """Whether every cell has been measured somewhere, by no matter which code but an earlier one's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradwire.bench.catalogue.codecs import STEPS
 from gradwire.bench.catalogue.schemes import DDP, ITERATION, X_DDP
-from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
+from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Table
 
 BASELINE = "gcomp:importance=none"
 TRUNCATE, PERIODIC = "truncate:bits=18", "periodic:every=8"

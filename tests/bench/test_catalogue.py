@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradwire.bench.measures.float_methods import Method
 from gradwire.bench.measures.trainings import configure
 from gradwire.bench.train_contenders import RIVALS, SHARDED, check_rival_options
 from gradwire.cli.bench import allreduce, codec, regret, train
+from gradwire.cli.bench.running import choose
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.results.experiment import Experiment, Plot, Table
@@ -216,3 +218,24 @@ def test_pages_in_the_checkout_are_what_the_results_say() -> None:
     """What CI runs of `gradwire bench render --check`."""
     root = Path(__file__).parents[2]
     assert not book(root).stale(), "gradwire bench render makes them anew"
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (["one"], {"one"}),
+        (["one-"], {"one-more"}),
+        (["on"], {"one", "one-more"}),
+        (["other", "one"], {"other", "one"}),
+        (["all"], {"one", "one-more", "other"}),
+        ([], {"one", "one-more", "other"}),
+    ],
+)
+def test_a_key_names_its_experiment_and_the_beginning_of_keys_all_of_them(keys: list[str], named: set[str]) -> None:
+    experiments = [replace(EXPERIMENTS[0], key=key) for key in ("one", "one-more", "other")]
+    assert {experiment.key for experiment in choose(experiments, keys)} == named
+
+
+def test_a_key_that_names_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="no experiment's key begins with nothing"):
+        choose(EXPERIMENTS, ["nothing"])

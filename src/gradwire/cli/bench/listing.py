@@ -13,7 +13,7 @@ from gradwire.results.tables import Grid, print_grid
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench list`."""
-    parser.add_argument("key", nargs="*", metavar="KEY", help="experiments whose keys begin with one of these (all)")
+    parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys (all)")
     parser.add_argument("--quick", action="store_true", help="those of `make bench` alone")
     parser.add_argument("--wide", action="store_true", help="the papers' figures and the runs too")
     add_store_arguments(parser)

@@ -28,7 +28,7 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench run`."""
-    parser.add_argument("key", nargs="*", metavar="KEY", help="experiments whose keys begin with one of these, or `all`; "
+    parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys, or `all`; "
                         "`gradwire bench list` has them")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="the small set of `make bench`, under half an hour")
     parser.add_argument(
@@ -83,12 +83,17 @@ def show(experiments: Sequence[Experiment], store: Store, wide: bool) -> None:
 
 
 def choose(experiments: Sequence[Experiment], keys: Sequence[str], *, quick: bool = False) -> list[Experiment]:
-    """Those whose keys begin with one of `keys`; all without any. Raises: InvalidArgument (none does)."""
+    """Those that are named by `keys`; all without any. Raises: InvalidArgument (none is).
+
+    A key names its own experiment, or, if there is none, those whose keys begin with it; `all` names all.
+    """
+    known, wanted = {one.key for one in experiments}, set()
     for key in keys:
-        if key != "all" and not any(one.key.startswith(key) for one in experiments):
+        named = {key} if key in known else {other for other in known if key == "all" or other.startswith(key)}
+        if not named:
             raise InvalidArgument(f"no experiment's key begins with {key}; `gradwire bench list` has them")
-    wanted = tuple("" if key == "all" else key for key in keys)
-    return [one for one in experiments if (not quick or one.quick) and (not wanted or one.key.startswith(wanted))]
+        wanted |= named
+    return [one for one in experiments if (not quick or one.quick) and (not keys or one.key in wanted)]
 
 
 def open_store(args: argparse.Namespace) -> Store:

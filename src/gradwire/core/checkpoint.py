@@ -36,6 +36,11 @@ def state_of(scheme: Saved, communicator: Communicator, step: int) -> dict[str, 
     }
 
 
+def not_the_state(of: str, why: str) -> InvalidArgument:
+    """What a part raises that cannot go on from what it was given as its saved state."""
+    return InvalidArgument(f"this is not the state of {of}: {why}; pass what attachment.state_dict() returned")
+
+
 def load(scheme: Saved, communicator: Communicator, saved: dict[str, Any], strict: bool) -> int:
     """Check what the envelope says, then give the scheme its state. Returns: the step to go on with.
 

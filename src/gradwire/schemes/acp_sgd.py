@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from gradwire.core.bucket import Bucket
-from gradwire.errors import InvalidArgument
+from gradwire.core.checkpoint import not_the_state
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.schemes.low_rank.fusion import Work
 from gradwire.schemes.low_rank.matrices import MatrixGroup
@@ -74,8 +74,5 @@ class AcpSgd(LowRank):
 
     def _sides_in(self, state: dict[str, Any]) -> str:
         if not isinstance(state.get("is_step_for_p"), bool):
-            raise InvalidArgument(
-                "this is not the state of scheme acp-sgd: it lacks is_step_for_p; "
-                "pass what attachment.state_dict() returned"
-            )
+            raise not_the_state("scheme acp-sgd", "it lacks is_step_for_p")
         return "q" if state["is_step_for_p"] else "p"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Withheld, holds_nonzero
-from gradwire.errors import InvalidArgument
 from gradwire.exchange.patterns import Exchange, Values
 from gradwire.schemes.base import Scheme
 from gradwire.wire.wire import Wire
@@ -87,10 +87,7 @@ class Redoing(Scheme):
         """Raises: InvalidArgument."""
         if self.error_feedback:
             if not isinstance(state.get("residuals"), dict):
-                raise InvalidArgument(
-                    f"this is not the state of scheme {self.name}: it lacks residuals; "
-                    "pass what attachment.state_dict() returned"
-                )
+                raise not_the_state(f"scheme {self.name}", "it lacks residuals")
             self.session.feedback.load_by_name(state["residuals"], self.session.slots)
 
 

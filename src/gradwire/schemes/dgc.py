@@ -23,6 +23,7 @@ from gradwire import _native
 from gradwire.codecs.tensors import check_positive
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot, flatten_like, local_of
@@ -301,9 +302,7 @@ class Dgc(Redoing):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
         if not isinstance(state.get("momenta"), dict):
-            raise InvalidArgument(
-                "this is not the state of scheme dgc: it lacks momenta; pass what attachment.state_dict() returned"
-            )
+            raise not_the_state("scheme dgc", "it lacks momenta")
         super().load_state_dict(state)
         self._momenta.load_by_name(state["momenta"], self.session.slots)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import holds_nonzero
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import InvalidArgument, Unsupported
@@ -158,10 +159,7 @@ class FrozenAdam:
         for key in ("frozen_at", "idle_until"):
             counts = state.get(key)
             if not isinstance(counts, Mapping) or not all(isinstance(n, int) and n >= 0 for n in counts.values()):
-                raise InvalidArgument(
-                    f"this is not the state of scheme one-bit-adam: it lacks {key}; "
-                    "pass what attachment.state_dict() returned"
-                )
+                raise not_the_state("scheme one-bit-adam", f"it lacks {key}")
             unknown = [name for name in counts if name not in slots or slots[name].parameter is None]
             if unknown:
                 raise InvalidArgument(

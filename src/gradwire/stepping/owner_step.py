@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import Unsupported
 from gradwire.stepping.blocks import Block
 from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
 from gradwire.stepping.frozen_step import FrozenStep
@@ -216,10 +217,7 @@ class OwnerStep:
         """Raises: InvalidArgument."""
         shards = state.get("shards")
         if not isinstance(shards, dict):
-            raise InvalidArgument(
-                'this is not the state of update="owner": it lacks the optimizer\'s shards; '
-                "pass what attachment.state_dict() returned"
-            )
+            raise not_the_state('update="owner"', "it lacks the optimizer's shards")
         self.state.load_state_dict(shards)
 
     def stats(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from gradwire import _native
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
 from gradwire.codecs.tensors import bytes_of, dtype_code
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes.aqgb.block_feedback import BlockFeedback
@@ -366,8 +367,5 @@ class BlockBroadcast(DeferredScheme):
         """Raises: InvalidArgument."""
         if self.error_feedback:
             if not isinstance(state.get("residuals"), dict):
-                raise InvalidArgument(
-                    f"this is not the state of scheme {self.name}: it lacks residuals; "
-                    "pass what attachment.state_dict() returned"
-                )
+                raise not_the_state(f"scheme {self.name}", "it lacks residuals")
             self.session.feedback.load_by_name(state["residuals"], self.session.slots)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import schemes
 from gradwire.control.racing import PLAIN, Law, Limits
 from gradwire.core.bucket import Bucket
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
@@ -367,7 +368,7 @@ class Auto(Scheme):
             law, saved, carried = state["law"], state["schemes"], state["carried"]
             step, world_size = int(state["step"]), int(state["world_size"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgument(f"this is not the state of scheme auto: {error}") from error
+            raise not_the_state("scheme auto", f"it does not read ({error!r})") from error
         is_same_world = world_size == self.session.communicator.world_size
         for spec, sub in self._subs.items():
             if spec in saved and (is_same_world or not sub.state_is_per_world):

@@ -17,6 +17,7 @@ import torch
 from gradwire import _native
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
+from gradwire.core.checkpoint import not_the_state
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, ring_bytes
@@ -115,9 +116,7 @@ class TableRefresh:
             or (counts.dtype, counts.shape) != (self._counts.dtype, self._counts.shape)
             or not (switch_step is None or isinstance(switch_step, int))
         ):
-            raise InvalidArgument(
-                "this is not the state of scheme gcomp: it needs tables, counts and switch_step as state_dict() gave them"
-            )
+            raise not_the_state("scheme gcomp", "it lacks tables, counts or switch_step")
         decoded = {name: HuffmanTable.from_bytes(bytes(raw.tolist())) for name, raw in tables.items()}
         for name, (width, _) in _WIDTHS.items():
             if decoded[name].exponent_bits != width:

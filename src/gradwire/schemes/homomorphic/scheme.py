@@ -26,6 +26,7 @@ from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, CountSketch, FixedPoint, Outcome
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
@@ -379,14 +380,11 @@ class Homomorphic(Redoing):
         """Raises: InvalidArgument."""
         for name in ("n_nonzeros", "dense_for_steps", "attempts"):
             if not are_counts(state.get(name), name == "n_nonzeros"):
-                raise InvalidArgument(
-                    f"this is not the state of scheme homomorphic: it lacks {name}; "
-                    "pass what attachment.state_dict() returned"
-                )
+                raise not_the_state("scheme homomorphic", f"it lacks {name}")
         try:
             self._expected.load_state_dict(state.get("tables", {}))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidArgument("this is not the state of scheme homomorphic: its tables are none") from error
+            raise not_the_state("scheme homomorphic", "its tables are none") from error
         super().load_state_dict(state)
         self._index.counts = {key: list(counts) for key, counts in state["n_nonzeros"].items()}
         self._dense.load_state_dict(state["dense_for_steps"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Feedback
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
@@ -38,10 +39,7 @@ def load_states(
 ) -> dict[Slot, MatrixState]:
     """The factors again, and the residuals checked. `side`: which factor is saved, "p" or "q". Raises: InvalidArgument."""
     if not isinstance(saved.get("residuals"), Mapping) or not isinstance(saved.get("factors"), Mapping):
-        raise InvalidArgument(
-            "this is not the state of a low-rank scheme: it lacks residuals or factors; "
-            "pass what attachment.state_dict() returned"
-        )
+        raise not_the_state("a low-rank scheme", "it lacks residuals or factors")
     states: dict[Slot, MatrixState] = {}
     for name in sorted({*saved["residuals"], *saved["factors"]}):
         slot = slots.get(name)

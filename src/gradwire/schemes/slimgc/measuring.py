@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.control.threshold import SizeTimes, ThresholdTable, has_drifted, log_spaced
+from gradwire.core.checkpoint import not_the_state
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.telemetry.stopwatch import Stopwatch
@@ -224,10 +225,7 @@ class Measuring:
             if not isinstance(sample, torch.Tensor) or not isinstance(n_measured, int):
                 raise TypeError("sample is a tensor and n_measured a number")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidArgument(
-                f"this is not the state of scheme slimgc: its threshold table does not read ({error!r}); "
-                "pass what state_dict() returned"
-            ) from error
+            raise not_the_state("scheme slimgc", f"its threshold table does not read ({error!r})") from error
         self.table, self._times, self._sample, self._sizes = table, times, sample.clone(), sizes
         self.n_measured, self._first_step, self._reference_s = n_measured, first_step, reference_s
         self._communicate_s.clear()

@@ -19,6 +19,7 @@ from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
 from gradwire.control.threshold import NEVER, check_threshold
 from gradwire.core.bucket import Bucket
+from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
@@ -318,10 +319,7 @@ class SlimGC(Scheme):
         """Raises: InvalidArgument. Ranks that load different tables get RankMismatch before their next gradients."""
         residuals, measuring = state.get("residuals"), state.get("measuring")
         if not isinstance(residuals, dict) or not isinstance(measuring, dict):
-            raise InvalidArgument(
-                "this is not the state of scheme slimgc: it lacks residuals or the threshold table; "
-                "pass what attachment.state_dict() returned"
-            )
+            raise not_the_state("scheme slimgc", "it lacks residuals or the threshold table")
         threshold = check_threshold(state.get("threshold_bytes"))
         if self._stepper is not None:
             self._stepper.load_state_dict(state.get("stepping", {}))

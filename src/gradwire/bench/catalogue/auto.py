@@ -66,14 +66,14 @@ EXPERIMENTS = [
     _regret(
         "regret-changes", "What does auto make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, 1 Gb/s?",
         {"workload": ["gpt", "resnet"], "scheme": {**_DDP, **_EXACT, **_CLOSE}},
-        rows=("workload", "scheme"), across="phase", takes=120, ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
-        steps=150, seconds=10,
+        rows=("workload", "scheme"), across="phase", takes=360, ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
+        steps=150, seconds=45,
     ),
     _regret(
         "regret-straggler", "The same behind one slow link.",
         {"workload": ["gpt", "resnet"], "rate": {"one of two at 100 Mb/s": "1gbit,100mbit"},
          "scheme": {**_DDP, **_EXACT, **_CLOSE}},
-        rows=("workload", "scheme"), across="rate", takes=60, ranks=2, steps=150, seconds=10,
+        rows=("workload", "scheme"), across="rate", takes=170, ranks=2, steps=150, seconds=60,
     ),
     Experiment(
         key="auto-cost", system="auto", measure="train", seconds=50, baseline={"scheme": "ddp"},

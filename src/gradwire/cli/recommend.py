@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -75,6 +76,8 @@ def _start_ranks(args: argparse.Namespace) -> int:
     ]
     for flag, value in (("--workload", args.workload), ("--entry", args.entry), ("--json", args.json)):
         command += [] if value is None else [flag, str(value)]
+    if args.entry is not None:
+        _check_entry(args.entry)
     n_ranks = args.ranks if args.ranks is not None else 4
     with (
         end_on_signals(),
@@ -103,15 +106,30 @@ def _measure(args: argparse.Namespace) -> Plan:
     return plan
 
 
-def _load_entry(entry: str) -> Any:
+def _check_entry(entry: str) -> tuple[str, str]:
+    """Module and function, before any rank is started. Raises: InvalidArgument (no such module from here)."""
     module_path, _, name = entry.partition(":")
     if not module_path or not name:
         raise InvalidArgument(f"--entry is MODULE:FUNCTION, got {entry!r}")
-    sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(module_path), name)()
-    except (ImportError, AttributeError) as error:
+        found = importlib.util.find_spec(module_path)
+    except ImportError as error:  # a package above it
         raise InvalidArgument(f"--entry {entry}: {error}") from error
+    if found is None:
+        raise InvalidArgument(
+            f"--entry {entry}: there is no module {module_path!r} here; run this where `import {module_path}` works"
+        )
+    return module_path, name
+
+
+def _load_entry(entry: str) -> Any:
+    module_path, name = _check_entry(entry)
+    module = importlib.import_module(module_path)
+    if not hasattr(module, name):
+        raise InvalidArgument(f"--entry {entry}: module {module_path!r} has no {name!r}")
+    made = getattr(module, name)()
     if not isinstance(made, tuple) or len(made) != 3:
         raise InvalidArgument(f"--entry {entry} has to give (ddp, optimizer, step)")
     return made

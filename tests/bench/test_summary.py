@@ -106,6 +106,15 @@ def test_goals_are_reached_missed_or_undecided() -> None:
     assert judge(SPEED, dataclasses.replace(goal, where={"scheme": "absent"}), records) == []
 
 
+def test_each_phase_of_a_run_is_held_to_a_goal_and_not_their_mean() -> None:
+    records = [timed(scheme, s, phase=phase) for scheme, times in (("ddp", (1, 1)), ("gcomp", (0.2, 0.9)))
+               for phase, s in enumerate(times)]  # fmt: skip
+    goal = Goal("half", X_DDP, "<=", 0.6, {"scheme": "gcomp"}, by=("phase",))
+    verdicts = judge(SPEED, goal, records)
+    assert [verdict for verdict, _ in verdicts] == ["reached", "missed"]
+    assert [words.partition(":")[0] for _, words in verdicts] == ["1gbit, gcomp, phase 0", "1gbit, gcomp, phase 1"]
+
+
 def test_row_of_another_commit_or_of_earlier_code_is_marked() -> None:
     records = [timed("ddp", 1.0), timed("plain", 1.0), timed("gcomp", 0.5, code="y")]
     (grid,) = make_grids(SPEED, Table([STEP]), records)

@@ -87,13 +87,18 @@ class Plot:
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound that the records of `where` are held to: `column` is at most, or at least, `bound`. `says`: in words."""
+    """A bound that the records of `where` are held to: `column` is at most, or at least, `bound`. `says`: in words.
+
+    Attributes:
+        by: fields that a cell's records differ in, such as a phase: each is held to it, not their mean.
+    """
 
     says: str
     column: Column
     sign: Literal["<=", ">="]
     bound: float
     where: Mapping[str, Any] = field(default_factory=dict)
+    by: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def show_value(value: Value, column: Column) -> str:
 
 def judge(experiment: Experiment, goal: Goal, records: Sequence[Record]) -> list[tuple[str, str]]:
     """(verdict, in words) of every cell that a goal speaks of: reached, missed, or undecided where the noise decides."""
-    summary = Summary(experiment, records)
+    summary = Summary(experiment, records, goal.by)
     found = []
     for row in summary.rows:
         value = summary.value(row, goal.column) if chosen(row, goal.where) else Value(None)
@@ -128,6 +128,7 @@ def judge(experiment: Experiment, goal: Goal, records: Sequence[Record]) -> list
         is_between = value.low is not None and value.high is not None and value.low < goal.bound < value.high
         verdict = "undecided" if is_between else "reached" if is_met else "missed"
         names = [experiment.label(axis, row.get(axis)) for axis in experiment.axes if axis not in experiment.over]
+        names += [f"{_axis_title(name)} {row.get(name)}" for name in goal.by]
         shown = show_value(value, Column(goal.column.field, form=goal.column.form, kind=goal.column.kind, spread=True))
         found.append((verdict, f"{', '.join(names)}: {shown}"))
     return found

@@ -11,6 +11,7 @@ _X_DDP = Column("x_ddp", "x DDP", form=".3f", spread=True)
 _X_BEST = Column("x_best_last_half", "x best, 2nd half", form=".3f", spread=True)
 _X_STEP = Column("iteration_s", "x DDP", kind="ratio", form=".3f")
 _X_CPU = Column("cpu_s", "CPU, x DDP", kind="ratio", form=".3f")
+_GOOD_AFTER = Column("good_after", "good after", form=".0f")
 _EXACT, _CLOSE = {"gradwire, exact": "auto:fidelity=exact"}, {"gradwire, close": "auto:fidelity=close"}
 _ANY = {"gradwire, any": "auto:fidelity=any"}
 _DDP, _RIVAL = {"DDP": "ddp"}, {"DDP, bf16 hook": "ddp-bf16"}
@@ -24,23 +25,25 @@ README_TABLE = Table(
 
 
 def _regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str], across: str, takes: float,
-            plots: Sequence[Plot] = (), goals: Sequence[Goal] = (), quick: bool = False, **fixed: Any) -> Experiment:  # fmt: skip
+            plots: Sequence[Plot] = (), goals: Sequence[Goal] = (), quick: bool = False,
+            **fixed: Any) -> Experiment:  # fmt: skip
     autos = [spec for spec in axes["scheme"].values() if spec in _AUTOS]
     only = {"scheme": autos}
+    by = ("phase",) if "then" in fixed else ()
     return Experiment(
         key=key, system="auto", measure="regret", seconds=takes, question=question, quick=quick, fixed=fixed, axes=axes,
         baseline={"scheme": "ddp"},
         show=[
             Table([_X_DDP, _X_BEST], rows=rows, across=across, where=only, title="Trials included; above 1 is faster"),
             Table([ms("late_s", "ms a step")], rows=rows, across=across, title="The second half"),
-            Table([Column("best"), Column("ends_with", "ends with"), Column("good_after", "good after", form=".0f")],
+            Table([Column("best"), Column("ends_with", "ends with"), _GOOD_AFTER],
                   rows=rows, across=across, where=only, title="The best fixed scheme, and what auto ends with"),
             Table([Column("model_error", "model off, %", 100, ".0f"), Column("loss_deviation", "loss strays", form=".1e")],
                   rows=rows, across=across, where=only, title="Predictions before any trial, and losses"),
             *plots,
         ],
-        goals=[Goal("0.98 of DDP in every cell", _X_DDP, ">=", 0.98, only),
-               Goal("0.95 of the best fixed scheme in the second half", _X_BEST, ">=", 0.95, only), *goals],
+        goals=[Goal("0.98 of DDP in every cell", _X_DDP, ">=", 0.98, only, by),
+               Goal("0.95 of the best fixed scheme in the second half", _X_BEST, ">=", 0.95, only, by), *goals],
     )  # fmt: skip
 
 
@@ -68,8 +71,9 @@ EXPERIMENTS = [
         {"workload": ["gpt", "resnet"], "scheme": {**_DDP, **_EXACT, **_CLOSE}},
         rows=("workload", "scheme"), across="phase", takes=360, ranks=2, rate="1gbit", then=["100mbit", "1gbit"],
         steps=150, seconds=45,
-        goals=[Goal(f"steps until within 6 % of the best, {link}", Column("good_after", form=".0f"), "<=", steps, {"phase": phase})
-               for phase, link, steps in ((1, "a slower link", 40), (2, "a faster link", 150))],
+        goals=[Goal(f"within 6 % of the best after so many steps of a {link} link", _GOOD_AFTER, "<=", steps,
+                    {"phase": phase}, ("phase",))
+               for phase, link, steps in ((1, "slower", 40), (2, "faster", 150))],
     ),
     _regret(
         "regret-straggler", "The same behind one slow link.",

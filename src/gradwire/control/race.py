@@ -25,7 +25,7 @@ class Limits:
         credit: plain steps' worth of it at the start.
         window: steps of one look at a running scheme.
         drift: two windows in a row so far off mean another network; `sudden`: so do three steps in a row.
-        probe_every, probe_most: steps between two probes of the link; doubles while nothing changes.
+        probe_every: steps between two probes of the link at least; `probing`: of all time that they may cost.
         again_after: steps until a loser may race again, doubled with each loss; `check_after`: once, after a narrow one.
     """
 
@@ -48,7 +48,7 @@ class Limits:
     drift: int = 150
     sudden: int = 1500
     probe_every: int = 100
-    probe_most: int = 1600
+    probing: int = 3
     again_after: int = 300
     check_after: int = 60
 
@@ -176,7 +176,8 @@ class Race:
         return gain > limits.margin * self.base_us // 1000 and gain * gain > noise_of(self.base, self.mine)
 
     def base_has_moved(self, limits: Limits) -> int:
-        """After a turn of the incumbent: its time, if it is far off what it took before for the second turn, else 0.
+        """After a turn of the incumbent: its time, if it is far off what it took before for the second turn, or every step
+        of the turn by much, else 0.
 
         The race then says nothing of other networks' steps.
         """
@@ -185,6 +186,8 @@ class Race:
         if len(turn) < 3:
             return 0
         now_us = median(turn)
+        if min(turn) * 1000 > limits.sudden * self.reference_us or max(turn) * limits.sudden < 1000 * self.reference_us:
+            return now_us
         off_us = abs(now_us - self.reference_us)
         is_off = off_us * 1000 > limits.drift * self.reference_us and is_beyond_noise(off_us, noise_of(turn))
         self._n_off = self._n_off + 1 if is_off else 0

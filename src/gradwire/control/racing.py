@@ -23,6 +23,7 @@ __all__ = ["PLAIN", "Candidate", "Decision", "Law", "Limits"]
 
 PLAIN = "plain"
 
+_NEVER = 1 << 62
 _BIAS_RANGE = (250, 4000)  # permille: a prediction is never corrected by more than a factor of four
 
 
@@ -67,9 +68,9 @@ class Law:
         self._waiting: list[int] = []  # under plain: what any scheme could win at most
         self._could_win_us = 0
         self._race = Race()
-        self._is_settled = True  # False: what the incumbent takes is known from a few sudden steps
+        self._is_settled = True
         self._drift = Drift(self.limits)
-        self._probe_every, self._next_probe = self.limits.probe_every, 0
+        self._next_probe, self._probe_us = _NEVER, 0
 
     # ---- what ranks ask
 
@@ -86,8 +87,14 @@ class Law:
         return self._planned(step).role
 
     def wants_probe(self, step: int) -> bool:
-        """Whether the link is to be probed after `step`: under a compressed scheme a faster network does not show."""
-        return self.state == "run" and self.incumbent != PLAIN and step == self._next_probe
+        """Whether the link is to be probed after `step`: now and then under a compressed scheme, where a faster network does
+        not show, and when a step's time has moved."""
+        return self.state == "run" and step == self._next_probe
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what the incumbent takes is known from more than a few sudden steps."""
+        return self._is_settled
 
     @property
     def computing_us(self) -> int:
@@ -145,13 +152,20 @@ class Law:
             if is_typical:
                 self._observe_baseline(step, time_us, waiting_us)
         elif planned.race and planned.race == self._race.number and self.state == "race":
-            self._observe_race(step, planned, time_us, is_typical)
+            if link_changed:
+                self._start_again(step, self._race.base_us, self._race.reference_us, True)
+            else:
+                self._observe_race(step, planned, time_us, is_typical)
         elif planned.role == "run" and self.state == "run" and planned.scheme == self.incumbent:
             if planned.scheme == PLAIN and is_typical:
                 self._waiting.append(waiting_us)
                 self._computing.append(time_us - waiting_us)
             if is_typical or link_changed:
                 self._watch(step, time_us, link_changed)
+
+    def note_probe(self, took_us: int) -> None:
+        """A probe of the link took so long on the slowest rank."""
+        self._probe_us = took_us
 
     def exclude(self, name: str, why: str) -> None:
         """Never run `name` again; not the incumbent."""
@@ -170,7 +184,7 @@ class Law:
         self._first_step = self._next_step = step
         self._n_handed_out = 0
         self._plan = [Planned(self.incumbent, "warmup")] * self.limits.warmup
-        self._next_probe = step + self._probe_every
+        self._set_next_probe(step)
 
     # ---- plain, before anything else
 
@@ -288,7 +302,7 @@ class Law:
         self._put_off(old if is_better else new, step, is_narrow=abs(base_us - tried_us) * 10 < base_us)
         if is_better:
             self.incumbent, self.since_step = new, self._first_step + self._n_handed_out
-            self._probe_often(step)
+            self._set_next_probe(step)
         kind = "switch" if is_better else "reject"
         self._say(step, kind, new, f"{tried_us / 1000:.1f} ms a step; {old} takes {base_us / 1000:.1f}")
         self._end_race(step)
@@ -333,8 +347,8 @@ class Law:
     def _run(self, step: int) -> None:
         self.state = "run"
         self._drift.begin(self.candidates[self.incumbent].measured_us)
-        if self._next_probe <= step and self.incumbent != PLAIN:
-            self._next_probe = step + 1  # it fell into a race; the next race waits for what it says
+        if self._next_probe <= step:
+            self._next_probe = step + 1  # it fell into a race, or is urgent; the next race waits for what it says
         else:
             self._begin_race(step)
 
@@ -351,8 +365,7 @@ class Law:
         if look.is_off:
             return  # a second look decides; what is measured meanwhile would be of neither network
         if step >= self._next_probe:
-            self._probe_every = min(self.limits.probe_most, 2 * self._probe_every)
-            self._next_probe = step + self._probe_every
+            self._set_next_probe(step)
         self.candidates[self.incumbent].measured_us = self._drift.reference_us
         self._is_settled = True
         self._begin_race(step)
@@ -367,12 +380,16 @@ class Law:
             candidate.measured_us = candidate.n_losses = 0
             candidate.not_before = self._not_before.get(candidate.name, 0)
         self.candidates[self.incumbent].measured_us = now_us
-        self._probe_often(step)
+        self._set_next_probe(step)
+        if not link_changed:
+            self._next_probe = step  # what the model predicts is of the link as it was
         self._end_race(step)
 
-    def _probe_often(self, step: int) -> None:
-        self._probe_every = self.limits.probe_every
-        self._next_probe = step + self._probe_every
+    def _set_next_probe(self, step: int) -> None:
+        """Not under plain, where a faster network shows by itself; else as soon as probes cost no more than they may."""
+        step_us = max(1, self.candidates[self.incumbent].expected_us)
+        n_steps = max(self.limits.probe_every, self._probe_us * 1000 // (self.limits.probing * step_us))
+        self._next_probe = _NEVER if self.incumbent == PLAIN else step + n_steps
 
     def _say(self, step: int, kind: str, scheme: str, why: str) -> None:
         self.decisions.append(Decision(step, kind, scheme, why))

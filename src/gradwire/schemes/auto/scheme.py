@@ -258,17 +258,23 @@ class Auto(Scheme):
         link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
         for step, took_us, waited_us, fell_back in vote.steps():
             if self._law.wants_probe(step):
-                self._n_to_probe = _N_PROBES
+                self._n_to_probe = 1 if self._law.is_settled else _N_PROBES
             is_last = step == vote.last_step
             self._law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
         self._tell()
 
     def _note_transfer(self, transfer_us: int) -> bool:
-        """Whether probes have found another link than the profile holds: by the fastest, since other traffic only slows."""
-        self._transfers_us += [transfer_us] if transfer_us else []
-        if len(self._transfers_us) < _N_PROBES or self._profile is None:
+        """Whether a probe has found another link than the profile holds: other traffic only slows, so the fastest counts, and
+        a slower one is looked at again."""
+        if not transfer_us or self._profile is None:
             return False
+        self._law.note_probe(transfer_us)
+        self._transfers_us.append(transfer_us)
         old, new = self._profile.link.rate, self._profile.with_transfer(min(self._transfers_us))
+        is_slower = (old - new.link.rate) * 1000 > _LINK_CHANGED * old
+        if is_slower and len(self._transfers_us) < _N_PROBES:
+            self._n_to_probe = max(1, self._n_to_probe)
+            return False
         self._transfers_us.clear()
         if abs(new.link.rate - old) * 1000 <= _LINK_CHANGED * old:
             return False

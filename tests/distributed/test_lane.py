@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gradwire.errors import RankMismatch
-from gradwire.wire.communicator import Communicator, Continuation
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.lane import Continuation
 from ranks import run_ranks
 
 

@@ -18,7 +18,8 @@ from gradwire import schemes
 from gradwire.core.bucket import Bucket
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.telemetry.recorder import Recorder
-from gradwire.wire.communicator import Communicator, Continuation
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.lane import Continuation
 from ranks import run_ranks
 
 # Below it chunks are not made smaller: the work space is that of a bucket of this size, 8 MB, at most.

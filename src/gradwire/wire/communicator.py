@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +31,7 @@ from gradwire import _native, errors
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
 from gradwire.wire.closing import Closing
 from gradwire.wire.groups import name_group, ranks_of, restart_advice, timeout_of
+from gradwire.wire.lane import Lane
 from gradwire.wire.rendezvous import Rendezvous
 
 # Of a receive that nothing answers (see `_break_connections`).
@@ -43,19 +41,6 @@ _SILENT_TAG = 1 << 20
 _NOTE_WAIT_S = 2.0
 # A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
 _EXIT_WAIT_S = 0.5
-
-
-class Continuation(NamedTuple):
-    """What a task on the lane gives back if it has more to do, once peers have answered: the next task may go first."""
-
-    finish: Callable[[], Any]
-
-
-@dataclass
-class _Task:
-    future: torch.futures.Future
-    run: Callable[[], Any]
-    may_overtake: bool
 
 
 class Communicator:
@@ -107,10 +92,8 @@ class Communicator:
             raise self.fail(lost) from error  # a peer that was quicker may have failed already, and left a note
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
-        self._lane = threading.Thread(target=self._run_lane, name="gradwire-lane", daemon=True)
-        self._lane.start()
+        self._lane = Lane(self.raise_if_failed, self.fail)
         _open_communicators.add(self)
 
     def twin(self, members: Sequence[int] | None = None) -> Communicator:
@@ -136,42 +119,7 @@ class Communicator:
         """
         if self._closed:
             raise InvalidArgument("this attachment is closed: attach a scheme again first")
-        future: torch.futures.Future = torch.futures.Future()
-        self._tasks.put(_Task(future, functools.partial(task, *args), may_overtake))
-        return future
-
-    def _run_lane(self) -> None:
-        # A new thread takes torch's thread count over when it first asks for it. Before that torch.bmm wakes as many
-        # threads as there are cores, and 2 us become 1,400 (3 x 24 x 24, two busy cores).
-        torch.get_num_threads()
-        begun: _Task | None = None  # has run, but for its rest
-        is_open = True
-        while is_open:
-            task = None
-            with contextlib.suppress(queue.Empty):
-                task = self._tasks.get(block=begun is None)
-                is_open = task is not None
-            if begun is not None and (task is None or not task.may_overtake):
-                begun = self._run_task(begun)
-            following = None if task is None else self._run_task(task)
-            if begun is not None:
-                self._run_task(begun)
-            begun = following
-            del task, following  # nothing of a finished task may live until the next one comes
-
-    def _run_task(self, task: _Task) -> _Task | None:
-        """The task again, if a rest of it is left."""
-        try:
-            self.raise_if_failed()
-            result = task.run()
-        except Exception as error:
-            task.future.set_exception(self.fail(error))
-            return None
-        if isinstance(result, Continuation):
-            task.run = result.finish
-            return task
-        task.future.set_result(result)
-        return None
+        return self._lane.submit(task, *args, may_overtake=may_overtake)
 
     # ---- operations, all called on the lane
 
@@ -384,11 +332,9 @@ class Communicator:
             _try_for(_NOTE_WAIT_S, lambda: self.closing.tell(step))
         self._closed = True
         _open_communicators.discard(self)
-        if not self._lane.is_alive():
+        if not self._lane.is_running():
             return
-        self._tasks.put(None)
-        if threading.current_thread() is not self._lane:
-            self._lane.join()
+        self._lane.end()
         self._scratch.clear()
         if self._mesh is not None:
             self._mesh.shut()
@@ -398,15 +344,10 @@ class Communicator:
 
     def _abandon(self) -> None:
         """End the lane without waiting for peers: the interpreter goes down."""
-        self._tasks.put(None)
-        self._lane.join(_EXIT_WAIT_S)
-        if self._lane.is_alive():
-            self.fail(
-                PeerLost(
-                    f"rank {self.members[self.rank]} left in the middle of a step; look at its output for the cause"
-                )
-            )
-            self._lane.join(_EXIT_WAIT_S)
+        if not self._lane.end(_EXIT_WAIT_S):
+            who = f"rank {self.members[self.rank]}"
+            self.fail(PeerLost(f"{who} left in the middle of a step; look at its output for the cause"))
+            self._lane.end(_EXIT_WAIT_S)
 
 
 # Lanes that would still run when the interpreter goes down, and could crash it there: a script that ends without

@@ -17,9 +17,10 @@ from gradwire.schemes.selection import TensorSpan
 from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange, Source
 from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.wire.communicator import Communicator, Continuation, ring_bytes
+from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.facts import Facts
 from gradwire.wire.futures import then
+from gradwire.wire.lane import Continuation
 
 _log = logging.getLogger(__name__)
 _FALLBACK = "non-finite gradient: this bucket was sent uncompressed"

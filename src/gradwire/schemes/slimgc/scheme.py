@@ -33,9 +33,9 @@ from gradwire.stepping.look_ahead import LookAhead
 from gradwire.stepping.owner_step import OwnerStep
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.telemetry.stopwatch import Stopwatch
-from gradwire.wire.communicator import Continuation
 from gradwire.wire.facts import Facts
 from gradwire.wire.futures import then
+from gradwire.wire.lane import Continuation
 from gradwire.wire.preamble import Preamble, compare_preambles
 from gradwire.wire.step_check import StepCheck
 

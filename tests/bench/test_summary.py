@@ -131,7 +131,11 @@ def test_axes_that_are_neither_rows_nor_columns_make_tables_of_their_own() -> No
     records = [timed("ddp", 1.0, rate=rate) for rate in ("1gbit", "100mbit")]
     assert [grid.title for grid in make_grids(experiment, Table([STEP]), records)] == ["rate fast", "rate slow"]
     (wide,) = make_grids(experiment, Table([STEP], across="rate"), records)
-    assert wide.headings == ["scheme", "fast: ms", "slow: ms"]
+    assert (wide.title, wide.headings) == ("ms", ["scheme", "fast", "slow"])
+    (two,) = make_grids(
+        experiment, Table([STEP, Column("n_bytes", "bytes")], across="rate"), [r | {"n_bytes": 1} for r in records]
+    )
+    assert two.headings == ["scheme", "fast: ms", "fast: bytes", "slow: ms", "slow: bytes"]
     assert len(make_grids(experiment, Table([STEP], where={"rate": "1gbit"}), records)) == 1
 
 

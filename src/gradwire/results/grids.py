@@ -48,6 +48,8 @@ def _grid(experiment: Experiment, table: Table, summary: Summary, rows: Sequence
     known = [c for c in table.columns if any(summary.value(row, c).middle is not None for row in rows)]
     # Columns that do not depend on what is across stand once, at the end.
     headings = [": ".join(filter(None, (head, column.heading))) for head in heads for column in known]
+    if table.across and len(known) == 1:  # said once
+        title, headings = ", ".join(filter(None, [title, known[0].heading])), heads
     usual = usual_code(rows)
     lines, marks, has_noise = [], set(), False
     for name, group in by_name.items():

@@ -1,5 +1,5 @@
-"""The scheme `random-k`: the same random elements on every rank, drawn from a shared seed, so that sums need no indices (Stich et al.,
-NeurIPS 2018).
+"""The scheme `random-k`: the same random elements on every rank, drawn from a shared seed, so that sums need no indices
+(random sparsification: Stich et al., NeurIPS 2018).
 
 When not to use this: top-k converges better for the same share; this is what it is measured against.
 """

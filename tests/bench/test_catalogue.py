@@ -123,8 +123,8 @@ def test_what_is_shown_is_of_axes_that_there_are(experiment: Experiment) -> None
     assert len({repr(cell) for cell in cells}) == len(cells)
     for axis, value in experiment.baseline.items():
         assert value in experiment.values(axis)
-    for twin in experiment.twins:
-        assert twin in experiment.values("scheme")
+    for control in experiment.controls:
+        assert control in experiment.values("scheme")
     for shown in (*experiment.show, *experiment.goals):
         for name, wanted in shown.where.items():
             if name in experiment.axes and not callable(wanted):

@@ -15,7 +15,7 @@ from gradwire.results.tables import Grid, to_markdown, to_text
 
 SCHEMES = ["ddp", "plain", "gcomp"]
 SPEED = Experiment(
-    "speed", "s", "?", "train", {"rate": ["1gbit"], "scheme": SCHEMES}, baseline={"scheme": "ddp"}, twins=["plain"]
+    "speed", "s", "?", "train", {"rate": ["1gbit"], "scheme": SCHEMES}, baseline={"scheme": "ddp"}, controls=["plain"]
 )
 STEP, X_DDP = ms("iteration_s", "ms", spread=True), Column("iteration_s", "x ddp", kind="ratio")
 ACCURACY = Experiment(
@@ -57,7 +57,7 @@ def test_nothing_is_claimed_where_quartiles_overlap() -> None:
     assert "within the noise" in grid.caption
 
 
-def test_nothing_is_claimed_within_what_twins_of_the_baseline_differ_by() -> None:
+def test_nothing_is_claimed_within_what_controls_differ_by() -> None:
     """`plain` sends DDP's very bytes: what it differs by is noise, however narrow the quartiles."""
     records = [timed("ddp", 1.0), timed("plain", 0.85), timed("gcomp", 0.88)]
     summary, gcomp = row(SPEED, records, scheme="gcomp")

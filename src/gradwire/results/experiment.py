@@ -115,7 +115,7 @@ class Experiment:
         together: axes whose cells are measured in one run, in turns where the measure can: ratios between them hold.
         over: axes that are averaged over: seeds, folds.
         baseline: {axis: value} of the cell that ratios and differences are to, all other axes being equal.
-        twins: values of the baseline's axis that do the very same as it; what lies between them is noise.
+        controls: values of the baseline's axis that do the very same as it; what lies between them is noise.
         of: the papers' figures and tables that it gives, in kind.
         show: tables and plots, in order.
         goals: what was promised.
@@ -132,7 +132,7 @@ class Experiment:
     together: Sequence[str] = ("scheme",)
     over: Sequence[str] = ()
     baseline: Mapping[str, Any] = field(default_factory=dict)
-    twins: Sequence[Any] = ()
+    controls: Sequence[Any] = ()
     of: Sequence[Ref] = ()
     show: Sequence[Table | Plot] = ()
     goals: Sequence[Goal] = ()

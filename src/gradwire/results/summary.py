@@ -90,9 +90,9 @@ class Summary:
         return Value(ratio, low, high, is_noise)
 
     def _noise(self, row: Mapping[str, Any], base: float, column: Column) -> float:
-        """By how much twins of the baseline, which do the very same, differ from it in this row's run."""
+        """By how much controls, which do what the baseline does, differ from it in this row's run."""
         axis = next(iter(self.experiment.baseline), "scheme")
-        found = [self._groups.get(self._name(row, **{axis: twin})) for twin in self.experiment.twins]
+        found = [self._groups.get(self._name(row, **{axis: control})) for control in self.experiment.controls]
         middles = [_plain(group, column).middle for group in found if group]
         return max((abs(one / base - 1) for one in middles if isinstance(one, float)), default=0.0)
 

@@ -110,8 +110,8 @@ class TwoLevel(Scheme):
         members = communicator.members
         in_node = [members[rank] for rank in own]
         # Twice: sums of a bucket and rows of an earlier one may cross on the way, in another order on other ranks.
-        self._sums, self._gathers = communicator.twin(in_node), communicator.twin(in_node)
-        self._between = communicator.twin([members[node[self._own]] for node in nodes])
+        self._sums, self._gathers = communicator.subgroup(in_node), communicator.subgroup(in_node)
+        self._between = communicator.subgroup([members[node[self._own]] for node in nodes])
         self._inner_slots: dict[str, Slot] = {}
         self._cuts: dict[tuple[int, int], _Cut] = {}
         self._ready: dict[int, Callable[[], None]] = {}  # gathers whose turn has not come, by number

@@ -17,7 +17,7 @@ class FiniteFlag:
 
     def __init__(self, communicator: Communicator) -> None:
         """Collective."""
-        self._communicator = communicator.twin()
+        self._communicator = communicator.subgroup()
         self._is_finite = True
 
     def begin_step(self) -> None:

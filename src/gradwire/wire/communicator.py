@@ -73,7 +73,7 @@ class Communicator:
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
         self.closing = Closing(self._store, self._name, self.rank, self.world_size)
-        self._twins: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
+        self._subgroups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._mesh: _native.Mesh | None = None
         self._group: Any = None  # as long as it is being made, there are no connections to break
         try:
@@ -96,14 +96,14 @@ class Communicator:
         self._lane = Lane(self.raise_if_failed, self.fail)
         _open_communicators.add(self)
 
-    def twin(self, members: Sequence[int] | None = None) -> Communicator:
+    def subgroup(self, members: Sequence[int] | None = None) -> Communicator:
         """Another communicator over the same ranks, or over some of them, with a lane and connections of its own. Collective.
 
-        When this one fails, the twin's connections break too: whoever waits on them wakes.
+        When this one fails, the connections of its subgroups break too: whoever waits on them wakes.
         """
-        twin = Communicator(self.members if members is None else members, self.timeout_s)
-        self._twins.add(twin)
-        return twin
+        made = Communicator(self.members if members is None else members, self.timeout_s)
+        self._subgroups.add(made)
+        return made
 
     # ---- the lane
 
@@ -300,8 +300,8 @@ class Communicator:
             return
         if self._mesh is not None:
             self._mesh.break_off()
-        for twin in list(self._twins):
-            twin._break_connections()
+        for subgroup in list(self._subgroups):
+            subgroup._break_connections()
         peer = (self.rank + 1) % self.world_size
         with contextlib.suppress(Exception):
             work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _SILENT_TAG)

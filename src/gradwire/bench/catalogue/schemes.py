@@ -13,7 +13,7 @@ EVERYTHING = [*HOOKS, *FIXED]
 REDUCING = ["ddp", "ddp-bf16", *(name for name in FIXED if not schemes.owns_step(name))]
 DDP = {"scheme": "ddp"}
 # These send DDP's very bytes by the same all-reduce: `homomorphic` finds dense gradients too dense and sends them plainly.
-TWINS = ["plain", "homomorphic"]
+CONTROLS = ["plain", "homomorphic"]
 RATES = {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
 
 ITERATION = ms("iteration_s", "ms a step", spread=True)
@@ -106,7 +106,7 @@ def _sizes(*names: str) -> dict[str, int]:
 
 EXPERIMENTS = [
     Experiment(
-        key="train-resnet", system="schemes", measure="train", seconds=240, baseline=DDP, twins=TWINS,
+        key="train-resnet", system="schemes", measure="train", seconds=240, baseline=DDP, controls=CONTROLS,
         question="How long does a training step take under each scheme, and what does the loss pay?",
         of=[Ref("GComp", "Fig. 15")],
         fixed={"workload": "resnet", "ranks": 4, "steps": 20, "warmup": 3},
@@ -115,21 +115,21 @@ EXPERIMENTS = [
         goals=[Goal("GComp faster than DDP at 100 Mb/s", X_DDP, "<=", 0.95, {"rate": "100mbit", "scheme": "gcomp"})],
     ),
     Experiment(
-        key="train-quick", system="schemes", measure="train", seconds=125, baseline=DDP, twins=TWINS, quick=True,
+        key="train-quick", system="schemes", measure="train", seconds=125, baseline=DDP, controls=CONTROLS, quick=True,
         question="The same on a small GPT and a small ResNet, few steps each: what `make bench` runs.",
         fixed={"ranks": 4, "steps": 5, "warmup": 3},
         axes={"workload": ["gpt", "resnet"], "rate": {"1 Gb/s": "1gbit", "100 Mb/s": "100mbit"}, "scheme": EVERYTHING},
         show=[BY_RATE, PARTS],
     ),
     Experiment(
-        key="train-long", system="schemes", measure="train", seconds=600, baseline=DDP, twins=TWINS,
+        key="train-long", system="schemes", measure="train", seconds=600, baseline=DDP, controls=CONTROLS,
         question="The same over 50 steps of four workloads.",
         fixed={"ranks": 4, "steps": 50},
         axes={"workload": ["gpt", "resnet", "lstm", "ncf"], "rate": RATES, "scheme": EVERYTHING},
         show=[BY_RATE, PARTS],
     ),
     Experiment(
-        key="train-large", system="schemes", measure="train", seconds=1800, baseline=DDP, twins=TWINS,
+        key="train-large", system="schemes", measure="train", seconds=1800, baseline=DDP, controls=CONTROLS,
         question="How long does a step of a large model take, its computation emulated?",
         fixed={"ranks": 4, "steps": 5, "warmup": 2, "compute": "emulate"},
         axes={"workload": ["bert-base", "resnet50", "vgg16", "gpt2", "bert-large", "resnet152"],
@@ -137,7 +137,7 @@ EXPERIMENTS = [
         show=[BY_RATE, Table([SENT, CODEC], where={"rate": "1gbit"}, title="What is sent, at 1 Gb/s")],
     ),
     Experiment(
-        key="train-changes", system="schemes", measure="train", seconds=200, baseline=DDP, twins=["plain"],
+        key="train-changes", system="schemes", measure="train", seconds=200, baseline=DDP, controls=["plain"],
         question="What does a scheme make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, one link of four at it?",
         fixed={"workload": "resnet", "ranks": 4, "rate": "1gbit", "then": ["100mbit", STRAGGLER], "steps": 10,
                "warmup": 3},
@@ -165,7 +165,7 @@ EXPERIMENTS = [
         goals=[Goal("within 2 % of plain", Column("held_out_loss", kind="ratio"), "<=", 1.02, {"scheme": _HUNDRED[1]})],
     ),
     Experiment(
-        key="train-8-ranks", system="schemes", measure="train", seconds=900, baseline=DDP, twins=["plain", "homomorphic"],
+        key="train-8-ranks", system="schemes", measure="train", seconds=900, baseline=DDP, controls=["plain", "homomorphic"],
         question="Eight ranks at 100 Mb/s (phase 0), then one link at a tenth of it.",
         fixed={"workload": "resnet", "ranks": 8, "rate": "100mbit", "then": [",".join(["100mbit"] * 7 + ["10mbit"])],
                "steps": 3, "warmup": 3},
@@ -173,20 +173,20 @@ EXPERIMENTS = [
         show=[_PHASES],
     ),
     Experiment(
-        key="train-8-ranks-gpt", system="schemes", measure="train", seconds=900, baseline=DDP, twins=TWINS,
+        key="train-8-ranks-gpt", system="schemes", measure="train", seconds=900, baseline=DDP, controls=CONTROLS,
         question="Eight ranks of the small GPT at 1 Gb/s.",
         fixed={"workload": "gpt", "ranks": 8, "rate": "1gbit", "steps": 20}, axes={"scheme": EVERYTHING},
         show=[Table([ITERATION, X_DDP, EXPOSED, SENT])],
     ),
     Experiment(
-        key="train-straggler", system="schemes", measure="train", seconds=600, baseline=DDP, twins=TWINS,
+        key="train-straggler", system="schemes", measure="train", seconds=600, baseline=DDP, controls=CONTROLS,
         question="The small GPT behind one slow link of four.",
         fixed={"workload": "gpt", "ranks": 4, "rate": STRAGGLER, "steps": 20}, axes={"scheme": EVERYTHING},
         show=[Table([ITERATION, X_DDP, EXPOSED, SENT])],
     ),
     Experiment(
         key="allreduce-quick", system="schemes", measure="allreduce", seconds=110, together=("n_bytes", "scheme"),
-        baseline=DDP, twins=TWINS, quick=True,
+        baseline=DDP, controls=CONTROLS, quick=True,
         question="How long does an all-reduce of random values take, by size?",
         fixed={"ranks": 4, "quick": True},
         axes={"rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "n_bytes": _sizes("1 KB", "64 KB", "1 MB", "25 MB"),
@@ -197,7 +197,7 @@ EXPERIMENTS = [
     ),
     Experiment(
         key="allreduce-slow", system="schemes", measure="allreduce", seconds=120, together=("n_bytes", "scheme"),
-        baseline=DDP, twins=TWINS, quick=True,
+        baseline=DDP, controls=CONTROLS, quick=True,
         question="The same at 100 Mb/s, to 5 MB.",
         fixed={"ranks": 4, "quick": True, "rate": "100mbit"},
         axes={"n_bytes": _sizes("1 KB", "64 KB", "1 MB", "5 MB"), "scheme": REDUCING},
@@ -205,7 +205,7 @@ EXPERIMENTS = [
     ),
     Experiment(
         key="allreduce-sizes", system="schemes", measure="allreduce", seconds=1500, together=("n_bytes", "scheme"),
-        baseline=DDP, twins=TWINS,
+        baseline=DDP, controls=CONTROLS,
         question="The same from 1 KB to 400 MB, with more samples.",
         fixed={"ranks": 4}, axes={"rate": RATES,
         "n_bytes": [*(1 << power for power in range(10, 25, 2)), 25_000_000, 100_000_000, 400_000_000],
@@ -215,7 +215,7 @@ EXPERIMENTS = [
     ),
     Experiment(
         key="allreduce-cpu", system="schemes", measure="allreduce", seconds=270, together=("n_bytes", "scheme"),
-        baseline=DDP, twins=["plain"],
+        baseline=DDP, controls=["plain"],
         question="What does an all-reduce cost a rank, in time and in processor time (all threads, kernel included)?",
         fixed={"quick": True},
         axes={"ranks": [2, 4], "rate": RATES, "n_bytes": {"4.9 MB": 4900000, "25 MB": 25000000},
@@ -237,7 +237,7 @@ EXPERIMENTS = [
                     rows=("ranks", "n_bytes", "scheme"), across="rate")],
     ),
     Experiment(
-        key="allreduce-gradient", system="schemes", measure="allreduce", seconds=90, baseline=DDP, twins=["plain"],
+        key="allreduce-gradient", system="schemes", measure="allreduce", seconds=90, baseline=DDP, controls=["plain"],
         quick=True,
         question="How long does an all-reduce of 25 MB of a real gradient take?",
         of=[Ref("GComp", "Fig. 10")],
@@ -249,7 +249,7 @@ EXPERIMENTS = [
         goals=[Goal("`plain` within 5 % of DDP", TIME_X_DDP, "<=", 1.05, {"scheme": "plain"})],
     ),
     Experiment(
-        key="allreduce-sparse", system="schemes", measure="allreduce", seconds=120, baseline=DDP, twins=["plain"],
+        key="allreduce-sparse", system="schemes", measure="allreduce", seconds=120, baseline=DDP, controls=["plain"],
         question="The same of random sparse gradients, by density and by how non-zeros cluster.",
         fixed={"ranks": 4, "rate": "1gbit", "n_bytes": 25000000},
         axes={"pattern": ["element", "row", "batch"], "density": [0.01, 0.1], "scheme": REDUCING},
@@ -257,14 +257,14 @@ EXPERIMENTS = [
     ),
     Experiment(
         key="allreduce-networks", system="schemes", measure="allreduce", seconds=300, together=("n_bytes", "scheme"),
-        baseline=DDP, twins=TWINS,
+        baseline=DDP, controls=CONTROLS,
         question="The same behind one slow link of four.",
         fixed={"ranks": 4}, axes={"rate": [STRAGGLER], "n_bytes": _sizes("1 MB", "25 MB"), "scheme": REDUCING},
         show=[Table([TIME, TIME_X_DDP], across="n_bytes")],
     ),
     Experiment(
         key="allreduce-8-ranks", system="schemes", measure="allreduce", seconds=300, together=("n_bytes", "scheme"),
-        baseline=DDP, twins=TWINS,
+        baseline=DDP, controls=CONTROLS,
         question="The same with eight ranks at 1 Gb/s.",
         fixed={"ranks": 8, "rate": "1gbit"}, axes={"n_bytes": _sizes("1 MB", "25 MB"), "scheme": REDUCING},
         show=[Table([TIME, TIME_X_DDP], across="n_bytes")],

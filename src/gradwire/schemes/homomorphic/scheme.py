@@ -23,6 +23,7 @@ import torch
 
 from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import CountSketch, FixedPoint
+from gradwire.control.checks import choice as check_choice
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
@@ -93,8 +94,7 @@ class Homomorphic(Redoing):
             ("sparsifier", sparsifier, _SPARSIFIERS),
             ("integer_bits", integer_bits, tuple(_INTEGERS)),
         ):
-            if value not in known:
-                raise InvalidArgument(f"{what} is one of {', '.join(map(str, known))}, not {value!r}")
+            check_choice(what, value, known)
         leaves_out = sparsifier is not None or mode == "lossy"
         if error_feedback and not leaves_out:
             raise InvalidArgument('error_feedback needs something that is left out: a sparsifier, or mode="lossy"')

@@ -7,6 +7,7 @@ fails its test too.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ CLASSES_NAMED_TWICE: set[str] = set()
 LONG_CONSTRUCTORS: set[str] = set()
 ARGPARSE_OUTSIDE_COMMANDS: set[str] = set()
 CLOCKS_ELSEWHERE: set[str] = set()
+IGNORES_WITHOUT_A_REASON = {"schemes/aqgb/broadcasting.py", "schemes/frozen_adam.py"}
 LONG_FILES = {"src/gradwire/wire/communicator.py", "tests/device/late_device.cpp"}
 
 MOST_PARAMETERS = 9
@@ -211,6 +213,13 @@ def test_clocks_are_read_where_time_is_measured() -> None:
         if any(isinstance(node, ast.Attribute) and node.attr in CLOCKS for node in ast.walk(tree))
     }
     assert not offences(found, CLOCKS_ELSEWHERE), "a clock is read"
+
+
+def test_what_a_linter_is_told_to_pass_over_says_why() -> None:
+    """`# type: ignore[...]  # why`, `# noqa: ... - why`; better is to have nothing to pass over."""
+    silent = re.compile(r"# (type: ignore(\[[\w, -]+\])?|noqa(: \w+)?)\s*$", re.MULTILINE)
+    found = {name_of(path) for path in MODULES if silent.search(path.read_text())}
+    assert not offences(found, IGNORES_WITHOUT_A_REASON), "no reason is given"
 
 
 def test_no_long_file() -> None:

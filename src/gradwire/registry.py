@@ -99,6 +99,11 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+def spec_of(record: Mapping[str, Any]) -> str:
+    """The spec that a record's `scheme` and `options` were written from."""
+    return f"{record['scheme']}:{record['options']}" if record["options"] else str(record["scheme"])
+
+
 def _parse_value(text: str) -> Any:
     for kind in (int, float):
         try:

@@ -29,24 +29,39 @@ def make_message(
     return out[: codec.encode(make_gradient(kind, n, dtype), out, make_importance(n))].numpy().tobytes()
 
 
+class Guarded:
+    """(n,) values in the middle of a larger buffer, whose other values have to stay as they are."""
+
+    def __init__(self, n: int, dtype: torch.dtype) -> None:
+        self.around = torch.full((n + 512,), 3.0, dtype=dtype)
+        self.values = self.around[256 : 256 + n]
+
+    def are_neighbours_untouched(self) -> bool:
+        n = self.values.numel()
+        return bool((self.around[:256] == 3).all() and (self.around[256 + n :] == 3).all())
+
+    def decode(self, message: bytes | bytearray, level: tuple[bool, bool]) -> None:
+        _native.limit_simd_level(*level)
+        try:
+            importance = make_importance(self.values.numel())
+            GCompCodec("none").decode(torch.tensor(list(message), dtype=torch.uint8), self.values, importance)
+        finally:
+            _native.limit_simd_level(True, True)
+
+
 def decode(
     message: bytes | bytearray,
     dtype: torch.dtype = torch.float32,
     n: int = N_VALUES,
     level: tuple[bool, bool] = (True, True),
 ) -> torch.Tensor:
-    """Into the middle of a larger buffer, whose other values have to stay as they are."""
-    _native.limit_simd_level(*level)
-    guarded = torch.full((n + 512,), 3.0, dtype=dtype)
+    """The values; whatever becomes of the message, nothing is written beside them."""
+    guarded = Guarded(n, dtype)
     try:
-        GCompCodec("none").decode(
-            torch.tensor(list(message), dtype=torch.uint8), guarded[256 : 256 + n], make_importance(n)
-        )
+        guarded.decode(message, level)
     finally:
-        _native.limit_simd_level(True, True)
-        assert (guarded[:256] == 3).all()
-        assert (guarded[256 + n :] == 3).all()
-    return guarded[256 : 256 + n]
+        assert guarded.are_neighbours_untouched()
+    return guarded.values
 
 
 def seal(message: bytearray) -> bytes:
@@ -110,8 +125,10 @@ def test_lies_under_right_checksums_never_leave_the_buffers(
     message = bytearray(SMALL[key])
     for _ in range(data.draw(st.integers(1, 8))):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    guarded = Guarded(700, key[0])
     with contextlib.suppress(*TYPED):
-        decode(seal(message), key[0], 700, level)
+        guarded.decode(seal(message), level)
+    assert guarded.are_neighbours_untouched()
 
 
 HEADER_LIES = {

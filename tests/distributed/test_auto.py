@@ -1,4 +1,4 @@
-"""attach(ddp, optimizer): watching, trying, switching, and what it does with bad days."""
+"""attach(ddp, optimizer): watching, trying, switching, and loops of every kind."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from auto_cases import Quick, build, flat, step_once, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.errors import GradwireError, InvalidArgument, RankMismatch, Unsupported
+from gradwire.errors import Unsupported
 from gradwire.schemes.auto.scheme import Auto
-from ranks import run_ranks, try_ranks
+from ranks import run_ranks
 
 THROUGH_ALL = [
     "gcomp:importance=uniform,bits=12",
@@ -24,35 +25,6 @@ THROUGH_ALL = [
     "two-bit",
     "embedded-float:bits=8",
 ]
-
-
-def build(rank: int, **options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 3))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.2, **options)
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-
-
-def step_once(ddp: nn.Module, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-    optimizer.zero_grad()
-    ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
-    optimizer.step()
-
-
-def flat(ddp: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
-
-
-def train(rank: int, n_steps: int, scheme: Any = None, **options: Any) -> tuple[torch.Tensor, dict[str, Any], bool]:
-    ddp, optimizer = build(rank, **options)
-    attachment = gradwire.attach(ddp, optimizer, scheme) if scheme is not None else None
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(n_steps):
-        step_once(ddp, optimizer, generator)
-    stats = attachment.stats() if attachment else {}
-    if attachment:
-        attachment.close()
-    return flat(ddp), stats, bool(ddp._comm_hooks)
 
 
 def everyother(names: list[str], every: int) -> list[tuple[int, str]]:
@@ -121,22 +93,6 @@ def test_ranks_stay_equal_through_every_scheme_and_replay_repeats_to_the_bit() -
     first, second = run_ranks(through_all_schemes, 3), run_ranks(through_all_schemes, 3)
     assert all(torch.equal(first[0][0], parameters) for parameters, _ in [*first, *second])
     assert [name for _, name in first[0][1]][:8] == ["plain", *THROUGH_ALL]
-
-
-class Quick(Auto):
-    """Believes every scheme to be twice as fast as plain, and sees clocks of its own: to see the law at work."""
-
-    def __init__(self, seed: int, gains: dict[str, float], noise: float = 0.1, **options: Any) -> None:
-        super().__init__(**options)
-        self.generator, self.gains, self.noise = torch.Generator().manual_seed(seed), gains, noise
-
-    def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
-        noise = 1 + self.noise * float(torch.randn((), generator=self.generator))
-        took_us = 100_000 / self.gains.get(self.active, 1.0) * max(0.2, noise)
-        super().end_watched_step(step, int(1000 * took_us), int(800 * took_us))
-
-    def _predict(self, computing_us: int) -> dict[str, int]:
-        return {row.spec: 100_000 if row.spec == "plain" else 50_000 for row in self._rows}
 
 
 def with_noisy_clocks(rank: int, world_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -216,43 +172,7 @@ def test_what_one_scheme_has_not_sent_the_next_one_does() -> None:
         assert rest > 1e-2
 
 
-# ---- bad days
-
-
-def raises_in_a_trial(rank: int, world_size: int) -> None:
-    auto = Auto(fidelity=["one-bit"], replay=[(0, "plain"), (3, "one-bit")])
-    ddp, optimizer = build(rank)
-    attachment = gradwire.attach(ddp, optimizer, auto)
-    if rank == 1:
-
-        def broken(bucket: Any) -> Any:
-            raise ValueError("no such luck")
-
-        auto._subs["one-bit"].reduce = broken  # type: ignore[method-assign]
-    generator = torch.Generator().manual_seed(rank)
-    try:
-        for _ in range(6):
-            step_once(ddp, optimizer, generator)
-    finally:
-        with contextlib.suppress(GradwireError):
-            attachment.close()
-
-
-def test_a_candidate_that_raises_in_a_trial_is_heard_on_every_rank() -> None:
-    for outcome in try_ranks(raises_in_a_trial, 2):
-        assert isinstance(outcome.error, RankMismatch)
-        assert "no such luck" in str(outcome.error)
-
-
-def other_options(rank: int, world_size: int) -> None:
-    ddp, optimizer = build(rank)
-    gradwire.attach(ddp, optimizer, fidelity="exact" if rank else "close")
-
-
-def test_ranks_that_were_given_other_classes_are_told_when_they_attach() -> None:
-    for outcome in try_ranks(other_options, 2):
-        assert isinstance(outcome.error, RankMismatch)
-        assert "options" in str(outcome.error)
+# ---- in loops of every kind
 
 
 def accumulates(rank: int, world_size: int) -> tuple[bool, int, int]:
@@ -296,32 +216,6 @@ def evaluates_unevenly(rank: int, world_size: int) -> int:
 
 def test_a_rank_that_evaluates_alone_counts_no_steps() -> None:
     assert run_ranks(evaluates_unevenly, 2) == [40, 40]
-
-
-def overflows(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
-    ddp, optimizer = build(rank)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    auto = Quick(rank, {"one-bit": 3.0}, fidelity=["one-bit"])
-    attachment = gradwire.attach(ddp, optimizer, auto, scaler)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(60):
-        optimizer.zero_grad()
-        loss = ddp(torch.randn(8, 20, generator=generator)).square().mean()
-        if step % 13 == 5 and rank == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    found = attachment.stats()["auto"]["scheme"]
-    attachment.close()
-    return [found], flat(ddp)
-
-
-def test_overflows_under_amp_neither_stop_it_nor_part_the_ranks() -> None:
-    (first, parameters), (second, others) = run_ranks(overflows, 2)
-    assert first == second == ["one-bit"]
-    assert torch.equal(parameters, others)
-    assert bool(parameters.isfinite().all())
 
 
 def joins(rank: int, world_size: int, gain: float) -> tuple[int, torch.Tensor]:
@@ -425,39 +319,3 @@ def by_hand(rank: int, world_size: int) -> tuple[list[str], str]:
 
 def test_switching_by_hand_ends_auto_and_takes_it_up_again() -> None:
     assert run_ranks(by_hand, 2) == [(["auto", "gcomp", "plain", "auto"], "exact")] * 2
-
-
-def a_hook_of_ones_own(rank: int, world_size: int) -> str:
-    ddp, optimizer = build(rank)
-    attachment = gradwire.attach(ddp, optimizer, Quick(rank, {"one-bit": 3.0}, fidelity=["one-bit"]))
-    ddp.register_comm_hook(None, as_ddp)
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(20):
-        step_once(ddp, optimizer, generator)
-    why = attachment.stats()["auto"]["stays_plain"]
-    attachment.close()
-    return why
-
-
-def as_ddp(state, bucket):  # type: ignore[no-untyped-def]
-    buffer = bucket.buffer().div_(torch.distributed.get_world_size())
-    return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
-
-
-def test_where_another_hook_comes_first_it_stays_plain_and_says_so() -> None:
-    assert all("communication hook already" in why for why in run_ranks(a_hook_of_ones_own, 2))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"fidelity": "exakt"}, "did you mean 'exact'"),
-        ({"fidelity": ["slimgc"]}, "takes no turns"),
-        ({"candidates": ["terngrad"]}, 'fidelity="any" would take it'),
-        ({"candidates": ["gcmp"]}, "did you mean 'gcomp'"),
-        ({"budget": 0.5}, "from 0 to 0.1"),
-    ],
-)
-def test_bad_arguments_say_what_would_do(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(InvalidArgument, match=text):
-        Auto(**options)

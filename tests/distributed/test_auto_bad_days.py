@@ -1,19 +1,21 @@
-"""auto on bad days: slow loaders, ranks that stall, other world sizes, no budget, a torch without its timers."""
+"""auto on bad days: ranks that stall, raise or differ, overflows, slow loaders, other world sizes, a torch without timers."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import pytest
 import torch
-from test_auto import Quick, build, flat, step_once
+from auto_cases import Quick, build, flat, step_once
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.errors import GradwireError, InvalidArgument, RankMismatch
 from gradwire.schemes.auto.scheme import Auto
 from gradwire.telemetry.step_clock import StepClock
-from ranks import run_ranks
+from ranks import run_ranks, try_ranks
 
 
 def loads_slowly(rank: int, world_size: int) -> list[float]:
@@ -143,3 +145,101 @@ def has_no_timers(rank: int, world_size: int) -> str:
 
 def test_a_torch_without_ddps_private_timers_does() -> None:
     assert run_ranks(has_no_timers, 2) == ["one-bit"] * 2
+
+
+def raises_in_a_trial(rank: int, world_size: int) -> None:
+    auto = Auto(fidelity=["one-bit"], replay=[(0, "plain"), (3, "one-bit")])
+    ddp, optimizer = build(rank)
+    attachment = gradwire.attach(ddp, optimizer, auto)
+    if rank == 1:
+
+        def broken(bucket: Any) -> Any:
+            raise ValueError("no such luck")
+
+        auto._subs["one-bit"].reduce = broken  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(rank)
+    try:
+        for _ in range(6):
+            step_once(ddp, optimizer, generator)
+    finally:
+        with contextlib.suppress(GradwireError):
+            attachment.close()
+
+
+def test_a_candidate_that_raises_in_a_trial_is_heard_on_every_rank() -> None:
+    for outcome in try_ranks(raises_in_a_trial, 2):
+        assert isinstance(outcome.error, RankMismatch)
+        assert "no such luck" in str(outcome.error)
+
+
+def other_options(rank: int, world_size: int) -> None:
+    ddp, optimizer = build(rank)
+    gradwire.attach(ddp, optimizer, fidelity="exact" if rank else "close")
+
+
+def test_ranks_that_were_given_other_classes_are_told_when_they_attach() -> None:
+    for outcome in try_ranks(other_options, 2):
+        assert isinstance(outcome.error, RankMismatch)
+        assert "options" in str(outcome.error)
+
+
+def overflows(rank: int, world_size: int) -> tuple[list[str], torch.Tensor]:
+    ddp, optimizer = build(rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    auto = Quick(rank, {"one-bit": 3.0}, fidelity=["one-bit"])
+    attachment = gradwire.attach(ddp, optimizer, auto, scaler)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(60):
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(8, 20, generator=generator)).square().mean()
+        if step % 13 == 5 and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found = attachment.stats()["auto"]["scheme"]
+    attachment.close()
+    return [found], flat(ddp)
+
+
+def test_overflows_under_amp_neither_stop_it_nor_part_the_ranks() -> None:
+    (first, parameters), (second, others) = run_ranks(overflows, 2)
+    assert first == second == ["one-bit"]
+    assert torch.equal(parameters, others)
+    assert bool(parameters.isfinite().all())
+
+
+def a_hook_of_ones_own(rank: int, world_size: int) -> str:
+    ddp, optimizer = build(rank)
+    attachment = gradwire.attach(ddp, optimizer, Quick(rank, {"one-bit": 3.0}, fidelity=["one-bit"]))
+    ddp.register_comm_hook(None, as_ddp)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(20):
+        step_once(ddp, optimizer, generator)
+    why = attachment.stats()["auto"]["stays_plain"]
+    attachment.close()
+    return why
+
+
+def as_ddp(state, bucket):  # type: ignore[no-untyped-def]
+    buffer = bucket.buffer().div_(torch.distributed.get_world_size())
+    return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+def test_where_another_hook_comes_first_it_stays_plain_and_says_so() -> None:
+    assert all("communication hook already" in why for why in run_ranks(a_hook_of_ones_own, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"fidelity": "exakt"}, "did you mean 'exact'"),
+        ({"fidelity": ["slimgc"]}, "takes no turns"),
+        ({"candidates": ["terngrad"]}, 'fidelity="any" would take it'),
+        ({"candidates": ["gcmp"]}, "did you mean 'gcomp'"),
+        ({"budget": 0.5}, "from 0 to 0.1"),
+    ],
+)
+def test_bad_arguments_say_what_would_do(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        Auto(**options)

@@ -93,8 +93,11 @@ def elsewhere(text: str, table: dict[str, str]) -> str | None:
 # ---- Python
 
 
-def run_block(rank: int, world_size: int, code: str, folder: str) -> None:
-    """The block, with what its page has made before it: a DDP model, its optimizer, an attachment."""
+def run_block(rank: int, world_size: int, code: str, folder: str) -> torch.Tensor:
+    """The block, with what its page has made before it: a DDP model, its optimizer, an attachment.
+
+    Returns: the parameters after one more step, on a batch of the rank's own.
+    """
     os.chdir(folder)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
@@ -111,9 +114,10 @@ def run_block(rank: int, world_size: int, code: str, folder: str) -> None:
         names["attachment"] = gradwire.attach(ddp, optimizer)
     ddp(torch.ones(2, 8)).sum().backward()
     exec(code, names)
-    ddp(torch.ones(2, 8)).sum().backward()
+    ddp(torch.full((2, 8), 1.0 + rank)).sum().backward()
     optimizer.step()
     dist.barrier()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in ddp.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -128,22 +132,22 @@ def test_python_on_the_page_runs(page: Path, number: int, tmp_path: Path) -> Non
         return
     if "TensorBoard" in code:
         pytest.importorskip("tensorboard")
-    run_ranks(run_block, 2, code, str(tmp_path))
+    first, second = run_ranks(run_block, 2, code, str(tmp_path))
+    assert torch.equal(first, second), "the ranks' parameters differ after the block"
 
 
 # ---- commands
 
 
-def run_here(line: str, folder: Path) -> None:
+def run_here(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     for pattern, shorter in SHORTER:
         line = re.sub(pattern, shorter, line)
     words = [sys.executable if word == "python" else word for word in shlex.split(line)]
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", *words], cwd=folder, env={**os.environ, "PYTHONPATH": path},
         capture_output=True, text=True, timeout=200 * patience(),
     )  # fmt: skip
-    assert ended.returncode == 0, f"{line}\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
 
 
 PAGES_WITH_COMMANDS = [page for page in PAGES if commands(page)]
@@ -159,7 +163,8 @@ def test_commands_on_the_page_run(page: Path, tmp_path: Path) -> None:
     size = codec.encode(torch.ones(100), message)
     (tmp_path / "message.bin").write_bytes(bytes(message[:size].tolist()))
     for line in lines:
-        run_here(line, tmp_path)
+        ended = run_here(line, tmp_path)
+        assert ended.returncode == 0, f"{line}\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
 
 
 def test_every_exception_is_needed_and_says_where_or_why() -> None:

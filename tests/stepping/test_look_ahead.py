@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,16 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from look_ahead_cases import PLAIN, batch, build, loss_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.codecs.general import RawCodec
-from gradwire.control.threshold import NEVER
-from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.training.digest import gather_hashes, hash_parameters
-from ranks import run_ranks, try_ranks
+from ranks import run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -35,23 +32,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
-PLAIN = {"codec": "raw", "threshold_bytes": NEVER, "backup": True}
-
-
-def build(seed: int = 1, **options: Any) -> DistributedDataParallel:
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3)
-    )
-    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.003, **options})
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(8, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
-
-
-def loss_of(ddp: nn.Module, inputs: Tensor) -> Tensor:
-    return (ddp(inputs) - 1).square().mean()
 
 
 # ---- one rank, no compression: the same bits as synchronous training
@@ -236,7 +216,6 @@ def check_two_ranks(rank: int, world_size: int) -> None:
         follow_formula(rank, world_size, local)
     watch_staleness(rank, world_size)
     check_resumption(rank, world_size)
-    check_refusals(rank, world_size)
 
 
 def check_resumption(rank: int, world_size: int) -> None:
@@ -278,62 +257,6 @@ def check_resumption(rank: int, world_size: int) -> None:
     assert torch.equal(results[0], results[1])
 
 
-class Odd(torch.optim.SGD):
-    """With state of its own that no look-ahead could know of."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.n_calls = getattr(self, "n_calls", 0) + 1
-        super().step(closure)
-
-
-def check_refusals(rank: int, world_size: int) -> None:
-    for kind in (Odd, torch.optim.LBFGS):
-        ddp = build()
-        with pytest.raises(Unsupported, match="cannot be peeked"):
-            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1), SlimGC(**PLAIN), timeout_s=100)
-    ddp = build()
-    # Its step is not tried where the local one is plain SGD.
-    optimizer: torch.optim.Optimizer = Odd(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local="sgd"), timeout_s=100)
-    attachment.close()
-    # Clipping would be of the local gradient, and too late for the mean.
-    ddp = build()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN), timeout_s=100)
-    loss_of(ddp, batch(rank, 0)).backward()
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
-    with pytest.raises(Unsupported, match="max_grad_norm"):
-        optimizer.step()
-    attachment.close()
-    ddp = build()
-    # What the user does to parameters between steps would be lost: it is said, and after a flush it holds.
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, sync_steps=0), timeout_s=100)
-    loss_of(ddp, batch(rank, 0)).backward()
-    optimizer.step()
-    with torch.no_grad():
-        next(ddp.parameters()).zero_()
-    with pytest.raises(Unsupported, match="flush"):
-        loss_of(ddp, batch(rank, 1))
-    attachment.flush()
-    with torch.no_grad():
-        next(ddp.parameters()).zero_()
-    optimizer.zero_grad()
-    loss_of(ddp, batch(rank, 1)).backward()
-    optimizer.step()
-    attachment.flush()
-    moved = next(ddp.parameters())
-    assert float(moved.abs().max()) < 0.2
-    # A NaN travels as in synchronous training: all ranks have it, after the next step.
-    optimizer.zero_grad()
-    (loss_of(ddp, batch(rank, 2)) * (math.nan if rank == 0 else 1.0)).backward()
-    optimizer.step()
-    attachment.flush()
-    assert bool(next(ddp.parameters()).isnan().any())
-    attachment.close()
-
-
 def test_two_ranks_follow_the_formula_one_step_stale_and_never_two() -> None:
     run_ranks(check_two_ranks, 2)
 
@@ -363,53 +286,3 @@ def train_long(rank: int, world_size: int) -> str:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_global_weights_are_identical_on_all_ranks_after_300_steps(world_size: int) -> None:
     assert len(set(run_ranks(train_long, world_size))) == 1
-
-
-# ---- faults
-
-
-def die_between_push_and_pull(rank: int, world_size: int) -> None:
-    ddp = build()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    scheme = SlimGC("one-bit", threshold_bytes=0, pull="raw", backup=True, sync_steps=0)
-    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=1_000)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(ddp, batch(rank, step)).backward()
-        optimizer.step()
-        if step == 2:
-            attachment.flush()
-            complete = hash_parameters(ddp.module)
-            if rank == 1:
-                # What owners answer with is called back, being no codec of the core's.
-                RawCodec.encode = lambda *_: os._exit(9)  # type: ignore[method-assign]
-        try:
-            if step > 2:
-                attachment.flush()
-        except PeerLost:
-            assert hash_parameters(ddp.module) == complete, "the last complete global weights are left"
-            raise
-
-
-def test_death_between_push_and_pull_is_a_lost_peer_and_leaves_complete_weights() -> None:
-    outcomes = try_ranks(die_between_push_and_pull, 3)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert type(outcome.error) is PeerLost, outcome
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"local": "guess"},
-        {"local_rate": 0.1},
-        {"local": "sgd", "local_rate": -1.0},
-        {"sync_steps": -1},
-        {"max_grad_norm": 0.0},
-    ],
-)
-def test_options_of_the_backup_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument):
-        SlimGC(backup=True, **options)
-    if "max_grad_norm" in options or "local_rate" in options:
-        with pytest.raises(InvalidArgument):
-            SlimGC(**options)

@@ -12,7 +12,7 @@ from gradwire.bench import reducers
 from gradwire.bench.launching import check_rank_arguments, is_rank, needs_switch, run_in_ranks
 from gradwire.bench.sources import GradientSource
 from gradwire.errors import InvalidArgument
-from gradwire.registry import choose_specs
+from gradwire.registry import choose_specs, spec_of
 from gradwire.results.tables import Grid, print_grid
 from gradwire.workloads.gradients import load_gradients
 
@@ -68,7 +68,7 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
         kernel = record["kernel_bytes"]
         rows.append(
             [
-                record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+                spec_of(record),
                 f"{record['time_s'] * 1e3:.2f}",
                 f"({record['time_s_low'] * 1e3:.2f}-{record['time_s_high'] * 1e3:.2f})",
                 "-" if yardstick is None else f"{record['time_s'] / yardstick:.2f}",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradwire.bench import kernel_counters
+from gradwire.bench import kernel_counters, over_ranks
 from gradwire.bench.allreduce_bounds import Exact, error_bound
 from gradwire.bench.launching import write_results
 from gradwire.bench.reducers import RIVALS, BackendReducer, SchemeReducer, TimedReducer
@@ -104,10 +104,9 @@ class AllReduceBench:
             dist.barrier()
             started = time.perf_counter()
             reducer.reduce(buffer)
-            elapsed = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+            elapsed_s = time.perf_counter() - started
             reducer.finish_step()
-            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-            once_s = max(float(elapsed), 1e-5)
+            once_s = max(over_ranks.largest([elapsed_s])[0], 1e-5)
             total_s += once_s
             if total_s > self.args.budget:
                 break
@@ -182,9 +181,7 @@ class AllReduceBench:
         return [float(one) for one in everyone]
 
     def _record(self, reducer: TimedReducer, tally: _Tally, n_elements: int) -> dict[str, Any]:
-        samples = torch.tensor(tally.samples_s, dtype=torch.float64)
-        dist.all_reduce(samples, op=dist.ReduceOp.MAX)  # a reduction has ended when its last rank has
-        timing = Timing.of(samples.tolist(), tally.n_repeats)
+        timing = Timing.of(over_ranks.largest(tally.samples_s), tally.n_repeats)  # it has ended when its last rank has
         sent = self._gather(float(np.median(tally.sent_bytes)))
         kernel = self._gather(float(np.median(tally.kernel_bytes)) if tally.kernel_bytes else -1.0)
         cpu = self._gather(float(np.median(tally.cpu_s)))

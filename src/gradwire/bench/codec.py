@@ -9,16 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from gradwire import _native
 from gradwire.bench import contender_registry
 from gradwire.bench.contenders import Contender
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
+from gradwire.bench.launching import write_results
 from gradwire.bench.measures.gradient_files import gradient_file
-from gradwire.bench.timing import Task, Timing, time_interleaved
+from gradwire.bench.timing import Task, Timing, threads, time_interleaved
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.results.records import write_csv, write_json
 from gradwire.results.tables import Grid, print_grid
 from gradwire.telemetry.environment import describe_environment
 from gradwire.workloads.gradients import GradientFile, load_gradients
@@ -42,10 +39,7 @@ def run(args: argparse.Namespace) -> int:
             records += [{**record, **environment} for record in batch]
             print_grid(make_grid(file, n_threads, batch), args.wide)
             # After every table: whoever stops the run keeps what was measured.
-            if args.json:
-                write_json(args.json, records)
-            if args.csv:
-                write_csv(args.csv, records)
+            write_results(args, records)
     return 0
 
 
@@ -54,10 +48,7 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
 
     The yardstick (zstd -1) runs along even if it is not among `names`: a ratio to it is only fair within one run.
     """
-    previous = _native.thread_count(), torch.get_num_threads()
-    _native.set_thread_count(n_threads)
-    torch.set_num_threads(n_threads)
-    try:
+    with threads(n_threads):
         running = _start(file, dict.fromkeys([*names, YARDSTICK]), n_threads)
         tasks: dict[str, Task] = {}
         for name, contender in running.items():
@@ -65,9 +56,6 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
             tasks[f"{name} encode"] = Task(contender.encode)
             tasks[f"{name} decode"] = Task(contender.decode, contender.poison, contender.verify)
         timings = time_interleaved(tasks, n_rounds)
-    finally:
-        _native.set_thread_count(previous[0])
-        torch.set_num_threads(previous[1])
     entropy = entropy_bits(exponent_histogram(file.gradient))
     records = []
     for name in names:

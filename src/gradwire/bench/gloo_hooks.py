@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 
-def quant8_hook(group, bucket):  # type: ignore[no-untyped-def]  # annotated, they would have to be DDP's own objects
+def quant8_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """`quantization_pertensor_hook`, which takes the result of an all-gather to be nested as NCCL's is."""
     view = vars(quantization_hooks)  # that module's view of torch.distributed, nobody else's
     if not isinstance(view["dist"], _DistributedAsNccl):

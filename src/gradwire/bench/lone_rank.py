@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.futures import completed
 
 
 class LoneRank(Communicator):
@@ -29,9 +30,7 @@ class LoneRank(Communicator):
 
     def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future:
         self.all_reduce(tensor, op)
-        done: torch.futures.Future = torch.futures.Future()
-        done.set_result([tensor])
-        return done
+        return completed([tensor])
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.repeat(self.world_size, 1)

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gradwire.telemetry.environment import describe_environment
@@ -52,9 +51,7 @@ class Load:
         self._started = _clock(), _busy_s(), _own_s()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         (began, busy, own), (ended, busy_now, own_now) = self._started, (_clock(), _busy_s(), _own_s())
         if busy is not None and busy_now is not None and ended > began:
             self.during = max(0.0, (busy_now - busy) - (own_now - own)) / (ended - began)

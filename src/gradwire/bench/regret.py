@@ -16,7 +16,7 @@ from gradwire import workloads
 from gradwire.bench.launching import check_rank_arguments, is_rank, run_in_ranks
 from gradwire.bench.train import check_changes
 from gradwire.errors import InvalidArgument
-from gradwire.registry import describe_choices, parse_spec
+from gradwire.registry import parse_spec, spec_of
 from gradwire.results.records import RecordLog
 from gradwire.results.tables import Grid, print_grid
 
@@ -28,10 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure as a rank, or start the ranks that do; with `--check` status 1 where a bar is missed."""
     if args.steps < 20:
         raise InvalidArgument(f"--steps {args.steps}: auto needs 20 or more to try anything")
-    if parse_spec(args.workload)[0] not in workloads.names():
-        raise InvalidArgument(
-            f"no workload is called {args.workload!r}; {describe_choices(args.workload, workloads.names())}"
-        )
+    workloads.check_name(parse_spec(args.workload)[0])
     if "ddp" not in args.scheme:
         raise InvalidArgument("--scheme has to name ddp: what auto loses is counted against it")
     check_rank_arguments(args)
@@ -73,7 +70,7 @@ def make_grid(records: Sequence[Mapping[str, Any]]) -> Grid:
         rows.append(
             [
                 record["rates"],
-                record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+                spec_of(record),
                 f"{1e3 * record['iteration_s']:.1f}",
                 f"{record['x_ddp']:.3f}",
                 f"{record['x_best_last_half']:.3f}" if is_auto else "",

@@ -7,10 +7,10 @@ import dataclasses
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from gradwire import workloads
+from gradwire.bench import over_ranks
 from gradwire.bench.link_changes import change_links
 from gradwire.bench.regret_figures import make_records
 from gradwire.bench.train_contenders import TrainContender, describe
@@ -84,20 +84,15 @@ class _Run:
                 if contender in counted:
                     spent_s += time.perf_counter() - started
             n_done, n_turns = n_done + TURN, n_turns + 1
-            slowest = torch.tensor([spent_s])
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if float(slowest) > len(counted) * self._args.seconds:
+            if over_ranks.largest([spent_s])[0] > len(counted) * self._args.seconds:
                 break
 
     def _write(self, phase: int, network: Network, firsts: dict[str, int]) -> None:
         everyone = {**self._named, **self._fixed}
         steps_s, losses = {}, {}
         for spec, contender in everyone.items():
-            values = torch.tensor([t.iteration_s for t in contender.times[firsts[spec] :]], dtype=torch.float64)
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-            mean_loss = torch.tensor(contender.losses, dtype=torch.float64)
-            dist.all_reduce(mean_loss)
-            steps_s[spec], losses[spec] = values.tolist(), mean_loss / dist.get_world_size()
+            steps_s[spec] = over_ranks.largest([times.iteration_s for times in contender.times[firsts[spec] :]])
+            losses[spec] = over_ranks.mean(contender.losses)
         first = next((firsts[spec] for spec in self._autos), 0)
         stats = {spec: auto.stats()["auto"] for spec, auto in self._autos.items()}
         found = make_records(steps_s, stats, first if phase else 0)
@@ -113,7 +108,7 @@ class _Run:
         }
         records: list[dict[str, Any]] = []
         for spec, contender in self._named.items():
-            strays = float((losses[spec] - losses["ddp"]).abs().max())
+            strays = max(abs(mine - ddps) for mine, ddps in zip(losses[spec], losses["ddp"], strict=True))
             described = {"scheme": contender.name, "options": describe(contender), "loss_deviation": strays}
             records.append(described | shared | found[spec] | self._workload.describe() | self._environment)
         RecordLog(self._args.log).append(records)

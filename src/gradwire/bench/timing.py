@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+
+import torch
+
+from gradwire import _native
+from gradwire.errors import InvalidArgument
 
 # Below some 50 ms a sample is at the mercy of one scheduler tick (4 ms) or one page-fault storm.
 MIN_SAMPLE_S = 0.05
@@ -75,3 +81,18 @@ def _calibrate(task: Task, min_sample_s: float, clock: Callable[[], float]) -> i
     _sample(task, 1, clock)
     once_s = max(_sample(task, 1, clock), 1e-7)
     return max(1, -int(-min_sample_s // once_s))
+
+
+@contextlib.contextmanager
+def threads(n_threads: int) -> Iterator[None]:
+    """Inside, gradwire's codecs and torch's own operations use so many threads. Raises: InvalidArgument (below 1)."""
+    if n_threads < 1:
+        raise InvalidArgument(f"{n_threads} threads: they count from 1")
+    before = _native.thread_count(), torch.get_num_threads()
+    _native.set_thread_count(n_threads)
+    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        _native.set_thread_count(before[0])
+        torch.set_num_threads(before[1])

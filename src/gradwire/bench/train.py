@@ -17,7 +17,7 @@ from gradwire.bench.launching import (
 )
 from gradwire.errors import InvalidArgument
 from gradwire.ranks.netlab import parse_rate
-from gradwire.registry import choose_specs, describe_choices, parse_spec
+from gradwire.registry import choose_specs, parse_spec, spec_of
 from gradwire.results.tables import Grid, print_grid
 
 YARDSTICK = "ddp"
@@ -29,11 +29,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(
             f"--steps {args.steps} --warmup {args.warmup}: both count from 1 (DDP rebuilds its buckets after the first step)"
         )
-    workload_name = parse_spec(args.workload)[0]
-    if workload_name not in workloads.names():
-        raise InvalidArgument(
-            f"no workload is called {workload_name!r}; {describe_choices(workload_name, workloads.names())}"
-        )
+    workloads.check_name(parse_spec(args.workload)[0])
     specs = choose_specs(args.scheme, train_contenders.names(), train_contenders.more())
     for spec in specs:
         train_contenders.check_rival_options(*parse_spec(spec))
@@ -93,7 +89,7 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     for record in records:
         rows.append(
             [
-                record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+                spec_of(record),
                 f"{record['iteration_s'] * 1e3:.1f}",
                 f"({record['iteration_s_low'] * 1e3:.0f}-{record['iteration_s_high'] * 1e3:.0f})",
                 "-" if yardstick is None else f"{record['iteration_s'] / yardstick:.2f}",

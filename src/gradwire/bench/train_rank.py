@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.bench import kernel_counters
+from gradwire.bench import kernel_counters, over_ranks
 from gradwire.bench.launching import write_results
 from gradwire.bench.link_changes import change_links
 from gradwire.bench.timing import Timing
@@ -95,7 +96,7 @@ class TrainBench:
             by_phase.append([_Counter(contender, phase) for contender in contenders])
             self._run_blocks(by_phase[-1], [self.args.steps] * len(contenders))
         self._change_links(self._phases[0])
-        losses = [self._mean_over_ranks(contender.losses) for contender in contenders]
+        losses = [over_ranks.mean(contender.losses) for contender in contenders]
         clocks = [self._wall_clock(contender) for contender in contenders]
         # Run one after another, later contenders are compared at the end of the first, usually DDP.
         shared_s = self._shared_s = self._shared_s or min(clock[-1] for clock in clocks)
@@ -134,16 +135,9 @@ class TrainBench:
         self._rates, self._n_changes = rates, self._n_changes + 1
         dist.barrier()
 
-    def _mean_over_ranks(self, values: Sequence[float]) -> list[float]:
-        summed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(summed)
-        return (summed / self.world_size).tolist()
-
     def _wall_clock(self, contender: TrainContender) -> list[float]:
         """When each step of this contender would have ended, had it trained alone: sums of the slowest rank's steps."""
-        iterations = torch.tensor([times.iteration_s for times in contender.times], dtype=torch.float64)
-        dist.all_reduce(iterations, op=dist.ReduceOp.MAX)
-        return iterations.cumsum(0).tolist()
+        return list(itertools.accumulate(over_ranks.largest([times.iteration_s for times in contender.times])))
 
     def _record(
         self, counter: _Counter, losses: list[float], clock: list[float], shared_s: float, is_interleaved: bool
@@ -158,12 +152,12 @@ class TrainBench:
         split: dict[str, float | None] = dict.fromkeys(("compute_s", "exposed_s", "wait_s"))
         if contender.name not in SHARDED:
             split |= self._split(times)
-        wire, kernel = self._mean_over_ranks([counter.sent_bytes / len(times), counter.kernel_bytes / len(times)])
-        codec_s = None if counter.codec_s is None else self._mean_over_ranks([counter.codec_s / len(times)])[0]
-        decode_s = None if counter.decode_s is None else self._mean_over_ranks([counter.decode_s / len(times)])[0]
+        wire, kernel = over_ranks.mean([counter.sent_bytes / len(times), counter.kernel_bytes / len(times)])
+        codec_s = None if counter.codec_s is None else over_ranks.mean([counter.codec_s / len(times)])[0]
+        decode_s = None if counter.decode_s is None else over_ranks.mean([counter.decode_s / len(times)])[0]
         # Of equally many steps for all, whatever each took to settle.
         n_trained = self.args.warmup + (counter.phase + 1) * self.args.steps
-        (cpu_s,) = self._mean_over_ranks([counter.cpu_s / len(times)])
+        (cpu_s,) = over_ranks.mean([counter.cpu_s / len(times)])
         n_bytes = 4 * contender.n_parameters
         ring = ring_bytes(n_bytes, self.world_size)
         network = current_network()
@@ -232,7 +226,7 @@ class TrainBench:
         found = counter.contender.overlap(counter.started_s, counter.ended_s)
         if found is None:  # the same on every rank
             return dict.fromkeys(names)
-        means = self._mean_over_ranks([found[name] / n_steps for name in names])
+        means = over_ranks.mean([found[name] / n_steps for name in names])
         return dict(zip(names, means, strict=True))
 
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.core.threads import use_fair_share_of_cores
+from gradwire.wire.futures import completed
 
 CODECS: dict[str, type[Quantised]] = {"ddp-one-bit": OneBit, "ddp-two-bit": TwoBit}
 
@@ -82,9 +84,7 @@ class TrainingThreadQuantiser:
     def start(self, index: int, buffer: torch.Tensor, is_last: bool) -> torch.futures.Future:
         """Encode a bucket, (n,) float32, and push it; the future is done at the end of the backward pass."""
         if self._world_size == 1:  # the mean of one is itself
-            alone: torch.futures.Future = torch.futures.Future()
-            alone.set_result(buffer)
-            return alone
+            return completed(buffer)
         exchange = self._exchange_of(index, buffer)
         exchange.bucket = buffer
         exchange.done = torch.futures.Future()
@@ -191,5 +191,5 @@ class TrainingThreadQuantiser:
         return made
 
 
-def _hook(state, bucket):  # type: ignore[no-untyped-def]  # annotated, they would have to be DDP's own objects
+def _hook(state: TrainingThreadQuantiser, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state.start(bucket.index(), bucket.buffer(), bucket.is_last())

@@ -95,10 +95,10 @@ def _start_ranks(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
 
 def _train(workload_name: str, seconds: float) -> None:
     """As one rank: all contenders in turns until the time is up, then one line of JSON from rank 0."""
-    import torch
     import torch.distributed as dist
 
     from gradwire import workloads
+    from gradwire.bench import over_ranks
     from gradwire.bench.train_contenders import TrainContender
     from gradwire.core.threads import use_fair_share_of_cores
     from gradwire.registry import parse_spec
@@ -119,21 +119,16 @@ def _train(workload_name: str, seconds: float) -> None:
                 contender.run_step()
         order.reverse()
         n_done += _TURN
-        left = torch.tensor([ends - time.monotonic()])
-        dist.all_reduce(left, op=dist.ReduceOp.MIN)
-        if float(left) < 0 and n_done >= _FEWEST_STEPS:
+        (late_s,) = over_ranks.largest([time.monotonic() - ends])
+        if late_s > 0 and n_done >= _FEWEST_STEPS:
             break
         if dist.get_rank() == 0:
-            print(f"  {n_done} steps of each, {max(0.0, float(left)):.0f} s to go", flush=True)
+            print(f"  {n_done} steps of each, {max(0.0, -late_s):.0f} s to go", flush=True)
     result: dict[str, Any] = {"n_steps": n_done, "ranks": dist.get_world_size(), "workload": workload_name, "runs": {}}
     for spec, contender in contenders.items():
-        times = torch.tensor([t.iteration_s for t in contender.times[-n_done:]], dtype=torch.float64)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        losses = torch.tensor(contender.losses[-n_done:], dtype=torch.float64)
-        dist.all_reduce(losses)
         result["runs"][spec] = {
-            "step_s": times.tolist(),
-            "losses": (losses / dist.get_world_size()).tolist(),
+            "step_s": over_ranks.largest([times.iteration_s for times in contender.times[-n_done:]]),
+            "losses": over_ranks.mean(contender.losses[-n_done:]),
             "sent_bytes_per_step": contender.sent_bytes() / (n_done + 1),
         } | _of_auto(contender)
     if dist.get_rank() == 0:

@@ -191,8 +191,10 @@ def describe(plan: Plan) -> str:
 def make_table(plan: Plan) -> Table:
     """One line a scheme, 80 columns."""
     table = Table(width=_WIDTH)
-    for name, side in (("scheme", "left"), ("fidelity", "left"), ("ms", "right"), ("x DDP", "right"), ("MB", "right")):
-        table.add_column(name, justify=side, overflow="fold")  # type: ignore[arg-type]
+    for name in ("scheme", "fidelity"):
+        table.add_column(name, overflow="fold")
+    for name in ("ms", "x DDP", "MB"):
+        table.add_column(name, justify="right", overflow="fold")
     table.add_column("pays below", justify="right")
     plain = plan.plain
     for forecast in plan.forecasts():

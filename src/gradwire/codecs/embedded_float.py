@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs.tensors import bytes_of, check_room, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_partition, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 
 __all__ = ["EmbeddedFloat", "EmbeddedValues", "describe"]
@@ -47,10 +47,8 @@ class EmbeddedFloat:
         """
         if not 2 <= bits <= N_BITS:
             raise InvalidArgument(f"bits is from 2 to 32, not {bits}")
-        if not 32 <= partition <= 1024 or partition & (partition - 1):
-            raise InvalidArgument(f"partition is a power of two from 32 to 1024, not {partition}")
         self.bits = bits
-        self.partition = partition
+        self.partition = check_partition(partition)
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Bytes that no message of `encode` exceeds; exactly that many below 32 bits. Raises: InvalidArgument."""
@@ -85,8 +83,7 @@ class EmbeddedFloat:
         of a gradient, as a rule. Raises: InvalidArgument.
         """
         dtype_code(dtype)
-        if n_elements < 0:
-            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        check_size(n_elements)
         return _native.embedded_float_max_bytes(n_elements, self.partition, first_bit, n_bits)
 
     def encode_planes(self, gradient: torch.Tensor, first_bit: int, n_bits: int, out: torch.Tensor) -> int:
@@ -133,8 +130,7 @@ class EmbeddedValues:
 
     def __init__(self, n_elements: int, dtype: torch.dtype, partition: int = DEFAULT_PARTITION) -> None:
         """See `EmbeddedFloat.receive`."""
-        if n_elements < 0:
-            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        check_size(n_elements)
         self.n_bits = 0
         self.n_elements = n_elements
         self.dtype = dtype

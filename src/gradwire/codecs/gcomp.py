@@ -7,13 +7,14 @@ exponent and the importance byte, which every rank can compute.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gradwire import _native
 from gradwire.codecs.huffman import HuffmanTable, exponent_bits_of
+from gradwire.codecs.tensors import bytes_of, check_size, check_tensor
+from gradwire.control.checks import choice as check_choice
 from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument
 
 __all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe", "message_holds_nonfinite"]
@@ -64,8 +65,7 @@ class GCompCodec:
             format: of the messages: 2, or 1 as published: four levels, which travel (18 to 30 % longer). Both are read.
         Raises: InvalidArgument.
         """
-        if importance not in _MODE_CODES:
-            raise InvalidArgument(f"importance is one of {', '.join(_MODE_CODES)}, not {importance!r}")
+        check_choice("importance", importance, _MODE_CODES)
         if format not in (1, 2):
             raise InvalidArgument(f"format is 1 or 2, not {format!r}")
         if importance == "truncate" and bits is None:
@@ -80,8 +80,7 @@ class GCompCodec:
             raise InvalidArgument(f"bits={bits} means nothing with the four levels of format 1: use format=2")
         if bits is not None and not 0 <= bits <= max(_MANTISSA_BITS.values()):
             raise InvalidArgument(f"bits is from 0 to 23 (float32's mantissa), not {bits}")
-        if rounding not in _ROUNDINGS:
-            raise InvalidArgument(f"rounding is one of {', '.join(_ROUNDINGS)}, not {rounding!r}")
+        check_choice("rounding", rounding, _ROUNDINGS)
         self.importance = importance
         self.bits = bits
         self.rounding = rounding
@@ -98,8 +97,7 @@ class GCompCodec:
         About 1.1 of the original size for float32, 1.2 to 1.4 for the 16-bit types, and 300 bytes.
         Raises: InvalidArgument (dtype, negative n_elements).
         """
-        if n_elements < 0:
-            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        check_size(n_elements)
         mode_code = _MODE_CODES[self.importance]
         return _native.gcomp_max_encoded_bytes(n_elements, _dtype_code(dtype), mode_code, self.format)
 
@@ -116,8 +114,8 @@ class GCompCodec:
         Cost: about two passes, no allocation once warm, releases the GIL.
         """
         dtype_code = _dtype_code(gradient.dtype)
-        _check_buffer("gradient", gradient)
-        _check_buffer("out", out, torch.uint8)
+        check_tensor("gradient", gradient)
+        check_tensor("out", out, torch.uint8)
         if self.importance == "paper":
             if importance is None:
                 raise InvalidArgument(
@@ -134,15 +132,15 @@ class GCompCodec:
                 "(max_encoded_bytes)"
             )
         return _native.gcomp_encode(
-            _bytes_of(gradient),
-            None if importance is None else _bytes_of(importance),
+            bytes_of(gradient),
+            None if importance is None else bytes_of(importance),
             dtype_code,
             _MODE_CODES[self.importance],
             self._kept_bits(gradient.dtype),
             self.rounding == "truncate",
             self.format,
             self.table_in_use(gradient.dtype).native,
-            _bytes_of(out),
+            bytes_of(out),
         )
 
     def decode(
@@ -169,25 +167,25 @@ class GCompCodec:
         Cost: about two passes, no allocation once warm, releases the GIL.
         """
         dtype_code = _dtype_code(out.dtype)
-        _check_buffer("message", message, torch.uint8)
-        _check_buffer("out", out)
+        check_tensor("message", message, torch.uint8)
+        check_tensor("out", out)
         if importance is not None:
             _check_importance(importance, out)
         if addend is not None:
-            _check_buffer("addend", addend, out.dtype)
+            check_tensor("addend", addend, out.dtype)
             if addend.numel() != out.numel() or divisor != 1:
                 raise InvalidArgument("addend is as long as out, and goes without a divisor")
         if divisor < 1:
             raise InvalidArgument(f"divisor is at least 1, got {divisor}")
-        table_id, _, _, _, exponent_bits = _native.gcomp_read_header(_bytes_of(message))
+        table_id, _, _, _, exponent_bits = _native.gcomp_read_header(bytes_of(message))
         _native.gcomp_decode(
-            _bytes_of(message),
+            bytes_of(message),
             dtype_code,
             self._table_by_id(table_id, exponent_bits).native,
-            None if importance is None else _bytes_of(importance),
-            None if addend is None else _bytes_of(addend),
+            None if importance is None else bytes_of(importance),
+            None if addend is None else bytes_of(addend),
             float(divisor),
-            _bytes_of(out),
+            bytes_of(out),
         )
 
     def exponent_bits(self, dtype: torch.dtype) -> int:
@@ -230,12 +228,12 @@ class GCompCodec:
         Cost: one pass, no allocation, releases the GIL.
         """
         dtype_code = _dtype_code(gradient.dtype)
-        _check_buffer("gradient", gradient)
-        _check_buffer("out", out, torch.int64)
+        check_tensor("gradient", gradient)
+        check_tensor("out", out, torch.int64)
         n_counts = 1 << self.exponent_bits(gradient.dtype)
         if out.numel() != n_counts:
             raise InvalidArgument(f"a histogram of {gradient.dtype} has {n_counts} counts, out has {out.numel()}")
-        _native.gcomp_count_exponents(_bytes_of(gradient), dtype_code, self.format, out)
+        _native.gcomp_count_exponents(bytes_of(gradient), dtype_code, self.format, out)
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, counts: torch.Tensor | None = None
@@ -296,8 +294,8 @@ def message_holds_nonfinite(message: torch.Tensor) -> bool:
 
     Raises: InvalidArgument, CorruptMessage (headers only; the values are not checked), IncompatibleVersion.
     """
-    _check_buffer("message", message, torch.uint8)
-    return _native.gcomp_read_header(_bytes_of(message))[3]
+    check_tensor("message", message, torch.uint8)
+    return _native.gcomp_read_header(bytes_of(message))[3]
 
 
 def describe(message: torch.Tensor) -> dict[str, Any]:
@@ -308,8 +306,8 @@ def describe(message: torch.Tensor) -> dict[str, Any]:
     exponent_bits, level_bits, mantissa_bits, message_bits (0 for an empty message).
     Raises: InvalidArgument, CorruptMessage (headers only), IncompatibleVersion.
     """
-    _check_buffer("message", message, torch.uint8)
-    parts: dict[str, Any] = _native.gcomp_describe(_bytes_of(message))
+    check_tensor("message", message, torch.uint8)
+    parts: dict[str, Any] = _native.gcomp_describe(bytes_of(message))
     n_values = max(1, parts["n_elements"])
     for part in ("exponent", "level", "mantissa", "message"):
         parts[f"{part}_bits"] = 8 * parts[f"{part}_bytes"] / n_values if parts["n_elements"] else 0.0
@@ -322,24 +320,6 @@ def _dtype_code(dtype: torch.dtype) -> int:
 
 
 def _check_importance(importance: torch.Tensor, values: torch.Tensor) -> None:
-    _check_buffer("importance", importance, torch.uint8)
+    check_tensor("importance", importance, torch.uint8)
     if importance.numel() != values.numel():
         raise InvalidArgument(f"importance has {importance.numel()} bytes for a gradient of {values.numel()} values")
-
-
-def _check_buffer(what: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-    checks: tuple[tuple[bool, Callable[[], str]], ...] = (
-        (dtype is None or tensor.dtype == dtype, lambda: f"expected {dtype}, got {tensor.dtype}"),
-        (tensor.device.type == "cpu", lambda: f"expected a CPU tensor, got one on {tensor.device}: copy it first"),
-        (tensor.dim() == 1, lambda: f"expected one dimension, got shape {tuple(tensor.shape)}: flatten it"),
-        (tensor.is_contiguous(), lambda: "it is not contiguous: call .contiguous()"),
-    )
-    for fulfilled, say in checks:
-        if not fulfilled:
-            raise InvalidArgument(f"{what}: {say()}")
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory; a contiguous tensor of one value or none may have any stride, which a view refuses."""
-    flat = tensor.detach()
-    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)

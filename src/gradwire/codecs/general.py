@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.codecs.tensors import DTYPE_CODES
+from gradwire.codecs.tensors import DTYPE_CODES, bytes_of, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import BufferTooSmall, CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 
 __all__ = ["RawCodec", "ZlibCodec", "ZstdCodec", "describe"]
@@ -40,10 +40,8 @@ class RawCodec:
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Header and raw values: a payload that compression would make longer is stored."""
-        if dtype not in DTYPE_CODES:
-            raise InvalidArgument(f"{self.name} takes {', '.join(map(str, DTYPE_CODES))}, not {dtype}")
-        if n_elements < 0:
-            raise InvalidArgument(f"n_elements must not be negative, got {n_elements}")
+        dtype_code(dtype)
+        check_size(n_elements)
         return _HEADER.size + n_elements * dtype.itemsize
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int:
@@ -56,12 +54,9 @@ class RawCodec:
         Returns: bytes written.
         Raises: InvalidArgument (shape, dtype, device), BufferTooSmall.
         """
-        _require_values("gradient", gradient)
-        _require_bytes("out", out)
-        largest = self.max_encoded_bytes(gradient.numel(), gradient.dtype)
-        if out.numel() < largest:
-            raise BufferTooSmall(f"{self.name}: out has {out.numel()} bytes, a message may take {largest}")
-        values = _bytes_of(gradient)
+        check_tensor("gradient", gradient)
+        check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
+        values = bytes_of(gradient).numpy()
         payload, method = values, _STORED
         compressed = self._compress(values) if values.size else None
         if compressed is not None and len(compressed) < values.size:
@@ -85,9 +80,10 @@ class RawCodec:
             out: (n,) of the dtype that was encoded, contiguous, CPU; its contents are undefined after an error.
         Raises: InvalidArgument, CorruptMessage, IncompatibleVersion, BufferTooSmall (the message holds more).
         """
-        _require_bytes("message", message)
-        _require_values("out", out)
-        data, values = message.numpy(), _bytes_of(out)
+        check_tensor("message", message, torch.uint8)
+        check_tensor("out", out)
+        dtype_code(out.dtype, "out")
+        data, values = message.numpy(), bytes_of(out).numpy()
         method = self._check_header(data, out)
         payload = data[_HEADER.size :]
         if method == _STORED:
@@ -200,7 +196,7 @@ def describe(message: Tensor) -> dict[str, Any]:
 
     Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
     """
-    _require_bytes("message", message)
+    check_tensor("message", message, torch.uint8)
     data = message.numpy()
     _, _, method, dtype, _, n_elements, payload_bytes, _ = _read_header(data, "general message")
     if method not in _METHOD_NAMES or dtype not in DTYPE_CODES.values():
@@ -235,29 +231,3 @@ def _read_header(data: np.ndarray[Any, np.dtype[np.uint8]], name: str) -> tuple[
 def _checksum(message: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     """CRC32C of the message without the four bytes of the checksum itself."""
     return _native.crc32c(message[_HEADER.size :], _native.crc32c(message[:_CHECKSUM_OFFSET]))
-
-
-def _bytes_of(values: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    view: np.ndarray[Any, np.dtype[np.uint8]] = values.detach().view(torch.uint8).numpy()
-    return view
-
-
-def _require_values(name: str, values: Tensor) -> None:
-    if (
-        values.dtype not in DTYPE_CODES
-        or values.dim() != 1
-        or not values.is_contiguous()
-        or values.device.type != "cpu"
-    ):
-        raise InvalidArgument(
-            f"{name} must be a contiguous (n,) float32, bfloat16 or float16 tensor on the CPU, "
-            f"got {tuple(values.shape)} {values.dtype} on {values.device}"
-        )
-
-
-def _require_bytes(name: str, values: Tensor) -> None:
-    if values.dtype != torch.uint8 or values.dim() != 1 or not values.is_contiguous() or values.device.type != "cpu":
-        raise InvalidArgument(
-            f"{name} must be a contiguous (n_bytes,) uint8 tensor on the CPU, "
-            f"got {tuple(values.shape)} {values.dtype} on {values.device}"
-        )

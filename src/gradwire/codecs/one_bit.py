@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradwire.codecs.quantised import Quantised, check_scale_values
 from gradwire.codecs.tensors import check_positive
+from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 _RULES = {"fixed": 0, "mean": 1, "two-means": 2}
@@ -31,8 +32,7 @@ class OneBit(Quantised):
     _kind = 0
 
     def __init__(self, scale: str = "mean", threshold: float | None = None, scale_values: int | None = None) -> None:
-        if scale not in _RULES:
-            raise InvalidArgument(f"scale is one of {', '.join(_RULES)}, not {scale!r}")
+        check_choice("scale", scale, _RULES)
         if threshold is not None and scale != "fixed":
             raise InvalidArgument(f'threshold={threshold} means nothing with scale="{scale}": use scale="fixed"')
         if scale_values is not None and scale == "fixed":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import check_seed
+from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 _BLOCKS = tuple(128 << i for i in range(6))
@@ -29,8 +30,7 @@ class Qsgd(Quantised):
     def __init__(self, levels: int = 7, block: int = 512, seed: int = 0) -> None:
         if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
             raise InvalidArgument(f"levels must be an integer from 1 to 127, got {levels!r}")
-        if block not in _BLOCKS:
-            raise InvalidArgument(f"block is one of {', '.join(map(str, _BLOCKS))}, not {block!r}")
+        check_choice("block", block, _BLOCKS)
         self.levels = self._levels = levels
         self.block = self._block = block
         self.seed = check_seed(seed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.codecs.tensors import bytes_of, check_room, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_room, check_size, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 
 
@@ -39,8 +39,7 @@ class Quantised:
         Raises: InvalidArgument (dtype, negative n_elements).
         """
         dtype_code(dtype)
-        if n_elements < 0:
-            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        check_size(n_elements)
         return _native.quantiser_max_bytes(self._kind, self._levels, self._block, n_elements, n_cuts)
 
     def encode(
@@ -113,9 +112,9 @@ class Quantised:
         Cost: one pass, no allocation, releases the GIL.
         """
         check_tensor("message", message, torch.uint8)
-        dtype_code(out.dtype)
+        code = dtype_code(out.dtype)
         check_tensor("out", out)
-        self._decode_checked(message, out)
+        _native.quantiser_decode(bytes_of(message), self._kind, code, bytes_of(out))
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
@@ -138,7 +137,7 @@ class Quantised:
         step: int,
         cuts: Sequence[int],
     ) -> int:
-        dtype_code(gradient.dtype)
+        code = dtype_code(gradient.dtype)
         check_tensor("gradient", gradient)
         if cuts and self.scale_values is None:
             raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
@@ -146,32 +145,17 @@ class Quantised:
             raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
         if self.scale_values is None or not cuts:
             check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
-        return self._encode_checked(gradient, residual, residual_scale, new_residual, out, check_step(step), cuts)
-
-    def _encode_checked(
-        self,
-        gradient: Tensor,
-        residual: Tensor | None,
-        residual_scale: float,
-        new_residual: Tensor | None,
-        out: Tensor,
-        step: int,
-        cuts: Sequence[int] = (),
-    ) -> int:
         return _native.quantiser_encode(
             bytes_of(gradient),
-            dtype_code(gradient.dtype),
+            code,
             residual,
             residual_scale,
             new_residual,
             *self.native_options,
-            step,
+            check_step(step),
             bytes_of(out),
             cuts,
         )
-
-    def _decode_checked(self, message: Tensor, out: Tensor) -> None:
-        _native.quantiser_decode(bytes_of(message), self._kind, dtype_code(out.dtype), bytes_of(out))
 
 
 def check_scale_values(scale_values: int | None) -> int | None:

@@ -13,11 +13,11 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LIMIT = 1 << 64
 
 
-def dtype_code(dtype: torch.dtype) -> int:
-    """The native number of a dtype. Raises: InvalidArgument."""
+def dtype_code(dtype: torch.dtype, what: str = "the gradient") -> int:
+    """The native number of the dtype of `what`. Raises: InvalidArgument."""
     code = DTYPE_CODES.get(dtype)
     if code is None:
-        raise InvalidArgument(f"quantisers take float32, bfloat16 and float16, not {dtype}: convert the gradient")
+        raise InvalidArgument(f"codecs take float32, bfloat16 and float16, not {dtype}: convert {what}")
     return code
 
 
@@ -43,6 +43,19 @@ def check_room(name: str, out: Tensor, n_bytes: int) -> None:
         raise BufferTooSmall(f"{name}: out has {out.numel()} bytes, the message may take {n_bytes}")
 
 
+def check_size(n_elements: int) -> None:
+    """Raises: InvalidArgument (fewer than no values)."""
+    if n_elements < 0:
+        raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+
+
+def check_partition(partition: int) -> int:
+    """`partition` if so many values may share a scale. Raises: InvalidArgument."""
+    if not 32 <= partition <= 1024 or partition & (partition - 1):
+        raise InvalidArgument(f"partition is a power of two from 32 to 1024, not {partition}")
+    return partition
+
+
 def check_step(step: int) -> int:
     """`step` if it fits 64 bits. Raises: InvalidArgument."""
     if not 0 <= step < _LIMIT:
@@ -62,10 +75,9 @@ def check_tensor(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_
         raise InvalidArgument(f"{what}: expected {dtype}, got {tensor.dtype}")
     if tensor.device.type != "cpu":
         raise InvalidArgument(f"{what}: expected a CPU tensor, got one on {tensor.device}: copy it first")
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise InvalidArgument(
-            f"{what}: expected one contiguous dimension, got shape {tuple(tensor.shape)} with strides "
-            f"{tensor.stride()}: pass tensor.contiguous().view(-1)"
-        )
+    if tensor.dim() != 1:
+        raise InvalidArgument(f"{what}: expected one dimension, got shape {tuple(tensor.shape)}: flatten it")
+    if not tensor.is_contiguous():
+        raise InvalidArgument(f"{what}: it is not contiguous: call .contiguous()")
     if n_elements is not None and tensor.numel() != n_elements:
         raise InvalidArgument(f"{what}: has {tensor.numel()} values, the gradient {n_elements}")

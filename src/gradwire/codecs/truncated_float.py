@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs.tensors import bytes_of, check_room, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import (
+    bytes_of,
+    check_partition,
+    check_room,
+    check_size,
+    check_step,
+    check_tensor,
+    dtype_code,
+)
+from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 __all__ = ["RandomStreams", "TruncatedFloat", "describe"]
@@ -68,22 +77,18 @@ class TruncatedFloat:
             partition: values that share a scale: a power of two from 32 to 1024.
         Raises: InvalidArgument.
         """
-        if format not in ("auto", *_FORMATS):
-            raise InvalidArgument(f"format is one of auto, {', '.join(_FORMATS)}, not {format!r}")
+        check_choice("format", format, ("auto", *_FORMATS))
         widest = _FORMAT_WIDTHS.get(format, 32)
         if not 2 <= bits <= widest:
             raise InvalidArgument(f"bits is from 2 to {widest} with format {format!r}, not {bits}")
-        if rounding not in _ROUNDINGS:
-            raise InvalidArgument(f"rounding is one of {', '.join(_ROUNDINGS)}, not {rounding!r}")
+        check_choice("rounding", rounding, _ROUNDINGS)
         if not 0 <= seed < 1 << 64:
             raise InvalidArgument(f"seed is from 0 to 2^64 - 1, not {seed}")
-        if not 32 <= partition <= 1024 or partition & (partition - 1):
-            raise InvalidArgument(f"partition is a power of two from 32 to 1024, not {partition}")
         self.bits = bits
         self.format = format
         self.rounding = rounding
         self.seed = seed
-        self.partition = partition
+        self.partition = check_partition(partition)
 
     def format_for(self, dtype: torch.dtype) -> str:
         """The format that values of `dtype` are written in: what "auto" comes to. Raises: InvalidArgument."""
@@ -96,8 +101,7 @@ class TruncatedFloat:
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Bytes that no message exceeds; one bit a partition less where all values are finite. Raises: InvalidArgument."""
-        if n_elements < 0:
-            raise InvalidArgument(f"n_elements is not negative, got {n_elements}")
+        check_size(n_elements)
         return _native.truncated_float_max_bytes(n_elements, *self._settings(dtype))
 
     def encode(

@@ -1,10 +1,21 @@
-"""What control laws demand of the numbers they are given."""
+"""What is demanded of options and numbers: each returns the value, or says what it has to be."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from typing import TypeVar
 
 from gradwire.errors import InvalidArgument
+
+Value = TypeVar("Value")
+
+
+def choice(name: str, value: Value, known: Collection[Value]) -> Value:
+    """`value` if it is one of `known`. Raises: InvalidArgument."""
+    if value not in known:
+        raise InvalidArgument(f"{name} is one of {', '.join(map(str, known))}, not {value!r}")
+    return value
 
 
 def finite(name: str, value: float, at_least: float = -math.inf) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 __all__ = [
@@ -155,8 +156,7 @@ class ThresholdTable:
                 size of the table, as the paper does.
         Raises: InvalidArgument.
         """
-        if method not in METHODS:
-            raise InvalidArgument(f"method is one of {', '.join(METHODS)}, not {method!r}")
+        check_choice("method", method, METHODS)
         if method == "measured" or len(self.rows) == 1:
             threshold = NEVER
             for row in reversed(self.rows):

@@ -36,6 +36,10 @@ class Feedback:
 
     def __init__(self, decay: float = 1.0) -> None:
         self.decay = decay
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the model is let go."""
         self._current: dict[Slot, Kept] = {}
         self._staged: dict[Slot, Kept | None] = {}  # None: the residual went out, nothing is left
         self._rooms: dict[Hashable, list[Tensor]] = {}
@@ -123,10 +127,6 @@ class Feedback:
         taken = {slot: (kept.values.reshape(-1) / kept.scale).clone() for slot, kept in self._current.items()}
         self.clear()
         return taken
-
-    def clear(self) -> None:
-        """Forget everything: the model is let go."""
-        self.__init__(self.decay)  # type: ignore[misc]
 
     # ---- between steps
 

@@ -117,8 +117,9 @@ class LossScale:
         """Start reading the scale, with the first bucket of a pass that comes from a device."""
         # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
         scale = getattr(self._scaler, "_scale", None)
-        is_on_device = isinstance(scale, torch.Tensor) and scale.device.type != "cpu"
-        self._read = staging.read_later(scale) if is_on_device else None  # type: ignore[arg-type]
+        self._read = None
+        if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
+            self._read = staging.read_later(scale)
 
     def __call__(self) -> float:
         if self._scaler is None:

@@ -1,13 +1,13 @@
 """`attach`: picks the door for a model, and puts a scheme to work behind it."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,7 +52,7 @@ _TAKEN = (
 _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
 
 
-def _door_hook(door, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations as objects; none are fine too
+def _door_hook(door: _Door, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return ddp_hook(door.state, bucket)
 
 

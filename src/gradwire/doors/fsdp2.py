@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.core.slot import local_of
 from gradwire.errors import InvalidArgument, Unsupported
 
 _PUBLIC_WAY = (
@@ -54,10 +53,7 @@ def check(module: nn.Module) -> None:
                 f"parameter {name} has a post-accumulate hook already (an optimizer in the backward pass, another "
                 "attachment?); step after the backward pass, or close() the attachment before attaching again"
             )
-        if local_of(parameter) is not parameter:
-            meshes.add(parameter.device_mesh)  # type: ignore[attr-defined]
-        else:
-            meshes.add(None)
+        meshes.add(getattr(parameter, "device_mesh", None))
     if len(meshes) > 1:
         raise Unsupported(
             f"this model's parameters lie on {len(meshes)} meshes; attach each part with a mesh of its own "

@@ -258,10 +258,11 @@ def _give(parameter: torch.Tensor, mean: torch.Tensor) -> None:
         return
     from torch.distributed.tensor import DTensor
 
+    assert isinstance(parameter, DTensor)
     parameter.grad = DTensor.from_local(
         mean.to(parameter.dtype, copy=True),
-        parameter.device_mesh,  # type: ignore[attr-defined]
-        parameter.placements,  # type: ignore[attr-defined]
+        parameter.device_mesh,
+        parameter.placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),

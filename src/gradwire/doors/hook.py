@@ -18,6 +18,7 @@ from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.futures import completed
 
 
 class Copied:
@@ -163,9 +164,7 @@ class HookState(Reducer):
 
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(raise_it))  # after DDP's own callback
-        unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        unchanged.set_result(buffer)
-        return unchanged
+        return completed(buffer)
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

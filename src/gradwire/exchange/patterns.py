@@ -86,26 +86,22 @@ class Gather:
     def mean(self, codec: GatherCodec, values: Values, wire: Wire) -> Reached | None:
         with wire.timing("encode"):
             payload, is_finite = codec.encode(values, wire)
-        payloads = wire.gather(payload, is_finite)
-        if payloads is None:
+        met = self._meet(wire, payload, is_finite)
+        if met is None:
             return None
         with wire.timing("decode"):
-            codec.decode(payloads, values, wire)
+            codec.decode(met, values, wire)
         return Reached(values.is_used)
 
+    def _meet(self, wire: Wire, payload: Tensor, is_finite: bool) -> Tensor | None:
+        return wire.gather(payload, is_finite)
 
-class FloatSum:
+
+class FloatSum(Gather):
     """Float payloads, (n,) float32, of places that all ranks know, summed by the backend. Codecs as for `Gather`."""
 
-    def mean(self, codec: GatherCodec, values: Values, wire: Wire) -> Reached | None:
-        with wire.timing("encode"):
-            payload, is_finite = codec.encode(values, wire)
-        total = wire.sum_floats(payload, is_finite)
-        if total is None:
-            return None
-        with wire.timing("decode"):
-            codec.decode(total, values, wire)
-        return Reached(values.is_used)
+    def _meet(self, wire: Wire, payload: Tensor, is_finite: bool) -> Tensor | None:
+        return wire.sum_floats(payload, is_finite)
 
 
 class ScaledCodec(Protocol):

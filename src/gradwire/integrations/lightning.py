@@ -17,7 +17,7 @@ from gradwire.doors.attachment import Attachment
 from gradwire.schemes import Scheme
 
 
-class GradwireCallback(Callback):  # type: ignore[misc,unused-ignore]
+class GradwireCallback(Callback):
     """Puts a scheme to work on the strategy's model: DDP, or FSDP2 (ModelParallelStrategy).
 
     Args:

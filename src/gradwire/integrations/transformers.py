@@ -19,7 +19,7 @@ from gradwire.schemes import Scheme
 FILE = "gradwire.pt"
 
 
-class GradwireTrainerCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+class GradwireTrainerCallback(TrainerCallback):
     """Puts a scheme to work on the model that the trainer has wrapped. Without several ranks it does nothing.
 
     Args:

@@ -238,7 +238,7 @@ class _OutputForwarder:
         for pipe, is_error in ((standard_output, False), (standard_error, True)):
             os.set_blocking(pipe.fileno(), False)
             self._lines[pipe.fileno()] = bytearray()
-            self._selector.register(pipe, selectors.EVENT_READ, (rank, is_error))
+            self._selector.register(pipe, selectors.EVENT_READ, (pipe, rank, is_error))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gradwire-rank-output", daemon=True)
             self._thread.start()
@@ -262,7 +262,7 @@ class _OutputForwarder:
                 if key.data is None:
                     os.read(self._wake_read, 4096)
                 else:
-                    self._read(key.fileobj, *key.data)  # type: ignore[arg-type]
+                    self._read(*key.data)
 
     def _read(self, pipe: IO[bytes], rank: int, is_error: bool) -> None:
         pending = self._lines[pipe.fileno()]

@@ -25,7 +25,13 @@ Record = dict[str, Any]
 Column = npt.NDArray[np.float64]
 
 _STEP_FIELDS = (
-    "step loss iteration_s bytes_sent bytes_received ratio encode_s decode_s communicate_s exposed_s".split()  # noqa: SIM905
+    "step",
+    "loss",
+    "iteration_s",
+    "bytes_sent",
+    "bytes_received",
+    "ratio",
+    *(f"{kind}_s" for kind in ("encode", "decode", "communicate", "exposed")),
 )
 
 # kind: (fields that tell it from the others, of which these must be numbers). All other fields may be null or missing.

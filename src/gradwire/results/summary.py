@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +154,7 @@ def chosen(record: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     """Whether a record has the value, or one of the values, of every field of `where`; a value may be a predicate."""
     for name, wanted in where.items():
         value = record.get(name)
-        if isinstance(wanted, Callable):  # type: ignore[arg-type]
+        if callable(wanted):
             if not wanted(value):
                 return False
         elif value not in (wanted if isinstance(wanted, list | tuple | set) else [wanted]):

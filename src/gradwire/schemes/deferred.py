@@ -15,7 +15,7 @@ from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
 from gradwire.stepping.blocks import Block, Division, check_division, find_blocks, hash_blocks
 from gradwire.stepping.demands import inner_of, refuse_join, stepped_parameters
-from gradwire.stepping.finiteness import FiniteFlag, clip_factor
+from gradwire.stepping.finiteness import FiniteFlag, clip_factor, own_gradient
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.telemetry.stopwatch import Stopwatch
@@ -152,11 +152,7 @@ class DeferredScheme(Scheme):
             if slot.n_missing == 0:
                 slot.n_missing = len(slot.parts)
                 slot.done = self._start_block(slot)
-        if bucket.is_last and self._flag is not None:
-            return self._flag.share(bucket.buffer)
-        done: torch.futures.Future = torch.futures.Future()
-        done.set_result(bucket.buffer)
-        return done
+        return own_gradient(bucket, self._flag)
 
     def _vacate(self, slot: OpenBlock, coming: torch.Tensor, step: int) -> None:
         """Make room for the next gradient: the step before is taken, or was not called for."""

@@ -21,6 +21,7 @@ import torch
 
 from gradwire import _native
 from gradwire.codecs.tensors import check_positive
+from gradwire.control.checks import choice as check_choice
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
@@ -29,6 +30,7 @@ from gradwire.core.session import Session
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.schemes.compressed import Redoing, count_of
+from gradwire.schemes.quantised import check_steps
 from gradwire.schemes.selection import Selection, matrices
 from gradwire.wire.wire import Wire
 
@@ -78,19 +80,15 @@ class Dgc(Redoing):
         self.share = check_share("share", share)
         if not 0 <= momentum < 1:
             raise InvalidArgument(f"momentum must be from 0 to less than 1, got {momentum}")
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise InvalidArgument(f"warmup_steps must be a count, got {warmup_steps!r}")
         if not isinstance(seed, int):
             raise InvalidArgument(f"seed must be an integer, got {seed!r}")
-        if per not in ("layer", "bucket"):
-            raise InvalidArgument(f"per is layer or bucket, not {per!r}")
         if nesterov and not momentum:
             raise InvalidArgument("nesterov=True needs a momentum above 0")
         if isinstance(weight_decay, bool) or not (weight_decay >= 0 and math.isfinite(weight_decay)):
             raise InvalidArgument(f"weight_decay must be finite and not negative, got {weight_decay!r}")
         self.momentum, self.nesterov, self.weight_decay = float(momentum), bool(nesterov), float(weight_decay)
-        self.per = per
-        self.warmup_steps = warmup_steps
+        self.per = check_choice("per", per, ("layer", "bucket"))
+        self.warmup_steps = check_steps("warmup_steps", warmup_steps)
         self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
         self.seed = seed
         self._momenta = Feedback()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.codecs.quantised import Quantised
+from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
@@ -52,8 +53,7 @@ class QuantisedDirect(Compressed):
         warmup_steps: int = 0,
         select: ByName | None = None,
     ) -> None:
-        if pull not in _PULLS:
-            raise InvalidArgument(f"pull is one of {', '.join(_PULLS)}, not {pull!r}")
+        check_choice("pull", pull, _PULLS)
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
         super().__init__(codec, Owners(pull == "raw", chunk_elements), error_feedback)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.tensors import dtype_code
+from gradwire.control.checks import choice as check_choice
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import Unsupported
 from gradwire.exchange.patterns import Gather, Values
 from gradwire.schemes.compressed import Compressed
 from gradwire.wire.wire import Wire
@@ -63,8 +64,7 @@ class SignSgd(Compressed):
     acts_alone = True
 
     def __init__(self, ties: str = "zero") -> None:
-        if ties not in _TIES:
-            raise InvalidArgument(f"ties is one of {', '.join(_TIES)}, not {ties!r}")
+        check_choice("ties", ties, _TIES)
         super().__init__(SignVotes(ties), Gather())
         self.ties = ties
 

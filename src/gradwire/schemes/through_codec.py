@@ -9,6 +9,7 @@ import torch
 from gradwire import codecs
 from gradwire.codecs import Codec
 from gradwire.codecs.truncated_float import TruncatedFloat
+from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.engine import Importance, direct_mean, ring_mean
@@ -31,8 +32,7 @@ class ThroughCodec(Scheme):
     def __init__(
         self, codec: Codec, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec_options: Any
     ) -> None:
-        if topology not in _TOPOLOGIES:
-            raise InvalidArgument(f"topology is one of {', '.join(_TOPOLOGIES)}, not {topology!r}")
+        check_choice("topology", topology, _TOPOLOGIES)
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
         self.codec = codec

@@ -12,7 +12,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradwire.errors import InvalidArgument
-from gradwire.registry import parse_spec
+from gradwire.registry import parse_spec, spec_of
 from gradwire.results.experiment import Column, Experiment, Plot
 from gradwire.results.plots import draw_panels, series_of
 from gradwire.results.records import write_csv, write_json
@@ -205,7 +205,7 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     """The records, for people."""
     rows = [
         [
-            record["scheme"] + (f":{record['options']}" if record["options"] else ""),
+            spec_of(record),
             str(record["workers"]),
             f"{record['rate_bps'] / 1e9:g}",
             str(record["rounds"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from gradwire.errors import InvalidArgument
 from gradwire.simulator.workloads import BlockTimes, WorkloadTimes
@@ -67,9 +67,9 @@ def _buckets(model: ReplayModel) -> list[tuple[int, float, list[Any]]]:
         now_s += layer.backward_s
         arrivals += [(parameter, now_s) for parameter in reversed(layer.parameters)]
     parameters = [parameter for parameter, _ in arrivals]
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]  # type: ignore[attr-defined]
+    limits = [c10d._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
     is_sparse = [False] * len(parameters)
-    indices, _ = dist._compute_bucket_assignment_by_size(parameters, limits, is_sparse)  # type: ignore[attr-defined]
+    indices, _ = c10d._compute_bucket_assignment_by_size(parameters, limits, is_sparse)
     buckets = []
     for members in indices:
         values = sum(parameters[index].numel() for index in members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import simpy
 
@@ -55,9 +55,9 @@ class Setting:
             if not 0 <= worker < self.n_workers:
                 raise InvalidArgument(f"a trace for worker {worker}: there are workers 0 to {self.n_workers - 1}")
 
-    def replace(self, **changes: object) -> Setting:
+    def replace(self, **changes: Any) -> Setting:
         """The same with `changes`. Raises: InvalidArgument."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.errors import InvalidArgument
@@ -68,54 +67,40 @@ class WorkloadTimes:
         return replace(self, blocks=blocks, origin=f"{self.origin}; times scaled to {step_s:.6g} s a step")
 
 
-def _resnet50(rows: Sequence[tuple[str, float, float, float]]) -> tuple[BlockTimes, ...]:
-    """Rows of (layers, millions of values, forward %, backward %)."""
-    return tuple(
-        BlockTimes(
-            name,
-            round(millions * 1e6),
-            _STEP_S * _FORWARD_SHARE * forward / 100,
-            _STEP_S * (1 - _FORWARD_SHARE) * backward / 100,
-        )
-        for name, millions, forward, backward in rows
-    )
+# Table 1 for four blocks: millions of values, forward %, backward %. The other splittings are section 5.2.6's; where they
+# cut through a row of Table 1, sizes are the parameters' own and times follow the multiply-adds: conv5_2 and conv5_3 have
+# as many, conv4_1 has 1.35 times those of each of the five after it, fc1000 next to none.
+_RESNET50_LAYERS = {
+    "conv1-fc1000": (25.6, 100.0, 100.0),
+    "conv1-conv3_4": (1.45, 37.7, 46.7),
+    "conv1-conv4_1": (3.0, 41.9, 50.5),
+    "conv4_1-conv4_3": (3.8, 10.4, 9.5),
+    "conv4_2-conv4_6": (5.6, 15.5, 14.2),
+    "conv4_4-conv4_6": (3.35, 9.3, 8.5),
+    "conv5_1": (6.0, 16.5, 12.9),
+    "conv5_1-fc1000": (17.0, 42.6, 35.3),
+    "conv5_2": (4.5, 13.05, 11.2),
+    "conv5_2-fc1000": (11.0, 26.1, 22.4),
+    "conv5_3-fc1000": (6.5, 13.05, 11.2),
+}
 
 
-# Table 1 for four blocks. The other splittings are section 5.2.6's; where they cut through a row of Table 1, sizes are the
-# parameters' own and times follow the multiply-adds: conv5_2 and conv5_3 have as many, conv4_1 has 1.35 times those of
-# each of the five after it, fc1000 next to none.
+def _resnet50(*layers: str) -> tuple[BlockTimes, ...]:
+    blocks = []
+    for name in layers:
+        millions, forward, backward = _RESNET50_LAYERS[name]
+        forward_s = _STEP_S * _FORWARD_SHARE * forward / 100
+        backward_s = _STEP_S * (1 - _FORWARD_SHARE) * backward / 100
+        blocks.append(BlockTimes(name, round(millions * 1e6), forward_s, backward_s))
+    return tuple(blocks)
+
+
 _RESNET50_BLOCKS: dict[int, tuple[BlockTimes, ...]] = {
-    1: _resnet50([("conv1-fc1000", 25.6, 100.0, 100.0)]),
-    3: _resnet50(
-        [("conv1-conv4_1", 3.0, 41.9, 50.5), ("conv4_2-conv4_6", 5.6, 15.5, 14.2), ("conv5_1-fc1000", 17.0, 42.6, 35.3)]
-    ),
-    4: _resnet50(
-        [
-            ("conv1-conv4_1", 3.0, 41.9, 50.5),
-            ("conv4_2-conv4_6", 5.6, 15.5, 14.2),
-            ("conv5_1", 6.0, 16.5, 12.9),
-            ("conv5_2-fc1000", 11.0, 26.1, 22.4),
-        ]
-    ),
-    5: _resnet50(
-        [
-            ("conv1-conv4_1", 3.0, 41.9, 50.5),
-            ("conv4_2-conv4_6", 5.6, 15.5, 14.2),
-            ("conv5_1", 6.0, 16.5, 12.9),
-            ("conv5_2", 4.5, 13.05, 11.2),
-            ("conv5_3-fc1000", 6.5, 13.05, 11.2),
-        ]
-    ),
-    6: _resnet50(
-        [
-            ("conv1-conv3_4", 1.45, 37.7, 46.7),
-            ("conv4_1-conv4_3", 3.8, 10.4, 9.5),
-            ("conv4_4-conv4_6", 3.35, 9.3, 8.5),
-            ("conv5_1", 6.0, 16.5, 12.9),
-            ("conv5_2", 4.5, 13.05, 11.2),
-            ("conv5_3-fc1000", 6.5, 13.05, 11.2),
-        ]
-    ),
+    1: _resnet50("conv1-fc1000"),
+    3: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1-fc1000"),
+    4: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1", "conv5_2-fc1000"),
+    5: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1", "conv5_2", "conv5_3-fc1000"),
+    6: _resnet50("conv1-conv3_4", "conv4_1-conv4_3", "conv4_4-conv4_6", "conv5_1", "conv5_2", "conv5_3-fc1000"),
 }
 
 # BERT-base: 12 layers of 7.09 million values in groups of three behind the embeddings (23.8 million, computed by look-up)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from gradwire.core.bucket import Bucket
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.futures import completed
 
 
 class FiniteFlag:
@@ -41,7 +41,12 @@ class FiniteFlag:
         self._communicator.close()
 
 
-def clip_factor(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+def own_gradient(bucket: Bucket, flag: FiniteFlag | None) -> torch.futures.Future:
+    """What DDP goes on with: this rank's own gradient, at once; of the last bucket, after all ranks have told with a flag."""
+    return completed(bucket.buffer) if flag is None or not bucket.is_last else flag.share(bucket.buffer)
+
+
+def clip_factor(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
     """What to multiply `gradients` by, so that their norm is at most `max_norm`; computed as clip_grad_norm_ does."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)  # type: ignore[arg-type]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -138,16 +138,16 @@ class Interceptor:
             interceptor = link()
             if interceptor is None or not interceptor._is_active:
                 return type(optimizer).step(optimizer, closure)
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask for
+            vars(optimizer)["_opt_called"] = True  # what schedulers ask for
             return interceptor._user_step(closure)
 
         if self._previous_step is not None:
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            vars(step)["_wrapped_by_lr_sched"] = True
         # A bound method: schedulers that come later wrap its `__func__`.
         self._own_step = types.MethodType(step, self._optimizer)
-        self._optimizer.step = self._own_step  # type: ignore[method-assign]
+        vars(self._optimizer)["step"] = self._own_step
         # GradScaler then hands over its scale and what it found, instead of changing `.grad`.
-        self._optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        vars(self._optimizer)["_step_supports_amp_scaling"] = True
 
     def _user_step(self, closure: Any) -> None:
         optimizer = self._optimizer
@@ -179,7 +179,7 @@ class Interceptor:
         self.guard.check(self._names)
         self._n_stepped = self._n_reductions
         self.guard.forget()
-        if scale is not None and float(getattr(optimizer, "found_inf")) > 0:  # noqa: B009  # set by GradScaler alone
+        if scale is not None and float(vars(optimizer)["found_inf"]) > 0:  # GradScaler has set it
             self._owner.drop_step()
             return
         frozen = FrozenStep(optimizer, self._n_reductions - 1, scale)
@@ -225,7 +225,7 @@ class Interceptor:
         if vars(optimizer).get("step") is self._own_step:  # otherwise a scheduler wraps it, and it hands calls through
             del optimizer.step
             if self._previous_step is not None:
-                optimizer.step = self._previous_step  # type: ignore[method-assign]
+                vars(optimizer)["step"] = self._previous_step
         vars(optimizer).pop("_step_supports_amp_scaling", None)
 
 

@@ -24,7 +24,7 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.stepping.blocks import Block
 from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
-from gradwire.stepping.finiteness import FiniteFlag, clip_factor
+from gradwire.stepping.finiteness import FiniteFlag, clip_factor, own_gradient
 from gradwire.stepping.frozen_step import FrozenStep
 from gradwire.stepping.interception import Interceptor
 from gradwire.stepping.loc_buf import LocBuf
@@ -95,11 +95,7 @@ class LookAhead:
         copied = self._copy(bucket)
         self._arriving.buckets.append(copied)
         self._arriving.done.append(self._send(copied))
-        if bucket.is_last and self._flag is not None:
-            return self._flag.share(bucket.buffer)
-        done: torch.futures.Future = torch.futures.Future()
-        done.set_result(bucket.buffer)
-        return done
+        return own_gradient(bucket, self._flag)
 
     def begin_step(self, step: int) -> None:
         """A backward pass has its first gradients."""
@@ -208,7 +204,7 @@ class LookAhead:
             return chosen
         values = list(chosen.values())
         if not in_place:
-            values = torch._foreach_mul(values, 1.0 if scale is None else scale)  # type: ignore[assignment]
+            values = list(torch._foreach_mul(values, 1.0 if scale is None else scale))
         elif scale is not None:
             torch._foreach_mul_(values, scale)
         if self._options.max_grad_norm is not None:

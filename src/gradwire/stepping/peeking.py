@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument, Unsupported
 
 LOCALS = ("peek", "sgd")
@@ -37,8 +38,7 @@ class LookAheadOptions:
 
     def __post_init__(self) -> None:
         local, rate = self.local, self.local_rate
-        if local not in LOCALS:
-            raise InvalidArgument(f"local is one of {', '.join(LOCALS)}, not {local!r}")
+        check_choice("local", local, LOCALS)
         if rate is not None and (local != "sgd" or not (math.isfinite(rate) and rate > 0)):
             raise InvalidArgument(
                 f'local_rate is a positive learning rate for local="sgd", got {rate!r} with {local!r}'

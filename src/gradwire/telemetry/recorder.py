@@ -345,6 +345,7 @@ class Recorder:
             for sink in sinks:
                 try:
                     sink.close()
+                # A sink may be the user's own and raise anything; the others are closed all the same.
                 except Exception:
                     _log.exception("telemetry sink %s failed to close; its output may be incomplete", _name(sink))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.telemetry.environment import describe_environment
@@ -234,7 +235,7 @@ def _init_process_group(device: torch.device) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _rate_bps() -> float | None:

@@ -3,8 +3,10 @@
 # No `from __future__ import annotations` here: DDP compares a hook's annotations as objects, not as strings.
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +23,7 @@ HOOKS: dict[str, dict[str, int]] = {
 _LEAST = {"rank": 1, "start": 2}
 
 
-def bf16_hook(group, bucket):  # type: ignore[no-untyped-def]  # annotated, they would have to be DDP's own objects
+def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """`bf16_compress_hook` under another name: DDP refuses that one off CUDA, though Gloo sums bfloat16 well enough."""
     return default_hooks.bf16_compress_hook(group, bucket)
 

@@ -8,6 +8,13 @@ from typing import Any
 from torch.futures import Future
 
 
+def completed(value: Any) -> Future:
+    """A future that is done."""
+    done: Future = Future()
+    done.set_result(value)
+    return done
+
+
 def then(first: Future, use: Callable[[Any], Any]) -> Future:
     """A future of `use(result)`, which runs where `first` is completed; an error of either keeps its type.
 

@@ -9,7 +9,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import describe_choices
 from gradwire.workloads.base import Batch, Workload
 
-__all__ = ["Batch", "Workload", "by_name", "names"]
+__all__ = ["Batch", "Workload", "by_name", "check_name", "names"]
 
 # name: ("module:class", options that the name stands for). A new workload is one file and one line here.
 _REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,6 +36,12 @@ def names() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def check_name(name: str) -> None:
+    """Raises: InvalidArgument (no such workload)."""
+    if name not in _REGISTRY:
+        raise InvalidArgument(f"no workload is called {name!r}; {describe_choices(name, names())}")
+
+
 def by_name(name: str, *, compute: str = "real", **options: Any) -> Workload:
     """A new workload by its registry name.
 
@@ -52,8 +58,7 @@ def by_name(name: str, *, compute: str = "real", **options: Any) -> Workload:
         return replay_by_name(name, **options)
     if compute != "real":
         raise InvalidArgument(f"compute={compute!r}: expected 'real' or 'emulate'")
-    if name not in _REGISTRY:
-        raise InvalidArgument(f"no workload is called {name!r}; {describe_choices(name, names())}")
+    check_name(name)
     path, fixed = _REGISTRY[name]
     module_path, class_name = path.split(":")
     cls = getattr(importlib.import_module(module_path), class_name)

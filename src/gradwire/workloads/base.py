@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -182,19 +183,14 @@ def draw_from_epochs(n_samples: int, step: int, rank: int, world_size: int, batc
     return indices
 
 
-class evaluating:  # noqa: N801 - a context manager reads as a verb: `with evaluating(model):`
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients inside the block; every module's own mode comes back after it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._model = model
-        self._no_grad = torch.no_grad()
-
-    def __enter__(self) -> None:
-        self._model.eval()
-        self._no_grad.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._no_grad.__exit__(*error)
-        for module, mode in self._modes:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
             module.training = mode

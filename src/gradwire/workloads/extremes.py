@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.errors import InvalidArgument
-from gradwire.workloads.base import Batch, Workload, step_generator
+from gradwire.workloads.base import Batch, Workload, evaluating, step_generator
 
 
 class _Teacher(Workload):
@@ -19,12 +19,8 @@ class _Teacher(Workload):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """The loss of a batch that no rank trains on."""
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
-            loss = float(self.loss(model, self.batch_at(1 << 20, 0, 1, 64, 1)))
-        model.train(was_training)
-        return {"held_out_loss": loss}
+        with evaluating(model):
+            return {"held_out_loss": float(self.loss(model, self.batch_at(1 << 20, 0, 1, 64, 1)))}
 
 
 class ManyTensorsWorkload(_Teacher):

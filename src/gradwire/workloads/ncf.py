@@ -126,12 +126,11 @@ def read_interactions(data_dir: str) -> Tensor:
 
     Raises: InvalidArgument (no rating file), CorruptMessage (a file that does not hold whole numbers).
     """
-    for name, separator in _RATING_FILES.items():  # noqa: B007 (used after the loop)
-        path = Path(data_dir).expanduser() / name
-        if path.is_file():
-            break
-    else:
+    folder = Path(data_dir).expanduser()
+    name = next((name for name in _RATING_FILES if (folder / name).is_file()), None)
+    if name is None:
         raise InvalidArgument(f"data_dir={data_dir!r} holds none of {', '.join(_RATING_FILES)} (MovieLens)")
+    path, separator = folder / name, _RATING_FILES[name]
     columns: list[np.ndarray] = []
     try:
         lines = path.read_text("utf-8").splitlines()[1 if name.endswith(".csv") else 0 :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gradwire.errors import InvalidArgument
 
 # name: (class, options, default learning rate, default weight decay)
-_OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any], float, float]] = {
+_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], float, float]] = {
     "sgd": (torch.optim.SGD, {}, 0.1, 0.0),
     "momentum": (torch.optim.SGD, {"momentum": 0.9}, 0.05, 5e-4),
     "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, 0.05, 5e-4),
@@ -71,4 +71,4 @@ def build(
     cls, options, default_rate, default_decay = _OPTIMIZERS[name]
     rate = default_rate if learning_rate is None else learning_rate
     decay = default_decay if weight_decay is None else weight_decay
-    return cls(parameters, lr=rate, weight_decay=decay, **options)  # type: ignore[call-arg]
+    return cls(parameters, lr=rate, weight_decay=decay, **options)

@@ -254,36 +254,20 @@ class ReplayWorkload(Workload):
         }
 
 
+# What `replay_by_name` keeps for the replay; all other options are the workload's whose shape it takes.
+_REPLAY_OPTIONS = ("capture", "n_captures", "source", "step_ms", "update", "seed", "weight_decay")
+
+
 def replay_by_name(
-    name: str,
-    *,
-    capture: str | None = None,
-    n_captures: int = 2,
-    source: str | None = None,
-    step_ms: float | None = None,
-    update: bool = False,
-    seed: int = 0,
-    optimizer: str | None = None,
-    learning_rate: float | None = None,
-    weight_decay: float | None = None,
-    **shape_options: Any,
+    name: str, *, optimizer: str | None = None, learning_rate: float | None = None, **options: Any
 ) -> ReplayWorkload:
     """The replay of workload `name`; options that are not the replay's go to the workload whose shape it takes."""
     from gradwire.workloads import by_name
 
-    shape = by_name(name, **shape_options)
-    return ReplayWorkload(
-        shape=shape,
-        capture=capture,
-        n_captures=n_captures,
-        source=source,
-        step_ms=step_ms,
-        update=update,
-        seed=seed,
-        optimizer=optimizer or shape.optimizer,
-        learning_rate=learning_rate if learning_rate is not None else shape.learning_rate,
-        weight_decay=weight_decay,
-    )
+    own = {option: options.pop(option) for option in _REPLAY_OPTIONS if option in options}
+    shape = by_name(name, **options)
+    rate = learning_rate if learning_rate is not None else shape.learning_rate
+    return ReplayWorkload(shape=shape, optimizer=optimizer or shape.optimizer, learning_rate=rate, **own)
 
 
 def _cache_folder() -> Path:

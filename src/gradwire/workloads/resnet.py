@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwire.errors import InvalidArgument
+from gradwire.control.checks import choice as check_choice
 from gradwire.workloads.digits import DigitsWorkload
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
@@ -66,8 +66,7 @@ class ResNetWorkload(DigitsWorkload):
 
     def __init__(self, *, width: int = 32, activation: str = "relu", **options: Any) -> None:
         super().__init__(**options)
-        if activation not in _ACTIVATIONS:
-            raise InvalidArgument(f"activation is one of {', '.join(_ACTIVATIONS)}, not {activation!r}")
+        check_choice("activation", activation, _ACTIVATIONS)
         self.width, self.activation = width, activation
 
     def make_model(self) -> nn.Module:

@@ -13,6 +13,7 @@ from typing import Any
 from gradwire.bench.measures import Call
 from gradwire.bench.measures.gradient_files import gradient_file
 from gradwire.errors import GradwireError
+from gradwire.registry import spec_of
 from gradwire.results.experiment import Cell
 from gradwire.results.store import Record
 
@@ -23,12 +24,12 @@ _SHOWN_LINES = 12
 def train(call: Call) -> list[tuple[Cell, Record]]:
     """`bench train` with the cells' schemes in turns; with `then` a record for each phase."""
     records = run_command("train", call.arguments("scheme"), call)
-    found = list(
-        dict.fromkeys((record["scheme"], record["options"]) for record in records)
-    )  # in the order of the schemes
-    by_scheme = dict(zip(found, call.values("scheme"), strict=True))
+    in_order = dict.fromkeys(
+        map(spec_of, records)
+    )  # as the schemes were given, though they may spell options otherwise
+    by_spec = dict(zip(in_order, call.values("scheme"), strict=True))
     cells = {cell["scheme"]: cell for cell in call.cells}
-    return [(cells[by_scheme[record["scheme"], record["options"]]], record) for record in records]
+    return [(cells[by_spec[spec_of(record)]], record) for record in records]
 
 
 def allreduce(call: Call) -> list[tuple[Cell, Record]]:
@@ -55,11 +56,7 @@ def codec(call: Call) -> list[tuple[Cell, Record]]:
 def regret(call: Call) -> list[tuple[Cell, Record]]:
     """`bench regret` of the cells' schemes in turns; with `then` a record for each phase."""
     cells = {cell["scheme"]: cell for cell in call.cells}
-    found = []
-    for record in run_command("regret", call.arguments("scheme"), call):
-        spec = record["scheme"] + (f":{record['options']}" if record["options"] else "")
-        found.append((cells[spec], record))
-    return found
+    return [(cells[spec_of(record)], record) for record in run_command("regret", call.arguments("scheme"), call)]
 
 
 def netlab(call: Call) -> list[tuple[Cell, Record]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _compute_bucket_assignment_by_size  # as DDP does
+from torch._C._distributed_c10d import HashStore, _compute_bucket_assignment_by_size
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import gradwire
@@ -27,7 +27,7 @@ from gradwire.bench.timing import Timing
 from gradwire.core.slot import slot_of
 from gradwire.errors import InvalidArgument
 from gradwire.reducer import Reducer
-from gradwire.registry import describe_choices, parse_spec
+from gradwire.registry import parse_spec
 from gradwire.results.experiment import Cell
 from gradwire.results.records import write_json
 from gradwire.results.store import Record
@@ -54,7 +54,7 @@ class Gradients:
             model = workloads.by_name(workload).make_model()
         self.parameters = dict(model.named_parameters())
         parameters: list[torch.Tensor] = list(reversed(list(model.parameters())))
-        assigned = _compute_bucket_assignment_by_size(
+        assigned = _compute_bucket_assignment_by_size(  # as DDP does
             [torch.empty(p.shape, device="meta") for p in parameters], [_FIRST_BUCKET_BYTES, bucket_bytes]
         )[0]
         self.buckets = [[parameters[index] for index in indices] for indices in assigned]
@@ -166,10 +166,7 @@ class Asked:
             raise InvalidArgument(f"{self.threads} threads: expected 1 to {os.cpu_count()}")
         if self.rank < 0 or not self.bucket_mb > 0:
             raise InvalidArgument(f"rank {self.rank}, bucket_mb {self.bucket_mb}: expected at least 0, and above 0")
-        if self.workload not in workloads.names():
-            raise InvalidArgument(
-                f"no workload is called {self.workload!r}; {describe_choices(self.workload, workloads.names())}"
-            )
+        workloads.check_name(self.workload)
         for spec in self.schemes:
             name, options = parse_spec(spec)
             schemes.by_name(name, **options)
@@ -203,7 +200,7 @@ def time_contenders(asked: Asked) -> list[dict[str, Any]]:
     gradwire.set_thread_count(asked.threads)
     own_group = not dist.is_initialized()
     if own_group:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         gradients = Gradients(workload, int(asked.bucket_mb * (1 << 20)))
         contenders: list[HookSteps | SchemeSteps] = [HookSteps(rank, gradients)]

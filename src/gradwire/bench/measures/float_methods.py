@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from gradwire.workloads.gradients import GradientFile
 def measure_errors(call: Call) -> list[tuple[Cell, Record]]:
     """What is received of a gradient, on files: axes `gradients`, `method`."""
     files = {cell["gradients"]: file for cell, file in load(call)}
-    return [(cell, describe_errors([files[cell["gradients"]]], [str(cell["method"])])[0]) for cell in call.cells]
+    return [(cell, describe_errors(files[cell["gradients"]], str(cell["method"]))) for cell in call.cells]
 
 
 def measure_training(call: Call) -> list[tuple[Cell, Record]]:
@@ -89,31 +88,24 @@ def _make_codec(spec: str) -> codecs.Codec:
     return codecs.by_name(name, **options)
 
 
-def describe_errors(files: Sequence[GradientFile], methods: Sequence[str]) -> Records:
-    """One record a file and method: how far what is received lies from the gradient, in float64.
+def describe_errors(file: GradientFile, spec: str) -> Record:
+    """How far what is received lies from the gradient, in float64.
 
     relative_error: |received - gradient| / |gradient|, Euclidean; shrinkage: 1 - <received, gradient> / |gradient|^2, 0
     for unbiased ones; zeros_share: of the values that were not 0 and are received as 0.
     """
-    records: Records = []
-    for file in files:
-        gradient = torch.from_numpy(np.ascontiguousarray(file.gradient))
-        exact = gradient.double()
-        square = float(exact @ exact)
-        for spec in methods:
-            received, n_bits = Method(spec).quantise(gradient, 0, 0)
-            found = received.double()
-            records.append(
-                {
-                    "gradients": file.name,
-                    "method": spec,
-                    "bits_a_value": n_bits,
-                    "relative_error": math.sqrt(float((found - exact) @ (found - exact)) / square),
-                    "shrinkage": 1 - float(found @ exact) / square,
-                    "zeros_share": float(((found == 0) & (exact != 0)).sum()) / max(1, int((exact != 0).sum())),
-                }
-            )
-    return records
+    gradient = torch.from_numpy(np.ascontiguousarray(file.gradient))
+    received, n_bits = Method(spec).quantise(gradient, 0, 0)
+    exact, found = gradient.double(), received.double()
+    square = float(exact @ exact)
+    return {
+        "gradients": file.name,
+        "method": spec,
+        "bits_a_value": n_bits,
+        "relative_error": math.sqrt(float((found - exact) @ (found - exact)) / square),
+        "shrinkage": 1 - float(found @ exact) / square,
+        "zeros_share": float(((found == 0) & (exact != 0)).sum()) / max(1, int((exact != 0).sum())),
+    }
 
 
 def train(workload: str, spec: str, n_workers: int, n_steps: int, seed: int, decay_every: int) -> Records:

@@ -1,8 +1,8 @@
-"""The numbers behind the figures, from gradient files alone; every function returns flat records."""
+"""The numbers behind the figures, from gradient files alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import numpy as np
@@ -28,25 +28,48 @@ def load(call: Call) -> list[tuple[Cell, GradientFile]]:
 
 def measure_values(call: Call) -> list[tuple[Cell, Record]]:
     """Figs. 2 and 3 of each file."""
-    return [(cell, record) for cell, file in load(call) for record in describe_values([file])]
+    return [(cell, describe_values(file)) for cell, file in load(call)]
 
 
 def measure_cross_tables(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 12: a record for each file whose table a file's exponents are coded with."""
-    files = load(call)
-    places = {file.name: cell for cell, file in files}
-    return [(places[record["gradients"]], record) for record in cross_tables([file for _, file in files])]
+    """Fig. 12: the exponent part (share of 8 bits) of every file under the table made from every file."""
+    files = [(cell, file.name, exponent_histogram(file.gradient)) for cell, file in load(call)]
+    found = []
+    for _, source, made_from in files:
+        native, escaped, own = (make(made_from) for make in (native_lengths, escaped_lengths, gradwire_lengths))
+        for cell, name, coded in files:
+            record = {
+                "table_from": source,
+                "gradients": name,
+                "native_ratio": mean_bits(native, coded) / 8,
+                "escaped_ratio": mean_bits(escaped, coded) / 8,
+                "gradwire_ratio": mean_bits(own, coded) / 8,
+                "longest_native_bits": int(native.max()),
+                "entropy_ratio": entropy_bits(coded) / 8,
+            }
+            found.append((cell, record))
+    return found
 
 
 def measure_table_refresh(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 13a over files in the order of training; of the first there is nothing to say."""
-    files = load(call)
-    return list(zip([cell for cell, _ in files[1:]], table_refresh([file for _, file in files]), strict=True))
+    """Fig. 13a over files in the order of training: the exponent part under the first file's table for ever, and under the
+    table of the file before it; of the first there is nothing to say."""
+    files = [(cell, file.name, exponent_histogram(file.gradient)) for cell, file in load(call)]
+    static, found = gradwire_lengths(files[0][2]), []
+    for (_, _, before), (cell, name, histogram) in itertools.pairwise(files):
+        record = {
+            "gradients": name,
+            "static_bits": mean_bits(static, histogram),
+            "refreshed_bits": mean_bits(gradwire_lengths(before), histogram),
+            "entropy_bits": entropy_bits(histogram),
+        }
+        found.append((cell, record))
+    return found
 
 
 def measure_mantissas(call: Call) -> list[tuple[Cell, Record]]:
     """Fig. 14 of each file."""
-    return [(cell, record) for cell, file in load(call) for record in mantissa_ablation([file])]
+    return [(cell, mantissa_ablation(file)) for cell, file in load(call)]
 
 
 def measure_spread(call: Call) -> list[tuple[Cell, Record]]:
@@ -78,29 +101,27 @@ def spread(file: GradientFile) -> Records:
     ]
 
 
-def describe_values(files: Sequence[GradientFile]) -> Records:
+def describe_values(file: GradientFile) -> Record:
     """Figs. 2 and 3: spread of the values, exponents, zeros, and |gradient| / |parameter| where known."""
-    records: Records = []
-    for file in files:
-        values = file.gradient
-        finite = values[np.isfinite(values)]
-        histogram = exponent_histogram(values)
-        record: dict[str, Any] = {
-            "gradients": file.name,
-            "n_elements": values.size,
-            "zeros_share": float((values == 0).mean()),
-            "mean": float(finite.mean(dtype=np.float64)),
-            "standard_deviation": float(finite.std(dtype=np.float64)),
-            "exponent_entropy_bits": entropy_bits(histogram),
-            **_in_mean_magnitudes(finite),
-            "n_exponents": int((histogram > 0).sum()),
-            "top_15_exponents_share": float(np.sort(histogram)[-15:].sum() / values.size),
-        }
-        ratio = gradient_parameter_ratio(file)
-        for name, quantile in (("p10", 0.1), ("median", 0.5), ("p90", 0.9)):
-            record[f"gradient_parameter_ratio_{name}"] = float(np.quantile(ratio, quantile)) if ratio.size else None
-        records.append(record)
-    return records
+    values = file.gradient
+    finite = values[np.isfinite(values)]
+    histogram = exponent_histogram(values)
+    ratio = gradient_parameter_ratio(file)
+    return {
+        "gradients": file.name,
+        "n_elements": values.size,
+        "zeros_share": float((values == 0).mean()),
+        "mean": float(finite.mean(dtype=np.float64)),
+        "standard_deviation": float(finite.std(dtype=np.float64)),
+        "exponent_entropy_bits": entropy_bits(histogram),
+        **_in_mean_magnitudes(finite),
+        "n_exponents": int((histogram > 0).sum()),
+        "top_15_exponents_share": float(np.sort(histogram)[-15:].sum() / values.size),
+        **{
+            f"gradient_parameter_ratio_{name}": float(np.quantile(ratio, quantile)) if ratio.size else None
+            for name, quantile in (("p10", 0.1), ("median", 0.5), ("p90", 0.9))
+        },
+    }
 
 
 def _in_mean_magnitudes(values: npt.NDArray[np.float32]) -> dict[str, float]:
@@ -119,61 +140,20 @@ def gradient_parameter_ratio(file: GradientFile) -> npt.NDArray[np.float64]:
     return np.abs(file.gradient[usable].astype(np.float64) / file.parameter[usable].astype(np.float64))
 
 
-def cross_tables(files: Sequence[GradientFile]) -> Records:
-    """Fig. 12: the exponent part (share of 8 bits) of every file under the table made from every file."""
-    histograms = [exponent_histogram(file.gradient) for file in files]
-    records: Records = []
-    for source, made_from in zip(files, histograms, strict=True):
-        native, escaped, own = (make(made_from) for make in (native_lengths, escaped_lengths, gradwire_lengths))
-        for data, coded in zip(files, histograms, strict=True):
-            records.append(
-                {
-                    "table_from": source.name,
-                    "gradients": data.name,
-                    "native_ratio": mean_bits(native, coded) / 8,
-                    "escaped_ratio": mean_bits(escaped, coded) / 8,
-                    "gradwire_ratio": mean_bits(own, coded) / 8,
-                    "longest_native_bits": int(native.max()),
-                    "entropy_ratio": entropy_bits(coded) / 8,
-                }
-            )
-    return records
-
-
-def table_refresh(files: Sequence[GradientFile]) -> Records:
-    """Fig. 13a: the exponent part under the first file's table for ever, and under the table of the file before it."""
-    histograms = [exponent_histogram(file.gradient) for file in files]
-    records: Records = []
-    for index in range(1, len(files)):
-        static, refreshed = gradwire_lengths(histograms[0]), gradwire_lengths(histograms[index - 1])
-        records.append(
-            {
-                "gradients": files[index].name,
-                "static_bits": mean_bits(static, histograms[index]),
-                "refreshed_bits": mean_bits(refreshed, histograms[index]),
-                "entropy_bits": entropy_bits(histograms[index]),
-            }
-        )
-    return records
-
-
-def mantissa_ablation(files: Sequence[GradientFile]) -> Records:
+def mantissa_ablation(file: GradientFile) -> Record:
     """Fig. 14: sign, mantissa and level as a share of 24 bits, under one or three cuts, zeros kept or pruned.
 
     "Single-Quant" knows two levels, 0 and 18 bits, and pays one bit to say which; "Multi-Quant" four, and pays two.
     A file without optimizer state has no levels: only the pruning of zeros is counted for it.
     """
-    records: Records = []
-    for file in files:
-        values = file.gradient
-        nonzero = exponent_histogram(values)[1:].sum() / values.size  # subnormals go the way of the zeros
-        record: dict[str, Any] = {"gradients": file.name, "zero_prune": float(nonzero)}
-        if file.state is not None:
-            scale, _ = allowed_scale(file.state)
-            is_pruned = (values.view(np.uint32) >> 23 & 0xFF) == 0
-            for name, level_bits, field_bits in (("single_quant", (18,), 1), ("multi_quant", (6, 12, 18), 2)):
-                kept = MANTISSA_BITS - dropped_bits(values, scale, level_bits) + field_bits
-                record[name] = float(kept.mean() / MANTISSA_BITS)
-                record[f"{name}_zero_prune"] = float(np.where(is_pruned, 0, kept).mean() / MANTISSA_BITS)
-        records.append(record)
-    return records
+    values = file.gradient
+    nonzero = exponent_histogram(values)[1:].sum() / values.size  # subnormals go the way of the zeros
+    record: Record = {"gradients": file.name, "zero_prune": float(nonzero)}
+    if file.state is not None:
+        scale, _ = allowed_scale(file.state)
+        is_pruned = (values.view(np.uint32) >> 23 & 0xFF) == 0
+        for name, level_bits, field_bits in (("single_quant", (18,), 1), ("multi_quant", (6, 12, 18), 2)):
+            kept = MANTISSA_BITS - dropped_bits(values, scale, level_bits) + field_bits
+            record[name] = float(kept.mean() / MANTISSA_BITS)
+            record[f"{name}_zero_prune"] = float(np.where(is_pruned, 0, kept).mean() / MANTISSA_BITS)
+    return record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from gradwire import _native
 from gradwire.bench.measures import Call
-from gradwire.bench.timing import Task, time_interleaved
+from gradwire.bench.timing import Task, threads, time_interleaved
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.errors import CorruptMessage
 from gradwire.results.experiment import Cell
@@ -51,41 +50,37 @@ def mean_bits(lengths: Lengths, histogram: Histogram) -> float:
 
 
 def measure(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 13b over the axis `spread`: of the normal distribution, in binades, whose exponents are decoded."""
-    return list(zip(call.cells, time_decoders(call.values("spread"), int(call.get("rounds", 7))), strict=True))
+    """Fig. 13b over the axis `spread`: of the normal distribution, in binades, whose exponents are decoded.
 
-
-def time_decoders(spreads: Sequence[float], n_rounds: int = 7) -> list[dict[str, Any]]:
-    """ns a symbol of the look-up-table and the tree decoder, on the same segments, over the code length.
-
+    ns a symbol of the look-up-table and the tree decoder, on the same segments, over the code length.
     Raises: CorruptMessage (a decoder gave other symbols than were encoded; its time would mean nothing).
     """
-    records: list[dict[str, Any]] = []
     numbers = np.random.default_rng(13)
+    with threads(1):
+        return [
+            (cell, time_decoders(float(cell["spread"]), numbers, int(call.get("rounds", 7)))) for cell in call.cells
+        ]
+
+
+def time_decoders(spread: float, numbers: np.random.Generator, n_rounds: int) -> Record:
+    """One record of `measure`."""
     n_symbols = _native.HUFFMAN_SEGMENT_VALUES
-    previous = _native.thread_count()
-    _native.set_thread_count(1)
-    try:
-        for spread in spreads:
-            drawn = np.clip(np.rint(numbers.normal(118, spread, n_symbols)), 0, 255)
-            symbols = torch.from_numpy(drawn.astype(np.uint8))
-            histogram = np.bincount(symbols.numpy(), minlength=256).astype(np.int64)
-            table = HuffmanTable.from_histogram(torch.from_numpy(histogram))
-            segment = torch.empty(3 * n_symbols + 64, dtype=torch.uint8)
-            segment = segment[: _native.huffman_encode_segment(table.native, symbols, segment)]
-            tasks = {
-                "table": _decoding(_native.huffman_decode_table, table, segment, symbols),
-                "tree": _decoding(_native.huffman_decode_tree, table, segment, symbols),
-            }
-            record: dict[str, Any] = {"code_bits": mean_bits(gradwire_lengths(histogram), histogram)}
-            for name, timing in time_interleaved(tasks, n_rounds).items():
-                record[f"{name}_ns"] = timing.median_s / n_symbols * 1e9
-                record[f"{name}_ns_low"] = timing.low_s / n_symbols * 1e9
-                record[f"{name}_ns_high"] = timing.high_s / n_symbols * 1e9
-            records.append({**record, "tree_over_table": record["tree_ns"] / record["table_ns"]})
-    finally:
-        _native.set_thread_count(previous)
-    return records
+    drawn = np.clip(np.rint(numbers.normal(118, spread, n_symbols)), 0, 255)
+    symbols = torch.from_numpy(drawn.astype(np.uint8))
+    histogram = np.bincount(symbols.numpy(), minlength=256).astype(np.int64)
+    table = HuffmanTable.from_histogram(torch.from_numpy(histogram))
+    segment = torch.empty(3 * n_symbols + 64, dtype=torch.uint8)
+    segment = segment[: _native.huffman_encode_segment(table.native, symbols, segment)]
+    tasks = {
+        "table": _decoding(_native.huffman_decode_table, table, segment, symbols),
+        "tree": _decoding(_native.huffman_decode_tree, table, segment, symbols),
+    }
+    record: Record = {"code_bits": mean_bits(gradwire_lengths(histogram), histogram)}
+    for name, timing in time_interleaved(tasks, n_rounds).items():
+        record[f"{name}_ns"] = timing.median_s / n_symbols * 1e9
+        record[f"{name}_ns_low"] = timing.low_s / n_symbols * 1e9
+        record[f"{name}_ns_high"] = timing.high_s / n_symbols * 1e9
+    return {**record, "tree_over_table": record["tree_ns"] / record["table_ns"]}
 
 
 def _decoding(decode: Any, table: HuffmanTable, segment: torch.Tensor, symbols: torch.Tensor) -> Task:

@@ -16,27 +16,30 @@ from gradwire.results.experiment import Cell
 from gradwire.results.store import Record
 from gradwire.schemes.low_rank.matrices import MatrixShape, matrix_shape
 
-MODELS = ("resnet50", "resnet152", "bert-base", "bert-large")
 WORLDS = (4, 8, 32, 64)
 _MIN_COMPRESSION_RATE = 2.0  # LowRank's default
 _TOP_K_SHARE = 0.001
 _MIB = 1 << 20
 # Fig. 5 says which share of the tensors is small; the paper's own bounds were lost with its numbers.
 _SMALL_ELEMENTS = 10_000
+_SIZE_LIMITS = (15_000, 2_200_000)  # bytes
 
 Records = list[dict[str, Any]]
 
 
 def measure(call: Call) -> list[tuple[Cell, Record]]:
     """What `of` says, of each `workload`: "ratios", "traffic" (also by `world`), "small-tensors", or "sizes"."""
-    tables: dict[str, Callable[[Sequence[str]], Records]] = {"ratios": describe_ratios, "traffic": describe_traffic,
-                                                             "small-tensors": describe_small_tensors,
-                "sizes": describe_sizes}  # fmt: skip
+    tables: dict[str, Callable[[str], Records]] = {
+        "ratios": describe_ratios,
+        "traffic": describe_traffic,
+        "small-tensors": describe_small_tensors,
+        "sizes": describe_sizes,
+    }
     describe = tables[str(call.get("of"))]
     return [
         (cell, record)
         for cell in call.cells
-        for record in describe([cell["workload"]])
+        for record in describe(cell["workload"])
         if record.get("world", cell.get("world")) == cell.get("world")
     ]
 
@@ -59,70 +62,67 @@ def sent_elements(sizes: Sequence[tuple[int, MatrixShape | None]]) -> dict[str, 
     return sent
 
 
-def describe_ratios(models: Sequence[str] = MODELS) -> Records:
+def _sums_of(workload: str) -> dict[str, int]:
+    return {side: sum(elements) for side, elements in sent_elements(sizes_of(workload, rank_of(workload))).items()}
+
+
+def describe_ratios(workload: str) -> Records:
     """Table I: parameters, and by how much each method shrinks the gradient; for ACP-SGD also its fused buffers."""
-    records: Records = []
-    for name in models:
-        rank = rank_of(name)
-        sums = {side: sum(elements) for side, elements in sent_elements(sizes_of(name, rank)).items()}
-        n = sums["original"]
-        rates = {side: sums[side] / n for side in ("p", "q")}
-        records.append(
-            {
-                "workload": name,
-                "parameters": n,
-                "rank": rank,
-                "sign_sgd": 32.0,
-                "top_k": 1 / _TOP_K_SHARE,
-                "top_k_with_indices": 1 / (2 * _TOP_K_SHARE),
-                "power_sgd": n / (sums["p"] + sums["q"]),
-                "acp_sgd": 2 * n / (sums["p"] + sums["q"]),  # one factor a step
-                **{f"rate_{side}": rate for side, rate in rates.items()},
-                **{f"buffer_{side}_mb": 25 * rate for side, rate in rates.items()},
-            }
-        )
-    return records
+    sums = _sums_of(workload)
+    n = sums["original"]
+    rates = {side: sums[side] / n for side in ("p", "q")}
+    return [
+        {
+            "workload": workload,
+            "parameters": n,
+            "rank": rank_of(workload),
+            "sign_sgd": 32.0,
+            "top_k": 1 / _TOP_K_SHARE,
+            "top_k_with_indices": 1 / (2 * _TOP_K_SHARE),
+            "power_sgd": n / (sums["p"] + sums["q"]),
+            "acp_sgd": 2 * n / (sums["p"] + sums["q"]),  # one factor a step
+            **{f"rate_{side}": rate for side, rate in rates.items()},
+            **{f"buffer_{side}_mb": 25 * rate for side, rate in rates.items()},
+        }
+    ]
 
 
-def describe_traffic(models: Sequence[str] = MODELS, worlds: Sequence[int] = WORLDS) -> Records:
+def describe_traffic(workload: str) -> Records:
     """Table II in numbers: MB that a rank sends in a step, by method and world; mean of ACP-SGD's two kinds of step."""
+    sums = _sums_of(workload)
+    n = sums["original"]
     records: Records = []
-    for name in models:
-        sums = {side: sum(elements) for side, elements in sent_elements(sizes_of(name, rank_of(name))).items()}
-        n = sums["original"]
-        for world in worlds:
-            ring = 2 * (world - 1) / world * 4
-            gathered = float(world - 1)
-            megabytes: Mapping[str, float] = {
-                "s_sgd": ring * n,
-                "sign_sgd": gathered * n / 8,
-                "top_k": gathered * 8 * _TOP_K_SHARE * n,
-                "power_sgd": ring * (sums["p"] + sums["q"]),
-                "acp_sgd": ring * (sums["p"] + sums["q"]) / 2,
-            }
-            records.append({"workload": name, "world": world, **{key: value / 1e6 for key, value in megabytes.items()}})
+    for world in WORLDS:
+        ring = 2 * (world - 1) / world * 4
+        gathered = float(world - 1)
+        megabytes: Mapping[str, float] = {
+            "s_sgd": ring * n,
+            "sign_sgd": gathered * n / 8,
+            "top_k": gathered * 8 * _TOP_K_SHARE * n,
+            "power_sgd": ring * (sums["p"] + sums["q"]),
+            "acp_sgd": ring * (sums["p"] + sums["q"]) / 2,
+        }
+        records.append({"workload": workload, "world": world, **{key: value / 1e6 for key, value in megabytes.items()}})
     return records
 
 
-def describe_small_tensors(models: Sequence[str] = ("resnet50", "bert-base")) -> Records:
+def describe_small_tensors(workload: str) -> Records:
     """Fig. 5: quartiles of the tensors' sizes before and after compression, and the share of small ones."""
     records: Records = []
-    for name in models:
-        for side, elements in sent_elements(sizes_of(name, rank_of(name))).items():
-            values = np.array(elements)
-            quartiles = {f"p{q}": int(np.percentile(values, q)) for q in (25, 50, 75)}
-            small = float((values < _SMALL_ELEMENTS).mean())
-            records.append({"workload": name, "tensors": side, "count": values.size, **quartiles, "share_small": small})
+    for side, elements in sent_elements(sizes_of(workload, rank_of(workload))).items():
+        values = np.array(elements)
+        quartiles = {f"p{q}": int(np.percentile(values, q)) for q in (25, 50, 75)}
+        small = float((values < _SMALL_ELEMENTS).mean())
+        records.append({"workload": workload, "tensors": side, "count": values.size, **quartiles, "share_small": small})
     return records
 
 
-def describe_sizes(models: Sequence[str], limits: Sequence[int] = (15_000, 2_200_000)) -> Records:
+def describe_sizes(workload: str) -> Records:
     """SlimGC's Fig. 1: which share of the tensors, and of the bytes, is in tensors of fewer bytes than each limit."""
+    n_bytes = 4 * np.array([n for n, _ in sizes_of(workload, 1)])
     records: Records = []
-    for name in models:
-        n_bytes = 4 * np.array([n for n, _ in sizes_of(name, 1)])
-        for limit in limits:
-            small = n_bytes < limit
-            shares = {"tensors_share": float(small.mean()), "bytes_share": float(n_bytes[small].sum() / n_bytes.sum())}
-            records.append({"workload": name, "below_bytes": limit, **shares})
+    for limit in _SIZE_LIMITS:
+        small = n_bytes < limit
+        shares = {"tensors_share": float(small.mean()), "bytes_share": float(n_bytes[small].sum() / n_bytes.sum())}
+        records.append({"workload": workload, "below_bytes": limit, **shares})
     return records

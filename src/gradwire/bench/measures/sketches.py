@@ -1,4 +1,4 @@
-"""Numbers of the homomorphic paper's figures 2 and 3, and of the codec's speed; every function returns flat records."""
+"""Numbers of the homomorphic paper's figures 2 and 3, and of the codec's speed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from gradwire.bench.measures import Call
 from gradwire.bench.sources import GradientSource
-from gradwire.bench.timing import Task, time_interleaved
+from gradwire.bench.timing import Task, threads, time_interleaved
 from gradwire.codecs import bloom_filter, sketch_sizes
 from gradwire.codecs.bloom_filter import BloomShape
 from gradwire.codecs.count_sketch import MAX_CORE, CountSketch, Outcome, index_words, write_index
-from gradwire.core.threads import set_thread_count, thread_count
+from gradwire.core.threads import thread_count
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.results.experiment import Cell
 from gradwire.results.store import Record
@@ -25,8 +25,28 @@ _BUILT_BITS = 32
 
 
 def measure_formulas(call: Call) -> list[tuple[Cell, Record]]:
-    """Fig. 2 in theory: axes `value_bits`, `density`."""
-    return list(zip(call.cells, size_formulas(call.values("value_bits"), call.values("density")), strict=True))
+    """Fig. 2 in theory: bits of bitmap + sketch, Bloom filter + sketch and the bound, as shares of the plain values.
+
+    Axes `value_bits`, `density`.
+    """
+    found = []
+    for cell in call.cells:
+        value_bits, density = cell["value_bits"], cell["density"]
+        bound, bitmap, bloom = (
+            size(1.0, density, value_bits) / value_bits
+            for size in (sketch_sizes.bound_bits, sketch_sizes.bitmap_bits, sketch_sizes.bloom_bits)
+        )
+        record = {
+            "value_bits": value_bits,
+            "density": density,
+            "bound_share": bound,
+            "bitmap_share": bitmap,
+            "bloom_share": bloom,
+            "best_over_bound": min(bitmap, bloom) / bound,
+            "best": "bitmap" if bitmap <= bloom else "bloom",
+        }
+        found.append((cell, record))
+    return found
 
 
 def measure_sizes(call: Call) -> list[tuple[Cell, Record]]:
@@ -46,48 +66,23 @@ def measure_recovery(call: Call) -> list[tuple[Cell, Record]]:
 
 
 def measure_speed(call: Call) -> list[tuple[Cell, Record]]:
-    """GB/s: axes `n_elements`, `density`; `threads`, `rounds`."""
-    before = thread_count()
-    set_thread_count(int(call.get("threads", 1)))
-    try:
-        found = []
+    """GB/s of float32 values, medians: compression, what can be done while the sketch travels, and what comes after.
+
+    Axes `n_elements`, `density`; `threads`, `rounds`.
+    """
+    found = []
+    with threads(int(call.get("threads", 1))):
         for cell in call.cells:
             n, density = int(cell["n_elements"]), _density(cell["density"])
-            (record,) = codec_speed([n], [density], str(call.get("pattern", "element")), int(call.get("rounds", 7)))
+            record = _time_one(n, density, str(call.get("pattern", "element")), int(call.get("rounds", 7)))
             found.append((cell, {**record, "share_of_nonzeros": record["density"]}))
-        return found
-    finally:
-        set_thread_count(before)
+    return found
 
 
 def _density(value: Any) -> float:
     if not 0 < float(value) < 1:
         raise InvalidArgument(f"density {value}: expected above 0 and below 1")
     return float(value)
-
-
-def size_formulas(widths: Sequence[int], densities: Sequence[float]) -> Records:
-    """Fig. 2: bits of bitmap + sketch, Bloom filter + sketch and the bound, as shares of the plain values."""
-    records: Records = []
-    for value_bits in widths:
-        for density in densities:
-            bound, bitmap, bloom = (
-                size(1.0, density, value_bits) / value_bits
-                for size in (sketch_sizes.bound_bits, sketch_sizes.bitmap_bits, sketch_sizes.bloom_bits)
-            )
-            best = min(bitmap, bloom)
-            records.append(
-                {
-                    "value_bits": value_bits,
-                    "density": density,
-                    "bound_share": bound,
-                    "bitmap_share": bitmap,
-                    "bloom_share": bloom,
-                    "best_over_bound": best / bound,
-                    "best": "bitmap" if bitmap <= bloom else "bloom",
-                }
-            )
-    return records
 
 
 def built_sizes(n_elements: int, densities: Sequence[float], pattern: str) -> Records:
@@ -159,15 +154,6 @@ def recovery_over_size(n_elements: int, density: float, sizes: Sequence[float], 
                 "rounds": sketch.n_rounds,
             }
         )
-    return records
-
-
-def codec_speed(sizes: Sequence[int], densities: Sequence[float], pattern: str, n_rounds: int) -> Records:
-    """GB/s of float32 values, medians: compression, what can be done while the sketch travels, and what comes after."""
-    records: Records = []
-    for n_elements in sizes:
-        for density in densities:
-            records.append(_time_one(n_elements, density, pattern, n_rounds))
     return records
 
 

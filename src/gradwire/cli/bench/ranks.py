@@ -8,6 +8,18 @@ from pathlib import Path
 from gradwire.bench.launching import DEFAULT_RANKS
 
 
+def add_training_arguments(parser: argparse.ArgumentParser, default_scheme: list[str], schemes: str) -> None:
+    """What is trained, from which seed, and how the links change meanwhile; `schemes`: the help of `--scheme`."""
+    parser.add_argument("--scheme", nargs="+", default=default_scheme, metavar="NAME", help=schemes)
+    parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt); NAME:option=value,...")
+    add_rank_arguments(parser)
+    parser.add_argument(
+        "--then", nargs="+", default=[], metavar="RATE",
+        help="rates to change every link to in mid-run, --steps steps at each: what a scheme makes of another network",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
+
+
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say where the ranks run and where results go; the same in every benchmark with ranks."""
     parser.add_argument("--ranks", type=int, metavar="N", help=f"ranks to start on this machine ({DEFAULT_RANKS})")

@@ -6,7 +6,7 @@ import argparse
 
 from gradwire.bench import train_contenders
 from gradwire.bench.train import run
-from gradwire.cli.bench.ranks import add_rank_arguments
+from gradwire.cli.bench.ranks import add_training_arguments
 
 __all__ = ["add_arguments", "run"]
 
@@ -14,23 +14,9 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench train`."""
     rivals = ", ".join(train_contenders.RIVALS)
-    parser.add_argument(
-        "--scheme",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help=f"schemes and baselines ({rivals}), with options as NAME:option=value,...; `all` is every one (default)",
-    )
-    parser.add_argument("--workload", default="gpt", metavar="NAME", help="what to train (gpt); NAME:option=value,...")
-    add_rank_arguments(parser)
+    schemes = f"schemes and baselines ({rivals}), with options as NAME:option=value,...; `all` is every one (default)"
+    add_training_arguments(parser, ["all"], schemes)
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps a scheme that count (30)")
-    parser.add_argument(
-        "--then",
-        nargs="+",
-        default=[],
-        metavar="RATE",
-        help="rates to change every link to in mid-run, --steps steps at each: what a scheme makes of another network",
-    )
     parser.add_argument("--warmup", type=int, default=5, metavar="N",
                         help="steps before them (5); a scheme that has to measure first takes as many as it needs")  # fmt: skip
     parser.add_argument("--overlap", action="store_true",
@@ -43,5 +29,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-size", type=int, metavar="N", help="samples a rank and step (the workload's own)")
     parser.add_argument("--optimizer", metavar="NAME", help="optimizer (the workload's own)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
     parser.add_argument("--wide", action="store_true", help="all columns, however wide the table gets")

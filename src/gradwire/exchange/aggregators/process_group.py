@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.telemetry.recorder import BucketRecord, Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes
@@ -28,8 +29,7 @@ class ProcessGroup:
     sums_floats = True
 
     def __init__(self, or_by: str = "all-reduce") -> None:
-        if or_by not in _OR_BY:
-            raise InvalidArgument(f"or_by is one of {', '.join(_OR_BY)}, not {or_by!r}")
+        check_choice("or_by", or_by, _OR_BY)
         self.or_by = or_by
         self._communicator: Communicator
 

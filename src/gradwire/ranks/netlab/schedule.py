@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.ranks.netlab.lab import Netlab
@@ -83,8 +82,6 @@ class Schedule:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.codecs.tensors import check_tensor
 from gradwire.core.slot import Slot, flatten_like, local_of, slot_of
 from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
@@ -83,7 +85,7 @@ class QuantisationMetric:
         Cost: reads the parameter and its moments once, allocates nothing once warm (a parameter whose state has another
             memory layout than itself excepted). Not to be called from two threads at once.
         """
-        _require_bytes(out)
+        check_tensor("out", out, torch.uint8)
         if len(parameters) != len(offsets):
             raise InvalidArgument(f"one offset per parameter: {len(parameters)} parameters, {len(offsets)} offsets")
         for parameter, offset in zip(parameters, offsets, strict=True):
@@ -196,7 +198,7 @@ class QuantisationMetric:
         """The bytes of a parameter that the kernel cannot read where it lies, in its memory order, tile by tile."""
         for begin in range(0, out.numel(), _TILE_ELEMENTS):
             tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
-            load = lambda slot, values, tile=tile: self._tiles.load(slot, values, tile, out.device)  # noqa: E731
+            load = functools.partial(self._tiles.load, tile=tile, device=out.device)
             theta_tile = load(0, operands.theta)
             second_tile = None if operands.second is None else load(1, operands.second)
             first_tile = None if operands.first is None else load(2, operands.first)
@@ -310,13 +312,6 @@ def _require_supported(optimizer: torch.optim.Optimizer, group: dict[str, Any]) 
         raise Unsupported(
             f"{type(optimizer).__name__} with differentiable=True: its step is part of a graph that importance bytes, "
             f"read between two steps, are not; use differentiable=False, or: {_ADVICE}"
-        )
-
-
-def _require_bytes(out: Tensor) -> None:
-    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.device.type != "cpu":
-        raise InvalidArgument(
-            f"out must be a contiguous (n,) uint8 tensor on the CPU, got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.codecs.gcomp import GCompCodec
+from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -59,8 +60,7 @@ class GComp(ThroughCodec):
         rounding: str = "nearest",
         format: int = 2,
     ) -> None:
-        if importance not in ("paper", "uniform", "none"):
-            raise InvalidArgument(f"importance is one of paper, uniform, none, not {importance!r}")
+        check_choice("importance", importance, ("paper", "uniform", "none"))
         codec = GCompCodec(importance, bits, rounding=rounding, format=format)
         options = {"importance": importance, "bits": bits, "refresh_every": refresh_every, "rounding": rounding}
         options["format"] = format

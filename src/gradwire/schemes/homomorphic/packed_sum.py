@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import FixedPoint
-from gradwire.core.bucket import Bucket
 from gradwire.exchange.aggregators import Aggregator
-from gradwire.schemes.homomorphic.shared_index import Union
-from gradwire.schemes.homomorphic.unsent import Unsent, quantised
-from gradwire.wire.wire import Wire
+from gradwire.schemes.homomorphic.unsent import Summand, quantised
 
 
-def sum_packed(
-    aggregator: Aggregator,
-    bucket: Bucket,
-    wire: Wire,
-    values: torch.Tensor,
-    unsent: Unsent | None,
-    union: Union,
-    n_values: int,
-    fixed: FixedPoint | None,
-) -> None:
-    """Sum the `n_values` of `values` (n,) at the union, and put the mean into the bucket; with `fixed` as integers."""
+def sum_packed(aggregator: Aggregator, summand: Summand, n_values: int, fixed: FixedPoint | None) -> None:
+    """Sum the `n_values` at the union, and put the mean into the bucket; with `fixed` as integers."""
+    bucket, wire, _, values, unsent, union = summand
     packed = wire.scratch("packed", n_values, values.dtype)
     with wire.timing("encode"):
         packed_values.pack(values, union.words, packed)

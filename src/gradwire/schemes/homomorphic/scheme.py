@@ -17,26 +17,26 @@ values save less than a tenth, and such buckets are sent plainly. What counts is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gradwire.codecs import packed_values
-from gradwire.codecs.count_sketch import MAX_ATTEMPTS, MAX_CORE, CountSketch, FixedPoint, Outcome
+from gradwire.codecs.count_sketch import CountSketch, FixedPoint
+from gradwire.control.checks import choice as check_choice
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
-from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
 from gradwire.schemes.compressed import Redoing
-from gradwire.schemes.homomorphic.by_bucket import DenseBuckets, NumberByBucket, are_counts, is_too_dense
-from gradwire.schemes.homomorphic.expected_tables import ExpectedTables
+from gradwire.schemes.homomorphic.by_bucket import DenseBuckets, are_counts, is_too_dense
 from gradwire.schemes.homomorphic.packed_sum import sum_packed
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
-from gradwire.schemes.homomorphic.unsent import Unsent, quantised, values_to_send
+from gradwire.schemes.homomorphic.sketch_sum import SketchSum
+from gradwire.schemes.homomorphic.unsent import Summand, values_to_send
 from gradwire.wire.step_check import StepCheck
 from gradwire.wire.wire import Wire
 
@@ -47,15 +47,8 @@ _SPARSIFIERS = (None, "top-k")
 _INTEGERS = {32: torch.int32, 64: torch.int64}
 _TOO_DENSE = "too dense to gain: this bucket was sent uncompressed"
 
-# Small tables may need another salt (5 in 100 of 1,000 non-zeros), so they are peeled before they are sent; larger ones
-# never have, and are peeled while they travel.
-_PEEL_FIRST_NONZEROS = 1 << 14
 # Sums in float32 cells stay finite if no value is above 2^_MAX_EXPONENT / world size: a cell holds fewer than 2^16 values.
 _MAX_EXPONENT = 110
-# 1 KiB, whatever the budget: a small bucket would be left with no table at all.
-_MIN_BUDGET_CELLS = 256
-# So few values are sent densely in lossy mode too.
-_MAX_DENSE_CORE = 64
 
 
 class Homomorphic(Redoing):
@@ -102,8 +95,7 @@ class Homomorphic(Redoing):
             ("sparsifier", sparsifier, _SPARSIFIERS),
             ("integer_bits", integer_bits, tuple(_INTEGERS)),
         ):
-            if value not in known:
-                raise InvalidArgument(f"{what} is one of {', '.join(map(str, known))}, not {value!r}")
+            check_choice(what, value, known)
         leaves_out = sparsifier is not None or mode == "lossy"
         if error_feedback and not leaves_out:
             raise InvalidArgument('error_feedback needs something that is left out: a sparsifier, or mode="lossy"')
@@ -115,10 +107,8 @@ class Homomorphic(Redoing):
         self._sketch = CountSketch(**sketch)
         self._index = SharedIndex(index, self._sketch.seed)
         self._dense = DenseBuckets()
-        self._attempts = NumberByBucket()  # the salt with which a bucket peeled last
-        self._expected = ExpectedTables()
-        self._cells = torch.empty(0)  # on their way together with an index
-        self._n_too_dense = self._n_resent = self._n_core = self._n_at_once = 0
+        self._sketches = SketchSum(self._sketch, mode, self.budget, self.aggregator)
+        self._n_too_dense = 0
         self._is_aggregator_bound = False
 
     @property
@@ -163,7 +153,7 @@ class Homomorphic(Redoing):
         cell_bits = 8.0 * cell_bytes if self.mode == "packed" else 32 * self._sketch.gamma
         union = self._index.agree(
             values, wire.checksum, key, bucket, self.session.communicator, self.aggregator, cell_bits,
-            self._assumed_sketch(values, bucket, wire, key),
+            self._sketches.assumed(values, bucket, wire, key),
         )  # fmt: skip
         if not union.ranks_agree:
             wire.name_mismatch()
@@ -171,144 +161,24 @@ class Homomorphic(Redoing):
             if union.total is not None:
                 union.total.wait()
             return False
-        if union.total is not None and self._take_at_once(bucket, wire, values, unsent, union, key):
+        summand = Summand(bucket, wire, key, values, unsent, union)
+        if union.total is not None and self._sketches.take_at_once(summand):
+            self._index.remember(key, self._sketch.n_nonzeros)
             return True
         if self.mode == "packed":
             n_cells = n_nonzeros = packed_values.count(union.words, bucket.n_elements)
         else:
-            # Estimates that missed the same way at every step would bend the training; peeled values do not care.
-            step = bucket.step & 0xFFFFFFFF if self.mode == "lossy" else 0
-            n_cells = self._sketch.prepare(
-                union.words, bucket.n_elements, self._attempts.of(key), self._max_cells(bucket), step
-            )
-            n_nonzeros = self._sketch.n_nonzeros
+            n_cells, n_nonzeros = self._sketches.prepare(bucket, key, union), self._sketch.n_nonzeros
             cell_bytes = max(4, cell_bytes)
         self._index.remember(key, n_nonzeros)
-        self._expected.forget(key)
         if is_too_dense(bucket, cell_bytes, n_cells):
             self._dense.note(key)
             return self._send_plainly(bucket, wire)
         if self.mode == "packed":
-            sum_packed(self.aggregator, bucket, wire, values, unsent, union, n_nonzeros, self._fixed_point(union))
+            sum_packed(self.aggregator, summand, n_nonzeros, self._fixed_point(union))
         else:
-            self._send_sketch(bucket, wire, values, unsent, union, key)
+            self._sketches.send(summand, self._fixed_point(union))
         return True
-
-    def _assumed_sketch(
-        self, values: torch.Tensor, bucket: Bucket, wire: Wire, key: str
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Mode "sketch", once the last steps say how large the table has to be: it goes along with the index."""
-        table = self._expected.rows(key, self._sketch.gamma) if self.mode == "sketch" else None
-        if table is None:
-            return None
-
-        def cells_of(own_index: torch.Tensor) -> torch.Tensor:
-            with wire.timing("encode"):
-                n_cells = self._sketch.assume(bucket.n_elements, *table, self._attempts.of(key))
-                self._cells = wire.scratch("cells", n_cells, torch.float32)
-                self._sketch.add(values, own_index, self._cells)
-            return self._cells
-
-        return cells_of
-
-    def _take_at_once(
-        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, key: str
-    ) -> bool:
-        """Whether all values come out of the sketch that was sent with its index; the mean then lies in the bucket."""
-        assert union.total is not None
-        with wire.timing("decode"):
-            self._sketch.adopt(union.words)
-        n_core = self._peel(wire, union)
-        union.total.wait()
-        if n_core > MAX_CORE:
-            self._n_resent += 1
-            return False
-        self._index.remember(key, self._sketch.n_nonzeros)
-        if is_too_dense(bucket, 4, self._sketch.n_cells):
-            self._expected.forget(key)  # the next index comes alone, and decides
-        else:
-            self._expected.note(key, self._sketch)
-        self._n_at_once += 1
-        self._recover(bucket, wire, values, unsent, union, self._cells, n_core, None)
-        return True
-
-    def _send_sketch(
-        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union, key: str
-    ) -> None:
-        """Sum the sketch, peel it while it travels, and put the mean into the bucket."""
-        sketch = self._sketch
-        fixed = self._fixed_point(union)
-        dtype = torch.float32 if fixed is None else fixed.dtype
-        peel_first = sketch.n_nonzeros < _PEEL_FIRST_NONZEROS
-        attempt = self._attempts.of(key)
-        while True:
-            n_core = self._peel(wire, union) if peel_first else 0
-            if self._has_to_try_again(n_core, attempt):
-                attempt += 1
-                sketch.prepare(union.words, bucket.n_elements, attempt)
-                continue
-            cells = wire.scratch("cells", sketch.n_cells, dtype)
-            with wire.timing("encode"):
-                sketch.add(values, union.own, cells, fixed)
-            total = self.aggregator.start_sum(cells, wire.record) if cells.numel() else None
-            if not peel_first:
-                n_core = self._peel(wire, union)
-            if total is not None:
-                total.wait()
-            if not self._has_to_try_again(n_core, attempt):
-                break
-            self._n_resent += 1
-            attempt += 1
-            peel_first = True
-            sketch.prepare(union.words, bucket.n_elements, attempt)
-        if attempt != self._attempts.of(key):
-            self._attempts.learn(key, attempt if attempt < MAX_ATTEMPTS else 0)
-        if self.mode == "sketch":
-            self._expected.note(key, sketch)
-        self._recover(bucket, wire, values, unsent, union, cells, n_core, fixed)
-
-    def _recover(
-        self, bucket: Bucket, wire: Wire, values: torch.Tensor, unsent: Unsent | None, union: Union,
-        cells: torch.Tensor, n_core: int, fixed: FixedPoint | None,
-    ) -> None:  # fmt: skip
-        """Put the mean into the bucket, from summed cells and the order of peeling."""
-        sketch = self._sketch
-        estimate = self.mode == "lossy" and n_core > _MAX_DENSE_CORE
-        core = sketch.core() if n_core and (self.error_feedback or not estimate) else None
-        scale = (1.0 if fixed is None else fixed.scale) / wire.world_size
-        core_mean = None if estimate or core is None else self._sum_core(wire, values, core, fixed) * scale
-        is_direct = not self.error_feedback and bucket.buffer.dtype in (torch.float32, torch.bfloat16)
-        with wire.timing("decode"):
-            out = bucket.buffer if is_direct else wire.scratch("mean", bucket.n_elements)
-            # From all ranks' values, not from their sums: those may cancel, and rounding does not.
-            bound = wire.world_size * 2.0**union.exponent if union.exponent is not None else 0.0
-            if sketch.recover(cells, scale, out, estimate, bound) is not Outcome.COMPLETE:
-                raise CorruptMessage(
-                    f"the summed sketch of bucket {bucket.index} in step {bucket.step} is not that of its index: it was "
-                    f"altered on its way through the aggregator {self.aggregator.name!r}; restart from the last checkpoint"
-                )
-            if core_mean is not None:
-                out[core] = core_mean.float().to(out.dtype)  # rounded as the others are
-            elif core is not None:
-                out[core] *= sketch.estimate_shrinkage
-            if unsent is not None:
-                unsent.stage(values, out, core if estimate else None)
-            if not is_direct:
-                bucket.buffer.copy_(out)
-
-    def _peel(self, wire: Wire, union: Union) -> int:
-        with wire.timing("decode"):
-            return self._sketch.peel(union.words)
-
-    def _has_to_try_again(self, n_core: int, attempt: int) -> bool:
-        return n_core > MAX_CORE and self._sketch.n_cells > 0 and attempt < MAX_ATTEMPTS and self.mode != "lossy"
-
-    def _sum_core(self, wire: Wire, values: torch.Tensor, core: torch.Tensor, fixed: FixedPoint | None) -> torch.Tensor:
-        """(n_core,) float64 sums over the ranks of what the sketch does not give back."""
-        own = values[core].float() if fixed is None else quantised(values[core], fixed)
-        self.aggregator.start_sum(own, wire.record).wait()
-        self._n_core += core.numel()
-        return own.double()
 
     # ---- what all ranks decide alike
 
@@ -327,10 +197,6 @@ class Homomorphic(Redoing):
         is_sketch_of_floats = self.mode in ("sketch", "lossy")
         return is_sketch_of_floats and union.exponent is not None and union.exponent + bits_of_world > _MAX_EXPONENT
 
-    def _max_cells(self, bucket: Bucket) -> int:
-        cells = max(_MIN_BUDGET_CELLS, int(self.budget * bucket.original_bytes / 4))
-        return cells if self.mode == "lossy" else 0
-
     def _send_plainly(self, bucket: Bucket, wire: Wire) -> bool:
         if not self._n_too_dense:
             _log.info("gradwire %s: %s (step %d)", self.name, _TOO_DENSE, bucket.step)
@@ -347,10 +213,8 @@ class Homomorphic(Redoing):
         super().end_step(step)
         if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
             self._index.commit()
-            self._expected.commit()
         self._index.next_counts.clear()
-        self._expected.clear_step()
-        for learnt in (self._dense, self._attempts):
+        for learnt in (self._dense, self._sketches):
             learnt.end_step(self._is_step_finite)
 
     def stats(self) -> dict[str, Any]:
@@ -361,9 +225,9 @@ class Homomorphic(Redoing):
             "n_buckets_too_dense": self._n_too_dense,
             "n_bloom_indices": self._index.n_blooms,
             "n_bloom_fallbacks": self._index.n_bloom_fallbacks,
-            "n_sketches_at_once": self._n_at_once,
-            "n_sketches_resent": self._n_resent,
-            "n_core_values": self._n_core,
+            "n_sketches_at_once": self._sketches.n_at_once,
+            "n_sketches_resent": self._sketches.n_resent,
+            "n_core_values": self._sketches.n_core,
             **{f"aggregator_{name}": value for name, value in self.aggregator.stats().items()},
         }
 
@@ -372,8 +236,8 @@ class Homomorphic(Redoing):
             **super().state_dict(),
             "n_nonzeros": {key: list(counts) for key, counts in self._index.counts.items()},
             "dense_for_steps": self._dense.state_dict(),
-            "attempts": self._attempts.state_dict(),
-            "tables": self._expected.state_dict(),
+            "attempts": self._sketches.attempts.state_dict(),
+            "tables": self._sketches.expected.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -382,20 +246,20 @@ class Homomorphic(Redoing):
             if not are_counts(state.get(name), name == "n_nonzeros"):
                 raise not_the_state("scheme homomorphic", f"it lacks {name}")
         try:
-            self._expected.load_state_dict(state.get("tables", {}))
+            self._sketches.expected.load_state_dict(state.get("tables", {}))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise not_the_state("scheme homomorphic", "its tables are none") from error
         super().load_state_dict(state)
         self._index.counts = {key: list(counts) for key, counts in state["n_nonzeros"].items()}
         self._dense.load_state_dict(state["dense_for_steps"])
-        self._attempts.load_state_dict(state["attempts"])
+        self._sketches.attempts.load_state_dict(state["attempts"])
 
     def close(self) -> None:
         super().close()
         self._index.counts.clear()
-        for learnt in (self._dense, self._attempts):
+        for learnt in (self._dense, self._sketches.attempts):
             learnt.load_state_dict({})
-        self._expected.tables.clear()
+        self._sketches.expected.tables.clear()
         if self._is_aggregator_bound:
             self.aggregator.close()
             self._is_aggregator_bound = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,7 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.schemes.compressed import count_of
+from gradwire.schemes.homomorphic.shared_index import Union
 from gradwire.wire.wire import Wire
 
 
@@ -75,3 +77,19 @@ class Unsent:
         unsent.div_(self._loss_scale)
         self._withheld.keep(unsent, [True] * len(self._bucket.spans))
         self._feedback.stage_bucket(self._bucket, unsent)
+
+
+class Summand(NamedTuple):
+    """What this rank adds to the sum of one bucket, and what all ranks know of that.
+
+    Attributes:
+        key: the bucket's, for what is learnt of it.
+        values: (n,) as `values_to_send` gave them, and `unsent` with them.
+    """
+
+    bucket: Bucket
+    wire: Wire
+    key: str
+    values: torch.Tensor
+    unsent: Unsent | None
+    union: Union

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot
@@ -81,8 +82,7 @@ class LowRank(Scheme):
             raise InvalidArgument(f"start_step must be at least 0, got {start_step}")
         if math.isnan(buffer_mb) or buffer_mb < 0:
             raise InvalidArgument(f"buffer_mb must be 0 (no fusion), a size or inf, got {buffer_mb}")
-        if factor_dtype not in _WIRE_DTYPES:
-            raise InvalidArgument(f"factor_dtype is one of {', '.join(_WIRE_DTYPES)}, not {factor_dtype!r}")
+        check_choice("factor_dtype", factor_dtype, _WIRE_DTYPES)
         self.rank = rank
         self.min_compression_rate = float(min_compression_rate)
         self.start_step = start_step

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from gradwire import codecs
 from gradwire.codecs import Codec
 from gradwire.codecs.quantised import Quantised
+from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
@@ -30,10 +31,8 @@ class Transport:
     group_elements: int | None = None
 
     def __post_init__(self) -> None:
-        if self.topology not in TOPOLOGIES:
-            raise InvalidArgument(f"topology is one of {', '.join(TOPOLOGIES)}, not {self.topology!r}")
-        if self.pull not in PULLS:
-            raise InvalidArgument(f"pull is one of {', '.join(PULLS)}, not {self.pull!r}")
+        check_choice("topology", self.topology, TOPOLOGIES)
+        check_choice("pull", self.pull, PULLS)
         if self.pull == "raw" and self.topology != "server":
             raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
         if self.group_elements is not None and self.group_elements < 1:
@@ -68,8 +67,7 @@ class Stepping:
     max_grad_value: float | None = None
 
     def __post_init__(self) -> None:
-        if self.update not in UPDATES:
-            raise InvalidArgument(f"update is one of {', '.join(UPDATES)}, not {self.update!r}")
+        check_choice("update", self.update, UPDATES)
         if self.update == "owner" and self.backup:
             raise InvalidArgument('backup=True moves local weights by the whole optimizer: it needs update="worker"')
         if self.max_grad_value is not None and (self.update != "owner" or not self.max_grad_value > 0):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire.errors import InvalidArgument
-from gradwire.simulator.network import Flow
+from gradwire.simulator.network import Flow, FlowClass
 from gradwire.simulator.schemes.base import SchemeModel
 from gradwire.simulator.simulation import Simulation
 from gradwire.simulator.stage import WorkerGroup
@@ -67,7 +67,7 @@ class FixedBroadcast(SchemeModel):
 class _Sender:
     """One group's link: the newest block is on it, older ones wait where they were stopped."""
 
-    def __init__(self, scheme: FixedBroadcast, group: WorkerGroup, flow_class: object) -> None:
+    def __init__(self, scheme: FixedBroadcast, group: WorkerGroup, flow_class: FlowClass) -> None:
         self._scheme, self._group, self._flow_class = scheme, group, flow_class
         self._waiting: list[_Pending] = []
         self._current: tuple[Flow, _Pending] | None = None
@@ -83,7 +83,7 @@ class _Sender:
         self._send(pending)
 
     def _send(self, pending: _Pending) -> None:
-        flow = self._scheme.network.start(self._flow_class, pending.left_bits, self._group.count)  # type: ignore[arg-type]
+        flow = self._scheme.network.start(self._flow_class, pending.left_bits, self._group.count)
         self._current = (flow, pending)
         flow.done.callbacks.append(self._end(flow, pending))
 

@@ -1,0 +1,141 @@
+"""homomorphic on values that are not finite, ranks that disagree, sums that were altered and options out of range."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from homomorphic_cases import LAYOUT, flat, gradients_of, make, parameters
+
+import gradwire
+from buckets import Driver
+from gradwire.exchange.aggregators.process_group import ProcessGroup
+from ranks import run_ranks, try_ranks
+
+
+def meet_nonfinite(rank: int, world_size: int) -> None:
+    """What a step with Inf or NaN leaves behind: nothing. Values near the end of float32 are summed plainly."""
+    for options in (
+        {},
+        {"mode": "sketch"},
+        {"mode": "exact"},
+        {"sparsifier": "top-k"},
+        {"mode": "lossy", "error_feedback": True},
+    ):
+        runs = []
+        for value in (float("inf"), float("nan"), None):
+            driver = Driver(make(**options), parameters(), LAYOUT)
+            driver.reduce(gradients_of(rank, world_size, 0, 0.02))
+            if value is None:
+                driver.step += 1  # estimates have hashes of their own at every step
+            else:
+                poisoned = gradients_of(rank, world_size, 1, 0.3)
+                poisoned[0][3, 5] = value if rank == 1 else 0.0
+                before = copy.deepcopy(driver.scheme.state_dict())
+                result = driver.reduce(poisoned)
+                assert not math.isfinite(float(result[0][3, 5]))
+                assert str(driver.scheme.state_dict()) == str(before)
+                assert driver.scheme.stats()["n_buckets_redone"] == 1
+            runs.append(torch.cat([flat(driver.reduce(gradients_of(rank, world_size, s, 0.02))) for s in (2, 3)]))
+            driver.close()
+        assert torch.equal(runs[0], runs[2])
+        assert torch.equal(runs[1], runs[2])
+    driver = Driver(make(mode="sketch"), parameters(), LAYOUT)
+    huge = gradients_of(rank, world_size, 0, 0.02)
+    huge[0][0, 0] = 1e38
+    result = driver.reduce(huge)
+    assert float(result[0][0, 0]) == pytest.approx(1e38, rel=1e-6)
+    assert driver.scheme.stats()["n_buckets_redone"] == 1
+    driver.close()
+
+
+def test_step_with_inf_or_nan_on_one_rank_is_as_if_it_had_not_been() -> None:
+    run_ranks(meet_nonfinite, 2)
+
+
+def disagree(rank: int, world_size: int, options: list[dict[str, Any]]) -> None:
+    driver = Driver(make(**options[min(rank, 1)]), parameters(), LAYOUT)
+    driver.reduce(gradients_of(rank, world_size, 0, 0.02))
+
+
+@pytest.mark.parametrize("options", [[{"seed": 0}, {"seed": 1}], [{"batch_values": 1024}, {"batch_values": 512}]])
+def test_other_seed_or_batch_size_on_one_rank_is_named(options: list[dict[str, Any]]) -> None:
+    for outcome in try_ranks(disagree, 3, options):
+        assert isinstance(outcome.error, gradwire.RankMismatch)
+        assert "configuration" in str(outcome.error)
+        assert "rank 0" in str(outcome.error)
+
+
+def count_another_step(rank: int, world_size: int) -> None:
+    """Dense gradients: from the second step on no index goes before the values."""
+    driver = Driver(make(mode="exact"), parameters(), LAYOUT)
+    for step in range(6):
+        driver.step += step == 2 and rank == 1
+        driver.reduce(gradients_of(rank, world_size, step, 1.0))
+    driver.close()
+
+
+def test_rank_in_another_step_is_named_where_buckets_are_too_dense_for_an_index() -> None:
+    for outcome in try_ranks(count_another_step, 2):
+        assert isinstance(outcome.error, gradwire.RankMismatch), outcome
+        assert "step" in str(outcome.error)
+        assert "rank 1" in str(outcome.error)
+
+
+class Altering(ProcessGroup):
+    """Changes one cell of the second sum on every rank, as a faulty fabric would."""
+
+    n_sums = 0
+
+    def start_sum(self, values: torch.Tensor, record: Any) -> Any:
+        summed = super().start_sum(values, record)
+        self.n_sums += 1
+        if self.n_sums == 2:
+            summed.wait()
+            values[100] += 1000
+            summed = type("Done", (), {"wait": lambda self: None})()
+        return summed
+
+
+class IntegersOnly(ProcessGroup):
+    name = "integers"
+    sums_floats = False
+
+
+def meet_faults(rank: int, world_size: int) -> None:
+    for mode in ("sketch", "exact"):
+        driver = Driver(make(mode=mode, aggregator=Altering()), parameters(), LAYOUT)
+        with pytest.raises(Exception, match="altered on its way"):
+            driver.reduce(gradients_of(rank, world_size, 0, 0.05))
+    for options in ({"mode": "sketch"}, {"mode": "lossy"}, {"integer_bits": 64}, {"mode": "exact", "integer_bits": 64}):
+        with pytest.raises(gradwire.Unsupported, match='mode="exact", integer_bits=32'):
+            Driver(make(aggregator=IntegersOnly(), **options), parameters())
+    driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
+    driver.reduce(gradients_of(rank, world_size, 0, 0.05))
+    driver.close()
+
+
+def test_altered_sums_raise_and_integer_aggregators_get_integers() -> None:
+    run_ranks(meet_faults, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"mode": "fast"}, "packed, sketch, exact, lossy"),
+        ({"budget": 0}, "budget"),
+        ({"integer_bits": 16}, "integer_bits"),
+        ({"sparsifier": "random"}, "top-k"),
+        ({"density": 2}, "density"),
+        ({"error_feedback": True}, "left out"),
+        ({"index": "list"}, "auto, bitmap, bloom"),
+        ({"gamma": 1.1}, "gamma"),
+        ({"aggregator": "cloud"}, "process-group"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(gradwire.InvalidArgument, match=match):
+        make(**options)

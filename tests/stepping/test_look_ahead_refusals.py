@@ -1,0 +1,125 @@
+"""Model backup: what it refuses, and what a lost peer leaves."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from look_ahead_cases import PLAIN, batch, build, loss_of
+
+import gradwire
+from gradwire.codecs.general import RawCodec
+from gradwire.errors import InvalidArgument, PeerLost, Unsupported
+from gradwire.schemes.slimgc import SlimGC
+from gradwire.training.digest import hash_parameters
+from ranks import run_ranks, try_ranks
+
+
+class Odd(torch.optim.SGD):
+    """With state of its own that no look-ahead could know of."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.n_calls = getattr(self, "n_calls", 0) + 1
+        super().step(closure)
+
+
+def check_refusals(rank: int, world_size: int) -> None:
+    for kind in (Odd, torch.optim.LBFGS):
+        ddp = build()
+        with pytest.raises(Unsupported, match="cannot be peeked"):
+            gradwire.attach(ddp, kind(ddp.parameters(), lr=0.1), SlimGC(**PLAIN), timeout_s=100)
+    ddp = build()
+    # Its step is not tried where the local one is plain SGD.
+    optimizer: torch.optim.Optimizer = Odd(ddp.parameters(), lr=0.1)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, local="sgd"), timeout_s=100)
+    attachment.close()
+    # Clipping would be of the local gradient, and too late for the mean.
+    ddp = build()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN), timeout_s=100)
+    loss_of(ddp, batch(rank, 0)).backward()
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    with pytest.raises(Unsupported, match="max_grad_norm"):
+        optimizer.step()
+    attachment.close()
+    ddp = build()
+    # What the user does to parameters between steps would be lost: it is said, and after a flush it holds.
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, sync_steps=0), timeout_s=100)
+    loss_of(ddp, batch(rank, 0)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        next(ddp.parameters()).zero_()
+    with pytest.raises(Unsupported, match="flush"):
+        loss_of(ddp, batch(rank, 1))
+    attachment.flush()
+    with torch.no_grad():
+        next(ddp.parameters()).zero_()
+    optimizer.zero_grad()
+    loss_of(ddp, batch(rank, 1)).backward()
+    optimizer.step()
+    attachment.flush()
+    moved = next(ddp.parameters())
+    assert float(moved.abs().max()) < 0.2
+    # A NaN travels as in synchronous training: all ranks have it, after the next step.
+    optimizer.zero_grad()
+    (loss_of(ddp, batch(rank, 2)) * (math.nan if rank == 0 else 1.0)).backward()
+    optimizer.step()
+    attachment.flush()
+    assert bool(next(ddp.parameters()).isnan().any())
+    attachment.close()
+
+
+def test_what_cannot_be_peeked_or_would_be_lost_is_refused() -> None:
+    run_ranks(check_refusals, 2)
+
+
+def die_between_push_and_pull(rank: int, world_size: int) -> None:
+    ddp = build()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scheme = SlimGC("one-bit", threshold_bytes=0, pull="raw", backup=True, sync_steps=0)
+    attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=1_000)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(ddp, batch(rank, step)).backward()
+        optimizer.step()
+        if step == 2:
+            attachment.flush()
+            complete = hash_parameters(ddp.module)
+            if rank == 1:
+                # What owners answer with is called back, being no codec of the core's.
+                RawCodec.encode = lambda *_: os._exit(9)  # type: ignore[method-assign]
+        try:
+            if step > 2:
+                attachment.flush()
+        except PeerLost:
+            assert hash_parameters(ddp.module) == complete, "the last complete global weights are left"
+            raise
+
+
+def test_death_between_push_and_pull_is_a_lost_peer_and_leaves_complete_weights() -> None:
+    outcomes = try_ranks(die_between_push_and_pull, 3)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert type(outcome.error) is PeerLost, outcome
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local": "guess"},
+        {"local_rate": 0.1},
+        {"local": "sgd", "local_rate": -1.0},
+        {"sync_steps": -1},
+        {"max_grad_norm": 0.0},
+    ],
+)
+def test_options_of_the_backup_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        SlimGC(backup=True, **options)
+    if "max_grad_norm" in options or "local_rate" in options:
+        with pytest.raises(InvalidArgument):
+            SlimGC(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +84,15 @@ class Candidate:
         """What a step under it takes, by all that is known."""
         return self.measured_us or self.predicted_us * self.bias // 1000
 
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: what a resumed run knows of it."""
+        return {"bias": self.bias, "is_tried": self.is_tried, "measured_us": self.measured_us}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` gave."""
+        self.bias, self.measured_us = int(state["bias"]), int(state["measured_us"])
+        self.is_tried = self.is_familiar = bool(state["is_tried"])
+
     def as_dict(self) -> dict[str, Any]:
         """For people: milliseconds, and None for what was not measured."""
         return {
@@ -95,6 +105,30 @@ class Candidate:
             "not_before": self.not_before,
             "excluded": self.excluded,
         }
+
+
+def most_promising(
+    candidates: Iterable[Candidate], limits: Limits, step: int, base_us: int, allowed_us: int, floor_us: int
+) -> Candidate | None:
+    """Who may race at `step` against what takes `base_us`, if that promises a gain and its cost is allowed.
+
+    Args:
+        allowed_us: what a race may cost. floor_us: no scheme takes less.
+    """
+    goal = base_us * (1000 - limits.margin)
+    if not limits.budget or floor_us * 1000 >= goal:
+        return None  # nothing may be tried, or less waits than a switch has to win
+    for candidate in sorted(candidates, key=lambda c: (c.expected_us, c.name)):
+        if candidate.excluded or step < candidate.not_before:
+            continue
+        expected_us = max(candidate.expected_us, floor_us)
+        doubt = limits.known_doubt if candidate.is_tried else limits.doubt
+        cost_us = max(0, expected_us * (1000 + doubt) // 1000 - base_us) * limits.block
+        promises = expected_us * (1000 - doubt) < goal and cost_us <= allowed_us
+        could = not candidate.is_familiar and expected_us * (1000 - limits.curiosity) < goal
+        if promises or (could and 3 * cost_us <= allowed_us):
+            return candidate
+    return None
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradwire.control.drift import Drift
-from gradwire.control.race import Candidate, Decision, Limits, Planned, Race
+from gradwire.control.probing import Probing
+from gradwire.control.race import Candidate, Decision, Limits, Planned, Race, most_promising
 from gradwire.control.samples import median
 
 __all__ = ["PLAIN", "Candidate", "Decision", "Law", "Limits"]
 
 PLAIN = "plain"
 
-_NEVER = 1 << 62
 _BIAS_RANGE = (250, 4000)  # permille: a prediction is never corrected by more than a factor of four
 
 
@@ -37,6 +37,9 @@ class Law:
         family_of: schemes of one family share what the model misjudges until they have raced themselves.
         not_before: first step at which a scheme may race, where that is not the first.
         first_step: the step that training goes on with.
+    Attributes:
+        is_settled: whether what the incumbent takes is known from more than a few sudden steps.
+        probing: when the link is probed; told what a probe took.
     """
 
     def __init__(
@@ -68,9 +71,9 @@ class Law:
         self._waiting: list[int] = []  # under plain: what any scheme could win at most
         self._could_win_us = 0
         self._race = Race()
-        self._is_settled = True
+        self.is_settled = True
         self._drift = Drift(self.limits)
-        self._next_probe, self._probe_us = _NEVER, 0
+        self.probing = Probing(self.limits)
 
     # ---- what ranks ask
 
@@ -87,14 +90,8 @@ class Law:
         return self._planned(step).role
 
     def wants_probe(self, step: int) -> bool:
-        """Whether the link is to be probed after `step`: now and then under a compressed scheme, where a faster network does
-        not show, and when a step's time has moved."""
-        return self.state == "run" and step == self._next_probe
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether what the incumbent takes is known from more than a few sudden steps."""
-        return self._is_settled
+        """Whether the link is to be probed after `step`: when a step's time has moved, and now and then under compression."""
+        return self.state == "run" and self.probing.is_at(step)
 
     @property
     def computing_us(self) -> int:
@@ -163,10 +160,6 @@ class Law:
             if is_typical or link_changed:
                 self._watch(step, time_us, link_changed)
 
-    def note_probe(self, took_us: int) -> None:
-        """A probe of the link took so long on the slowest rank."""
-        self._probe_us = took_us
-
     def exclude(self, name: str, why: str) -> None:
         """Never run `name` again; not the incumbent."""
         assert name not in (PLAIN, self.incumbent)
@@ -210,21 +203,9 @@ class Law:
 
     def _next_candidate(self, step: int) -> Candidate | None:
         """The most promising candidate that the budget allows to race, if there is one."""
-        limits, base_us, allowed_us = self.limits, self.candidates[self.incumbent].expected_us, self.allowed_us
-        goal = base_us * (1000 - limits.margin)
-        if not limits.budget or self._floor_us * 1000 >= goal:
-            return None  # nothing may be tried, or less waits than a switch has to win
-        for candidate in sorted(self.candidates.values(), key=lambda c: (c.expected_us, c.name)):
-            if candidate.name in (self.incumbent, self.challenger) or candidate.excluded or step < candidate.not_before:
-                continue
-            expected_us = max(candidate.expected_us, self._floor_us)
-            doubt = limits.known_doubt if candidate.is_tried else limits.doubt
-            cost_us = max(0, expected_us * (1000 + doubt) // 1000 - base_us) * limits.block
-            promises = expected_us * (1000 - doubt) < goal and cost_us <= allowed_us
-            could = not candidate.is_familiar and expected_us * (1000 - limits.curiosity) < goal
-            if promises or (could and 3 * cost_us <= allowed_us):
-                return candidate
-        return None
+        others = [c for c in self.candidates.values() if c.name not in (self.incumbent, self.challenger)]
+        base_us = self.candidates[self.incumbent].expected_us
+        return most_promising(others, self.limits, step, base_us, self.allowed_us, self._floor_us)
 
     @property
     def _floor_us(self) -> int:
@@ -238,7 +219,7 @@ class Law:
             return
         self.state = "race"
         may_cost_us, self._spent_before_us = self.allowed_us, self.spent_us
-        self._race = Race(self._race.number + 1, candidate.name, step, base_us, may_cost_us, self._is_settled)
+        self._race = Race(self._race.number + 1, candidate.name, step, base_us, may_cost_us, self.is_settled)
         expected_us = max(candidate.expected_us, self._floor_us)
         why = f"expected to take {expected_us / 1000:.1f} ms a step; {self.incumbent} takes {base_us / 1000:.1f}"
         self._say(step, "try", candidate.name, why)
@@ -347,8 +328,8 @@ class Law:
     def _run(self, step: int) -> None:
         self.state = "run"
         self._drift.begin(self.candidates[self.incumbent].measured_us)
-        if self._next_probe <= step:
-            self._next_probe = step + 1  # it fell into a race, or is urgent; the next race waits for what it says
+        if self.probing.is_due(step):
+            self.probing.at(step + 1)  # it fell into a race, or is urgent; the next race waits for what it says
         else:
             self._begin_race(step)
 
@@ -364,10 +345,10 @@ class Law:
             return
         if look.is_off:
             return  # a second look decides; what is measured meanwhile would be of neither network
-        if step >= self._next_probe:
+        if self.probing.is_due(step):
             self._set_next_probe(step)
         self.candidates[self.incumbent].measured_us = self._drift.reference_us
-        self._is_settled = True
+        self.is_settled = True
         self._begin_race(step)
 
     def _start_again(self, step: int, now_us: int, reference_us: int, link_changed: bool) -> None:
@@ -375,21 +356,21 @@ class Law:
         why = f"{now_us / 1000:.1f} ms a step, was {reference_us / 1000:.1f}"
         self._say(step, "drift", self.incumbent, why + ("; the link has changed" if link_changed else ""))
         self._predict()
-        self._is_settled = False
+        self.is_settled = False
         for candidate in self.candidates.values():
             candidate.measured_us = candidate.n_losses = 0
             candidate.not_before = self._not_before.get(candidate.name, 0)
         self.candidates[self.incumbent].measured_us = now_us
         self._set_next_probe(step)
         if not link_changed:
-            self._next_probe = step  # what the model predicts is of the link as it was
+            self.probing.at(step)  # what the model predicts is of the link as it was
         self._end_race(step)
 
     def _set_next_probe(self, step: int) -> None:
-        """Not under plain, where a faster network shows by itself; else as soon as probes cost no more than they may."""
-        step_us = max(1, self.candidates[self.incumbent].expected_us)
-        n_steps = max(self.limits.probe_every, self._probe_us * 1000 // (self.limits.probing * step_us))
-        self._next_probe = _NEVER if self.incumbent == PLAIN else step + n_steps
+        if self.incumbent == PLAIN:
+            self.probing.never()
+        else:
+            self.probing.later(step, self.candidates[self.incumbent].expected_us)
 
     def _say(self, step: int, kind: str, scheme: str, why: str) -> None:
         self.decisions.append(Decision(step, kind, scheme, why))
@@ -400,18 +381,13 @@ class Law:
         """Plain values: what a resumed run begins with."""
         return {
             "incumbent": self.incumbent,
-            "candidates": {
-                c.name: {"bias": c.bias, "is_tried": c.is_tried, "measured_us": c.measured_us}
-                for c in self.candidates.values()
-            },
+            "candidates": {candidate.name: candidate.state_dict() for candidate in self.candidates.values()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Go on at `step` with what `state_dict` gave, as far as it names schemes that are allowed here."""
         for name, known in state["candidates"].items():
             if name in self.candidates:
-                candidate = self.candidates[name]
-                candidate.bias, candidate.measured_us = int(known["bias"]), int(known["measured_us"])
-                candidate.is_tried = candidate.is_familiar = bool(known["is_tried"])
+                self.candidates[name].load_state_dict(known)
         name = state["incumbent"]
         self.go_on_at(step, name if name in self.candidates and not self.candidates[name].excluded else PLAIN)

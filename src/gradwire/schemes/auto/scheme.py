@@ -30,16 +30,15 @@ from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.carrying import Carried
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, family_of_optimizer, rows_for
+from gradwire.schemes.auto.link_probes import LinkProbes
 from gradwire.schemes.auto.profile import CostProfile, measure_profile
 from gradwire.schemes.auto.votes import Polls, Vote
 from gradwire.schemes.base import Scheme
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
 _log = logging.getLogger("gradwire.auto")
-_N_PROBES = 3  # of the link, in steps on end
 _LAG = 2  # steps after which a vote is read, so that nobody waits for it
 _LONG_STEP = 50  # times as long as a vote: while something is tried it is read before the next step
-_LINK_CHANGED = 250  # permille
 _MOST_BUDGET = 0.1
 
 
@@ -82,7 +81,7 @@ class Auto(Scheme):
         self._schedule: list[tuple[int, str]] = []
         self._polls: Polls
         self._records: list[Any] = []
-        self._n_to_probe, self._wants_to_reconsider, self._transfers_us = 0, False, list[int]()
+        self._wants_to_reconsider, self._probes = False, LinkProbes()
         self._told = self._n_steps = 0
         self._last_scale = 0.0
         self._stays_plain = ""
@@ -240,7 +239,7 @@ class Auto(Scheme):
         communicator = self.session.communicator
         if communicator.world_size == 1 or self._replay is not None or self._stays_plain:
             return
-        self._n_to_probe -= (probe := self._n_to_probe > 0)
+        probe = self._probes.take()
         at_once = self._law.role_of(step) != "run" or probe  # by what all ranks know alone
         if self._polls.add(step, took_ns // 1000, waited_ns // 1000, fell_back,
                            at_once=at_once, probe=probe, reconsider=self._wants_to_reconsider):  # fmt: skip
@@ -258,28 +257,19 @@ class Auto(Scheme):
         link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
         for step, took_us, waited_us, fell_back in vote.steps():
             if self._law.wants_probe(step):
-                self._n_to_probe = 1 if self._law.is_settled else _N_PROBES
+                self._probes.ask(is_urgent=not self._law.is_settled)
             is_last = step == vote.last_step
             self._law.observe(step, took_us, waited_us, link_changed and is_last, is_typical=not fell_back)
         self._tell()
 
     def _note_transfer(self, transfer_us: int) -> bool:
-        """Whether a probe has found another link than the profile holds: other traffic only slows, so the fastest counts, and
-        a slower one is looked at again."""
+        """Whether a probe, if there was one, has found another link than the profile holds."""
         if not transfer_us or self._profile is None:
             return False
-        self._law.note_probe(transfer_us)
-        self._transfers_us.append(transfer_us)
-        old, new = self._profile.link.rate, self._profile.with_transfer(min(self._transfers_us))
-        is_slower = (old - new.link.rate) * 1000 > _LINK_CHANGED * old
-        if is_slower and len(self._transfers_us) < _N_PROBES:
-            self._n_to_probe = max(1, self._n_to_probe)
-            return False
-        self._transfers_us.clear()
-        if abs(new.link.rate - old) * 1000 <= _LINK_CHANGED * old:
-            return False
-        self._profile = new
-        return True
+        self._law.probing.took_us = transfer_us
+        found = self._probes.found(transfer_us, self._profile)
+        self._profile = found or self._profile
+        return found is not None
 
     def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
         """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone."""
@@ -310,7 +300,7 @@ class Auto(Scheme):
         """The next step's number, after steps that some ranks have not seen. Collective. Raises: PeerLost."""
         communicator = self.session.communicator
         self._polls.forget()
-        self._n_to_probe, self._transfers_us = 0, []
+        self._probes.forget()
         latest = torch.tensor([step], dtype=torch.int64)
         communicator.submit(communicator.all_reduce, latest, dist.ReduceOp.MAX).wait()
         self._law.go_on_at(int(latest))

@@ -165,6 +165,7 @@ class FrozenAdam:
                 raise InvalidArgument(
                     f"the checkpoint's {key} names {unknown[0]!r}, which the model has no parameter of"
                 )
-            loaded[key] = {slots[name].parameter: n for name, n in counts.items()}  # type: ignore[misc]
+            parameters = {name: slots[name].parameter for name in counts}
+            loaded[key] = {p: counts[name] for name, p in parameters.items() if p is not None}
         self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
         self._largest.clear()

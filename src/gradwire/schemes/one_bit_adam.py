@@ -15,6 +15,7 @@ goes on changing, as after a second warm-up of the learning rate; where gradient
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -97,11 +98,10 @@ class OneBitAdam(QuantisedDirect):
         if session.module is None:
             raise Unsupported("one-bit-adam works inside DDP; behind other doors take one-bit or two-bit")
         adam = FrozenAdam(session.optimizer, self.freeze_step, self.correction == "frozen")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(adam.close)
             super().bind(session)
-        except Exception:
-            adam.close()
-            raise
+            undo.pop_all()
         self._adam = adam
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ is sent anyway, as two more copies through the node's memory then cost more than
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -117,11 +118,10 @@ class TwoLevel(Scheme):
         self._ready: dict[int, Callable[[], None]] = {}  # gathers whose turn has not come, by number
         self._pending: dict[int, torch.futures.Future] = {}
         self._n_begun = self._n_gathered = self._bytes_in_node = 0
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_groups)
             self.inner.bind(replace(session, communicator=self._between, slots=self._inner_slots))
-        except Exception:
-            self._close_groups()
-            raise
+            undo.pop_all()
 
     # ---- one bucket
 

@@ -60,16 +60,12 @@ class BlockBroadcast(DeferredScheme):
             raise InvalidArgument(f"topology is one of {', '.join(_TOPOLOGIES)}, not {topology!r}")
         self._partition = EmbeddedFloat(partition=partition).partition
         self.topology = topology
-        self.error_feedback = error_feedback
+        self.error_feedback = self.state_is_per_world = error_feedback
         self._clock = clock
         self._broadcast: _native.Broadcast | None = None
         self._receiver: Receiver | None = None
         self._changed = threading.Condition()
         self._failure: GradwireError | None = None
-
-    @property
-    def state_is_per_world(self) -> bool:  # type: ignore[override]
-        return self.error_feedback
 
     @property
     def configuration(self) -> dict[str, Any]:

@@ -19,16 +19,26 @@ def diverge(rank: int, world_size: int, how: str) -> None:
     gradwire.attach(ddp, optimizer, "gcomp")
     run_steps(ddp, optimizer, rank, range(2))
     if rank == 1:
+        group, first = optimizer.param_groups[0], next(iter(ddp.parameters()))
         if how == "learning rate":
-            optimizer.param_groups[0]["lr"] *= 2
+            group["lr"] *= 2
+        elif how == "betas":
+            group["betas"] = (0.9, 0.5)
+        elif how == "eps":
+            group["eps"] = 1e-2
+        elif how == "step":
+            optimizer.state[first]["step"] += 100
+        elif how == "parameter":
+            first.data.mul_(4)
+        elif how == "anew":
+            optimizer.state.clear()
         else:
-            state = optimizer.state[next(iter(ddp.parameters()))]
-            state["exp_avg_sq"].mul_(4)
+            optimizer.state[first]["exp_avg_sq"].mul_(4)
     with pytest.raises(gradwire.RankMismatch, match="hyper-parameters"):
         run_steps(ddp, optimizer, rank, range(2, 4))
 
 
-@pytest.mark.parametrize("how", ["learning rate", "state"])
+@pytest.mark.parametrize("how", ["learning rate", "betas", "eps", "step", "parameter", "anew", "state"])
 def test_optimizer_that_diverged_on_one_rank_raises_on_all(how: str) -> None:
     run_ranks(diverge, 3, how)
 

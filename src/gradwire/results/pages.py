@@ -92,7 +92,7 @@ class Book:
         yield docs / "results.md", self.overview()
         for system in self.systems:
             yield docs / "results" / f"{system}.md", self.page(system)
-        for path in [self.root / "README.md", *sorted(docs.glob("*.md"))]:
+        for path in [self.root / "README.md", *sorted(docs.glob("*.md")), *sorted(docs.glob("systems/*.md"))]:
             if path.is_file() and path != docs / "results.md":
                 text = path.read_text(encoding="utf-8")
                 if _MARKS.search(text):

@@ -35,6 +35,12 @@ _FRONTIER_WORKLOADS = {
 }  # fmt: skip
 _NEAR = ["gcomp", "gcomp:importance=uniform,bits=10"]
 _TO_BF16 = Column("deviation_mean", kind="ratio", against="ddp-bf16", form=".4f")
+# The rows of the frontier that a user chooses from, for docs/systems/gcomp.md.
+BESIDE_BF16 = Table([Column("ratio_mean", "bytes / ring", form=".2f"),
+                     Column("deviation_mean", "times nearer than bf16", kind="speed-up", against="ddp-bf16")],
+                    across="workload", where={"scheme": [*(_FRONTIER[name] for name in (
+                        "DDP, bf16 hook", "DDP, fp16 hook", "gcomp", "gcomp, at most 12 bits", "gcomp, at most 10 bits",
+                        "uniform 12 bits", "uniform 10 bits"))]})  # fmt: skip
 _TIMES = [ITERATION, X_DDP, Column("machine_load", "cores busy, %", 100, ".0f"), Column("cores_per_rank", form=".2f"),
           Column("seconds_to_loss", "s to the loss", form=".1f"), Column("steps_to_loss", "steps",
                                                                          form=".0f")]  # fmt: skip

@@ -35,7 +35,14 @@ std::vector<std::uint8_t> make_message(std::mt19937_64& random, quantisers::Kind
   options.levels = 1 + static_cast<int>(random() % 127);
   options.block = 128u << random() % 6;
   options.stream = {random(), random()};
-  out.resize(quantisers::max_message_bytes(options, n_values));
+  std::vector<std::uint32_t> cuts;
+  if (kind == quantisers::Kind::one_bit || kind == quantisers::Kind::two_bit) {
+    options.block = options.rule == quantisers::Options::Rule::fixed || random() % 2 == 0 ? 0 : 64u << random() % 7;
+    for (std::size_t at = random() % 600; options.block != 0 && at < n_values; at += 1 + random() % 600)
+      if (at > 0) cuts.push_back(static_cast<std::uint32_t>(at));
+    options.cuts = cuts;
+  }
+  out.resize(quantisers::max_message_bytes(options, n_values, cuts.size()));
   out.resize(quantisers::encode(options, source, kept, out));
   return out;
 }

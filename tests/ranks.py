@@ -1,11 +1,12 @@
 """Runs a function on several ranks: processes of their own, Gloo over loopback, a free port, a time limit.
 
-Ranks are forked from a server that has imported torch and gradwire once, so that a rank starts in milliseconds.
+Ranks are forked from a server that has imported torch, gradwire and pytest once, so that a rank starts in milliseconds.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -13,20 +14,32 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import gradwire
 from gradwire.ranks.rank_environment import find_free_port
 
 _context = multiprocessing.get_context("forkserver")
-# torch._dynamo comes with a rank's first optimizer: 0.8 s of a rank's time, where its test takes 0.1 s.
+_SOURCES = Path(gradwire.__file__).parent
+# torch._dynamo comes with a rank's first optimizer: 0.8 s of a rank's time, where its test takes 0.1 s; pytest and the
+# schemes, with every file of tests: another 0.1 s.
 _context.set_forkserver_preload(
     [
         "torch",
-        "torch.distributed",
+        "torch.distributed.fsdp",
+        "torch.distributed.optim",
         "torch.nn.parallel",
         "torch._dynamo",
+        "pytest",
         "gradwire.doors.attachment",
-        "gradwire.schemes.gcomp.scheme",
+        "gradwire.training.launching",
+        *(
+            ".".join(path.relative_to(_SOURCES.parent).with_suffix("").parts)
+            for folder in ("codecs", "schemes")
+            for path in sorted((_SOURCES / folder).rglob("*.py"))
+            if path.name != "__init__.py"
+        ),
     ]
 )
 
@@ -99,6 +112,7 @@ def _run_rank(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what the server has imported: collecting garbage would walk through it, and copy its pages
     faulthandler.dump_traceback_later(0.9 * timeout_s)  # where a hung rank hangs, before it is killed
     os.environ.update(
         RANK=str(rank),

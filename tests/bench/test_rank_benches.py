@@ -102,7 +102,7 @@ def test_contenders_are_let_go() -> None:
 def test_train_records_split_bytes_and_loss(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     schemes = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "plain", "gcomp"]
-    options = ["--workload", "resnet", "--ranks", "2", "--steps", "2", "--warmup", "1", "--batch-size", "4"]
+    options = ["--workload", "resnet:width=16", "--ranks", "2", "--steps", "2", "--warmup", "1", "--batch-size", "4"]
     result = _bench("train", "--scheme", *schemes, *options, "--json", str(out))
     assert result.returncode == 0, result.stderr
     records = json.loads(out.read_text())
@@ -135,7 +135,7 @@ def _bench_altered(folder: Path, alteration: str, *arguments: str) -> subprocess
 
 def test_contenders_run_one_after_another_where_memory_is_short(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    options = ["--workload", "resnet", "--ranks", "2", "--steps", "1", "--warmup", "1", "--batch-size", "4"]
+    options = ["--workload", "resnet:width=8", "--ranks", "2", "--steps", "1", "--warmup", "1", "--batch-size", "4"]
     alteration = "import gradwire.bench.train_rank as bench\nbench._MEMORY_SHARE = 0.0"
     command = ["train", "--scheme", "plain", "gcomp", "truncate", *options, "--json", str(out)]
     result = _bench_altered(tmp_path, alteration, *command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import time
 import tracemalloc
 from typing import Any
 
@@ -100,6 +101,11 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
                     rest = state.scheme._reduce_on_lane(Bucket(gradient, [parameter], [0], step=step))
                     if isinstance(rest, Continuation):
                         rest.finish()
+                    elif rest is not None:
+                        rest.wait()
+            # Gloo's threads record what they do for this one, and the end of it a moment after its future is done:
+            # stopped meanwhile, torch's profiler reads what they write, and crashes.
+            time.sleep(0.1)
         sizes.extend(event.self_cpu_memory_usage for event in profiler.events() if event.self_cpu_memory_usage > 0)
 
     state.communicator.submit(profile_on_lane).wait()

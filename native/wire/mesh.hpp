@@ -51,7 +51,9 @@ class Mesh {
   Pool& pool() { return pool_; }
 
   // Begins a stream with `peers`: connects to them if need be, and reads messages of up to max_bytes that carry these
-  // facts. Messages of streams that are not open wait in the kernel. Throws PeerLost, IncompatibleVersion.
+  // facts. Messages of streams that are not open wait in the kernel, and whatever their sender sends after them: so an
+  // exchange opens its streams before it sends, and has sent all of them before the next one opens its own. Throws
+  // PeerLost, IncompatibleVersion.
   void open(std::uint32_t stream, const Facts& facts, std::uint64_t max_bytes, std::span<const int> peers);
   // Ends it; what has come and nobody took is dropped. What this rank has sent still travels.
   void close(std::uint32_t stream);

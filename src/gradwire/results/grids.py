@@ -110,7 +110,9 @@ def show_value(value: Value, column: Column) -> str:
         return "-"
     if isinstance(value.middle, str):
         return value.middle
-    form = {"ratio": ".2f", "speed-up": ".2f"}.get(column.kind, column.form)
+    form = column.form
+    if column.kind in ("ratio", "speed-up") and form == Column.form:
+        form = ".2f" if abs(value.middle) < 100 else ".0f"
     sign = "+" if column.kind == "difference" else ""
     text = (NOISE if value.is_noise else "") + format(value.middle, sign + form)
     if column.spread and value.low is not None and value.high is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from slimgc_cases import COARSE, SHAPES, agree, flat, gradients_of, residuals_of
 
 from buckets import Driver
-from gradwire.schemes.slimgc import SlimGC, exchange
+from gradwire.schemes.slimgc import SlimGC, exchange, reduction
 from gradwire.wire.communicator import Communicator
 from ranks import run_ranks
 
@@ -62,6 +63,34 @@ def compare_orders(rank: int, world_size: int) -> None:
                 exchange._PULL_BYTES_AHEAD, Communicator.submit = bytes_ahead, submit  # type: ignore[method-assign]
         assert torch.equal(runs[0], runs[1]), options
         assert torch.equal(runs[0], runs[2]), options
+
+
+def look_slowly(rank: int, world_size: int) -> None:
+    """The look at a raw bucket's mean, on a thread of the backend's, lasts until the lane has found a NaN in the next one."""
+    is_finite = reduction._is_finite
+
+    def slow(values: torch.Tensor) -> bool:
+        found = is_finite(values)
+        if threading.current_thread().name != "gradwire-lane":
+            time.sleep(0.2)
+        return found
+
+    reduction._is_finite = slow
+    shapes = (7, 300, 300)  # raw, compressed, compressed
+    driver = Driver(SlimGC("two-bit", threshold_bytes=100), [torch.zeros(n) for n in shapes], [1, 1, 1])
+    for step in range(3):
+        gradients, before = [torch.full((n,), 0.1 + step) for n in shapes], driver.scheme.state_dict()["residuals"]
+        if step == 1:
+            gradients[1][7] = math.inf
+        driver.reduce(gradients)
+        after = driver.scheme.state_dict()["residuals"]
+        is_unchanged = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        assert is_unchanged == (step == 1)
+    driver.close()
+
+
+def test_a_raw_bucket_that_is_finite_does_not_hide_a_nan_in_another() -> None:
+    run_ranks(look_slowly, 2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

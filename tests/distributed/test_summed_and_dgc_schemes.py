@@ -343,8 +343,8 @@ def test_more_ranks_than_can_be_summed_are_refused(name: str) -> None:
     [
         ("terngrad", {"clip": 0}, "clip"),
         ("terngrad", {"seed": -1}, "seed"),
-        ("terngrad", {"per": "model"}, "layer or bucket"),
-        ("dgc", {"per": "model"}, "layer or bucket"),
+        ("terngrad", {"per": "model"}, "layer, bucket"),
+        ("dgc", {"per": "model"}, "layer, bucket"),
         ("dgc", {"weight_decay": -0.1}, "weight_decay"),
         ("dgc", {"nesterov": True, "momentum": 0.0}, "nesterov"),
         ("thc", {"clip": float("nan")}, "clip"),

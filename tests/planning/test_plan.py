@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from gradwire.control.cost_model import CodecCost, LinkCost, SharedCores
 from gradwire.errors import InvalidArgument
 from gradwire.planning.plan import Plan, describe_rate
 from gradwire.schemes.auto.profile import CostProfile, bucket_sizes, codec_speed
+from gradwire.telemetry.stopwatch import Stopwatch
 from ranks import run_ranks
+
+recommending: Any = importlib.import_module("gradwire.planning.recommend")
 
 
 def profile(rate_bps: float, n_ranks: int = 2) -> CostProfile:
@@ -103,6 +108,30 @@ def measured(rank: int, world_size: int) -> tuple[bool, list[str], str, bool]:
     attachment = gradwire.attach(ddp, optimizer, gradwire.schemes.by_name("auto", profile=plan.profile.as_dict()))
     attachment.close()
     return unchanged, [f.spec for f in plan.forecasts()], plan.sentence(), "plain" in plan.measured_s
+
+
+class WatchAhead(Stopwatch):
+    """An hour ahead of the other ranks'."""
+
+    @property
+    def elapsed_ns(self) -> int:
+        return super().elapsed_ns + 3_600_000_000_000
+
+
+def measured_with_a_watch_ahead(rank: int, world_size: int) -> list[str]:
+    if rank == 1:
+        recommending.Stopwatch = WatchAhead
+    ddp = DistributedDataParallel(nn.Linear(20, 200))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    inputs = torch.randn(8, 20)
+    recommending._worth_trying = lambda plan: ["bf16", "embedded-float:bits=8", "terngrad"]
+    return list(
+        gradwire.recommend(ddp, optimizer, lambda: ddp(inputs).square().mean().backward(), seconds=60).measured_s
+    )
+
+
+def test_when_time_is_up_on_one_rank_all_end_their_trials() -> None:
+    assert run_ranks(measured_with_a_watch_ahead, 2) == [["plain", "bf16"]] * 2
 
 
 def test_recommend_leaves_the_model_as_it_was_and_says_the_same_on_all_ranks() -> None:

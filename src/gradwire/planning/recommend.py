@@ -75,7 +75,8 @@ def recommend(
             plan = Plan(profile, plain_s - waited_s, plain_s, {}, fidelity, family == "adam", tuple(links))
             measured = {"plain": plain_s}
             for spec in _worth_trying(plan):
-                if elapsed.elapsed_s > (_PLAIN_SHARE + _TRIAL_SHARE) * seconds and len(measured) > 1:
+                is_late = _is_over(elapsed, (_PLAIN_SHARE + _TRIAL_SHARE) * seconds, communicator)
+                if is_late and len(measured) > 1:
                     break
                 tried = _try(
                     spec, ddp, optimizer, step_function, timing, communicator, _TRIAL_SHARE * seconds / _N_TRIED
@@ -142,15 +143,19 @@ def _time(
             raise InvalidArgument(
                 "step_function has to run one forward and one backward pass of the model that recommend was given"
             )
-        if n_done >= _WARMUP + _FEWEST:  # the slowest rank's watch says when to end, on all ranks
-            spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64)
-            communicator.submit(communicator.all_reduce, spent, dist.ReduceOp.MAX).wait()
-            if int(spent) / 1e9 > limit_s:
-                break
+        if n_done >= _WARMUP + _FEWEST and _is_over(elapsed, limit_s, communicator):
+            break
     rows = torch.tensor([(took, -waited) for took, waited in timing.rows[_WARMUP:]], dtype=torch.float64)
     communicator.submit(communicator.all_reduce, rows, dist.ReduceOp.MAX).wait()
     took, waited = rows.median(dim=0).values.tolist()
     return took, min(-waited, took)
+
+
+def _is_over(elapsed: Stopwatch, limit_s: float, communicator: Communicator) -> bool:
+    """Whether the slowest rank's watch has passed the limit: the same on all ranks, which take the same steps. Collective."""
+    spent = torch.tensor([elapsed.elapsed_ns], dtype=torch.int64)
+    communicator.submit(communicator.all_reduce, spent, dist.ReduceOp.MAX).wait()
+    return int(spent) / 1e9 > limit_s
 
 
 class _State:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.ternary import Ternary
+from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument
 from gradwire.exchange.patterns import ScaledSum, Values
 from gradwire.schemes.compressed import Compressed
 from gradwire.wire.wire import Wire
@@ -79,9 +79,7 @@ class TernGrad(Compressed):
     name = "terngrad"
 
     def __init__(self, clip: float = 2.5, seed: int = 0, per: str = "layer") -> None:
-        if per not in ("layer", "bucket"):
-            raise InvalidArgument(f"per is layer or bucket, not {per!r}")
-        self.codec, self.per = Ternary(clip, seed), per
+        self.codec, self.per = Ternary(clip, seed), check_choice("per", per, ("layer", "bucket"))
         super().__init__(TernaryCounts(self.codec, per), ScaledSum())
 
     @property

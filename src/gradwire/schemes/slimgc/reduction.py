@@ -101,8 +101,10 @@ class Reduction:
                 self._write_sum(span, gradient, gradient, loss_scale)
 
         def note(_: torch.Tensor) -> None:
-            # The sum is the same on all ranks, so all of them see the same.
-            self._is_step_finite &= _is_finite(bucket.buffer)
+            # The sum is the same on all ranks, so all of them see the same. On a thread of the backend's, beside the lane:
+            # what is written is never True, which would undo what the other has found.
+            if not _is_finite(bucket.buffer):
+                self._is_step_finite = False
 
         done = then(start_plain_mean(self._session.communicator, bucket), note)
         self._under_way.append(done)
@@ -131,7 +133,8 @@ class Reduction:
             finish_exchange()
             self._redo_plainly(bucket, plan)
             return None
-        self._is_step_finite &= _is_finite(fp_buf)
+        if not _is_finite(fp_buf):
+            self._is_step_finite = False
         if self._error_feedback:
             self._stage_flushed(plan.raw, bucket.buffer)
         for run in plan.raw_runs:

@@ -7,6 +7,7 @@ sees it. Residuals are committed once a step, if all of it was finite on all ran
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -52,9 +53,9 @@ class Redoing(Scheme):
             return
         self._redo(bucket, wire)
 
+    @abstractmethod
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
         """Replace the bucket by its reduction; False, on all ranks, and the bucket as it was, if it is not finite."""
-        raise NotImplementedError
 
     def _redo(self, bucket: Bucket, wire: Wire) -> None:
         if not self._n_redone:

@@ -14,7 +14,7 @@ def sum_packed(aggregator: Aggregator, summand: Summand, n_values: int, fixed: F
     packed = wire.scratch("packed", n_values, values.dtype)
     with wire.timing("encode"):
         packed_values.pack(values, union.words, packed)
-        # Divided before it is summed, by DDP's own product: DDP's bits, and float16 stays in range.
+        # Divided before it is summed, by DDP's own product: with two ranks DDP's bits, and float16 stays in range.
         cells = packed.mul_(1.0 / wire.world_size) if fixed is None else quantised(packed, fixed)
     if n_values:
         aggregator.start_sum(cells, wire.record).wait()

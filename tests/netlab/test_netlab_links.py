@@ -33,12 +33,18 @@ def measured_bps(lab: Netlab, rank: int, seconds: float = 0.4) -> float:
 
 @pytest.mark.parametrize("rate_bps", [50_000_000, 200_000_000])
 def test_a_bulk_transfer_gets_the_rate_of_its_link(rate_bps: int) -> None:
-    # The bound is wide, for machines that are busy; `gradwire netlab check` measures to the percent.
-    lines: list[str] = []
+    # The bound is wide, for machines that are busy; `gradwire netlab check` measures to the percent. Other work only slows a
+    # transfer, so the fastest of a few counts, and none may be faster than its link.
+    rates: list[float] = []
     with Netlab(2, rate_bps) as lab:
-        lab.run(stream(rate_bps // 10), on_line=lambda rank, line: lines.append(line)).raise_if_failed()
-    received, elapsed_s = lines[-1].split()
-    assert 8 * int(received) / float(elapsed_s) == pytest.approx(rate_bps, rel=0.15)
+        while len(rates) < 4 and max(rates, default=0) < 0.85 * rate_bps:
+            lines: list[str] = []
+            lab.run(
+                stream(rate_bps // 10), on_line=lambda rank, line, lines=lines: lines.append(line)
+            ).raise_if_failed()
+            received, elapsed_s = lines[-1].split()
+            rates.append(8 * int(received) / float(elapsed_s))
+    assert max(rates) == pytest.approx(rate_bps, rel=0.15)
 
 
 def test_counters_are_the_payload_with_its_headers_on_both_ends() -> None:
@@ -57,11 +63,11 @@ def test_a_rate_changed_in_mid_run_holds_from_then_on_and_counters_go_on() -> No
         connected: queue.Queue[str] = queue.Queue()
         lab.start(stream(0), on_line=lambda rank, line: connected.put(line))
         connected.get(timeout=20 * patience())
-        fast_bps = measured_bps(lab, 1)
+        fast_bps = max(measured_bps(lab, 1) for _ in range(3))  # other work only slows it
         sent_bytes = lab.counters()[1].sent_bytes
         lab.set_rate(1, "20mbit")
         time.sleep(0.3)
-        slow_bps = measured_bps(lab, 1)
+        slow_bps = max(measured_bps(lab, 1) for _ in range(3))
         assert lab.rates_bps == (200_000_000, 20_000_000)
         assert lab.counters()[1].sent_bytes > sent_bytes
         lab.set_rate(1, "none")

@@ -7,6 +7,7 @@ type, by `close_pass`, where the door's training thread can take it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.control.checks import choice as check_choice
 from gradwire.core import checkpoint, gathering
 from gradwire.core.bucket import Bucket, check_gradient
 from gradwire.core.named_tensors import AllReduceWork, Flattener
 from gradwire.core.session import Session
+from gradwire.core.site import ResidentBucket, Site
 from gradwire.core.slot import Slot, named_parameters, slots_by_name
-from gradwire.core.staging import LossScale, StagedBucket, Staging
+from gradwire.core.staging import LossScale, Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes import Scheme, by_name
@@ -32,6 +35,7 @@ from gradwire.wire.preamble import compare_preambles
 # As DDP's own buckets: large enough for the wire, small enough that the first is on its way early.
 BUCKET_MB = 25.0
 OPERATIONS = ("mean", "sum")
+PLACEMENTS = ("staged", "device")
 
 
 class Reducer:
@@ -54,6 +58,8 @@ class Reducer:
         op: "mean", or "sum" for losses that are divided by the number of ranks already.
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
         trace: record the spans of a Chrome trace.
+        placement: where device buckets are reduced: "staged", in host memory, or on the "device", between devices by the
+            backend that torch has for them.
     Raises: InvalidArgument, Unsupported, PeerLost (a rank did not come).
     """
 
@@ -69,9 +75,10 @@ class Reducer:
         op: str = "mean",
         timeout_s: float | None = None,
         trace: bool = False,
+        placement: str = "staged",
     ) -> None:
-        if op not in OPERATIONS:
-            raise InvalidArgument(f'op must be "mean" or "sum", got {op!r}')
+        check_choice("op", op, OPERATIONS)
+        check_choice("placement", placement, PLACEMENTS)
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb must be positive, got {bucket_mb}")
         self.scheme = _free_scheme(scheme)
@@ -91,7 +98,11 @@ class Reducer:
             communicator, self.recorder, _unwrapped(optimizer), self.slots, self._loss_scale, module, scaler is not None
         )
         try:
-            self._staging = Staging(self._parameters_of_buckets())
+            parameters = self._parameters_of_buckets()
+            if placement == "device":
+                site = Site(communicator, [parameter.device for parameter in parameters])
+                self.session = replace(self.session, site=site)
+            self._staging = Staging(parameters if self.session.site is None else ())
             self.scheme.bind(self.session)
             self.scheme.take_over()
         except Exception as error:
@@ -149,15 +160,12 @@ class Reducer:
         try:
             if index == 0:
                 self.scheme.begin_step(step)
-            on_host, staged = self._host_view(index, buffer, slots, offsets)
-            bucket = Bucket(
-                on_host, slots, offsets, index=index, step=step, is_last=is_last, record=record, staged=staged
-            )
+            bucket = self._bucket(buffer, slots, offsets, index=index, step=step, is_last=is_last, record=record)
             if (index, bucket.layout_hash) not in self._layouts:
                 self._layouts.add((index, bucket.layout_hash))
                 self.communicator.submit(self._compare_layout, bucket)
-            if staged is not None and not self.scheme.waits_by_tensor:
-                self.communicator.submit(staged.wait_for_all)
+            if bucket.staged is not None and not self.scheme.waits_by_tensor:
+                self.communicator.submit(bucket.staged.wait_for_all)
             done = self.scheme.reduce(bucket)
             if is_last:
                 self.scheme.end_buckets(step)
@@ -172,20 +180,24 @@ class Reducer:
             self.communicator.submit(self._end_step, step)
         return reduced
 
-    def _host_view(
-        self, index: int, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]
-    ) -> tuple[torch.Tensor, StagedBucket | None]:
+    def _bucket(self, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int], **place: Any) -> Bucket:
         """What the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
         if buffer.device.type == "cpu":
-            return buffer, None
+            return Bucket(buffer, slots, offsets, **place)
         check_gradient(buffer, on_any_device=True)
+        is_first, site = place["index"] == 0, self.session.site
+        if site is not None:
+            if is_first:
+                self._staging.begin_step()
+                self._loss_scale.note(self._staging)
+            return Bucket(buffer, slots, offsets, resident=ResidentBucket(site, buffer), **place)
         bounds = [(0, buffer.numel())]
         if self.scheme.waits_by_tensor:
             bounds = [(offset, offset + slot.numel()) for slot, offset in zip(slots, offsets, strict=True)]
-        staged = self._staging.stage(index, buffer, bounds)
-        if index == 0:
+        staged = self._staging.stage(place["index"], buffer, bounds)
+        if is_first:
             self._loss_scale.note(self._staging)
-        return staged.on_host, staged
+        return Bucket(staged.on_host, slots, offsets, staged=staged, **place)
 
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
@@ -206,7 +218,8 @@ class Reducer:
         try:
             done.wait()
             if self._op == "sum":
-                bucket.buffer.mul_(self.communicator.world_size)
+                with contextlib.nullcontext() if bucket.resident is None else bucket.resident.at_work():
+                    bucket.buffer.mul_(self.communicator.world_size)
             # A scheme that owns the step leaves DDP its own gradient; the last one may say that a peer's was not finite.
             is_changed = not self.scheme.owns_step or (self.session.has_scaler and bucket.is_last)
             if bucket.staged is not None and is_changed:
@@ -214,10 +227,11 @@ class Reducer:
         except Exception as error:
             self.fail(error)
         self.recorder.close_bucket(bucket.record)
-        if bucket.staged is None:
+        on_device = bucket.staged or bucket.resident
+        if on_device is None:
             reduced.set_result(buffer)
         else:
-            bucket.staged.complete(reduced)
+            on_device.complete(reduced)
 
     def _end_step(self, step: int) -> None:
         try:
@@ -253,7 +267,7 @@ class Reducer:
 
         Raises: what the group failed of, InvalidArgument (closed).
         """
-        self.communicator.submit(lambda: None).wait()
+        self.communicator.submit(self.scheme.settle).wait()
         if self._error is not None:
             raise self._error
 
@@ -329,10 +343,12 @@ class Reducer:
                 raise
         finally:
             self.scheme.unbind()
+            if self.session.site is not None:
+                self.session.site.close()
             self.recorder.close()
             self.slots, self._flattener = {}, Flattener({}, 0)
             self._loss_scale, self._staging = LossScale(), Staging()
-            self.session = replace(self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None)
+            self.session = replace(self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None, site=None)
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,9 +47,8 @@ class EmulatedKernels:
         seed: the order of blocks and threads: 0 forward, 1 backward, others by chance.
     """
 
-    device = torch.device("cpu")
-
     def __init__(self, library: Path, seed: int = 0) -> None:
+        self.device = torch.device("cpu")
         self._library = ctypes.CDLL(str(library))
         self._library.gw_last_error.restype = ctypes.c_char_p
         self.seed = seed
@@ -56,8 +56,27 @@ class EmulatedKernels:
 
     def launch(self, name: str, n_blocks: int, n_threads: int, shared_bytes: int, parameters: ctypes.Structure) -> None:
         self.launched.append(name)
-        if n_blocks == 0:
-            return
+        if n_blocks:
+            self._run(name, n_blocks, n_threads, shared_bytes, parameters)
+
+    def _run(self, name: str, n_blocks: int, n_threads: int, shared_bytes: int, parameters: ctypes.Structure) -> None:
         sizes = (ctypes.c_uint(size) for size in (n_blocks, n_threads, shared_bytes))
         if self._library.gw_emulate(name.encode(), *sizes, ctypes.c_uint64(self.seed), ctypes.byref(parameters)):
             raise RuntimeError(self._library.gw_last_error().decode())
+
+
+class LateKernels(EmulatedKernels):
+    """The same on the late device: each launch in its turn on the stream that is current, with the parameters of now."""
+
+    def __init__(self, library: Path, late: Any, device: torch.device) -> None:
+        super().__init__(library)
+        self.device = device
+        self._late = late
+
+    def _run(self, name: str, n_blocks: int, n_threads: int, shared_bytes: int, parameters: ctypes.Structure) -> None:
+        kept = type(parameters).from_buffer_copy(parameters)
+        stream = torch.accelerator.current_stream(self.device)
+        run = super()._run
+        self._late.enqueue(
+            self.device.index, stream.stream_id, lambda: run(name, n_blocks, n_threads, shared_bytes, kept)
+        )

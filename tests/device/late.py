@@ -5,6 +5,7 @@ It is compiled against the torch that is installed and kept in build/late-device
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -13,8 +14,9 @@ import os
 import subprocess
 import sys
 import types
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -85,8 +87,12 @@ class LikeNccl(dist.ProcessGroup):
     Its values travel by Gloo. DDP's CPU tensors go to Gloo as well, as with the backend "cpu:gloo,cuda:nccl".
     """
 
+    made: ClassVar[list[LikeNccl]] = []
+
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
+        LikeNccl.made.append(self)
+        self.n_started = 0  # collectives on a device
         # A device's collectives are in order among themselves, so each has a group; and the CPU's one.
         self._gloo = {
             name: dist.ProcessGroupGloo(dist.PrefixStore(f"like_nccl {name}", store), rank, size, timeout)
@@ -103,6 +109,7 @@ class LikeNccl(dist.ProcessGroup):
             future: Any = torch.futures.Future()
             future.set_result(result)
             return _Work(future, None)
+        self.n_started += 1
         device = tensors[0].device
         for tensor in tensors:
             if tensor.device != device or not tensor.is_contiguous():
@@ -139,6 +146,28 @@ class LikeNccl(dist.ProcessGroup):
         return self._start(
             [output, tensor], [output], lambda gloo, views: gloo._allgather_base(views[0], views[1]).wait()
         )
+
+    def alltoall_base(
+        self, output: Any, tensor: Any, output_sizes: Any = (), input_sizes: Any = (), opts: Any = None
+    ) -> Any:
+        if output_sizes or input_sizes or output.numel() != tensor.numel() or tensor.numel() % self.size():
+            raise RuntimeError("like_nccl: rows of one size")
+        return self._start(
+            [output, tensor],
+            [output],
+            lambda gloo, views: gloo.alltoall_base(views[0].view(-1), views[1].view(-1), [], []).wait(),
+        )
+
+    def shutdown(self) -> None:
+        """Nothing is under way."""
+
+    def abort(self) -> None:
+        """What is under way ends, with values that nobody may use."""
+        for group in self._gloo.values():
+            # Gloo closes nothing by its own abort; a receive that times out closes its group's connections.
+            with contextlib.suppress(Exception):
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], (self.rank() + 1) % self.size(), 1 << 20)
+                work.wait(timedelta(milliseconds=1))
 
     def barrier(self, opts: Any = None) -> Any:
         return self._start([], [], lambda gloo, views: gloo.barrier().wait())

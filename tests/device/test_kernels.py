@@ -129,7 +129,7 @@ def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
         code, out = error_of(on, changed, n)
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
             on.raise_error(code)
-        assert bool((out == 7).all()), f"values of a message with another byte {byte} were used"
+        assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
             on.codec.decode(changed, torch.empty(n))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from gradwire.core.site import ResidentBucket
 from gradwire.core.slot import Slot, slot_of
 from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
@@ -20,7 +21,8 @@ class Bucket:
     """A flat gradient, its slots, and where it stands in training.
 
     Attributes:
-        buffer: (n,) float32, bfloat16 or float16, contiguous, CPU: this rank's gradient; schemes write the mean here.
+        buffer: (n,) float32, bfloat16 or float16, contiguous: this rank's gradient; schemes write the mean here. On the CPU,
+            but for a bucket that is reduced where it is.
         slots: whose gradients lie in `buffer`, in order; for a parameter that is given, its own.
         offsets: element offset of each slot in `buffer`.
         index: position in this backward pass, 0 first.
@@ -29,9 +31,12 @@ class Bucket:
         layout_hash: 32 bits over dtype, shapes and offsets; equal on all ranks if their models are.
         record: where times and bytes of this bucket are noted.
         staged: if the gradient comes from a device, its copy under way to `buffer`; see `wait_for`.
+        resident: if it is reduced on its device, how work gets behind it there.
     """
 
-    __slots__ = ("buffer", "index", "is_last", "layout_hash", "offsets", "record", "slots", "staged", "step")
+    __slots__ = (
+        "buffer", "index", "is_last", "layout_hash", "offsets", "record", "resident", "slots", "staged", "step",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,8 +49,9 @@ class Bucket:
         is_last: bool = True,
         record: BucketRecord | None = None,
         staged: StagedBucket | None = None,
+        resident: ResidentBucket | None = None,
     ) -> None:
-        check_gradient(buffer)
+        check_gradient(buffer, on_any_device=resident is not None)
         self.buffer = buffer
         self.slots = tuple(map(slot_of, slots))
         self.offsets = tuple(offsets)
@@ -55,7 +61,7 @@ class Bucket:
         self.record = record or BucketRecord(
             step, index, buffer.numel() * buffer.element_size(), trace=False, lock=threading.Lock()
         )
-        self.staged = staged
+        self.staged, self.resident = staged, resident
         self.layout_hash = hash_layout(buffer, self.slots, self.offsets)
 
     @classmethod

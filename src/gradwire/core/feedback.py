@@ -17,6 +17,9 @@ from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 
 
+_CPU = torch.device("cpu")
+
+
 class Kept(NamedTuple):
     """The residual of one parameter, flat or in the parameter's shape as a matrix: `values` / `scale`."""
 
@@ -67,27 +70,32 @@ class Feedback:
 
         What is written into `unsent` counts after `stage_bucket` and `commit`. Without slots nothing is kept.
         """
-        n, key = bucket.n_elements, (bucket.layout_hash, *bucket.slots)
+        n, key, device = bucket.n_elements, (bucket.layout_hash, *bucket.slots), bucket.buffer.device
         residual = self.lying_at(bucket.slots, bucket.offsets, n)
-        if residual is None:
-            residual = self.room(key, n).zero_()
+        if residual is None or residual.device != device:
+            residual = self.room(key, n, device=device).zero_()
             for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
                 old, part = self._current.get(slot), residual[start:end]
                 if old is not None:
-                    torch.div(old.values.view(-1), old.scale, out=part)
+                    part.copy_(old.values.view(-1)).div_(old.scale)
                 self._current[slot] = Kept(part)
-        return residual, self.room(key, n, other_than=residual)
+        return residual, self.room(key, n, other_than=residual, device=device)
 
     # ---- what a step stages
 
     def room(
-        self, key: Hashable, n_elements: int, dtype: torch.dtype = torch.float32, other_than: Tensor | None = None
+        self,
+        key: Hashable,
+        n_elements: int,
+        dtype: torch.dtype = torch.float32,
+        other_than: Tensor | None = None,
+        device: torch.device = _CPU,
     ) -> Tensor:
         """(n_elements,) to write into, in which no residual lies that counts; `key`: whose, to be found again."""
-        rooms = [room for room in self._rooms.get(key, ()) if room.numel() == n_elements]
+        rooms = [room for room in self._rooms.get(key, ()) if room.numel() == n_elements and room.device == device]
         free = next((room for room in rooms if room is not other_than and not self._holds(room, self._current)), None)
         if free is None:
-            free = torch.zeros(n_elements, dtype=dtype)
+            free = torch.zeros(n_elements, dtype=dtype, device=device)
             self._rooms = {  # those of earlier layouts go as soon as no slot lies in them
                 key: kept
                 for key, kept in self._rooms.items()
@@ -131,12 +139,9 @@ class Feedback:
     # ---- between steps
 
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
-        """Copies of the residuals, by name."""
+        """Copies of the residuals, by name, on the CPU."""
         names = {slot: name for name, slot in slots.items()}
-        return {
-            names[slot]: kept.values.clone() if kept.scale == 1.0 else kept.values / kept.scale
-            for slot, kept in self._current.items()
-        }
+        return {names[slot]: kept.values.to(_CPU, copy=True).div_(kept.scale) for slot, kept in self._current.items()}
 
     def load_by_name(self, state: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
         """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size)."""

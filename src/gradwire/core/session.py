@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gradwire.core.feedback import Feedback
+from gradwire.core.site import Site
 from gradwire.core.slot import Slot
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
@@ -27,6 +28,7 @@ class Session:
         module: the DDP model; None if gradwire was not given it.
         has_scaler: whether there is a GradScaler.
         feedback: what the scheme at work has not sent yet.
+        site: where buckets are reduced on their device; None: they come through host memory.
     """
 
     communicator: Communicator
@@ -37,6 +39,7 @@ class Session:
     module: torch.nn.Module | None = None
     has_scaler: bool = False
     feedback: Feedback = field(default_factory=Feedback)
+    site: Site | None = None
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

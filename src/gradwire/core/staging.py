@@ -48,9 +48,13 @@ class Staging:
         Raises: OutOfMemory, Unsupported.
         """
         if index == 0:
-            for device in self._devices.values():
-                device.begin_step()
+            self.begin_step()
         return StagedBucket(self._device(buffer.device), buffer, bounds)
+
+    def begin_step(self) -> None:
+        """Use the memory of the pass before again, all of whose buckets are reduced."""
+        for device in self._devices.values():
+            device.begin_step()
 
     def read_later(self, value: torch.Tensor) -> Callable[[], float]:
         """A function that gives the value that a tensor of one element on a device has now, once it has arrived."""
@@ -131,12 +135,7 @@ class _Device:
     """One device's stream and pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
-        accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-        if accelerator is None or accelerator.type != device.type:
-            raise Unsupported(
-                f"a bucket on {device}: gradwire copies buckets of {accelerator or 'no device'}, torch's accelerator here, "
-                "through host memory; train there or on the CPU, with torch 2.9 or newer"
-            )
+        check_accelerator(device)
         self._name = device
         self.stream = torch.Stream(device=device)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -227,6 +226,16 @@ class _Device:
         event = torch.Event(device=self._name, blocking=True)  # where it is heeded, the waiting lane leaves its core
         event.record(self.stream)
         return event
+
+
+def check_accelerator(device: torch.device) -> None:
+    """Raises: Unsupported (not torch's accelerator)."""
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if accelerator is None or accelerator.type != device.type:
+        raise Unsupported(
+            f"a bucket on {device}: gradwire takes buckets of {accelerator or 'no device'}, torch's accelerator here; "
+            "train there or on the CPU, with torch 2.9 or newer"
+        )
 
 
 def _aligned(n_bytes: int) -> int:

@@ -91,6 +91,7 @@ def attach(
     group: dist.ProcessGroup | Sequence[int] | None = None,
     timeout_s: float | None = None,
     trace: bool = False,
+    placement: str = "staged",
     **options: Any,
 ) -> Attachment:
     """Reduce the gradients of `module` by `scheme`. Collective: every rank calls it, with the same arguments.
@@ -107,6 +108,8 @@ def attach(
             its own.
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of the model's process group).
         trace: record the spans of a Chrome trace.
+        placement: for DDP on a GPU: "staged" reduces in host memory (default; every scheme), "device" on the GPU, by the
+            backend that torch has there (plain, bf16, one-bit, two-bit, qsgd; tested without a GPU only).
         options: bucket_mb, bucket_dtype, op (see GradientState); not for DDP.
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """
@@ -118,6 +121,8 @@ def attach(
     if fidelity is not None and scheme != "auto":
         raise InvalidArgument('fidelity is an argument of scheme "auto"; leave one of the two out')
     if not isinstance(model, DistributedDataParallel):
+        if placement != "staged":
+            raise Unsupported('placement="device" is for DDP models: leave it out')
         if scheme == "auto":
             raise Unsupported(
                 'scheme "auto" watches DDP; name a scheme for other modules: attach(module, optimizer, "gcomp")'
@@ -139,7 +144,7 @@ def attach(
         )
     if door is None and not all(isinstance(state, Copied) for _, state in getattr(model, "_comm_hooks", [])):
         raise Unsupported(_TAKEN)
-    state = _Attached(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace)
+    state = _Attached(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace, placement)
     door = door or _Door(state, model)
     try:
         door.state = state

@@ -38,6 +38,7 @@ class HookState(Reducer):
         group: the process group that DDP uses (default: all ranks). Making a HookState is collective over it.
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
         trace: record the spans of a Chrome trace.
+        placement: where device buckets are reduced: see Reducer.
     Raises: InvalidArgument, Unsupported.
     """
 
@@ -50,13 +51,14 @@ class HookState(Reducer):
         group: dist.ProcessGroup | None = None,
         timeout_s: float | None = None,
         trace: bool = False,
+        placement: str = "staged",
     ) -> None:
         self._group = group
         self._watch: Watch | None = None
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._closed_by_all = False
         self._waiting = Stopwatch()
-        super().__init__(scheme, group, module, optimizer, scaler, timeout_s=timeout_s, trace=trace)
+        super().__init__(scheme, group, module, optimizer, scaler, timeout_s=timeout_s, trace=trace, placement=placement)
         self._slot_of: dict[torch.Tensor, Slot] = {
             slot.parameter: slot for slot in self.slots.values() if slot.parameter is not None
         }

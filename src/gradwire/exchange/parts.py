@@ -13,6 +13,8 @@ CHUNK_ELEMENTS = 1 << 17
 # Of quantisers, whose messages are an eighth to a thirty-second of the values: 2^18 to 2^20 cost the same at 25 MB, 2^16
 # a fifth more of time and processor time, 2^22 a tenth.
 QUANTISED_CHUNK_ELEMENTS = 1 << 20
+# And at least so often, so that one is encoded while the other travels.
+QUANTISED_MIN_CHUNKS = 2
 # A part is cut at least so often, which keeps the work space, some chunks beside one part, within twice the bucket.
 _MIN_CHUNKS = 5
 # But into no smaller chunks: of 1 MB every size from 2^14 on takes the same time, the more messages the more of the

@@ -10,10 +10,8 @@ from gradwire import _native
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.core.bucket import Bucket
-from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, count_chunks
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, QUANTISED_MIN_CHUNKS, count_chunks
 from gradwire.wire.wire import Wire
-
-_MIN_CHUNKS = 2  # of quantisers, so that one is encoded while the other travels
 
 
 class Values(NamedTuple):
@@ -156,7 +154,7 @@ class Owners:
     def mean(self, codec: Quantised, values: Values, wire: Wire) -> Reached | None:
         """Cost: sends 2 (N-1)/N of the encoded bucket, to N-1 peers; every element is encoded once."""
         bucket, n, rank, world = values.bucket, values.bucket.n_elements, wire.rank, wire.world_size
-        n_chunks = count_chunks(-(-bucket.n_elements // world), self.chunk_elements, _MIN_CHUNKS)
+        n_chunks = count_chunks(-(-bucket.n_elements // world), self.chunk_elements, QUANTISED_MIN_CHUNKS)
         used_by_any, account = _native.quantised_mean(
             wire.communicator.mesh,
             wire.communicator.next_stream(),

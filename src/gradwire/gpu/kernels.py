@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from gradwire.errors import Unsupported
+from gradwire.gpu.driver import CudaKernels
 
 
 class Kernels(Protocol):
@@ -22,3 +26,20 @@ class Kernels(Protocol):
         Raises: Unsupported, OutOfMemory, GradwireError (what the driver says).
         """
         ...
+
+
+# What makes the kernels of a type of device; tests add theirs.
+MAKERS: dict[str, Callable[[torch.device], Kernels]] = {"cuda": CudaKernels}
+_made: dict[torch.device, Kernels] = {}
+
+
+def kernels_on(device: torch.device) -> Kernels:
+    """The kernels of a device, loaded once in a process. Raises: Unsupported, and what `CudaKernels` raises."""
+    if device not in _made:
+        if device.type not in MAKERS:
+            raise Unsupported(
+                f"there are kernels for {', '.join(MAKERS)}, and none for {device.type!r}: leave placement out, and gradients "
+                "travel through host memory"
+            )
+        _made[device] = MAKERS[device.type](device)
+    return _made[device]

@@ -161,9 +161,10 @@ class DeviceQuantised:
 
         Args:
             message: (message_bytes(n),) uint8.
-            out: (n,) float32, bfloat16 or float16: gets the values / divisor; or, float32, has them added. Unchanged if the
-                message is not whole; undefined if a code in it is none.
-            error: (1,) int32: keeps the worst of what was wrong since it was 0; see `raise_error`.
+            out: (n,) float32, bfloat16 or float16: gets the values / divisor; or, float32, has them added. NaN where the
+                message is not whole, and for codes that are none.
+            error: (1,) int32: keeps the worst of what was wrong since it was 0; see `raise_error`. No message counts as whole
+                beside one that was not.
             work: at least (work_bytes(n),) uint8.
         All contiguous on the kernels' device. Raises: InvalidArgument, and what a launch raises.
         """

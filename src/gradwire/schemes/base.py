@@ -11,6 +11,7 @@ import torch
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot
+from gradwire.errors import Unsupported
 from gradwire.schemes.duties import OptionalDuties
 from gradwire.wire.facts import Facts
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, hash_configuration
@@ -35,6 +36,9 @@ class Scheme(OptionalDuties, ABC):
 
     # Whether it waits for each tensor of a device bucket itself (`Bucket.wait_for`); otherwise it gets whole buckets.
     waits_by_tensor: ClassVar[bool] = False
+
+    # Whether it can reduce buckets on their device (`Session.site`).
+    works_on_device: ClassVar[bool] = False
 
     session: Session
 
@@ -62,8 +66,16 @@ class Scheme(OptionalDuties, ABC):
 
     def bind(self, session: Session) -> None:
         """Take the session. Raises: Unsupported or InvalidArgument if this run cannot be served."""
+        shared = self.configuration
+        if session.site is not None:
+            if not self.works_on_device:
+                raise Unsupported(
+                    f"scheme {self.name!r} works on host memory: leave placement out. On the device work plain, bf16, one-bit, "
+                    "two-bit and qsgd"
+                )
+            shared = {**shared, "placement": "device"}
         self.session = session
-        self.configuration_hash = hash_configuration(self.name, self.configuration)
+        self.configuration_hash = hash_configuration(self.name, shared)
 
     def begin_step(self, step: int) -> None:
         """Called on the training thread before the first bucket of a step, be it the scheme's own or not.
@@ -77,6 +89,9 @@ class Scheme(OptionalDuties, ABC):
 
     def end_buckets(self, step: int) -> None:
         """Called on the training thread when the last bucket of a step has been handed over, not yet reduced."""
+
+    def settle(self) -> None:
+        """Called on the lane when nothing else is under way: wait for what the scheme does elsewhere, on a device."""
 
     def end_step(self, step: int) -> None:
         """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""

@@ -11,11 +11,13 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument
+from gradwire.core.site import Site
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.exchange.patterns import Owners
 from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.on_device import QuantisedOnDevice
 from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.wire import Wire
 
@@ -43,6 +45,7 @@ class QuantisedDirect(Compressed):
     loses_under_adam: ClassVar[str] = ""
     # The option that says for how long steps are plain.
     settled_by: ClassVar[str] = "warmup_steps"
+    works_on_device = True
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class QuantisedDirect(Compressed):
         self.warmup_steps = check_steps("warmup_steps", warmup_steps)
         self.select = select or ByName()
         self._last_step = -1
+        self._on_device: QuantisedOnDevice | None = None
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -84,6 +88,7 @@ class QuantisedDirect(Compressed):
         self._last_step = -1
         self.select.bind(session)
         super().bind(session)
+        self._on_device = self._go_to(session.site, session) if session.site is not None else None
         is_adam = session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
         if self.settling_steps:
             _log.info("gradwire %s: steps before %d are reduced plainly", self.name, self.settling_steps)
@@ -97,6 +102,44 @@ class QuantisedDirect(Compressed):
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         self._last_step = step
+
+    # ---- on a device
+
+    def _go_to(self, site: Site, session: Session) -> QuantisedOnDevice:
+        """Raises: Unsupported (what needs the host)."""
+        for option, is_given in (('pull="raw"', self.pull == "raw"), ("exempt= and only=", bool(self.select))):
+            if is_given:
+                raise Unsupported(f"{self.name} with {option} works on host memory: leave that or placement out")
+        return QuantisedOnDevice(session, site, self.codec, self.error_feedback, self.chunk_elements)
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        if self._on_device is None or bucket.resident is None:
+            return super().reduce(bucket)
+        is_plain = bucket.step < self.settling_steps
+        submit = self.session.communicator.submit
+        return submit(self._on_device.reduce, bucket, bucket.resident, self.preamble(bucket), is_plain)
+
+    def _begin_on_lane(self) -> None:
+        if self._on_device is None:
+            super()._begin_on_lane()
+        else:
+            self._on_device.begin()
+
+    def end_step(self, step: int) -> None:
+        if self._on_device is None:
+            super().end_step(step)
+        else:
+            self._on_device.end()
+
+    def settle(self) -> None:
+        if self._on_device is not None:
+            self._on_device.settle()
+
+    def stats(self) -> dict[str, Any]:
+        """As every scheme's; on a device, the steps that were not finite."""
+        return super().stats() if self._on_device is None else {"n_steps_not_finite": self._on_device.n_not_finite}
+
+    # ---- in host memory
 
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
         if bucket.step < self.warmup_steps:
@@ -151,6 +194,7 @@ class QuantisedDirect(Compressed):
                 "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower %s",
                 self.name, self._last_step, self.settling_steps, self.settled_by,
             )  # fmt: skip
+        self._on_device = None
         super().close()
 
 

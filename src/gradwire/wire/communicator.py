@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,12 @@ _SILENT_TAG = 1 << 20
 _NOTE_WAIT_S = 2.0
 # A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
 _EXIT_WAIT_S = 0.5
+
+
+class Breakable(Protocol):
+    """Connections that end with the group."""
+
+    def break_off(self) -> None: ...
 
 
 class Communicator:
@@ -74,6 +80,7 @@ class Communicator:
         self._failure_lock = threading.Lock()
         self.closing = Closing(self._store, self._name, self.rank, self.world_size)
         self._subgroups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
+        self._parts: list[Breakable] = []
         self._mesh: _native.Mesh | None = None
         self._group: Any = None  # as long as it is being made, there are no connections to break
         try:
@@ -104,6 +111,14 @@ class Communicator:
         made = Communicator(self.members if members is None else members, self.timeout_s)
         self._subgroups.add(made)
         return made
+
+    def store_for(self, purpose: str) -> dist.Store:
+        """A place in the store that all ranks share, of this group alone."""
+        return dist.distributed_c10d.PrefixStore(f"{self._name}/{purpose}", self._store)
+
+    def break_together(self, part: Breakable) -> None:
+        """Break `part` off when this group fails: peers that wait there wake too."""
+        self._parts.append(part)
 
     # ---- the lane
 
@@ -188,8 +203,7 @@ class Communicator:
         Raises: InvalidArgument (no such interface), PeerLost.
         """
         if self._mesh is None:
-            store = dist.distributed_c10d.PrefixStore(f"{self._name}/mesh", self._store)
-            mesh = Rendezvous(store, self.rank, self.world_size, self.timeout_s).meet(self.all_gather)
+            mesh = Rendezvous(self.store_for("mesh"), self.rank, self.world_size, self.timeout_s).meet(self.all_gather)
             with self._failure_lock:
                 self._mesh = mesh
             if self._failure is not None:  # it has come too late to be broken off with the others
@@ -302,6 +316,8 @@ class Communicator:
             self._mesh.break_off()
         for subgroup in list(self._subgroups):
             subgroup._break_connections()
+        for part in self._parts:
+            part.break_off()
         peer = (self.rank + 1) % self.world_size
         with contextlib.suppress(Exception):
             work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _SILENT_TAG)

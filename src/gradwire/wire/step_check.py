@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from gradwire.errors import PeerLost
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.preamble import Preamble, compare_preambles
@@ -36,6 +37,18 @@ class StepCheck:
         self._pending = self._communicator.start_all_reduce(self._extremes, dist.ReduceOp.MAX)
         n_bytes = ring_bytes(self._extremes.numel() * self._extremes.element_size(), self._communicator.world_size)
         record.count_exchanged(n_bytes)
+
+    def fail_early(self) -> None:
+        """Have the group fail as soon as a peer is lost to the check under way: for steps in which no host waits for it."""
+
+        def look(pending: torch.futures.Future) -> None:
+            try:
+                self._communicator.finish(pending)
+            except PeerLost as error:
+                self._communicator.fail(error)
+
+        if self._pending is not None:
+            self._pending.add_done_callback(look)
 
     def _read(self, record: BucketRecord) -> None:
         if self._pending is None or self._mine is None:

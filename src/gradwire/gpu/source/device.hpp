@@ -56,6 +56,7 @@ __device__ __forceinline__ void store64(u8* at, u64 word) {
 
 // The first thing that is wrong with a message, in the order of these numbers, goes to the host.
 enum Wrong : u32 { kHeader = 1, kVersion = 2, kElements = 3, kChecksum = 4, kField = 5, kCode = 6 };
-__device__ __forceinline__ void report(u32* error, Wrong what) { atomicMax(error, static_cast<u32>(kCode + 1 - what)); }
+__device__ __forceinline__ u32 error_word(Wrong what) { return static_cast<u32>(kCode + 1 - what); }
+__device__ __forceinline__ void report(u32* error, Wrong what) { atomicMax(error, error_word(what)); }
 
 }  // namespace gradwire::gpu

@@ -259,11 +259,10 @@ GW_KERNEL(gw_quantised_check, Dequantise) {
     report(p.error, kField);
 }
 
-// Values, or their sum with what is there; nothing of a message that is not whole.
+// Values, or their sum with what is there; NaN where a message is not whole, so that nobody goes on with less.
 GW_KERNEL(gw_quantised_unpack, Dequantise) {
-  const u32 before = *p.error;
-  if (before > kCode + 1 - kCode) return;  // written by an earlier kernel
-  const bool is_finite = p.message[6] == 0, are_nibbles = p.levels <= 7;
+  const bool is_whole = *p.error <= error_word(kCode);  // more was written by an earlier kernel
+  const bool is_finite = is_whole && p.message[6] == 0, are_nibbles = p.levels <= 7;
   const float first = __uint_as_float(load32(p.message + 20)) / p.divisor;
   const float second = __uint_as_float(load32(p.message + 24)) / p.divisor;
   const u32* const words = reinterpret_cast<const u32*>(p.message + kHeaderBytes);
@@ -274,16 +273,20 @@ GW_KERNEL(gw_quantised_unpack, Dequantise) {
       value = words[i / 32] >> i % 32 & 1 ? -second : first;
     } else if (is_finite && p.kind == kTwoBit) {
       const u32 code = words[i / 16] >> 2 * (i % 16) & 3;
-      if (code == 3) report(p.error, kCode);
-      value = code == 1 ? first : code == 2 ? -first : 0.0f;
+      if (code == 3)
+        report(p.error, kCode);
+      else
+        value = code == 1 ? first : code == 2 ? -first : 0.0f;
     } else if (is_finite) {
       const u64 group = i / kGroup, place = i % kGroup;
       const u32 code = are_nibbles ? codes[group * 32 + place % 32] >> (place < 32 ? 0 : 4) & 15 : codes[i];
       const u32 mask = are_nibbles ? 7 : 127, norm = words[i / p.block];
       const int level = static_cast<int>(code & mask);
-      if (norm >= kInfinity || (code & mask) > p.levels) report(p.error, kCode);
-      value = static_cast<float>(code > mask ? -level : level) *
-              (__uint_as_float(norm) / static_cast<float>(p.levels)) / p.divisor;
+      if (norm >= kInfinity || (code & mask) > p.levels)
+        report(p.error, kCode);
+      else
+        value = static_cast<float>(code > mask ? -level : level) *
+                (__uint_as_float(norm) / static_cast<float>(p.levels)) / p.divisor;
     }
     put_value(p.out, p.dtype, i, p.adds ? added(static_cast<const float*>(p.out)[i], value) : value);
   }

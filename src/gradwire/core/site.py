@@ -1,0 +1,138 @@
+"""Device buckets reduced where they are: the stream, the memory and the verdict of one attachment's work on a device.
+
+Nothing here waits for the device but `Site.found`, on the lane, for what a step that is over has found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from gradwire.core.staging import check_accelerator
+from gradwire.errors import OutOfMemory, Unsupported
+from gradwire.telemetry.recorder import BucketRecord
+from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.device_group import DeviceGroup
+
+
+class Found(NamedTuple):
+    """What kernels noted in a step.
+
+    Attributes:
+        error: the error word of messages that were not whole; 0 for none.
+        is_finite: whether all that was reduced was finite; the same on all ranks.
+    """
+
+    error: int
+    is_finite: bool
+
+
+class Site:
+    """Where an attachment works on a device. Collective to make.
+
+    Args:
+        devices: of the parameters.
+    Raises: Unsupported (more than one device, or none that is torch's accelerator), OutOfMemory.
+
+    Attributes:
+        stream: on which all of it runs, in order.
+        group: the same device's collectives.
+        flags: (2,) int32 on the device: error word, and not 0 if something was not finite.
+    """
+
+    def __init__(self, communicator: Communicator, devices: Sequence[torch.device]) -> None:
+        if len(set(devices)) != 1 or devices[0].type == "cpu":
+            names = ", ".join(sorted({str(device) for device in devices})) or "no parameters"
+            raise Unsupported(
+                f'placement="device" is for a model on one device, and this one is on {names}: leave placement out'
+            )
+        self.device, self._world_size = devices[0], communicator.world_size
+        check_accelerator(self.device)
+        self.stream = torch.Stream(device=self.device)
+        self.group = DeviceGroup(communicator, self.device)
+        self._memory: dict[str, torch.Tensor] = {}
+        with self.stream:
+            self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._on_host = torch.empty(2, dtype=torch.int32, pin_memory=True)
+        self._arrival: torch.Event | None = None
+
+    def scratch(self, name: str, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """(n_elements,) of work space on the device that lives until the next call with this name. Raises: OutOfMemory."""
+        n_bytes = n_elements * dtype.itemsize
+        kept = self._memory.get(name)
+        if kept is None or kept.numel() < n_bytes:
+            self._memory.pop(name, None)
+            try:
+                kept = self._memory[name] = torch.empty(max(1, n_bytes), dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(
+                    f"{self.device} has no memory left for what gradwire sends: make the model or the batch smaller, or leave "
+                    f"placement out, which needs none there. Backend: {error}"
+                ) from error
+        return kept[:n_bytes].view(dtype)
+
+    def mean(self, values: torch.Tensor, record: BucketRecord, wire_dtype: torch.dtype | None = None) -> None:
+        """Replace `values` (n,) by their mean over the ranks, as DDP takes it; with the stream current.
+
+        `wire_dtype`: what wider values are rounded to for the sum.
+        """
+        values.mul_(1.0 / self._world_size)
+        travelling = values
+        if wire_dtype is not None and wire_dtype.itemsize < values.element_size():
+            travelling = self.scratch("rounded", values.numel(), wire_dtype).copy_(values)
+        self.group.sum(travelling)
+        if travelling is not values:
+            values.copy_(travelling)
+        record.count_exchanged(ring_bytes(travelling.numel() * travelling.element_size(), self._world_size))
+
+    def begin_step(self) -> None:
+        """Forget what was noted; on the lane."""
+        self._arrival = None
+        with self.stream:
+            self.flags.zero_()
+
+    def end_step(self) -> None:
+        """Start reading what was noted; on the lane."""
+        with self.stream:
+            self._on_host.copy_(self.flags, non_blocking=True)
+            self._arrival = torch.Event(device=self.device, blocking=True)
+            self._arrival.record(self.stream)
+
+    def found(self) -> Found | None:
+        """What the step that ended last has noted, once; None: none has ended since. On the lane; waits for its end."""
+        if self._arrival is None:
+            return None
+        self._arrival.synchronize()
+        self._arrival = None
+        error, not_finite = self._on_host.tolist()
+        return Found(error, not not_finite)
+
+    def close(self) -> None:
+        """Let go of memory and connections, after the lane has ended."""
+        self._memory.clear()
+        self.group.close()
+
+
+class ResidentBucket:
+    """One bucket that stays on its device. Made on the thread whose stream writes it; used on the lane."""
+
+    def __init__(self, site: Site, on_device: torch.Tensor) -> None:
+        self.on_device, self._site = on_device, site
+        self._written = torch.Event(device=site.device)
+        self._written.record(torch.accelerator.current_stream(site.device))
+        on_device.record_stream(site.stream)  # its memory must not be given away before
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[Site]:
+        """What is enqueued inside comes on the site's stream, behind the gradient; on the lane."""
+        self._site.stream.wait_event(self._written)
+        with self._site.stream:
+            yield self._site
+
+    def complete(self, reduced: torch.futures.Future) -> None:
+        """Complete DDP's future: whoever waits for it has his stream wait for the site's."""
+        with self._site.stream:
+            reduced.set_result(self.on_device)

@@ -1,0 +1,126 @@
+"""The exchange through owners for messages that are made and read on devices: the bits of `patterns.Owners`.
+
+Each rank encodes its share of every part, an all-to-all brings the shares to the parts' owners, who add them in rank order
+and encode the sum, and an all-gather brings that to all. Messages have a fixed room, so both collectives have equal rows.
+Everything is enqueued on the site's stream and nothing is read by the host: what is not finite or not whole becomes NaN on
+all ranks and is noted in the site's flags.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.quantised import Quantised
+from gradwire.core.bucket import Bucket
+from gradwire.core.site import Site
+from gradwire.exchange.parts import QUANTISED_MIN_CHUNKS, count_chunks
+from gradwire.gpu.kernels import kernels_on
+from gradwire.gpu.quantised import DeviceQuantised
+from gradwire.wire.communicator import Communicator
+
+_FLAGS_AT = 6  # in a message's header: 1 says that a value was not finite (docs/format.md)
+
+
+class _Chunk(NamedTuple):
+    """What one message is about: `values` of the bucket, `room` of its part's row."""
+
+    values: slice
+    room: slice
+
+
+class DeviceOwners:
+    """Means over the ranks of one site.
+
+    Args:
+        codec: what makes the messages.
+        chunk_elements: values to a message, at most.
+    Raises: Unsupported (a codec without kernels, or no kernels here).
+    """
+
+    def __init__(self, site: Site, codec: Quantised, communicator: Communicator, chunk_elements: int) -> None:
+        self._site, self._rank, self._world = site, communicator.rank, communicator.world_size
+        self._codec = DeviceQuantised(codec, kernels_on(site.device))
+        self._chunk_elements = chunk_elements
+        with site.stream:
+            self._n_bytes = torch.empty(1, dtype=torch.int64, device=site.device)
+        self._cuts: dict[int, list[list[_Chunk]]] = {}
+
+    def mean(self, bucket: Bucket, residual: Tensor | None, unsent: Tensor | None, loss_scale: float) -> int:
+        """Replace the bucket by its mean; on the lane, with the site's stream current.
+
+        Args:
+            residual, unsent: (n,) float32 on the device, of which the second is written; None: no error feedback.
+        Returns: bytes sent, which are those received.
+        """
+        buffer, rank, world = bucket.buffer, self._rank, self._world
+        parts = self._parts(buffer.numel())
+        row_bytes = max(chunks[-1].room.stop for chunks in parts)
+        sent, received, results = (
+            self._site.scratch(name, world * row_bytes, torch.uint8).view(world, row_bytes)
+            for name in ("sent", "received", "results")
+        )
+
+        def encode(values: Tensor, part: int, index: int, row: Tensor) -> None:
+            chunk = parts[part][index]
+            self._codec.encode(
+                values,
+                row[chunk.room],
+                self._n_bytes,
+                self._work(values.numel()),
+                residual=None if residual is None else residual[chunk.values],
+                new_residual=None if unsent is None else unsent[chunk.values],
+                residual_scale=loss_scale,
+                step=bucket.draw(rank, part, index, part == rank),
+            )
+
+        for part in (part for part in range(world) if part != rank):
+            for index, chunk in enumerate(parts[part]):
+                encode(buffer[chunk.values], part, index, sent[part])
+        self._site.group.all_to_all(received, sent)
+        result = results[rank]
+        for index, chunk in enumerate(parts[rank]):
+            total = self._site.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
+            for source in range(world):
+                if source == rank:
+                    total.add_(buffer[chunk.values])
+                else:
+                    self._decode(received[source][chunk.room], total, adds=True)
+            encode(total, rank, index, result)
+        own = self._site.scratch("own", row_bytes, torch.uint8).copy_(result)
+        self._site.group.all_gather(results, own)
+        for part, chunks in enumerate(parts):
+            for chunk in chunks:
+                message = results[part][chunk.room]
+                self._site.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
+                self._decode(message, buffer[chunk.values], divisor=world)
+        return 2 * (world - 1) * row_bytes
+
+    def raise_error(self, code: int) -> None:
+        """Raise what an error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""
+        self._codec.raise_error(code)
+
+    def _decode(self, message: Tensor, out: Tensor, *, divisor: float = 1.0, adds: bool = False) -> None:
+        self._codec.decode(message, out, self._site.flags[:1], self._work(out.numel()), divisor=divisor, adds=adds)
+
+    def _work(self, n_elements: int) -> Tensor:
+        return self._site.scratch("work", self._codec.work_bytes(n_elements), torch.uint8)
+
+    def _parts(self, n: int) -> list[list[_Chunk]]:
+        """For each rank, the chunks of the part that it owns."""
+        if n not in self._cuts:
+            n_chunks = count_chunks(-(-n // self._world), self._chunk_elements, QUANTISED_MIN_CHUNKS)
+            self._cuts[n] = [self._chunks(n, part, n_chunks) for part in range(self._world)]
+        return self._cuts[n]
+
+    def _chunks(self, n: int, part: int, n_chunks: int) -> list[_Chunk]:
+        begin, end = n * part // self._world, n * (part + 1) // self._world
+        chunks, at = [], 0
+        for index in range(n_chunks):
+            first, last = (begin + (end - begin) * bound // n_chunks for bound in (index, index + 1))
+            room = self._codec.message_bytes(last - first)
+            chunks.append(_Chunk(slice(first, last), slice(at, at + room)))
+            at += room
+        return chunks

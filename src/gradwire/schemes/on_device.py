@@ -1,0 +1,84 @@
+"""Quantised steps on a device: what the lane enqueues, and what it does with what the device has found.
+
+No host waits within a step. Whether residuals are kept, which on a CPU is known when the step ends, is read when the next
+one begins, by when the device has long been past it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from gradwire.codecs.quantised import Quantised
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.core.site import ResidentBucket, Site
+from gradwire.errors import Unsupported
+from gradwire.exchange.on_device import DeviceOwners
+from gradwire.wire.preamble import Preamble
+from gradwire.wire.step_check import StepCheck
+
+_log = logging.getLogger(__name__)
+
+
+class QuantisedOnDevice:
+    """One attachment's quantised steps on its device; used on the lane.
+
+    Raises: Unsupported (DDP looks for unused parameters; a codec without kernels).
+
+    Attributes:
+        n_not_finite: steps in which something was not finite: all ranks got NaN, and kept their residuals.
+    """
+
+    def __init__(self, session: Session, site: Site, codec: Quantised, error_feedback: bool, chunk_elements: int) -> None:
+        if getattr(session.module, "find_unused_parameters", False):
+            raise Unsupported(
+                "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
+            )
+        self._session, self._site, self._error_feedback = session, site, error_feedback
+        self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
+        self._check = StepCheck(session.communicator)
+        self.n_not_finite = 0
+
+    def begin(self) -> None:
+        """Before the first bucket of a step, be the one before over or given up."""
+        self.settle()
+        self._session.feedback.discard()
+        self._site.begin_step()
+
+    def reduce(self, bucket: Bucket, resident: ResidentBucket, preamble: Preamble, is_plain: bool) -> None:
+        """Enqueue a bucket's reduction."""
+        if self._session.communicator.world_size == 1:
+            return
+        if bucket.is_last:
+            self._check.start(preamble, bucket.record)
+            self._check.fail_early()
+        if bucket.n_elements == 0:
+            return
+        with resident.at_work() as site:
+            if is_plain:
+                site.mean(bucket.buffer, bucket.record)
+                return
+            feedback = self._session.feedback
+            residual, unsent = feedback.pair(bucket) if self._error_feedback else (None, None)
+            n_bytes = self._owners.mean(bucket, residual, unsent, self._session.loss_scale())
+            bucket.record.count_exchanged(n_bytes)
+            if unsent is not None:
+                feedback.stage_bucket(bucket, unsent)
+
+    def end(self) -> None:
+        """After the last bucket."""
+        self._site.end_step()
+
+    def settle(self) -> None:
+        """Wait for the step that ended last, and keep its residuals if all of it was finite. Raises: CorruptMessage."""
+        found = self._site.found()
+        if found is None:
+            return
+        self._owners.raise_error(found.error)
+        if found.is_finite:
+            self._session.feedback.commit()
+            return
+        self._session.feedback.discard()
+        if not self.n_not_finite:
+            _log.warning("gradwire: a gradient was not finite: all ranks get NaN for the messages that it was in")
+        self.n_not_finite += 1

@@ -22,7 +22,7 @@ from gradwire.core import checkpoint, gathering
 from gradwire.core.bucket import Bucket, check_gradient
 from gradwire.core.named_tensors import AllReduceWork, Flattener
 from gradwire.core.session import Session
-from gradwire.core.site import ResidentBucket, Site
+from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.core.slot import Slot, named_parameters, slots_by_name
 from gradwire.core.staging import LossScale, Staging
 from gradwire.core.threads import use_fair_share_of_cores
@@ -35,7 +35,6 @@ from gradwire.wire.preamble import compare_preambles
 # As DDP's own buckets: large enough for the wire, small enough that the first is on its way early.
 BUCKET_MB = 25.0
 OPERATIONS = ("mean", "sum")
-PLACEMENTS = ("staged", "device")
 
 
 class Reducer:
@@ -58,8 +57,6 @@ class Reducer:
         op: "mean", or "sum" for losses that are divided by the number of ranks already.
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
         trace: record the spans of a Chrome trace.
-        placement: where device buckets are reduced: "staged", in host memory, or on the "device", between devices by the
-            backend that torch has for them.
     Raises: InvalidArgument, Unsupported, PeerLost (a rank did not come).
     """
 
@@ -75,10 +72,8 @@ class Reducer:
         op: str = "mean",
         timeout_s: float | None = None,
         trace: bool = False,
-        placement: str = "staged",
     ) -> None:
         check_choice("op", op, OPERATIONS)
-        check_choice("placement", placement, PLACEMENTS)
         if not bucket_mb > 0:
             raise InvalidArgument(f"bucket_mb must be positive, got {bucket_mb}")
         self.scheme = _free_scheme(scheme)
@@ -98,11 +93,8 @@ class Reducer:
             communicator, self.recorder, _unwrapped(optimizer), self.slots, self._loss_scale, module, scaler is not None
         )
         try:
-            parameters = self._parameters_of_buckets()
-            if placement == "device":
-                site = Site(communicator, [parameter.device for parameter in parameters])
-                self.session = replace(self.session, site=site)
-            self._staging = Staging(parameters if self.session.site is None else ())
+            self.session = replace(self.session, site=self._make_site(communicator))
+            self._staging = Staging(self._parameters_of_buckets() if self.session.site is None else ())
             self.scheme.bind(self.session)
             self.scheme.take_over()
         except Exception as error:
@@ -202,6 +194,10 @@ class Reducer:
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
         return []
+
+    def _make_site(self, communicator: Communicator) -> DeviceSite | None:
+        """Where device buckets are reduced without coming to the host; None: they come."""
+        return None
 
     def fail(self, error: Exception) -> GradwireError:
         """Note an error for `close_pass`, tell the peers, and return what to raise."""
@@ -348,7 +344,9 @@ class Reducer:
             self.recorder.close()
             self.slots, self._flattener = {}, Flattener({}, 0)
             self._loss_scale, self._staging = LossScale(), Staging()
-            self.session = replace(self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None, site=None)
+            self.session = replace(
+                self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None, site=None
+            )
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

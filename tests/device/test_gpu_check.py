@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import emulated
 import late
 import pytest
 import torch
@@ -20,6 +22,7 @@ from gradwire.bench import device_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.cli import gpu
 from gradwire.core.staging import StagedBucket, _Device
+from gradwire.gpu import kernels
 from ranks import patience, run_ranks
 
 
@@ -57,10 +60,13 @@ def test_sections_pass_on_the_late_device_and_see_faults(library: Path) -> None:
 
 def compare_schemes(rank: int, world_size: int, library: Path) -> None:
     functions = late.load(library)
+    kernels.MAKERS["late"] = functools.partial(emulated.LateKernels, emulated.build(), functions)
     functions.set_lateness_us(500)
     group = dist.new_group(backend="like_nccl")
     found = device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None)
     assert found["n_schemes"] > 15
+    found = device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None, placement="device")
+    assert list(found["seconds"]) == ["bf16", "one-bit", "plain", "qsgd", "two-bit"]
     with (
         mock.patch.object(StagedBucket, "send_back", do_nothing),
         pytest.raises(CheckFailed, match=r"other bits.*one-bit"),

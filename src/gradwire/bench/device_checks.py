@@ -192,7 +192,9 @@ class GivenGradients(nn.Module):
         ).sum()
 
 
-def train_with_given_gradients(scheme: Scheme, device: torch.device, group: Any = None) -> Tensor:
+def train_with_given_gradients(
+    scheme: Scheme, device: torch.device, group: Any = None, placement: str = "staged"
+) -> Tensor:
     """(n,) on the CPU: the parameters after a few steps, which depend on `device` only if gradwire's means do.
 
     The learning rate is a power of two, so that the optimizer's step rounds once, wherever it runs.
@@ -200,7 +202,7 @@ def train_with_given_gradients(scheme: Scheme, device: torch.device, group: Any 
     model = GivenGradients().to(device)
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.02)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-7, foreach=False)
-    attachment = attach(ddp, optimizer, scheme, timeout_s=60)
+    attachment = attach(ddp, optimizer, scheme, timeout_s=60, placement=placement)
     for step in range(_N_STEPS):
         generator = torch.Generator().manual_seed(1_000 * dist.get_rank() + step)
         gradients = [torch.randn(shape, generator=generator).to(device) for shape in _SHAPES]
@@ -211,11 +213,17 @@ def train_with_given_gradients(scheme: Scheme, device: torch.device, group: Any 
     return torch.cat([parameter.detach().cpu().reshape(-1) for parameter in model.parameters()])
 
 
-def check_schemes(device: torch.device, group: Any = None, note: Callable[[str], None] = print) -> dict[str, Any]:
+def check_schemes(
+    device: torch.device,
+    group: Any = None,
+    note: Callable[[str], None] = print,
+    placement: str = "staged",
+) -> dict[str, Any]:
     """Every scheme on the device ends with the bits of its run on the CPU; in a rank, with the same on all of them.
 
     Args:
         group: DDP's process group for the device; None: the default one.
+        placement: with "device" only the schemes that work there.
     Raises: CheckFailed.
     """
     seconds: dict[str, float] = {}
@@ -227,10 +235,12 @@ def check_schemes(device: torch.device, group: Any = None, note: Callable[[str],
             schemes.by_name(name, **_OPTIONS.get(name, {})),
             schemes.by_name(name, **_OPTIONS.get(name, {})),
         )
+        if placement == "device" and not on_device.works_on_device:
+            continue
         expected = train_with_given_gradients(on_cpu, torch.device("cpu"))
         started = time.perf_counter()
         try:
-            found = train_with_given_gradients(on_device, device, group)
+            found = train_with_given_gradients(on_device, device, group, placement)
         except GradwireError as error:  # a scheme may see for itself that ranks have drifted apart
             different.append(f"{name} (raised {type(error).__name__}: {error})")
             continue

@@ -93,7 +93,10 @@ def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def _check_in_ranks(n_ranks: int) -> dict[str, Any]:
-    """Every scheme in ranks of their own: on a device each where there are enough, else they share one, over Gloo."""
+    """Every scheme in ranks of their own: on a device each where there are enough, else they share one, over Gloo.
+
+    Over NCCL, those that work on the device do so too.
+    """
     import torch
 
     from gradwire.ranks.launch import launch_ranks
@@ -118,7 +121,11 @@ def _run_rank() -> int:
     device = torch.device(current.type, rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     dist.init_process_group(os.environ[_RANK])
-    check_schemes(device, note=print if rank == 0 else lambda _: None)
+    note = print if rank == 0 else lambda _: None
+    check_schemes(device, note=note)
+    if "nccl" in os.environ[_RANK]:
+        note("on the device itself:")
+        check_schemes(device, note=note, placement="device")
     dist.destroy_process_group()
     return 0
 

@@ -16,7 +16,6 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 
-
 _CPU = torch.device("cpu")
 
 

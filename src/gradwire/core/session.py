@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gradwire.core.feedback import Feedback
-from gradwire.core.site import Site
+from gradwire.core.site import DeviceSite
 from gradwire.core.slot import Slot
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
@@ -39,7 +39,7 @@ class Session:
     module: torch.nn.Module | None = None
     has_scaler: bool = False
     feedback: Feedback = field(default_factory=Feedback)
-    site: Site | None = None
+    site: DeviceSite | None = None
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

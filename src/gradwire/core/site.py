@@ -1,6 +1,6 @@
 """Device buckets reduced where they are: the stream, the memory and the verdict of one attachment's work on a device.
 
-Nothing here waits for the device but `Site.found`, on the lane, for what a step that is over has found.
+Nothing here waits for the device but `DeviceSite.found`, on the lane, for what a step that is over has found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.device_group import DeviceGroup
 
 
-class Found(NamedTuple):
+class Verdict(NamedTuple):
     """What kernels noted in a step.
 
     Attributes:
@@ -30,7 +30,7 @@ class Found(NamedTuple):
     is_finite: bool
 
 
-class Site:
+class DeviceSite:
     """Where an attachment works on a device. Collective to make.
 
     Args:
@@ -60,18 +60,12 @@ class Site:
         self._arrival: torch.Event | None = None
 
     def scratch(self, name: str, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """(n_elements,) of work space on the device that lives until the next call with this name. Raises: OutOfMemory."""
+        """(n_elements,) of work space on the device that lives until the next call with this name."""
         n_bytes = n_elements * dtype.itemsize
         kept = self._memory.get(name)
         if kept is None or kept.numel() < n_bytes:
             self._memory.pop(name, None)
-            try:
-                kept = self._memory[name] = torch.empty(max(1, n_bytes), dtype=torch.uint8, device=self.device)
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemory(
-                    f"{self.device} has no memory left for what gradwire sends: make the model or the batch smaller, or leave "
-                    f"placement out, which needs none there. Backend: {error}"
-                ) from error
+            kept = self._memory[name] = torch.empty(max(1, n_bytes), dtype=torch.uint8, device=self.device)
         return kept[:n_bytes].view(dtype)
 
     def mean(self, values: torch.Tensor, record: BucketRecord, wire_dtype: torch.dtype | None = None) -> None:
@@ -101,14 +95,14 @@ class Site:
             self._arrival = torch.Event(device=self.device, blocking=True)
             self._arrival.record(self.stream)
 
-    def found(self) -> Found | None:
+    def found(self) -> Verdict | None:
         """What the step that ended last has noted, once; None: none has ended since. On the lane; waits for its end."""
         if self._arrival is None:
             return None
         self._arrival.synchronize()
         self._arrival = None
         error, not_finite = self._on_host.tolist()
-        return Found(error, not not_finite)
+        return Verdict(error, not not_finite)
 
     def close(self) -> None:
         """Let go of memory and connections, after the lane has ended."""
@@ -119,18 +113,27 @@ class Site:
 class ResidentBucket:
     """One bucket that stays on its device. Made on the thread whose stream writes it; used on the lane."""
 
-    def __init__(self, site: Site, on_device: torch.Tensor) -> None:
+    def __init__(self, site: DeviceSite, on_device: torch.Tensor) -> None:
         self.on_device, self._site = on_device, site
         self._written = torch.Event(device=site.device)
         self._written.record(torch.accelerator.current_stream(site.device))
         on_device.record_stream(site.stream)  # its memory must not be given away before
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[Site]:
-        """What is enqueued inside comes on the site's stream, behind the gradient; on the lane."""
+    def at_work(self) -> Iterator[DeviceSite]:
+        """What is enqueued inside comes on the site's stream, behind the gradient; on the lane. Raises: OutOfMemory."""
+        self._follow()
+        try:
+            with self._site.stream:
+                yield self._site
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self._site.device} has no memory left for what gradwire sends: make the model or the batch smaller, or "
+                f"leave placement out, which needs none there. Backend: {error}"
+            ) from error
+
+    def _follow(self) -> None:
         self._site.stream.wait_event(self._written)
-        with self._site.stream:
-            yield self._site
 
     def complete(self, reduced: torch.futures.Future) -> None:
         """Complete DDP's future: whoever waits for it has his stream wait for the site's."""

@@ -12,13 +12,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from gradwire.control.checks import choice as check_choice
+from gradwire.core.site import DeviceSite
 from gradwire.core.slot import Slot, slot_of
 from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.communicator import Communicator
 from gradwire.wire.futures import completed
+
+PLACEMENTS = ("staged", "device")
 
 
 class Copied:
@@ -38,7 +43,8 @@ class HookState(Reducer):
         group: the process group that DDP uses (default: all ranks). Making a HookState is collective over it.
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
         trace: record the spans of a Chrome trace.
-        placement: where device buckets are reduced: see Reducer.
+        placement: where device buckets are reduced: "staged", in host memory, or on the "device", between devices by the
+            backend that torch has for them (docs/gpu.md).
     Raises: InvalidArgument, Unsupported.
     """
 
@@ -53,12 +59,12 @@ class HookState(Reducer):
         trace: bool = False,
         placement: str = "staged",
     ) -> None:
-        self._group = group
+        self._group, self._placement = group, check_choice("placement", placement, PLACEMENTS)
         self._watch: Watch | None = None
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._closed_by_all = False
         self._waiting = Stopwatch()
-        super().__init__(scheme, group, module, optimizer, scaler, timeout_s=timeout_s, trace=trace, placement=placement)
+        super().__init__(scheme, group, module, optimizer, scaler, timeout_s=timeout_s, trace=trace)
         self._slot_of: dict[torch.Tensor, Slot] = {
             slot.parameter: slot for slot in self.slots.values() if slot.parameter is not None
         }
@@ -107,6 +113,11 @@ class HookState(Reducer):
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         known = [slot.parameter for slot in self.slots.values() if slot.parameter is not None]
         return [parameter for parameter in known if parameter.requires_grad]
+
+    def _make_site(self, communicator: Communicator) -> DeviceSite | None:
+        if self._placement == "staged":
+            return None
+        return DeviceSite(communicator, [parameter.device for parameter in self._parameters_of_buckets()])
 
     def _check_divisor(self) -> None:
         """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket
-from gradwire.core.site import Site
+from gradwire.core.site import DeviceSite
 from gradwire.exchange.parts import QUANTISED_MIN_CHUNKS, count_chunks
 from gradwire.gpu.kernels import kernels_on
 from gradwire.gpu.quantised import DeviceQuantised
@@ -40,7 +40,7 @@ class DeviceOwners:
     Raises: Unsupported (a codec without kernels, or no kernels here).
     """
 
-    def __init__(self, site: Site, codec: Quantised, communicator: Communicator, chunk_elements: int) -> None:
+    def __init__(self, site: DeviceSite, codec: Quantised, communicator: Communicator, chunk_elements: int) -> None:
         self._site, self._rank, self._world = site, communicator.rank, communicator.world_size
         self._codec = DeviceQuantised(codec, kernels_on(site.device))
         self._chunk_elements = chunk_elements

@@ -11,7 +11,7 @@ import logging
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.core.site import ResidentBucket, Site
+from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.errors import Unsupported
 from gradwire.exchange.on_device import DeviceOwners
 from gradwire.wire.preamble import Preamble
@@ -29,7 +29,9 @@ class QuantisedOnDevice:
         n_not_finite: steps in which something was not finite: all ranks got NaN, and kept their residuals.
     """
 
-    def __init__(self, session: Session, site: Site, codec: Quantised, error_feedback: bool, chunk_elements: int) -> None:
+    def __init__(
+        self, session: Session, site: DeviceSite, codec: Quantised, error_feedback: bool, chunk_elements: int
+    ) -> None:
         if getattr(session.module, "find_unused_parameters", False):
             raise Unsupported(
                 "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"

@@ -51,6 +51,7 @@ class OneBitAdam(QuantisedDirect):
 
     name = "one-bit-adam"
     needs_adam = True
+    works_on_device = False
     settled_by = "freeze_step"
 
     def __init__(

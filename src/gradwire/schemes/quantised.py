@@ -11,7 +11,7 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.core.site import Site
+from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.exchange.patterns import Owners
@@ -105,7 +105,7 @@ class QuantisedDirect(Compressed):
 
     # ---- on a device
 
-    def _go_to(self, site: Site, session: Session) -> QuantisedOnDevice:
+    def _go_to(self, site: DeviceSite, session: Session) -> QuantisedOnDevice:
         """Raises: Unsupported (what needs the host)."""
         for option, is_given in (('pull="raw"', self.pull == "raw"), ("exempt= and only=", bool(self.select))):
             if is_given:

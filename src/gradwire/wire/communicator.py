@@ -112,7 +112,7 @@ class Communicator:
         self._subgroups.add(made)
         return made
 
-    def store_for(self, purpose: str) -> dist.Store:
+    def store_for(self, purpose: str) -> Any:
         """A place in the store that all ranks share, of this group alone."""
         return dist.distributed_c10d.PrefixStore(f"{self._name}/{purpose}", self._store)
 

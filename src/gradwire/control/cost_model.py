@@ -88,12 +88,22 @@ class StepCost:
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Seconds a value to encode and to decode, bits a value on the wire, seconds a bucket whatever its size."""
+    """Seconds a value to encode and to decode, bits a value on the wire, seconds a bucket whatever its size.
+
+    `zero_bits`: of a value that is zero; None: as many as of any other.
+    """
 
     encode_s: float = 0.0
     decode_s: float = 0.0
     bits: float = 32.0
     fixed_s: float = 0.0
+    zero_bits: float | None = None
+
+    def at(self, density: float) -> CodecCost:
+        """The cost where a share `density` of the values is not zero."""
+        if self.zero_bits is None:
+            return self
+        return replace(self, bits=density * self.bits + (1 - density) * self.zero_bits, zero_bits=None)
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,12 @@ class Plan:
         profile, step = self.profile, self.profile.step(self.compute_s)
         predicted = {
             spec: predict_s(profile.shapes[spec], codec, step, profile.link, profile.machine)
-            for spec, codec in profile.codecs.items()
+            for spec, codec in profile.costs.items()
         }
         # What the model misjudges in DDP itself it misjudges in all.
         bias = self.plain_s / predicted[_PLAIN] if self.is_here and predicted[_PLAIN] else 1.0
         found = []
-        for spec, codec in profile.codecs.items():
+        for spec, codec in profile.costs.items():
             row = row_of(spec)
             step_s = self.measured_s.get(spec, predicted[spec] * bias)
             found.append(
@@ -141,7 +141,7 @@ class Plan:
             link = replace(link, rate=rate_bps / 8)
         profile = replace(self.profile, machine=machine, link=link)
         step = profile.step(self.compute_s)
-        plain_s = predict_s("sum", profile.codecs[_PLAIN], step, link, machine)
+        plain_s = predict_s("sum", profile.costs[_PLAIN], step, link, machine)
         return replace(self, profile=profile, plain_s=plain_s, measured_s={}, links=(), is_here=False)
 
     def slow_ranks(self) -> list[int]:

@@ -35,6 +35,7 @@ class FidelityRow:
         optimizers: "all", "adam" (those that divide by a moment) or "sgd".
         shape: how it communicates (control/cost_model.py).
         bits: a value on the wire, of a dense gradient.
+        zero_bits: of a value that is zero, where that is less.
         codec: whose speed stands for its own (`codecs.by_name`); "" where it has none to speak of.
         by_name_only: never unless it is asked for.
         not_before: under Adam-like optimizers, the first step.
@@ -50,17 +51,18 @@ class FidelityRow:
     evidence: str
     by_name_only: bool = False
     not_before: int = 0
+    zero_bits: float | None = None
 
 
 TABLE: tuple[FidelityRow, ...] = (
     FidelityRow("plain", "exact", "all", "sum", 32, "", "DDP's own all-reduce: the same bits"),
     FidelityRow(
         "gcomp:importance=uniform,bits=12", "exact", "adam", "ring", 16.5, "gcomp:importance=uniform,bits=12",
-        "GPT: loss within 1.6e-5 of DDP's at every step, 0.52 of the bytes",
+        "GPT: loss within 1.6e-5 of DDP's at every step, 0.52 of the bytes", zero_bits=1.0,
     ),
     FidelityRow(
         "gcomp", "exact", "sgd", "ring", 25, "gcomp:importance=none",
-        "ResNet: loss within 1.2e-5 of DDP's at every step, 0.64 of the bytes",
+        "ResNet: loss within 1.2e-5 of DDP's at every step, 0.64 of the bytes", zero_bits=1.0,
     ),
     FidelityRow(
         "bf16", "close", "all", "sum", 16, "",
@@ -191,7 +193,9 @@ def row_of(spec: str) -> FidelityRow:
     for row in TABLE:
         if parse_spec(row.spec)[0] == name:
             evidence = "options of your own: nothing was measured with them"
-            return FidelityRow(spec, "any", "all", row.shape, row.bits, row.codec, evidence, True, row.not_before)
+            return FidelityRow(
+                spec, "any", "all", row.shape, row.bits, row.codec, evidence, True, row.not_before, row.zero_bits
+            )
     known = sorted({parse_spec(row.spec)[0] for row in TABLE})
     raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gradwire.wire.link_probe import PROBE_ELEMENTS, probe_link, processor_s
 # together, and a hop of frames a third more than the backend's.
 _MESSAGE_S, _FRAME_HOP = 0.25e-3, 1.33
 _SAMPLE = 1 << 16  # values
+_DENSITY_SAMPLE = 1 << 13
 # A cast is what a codec without a name does.
 _CAST_S = 0.5e-9
 _FORWARD_SHARE = 1 / 3  # of what a step computes, before the first gradient
@@ -36,6 +37,7 @@ class CostProfile:
     Attributes:
         codecs: spec -> seconds a value to encode and to decode, bits a value.
         buckets: values of each of DDP's buckets, the first ready first.
+        density: which share of a gradient's values is not zero.
     """
 
     machine: SharedCores
@@ -43,6 +45,12 @@ class CostProfile:
     codecs: Mapping[str, CodecCost]
     shapes: Mapping[str, str]
     buckets: tuple[int, ...]
+    density: float = 1.0
+
+    @property
+    def costs(self) -> dict[str, CodecCost]:
+        """`codecs` with the bits that they need for gradients as dense as these."""
+        return {spec: codec.at(self.density) for spec, codec in self.codecs.items()}
 
     def step(self, compute_s: float) -> StepCost:
         """A step that computes so long; buckets are ready as the backward pass comes to them."""
@@ -57,7 +65,7 @@ class CostProfile:
         step = self.step(computing_us / 1e6)
         return {
             spec: int(1e6 * predict_s(self.shapes[spec], codec, step, self.link, self.machine))
-            for spec, codec in self.codecs.items()
+            for spec, codec in self.costs.items()
         }
 
     def best_at(self, rate_bps: float, computing_us: int, allowed: Sequence[str]) -> tuple[int, str, int]:
@@ -86,6 +94,7 @@ class CostProfile:
             "codecs": {spec: asdict(codec) for spec, codec in self.codecs.items()},
             "shapes": dict(self.shapes),
             "buckets": list(self.buckets),
+            "density": self.density,
         }
 
     @classmethod
@@ -97,6 +106,7 @@ class CostProfile:
             {spec: CodecCost(**codec) for spec, codec in saved["codecs"].items()},
             dict(saved["shapes"]),
             tuple(saved["buckets"]),
+            float(saved.get("density", 1.0)),
         )
 
 
@@ -121,7 +131,10 @@ def _measure(
     return CostProfile(
         machine_of(communicator),
         link,
-        {row.spec: CodecCost(flat[2 * i], flat[2 * i + 1], row.bits) for i, row in enumerate(rows)},
+        {
+            row.spec: CodecCost(flat[2 * i], flat[2 * i + 1], row.bits, zero_bits=row.zero_bits)
+            for i, row in enumerate(rows)
+        },
         {row.spec: row.shape for row in rows},
         bucket_sizes(parameters),
     )
@@ -156,6 +169,15 @@ def machine_of(communicator: Communicator) -> SharedCores:
     names = [host for host, _ in hosts]
     fewest = min(range(len(hosts)), key=lambda i: (hosts[i][1] / names.count(names[i]), hosts[i]))
     return SharedCores(communicator.world_size, names.count(names[fewest]), hosts[fewest][1])
+
+
+def density_of(gradients: Iterable[torch.Tensor | None]) -> float:
+    """Which share of the values is not zero, by a sample spread over all of them; 1 where there is none to look at."""
+    dense = [g.detach().view(-1) for g in gradients if g is not None and not g.is_sparse and g.is_contiguous()]
+    stride = max(1, sum(values.numel() for values in dense) // _DENSITY_SAMPLE)
+    samples = [values[::stride] for values in dense if values.numel()]
+    n_values = sum(sample.numel() for sample in samples)
+    return sum(int(torch.count_nonzero(sample)) for sample in samples) / n_values if n_values else 1.0
 
 
 def _host_number() -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -241,7 +241,7 @@ class Auto(Scheme):
             return
         probe = self._probes.take()
         at_once = self._law.role_of(step) != "run" or probe  # by what all ranks know alone
-        if self._polls.add(step, took_ns // 1000, waited_ns // 1000, fell_back,
+        if self._polls.add(step, took_ns // 1000, waited_ns // 1000, fell_back, (p.grad for p in self.session.names),
                            at_once=at_once, probe=probe, reconsider=self._wants_to_reconsider):  # fmt: skip
             self._wants_to_reconsider = False
 
@@ -254,6 +254,8 @@ class Auto(Scheme):
 
     def _count(self, vote: Vote) -> None:
         """Give the law what the ranks agreed on."""
+        if self._profile is not None:
+            self._profile = replace(self._profile, density=vote.density or self._profile.density)
         link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
         for step, took_us, waited_us, fell_back in vote.steps():
             if self._law.wants_probe(step):
@@ -323,6 +325,7 @@ class Auto(Scheme):
                 "decisions": [asdict(decision) for decision in law.decisions],
                 "schedule": list(self._schedule),
                 "link_mbit": self._profile.link.rate * 8 / 1e6,
+                "density": self._profile.density,
                 "spent_s": law.spent_us / 1e6,
                 "budget_s": law.allowed_us / 1e6,
                 "saved_s": law.saved_us / 1e6,

@@ -7,12 +7,13 @@ that rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
 from gradwire.errors import RankMismatch
+from gradwire.schemes.auto.profile import density_of
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_transfer_us
 
@@ -27,21 +28,26 @@ class Polls:
         self._ballot = Ballot()
         self._pending: deque[Vote] = deque()
         self._transfer_us = 0
+        self._has_looked = False
 
-    def add(self, step: int, took_us: int, waited_us: int, fell_back: bool, *,
+    def add(self, step: int, took_us: int, waited_us: int, fell_back: bool, gradients: Iterable[torch.Tensor | None], *,
             at_once: bool, probe: bool, reconsider: bool) -> bool:  # fmt: skip
         """Put a step to the vote, at once or with the next ones; whether it is on its way. On the training thread.
 
         Args:
             took_us, waited_us: of the step. fell_back: it says nothing of its scheme.
+            gradients: looked at for zeros in the first vote, and with a probe.
             probe: measure the link before it. reconsider: ask all ranks to think again. Both only if it goes at once.
         """
+        looks = probe or not self._has_looked
         self._ballot.add(took_us, waited_us, fell_back)
-        if not at_once and self._ballot.n_steps < _BATCH:
+        if not at_once and not looks and self._ballot.n_steps < _BATCH:
             return False
         if probe:
             self._communicator.submit(self._probe)
-        vote, self._ballot = self._ballot.close(step, reconsider), Ballot()
+        density = density_of(gradients) if looks else None
+        self._has_looked = True
+        vote, self._ballot = self._ballot.close(step, reconsider, density), Ballot()
         vote.started = self._communicator.submit(self._start, vote)
         self._pending.append(vote)
         return True
@@ -74,7 +80,7 @@ class Polls:
         for vote in self._pending:
             self._communicator.finish(vote.started.wait())
         self._pending.clear()
-        self._ballot = Ballot()
+        self._ballot, self._has_looked = Ballot(), False
 
 
 class Ballot:
@@ -91,18 +97,19 @@ class Ballot:
         """One more step: how long it took, how much of it waited, whether it says nothing of its scheme."""
         self._rows += [took_us, -waited_us, int(fell_back)]
 
-    def close(self, last_step: int, reconsider: bool) -> Vote:
+    def close(self, last_step: int, reconsider: bool, density: float | None = None) -> Vote:
         """The vote on these steps, the last of which is `last_step`."""
-        return Vote(
-            last_step, torch.tensor([last_step, -last_step, int(reconsider), 0, *self._rows], dtype=torch.int64)
-        )
+        permille = 0 if density is None else 1 + round(1000 * density)
+        head = [last_step, -last_step, int(reconsider), 0, permille]
+        return Vote(last_step, torch.tensor([*head, *self._rows], dtype=torch.int64))
 
 
 class Vote:
     """`numbers` is this rank's until the maximum over the ranks is in it.
 
     Attributes:
-        numbers: (4 + 3 n,) int64: last step and its negative, flags, a probe's microseconds, and three of each step.
+        numbers: (5 + 3 n,) int64: last step and its negative, flags, a probe's microseconds, 1 + permille of values that are
+            not zero, and three of each step.
         started: the lane's future of the all-reduce's future.
     """
 
@@ -129,8 +136,13 @@ class Vote:
         """The slowest rank's probe; 0 if there was none."""
         return int(self.numbers[3])
 
+    @property
+    def density(self) -> float | None:
+        """The largest of all ranks' shares of values that are not zero; None: nobody looked."""
+        return (int(self.numbers[4]) - 1) / 1000 if self.numbers[4] else None
+
     def steps(self) -> Iterator[tuple[int, int, int, bool]]:
         """(step, took_us, waited_us, fell_back), in order."""
-        rows = self.numbers[4:].view(-1, 3).tolist()
+        rows = self.numbers[5:].view(-1, 3).tolist()
         for index, (took_us, waited_us, fell_back) in enumerate(rows):
             yield self.last_step - len(rows) + 1 + index, took_us, -waited_us, bool(fell_back)

@@ -56,3 +56,23 @@ def test_commit_of_a_foreign_checkout_is_not_taken_for_gradwires(
     (site_packages / "recorder.py").write_text("")
     monkeypatch.setattr(environment, "__file__", str(site_packages / "environment.py"))
     assert describe_environment()["commit"] == "unknown"
+
+
+def test_a_commit_is_altered_where_its_sources_are_and_not_by_what_is_measured(tmp_path: Path) -> None:
+    sources, results = tmp_path / "src" / "package", tmp_path / "results"
+    for folder in (sources, results):
+        folder.mkdir(parents=True)
+        (folder / "recorder.py").write_text("first\n")
+
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = environment._commit(sources)
+    (results / "recorder.py").write_text("another record\n")
+    assert environment._commit(sources) == clean
+    (sources / "recorder.py").write_text("second\n")
+    assert environment._commit(sources) == f"{clean}-dirty"

@@ -64,7 +64,8 @@ def _commit(folder: Path) -> str:
         # An installed package may lie inside some other project's checkout, whose commit would be a false witness.
         git("ls-files", "--error-unmatch", "recorder.py")
         commit = git("rev-parse", "--short=12", "HEAD")
-        return commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+        altered = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)src", ":(top)native")
+        return commit + ("-dirty" if altered else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 

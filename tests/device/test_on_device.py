@@ -49,6 +49,7 @@ SCHEMES: dict[str, Maker] = {
     "one-bit in small messages": lambda: schemes.by_name("one-bit", scale="two-means", chunk_elements=500),
     "one-bit without feedback": lambda: schemes.by_name("one-bit", error_feedback=False),
     "one-bit after plain steps": lambda: schemes.by_name("one-bit", warmup_steps=2),
+    "one-bit but for some": lambda: schemes.by_name("one-bit", exempt=["*0.weight", "*.bias"]),
     "two-bit": lambda: schemes.by_name("two-bit"),
     "qsgd": lambda: schemes.by_name("qsgd"),
 }
@@ -106,7 +107,7 @@ SEVERAL: dict[Feature, list[str]] = {
     keep_graph_static: ["two-bit"],
     mix_dtypes: ["two-bit", "plain"],
     accumulate_and_clip: ["one-bit", "qsgd"],
-    scale_the_loss: ["one-bit", "qsgd", "plain"],
+    scale_the_loss: ["one-bit", "one-bit but for some", "qsgd", "plain"],
     meet_nan: ["plain"],
     stop_and_resume: ["one-bit", "two-bit"],
 }
@@ -168,7 +169,6 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
         (ddp, "gcomp", "'gcomp' works on host memory: leave placement out"),
         (ddp, "auto", "'auto' works on host memory"),
         (ddp, schemes.by_name("one-bit", pull="raw"), 'pull="raw"'),
-        (ddp, schemes.by_name("one-bit", exempt="*bias"), "exempt="),
         (ddp, schemes.by_name("one-bit", scale_values=512), "scale_values"),
         (unsure, "two-bit", "find_unused_parameters=True"),
         (on_cpu, "one-bit", "this one is on cpu"),

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.errors import Unsupported
 from gradwire.exchange.on_device import DeviceOwners
+from gradwire.schemes.selection import Selection
 from gradwire.wire.preamble import Preamble
 from gradwire.wire.step_check import StepCheck
 
@@ -47,8 +50,19 @@ class QuantisedOnDevice:
         self._session.feedback.discard()
         self._site.begin_step()
 
-    def reduce(self, bucket: Bucket, resident: ResidentBucket, preamble: Preamble, is_plain: bool) -> None:
-        """Enqueue a bucket's reduction."""
+    def reduce(
+        self,
+        bucket: Bucket,
+        resident: ResidentBucket,
+        preamble: Preamble,
+        is_plain: bool,
+        chosen: Selection | None,
+    ) -> None:
+        """Enqueue a bucket's reduction.
+
+        Args:
+            is_plain: nothing is compressed in this step. chosen: which tensors are; None: the bucket, as it lies.
+        """
         if self._session.communicator.world_size == 1:
             return
         if bucket.is_last:
@@ -60,12 +74,39 @@ class QuantisedOnDevice:
             if is_plain:
                 site.mean(bucket.buffer, bucket.record)
                 return
-            feedback = self._session.feedback
-            residual, unsent = feedback.pair(bucket) if self._error_feedback else (None, None)
-            n_bytes = self._owners.mean(bucket, residual, unsent, self._session.loss_scale())
-            bucket.record.count_exchanged(n_bytes)
-            if unsent is not None:
-                feedback.stage_bucket(bucket, unsent)
+            if chosen is None:
+                self._compress(bucket)
+            else:
+                self._compress_apart(bucket, chosen)
+
+    def _compress(self, bucket: Bucket) -> None:
+        feedback = self._session.feedback
+        residual, unsent = feedback.pair(bucket) if self._error_feedback else (None, None)
+        n_bytes = self._owners.mean(bucket, residual, unsent, self._session.loss_scale())
+        bucket.record.count_exchanged(n_bytes)
+        if unsent is not None:
+            feedback.stage_bucket(bucket, unsent)
+
+    def _compress_apart(self, bucket: Bucket, chosen: Selection) -> None:
+        """The chosen tensors compressed, as a bucket of their own, and the others plainly."""
+        site, flat, dtype = self._site, bucket.buffer, bucket.buffer.dtype
+        if chosen.n_compressed:
+            fused = site.scratch("chosen", chosen.n_compressed, dtype)
+            torch.cat([run.in_bucket(flat) for run in chosen.compressed_runs], out=fused)
+            part = Bucket(
+                fused, chosen.slots, chosen.offsets,
+                index=bucket.index, step=bucket.step, record=bucket.record, resident=bucket.resident,
+            )  # fmt: skip
+            self._compress(part)
+            for run in chosen.compressed_runs:
+                run.in_bucket(flat).copy_(run.in_fused(fused))
+        if chosen.n_raw:
+            raw = site.scratch("others", chosen.n_raw, dtype)
+            torch.cat([run.in_bucket(flat) for run in chosen.raw_runs], out=raw)
+            site.mean(raw, bucket.record)
+            site.flags[1:].bitwise_or_(raw.isfinite().all().logical_not())
+            for run in chosen.raw_runs:
+                run.in_bucket(flat).copy_(run.in_fused(raw))
 
     def end(self) -> None:
         """After the last bucket."""

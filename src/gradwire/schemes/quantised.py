@@ -107,17 +107,16 @@ class QuantisedDirect(Compressed):
 
     def _go_to(self, site: DeviceSite, session: Session) -> QuantisedOnDevice:
         """Raises: Unsupported (what needs the host)."""
-        for option, is_given in (('pull="raw"', self.pull == "raw"), ("exempt= and only=", bool(self.select))):
-            if is_given:
-                raise Unsupported(f"{self.name} with {option} works on host memory: leave that or placement out")
+        if self.pull == "raw":
+            raise Unsupported(f'{self.name} with pull="raw" works on host memory: leave that or placement out')
         return QuantisedOnDevice(session, site, self.codec, self.error_feedback, self.chunk_elements)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         if self._on_device is None or bucket.resident is None:
             return super().reduce(bucket)
         is_plain = bucket.step < self.settling_steps
-        submit = self.session.communicator.submit
-        return submit(self._on_device.reduce, bucket, bucket.resident, self.preamble(bucket), is_plain)
+        facts = bucket.resident, self.preamble(bucket), is_plain, self._choose(bucket)
+        return self.session.communicator.submit(self._on_device.reduce, bucket, *facts)
 
     def _begin_on_lane(self) -> None:
         if self._on_device is None:

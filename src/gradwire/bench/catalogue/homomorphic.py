@@ -143,6 +143,17 @@ EXPERIMENTS = [
                     {"density": _VGG19, "rate": "1gbit", "scheme": "homomorphic"})],
     ),
     Experiment(
+        key="homomorphic-cpu", system="homomorphic", measure="allreduce", seconds=20, baseline={"scheme": _SKETCH},
+        question="What do packed sums cost a rank in processor time (all threads, kernel included), beside sketches?",
+        fixed={"ranks": 2, "rate": "none", "n_bytes": 40_000_000, "rounds": 7, "warmup": 3},
+        axes={"density": [0.01, 0.05, 0.2, 0.5], "scheme": [_SKETCH, "homomorphic"]},
+        show=[Table([TIME, ms("cpu_s", "cpu ms"), Column("cpu_s", "x the sketch's", kind="ratio"), mb("wire_bytes",
+                                                                                                      "MB sent")])],
+        goals=[Goal(f"at most {bound:g} times the sketch's at {100 * density:g} %", Column("cpu_s", kind="ratio", form=".2f"),
+                    "<=", bound, {"density": density, "scheme": "homomorphic"})
+               for density, bound in ((0.01, 0.5), (0.2, 0.15))],
+    ),
+    Experiment(
         key="homomorphic-ncf", system="homomorphic", measure="train", seconds=180, baseline=DDP,
         question="How long does a step of NCF take, its embeddings mostly zero rows?",
         of=[Ref("Homomorphic", "Fig. 7")], fixed={"workload": "ncf", "ranks": 4, "rate": "100mbit", "steps": 10,

@@ -38,7 +38,7 @@ struct LaneStack {
   alignas(64) std::uint32_t n_bits[kLanes] = {};  // below 32
 };
 
-// A stretch of the values of one chunk that begins in lane 0. `importance` is null but in mode paper.
+// A stretch of the values of one chunk that begins in lane 0, at most a block. `importance` is null but in mode paper.
 struct LaneKernels {
   // Rounds (to nearest even, or towards zero), writes the exponents as they will be sent, pushes signs and mantissas.
   // Returns the end of the words written at `at`; scribbles up to kLaneTailBytes past it. Sets holds_nonfinite. If

@@ -9,7 +9,9 @@ namespace {
 
 __m512i set(int value) { return _mm512_set1_epi32(value); }
 
-__mmask16 first_lanes(std::size_t n) { return n >= kLanes ? __mmask16{0xFFFF} : static_cast<__mmask16>((1u << n) - 1); }
+constexpr __mmask16 kAllLanes = 0xFFFF;  // constant where a loop takes it, so that its loads and stores have no mask
+
+__mmask16 first_lanes(std::size_t n) { return static_cast<__mmask16>((1u << n) - 1); }  // of n < kLanes
 
 __m512i widen_bytes(const std::uint8_t* bytes, __mmask16 present) {
   return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(present, bytes));
@@ -64,8 +66,7 @@ std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, st
   const Rule<kByImportance, kHalf> rule(limits);
   const __m512i highest = set(limits.highest_exponent), infinity = set((limits.highest_exponent + 1) << kWordMantissa);
   __m512i bits = _mm512_load_si512(stack.bits), n_bits = _mm512_load_si512(stack.n_bits);
-  for (std::size_t i = 0; i < n; i += kLanes) {
-    const __mmask16 present = first_lanes(n - i);
+  const auto step = [&](std::size_t i, __mmask16 present) {
     __m512i word = _mm512_maskz_loadu_epi32(present, words + 4 * i);
     __m512i byte = _mm512_setzero_si512();
     if constexpr (kByImportance) byte = widen_bytes(importance + i, present);
@@ -111,32 +112,69 @@ std::uint8_t* push(const std::uint8_t* words, const std::uint8_t* importance, st
     at += 4 * static_cast<std::size_t>(_mm_popcnt_u32(is_full));
     bits = _mm512_shldv_epi32(bits, field, n_field);
     n_bits = _mm512_and_si512(n_joined, set(31));
-  }
+  };
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) step(i, kAllLanes);
+  if (i < n) step(i, first_lanes(n - i));
   const __m512i clean = _mm512_sub_epi32(_mm512_sllv_epi32(set(1), n_bits), set(1));
   _mm512_store_si512(stack.bits, _mm512_and_si512(bits, clean));
   _mm512_store_si512(stack.n_bits, n_bits);
   return at;
 }
 
+// How many bits of 64 values are on the stacks, by their exponents: one byte each, so that the rule costs a quarter of
+// what it does on words.
+template <bool kByImportance, bool kHalf>
+struct FieldWidths {
+  __m512i cap, whole, offset, lowest;
+  explicit FieldWidths(const KeepRule& rule)
+      : cap(_mm512_set1_epi8(static_cast<char>(rule.cap))),
+        whole(_mm512_set1_epi8(static_cast<char>(rule.mantissa_bits))),
+        offset(_mm512_set1_epi8(static_cast<char>(kKeepOffset - rule.mantissa_bits))),
+        lowest(_mm512_set1_epi8(static_cast<char>(rule.lowest_exponent))) {}
+
+  __m512i of(__m512i exponent, __m512i importance) const {
+    __m512i kept = cap;
+    if constexpr (kByImportance) {
+      const __m512i quarter = _mm512_and_si512(_mm512_srli_epi16(importance, 2), _mm512_set1_epi8(0x3F));
+      kept = _mm512_mask_min_epu8(kept, _mm512_test_epi8_mask(importance, importance), kept,
+                                  _mm512_subs_epu8(exponent, _mm512_add_epi8(quarter, offset)));
+    }
+    if constexpr (kHalf) kept = _mm512_min_epu8(kept, _mm512_subs_epu8(exponent, lowest));
+    kept = _mm512_mask_mov_epi8(kept, _mm512_cmpeq_epi8_mask(exponent, _mm512_set1_epi8(-1)), whole);
+    return _mm512_maskz_add_epi8(_mm512_test_epi8_mask(exponent, exponent), kept, _mm512_set1_epi8(1));
+  }
+};
+
+template <bool kByImportance, bool kHalf>
+void write_widths(const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n, const KeepRule& limits,
+                  std::uint8_t* widths) {
+  const FieldWidths<kByImportance, kHalf> rule(limits);
+  for (std::size_t i = 0; i < n; i += 64) {
+    const __mmask64 present = n - i >= 64 ? ~__mmask64{0} : (__mmask64{1} << (n - i)) - 1;
+    __m512i bytes = _mm512_setzero_si512();
+    if constexpr (kByImportance) bytes = _mm512_maskz_loadu_epi8(present, importance + i);
+    _mm512_store_si512(widths + i, rule.of(_mm512_maskz_loadu_epi8(present, exponents + i), bytes));
+  }
+}
+
+// A block at most: n <= kLaneBlock.
 template <bool kByImportance, bool kHalf>
 const std::uint8_t* pop(const std::uint8_t* exponents, const std::uint8_t* importance, std::size_t n,
                         const KeepRule& limits, LaneStack& stack, const std::uint8_t* begin, const std::uint8_t* at,
                         std::uint8_t* words) {
-  const Rule<kByImportance, kHalf> rule(limits);
+  alignas(64) std::uint8_t widths[kLaneBlock];
+  write_widths<kByImportance, kHalf>(exponents, importance, n, limits, widths);
   __m512i bits = _mm512_load_si512(stack.bits), n_bits = _mm512_load_si512(stack.n_bits);
-  for (std::size_t end = (n + kLanes - 1) / kLanes * kLanes; end > 0; end -= kLanes) {
-    const std::size_t i = end - kLanes;
-    const __mmask16 present = first_lanes(n - i);
-    const __m512i exponent = widen_bytes(exponents + i, present);
-    __m512i byte = _mm512_setzero_si512();
-    if constexpr (kByImportance) byte = widen_bytes(importance + i, present);
-    const __m512i n_field =
-        _mm512_maskz_add_epi32(_mm512_test_epi32_mask(exponent, exponent), rule.kept_of_any(exponent, byte), set(1));
+  const auto step = [&](std::size_t i, __mmask16 present) {
+    const __m512i exponent = widen_bytes(exponents + i, present), n_field = widen_bytes(widths + i, kAllLanes);
     const __mmask16 is_short = _mm512_cmplt_epi32_mask(n_bits, n_field);
     const auto n_bytes = 4 * static_cast<std::ptrdiff_t>(_mm_popcnt_u32(is_short));
-    if (at - begin < n_bytes) return nullptr;
+    if (at - begin < n_bytes) return false;
     at -= n_bytes;
-    const __m512i more = _mm512_maskz_expand_epi32(is_short, _mm512_loadu_si512(at));
+    __m512i loaded = _mm512_loadu_si512(at);
+    asm("" : "+v"(loaded));  // in a register first: expanding from memory takes longer
+    const __m512i more = _mm512_maskz_expand_epi32(is_short, loaded);
     const __m512i joined = _mm512_or_si512(bits, _mm512_sllv_epi32(more, n_bits));
     bits = _mm512_mask_srlv_epi32(_mm512_srlv_epi32(bits, n_field), is_short, more, _mm512_sub_epi32(n_field, n_bits));
     n_bits = _mm512_and_si512(_mm512_sub_epi32(n_bits, n_field), set(31));
@@ -146,7 +184,12 @@ const std::uint8_t* pop(const std::uint8_t* exponents, const std::uint8_t* impor
         _mm512_ternarylogic_epi32(_mm512_slli_epi32(exponent, kWordMantissa), field, set(1 << 31), 0xF8);
     const __m512i word = _mm512_ternarylogic_epi32(set(0x7FFFFF), _mm512_srli_epi32(field, 8), sign_and_exponent, 0xCA);
     _mm512_mask_storeu_epi32(words + 4 * i, present, word);
-  }
+    return true;
+  };
+  std::size_t i = n / kLanes * kLanes;
+  if (i < n && !step(i, first_lanes(n - i))) return nullptr;
+  for (; i > 0; i -= kLanes)
+    if (!step(i - kLanes, kAllLanes)) return nullptr;
   _mm512_store_si512(stack.bits, bits);
   _mm512_store_si512(stack.n_bits, n_bits);
   return at;

@@ -79,7 +79,8 @@ struct StreamDecoder {
   stream.window >>= entry & 63;
 }
 
-inline constexpr std::ptrdiff_t kRoundBytes = 5 * 6 + 2;  // five look-ups: what one round may store at stream.out
+// What one look-up may store at stream.out, and what a round of five may.
+inline constexpr std::ptrdiff_t kLookUpBytes = 8, kRoundBytes = 5 * 6 + 2;
 
 [[maybe_unused]] static inline void decode_round(StreamDecoder& stream, const std::uint64_t* lookup) {
   for (int look_up = 0; look_up < 5; ++look_up) decode_several(stream, lookup);
@@ -109,6 +110,7 @@ inline constexpr std::ptrdiff_t kRoundBytes = 5 * 6 + 2;  // five look-ups: what
   for (std::size_t j = 0; j < kStreams; ++j) {
     StreamDecoder& stream = *all[j];
     while (end[j] - stream.out >= kRoundBytes) decode_round(stream, lookup);
+    for (; end[j] - stream.out >= kLookUpBytes; refill_window(stream)) decode_several(stream, lookup);
     while (stream.out < end[j]) {
       const std::uint16_t entry = table.lookup_single()[stream.window & (kLookupEntries - 1)];
       *stream.out++ = static_cast<std::uint8_t>(entry >> 8);

@@ -20,6 +20,7 @@ _DEVIATION = Column("deviation_mean", "deviation, mean", form=".1e")
 _FIDELITY = [_DEVIATION, Column("deviation_max", "max", form=".1e"), Column("ratio_mean", "volume, mean", form=".3f"),
              Column("ratio_last_10", "volume, last 10", form=".3f"), Column("loss_last_10", "loss", form=".4f"),
              Column("held_out_loss", form=".4f"), Column("accuracy", form=".4f"), Column("replicas_equal")]  # fmt: skip
+_TRUNCATING = "gcomp:rounding=truncate"
 _PAPER = "gcomp:format=1,rounding=truncate"
 _FRONTIER = {
     "no mantissa bit dropped (baseline)": BASELINE, "DDP: another order of summation": "ddp",
@@ -27,7 +28,7 @@ _FRONTIER = {
     **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (16, 12)},
     **{f"truncated-float, {bits} bits": f"truncated-float:bits={bits}" for bits in (16, 12)},
     "gcomp": "gcomp", **{f"gcomp, at most {bits} bits": f"gcomp:bits={bits}" for bits in (16, 14, 12, 10)},
-    "gcomp, truncating": "gcomp:rounding=truncate", "gcomp as published": _PAPER,
+    "gcomp, truncating": _TRUNCATING, "gcomp as published": _PAPER,
     **{f"uniform {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (14, 12, 10, 7)},
 }  # fmt: skip
 _FRONTIER_WORKLOADS = {
@@ -80,6 +81,21 @@ EXPERIMENTS = [
         goals=[Goal("five times closer than bf16", _TO_BF16, "<=", 0.2, {"scheme": _NEAR}),
                Goal("a hundred times closer than bf16", _TO_BF16, "<=", 0.01, {"scheme": "gcomp"}),
                Goal("fewer bytes than bf16", Column("ratio_mean", form=".3f"), "<=", 0.5, {"scheme": _NEAR})],
+    ),
+    Experiment(
+        key="gcomp-rounding", system="gcomp", measure="training", seconds=20,
+        question="How much nearer are rounded values than truncated ones, at the same bytes? More seeds than the frontier has.",
+        of=[Ref("GComp", "Fig. 18")],
+        fixed={"ranks": 4, "steps": 60, "baseline": BASELINE}, over=("seed",), baseline={"scheme": BASELINE},
+        axes={"workload": _FRONTIER_WORKLOADS, "seed": [*range(8)], "scheme": {
+            name: _FRONTIER[name] for name in ("no mantissa bit dropped (baseline)", "gcomp", "gcomp, truncating")}},
+        show=[Table([Column("ratio_mean", "bytes / ring", form=".3f"),
+                     Column("deviation_mean", "deviation, mean", form=".1e", spread=True),
+                     Column("deviation_mean", "x truncating's", kind="ratio", against=_TRUNCATING, form=".3g")])],
+        goals=[Goal("five times nearer than truncating", Column("deviation_mean", kind="ratio", against=_TRUNCATING,
+                                                               form=".3f"), "<=", 0.2, {"scheme": "gcomp"}),
+               Goal("at the same bytes", Column("ratio_mean", kind="ratio", against=_TRUNCATING, form=".4f"), "<=", 1.01,
+                    {"scheme": "gcomp"})],
     ),
     Experiment(
         key="gcomp-chaos", system="gcomp", measure="training", seconds=150,

@@ -8,6 +8,7 @@ from gradwire.bench.catalogue.schemes import DDP, EXPOSED, ITERATION, SENT, TIME
 from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, mb, ms
 
 _SKETCH = "homomorphic:mode=sketch"
+_PACKED_SLOW = {"scheme": "homomorphic", "rate": "200mbit"}
 _SWITCH = "homomorphic:mode=exact,aggregator=switch"
 _X_SWITCH = Column("time_s", "x faster than the dense switch", kind="speed-up", against="dense-switch")
 _FASTER = Column("time_s", "x faster than Gloo", kind="speed-up")
@@ -125,6 +126,32 @@ EXPERIMENTS = [
         axes={"rate": {"200 Mb/s": "200mbit", "1 Gb/s": "1gbit"}, "scheme": ["ddp", "dense-switch", _SKETCH,
                                                                              _SWITCH]},
         show=[Table([TIME, _FASTER, _X_SWITCH, mb("wire_bytes", "MB sent"), _ERROR])],
+    ),
+    Experiment(
+        key="homomorphic-packed", system="homomorphic", measure="allreduce", seconds=70, baseline=DDP,
+        question="How much faster than Gloo are packed sums of 100 MB, by density?",
+        fixed={"ranks": 4, "n_bytes": 100_000_000, "rounds": 3, "warmup": 2},
+        axes={"rate": {"200 Mb/s": "200mbit", "1 Gb/s": "1gbit"}, "density": [0.01, 0.3, _VGG19],
+              "scheme": ["ddp", "homomorphic"]},
+        show=[Table([TIME, _FASTER, mb("wire_bytes", "MB sent"), Column("wire_bytes", "of DDP's bytes", kind="ratio",
+                                                                         form=".3f"), _ERROR], across="rate")],
+        goals=[Goal("24 times as fast as Gloo at 1 %, 200 Mb/s", _FASTER, ">=", 24, {"density": 0.01, **_PACKED_SLOW}),
+               Goal("2.8 times as fast at 30 %, 200 Mb/s", _FASTER, ">=", 2.8, {"density": 0.3, **_PACKED_SLOW}),
+               Goal("at VGG19's density at most 0.74 of DDP's bytes", Column("wire_bytes", kind="ratio", form=".3f"), "<=",
+                    0.74, {"density": _VGG19, "scheme": "homomorphic"}),
+               Goal("faster than DDP at VGG19's density, 1 Gb/s", TIME_X_DDP, "<=", 1.0,
+                    {"density": _VGG19, "rate": "1gbit", "scheme": "homomorphic"})],
+    ),
+    Experiment(
+        key="homomorphic-cpu", system="homomorphic", measure="allreduce", seconds=20, baseline={"scheme": _SKETCH},
+        question="What do packed sums cost a rank in processor time (all threads, kernel included), beside sketches?",
+        fixed={"ranks": 2, "rate": "none", "n_bytes": 40_000_000, "rounds": 7, "warmup": 3},
+        axes={"density": [0.01, 0.05, 0.2, 0.5], "scheme": [_SKETCH, "homomorphic"]},
+        show=[Table([TIME, ms("cpu_s", "cpu ms"), Column("cpu_s", "x the sketch's", kind="ratio"), mb("wire_bytes",
+                                                                                                      "MB sent")])],
+        goals=[Goal(f"at most {bound:g} times the sketch's at {100 * density:g} %", Column("cpu_s", kind="ratio", form=".2f"),
+                    "<=", bound, {"density": density, "scheme": "homomorphic"})
+               for density, bound in ((0.01, 0.5), (0.2, 0.15))],
     ),
     Experiment(
         key="homomorphic-ncf", system="homomorphic", measure="train", seconds=180, baseline=DDP,

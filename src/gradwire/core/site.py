@@ -107,7 +107,7 @@ class DeviceSite:
     def close(self) -> None:
         """Let go of memory and connections, after the lane has ended."""
         self._memory.clear()
-        self.group.close()
+        self.group.close(self.stream)
 
 
 class ResidentBucket:

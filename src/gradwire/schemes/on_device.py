@@ -119,7 +119,8 @@ class QuantisedOnDevice:
             return
         self._owners.raise_error(found.error)
         if found.is_finite:
-            self._session.feedback.commit()
+            with self._site.stream:
+                self._session.feedback.commit()
             return
         self._session.feedback.discard()
         if not self.n_not_finite:

@@ -49,9 +49,10 @@ class DeviceGroup:
         with contextlib.suppress(Exception):  # it may be broken already
             self._group.abort()
 
-    def close(self) -> None:
-        """Let go of the connections, between two steps."""
+    def close(self, stream: torch.Stream) -> None:
+        """Let go of the connections, when `stream` has done with them; at once, if they are broken."""
         if not self._is_broken:
+            stream.synchronize()
             self._group.shutdown()
 
 

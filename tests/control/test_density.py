@@ -53,6 +53,12 @@ def test_zeros_change_what_is_best() -> None:
     assert profile(0.1).costs["long"].bits == 0.1 * 16 + 0.9
 
 
+def test_what_zeros_shorten_is_not_judged_by_its_family_where_there_are_many() -> None:
+    dense, sparse = profile(1.0), profile(0.5)
+    assert dense.family_of("long") == dense.family_of("short") == sparse.family_of("short") == "ring"
+    assert sparse.family_of("long") != "ring"
+
+
 def test_a_profile_keeps_its_density_and_an_old_one_is_dense() -> None:
     saved = profile(0.25).as_dict()
     assert CostProfile.from_dict(saved) == profile(0.25)

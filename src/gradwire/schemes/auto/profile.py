@@ -24,6 +24,7 @@ from gradwire.wire.link_probe import PROBE_ELEMENTS, probe_link, processor_s
 _MESSAGE_S, _FRAME_HOP = 0.25e-3, 1.33
 _SAMPLE = 1 << 16  # values
 _DENSITY_SAMPLE = 1 << 13
+_SPARSE = 0.8
 # A cast is what a codec without a name does.
 _CAST_S = 0.5e-9
 _FORWARD_SHARE = 1 / 3  # of what a step computes, before the first gradient
@@ -46,6 +47,11 @@ class CostProfile:
     shapes: Mapping[str, str]
     buckets: tuple[int, ...]
     density: float = 1.0
+
+    def family_of(self, spec: str) -> str:
+        """Schemes whose predictions err alike. Of sparse gradients what is shortened by zeros errs by itself."""
+        shape, codec = self.shapes.get(spec, spec), self.codecs.get(spec, CodecCost())
+        return f"{shape} of few" if codec.zero_bits is not None and self.density < _SPARSE else shape
 
     @property
     def costs(self) -> dict[str, CodecCost]:

@@ -147,7 +147,7 @@ class Auto(Scheme):
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
             Limits(budget=math.ceil(1000 * self._budget)),
             self._predict,
-            self._shape_of,
+            self._family_of,
             {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and family == "adam"},
         )
 
@@ -161,8 +161,9 @@ class Auto(Scheme):
         mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
         communicator.submit(compare_preambles, communicator, mine, self.session.recorder.open_bucket(0, -1, 0)).wait()
 
-    def _shape_of(self, spec: str) -> str:
-        return next(row.shape for row in self._rows if row.spec == spec)
+    def _family_of(self, spec: str) -> str:
+        assert self._profile is not None
+        return self._profile.family_of(spec)
 
     def _predict(self, computing_us: int) -> Mapping[str, int]:
         assert self._profile is not None
@@ -278,8 +279,6 @@ class Auto(Scheme):
         assert self._profile is not None
         plain_us, best, best_us = self._profile.best_at(rate_bps, self._law.computing_us, list(self._law.candidates))
         return plain_us / 1e6, best, best_us / 1e6
-
-    # ---- words
 
     def _tell(self) -> None:
         for decision in self._law.decisions[self._told :]:

@@ -151,7 +151,9 @@ void Doorkeeper::serve() {
     std::size_t index = 2;
     const auto now = Clock::now();
     for (auto visitor = visitors_.begin(); visitor != visitors_.end(); ++index) {
-      const bool stays = now < visitor->deadline && (n <= 0 || entries[index].revents == 0 || hear(*visitor));
+      // Heard before the clock is asked: where this thread came late, what lies here did not.
+      const bool was_heard = n > 0 && entries[index].revents != 0;
+      const bool stays = (!was_heard || hear(*visitor)) && now < visitor->deadline;
       visitor = stays ? std::next(visitor) : visitors_.erase(visitor);
     }
     if (n > 0 && entries[1].revents != 0) admit();

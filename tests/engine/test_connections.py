@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import multiprocessing
 import os
+import signal
 import socket
 import struct
 import threading
@@ -77,7 +79,11 @@ def test_messages_arrive_over_both_versions_of_ip(host: str) -> None:
 
 def introduce(endpoint: tuple[str, int], secret: bytes, rank: int = 1, peer: int = 0) -> socket.socket:
     """A connection as a rank makes it, written from docs/format.md with Python's own HMAC."""
-    connection = socket.create_connection(endpoint, timeout=5 * patience())
+    return prove_on(socket.create_connection(endpoint, timeout=5 * patience()), secret, rank, peer)[0]
+
+
+def prove_on(connection: socket.socket, secret: bytes, rank: int = 1, peer: int = 0) -> tuple[socket.socket, bytes]:
+    """The connection, and the answer to the proof; empty where there is none."""
     magic, version, theirs = CHALLENGE.unpack(connection.recv(CHALLENGE.size, socket.MSG_WAITALL))
     assert (magic, version) == (b"GWH1", _native.MESSAGE_VERSION)
     mine = os.urandom(16)
@@ -87,7 +93,7 @@ def introduce(endpoint: tuple[str, int], secret: bytes, rank: int = 1, peer: int
     answer = connection.recv(32, socket.MSG_WAITALL)
     if answer:
         assert answer == hmac.digest(secret, b"a" + text, hashlib.sha256)
-    return connection
+    return connection, answer
 
 
 def closes_within_a_second(connection: socket.socket) -> bool:
@@ -150,6 +156,32 @@ def test_rank_of_another_version_is_named() -> None:
     assert "rank 0 speaks version 99" in str(error)
     one.shut()
     listener.close()
+
+
+def keep_a_door(pipe: Any) -> None:
+    zero = _native.Mesh(0, 2, "127.0.0.1", 60)
+    zero.join([zero.endpoint] * 2, SECRET)
+    pipe.send(zero.endpoint)
+    pipe.recv()
+    zero.shut()
+
+
+def test_a_rank_that_came_in_time_is_let_in_by_a_process_that_was_held_up() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=keep_a_door, args=(theirs,), daemon=True)
+    process.start()
+    connection = socket.create_connection(ours.recv(), timeout=60 * patience())
+    assert connection.recv(CHALLENGE.size, socket.MSG_PEEK) != b"", "the door knows of it"
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    timer = threading.Timer(1.5, os.kill, (process.pid, signal.SIGCONT))
+    timer.start()
+    assert len(prove_on(connection, SECRET)[1]) == 32
+    timer.join()
+    connection.close()
+    ours.send("end")
+    process.join()
 
 
 def header(**changes: int) -> bytes:

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ddp, auto by its classes, and what to compare with; every scheme that one of the autos may use trains too"
     )
     add_training_arguments(parser, ["ddp", *autos], schemes)
-    parser.add_argument("--steps", type=int, default=300, metavar="N", help="of each contender (300)")
+    parser.add_argument("--steps", type=int, default=300, metavar="N", help="of each method (300)")
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="of DDP and of each auto, at most (60)"
     )

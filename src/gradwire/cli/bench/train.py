@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gradwire.bench import train_contenders
+from gradwire.bench import train_methods
 from gradwire.bench.train import run
 from gradwire.cli.bench.ranks import add_training_arguments
 
@@ -13,8 +13,10 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench train`."""
-    rivals = ", ".join(train_contenders.RIVALS)
-    schemes = f"schemes and baselines ({rivals}), with options as NAME:option=value,...; `all` is every one (default)"
+    baselines = ", ".join(train_methods.BASELINES)
+    schemes = (
+        f"schemes and baselines ({baselines}), with options as NAME:option=value,...; `all` is every one (default)"
+    )
     add_training_arguments(parser, ["all"], schemes)
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps a scheme that count (30)")
     parser.add_argument("--warmup", type=int, default=5, metavar="N",

@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", default="100mbit", metavar="RATE", help="each rank's link (default: 100mbit; none: not limited)"
     )
-    parser.add_argument("--seconds", type=float, metavar="S", help=f"of training, about (default: {_SECONDS:.0f})")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help=f"approximate training time (default: {_SECONDS:.0f})"
+    )
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_SECONDS:.0f} seconds of training")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
 

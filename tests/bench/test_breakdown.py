@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.train_contenders import StepTimes
+from gradwire.bench.train_methods import StepTimes
 from gradwire.bench.train_rank import TrainBench
 from ranks import run_ranks
 

@@ -17,7 +17,7 @@ from gradwire.bench.measures import Call, by_name, commands
 from gradwire.bench.measures.compression_cost import Asked
 from gradwire.bench.measures.float_methods import Method
 from gradwire.bench.measures.trainings import configure
-from gradwire.bench.train_contenders import RIVALS, SHARDED, check_rival_options
+from gradwire.bench.train_methods import BASELINES, SHARDED, check_baseline_options
 from gradwire.cli.bench import allreduce, codec, regret, train
 from gradwire.cli.bench.running import choose
 from gradwire.errors import InvalidArgument
@@ -36,10 +36,10 @@ def calls(experiment: Experiment, folder: Path) -> list[Call]:
     ]
 
 
-def check_contender(spec: str) -> None:
+def check_method(spec: str) -> None:
     name, options = parse_spec(spec)
-    if name in RIVALS:
-        check_rival_options(name, options)
+    if name in BASELINES:
+        check_baseline_options(name, options)
     elif name not in (*reducers.BY_NAME_ONLY, *SHARDED):
         options.pop("bucket_mb", None)
         schemes.by_name(name, **options)
@@ -56,7 +56,7 @@ def check_train(call: Call) -> None:
     assert args.warmup >= 1
     assert parse_spec(args.workload)[0] in workloads.names()
     for spec in args.scheme:
-        check_contender(spec)
+        check_method(spec)
 
 
 def check_regret(call: Call) -> None:
@@ -64,13 +64,13 @@ def check_regret(call: Call) -> None:
     assert parse_spec(args.workload)[0] in workloads.names()
     assert args.scheme[0] == "ddp"
     for spec in args.scheme:
-        check_contender(spec)
+        check_method(spec)
 
 
 def check_allreduce(call: Call) -> None:
     axes = [axis for axis in ("n_bytes", "scheme") if axis in call.cells[0] and axis not in call.shared]
     for spec in parse(allreduce, commands.to_words(call.arguments(*axes))).scheme:
-        check_contender(spec)
+        check_method(spec)
 
 
 def check_simulated(call: Call) -> None:
@@ -207,11 +207,11 @@ def test_aqgbs_table_2_trains_every_scheme_with_every_fold_and_seed() -> None:
         assert {cell["scheme"] for cell in cells} == set(experiment.values("scheme")), "or differences are not paired"
 
 
-def test_options_that_a_rival_does_not_take_are_refused() -> None:
+def test_options_that_a_baseline_does_not_take_are_refused() -> None:
     for spec in ("ddp:rank=4", "ddp-bf16:bucket_mb=3", "ddp-powersgd:start=3", "ddp-powersgd:rank=0", "ddp:bucket_mb=-1",
                  "ddp:bucket_mb=big", "ddp-powersgd:start=true"):  # fmt: skip
         with pytest.raises(InvalidArgument):
-            check_rival_options(*parse_spec(spec))
+            check_baseline_options(*parse_spec(spec))
 
 
 def test_pages_in_the_checkout_are_what_the_results_say() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gradient_files import adamw_arrays, sparse_arrays, write
 
-from gradwire.bench import contender_registry
-from gradwire.bench.gcomp_contender import GCompContender
+from gradwire.bench import method_registry
+from gradwire.bench.gcomp_method import GCompMethod
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 from gradwire.cli import main
 from gradwire.codecs.gcomp import describe
@@ -55,17 +55,17 @@ def test_records_are_flat_and_have_the_promised_fields(tmp_path: Path) -> None:
     assert len(table.read_text().splitlines()) == 1 + len(records)
 
 
-@pytest.mark.parametrize("name", contender_registry.choose_specs(["all"]))
+@pytest.mark.parametrize("name", method_registry.choose_specs(["all"]))
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_every_codec_and_rival_keeps_its_promise(tmp_path: Path, name: str, kind: str) -> None:
+def test_every_codec_and_baseline_keeps_its_promise(tmp_path: Path, name: str, kind: str) -> None:
     arrays = adamw_arrays() if kind == "dense" else sparse_arrays()
-    contender = contender_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
-    assert contender is not None
-    contender.encode()
-    contender.poison()
-    contender.decode()
-    contender.verify()
-    assert contender.encoded_bytes > 0
+    method = method_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
+    assert method is not None
+    method.encode()
+    method.poison()
+    method.decode()
+    method.verify()
+    assert method.encoded_bytes > 0
 
 
 _GCOMP = [
@@ -86,55 +86,55 @@ _GCOMP = [
 def test_wrong_result_stops_the_run(tmp_path: Path, name: str) -> None:
     arrays = adamw_arrays()
     arrays["gradient"][500] = 0.25
-    contender = contender_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
-    assert contender is not None
-    contender.encode()
-    contender.poison()
-    contender.decode()
-    contender.verify()
-    decoded = contender.decoded().copy()
+    method = method_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
+    assert method is not None
+    method.encode()
+    method.poison()
+    method.decode()
+    method.verify()
+    decoded = method.decoded().copy()
     decoded[500] = np.nextafter(decoded[500], np.float32(1)) if name in ("zstd", "raw") else decoded[500] * 1.5
-    contender.decoded = lambda: decoded  # type: ignore[method-assign]
+    method.decoded = lambda: decoded  # type: ignore[method-assign]
     with pytest.raises(CorruptMessage, match="element 500"):
-        contender.verify()
+        method.verify()
 
 
 @pytest.mark.parametrize("name", _GCOMP)
 def test_messages_are_of_format_2_unless_asked_and_hold_the_dtype(tmp_path: Path, name: str) -> None:
-    contender = contender_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
-    assert isinstance(contender, GCompContender)
-    contender.encode()
-    parts = describe(contender.message())
+    method = method_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
+    assert isinstance(method, GCompMethod)
+    method.encode()
+    parts = describe(method.message())
     assert parts["format_version"] == (1 if "format=1" in name else 2)
     dtype = next((dtype for dtype in ("bfloat16", "float16") if f"dtype={dtype}" in name), "float32")
     assert parts["dtype"] == dtype
-    assert contender.n_bytes == 3000 * (4 if dtype == "float32" else 2)
+    assert method.n_bytes == 3000 * (4 if dtype == "float32" else 2)
 
 
 @pytest.mark.parametrize("name", ["gcomp", "gcomp:rounding=truncate", "gcomp:bits=10"])
 def test_bits_that_count_may_not_be_dropped(tmp_path: Path, name: str) -> None:
     """The largest value may lose some bits; a 128th of it is too much."""
-    contender = contender_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
-    assert contender is not None
-    contender.encode()
-    contender.decode()
-    contender.verify()
-    decoded = contender.decoded().copy()
+    method = method_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
+    assert method is not None
+    method.encode()
+    method.decode()
+    method.verify()
+    decoded = method.decoded().copy()
     largest = int(np.abs(decoded).argmax())
     decoded[largest] *= 1 + 2.0**-7
-    contender.decoded = lambda: decoded  # type: ignore[method-assign]
+    method.decoded = lambda: decoded  # type: ignore[method-assign]
     with pytest.raises(CorruptMessage, match=f"element {largest}"):
-        contender.verify()
+        method.verify()
 
 
 @pytest.mark.parametrize("name", ["gcomp", "gcomp:dtype=bfloat16"])
 def test_decoder_that_writes_nothing_is_found_out(tmp_path: Path, name: str) -> None:
-    contender = contender_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
-    assert contender is not None
-    contender.encode()
-    contender.poison()
+    method = method_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1)
+    assert method is not None
+    method.encode()
+    method.poison()
     with pytest.raises(CorruptMessage):
-        contender.verify()
+        method.verify()
 
 
 def test_level_rule_drops_the_most_bits_that_the_paper_allows() -> None:
@@ -155,7 +155,7 @@ def test_unknown_codec_is_refused_with_the_names_there_are(tmp_path: Path, capsy
     file = write(tmp_path / "a.npz", adamw_arrays())
     assert main(["bench", "codec", "--gradients", str(file), "--codec", "nope"]) == 1
     error = capsys.readouterr().err
-    assert "no codec or rival is called 'nope'" in error
+    assert "no codec or baseline is called 'nope'" in error
     assert "gcomp" in error
 
 
@@ -174,22 +174,22 @@ def test_incomplete_file_is_refused_before_anything_is_timed(
 def test_importance_from_the_paper_without_state_says_what_is_missing(tmp_path: Path) -> None:
     file = load_gradients(write(tmp_path / "a.npz", sparse_arrays()))
     with pytest.raises(InvalidArgument, match="no 'parameter' and no optimizer state"):
-        contender_registry.by_spec("gcomp:importance=paper", file, 1)
+        method_registry.by_spec("gcomp:importance=paper", file, 1)
 
 
 @pytest.mark.parametrize("format", [1, 2])
 def test_bound_is_the_exponents_entropy_and_the_other_bits(tmp_path: Path, format: int) -> None:
     gradient = adamw_arrays()["gradient"]
-    contender = contender_registry.by_spec(
+    method = method_registry.by_spec(
         f"gcomp:importance=none,format={format}", load_gradients(write(tmp_path / "a.npz", adamw_arrays())), 1
     )
-    assert contender is not None
-    contender.encode()
+    assert method is not None
+    method.encode()
     _, counts = np.unique(np.frexp(gradient[gradient != 0])[1], return_counts=True)
     share = np.append(counts, (gradient == 0).sum()) / gradient.size
     share = share[share > 0]
     exponents = -(share * np.log2(share)).sum() * gradient.size
-    bound = contender.bound_bytes()
+    bound = method.bound_bytes()
     n_open = 64 if format == 2 else 1  # format 2: sixteen lanes end in a word each
     assert 0 <= bound - (exponents + 24 * (gradient != 0).sum()) / 8 <= n_open
-    assert bound < contender.encoded_bytes
+    assert bound < method.encoded_bytes

@@ -16,28 +16,28 @@ from ranks import run_ranks
 
 
 def reduce_alone(rank: int, world_size: int) -> dict[str, float]:
-    """{contender: |mean of equal gradients at full rank - the gradient| / |gradient|} over three steps."""
+    """{method: |mean of equal gradients at full rank - the gradient| / |gradient|} over three steps."""
     gradients = Gradients("resnet", 1 << 20)
     assert len(gradients.buckets) > 1
     assert gradients.n_elements == sum(parameter.numel() for parameter in gradients.parameters.values())
     everything = [HookSteps(4, gradients)]
-    contenders = everything + [
+    methods = everything + [
         SchemeSteps(spec, 4, gradients)
         for spec in ("acp-sgd:start_step=9", "power-sgd:error_feedback=false", "random-k:share=1.0", "top-k:share=1.0")
     ]
     differences = {}
-    for contender in contenders:
+    for method in methods:
         for _ in range(3):
             gradients.refill()
-            contender.take_step()
+            method.take_step()
         distances = [float((b - v).norm()) for b, v in zip(gradients.buffers, gradients.values, strict=True)]
-        differences[contender.name] = sum(distances) / sum(float(v.norm()) for v in gradients.values)
-        assert len(contender.parts) in (0, 3)
-        contender.close()
+        differences[method.name] = sum(distances) / sum(float(v.norm()) for v in gradients.values)
+        assert len(method.parts) in (0, 3)
+        method.close()
     return differences
 
 
-def test_every_contender_reduces_the_gradient_that_is_timed() -> None:
+def test_every_method_reduces_the_gradient_that_is_timed() -> None:
     differences = run_ranks(reduce_alone, 1)[0]
     assert differences["acp-sgd"] == 0, "steps before start_step are the plain mean of ranks that send the same"
     assert differences["top-k"] < 1e-6

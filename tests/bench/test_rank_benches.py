@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from gradient_files import adamw_arrays, write
 
-from gradwire.bench.train_contenders import TrainContender
+from gradwire.bench.train_methods import TrainMethod
 from gradwire.cli import main
 from gradwire.workloads import by_name
 from ranks import patience, run_ranks
@@ -74,7 +74,7 @@ def test_train_starts_a_switch_for_who_sums_there(tmp_path: Path) -> None:
 
 
 def come_and_go(rank: int, world_size: int) -> None:
-    """A contender, its model and its optimizer are gone when it is done: the next one may be as large."""
+    """A method, its model and its optimizer are gone when it is done: the next one may be as large."""
     workload = by_name("gpt", n_layers=1, width=24, n_heads=2, length=8, batch_size=2)
     for spec in (
         "ddp",
@@ -84,18 +84,18 @@ def come_and_go(rank: int, world_size: int) -> None:
         "slimgc:threshold_bytes=0,backup=true",
         "aqgb",
     ):
-        contender = TrainContender(spec, workload, seed=0, has_timeline=True)
+        method = TrainMethod(spec, workload, seed=0, has_timeline=True)
         for _ in range(4):
-            contender.run_step()
-        contender.finish_block()
-        contender.close()
-        seen = [weakref.ref(thing) for thing in (contender, contender._model, contender._optimizer)]
-        del contender
+            method.run_step()
+        method.finish_block()
+        method.close()
+        seen = [weakref.ref(thing) for thing in (method, method._model, method._optimizer)]
+        del method
         gc.collect()
         assert [ref() for ref in seen] == [None] * 3, spec
 
 
-def test_contenders_are_let_go() -> None:
+def test_methods_are_let_go() -> None:
     run_ranks(come_and_go, 2)
 
 
@@ -133,7 +133,7 @@ def _bench_altered(folder: Path, alteration: str, *arguments: str) -> subprocess
     )
 
 
-def test_contenders_run_one_after_another_where_memory_is_short(tmp_path: Path) -> None:
+def test_methods_run_one_after_another_where_memory_is_short(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--workload", "resnet:width=8", "--ranks", "2", "--steps", "1", "--warmup", "1", "--batch-size", "4"]
     alteration = "import gradwire.bench.train_rank as bench\nbench._MEMORY_SHARE = 0.0"

@@ -96,7 +96,7 @@ def test_bad_options_say_what_would_do(words: list[str], text: str) -> None:
         regret.run(parse(*words))
 
 
-def test_a_run_writes_a_flat_record_for_each_contender(tmp_path: Path) -> None:
+def test_a_run_writes_a_flat_record_for_each_method(tmp_path: Path) -> None:
     out = tmp_path / "records.json"
     words = ["--workload", "many-tensors:depth=3", "--ranks", "2", "--steps", "20", "--json", str(out)]
     words += ["--scheme", "ddp", "auto:fidelity=exact", "auto:fidelity=close"]

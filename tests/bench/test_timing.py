@@ -1,4 +1,4 @@
-"""Contenders take turns, warm-up is dropped, and a sample is long enough."""
+"""Methods take turns, warm-up is dropped, and a sample is long enough."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Clock:
         return self.now_s
 
 
-def test_contenders_take_turns_round_by_round() -> None:
+def test_methods_take_turns_round_by_round() -> None:
     clock, order = _Clock(), []
 
     def make(name: str) -> Task:

@@ -1,4 +1,4 @@
-"""`bench train --then`: links that change in mid-run, for every contender at the same step."""
+"""`bench train --then`: links that change in mid-run, for every method at the same step."""
 
 from __future__ import annotations
 

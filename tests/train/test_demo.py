@@ -22,7 +22,7 @@ def test_demo_trains_four_ways_and_says_what_was_decided(
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "demo.json").read_text())
-    assert set(result["runs"]) == set(demo.CONTENDERS)
+    assert set(result["runs"]) == set(demo.METHODS)
     assert result["n_steps"] >= 16
     assert len(result["runs"]["auto"]["step_s"]) == result["n_steps"]
     assert demo.strays(result["runs"]["auto"], result["runs"]["ddp"]) < 1e-5

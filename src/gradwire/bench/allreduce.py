@@ -18,7 +18,7 @@ from gradwire.workloads.gradients import load_gradients
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
 FULL_SIZES = tuple(1 << power for power in range(10, 25, 2)) + (25_000_000, 100_000_000, 400_000_000)
-YARDSTICK = "ddp"
+REFERENCE = "ddp"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     first = records[0]
     network = f"{first['rate_bps'] / 1e6:g} Mb/s" if first["rate_bps"] else f"not shaped ({first['network']})"
     size = format_bytes(first["n_bytes"])
-    yardstick = next((record["time_s"] for record in records if record["scheme"] == YARDSTICK), None)
+    reference = next((record["time_s"] for record in records if record["scheme"] == REFERENCE), None)
     rows = []
     for record in records:
         kernel = record["kernel_bytes"]
@@ -71,7 +71,7 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
                 spec_of(record),
                 f"{record['time_s'] * 1e3:.2f}",
                 f"({record['time_s_low'] * 1e3:.2f}-{record['time_s_high'] * 1e3:.2f})",
-                "-" if yardstick is None else f"{record['time_s'] / yardstick:.2f}",
+                "-" if reference is None else f"{record['time_s'] / reference:.2f}",
                 f"{record['wire_ratio']:.3f}",
                 f"{record['wire_bytes']:,.0f}",
                 f"{record['algorithm_gb_per_s']:.3f}",

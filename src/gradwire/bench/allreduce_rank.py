@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire.bench import kernel_counters, over_ranks
 from gradwire.bench.allreduce_bounds import Exact, error_bound
 from gradwire.bench.launching import write_results
-from gradwire.bench.reducers import RIVALS, BackendReducer, SchemeReducer, TimedReducer
+from gradwire.bench.reducers import BASELINES, BackendReducer, SchemeReducer, TimedReducer
 from gradwire.bench.sources import GradientSource
 from gradwire.bench.timing import MIN_SAMPLE_S, Timing
 from gradwire.core.threads import use_fair_share_of_cores
@@ -218,9 +218,9 @@ class AllReduceBench:
 
 
 def make_reducer(spec: str, communicator: Communicator, state: OptimizerState | None, n_elements: int) -> TimedReducer:
-    """A rival or a scheme from its spec. Raises: InvalidArgument."""
+    """A baseline or a scheme from its spec. Raises: InvalidArgument."""
     name, options = parse_spec(spec)
-    if name in RIVALS:
+    if name in BASELINES:
         return BackendReducer(name)
     if name == "dense-switch":
         from gradwire.bench.dense_switch import DenseSwitchReducer

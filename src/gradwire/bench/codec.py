@@ -1,4 +1,4 @@
-"""gradwire bench codec: ratio and speed of every codec and its rivals on real gradients."""
+"""gradwire bench codec: ratio and speed of every codec and its baselines on real gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.bench import contender_registry
-from gradwire.bench.contenders import Contender
+from gradwire.bench import method_registry
+from gradwire.bench.codec_methods import TimedMethod
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.launching import write_results
 from gradwire.bench.measures.gradient_files import gradient_file
@@ -20,7 +20,7 @@ from gradwire.results.tables import Grid, print_grid
 from gradwire.telemetry.environment import describe_environment
 from gradwire.workloads.gradients import GradientFile, load_gradients
 
-YARDSTICK = "zstd"
+REFERENCE = "zstd"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
     if min(threads) < 1 or args.rounds < 1:
         raise InvalidArgument(f"--threads {args.threads} --rounds {args.rounds}: both count from 1")
-    names = contender_registry.choose_specs(args.codec)
+    names = method_registry.choose_specs(args.codec)
     # All of them, before anything is timed.
     files = [load_gradients(gradient_file(name, Path("runs/bench"))) for name in args.gradients]
     environment = describe_environment()
@@ -46,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
 def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: int) -> list[dict[str, Any]]:
     """One flat record for each of `names` that can use `n_threads`, timed in turns; every sample's result is verified.
 
-    The yardstick (zstd -1) runs along even if it is not among `names`: a ratio to it is only fair within one run.
+    The reference (zstd -1) runs along even if it is not among `names`: a ratio to it is only fair within one run.
     """
     with threads(n_threads):
-        running = _start(file, dict.fromkeys([*names, YARDSTICK]), n_threads)
+        running = _start(file, dict.fromkeys([*names, REFERENCE]), n_threads)
         tasks: dict[str, Task] = {}
-        for name, contender in running.items():
-            contender.encode()
-            tasks[f"{name} encode"] = Task(contender.encode)
-            tasks[f"{name} decode"] = Task(contender.decode, contender.poison, contender.verify)
+        for name, method in running.items():
+            method.encode()
+            tasks[f"{name} encode"] = Task(method.encode)
+            tasks[f"{name} decode"] = Task(method.decode, method.poison, method.verify)
         timings = time_interleaved(tasks, n_rounds)
     entropy = entropy_bits(exponent_histogram(file.gradient))
     records = []
@@ -64,42 +64,42 @@ def measure(file: GradientFile, names: Sequence[str], n_threads: int, n_rounds: 
             record = _record(running[name], encode, decode)
             record["exponent_entropy_bits"] = entropy
             share = running[name].n_bytes / file.gradient.nbytes  # bytes a second, not values
-            record["encode_vs_zstd"] = share * timings[f"{YARDSTICK} encode"].median_s / encode.median_s
-            record["decode_vs_zstd"] = share * timings[f"{YARDSTICK} decode"].median_s / decode.median_s
+            record["encode_vs_zstd"] = share * timings[f"{REFERENCE} encode"].median_s / encode.median_s
+            record["decode_vs_zstd"] = share * timings[f"{REFERENCE} decode"].median_s / decode.median_s
             records.append(record)
     return records
 
 
-def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads: int) -> dict[str, Contender]:
-    running: dict[str, Contender] = {}
+def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads: int) -> dict[str, TimedMethod]:
+    running: dict[str, TimedMethod] = {}
     for name in names:
         try:
-            contender = contender_registry.by_spec(name, file, n_threads)
+            method = method_registry.by_spec(name, file, n_threads)
         except Unsupported as error:
-            if name == YARDSTICK:
+            if name == REFERENCE:
                 raise
             print(f"left out: {error}", file=sys.stderr)
             continue
-        if contender is not None:
-            running[name] = contender
+        if method is not None:
+            running[name] = method
     return running
 
 
-def _record(contender: Contender, encode: Timing, decode: Timing) -> dict[str, Any]:
-    n_bytes = contender.n_bytes
+def _record(method: TimedMethod, encode: Timing, decode: Timing) -> dict[str, Any]:
+    n_bytes = method.n_bytes
     record: dict[str, Any] = {
-        "codec": contender.spec,
-        "gradients": contender.file.name,
-        "threads": contender.n_threads,
-        "setting": contender.setting,
-        "importance": contender.importance,
-        "n_elements": contender.file.gradient.size,
+        "codec": method.spec,
+        "gradients": method.file.name,
+        "threads": method.n_threads,
+        "setting": method.setting,
+        "importance": method.importance,
+        "n_elements": method.file.gradient.size,
         "n_bytes": n_bytes,
-        "encoded_bytes": contender.encoded_bytes,
-        "ratio": contender.encoded_bytes / n_bytes,
-        "exponent_bits": contender.exponent_bits(),
-        "bound_bytes": contender.bound_bytes(),
-        "verified": contender.guarantee,
+        "encoded_bytes": method.encoded_bytes,
+        "ratio": method.encoded_bytes / n_bytes,
+        "exponent_bits": method.exponent_bits(),
+        "bound_bytes": method.bound_bytes(),
+        "verified": method.guarantee,
         "n_samples": encode.n_samples,
     }
     for way, timing in (("encode", encode), ("decode", decode)):

@@ -1,4 +1,4 @@
-"""The contender `dense-switch`: in-network aggregation without compression, every value as fixed point through the switch.
+"""The method `dense-switch`: in-network aggregation without compression, every value as fixed point through the switch.
 
 What SwitchML and ATP do: agree on the largest exponent, scale to int32 with room for the sum, add in the switch, scale back.
 """

@@ -15,7 +15,7 @@ _CODEC_KINDS = ("encode", "decode", "importance", "table")
 
 @dataclass
 class Timeline:
-    """One contender's intervals on `time.perf_counter`, in seconds; a sink of gradwire's recorder.
+    """One method's intervals on `time.perf_counter`, in seconds; a sink of gradwire's recorder.
 
     Attributes:
         computing: forward and backward passes, up to the last gradient.

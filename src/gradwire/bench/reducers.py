@@ -14,7 +14,7 @@ from gradwire.reducer import Reducer
 from gradwire.wire.communicator import ring_bytes
 from gradwire.workloads.gradients import OptimizerState
 
-RIVALS = ("ddp", "ddp-bf16")
+BASELINES = ("ddp", "ddp-bf16")
 # Measured when asked for by name: they need a switch beside the ranks.
 IN_NETWORK = ("dense-switch",)
 BY_NAME_ONLY = ("two-level", *IN_NETWORK)  # `all` does not mean them: they need a switch, or several ranks a node
@@ -107,5 +107,8 @@ def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
 
 
 def names() -> list[str]:
-    """The rivals, then every scheme of the registry that reduces without a model around it."""
-    return [*RIVALS, *(name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_adam(name)))]
+    """The baselines, then every scheme of the registry that reduces without a model around it."""
+    return [
+        *BASELINES,
+        *(name for name in schemes.names() if not (schemes.owns_step(name) or schemes.needs_adam(name))),
+    ]

@@ -63,7 +63,7 @@ def below_the_bars(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def make_grid(records: Sequence[Mapping[str, Any]]) -> Grid:
-    """For people: a line for each contender and network."""
+    """For people: a line for each method and network."""
     rows = []
     for record in records:
         is_auto = record["scheme"] == "auto"

@@ -1,4 +1,4 @@
-"""What a run of `bench regret` found, from every contender's seconds a step and what each auto says of itself."""
+"""What a run of `bench regret` found, from every method's seconds a step and what each auto says of itself."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ N_BLOCKS, _SAMPLES = 10, 1000  # of the bootstrap
 def make_records(
     steps_s: Mapping[str, Sequence[float]], autos: Mapping[str, Mapping[str, Any]], first: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """{contender: its figures} of one phase of a run.
+    """{method: its figures} of one phase of a run.
 
     Args:
-        steps_s: every contender's seconds a step, "ddp" among them; fixed schemes may have fewer steps.
-        autos: {contender: `stats()["auto"]` of it}.
+        steps_s: every method's seconds a step, "ddp" among them; fixed schemes may have fewer steps.
+        autos: {method: `stats()["auto"]` of it}.
         first: the number of auto's first step of the phase.
 
     `x_ddp`: over all steps. `x_best_last_half`: against `best`, which of DDP and the schemes that this auto may use is
@@ -43,16 +43,16 @@ def make_records(
         }
     for spec, auto in autos.items():
         allowed = {c["spec"]: c for c in auto["candidates"] if not c["excluded"]}
-        rivals = ["ddp", *(one for one in steps_s if one in allowed)]
-        best = min(rivals, key=lambda one: (late[one], one))
+        fixed = ["ddp", *(one for one in steps_s if one in allowed)]
+        best = min(fixed, key=lambda one: (late[one], one))
         last = first + len(steps_s[spec])
-        medians = {one: found[one]["iteration_s"] for one in rivals} | {"plain": found["ddp"]["iteration_s"]}
+        medians = {one: found[one]["iteration_s"] for one in fixed} | {"plain": found["ddp"]["iteration_s"]}
         errors = sorted(
             abs(1e-3 * c["first_predicted_ms"] / medians[one] - 1) for one, c in allowed.items() if medians.get(one)
         )
         found[spec] |= {
             "fidelity": auto["fidelity"],
-            "x_best": min(mean[one] for one in rivals) / mean[spec],
+            "x_best": min(mean[one] for one in fixed) / mean[spec],
             "x_best_last_half": late[best] / late[spec],
             **_interval("x_ddp", steps_s["ddp"], steps_s[spec]),
             **_interval("x_best_last_half", _late_half(steps_s[best]), _late_half(steps_s[spec])),
@@ -76,7 +76,7 @@ def _late_half(values: Sequence[float]) -> Sequence[float]:
 def _interval(name: str, base_s: Sequence[float], mine_s: Sequence[float]) -> dict[str, float]:
     """95 % interval of how many times as fast `mine_s` is, by a bootstrap over `N_BLOCKS` stretches of the run.
 
-    Contenders take turns, so one stretch of the run is the same minutes of the machine for both: both are drawn together.
+    Methods take turns, so one stretch of the run is the same minutes of the machine for both: both are drawn together.
     Steps are not drawn singly: what disturbs one disturbs its neighbours.
     """
     n_blocks = min(N_BLOCKS, len(base_s), len(mine_s))

@@ -13,7 +13,7 @@ from gradwire import workloads
 from gradwire.bench import over_ranks
 from gradwire.bench.link_changes import change_links
 from gradwire.bench.regret_figures import make_records
-from gradwire.bench.train_contenders import TrainContender, describe
+from gradwire.bench.train_methods import TrainMethod, describe
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.ranks.netlab.rate import format_rate, parse_rate
 from gradwire.ranks.network import Network, current_network
@@ -40,7 +40,7 @@ class _Run:
     def __init__(self, args: argparse.Namespace, workload: workloads.Workload) -> None:
         self._args, self._workload = args, workload
         self._environment = describe_environment()
-        named = {spec: TrainContender(spec, workload, args.seed) for spec in dict.fromkeys(args.scheme)}
+        named = {spec: TrainMethod(spec, workload, args.seed) for spec in dict.fromkeys(args.scheme)}
         self._autos = {spec: one for spec, one in named.items() if one.name == "auto"}
         allowed = [
             candidate["spec"]
@@ -49,12 +49,12 @@ class _Run:
             if not candidate["excluded"] and candidate["spec"] not in ("plain", *named)
         ]
         self._named = named
-        self._fixed = {spec: TrainContender(spec, workload, args.seed) for spec in dict.fromkeys(allowed)}
+        self._fixed = {spec: TrainMethod(spec, workload, args.seed) for spec in dict.fromkeys(allowed)}
 
     def run(self) -> None:
         everyone = [*self._named.values(), *self._fixed.values()]
-        for contender in everyone:
-            contender.run_step()  # DDP cuts its buckets anew after the first
+        for method in everyone:
+            method.run_step()  # DDP cuts its buckets anew after the first
         network = current_network()
         for phase, rates in enumerate(["", *self._args.then]):
             if rates:
@@ -62,8 +62,8 @@ class _Run:
             firsts = {spec: len(one.times) for spec, one in {**self._named, **self._fixed}.items()}
             self._run_phase()
             self._write(phase, network, firsts)
-        for contender in everyone:
-            contender.close()
+        for method in everyone:
+            method.close()
 
     def _change_links(self, network: Network, phase: int, rates: str) -> Network:
         if dist.get_rank() == 0:
@@ -75,13 +75,13 @@ class _Run:
         n_done, n_turns, spent_s = 0, 0, 0.0
         counted = [one for spec, one in self._named.items() if spec == "ddp" or spec in self._autos]
         while n_done < self._args.steps:
-            contenders = [*self._named.values(), *(self._fixed.values() if n_turns % _FIXED_EVERY == 0 else ())]
-            for contender in reversed(contenders) if n_turns % 2 else contenders:
+            methods = [*self._named.values(), *(self._fixed.values() if n_turns % _FIXED_EVERY == 0 else ())]
+            for method in reversed(methods) if n_turns % 2 else methods:
                 dist.barrier()
                 started = time.perf_counter()
                 for _ in range(TURN):
-                    contender.run_step()
-                if contender in counted:
+                    method.run_step()
+                if method in counted:
                     spent_s += time.perf_counter() - started
             n_done, n_turns = n_done + TURN, n_turns + 1
             if over_ranks.largest([spent_s])[0] > len(counted) * self._args.seconds:
@@ -90,9 +90,9 @@ class _Run:
     def _write(self, phase: int, network: Network, firsts: dict[str, int]) -> None:
         everyone = {**self._named, **self._fixed}
         steps_s, losses = {}, {}
-        for spec, contender in everyone.items():
-            steps_s[spec] = over_ranks.largest([times.iteration_s for times in contender.times[firsts[spec] :]])
-            losses[spec] = over_ranks.mean(contender.losses)
+        for spec, method in everyone.items():
+            steps_s[spec] = over_ranks.largest([times.iteration_s for times in method.times[firsts[spec] :]])
+            losses[spec] = over_ranks.mean(method.losses)
         first = next((firsts[spec] for spec in self._autos), 0)
         stats = {spec: auto.stats()["auto"] for spec, auto in self._autos.items()}
         found = make_records(steps_s, stats, first if phase else 0)
@@ -107,8 +107,8 @@ class _Run:
             "shaped": network.shaped,
         }
         records: list[dict[str, Any]] = []
-        for spec, contender in self._named.items():
+        for spec, method in self._named.items():
             strays = max(abs(mine - ddps) for mine, ddps in zip(losses[spec], losses["ddp"], strict=True))
-            described = {"scheme": contender.name, "options": describe(contender), "loss_deviation": strays}
+            described = {"scheme": method.name, "options": describe(method), "loss_deviation": strays}
             records.append(described | shared | found[spec] | self._workload.describe() | self._environment)
         RecordLog(self._args.log).append(records)

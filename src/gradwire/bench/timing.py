@@ -1,4 +1,4 @@
-"""Timing against noise: contenders take turns (A B C A B C), warm-up rounds are dropped, a sample lasts long enough."""
+"""Timing against noise: methods take turns (A B C A B C), warm-up rounds are dropped, a sample lasts long enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_SAMPLE_S = 0.05
 
 @dataclass(frozen=True)
 class Task:
-    """One contender: `call` is timed; `before` and `after` run outside the clock, once a sample (poison, verify)."""
+    """One method: `call` is timed; `before` and `after` run outside the clock, once a sample (poison, verify)."""
 
     call: Callable[[], object]
     before: Callable[[], None] | None = None

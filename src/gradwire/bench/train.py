@@ -1,4 +1,4 @@
-"""gradwire bench train: iteration time, its parts, bytes and loss of a workload under every scheme and rival."""
+"""gradwire bench train: iteration time, its parts, bytes and loss of a workload under every scheme and baseline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire import workloads
-from gradwire.bench import train_contenders
+from gradwire.bench import train_methods
 from gradwire.bench.launching import (
     check_rank_arguments,
     count_links,
@@ -20,7 +20,7 @@ from gradwire.ranks.netlab import parse_rate
 from gradwire.registry import choose_specs, parse_spec, spec_of
 from gradwire.results.tables import Grid, print_grid
 
-YARDSTICK = "ddp"
+REFERENCE = "ddp"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
             f"--steps {args.steps} --warmup {args.warmup}: both count from 1 (DDP rebuilds its buckets after the first step)"
         )
     workloads.check_name(parse_spec(args.workload)[0])
-    specs = choose_specs(args.scheme, train_contenders.names(), train_contenders.more())
+    specs = choose_specs(args.scheme, train_methods.names(), train_methods.more())
     for spec in specs:
-        train_contenders.check_rival_options(*parse_spec(spec))
+        train_methods.check_baseline_options(*parse_spec(spec))
     check_rank_arguments(args)
     check_changes(args)
     if not is_rank():
@@ -83,8 +83,8 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     if first["phase"]:
         network = f"then {network}"
     marks = [f"computation {first['compute']}"] if first["compute"] != "real" else []
-    marks += ["contenders one after another"] if not first["is_interleaved"] and len(records) > 1 else []
-    yardstick = next((record["iteration_s"] for record in records if record["scheme"] == YARDSTICK), None)
+    marks += ["methods one after another"] if not first["is_interleaved"] and len(records) > 1 else []
+    reference = next((record["iteration_s"] for record in records if record["scheme"] == REFERENCE), None)
     rows = []
     for record in records:
         rows.append(
@@ -92,7 +92,7 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
                 spec_of(record),
                 f"{record['iteration_s'] * 1e3:.1f}",
                 f"({record['iteration_s_low'] * 1e3:.0f}-{record['iteration_s_high'] * 1e3:.0f})",
-                "-" if yardstick is None else f"{record['iteration_s'] / yardstick:.2f}",
+                "-" if reference is None else f"{record['iteration_s'] / reference:.2f}",
                 _ms(record["exposed_s"]),
                 f"{record['wire_bytes'] / 1e6:.3f}",
                 f"{record['loss']:.4f}",

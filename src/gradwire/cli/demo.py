@@ -25,7 +25,7 @@ _SECONDS, _QUICK_SECONDS = 110.0, 25.0
 _MOST_STEPS = 200
 _TURN = 4  # steps
 _FEWEST_STEPS = 16  # after fewer, `auto` has not tried anything
-CONTENDERS = {
+METHODS = {
     "ddp": "DDP",
     "ddp-bf16": "DDP, bf16 hook",
     "auto": "gradwire",
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", default="100mbit", metavar="RATE", help="each rank's link (default: 100mbit; none: not limited)"
     )
-    parser.add_argument("--seconds", type=float, metavar="S", help=f"of training, about (default: {_SECONDS:.0f})")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help=f"approximate training time (default: {_SECONDS:.0f})"
+    )
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_SECONDS:.0f} seconds of training")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
 
@@ -94,12 +96,12 @@ def _start_ranks(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
 
 
 def _train(workload_name: str, seconds: float) -> None:
-    """As one rank: all contenders in turns until the time is up, then one line of JSON from rank 0."""
+    """As one rank: all methods in turns until the time is up, then one line of JSON from rank 0."""
     import torch.distributed as dist
 
     from gradwire import workloads
     from gradwire.bench import over_ranks
-    from gradwire.bench.train_contenders import TrainContender
+    from gradwire.bench.train_methods import TrainMethod
     from gradwire.core.threads import use_fair_share_of_cores
     from gradwire.registry import parse_spec
 
@@ -107,16 +109,16 @@ def _train(workload_name: str, seconds: float) -> None:
     use_fair_share_of_cores()
     name, options = parse_spec(workload_name)
     workload = workloads.by_name(name, **options)
-    contenders = {spec: TrainContender(spec, workload, 0) for spec in CONTENDERS}
-    for contender in contenders.values():
-        contender.run_step()  # DDP cuts its buckets anew after the first
+    methods = {spec: TrainMethod(spec, workload, 0) for spec in METHODS}
+    for method in methods.values():
+        method.run_step()  # DDP cuts its buckets anew after the first
     n_done, ends = 0, time.monotonic() + seconds
-    order = list(contenders.values())
+    order = list(methods.values())
     while n_done < _MOST_STEPS:
-        for contender in order:
+        for method in order:
             dist.barrier()
             for _ in range(_TURN):
-                contender.run_step()
+                method.run_step()
         order.reverse()
         n_done += _TURN
         (late_s,) = over_ranks.largest([time.monotonic() - ends])
@@ -125,29 +127,29 @@ def _train(workload_name: str, seconds: float) -> None:
         if dist.get_rank() == 0:
             print(f"  {n_done} steps of each, {max(0.0, -late_s):.0f} s to go", flush=True)
     result: dict[str, Any] = {"n_steps": n_done, "ranks": dist.get_world_size(), "workload": workload_name, "runs": {}}
-    for spec, contender in contenders.items():
+    for spec, method in methods.items():
         result["runs"][spec] = {
-            "step_s": over_ranks.largest([times.iteration_s for times in contender.times[-n_done:]]),
-            "losses": over_ranks.mean(contender.losses[-n_done:]),
-            "sent_bytes_per_step": contender.sent_bytes() / (n_done + 1),
-        } | _of_auto(contender)
+            "step_s": over_ranks.largest([times.iteration_s for times in method.times[-n_done:]]),
+            "losses": over_ranks.mean(method.losses[-n_done:]),
+            "sent_bytes_per_step": method.sent_bytes() / (n_done + 1),
+        } | _of_auto(method)
     if dist.get_rank() == 0:
         print(_MARK + json.dumps(result), flush=True)
-    for contender in contenders.values():
-        contender.close()
+    for method in methods.values():
+        method.close()
     dist.destroy_process_group()
 
 
-def _of_auto(contender: Any) -> dict[str, Any]:
+def _of_auto(method: Any) -> dict[str, Any]:
     """What it decided and why, and what it would take on faster networks."""
-    if contender.name != "auto":
+    if method.name != "auto":
         return {}
-    scheme = contender.scheme
+    scheme = method.scheme
     plans = {}
     for rate_bps in (1e9, 10e9):
         plan = scheme.plan_for(rate_bps)
         plans[str(int(rate_bps))] = {"plain_s": plan[0], "best": plan[1], "best_s": plan[2]}
-    return {"auto": contender.stats()["auto"], "elsewhere": plans}
+    return {"auto": method.stats()["auto"], "elsewhere": plans}
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -158,7 +160,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for spec in result["runs"]:
-        table.add_column(CONTENDERS[spec], justify="right")
+        table.add_column(METHODS[spec], justify="right")
     total = {spec: sum(found["step_s"]) for spec, found in result["runs"].items()}
     half = {spec: _median(found["step_s"][len(found["step_s"]) // 2 :]) for spec, found in result["runs"].items()}
     target, reached = seconds_to_the_same_loss(result["runs"])
@@ -180,7 +182,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         if "auto" not in found:
             continue
         words = verdict(reached["ddp"], reached[spec])
-        console.print(f"\n[bold]{CONTENDERS[spec]}[/bold]: {words}", highlight=False)
+        console.print(f"\n[bold]{METHODS[spec]}[/bold]: {words}", highlight=False)
         for decision in found["auto"]["decisions"][:8]:
             console.print(
                 f"  step {decision['step']}: {decision['kind']} {decision['scheme']}: {decision['why']}",
@@ -202,7 +204,7 @@ def verdict(ddp_s: float, seconds: float) -> str:
 
 
 def seconds_to_the_same_loss(runs: dict[str, dict[str, Any]]) -> tuple[float, dict[str, float]]:
-    """(a loss that all of `runs` have come down to, {contender: the seconds of training after which it had}).
+    """(a loss that all of `runs` have come down to, {method: the seconds of training after which it had}).
 
     A loss is the mean over 8 steps, since one batch's is noise, and the lowest so far.
     """
@@ -227,7 +229,7 @@ def _draw(result: dict[str, Any], path: Path) -> str:
     from gradwire.results.summary import Value
 
     series = {
-        CONTENDERS[spec]: list(
+        METHODS[spec]: list(
             zip(itertools.accumulate(found["step_s"]), map(Value, _falling(found["losses"])), strict=True)
         )
         for spec, found in result["runs"].items()

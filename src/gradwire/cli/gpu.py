@@ -19,12 +19,12 @@ _RANK = "GRADWIRE_GPU_RANK"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=["check"], help="check: every section in turn, at most some minutes")
+    parser.add_argument("action", choices=["check"], help="check: run every section in turn; takes a few minutes")
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help="the record; sections that passed there, on this device, are not repeated",
+        help="write the record here; sections that it shows as passed on this device are not repeated",
     )
     parser.add_argument("--section", action="append", choices=SECTIONS, help="only this section; repeatable")
     parser.add_argument("--again", action="store_true", help="repeat sections that have passed")

@@ -27,7 +27,7 @@ _FORMAT_ADVICE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire inspect`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files or folders")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one record a path")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one record per path")
 
 
 def run(args: argparse.Namespace) -> int:

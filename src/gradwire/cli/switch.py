@@ -23,9 +23,11 @@ _SLICE_S = 0.25  # signals are looked at this often
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire switch`."""
-    parser.add_argument("--address", default="127.0.0.1", metavar="IP", help="to listen at (default: %(default)s)")
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="P", help="UDP; 0 takes a free one (default: %(default)s)"
+        "--address", default="127.0.0.1", metavar="IP", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, metavar="P", help="UDP port; 0: any free one (default: %(default)s)"
     )
     parser.add_argument(
         "--slots",
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_LEASE_S,
         metavar="S",
-        help="a job that is silent for longer loses its slots when another finds none (default: %(default)s)",
+        help="seconds; a job that is silent for longer loses its slots if another job needs them (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counters at the end")
 

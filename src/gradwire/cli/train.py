@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--feedback-decay", type=float, default=1.0, metavar="SHARE", help="of what local SGD's scheme has "
                         "left out, the share that lasts from one exchange to the next")  # fmt: skip
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True, help="on held-out data")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one flat record a run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one flat record per run")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 AQGB (Luo et al., FGCS 2025) fills the network and takes bytes to cost nothing else. Where ranks share cores, encoding,
 adding and copying them takes time away from the training itself. The sign of it is threads that could run and wait for a
-core, which the operating system counts. Unlike a longer step it needs no yardstick and says what the cause is: a slow
+core, which the operating system counts. Unlike a longer step it needs no reference and says what the cause is: a slow
 network, or another rank, lets threads sleep instead.
 
 The paper has no such bound. Times are arguments, in seconds; all ranks use the lowest of their ceilings.

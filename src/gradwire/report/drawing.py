@@ -142,7 +142,7 @@ def new_axes(width_in: float = WIDTH_IN, height_in: float = 3.4, labels_at_right
         raise Unsupported(
             f"a report needs matplotlib ({error}); install it with: pip install 'gradwire[report]'"
         ) from error
-    # Room for a line of 11 pt type each, so that labels of many contenders neither overlap nor leave the picture.
+    # Room for a line of 11 pt type each, so that labels of many methods neither overlap nor leave the picture.
     height_in = max(height_in, 0.9 + _LABEL_PT / 72 * len(labels_at_right))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width_in, height_in), layout="constrained")

@@ -120,7 +120,7 @@ EXPERIMENTS = [
                        f"acp-sgd:{_r50},overlap=false,buffer_mb=0", f"acp-sgd:{_r50},buffer_mb=0", f"acp-sgd:{_r50}"]},
                        160,
            workload="resnet50", compute="emulate", steps=4, warmup=3),
-    # A run a size: what ten of these contenders need in one run does not fit four ranks into 24 GB.
+    # A run a size: what ten of these methods need in one run does not fit four ranks into 24 GB.
     _timed("buffers", "How large should the fused buffers be, on BERT-base at rank 32?", ("Fig. 10",),
            {"scheme": [f"{name}:rank=32,buffer_mb={size}" for size in ("0", "25", "50", "100", "inf")
                        for name in ("acp-sgd", "power-sgd-overlap")]}, 35, together=(),

@@ -14,7 +14,7 @@ _X_CPU = Column("cpu_s", "CPU, x DDP", kind="ratio", form=".3f")
 _GOOD_AFTER = Column("good_after", "good after", form=".0f")
 _EXACT, _CLOSE = {"gradwire, exact": "auto:fidelity=exact"}, {"gradwire, close": "auto:fidelity=close"}
 _ANY = {"gradwire, any": "auto:fidelity=any"}
-_DDP, _RIVAL = {"DDP": "ddp"}, {"DDP, bf16 hook": "ddp-bf16"}
+_DDP, _BF16 = {"DDP": "ddp"}, {"DDP, bf16 hook": "ddp-bf16"}
 _AUTOS = [*_EXACT.values(), *_CLOSE.values(), *_ANY.values()]
 _WORKLOADS = ["gpt", "resnet", "ncf", "lstm", "many-tensors", "huge-embedding"]
 _RATES = {"100 Mb/s": "100mbit", "300 Mb/s": "300mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
@@ -50,7 +50,7 @@ def _regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str
 EXPERIMENTS = [
     _regret(
         "regret", "What does auto lose against DDP, and against the best scheme that it may use, in 300 steps?",
-        {"workload": _WORKLOADS, "ranks": [2, 4], "rate": _RATES, "scheme": {**_DDP, **_RIVAL, **_EXACT, **_CLOSE}},
+        {"workload": _WORKLOADS, "ranks": [2, 4], "rate": _RATES, "scheme": {**_DDP, **_BF16, **_EXACT, **_CLOSE}},
         rows=("workload", "ranks", "scheme"), across="rate", takes=150, steps=300, seconds=60,
         plots=[Plot("rate", Column("x_ddp", "speed, x DDP", form=".3f"), style="bars", x_title="every rank's link",
                     where={"workload": "gpt", "ranks": 2})],

@@ -15,7 +15,7 @@ STRATEGIES = {"threshold 0": "threshold_bytes=0", "measured threshold": "",
               "backup, threshold 0": "backup=true,threshold_bytes=0",
               "everything": "backup=true"}  # fmt: skip
 TABLE_STEPS = 8
-_RIVALS = {"terngrad": "terngrad", "top-k 10 %": "top-k:share=0.1", "dgc 10 %": "dgc:share=0.1", "thc": "thc"}
+_OTHERS = {"terngrad": "terngrad", "top-k 10 %": "top-k:share=0.1", "dgc 10 %": "dgc:share=0.1", "thc": "thc"}
 THRESHOLD_BYTES = 15_000  # the paper's best
 _DIGITS, _GPT = "resnet:width=8,folds=5", "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8"
 
@@ -80,9 +80,9 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
 
 
 def _speed(workload: str, rates: Mapping[str, str], seconds: float, *, ranks: int = 4, measures: bool = True,
-           key: str = "", rivals: bool = False) -> Experiment:  # fmt: skip
+           key: str = "", others: bool = False) -> Experiment:  # fmt: skip
     schemes = {"ddp": "ddp"} | slimgc_specs(list(CODECS.values()), STRATEGIES, TABLE_STEPS, measures=measures)
-    schemes |= _RIVALS if rivals else {}
+    schemes |= _OTHERS if others else {}
     bound = Column("bound_share", "of the bound, %", 100, ".0f")
     everything = [spec for label, spec in schemes.items() if label.endswith("everything")]
     return Experiment(
@@ -141,7 +141,7 @@ EXPERIMENTS = [
     _accuracy("communication-gpt", "The same on a small GPT.", "Fig. 11", communication_thresholds(), _GPT, steps=200,
               seeds=3,
               seconds=120),
-    _speed("gpt", {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, 150, rivals=True),
+    _speed("gpt", {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, 150, others=True),
     _speed("resnet50", _RATES, 300),
     _speed("resnet50", _RATES, 250, ranks=2, key="slimgc-speed-resnet50-2-ranks"),
     *(_speed(name, _RATES, 900, measures=False) for name in ("bert-base", "vgg16", "gpt2")),
@@ -153,7 +153,7 @@ EXPERIMENTS = [
         fixed={"workload": "resnet50", "ranks": 4, "rate": "1gbit", "compute": "emulate", "steps": 5, "warmup": 2},
         axes={"scheme": {"slimgc, 1 bit": "slimgc:codec=one-bit,threshold_bytes=0",
                          "slimgc, 2 bit": "slimgc:codec=two-bit,threshold_bytes=0",
-              "one-bit": "one-bit", "two-bit": "two-bit", **_RIVALS}},
+              "one-bit": "one-bit", "two-bit": "two-bit", **_OTHERS}},
         show=[Table([ITERATION, Column("iteration_s", "x slimgc, 1 bit", kind="ratio"), EXPOSED, SENT])],
     ),
 ]  # fmt: skip

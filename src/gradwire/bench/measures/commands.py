@@ -46,7 +46,7 @@ def allreduce(call: Call) -> list[tuple[Cell, Record]]:
 
 
 def codec(call: Call) -> list[tuple[Cell, Record]]:
-    """`bench codec` of one gradient; a rival whose package is missing has no record."""
+    """`bench codec` of one gradient; a baseline whose package is missing has no record."""
     arguments = call.arguments("codec")
     arguments["gradients"] = str(gradient_file(str(call.get("gradients")), call.folder))
     records = {record["codec"]: record for record in run_command("codec", arguments, call)}

@@ -1,4 +1,4 @@
-"""What compressing one step's gradient costs a rank, without any network: contenders take turns, step by step."""
+"""What compressing one step's gradient costs a rank, without any network: methods take turns, step by step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Gradients:
         self.n_elements = sum(values.numel() for values in self.values)
 
     def refill(self) -> None:
-        """Put this step's gradient into the buffers, which the contender before has overwritten."""
+        """Put this step's gradient into the buffers, which the method before has overwritten."""
         for buffer, values in zip(self.buffers, self.values, strict=True):
             buffer.copy_(values)
 
@@ -193,8 +193,8 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
     return [(cell, by_spec[cell["scheme"]]) for cell in call.cells]
 
 
-def time_contenders(asked: Asked) -> list[dict[str, Any]]:
-    """Flat records of all contenders, PyTorch's hook first; torch's and gradwire's thread counts are set."""
+def time_methods(asked: Asked) -> list[dict[str, Any]]:
+    """Flat records of all methods, PyTorch's hook first; torch's and gradwire's thread counts are set."""
     workload, rank = asked.workload, asked.rank or rank_of(asked.workload)
     torch.set_num_threads(asked.threads)
     gradwire.set_thread_count(asked.threads)
@@ -203,11 +203,11 @@ def time_contenders(asked: Asked) -> list[dict[str, Any]]:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         gradients = Gradients(workload, int(asked.bucket_mb * (1 << 20)))
-        contenders: list[HookSteps | SchemeSteps] = [HookSteps(rank, gradients)]
-        contenders += [SchemeSteps(spec, rank, gradients) for spec in asked.schemes]
-        timings = _take_turns([contender.take_step for contender in contenders], gradients, asked.warmup, asked.steps)
-        for contender in contenders:
-            contender.close()
+        methods: list[HookSteps | SchemeSteps] = [HookSteps(rank, gradients)]
+        methods += [SchemeSteps(spec, rank, gradients) for spec in asked.schemes]
+        timings = _take_turns([method.take_step for method in methods], gradients, asked.warmup, asked.steps)
+        for method in methods:
+            method.close()
     finally:
         if own_group:
             dist.destroy_process_group()
@@ -215,9 +215,9 @@ def time_contenders(asked: Asked) -> list[dict[str, Any]]:
     return [
         {
             "workload": workload,
-            "scheme": contender.name,
-            "options": ",".join(f"{key}={value}" for key, value in contender.options.items() if key != "rank"),
-            "rank": contender.options.get("rank"),
+            "scheme": method.name,
+            "options": ",".join(f"{key}={value}" for key, value in method.options.items() if key != "rank"),
+            "rank": method.options.get("rank"),
             "n_elements": gradients.n_elements,
             "n_buckets": len(gradients.buckets),
             "n_threads": asked.threads,
@@ -226,10 +226,10 @@ def time_contenders(asked: Asked) -> list[dict[str, Any]]:
             "step_s_low": timing.low_s,
             "step_s_high": timing.high_s,
             "ratio": timing.median_s / timings[0].median_s,
-            **_split(contender.parts[asked.warmup :]),
+            **_split(method.parts[asked.warmup :]),
             **environment,
         }
-        for contender, timing in zip(contenders, timings, strict=True)
+        for method, timing in zip(methods, timings, strict=True)
     ]
 
 
@@ -253,4 +253,4 @@ def _split(parts: list[tuple[float, float, float]]) -> dict[str, float | None]:
 
 
 if __name__ == "__main__":
-    write_json(Path(sys.argv[2]), time_contenders(Asked(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))
+    write_json(Path(sys.argv[2]), time_methods(Asked(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))

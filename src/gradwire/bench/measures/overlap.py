@@ -56,7 +56,7 @@ def add_bounds(records: Mapping[str, Record]) -> dict[str, Record]:
 
 
 def quantiser_of(spec: str) -> str | None:
-    """The quantiser that a contender is a form of."""
+    """The quantiser that a method is a form of."""
     name, options = parse_spec(spec)
     return next((one for one in _QUANTISERS if name in (one, f"ddp-{one}") or options.get("codec") == one), None)
 

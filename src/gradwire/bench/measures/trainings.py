@@ -77,9 +77,9 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
     records = []
     for cell in call.cells:
         run = runs[_name(cell)]
-        yardstick = runs[_name(cell, baseline)] if baseline is not None else None
-        record = describe_run(run, yardstick)
-        if run is yardstick and call.get("dump_every"):
+        reference = runs[_name(cell, baseline)] if baseline is not None else None
+        record = describe_run(run, reference)
+        if run is reference and call.get("dump_every"):
             record |= exponent_bits(run)
         records.append((cell, record))
     return records

@@ -7,7 +7,7 @@ import importlib
 
 # name: (module with `add_arguments` and `run`, one-line help); only the one that is called is imported.
 BENCHES: dict[str, tuple[str, str]] = {
-    "list": ("gradwire.cli.bench.listing", "list the experiments, and which are measured"),
+    "list": ("gradwire.cli.bench.listing", "list the experiments and which are measured"),
     "run": ("gradwire.cli.bench.running", "run experiments into results/, continuing where the last run stopped"),
     "render": ("gradwire.cli.bench.rendering", "make docs/results from results/; --check: only say what is stale"),
     "codec": ("gradwire.cli.bench.codec", "ratio and speed of gradwire's and other codecs on real gradients"),

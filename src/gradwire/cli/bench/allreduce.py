@@ -29,9 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pattern", choices=list(PATTERNS), default="element", help="how non-zeros cluster: singly, in 32s, in 1,024s"
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="samples a scheme and size (9; quick 5)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="samples per scheme and size (9; quick 5)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="calls dropped before the first sample (2)")
     parser.add_argument(
-        "--budget", type=float, metavar="S", help="seconds for a scheme at a size, three samples apart (20; quick 2)"
+        "--budget",
+        type=float,
+        metavar="S",
+        help="seconds per scheme and size; three samples are always taken (20; quick 2)",
     )
     parser.add_argument("--wide", action="store_true", help="all columns, however wide the table gets")

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", nargs="+", type=int, default=None, metavar="N", help="thread counts (default: 1 and the cores)"
     )
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="samples a codec, after one dropped (7)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="samples per codec, after one dropped (7)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
     parser.add_argument("--wide", action="store_true", help="all columns, however wide the table gets")

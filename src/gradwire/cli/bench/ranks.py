@@ -15,9 +15,9 @@ def add_training_arguments(parser: argparse.ArgumentParser, default_scheme: list
     add_rank_arguments(parser)
     parser.add_argument(
         "--then", nargs="+", default=[], metavar="RATE",
-        help="rates to change every link to in mid-run, --steps steps at each: what a scheme makes of another network",
+        help="link rates to change to during the run, for --steps steps each",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (0)")
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,14 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench regret`."""
     autos = [f"auto:fidelity={level}" for level in ("exact", "close", "any")]
     schemes = (
-        "ddp, auto by its classes, and what to compare with; every scheme that one of the autos may use trains too"
+        "ddp, auto with its classes, schemes to compare with; every scheme that one of the autos may use is trained too"
     )
     add_training_arguments(parser, ["ddp", *autos], schemes)
-    parser.add_argument("--steps", type=int, default=300, metavar="N", help="of each contender (300)")
+    parser.add_argument("--steps", type=int, default=300, metavar="N", help="steps of each method (300)")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="of DDP and of each auto, at most (60)"
+        "--seconds", type=float, default=60.0, metavar="S", help="maximum training time of DDP and of each auto (60)"
     )
     parser.add_argument(
-        "--check", action="store_true", help="status 1 where auto is below 0.98 of DDP, or in the second half below 0.95 of "
-        "the best fixed scheme"
+        "--check", action="store_true", help="exit with status 1 if auto is below 0.98 of DDP's speed, or in the second half "
+        "below 0.95 of the best fixed scheme's"
     )  # fmt: skip

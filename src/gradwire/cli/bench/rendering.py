@@ -13,10 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench render`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="print what stands between the marks "
                         "`<!-- generated: bench render NAME -->` and `<!-- end -->` of a page, and write nothing")  # fmt: skip
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; status 1 if a page is not what results/ say"
-    )
-    parser.add_argument("--root", type=Path, metavar="DIR", help="the checkout (the one around here)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a page is stale")
+    parser.add_argument("--root", type=Path, metavar="DIR", help="the checkout (default: around this folder)")
 
 
 def run(args: argparse.Namespace) -> int:

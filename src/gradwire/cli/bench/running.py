@@ -19,7 +19,7 @@ from gradwire.results.tables import print_grid
 def add_store_arguments(parser: argparse.ArgumentParser) -> None:
     """Where results are."""
     parser.add_argument(
-        "--root", type=Path, metavar="DIR", help="the checkout whose results/ it is (the one around here)"
+        "--root", type=Path, metavar="DIR", help="the checkout that has results/ (default: around this folder)"
     )
     parser.add_argument("--machine", metavar="NAME", help="folder of this machine in results/ (by processor and cores)")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), metavar="DIR",
@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "`gradwire bench list` has them")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="the small set of `make bench`, under half an hour")
     parser.add_argument(
-        "--list", action="store_true", help="say what would be measured, and how long it takes, and stop"
+        "--list", action="store_true", help="list what would be measured and how long it takes, then exit"
     )
     parser.add_argument(
-        "--missing", action="store_true", help="only what no code has measured yet, not what older code has"
+        "--missing", action="store_true", help="only what has never been measured, not even by older code"
     )
     parser.add_argument(
         "--only",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="only runs whose names, as --list shows them, hold all of these words",
     )
-    parser.add_argument("--fresh", action="store_true", help="measure again what is finished too")
+    parser.add_argument("--fresh", action="store_true", help="also measure again what is finished")
     parser.add_argument("--wide", action="store_true", help="all columns of the tables")
     add_store_arguments(parser)
 

@@ -6,10 +6,10 @@ import lz4.frame
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.bench.rivals import Rival
+from gradwire.bench.baselines import Baseline
 
 
-class Lz4(Rival):
+class Lz4(Baseline):
     name = "lz4"
     setting = "frame, level 0"
 

@@ -6,10 +6,10 @@ import blosc2
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.bench.rivals import Rival
+from gradwire.bench.baselines import Baseline
 
 
-class Blosc2(Rival):
+class Blosc2(Baseline):
     name = "blosc2"
     setting = "bitshuffle + zstd level 1"
     is_threaded = True

@@ -11,22 +11,22 @@ import numpy.typing as npt
 
 from gradwire.errors import InvalidArgument, Unsupported
 
-__all__ = ["Rival", "by_name", "names"]
+__all__ = ["Baseline", "by_name", "names"]
 
-# name: "module:class". A new rival is one file and one line here. The first is the yardstick of every table.
+# name: "module:class". A new baseline is one file and one line here. The first is the reference of every table.
 _REGISTRY: dict[str, str] = {
-    "zstd": "gradwire.bench.rivals.zstd:Zstd",
-    "zlib": "gradwire.bench.rivals.zlib:Zlib",
-    "lz4": "gradwire.bench.rivals.lz4:Lz4",
-    "blosc2": "gradwire.bench.rivals.blosc2:Blosc2",
-    "zipnn": "gradwire.bench.rivals.zipnn:ZipNN",
-    "pcodec": "gradwire.bench.rivals.pcodec:Pcodec",
+    "zstd": "gradwire.bench.baselines.zstd:Zstd",
+    "zlib": "gradwire.bench.baselines.zlib:Zlib",
+    "lz4": "gradwire.bench.baselines.lz4:Lz4",
+    "blosc2": "gradwire.bench.baselines.blosc2:Blosc2",
+    "zipnn": "gradwire.bench.baselines.zipnn:ZipNN",
+    "pcodec": "gradwire.bench.baselines.pcodec:Pcodec",
 }
-# The package that a rival needs, where the names differ.
+# The package that a baseline needs, where the names differ.
 _PACKAGES = {"zstd": "zstandard"}
 
 
-class Rival(ABC):
+class Baseline(ABC):
     """A compressor of float arrays, with the setting that its authors recommend where speed matters."""
 
     name: ClassVar[str]
@@ -47,23 +47,23 @@ class Rival(ABC):
 
 
 def names() -> list[str]:
-    """The rivals in the order of the tables."""
+    """The baselines in the order of the tables."""
     return list(_REGISTRY)
 
 
-def by_name(name: str, n_threads: int = 1) -> Rival:
-    """A new rival.
+def by_name(name: str, n_threads: int = 1) -> Baseline:
+    """A new baseline.
 
     Raises: InvalidArgument (unknown name), Unsupported (its package is not installed).
     """
     if name not in _REGISTRY:
-        raise InvalidArgument(f"no rival is called {name!r}; there are: {', '.join(names())}")
+        raise InvalidArgument(f"no baseline is called {name!r}; there are: {', '.join(names())}")
     module_path, class_name = _REGISTRY[name].split(":")
     try:
-        cls: type[Rival] = getattr(importlib.import_module(module_path), class_name)
+        cls: type[Baseline] = getattr(importlib.import_module(module_path), class_name)
     except ImportError as error:
         package = _PACKAGES.get(name, name)
         raise Unsupported(
-            f"rival {name!r} needs the package {package!r} ({error}); pip install 'gradwire[bench]'"
+            f"baseline {name!r} needs the package {package!r} ({error}); pip install 'gradwire[bench]'"
         ) from error
     return cls(n_threads)

@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 from pcodec import ChunkConfig, standalone
 
-from gradwire.bench.rivals import Rival
+from gradwire.bench.baselines import Baseline
 
 
-class Pcodec(Rival):
+class Pcodec(Baseline):
     name = "pcodec"
     setting = "level 1"
 

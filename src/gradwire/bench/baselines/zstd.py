@@ -1,4 +1,4 @@
-"""Zstandard at level 1, what `zstd -1` runs: the yardstick of the tables."""
+"""Zstandard at level 1, what `zstd -1` runs: the reference of the tables."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from gradwire.bench.rivals import Rival
+from gradwire.bench.baselines import Baseline
 
 
-class Zstd(Rival):
+class Zstd(Baseline):
     name = "zstd"
     setting = "level 1"
     is_threaded = True

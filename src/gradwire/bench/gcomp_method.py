@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.bench.contenders import CodecContender
+from gradwire.bench.codec_methods import CodecMethod
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 from gradwire.bench.live_optimizer import make_optimizer
@@ -22,7 +22,7 @@ _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _MANTISSA_BITS}
 
 
-class GCompContender(CodecContender):
+class GCompMethod(CodecMethod):
     """GComp or truncate; by default its messages of format 2, and with `format=1` truncating ones, as published.
 
     `table=fitted` (the default) encodes with the table of this gradient's own exponents, as training does once its

@@ -29,13 +29,13 @@ from gradwire.workloads import Workload
 
 # Bare quantisers that encode and decode on the training thread; `all` does not mean them.
 TRAINING_THREAD = tuple(training_thread.CODECS)
-RIVALS = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "hsdp", *TRAINING_THREAD)
+BASELINES = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "hsdp", *TRAINING_THREAD)
 # Several ranks a node: two levels under DDP, FSDP2 in the nodes with torch's all-reduce between them (HSDP) or a scheme's.
 SHARDED = ("hsdp", "fsdp2")
 BY_NAME_ONLY = ("two-level", *SHARDED, *TRAINING_THREAD)
-# Options that rivals take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
+# Options that baselines take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
 # `start`: steps that powerSGD_hook leaves to the plain all-reduce; its constructor takes no less than 2.
-_RIVAL_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
+_BASELINE_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
 # These hooks start collectives from the callbacks of others. With several buckets under way Gloo runs the callbacks of
 # each rank in an order of its own, and the collectives of different buckets meet: "Received data size doesn't match". So
 # they get all gradients in one bucket, and overlap nothing.
@@ -62,8 +62,8 @@ class StepTimes:
         return self.local_s + self.waiting_s + self.update_s
 
 
-class TrainContender:
-    """A model of its own in training; contenders of one run start from the same weights and see the same batches.
+class TrainMethod:
+    """A model of its own in training; methods of one run start from the same weights and see the same batches.
 
     Collective: every rank makes and steps the same ones in the same order.
 
@@ -88,9 +88,9 @@ class TrainContender:
         self._attachment = None
         self._quantiser: training_thread.TrainingThreadQuantiser | None = None
         self._timeline = Timeline() if has_timeline else None
-        self._rival_bytes: Callable[[], float] = lambda: 0.0
-        if self.name in RIVALS:
-            self._register_rival()
+        self._baseline_bytes: Callable[[], float] = lambda: 0.0
+        if self.name in BASELINES:
+            self._register_baseline()
         else:
             self._attachment = gradwire.attach(self._model, self._optimizer, self._make_scheme())
             if self._timeline is not None:
@@ -139,7 +139,7 @@ class TrainContender:
         batch = self._workload.batch_at(
             self._steps, self._rank, self._world_size, self._workload.batch_size, self._seed
         )
-        # Dropout must not depend on which contenders ran before.
+        # Dropout must not depend on which methods ran before.
         torch.manual_seed((self._seed * 1_000_003 + self._steps) * 1_009 + self._rank)
         started = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
@@ -166,15 +166,15 @@ class TrainContender:
 
     @property
     def scheme(self) -> schemes.Scheme | None:
-        """gradwire's scheme at work; None for a rival."""
+        """gradwire's scheme at work; None for a baseline."""
         return None if self._attachment is None else self._attachment.scheme
 
     def stats(self) -> dict[str, Any]:
-        """gradwire's own figures; empty for a rival."""
+        """gradwire's own figures; empty for a baseline."""
         return {} if self._attachment is None else self._attachment.stats()
 
     def finish_block(self) -> None:
-        """End of a turn: what a scheme has put off is done before the next contender's turn, on the last step's account."""
+        """End of a turn: what a scheme has put off is done before the next method's turn, on the last step's account."""
         if self._attachment is None or not self._owns_step:
             return
         started = time.perf_counter()
@@ -217,10 +217,10 @@ class TrainContender:
         self._last_gradient_s = time.perf_counter()
 
     def sent_bytes(self) -> float:
-        """Bytes this rank has sent for gradients so far: gradwire's count, or what a rival's hook must send."""
+        """Bytes this rank has sent for gradients so far: gradwire's count, or what a baseline's hook must send."""
         if self._attachment is not None:
             return float(self._attachment.stats()["bytes_sent"])
-        return self._rival_bytes()
+        return self._baseline_bytes()
 
     def codec_s(self) -> float | None:
         """Seconds so far in encoding, decoding and what they need; hidden or not. None where a hook does not tell."""
@@ -250,7 +250,7 @@ class TrainContender:
         if self._attachment is not None:
             self._attachment.close()
 
-    def _register_rival(self) -> None:
+    def _register_baseline(self) -> None:
         model, n_elements, world_size = self._model, self.n_parameters, self._world_size
         group = dist.group.WORLD
         element_bytes = 4
@@ -262,7 +262,7 @@ class TrainContender:
             element_bytes = 2
         elif self.name == "hsdp":
             n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())
-            self._rival_bytes = lambda: float(self._steps * ring_bytes(4 * n_shard, n_nodes))
+            self._baseline_bytes = lambda: float(self._steps * ring_bytes(4 * n_shard, n_nodes))
             return
         elif self.name == "ddp-powersgd":
             state = powerSGD_hook.PowerSGDState(
@@ -272,21 +272,21 @@ class TrainContender:
             )
             state.iter = _POWER_SGD_START - self._power_sgd_start  # the hook's own count of steps so far
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            self._rival_bytes = lambda: float(self._power_sgd_bytes(state))
+            self._baseline_bytes = lambda: float(self._power_sgd_bytes(state))
             return
         elif self.name == "ddp-quant8":
             model.register_comm_hook(group, gloo_hooks.quant8_hook)
             # An all-gather of bytes: everyone's to everyone.
-            self._rival_bytes = lambda: float(self._steps * (world_size - 1) * n_elements)
+            self._baseline_bytes = lambda: float(self._steps * (world_size - 1) * n_elements)
             return
         elif self.name in TRAINING_THREAD:
             quantiser = training_thread.TrainingThreadQuantiser(
                 training_thread.CODECS[self.name](**self.options), getattr(model.module, "occupy", None)
             )
             quantiser.register(model)
-            self._quantiser, self._rival_bytes = quantiser, lambda: float(quantiser.sent_bytes)
+            self._quantiser, self._baseline_bytes = quantiser, lambda: float(quantiser.sent_bytes)
             return
-        self._rival_bytes = lambda: float(self._steps * ring_bytes(element_bytes * n_elements, world_size))
+        self._baseline_bytes = lambda: float(self._steps * ring_bytes(element_bytes * n_elements, world_size))
 
     def _whole_model_mb(self) -> int:
         return 1 + 4 * self.n_parameters // (1 << 20)
@@ -306,14 +306,14 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def check_rival_options(name: str, options: dict[str, Any]) -> None:
-    """Raises: InvalidArgument (what a rival does not take); schemes check their own options."""
-    if name not in RIVALS:
+def check_baseline_options(name: str, options: dict[str, Any]) -> None:
+    """Raises: InvalidArgument (what a baseline does not take); schemes check their own options."""
+    if name not in BASELINES:
         return
     if name in TRAINING_THREAD:  # the codec's own
         codecs.by_name(name.removeprefix("ddp-"), **options)
         return
-    known = _RIVAL_OPTIONS.get(name, ())
+    known = _BASELINE_OPTIONS.get(name, ())
     for key, value in options.items():
         if key not in known:
             raise InvalidArgument(f"{name} takes {', '.join(known) or 'no options'} here, not {key}")
@@ -324,8 +324,8 @@ def check_rival_options(name: str, options: dict[str, Any]) -> None:
 
 
 def names() -> list[str]:
-    """What `all` means: the rivals, then every scheme of the registry that works with any optimizer."""
-    return [name for name in [*RIVALS, *schemes.names()] if name not in more()]
+    """What `all` means: the baselines, then every scheme of the registry that works with any optimizer."""
+    return [name for name in [*BASELINES, *schemes.names()] if name not in more()]
 
 
 def more() -> list[str]:
@@ -333,7 +333,7 @@ def more() -> list[str]:
     return [*BY_NAME_ONLY, *(name for name in schemes.names() if schemes.needs_adam(name))]
 
 
-def describe(contender: TrainContender) -> str:
+def describe(method: TrainMethod) -> str:
     """The options, as written in a spec, and what was done to run it at all."""
-    words = [f"{key}={value}" for key, value in contender.options.items()]
-    return ",".join([*words, "one bucket"] if contender.name in _ONE_BUCKET else words)
+    words = [f"{key}={value}" for key, value in method.options.items()]
+    return ",".join([*words, "one bucket"] if method.name in _ONE_BUCKET else words)

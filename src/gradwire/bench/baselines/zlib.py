@@ -7,10 +7,10 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.bench.rivals import Rival
+from gradwire.bench.baselines import Baseline
 
 
-class Zlib(Rival):
+class Zlib(Baseline):
     name = "zlib"
     setting = "level 1"
 

@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import zipnn
 
-from gradwire.bench.rivals import Rival
+from gradwire.bench.baselines import Baseline
 
 
-class ZipNN(Rival):
+class ZipNN(Baseline):
     name = "zipnn"
     setting = "byte input, float32"
     is_threaded = True

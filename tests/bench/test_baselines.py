@@ -1,20 +1,20 @@
-"""Every rival gives back every bit, so that its ratio and its times mean something."""
+"""Every baseline gives back every bit, so that its ratio and its times mean something."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gradwire.bench import rivals
+from gradwire.bench import baselines
 from gradwire.errors import InvalidArgument
 
 _SPECIAL = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-42, -1.5, 3.4e38], np.float32)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
-@pytest.mark.parametrize("name", rivals.names())
-def test_rival_returns_every_bit(name: str, n_threads: int) -> None:
-    rival = rivals.by_name(name, n_threads)
+@pytest.mark.parametrize("name", baselines.names())
+def test_baseline_returns_every_bit(name: str, n_threads: int) -> None:
+    baseline = baselines.by_name(name, n_threads)
     numbers = np.random.default_rng(5)
     for array in (
         (numbers.standard_normal(50_000) * 1e-3).astype(np.float32),
@@ -22,12 +22,12 @@ def test_rival_returns_every_bit(name: str, n_threads: int) -> None:
         np.tile(_SPECIAL, 200),
     ):
         before = array.copy()
-        message = rival.encode(array)
-        decoded = rival.decode(message)
+        message = baseline.encode(array)
+        decoded = baseline.decode(message)
         assert np.array_equal(decoded.view(np.uint32), before.view(np.uint32))
         assert np.array_equal(array.view(np.uint32), before.view(np.uint32)), "the input was changed"
 
 
-def test_unknown_rival_is_refused_with_the_names_there_are() -> None:
+def test_unknown_baseline_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(InvalidArgument, match="zstd, zlib, lz4, blosc2, zipnn, pcodec"):
-        rivals.by_name("lzma")
+        baselines.by_name("lzma")

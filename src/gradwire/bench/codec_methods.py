@@ -1,4 +1,4 @@
-"""What `bench codec` times: gradwire's codecs and their rivals behind one face, each judging its own round trips."""
+"""What `bench codec` times: gradwire's codecs and their baselines behind one face, each judging its own round trips."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradwire import codecs
-from gradwire.bench import rivals
+from gradwire.bench import baselines
 from gradwire.errors import CorruptMessage
 from gradwire.workloads.gradients import GradientFile
 
@@ -17,7 +17,7 @@ from gradwire.workloads.gradients import GradientFile
 _POISON = np.uint32(0xFFC0DEAD)
 
 
-class Contender(ABC):
+class TimedMethod(ABC):
     """One codec with one gradient and one thread count, ready to run; buffers are kept, as a scheme would keep them."""
 
     name: str
@@ -74,24 +74,24 @@ class Contender(ABC):
             )
 
 
-class RivalContender(Contender):
-    """A rival: bytes in, bytes out, allocated by the package as for any of its users."""
+class BaselineMethod(TimedMethod):
+    """A baseline: bytes in, bytes out, allocated by the package as for any of its users."""
 
     def __init__(self, name: str, file: GradientFile, n_threads: int) -> None:
         super().__init__(file, n_threads)
         self.name = name
-        self._rival = rivals.by_name(name, n_threads)
-        self.setting = self._rival.setting
-        self.is_threaded = self._rival.is_threaded
+        self._baseline = baselines.by_name(name, n_threads)
+        self.setting = self._baseline.setting
+        self.is_threaded = self._baseline.is_threaded
         self._message = b""
         self._values = np.zeros(0, np.float32)
 
     def encode(self) -> None:
-        self._message = self._rival.encode(self.file.gradient)
+        self._message = self._baseline.encode(self.file.gradient)
         self.encoded_bytes = len(self._message)
 
     def decode(self) -> None:
-        self._values = self._rival.decode(self._message)
+        self._values = self._baseline.decode(self._message)
 
     def poison(self) -> None:
         self._values = np.zeros(0, np.float32)
@@ -100,7 +100,7 @@ class RivalContender(Contender):
         return self._values
 
 
-class CodecContender(Contender):
+class CodecMethod(TimedMethod):
     """A codec of gradwire's registry, which says nothing of its loss: equal messages must give equal values."""
 
     def __init__(

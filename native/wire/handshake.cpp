@@ -23,7 +23,6 @@ namespace {
 
 constexpr std::uint32_t kMagic = 0x31485747;  // "GWH1"
 constexpr std::size_t kNonceBytes = 16;
-constexpr auto kPatience = std::chrono::milliseconds(800);  // for one stranger: closed within a second
 constexpr std::size_t kMaxVisitors = 256;
 
 using Nonce = std::array<std::uint8_t, kNonceBytes>;
@@ -172,7 +171,7 @@ void Doorkeeper::admit() {
   fill_random(challenge.nonce);
   // It fits into what the kernel holds for a new connection; a visitor for whom it does not is none of ours.
   if (send(connection.get(), &challenge, sizeof challenge, MSG_NOSIGNAL) != sizeof challenge) return;
-  visitors_.push_back({std::move(connection), Clock::now() + kPatience, challenge.nonce, {}, 0});
+  visitors_.push_back({std::move(connection), Clock::now() + kPatienceWithStrangers, challenge.nonce, {}, 0});
 }
 
 bool Doorkeeper::hear(Visitor& visitor) {

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -19,6 +20,7 @@ namespace gradwire::wire {
 
 inline constexpr std::size_t kSecretBytes = 16;
 using Secret = std::array<std::uint8_t, kSecretBytes>;
+inline constexpr std::chrono::milliseconds kPatienceWithStrangers{800};  // so that they are closed within a second
 
 // The side of the rank that connected. Throws PeerLost (no answer, refused, or an answer without the secret),
 // IncompatibleVersion.

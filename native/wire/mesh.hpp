@@ -111,6 +111,8 @@ class Mesh {
 
   void add(int peer, Descriptor socket);
   void meet(Lock& lock, int peer);
+  // A connection whose two ends are sure of each other.
+  Descriptor reach(int peer, const Endpoint& endpoint);
   Stream& stream_of(std::uint32_t number);
   void begin_message(Connection& connection);
   void begin_body(Connection& connection, Stream& stream);

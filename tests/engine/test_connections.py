@@ -184,6 +184,35 @@ def test_a_rank_that_came_in_time_is_let_in_by_a_process_that_was_held_up() -> N
     process.join()
 
 
+@pytest.mark.parametrize("held_up_s", [0.9, 0])
+def test_a_rank_that_was_held_up_and_taken_for_a_stranger_comes_again_and_one_that_is_refused_does_not(
+    held_up_s: float,
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(10 * patience())
+    one = _native.Mesh(1, 2, "127.0.0.1", 60)
+    one.join([listener.getsockname()[:2], one.endpoint], SECRET)
+
+    def answer() -> socket.socket:
+        connection, _ = listener.accept()
+        time.sleep(held_up_s)
+        connection.close()
+        if held_up_s:
+            connection, _ = listener.accept()
+            theirs = bytes(16)
+            connection.sendall(CHALLENGE.pack(b"GWH1", _native.MESSAGE_VERSION, theirs))
+            *_, rank, peer, nonce, _ = PROOF.unpack(connection.recv(PROOF.size, socket.MSG_WAITALL))
+            text = b"a" + struct.pack("<II", rank, peer) + theirs + nonce
+            connection.sendall(hmac.digest(SECRET, text, hashlib.sha256))
+        listener.close()
+        return connection
+
+    connection, ended = at_once(answer, lambda: one.open(STREAM, FACTS, MAX_BYTES, [0]))
+    one.shut()
+    connection.close()
+    assert ended is None if held_up_s else isinstance(ended, errors.PeerLost)
+
+
 def header(**changes: int) -> bytes:
     fields = {
         "magic": 0x4757,

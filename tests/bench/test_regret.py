@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,16 @@ def auto_that(schedule: list[tuple[int, str]], *allowed: str, **more: Any) -> di
             "candidates": [*candidates, {"spec": "c", "excluded": "not here"}], "fidelity": "close"} | more  # fmt: skip
 
 
+def turns_of(steps_s: list[float], every: int = 1) -> list[list[float]]:
+    """Turns of ten steps; a fixed scheme takes each third."""
+    turns = [steps_s[at : at + 10] for at in range(0, len(steps_s), 10)]
+    return [turn if index % every == 0 else [] for index, turn in enumerate(turns)]
+
+
 def test_auto_is_counted_against_ddp_over_all_steps_and_against_the_best_it_may_use_in_the_second_half() -> None:
-    steps_s = {"ddp": [2.0] * 4, "auto": [2.0, 2.0, 1.0, 1.0], "a": [1.0, 1.0], "b": [0.5, 3.0], "c": [0.1, 0.1]}
-    found = make_records(steps_s, {"auto": auto_that([(0, "plain"), (2, "a")], "a", "b")})
+    turns_s = {"ddp": [[2.0, 2.0]] * 2, "auto": [[2.0, 2.0], [1.0, 1.0]], "a": [[1.0, 1.0]] * 2,
+               "b": [[0.5, 0.5], [3.0, 3.0]], "c": [[0.1, 0.1]] * 2}  # fmt: skip
+    found = make_records(turns_s, {"auto": auto_that([(0, "plain"), (2, "a")], "a", "b")})
     assert found["auto"]["x_ddp"] == pytest.approx(8 / 6)
     assert found["auto"]["best"] == "a", "b is slow in its second half, c is not allowed"
     assert found["auto"]["x_best_last_half"] == pytest.approx(1.0)
@@ -36,9 +44,34 @@ def test_auto_is_counted_against_ddp_over_all_steps_and_against_the_best_it_may_
     assert all(not isinstance(value, dict | list) for value in found["auto"].values()), "the store takes flat records"
 
 
+def test_a_machine_that_is_slow_for_some_turns_is_slow_for_both() -> None:
+    slow = [1.0, 1.0, 1.7, 1.0, 1.6, 1.8, 1.0, 2.0]  # in turns that the fixed scheme does not take, more often
+    machine = [factor for factor in slow for _ in range(10)]
+    turns_s = {
+        "ddp": turns_of([2.0 * factor for factor in machine]),
+        "auto": turns_of(machine),
+        "a": turns_of(machine, every=3),
+    }
+    found = make_records(turns_s, {"auto": auto_that([(0, "a")], "a")})["auto"]
+    for name in ("x_best", "x_best_last_half", "x_best_last_half_low", "x_best_last_half_high"):
+        assert found[name] == pytest.approx(1.0)
+    assert found["x_ddp"] == pytest.approx(2.0)
+
+
+def test_the_luckiest_of_few_turns_is_not_the_best() -> None:
+    """Five schemes that are as fast as each other and as auto: the luckiest of the second half would be 4 % ahead."""
+    rng, n_runs = random.Random(0), 100
+    ratios = []
+    for _ in range(n_runs):
+        turns_s = {spec: turns_of([rng.uniform(0.7, 1.3) for _ in range(200)], 3) for spec in "abcdef"}
+        turns_s |= {spec: turns_of([rng.uniform(0.7, 1.3) for _ in range(200)]) for spec in ("ddp", "auto")}
+        ratios.append(make_records(turns_s, {"auto": auto_that([(0, "a")], *"abdef")})["auto"]["x_best_last_half"])
+    assert 0.97 < statistics.fmean(ratios) < 1
+
+
 def test_a_phase_has_its_own_steps_and_decisions() -> None:
-    steps_s = {"ddp": [4.0] * 50, "auto": [4.0] * 10 + [1.0] * 40, "a": [1.0] * 20}
-    found = make_records(steps_s, {"auto": auto_that([(0, "plain"), (110, "a")], "a")}, first=100)
+    turns_s = {"ddp": turns_of([4.0] * 50), "auto": turns_of([4.0] * 10 + [1.0] * 40), "a": turns_of([1.0] * 50, 3)}
+    found = make_records(turns_s, {"auto": auto_that([(0, "plain"), (110, "a")], "a")}, first=100)
     assert found["auto"]["good_after"] == 8, "18 of the 20 steps from there on are good"
     assert [decision["step"] for decision in json.loads(found["auto"]["decisions"])] == [110]
 
@@ -49,8 +82,8 @@ def test_the_interval_of_a_ratio_covers_the_truth_as_often_as_it_says() -> None:
     for seed in range(n_runs):
         rng = random.Random(seed)
         minutes = [rng.uniform(0.8, 1.6) for _ in range(60)]  # the machine is slower at times, for both
-        ddp = [truth * minutes[i // 10] * rng.uniform(0.7, 1.3) for i in range(600)]
-        auto = [minutes[i // 10] * rng.uniform(0.7, 1.3) for i in range(600)]
+        ddp = turns_of([truth * minutes[i // 10] * rng.uniform(0.7, 1.3) for i in range(600)])
+        auto = turns_of([minutes[i // 10] * rng.uniform(0.7, 1.3) for i in range(600)])
         found = make_records({"ddp": ddp, "auto": auto}, {"auto": auto_that([(0, "plain")])})["auto"]
         assert found["x_ddp_low"] <= found["x_ddp"] <= found["x_ddp_high"] <= found["x_ddp_low"] + 0.1
         covered += found["x_ddp_low"] <= truth <= found["x_ddp_high"]

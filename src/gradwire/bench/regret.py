@@ -1,7 +1,8 @@
 """gradwire bench regret: what `auto` loses, against DDP without gradwire and against every fixed scheme that it may use.
 
 All train in the same processes in turns of ten steps, so a machine that is busy for a while is busy for all of them; `auto`
-sees its own steps alone and pays for its own trials. Fixed schemes, whose steps are all alike, take every third turn.
+sees its own steps alone and pays for its own trials. Fixed schemes, whose steps are all alike, take every third turn,
+and auto is compared with them in these.
 """
 
 from __future__ import annotations

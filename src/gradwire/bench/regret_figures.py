@@ -2,60 +2,66 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 _GOOD = 1.06  # of the best, is as good as the best
 _OF_STEPS, _GOOD_STEPS = 20, 18
 N_BLOCKS, _SAMPLES = 10, 1000  # of the bootstrap
 
+T = TypeVar("T")
+Turns = Sequence[Sequence[float]]  # a method's seconds a step, turn by turn; a turn in which it paused is empty
+
 
 def make_records(
-    steps_s: Mapping[str, Sequence[float]], autos: Mapping[str, Mapping[str, Any]], first: int = 0
+    turns_s: Mapping[str, Turns], autos: Mapping[str, Mapping[str, Any]], first: int = 0
 ) -> dict[str, dict[str, Any]]:
     """{method: its figures} of one phase of a run.
 
     Args:
-        steps_s: every method's seconds a step, "ddp" among them; fixed schemes may have fewer steps.
+        turns_s: every method's seconds a step, "ddp" among them. In a turn each takes as many steps as any other, or none.
         autos: {method: `stats()["auto"]` of it}.
         first: the number of auto's first step of the phase.
 
-    `x_ddp`: over all steps. `x_best_last_half`: against `best`, which of DDP and the schemes that this auto may use is
-    fastest in the second half. Above 1 auto is faster; `_low`, `_high`: 95 % intervals. `good_after`: steps until 18 of 20
-    ran under a scheme within 6 % of the best.
+    Two methods are compared in the turns that both took, in the same minutes of the machine.
+    `x_ddp`: over all of these. `x_best_last_half`: against `best` in the second half; `best` is which of DDP and the schemes
+    that this auto may use is the fastest over all turns (the luckiest of few turns is not the best). Above 1 auto is faster;
+    `_low`, `_high`: 95 % intervals. `good_after`: steps until 18 of 20 ran under a scheme within 6 % of the best.
     """
-    mean = {spec: statistics.fmean(values) for spec, values in steps_s.items()}
-    late = {spec: statistics.fmean(_late_half(values)) for spec, values in steps_s.items()}
+    beside_ddp = {spec: _common(turns_s["ddp"], turns) for spec, turns in turns_s.items()}
+    x_ddp = {spec: _times_as_fast(turns) for spec, turns in beside_ddp.items()}
     found: dict[str, dict[str, Any]] = {}
-    for spec, values in steps_s.items():
-        ordered = sorted(values)
+    for spec, turns in turns_s.items():
+        ordered = sorted(itertools.chain(*turns))
         found[spec] = {
             "iteration_s": statistics.median(ordered),
             "iteration_s_low": ordered[len(ordered) // 4],
             "iteration_s_high": ordered[len(ordered) * 3 // 4],
-            "late_s": late[spec],
-            "n_steps": len(values),
-            "x_ddp": mean["ddp"] / mean[spec],
-            "x_ddp_last_half": late["ddp"] / late[spec],
+            "late_s": statistics.fmean(itertools.chain(*_late_half([turn for turn in turns if turn]))),
+            "n_steps": len(ordered),
+            "x_ddp": x_ddp[spec],
+            "x_ddp_last_half": _times_as_fast(_late_half(beside_ddp[spec])),
         }
     for spec, auto in autos.items():
         allowed = {c["spec"]: c for c in auto["candidates"] if not c["excluded"]}
-        fixed = ["ddp", *(one for one in steps_s if one in allowed)]
-        best = min(fixed, key=lambda one: (late[one], one))
-        last = first + len(steps_s[spec])
+        fixed = ["ddp", *(one for one in turns_s if one in allowed)]
+        best = max(fixed, key=lambda one: (x_ddp[one], one))
+        beside_best = _common(turns_s[best], turns_s[spec])
+        last = first + found[spec]["n_steps"]
         medians = {one: found[one]["iteration_s"] for one in fixed} | {"plain": found["ddp"]["iteration_s"]}
         errors = sorted(
             abs(1e-3 * c["first_predicted_ms"] / medians[one] - 1) for one, c in allowed.items() if medians.get(one)
         )
         found[spec] |= {
             "fidelity": auto["fidelity"],
-            "x_best": min(mean[one] for one in fixed) / mean[spec],
-            "x_best_last_half": late[best] / late[spec],
-            **_interval("x_ddp", steps_s["ddp"], steps_s[spec]),
-            **_interval("x_best_last_half", _late_half(steps_s[best]), _late_half(steps_s[spec])),
+            "x_best": _times_as_fast(beside_best),
+            "x_best_last_half": _times_as_fast(_late_half(beside_best)),
+            **_interval("x_ddp", beside_ddp[spec]),
+            **_interval("x_best_last_half", _late_half(beside_best)),
             "best": best,
             "ends_with": auto["scheme"],
             "good_after": steps_until_good(auto["schedule"], medians, first, last),
@@ -69,29 +75,29 @@ def make_records(
     return found
 
 
-def _late_half(values: Sequence[float]) -> Sequence[float]:
-    return values[len(values) // 2 :]
+def _common(base_s: Turns, mine_s: Turns) -> list[tuple[float, float]]:
+    """Seconds of each turn that both took."""
+    return [(sum(base), sum(mine)) for base, mine in zip(base_s, mine_s, strict=True) if base and mine]
 
 
-def _interval(name: str, base_s: Sequence[float], mine_s: Sequence[float]) -> dict[str, float]:
-    """95 % interval of how many times as fast `mine_s` is, by a bootstrap over `N_BLOCKS` stretches of the run.
+def _late_half(turns: Sequence[T]) -> Sequence[T]:
+    return turns[len(turns) // 2 :]
 
-    Methods take turns, so one stretch of the run is the same minutes of the machine for both: both are drawn together.
-    Steps are not drawn singly: what disturbs one disturbs its neighbours.
+
+def _times_as_fast(turns: Sequence[tuple[float, float]]) -> float:
+    return sum(base for base, _ in turns) / sum(mine for _, mine in turns)
+
+
+def _interval(name: str, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """95 % interval of `_times_as_fast`, by a bootstrap over `N_BLOCKS` stretches of the turns.
+
+    Turns are not drawn singly, nor steps: what disturbs one disturbs its neighbours.
     """
-    n_blocks = min(N_BLOCKS, len(base_s), len(mine_s))
-    blocks = [(_block(base_s, i, n_blocks), _block(mine_s, i, n_blocks)) for i in range(n_blocks)]
+    n_blocks = min(N_BLOCKS, len(turns))
+    blocks = [turns[len(turns) * i // n_blocks : len(turns) * (i + 1) // n_blocks] for i in range(n_blocks)]
     rng = random.Random(0)
-    ratios = []
-    for _ in range(_SAMPLES):
-        drawn = rng.choices(blocks, k=n_blocks)
-        ratios.append(statistics.fmean(base for base, _ in drawn) / statistics.fmean(mine for _, mine in drawn))
-    ratios.sort()
+    ratios = sorted(_times_as_fast([*itertools.chain(*rng.choices(blocks, k=n_blocks))]) for _ in range(_SAMPLES))
     return {f"{name}_low": ratios[_SAMPLES * 25 // 1000], f"{name}_high": ratios[_SAMPLES * 975 // 1000 - 1]}
-
-
-def _block(values: Sequence[float], index: int, n_blocks: int) -> float:
-    return statistics.fmean(values[len(values) * index // n_blocks : len(values) * (index + 1) // n_blocks])
 
 
 def steps_until_good(schedule: Sequence[Sequence[Any]], step_s: Mapping[str, float], first: int, last: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import time
 from typing import Any
 
@@ -59,9 +60,7 @@ class _Run:
         for phase, rates in enumerate(["", *self._args.then]):
             if rates:
                 network = self._change_links(network, phase, rates)
-            firsts = {spec: len(one.times) for spec, one in {**self._named, **self._fixed}.items()}
-            self._run_phase()
-            self._write(phase, network, firsts)
+            self._write(phase, network, self._run_phase())
         for method in everyone:
             method.close()
 
@@ -71,7 +70,10 @@ class _Run:
         dist.barrier()
         return dataclasses.replace(network, rates_bps=tuple(parse_rate(word) for word in rates.split(",")))
 
-    def _run_phase(self) -> None:
+    def _run_phase(self) -> list[dict[str, int]]:
+        """How many steps each method has taken: before the first turn, and after each."""
+        everyone = {**self._named, **self._fixed}
+        n_steps = [{spec: len(one.times) for spec, one in everyone.items()}]
         n_done, n_turns, spent_s = 0, 0, 0.0
         counted = [one for spec, one in self._named.items() if spec == "ddp" or spec in self._autos]
         while n_done < self._args.steps:
@@ -84,18 +86,20 @@ class _Run:
                 if method in counted:
                     spent_s += time.perf_counter() - started
             n_done, n_turns = n_done + TURN, n_turns + 1
+            n_steps.append({spec: len(one.times) for spec, one in everyone.items()})
             if over_ranks.largest([spent_s])[0] > len(counted) * self._args.seconds:
                 break
+        return n_steps
 
-    def _write(self, phase: int, network: Network, firsts: dict[str, int]) -> None:
-        everyone = {**self._named, **self._fixed}
-        steps_s, losses = {}, {}
-        for spec, method in everyone.items():
-            steps_s[spec] = over_ranks.largest([times.iteration_s for times in method.times[firsts[spec] :]])
+    def _write(self, phase: int, network: Network, n_steps: list[dict[str, int]]) -> None:
+        turns_s, losses = {}, {}
+        for spec, method in {**self._named, **self._fixed}.items():
+            all_s = over_ranks.largest([times.iteration_s for times in method.times])
+            turns_s[spec] = [all_s[since[spec] : until[spec]] for since, until in itertools.pairwise(n_steps)]
             losses[spec] = over_ranks.mean(method.losses)
-        first = next((firsts[spec] for spec in self._autos), 0)
+        first = next((n_steps[0][spec] for spec in self._autos), 0)
         stats = {spec: auto.stats()["auto"] for spec, auto in self._autos.items()}
-        found = make_records(steps_s, stats, first if phase else 0)
+        found = make_records(turns_s, stats, first if phase else 0)
         if dist.get_rank() != 0:
             return
         rates = network.rates_bps if len(set(network.rates_bps)) > 1 else network.rates_bps[:1]

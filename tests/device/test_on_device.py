@@ -37,21 +37,28 @@ from gradwire import schemes
 from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme
+from gradwire.schemes.few_bits import as_published
 from gradwire.wire.communicator import Communicator
 from ranks import run_ranks, try_ranks
 
 Maker = Callable[[], Scheme]
 
+
+def by_name(name: str, **options: Any) -> Scheme:
+    """What beside AdamW would be chosen otherwise in host memory is as published."""
+    return schemes.by_name(name, **as_published(name, options))
+
+
 SCHEMES: dict[str, Maker] = {
-    "plain": lambda: schemes.by_name("plain"),
-    "bf16": lambda: schemes.by_name("bf16"),
-    "one-bit": lambda: schemes.by_name("one-bit"),
-    "one-bit in small messages": lambda: schemes.by_name("one-bit", scale="two-means", chunk_elements=500),
-    "one-bit without feedback": lambda: schemes.by_name("one-bit", error_feedback=False),
-    "one-bit after plain steps": lambda: schemes.by_name("one-bit", warmup_steps=2),
-    "one-bit but for some": lambda: schemes.by_name("one-bit", exempt=["*0.weight", "*.bias"]),
-    "two-bit": lambda: schemes.by_name("two-bit"),
-    "qsgd": lambda: schemes.by_name("qsgd"),
+    "plain": lambda: by_name("plain"),
+    "bf16": lambda: by_name("bf16"),
+    "one-bit": lambda: by_name("one-bit"),
+    "one-bit in small messages": lambda: by_name("one-bit", scale="two-means", chunk_elements=500),
+    "one-bit without feedback": lambda: by_name("one-bit", error_feedback=False),
+    "one-bit after plain steps": lambda: by_name("one-bit", warmup_steps=2),
+    "one-bit but for some": lambda: by_name("one-bit", exempt=["*0.weight", "*.bias"]),
+    "two-bit": lambda: by_name("two-bit"),
+    "qsgd": lambda: by_name("qsgd"),
 }
 
 

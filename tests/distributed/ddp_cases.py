@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.schemes import Scheme
+from gradwire.schemes.few_bits import as_published
 
 N_STEPS = 5
+ONE_BIT = "one-bit:warmup_steps=0"
 
 # Schemes that take the optimizer's step themselves have tests of their own (tests/stepping, tests/broadcast): what
 # scripts may do to `.grad` is not the same there.
@@ -23,13 +25,13 @@ STEP_OWNERS = ("aqgb", "broadcast")
 # Every other scheme of the registry, and the lossless gcomp; tables are refreshed within the few steps of a test.
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     **{
-        name: lambda name=name: schemes.by_name(name)
+        name: lambda name=name: schemes.by_name(name, **as_published(name, {}))
         for name in schemes.names()
         if name not in ("auto", "gcomp", "periodic", *STEP_OWNERS) and not schemes.needs_adam(name)
     },
     # Every step through a hook of its own, from the first step on; what it decides is test_auto.py's matter.
     "auto": lambda: schemes.by_name(
-        "auto", fidelity=["bf16", "one-bit"], replay=[(0, "bf16"), (2, "one-bit"), (3, "bf16")]
+        "auto", fidelity=["bf16", ONE_BIT], replay=[(0, "bf16"), (2, ONE_BIT), (3, "bf16")]
     ),
     "truncate": lambda: schemes.by_name("truncate", bits=5),  # fits bfloat16 too, whose mantissa has 7
     "gcomp": lambda: schemes.by_name("gcomp", refresh_every=3),

@@ -11,6 +11,7 @@ from torch import nn
 import gradwire
 from gradwire import _native, schemes
 from gradwire.core.bucket import Bucket
+from gradwire.schemes.few_bits import as_published
 from gradwire.telemetry.recorder import BucketRecord
 
 # GComp's messages as the digests were first made of them.
@@ -81,7 +82,9 @@ def reduce_case(rank: int, world_size: int, name: str, dtype_name: str) -> tuple
             "exp_avg_sq": torch.from_numpy(np.square(second) * np.float32(1e-6)),
         }
     offsets = np.cumsum([0, *(p.numel() for p in parameters)]).tolist()
-    state = gradwire.HookState(schemes.by_name(scheme_name, **options), optimizer=optimizer, timeout_s=60)
+    state = gradwire.HookState(
+        schemes.by_name(scheme_name, **as_published(scheme_name, options)), optimizer=optimizer, timeout_s=60
+    )
     digest, payload = hashlib.sha256(), 0
     mine = np.random.default_rng(100 + rank)
     for step in range(N_STEPS):

@@ -27,7 +27,7 @@ rank = dist.get_rank()
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 3))
 ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
-optimizer = torch.optim.AdamW(ddp.parameters())
+optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
 attachment = gradwire.attach(ddp, optimizer, os.environ["SCHEME"], timeout_s=300)
 
 def take_step():

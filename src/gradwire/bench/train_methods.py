@@ -131,7 +131,7 @@ class TrainMethod:
         # DDP's bucket size is no option of the scheme's; schemes that work by block want buckets no larger than blocks.
         options = {k: v for k, v in self.options.items() if k != "bucket_mb"}
         if self.name == "fsdp2":
-            return schemes.by_name(options.pop("scheme", "plain"), **options)
+            return make_scheme(options.pop("scheme", "plain"), options)
         return make_scheme(self.name, options)
 
     def run_step(self) -> None:

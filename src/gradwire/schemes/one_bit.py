@@ -1,24 +1,25 @@
 """The scheme `one-bit`: the sign of every value and a scale, with error feedback (Seide et al., Interspeech 2014).
 
 When not to use this: where the network is not the bottleneck, with few steps (what one bit leaves out arrives late), or
-under Adam's first hundred steps, whose second moments then see the quantiser's noise: train those plainly and `switch`.
+under Adam where its loss has to be plain's: `one-bit-adam` is nearer.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from gradwire.codecs.one_bit import OneBit
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
-from gradwire.schemes.quantised import QuantisedDirect, or_none
+from gradwire.schemes.few_bits import FewBits
 from gradwire.schemes.selection import ByName, Names
 
 
-class OneBitScheme(QuantisedDirect):
-    """See `gradwire.codecs.one_bit.OneBit` for scale and threshold, `QuantisedDirect` for the rest."""
+class OneBitScheme(FewBits):
+    """See `gradwire.codecs.one_bit.OneBit` for scale and threshold, `FewBits` and `QuantisedDirect` for the rest."""
 
     name = "one-bit"
-    loses_under_adam = "0.42 nats higher"
+    behind_plain = "0.14"
 
     def __init__(
         self,
@@ -27,13 +28,16 @@ class OneBitScheme(QuantisedDirect):
         error_feedback: bool = True,
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
-        warmup_steps: int = 0,
-        scale_values: int | None = None,
+        warmup_steps: int | None = None,
+        scale_values: int | str | None = None,
         exempt: Names = (),
         only: Names = (),
     ) -> None:
-        codec = OneBit(scale, threshold, or_none(scale_values))
-        super().__init__(codec, error_feedback, pull, chunk_elements, warmup_steps, ByName(exempt, only))
+        super().__init__(
+            functools.partial(OneBit, scale, threshold), scale != "fixed", error_feedback, pull, chunk_elements,
+            warmup_steps, scale_values, ByName(exempt, only),
+        )  # fmt: skip
+        codec = OneBit(scale, threshold)
         self._options = {"scale": codec.scale, "threshold": codec.threshold}
 
     @property

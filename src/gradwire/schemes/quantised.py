@@ -15,7 +15,6 @@ from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.exchange.patterns import Owners
-from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.on_device import QuantisedOnDevice
 from gradwire.schemes.selection import ByName, Selection
@@ -41,8 +40,6 @@ class QuantisedDirect(Compressed):
         select: which tensors are compressed; the others are reduced plainly.
     """
 
-    # What it was measured to lose under Adam without plain first steps (docs/results/lossy.md); said beside such an optimizer.
-    loses_under_adam: ClassVar[str] = ""
     # The option that says for how long steps are plain.
     settled_by: ClassVar[str] = "warmup_steps"
     works_on_device = True
@@ -84,20 +81,13 @@ class QuantisedDirect(Compressed):
         return self._last_step + 1 >= self.warmup_steps
 
     def bind(self, session: Session) -> None:
-        """As every scheme's; the log has the plain steps, and what Adam loses. Raises: InvalidArgument (names of no tensor)."""
+        """As every scheme's; the log has the plain steps. Raises: InvalidArgument (names of no tensor)."""
         self._last_step = -1
         self.select.bind(session)
         super().bind(session)
         self._on_device = self._go_to(session.site, session) if session.site is not None else None
-        is_adam = session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
         if self.settling_steps:
             _log.info("gradwire %s: steps before %d are reduced plainly", self.name, self.settling_steps)
-        elif self.loses_under_adam and is_adam and session.communicator.rank == 0:
-            _log.warning(
-                "gradwire %s beside %s: a small GPT ended %s than plain after 200 steps; "
-                'one-bit-adam is nearer, and scheme="auto" with fidelity="close" keeps the loss',
-                self.name, type(session.optimizer).__name__, self.loses_under_adam,
-            )  # fmt: skip
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)

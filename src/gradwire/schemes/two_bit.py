@@ -6,19 +6,20 @@ gradient's scale, which sends nothing for many steps or noise in all of them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
-from gradwire.schemes.quantised import QuantisedDirect, or_none
+from gradwire.schemes.few_bits import FewBits
 from gradwire.schemes.selection import ByName, Names
 
 
-class TwoBitScheme(QuantisedDirect):
-    """See `gradwire.codecs.two_bit.TwoBit` for threshold and relative, `QuantisedDirect` for the rest."""
+class TwoBitScheme(FewBits):
+    """See `gradwire.codecs.two_bit.TwoBit` for threshold and relative, `FewBits` and `QuantisedDirect` for the rest."""
 
     name = "two-bit"
-    loses_under_adam = "0.24 nats higher"
+    behind_plain = "0.12"
 
     def __init__(
         self,
@@ -27,13 +28,16 @@ class TwoBitScheme(QuantisedDirect):
         error_feedback: bool = True,
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
-        warmup_steps: int = 0,
-        scale_values: int | None = None,
+        warmup_steps: int | None = None,
+        scale_values: int | str | None = None,
         exempt: Names = (),
         only: Names = (),
     ) -> None:
-        codec = TwoBit(threshold, relative, or_none(scale_values))
-        super().__init__(codec, error_feedback, pull, chunk_elements, warmup_steps, ByName(exempt, only))
+        super().__init__(
+            functools.partial(TwoBit, threshold, relative), relative, error_feedback, pull, chunk_elements,
+            warmup_steps, scale_values, ByName(exempt, only),
+        )  # fmt: skip
+        codec = TwoBit(threshold, relative)
         self._options = {"threshold": codec.threshold, "relative": codec.relative}
 
     @property

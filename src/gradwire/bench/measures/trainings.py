@@ -27,6 +27,7 @@ from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.registry import parse_spec
 from gradwire.results.experiment import Cell
 from gradwire.results.store import Record
+from gradwire.schemes.few_bits import as_published
 from gradwire.training import TrainConfig, launching
 from gradwire.workloads.gradients import load_gradients
 
@@ -110,7 +111,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
         workload=workload,
         workload_options=workload_options,
         scheme=scheme,
-        scheme_options=options,
+        scheme_options=as_published(scheme, options),
         steps=int(call.get("steps", 300)),
         batch_size=call.get("batch_size"),
         seed=int(cell.get("seed", call.get("seed", 0))),

@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "there, for comparing a resumed run bit by bit")  # fmt: skip
     parser.add_argument("--local-sgd", type=int, default=0, metavar="H", help="no exchange of gradients: ranks step by "
                         "themselves, and every H steps exchange how far they went (DiLoCo)")  # fmt: skip
-    parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help="what local SGD steps the shared "
-                        "parameters with: DiLoCo's optimizer, or nothing but the mean")  # fmt: skip
-    parser.add_argument("--feedback-decay", type=float, default=1.0, metavar="SHARE", help="of what local SGD's scheme has "
-                        "left out, the share that lasts from one exchange to the next")  # fmt: skip
+    parser.add_argument("--outer", default="nesterov", choices=["nesterov", "average"], help="how local SGD updates the shared "
+                        "parameters: with DiLoCo's optimizer, or by the mean alone")  # fmt: skip
+    parser.add_argument("--feedback-decay", type=float, default=1.0, metavar="SHARE", help="share of local SGD's residuals "
+                        "that is kept from one exchange to the next (1)")  # fmt: skip
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True, help="on held-out data")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a list with one flat record per run")
 

@@ -41,31 +41,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to simulate, options as NAME:option=value,...; `all` is everything (broadcast-32 broadcast-4 aqgb plain)",
     )
     parser.add_argument(
-        "--workers", nargs="+", type=int, default=[16], metavar="N", help="how many (16); several sweep"
+        "--workers",
+        nargs="+",
+        type=int,
+        default=[16],
+        metavar="N",
+        help="number of workers (16); several: one run each",
     )
     parser.add_argument(
-        "--rate", nargs="+", default=["2.5gbit"], metavar="RATE", help="of each link (2.5gbit); several sweep"
+        "--rate",
+        nargs="+",
+        default=["2.5gbit"],
+        metavar="RATE",
+        help="rate of each link (2.5gbit); several: one run each",
     )
     parser.add_argument(
         "--workload",
         nargs="+",
         default=["resnet50-4blocks"],
         metavar="NAME",
-        help=f"{', '.join(workloads.names())}; several sweep (resnet50-4blocks)",
+        help=f"{', '.join(workloads.names())}; several: one run each (resnet50-4blocks)",
     )
     parser.add_argument(
-        "--step-ms", type=float, metavar="MS", help="forward and backward pass take this (the workload's own)"
+        "--step-ms", type=float, metavar="MS", help="time of a forward and backward pass (the workload's own)"
     )
     parser.add_argument("--seconds", type=float, metavar="S", help="simulated seconds (200, unless --rounds is given)")
     parser.add_argument("--rounds", type=int, metavar="N", help="stop after this many synchronised rounds")
-    parser.add_argument("--jitter", choices=_JITTERS, default="common", help="of the computation times (common)")
+    parser.add_argument("--jitter", choices=_JITTERS, default="common", help="how computation times vary (common)")
     parser.add_argument("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the jitter (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the jitter (0)")
     parser.add_argument(
         "--racks", type=int, default=1, metavar="N", help="number of racks in a two-level tree (1: one switch)"
     )
     parser.add_argument(
-        "--core-rate", metavar="RATE", help="of each rack's link to the core (as fast as its workers' links)"
+        "--core-rate", metavar="RATE", help="rate of each rack's link to the core (that of its workers' links together)"
     )
     parser.add_argument(
         "--latency-us",
@@ -79,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="rates over time: a file of lines `seconds,rate`, or directly 0=2.5gbit,60=1gbit",
     )
-    parser.add_argument("--trace-workers", nargs="+", type=int, metavar="N", help="whose links the trace is of (all)")
+    parser.add_argument(
+        "--trace-workers", nargs="+", type=int, metavar="N", help="workers whose links follow the trace (all)"
+    )
     parser.add_argument(
         "--measured-on", metavar="NAME", help="workload of the measured sizes (resnet50's, else resnet's)"
     )
@@ -94,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chrome-trace", type=Path, metavar="FILE", help="spans of a single run's rounds, for Perfetto"
     )
-    parser.add_argument("--trace-rounds", type=int, default=5, metavar="N", help="how many rounds of it (5)")
+    parser.add_argument("--trace-rounds", type=int, default=5, metavar="N", help="rounds in the Chrome trace (5)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from gradwire.ranks.netlab.schedule import Schedule, parse_event
 from gradwire.ranks.netlab.stale import end_stale_labs
 from gradwire.ranks.supervisor import end_on_signals
 
-_RATE_HELP = "of every link, both directions: 100mbit, 2.5gbit, none for loopback (default: %(default)s)"
+_RATE_HELP = "rate of every link, each way: 100mbit, 2.5gbit, none for loopback (default: %(default)s)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run_parser.add_argument("--rate", default="1gbit", metavar="RATE", help=_RATE_HELP)
     run_parser.add_argument(
-        "--straggler", action="append", default=[], metavar="RANK=RATE", help="another rate for one rank; repeatable"
+        "--straggler", action="append", default=[], metavar="RANK=RATE", help="give one rank another rate; repeatable"
     )
     run_parser.add_argument(
         "--at",
@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in mid-run: 10:rate:2=100mbit, 10:down:2, 12:up:2, 5:stop:1, 6:continue:1, 9:kill:3; repeatable",
     )
     run_parser.add_argument(
-        "--grace", type=float, default=10.0, metavar="S", help="for the others when a rank fails (default: %(default)s)"
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds that the other ranks get to end when one fails (default: %(default)s)",
     )
     run_parser.add_argument("--timeout", type=float, metavar="S", help="end the run after this long, with status 124")
     run_parser.add_argument("--counters", action="store_true", help="print what each link has carried, at the end")

@@ -168,6 +168,15 @@ def test_a_spec_speaks_of_workload_and_buckets_too(tmp_path: Path) -> None:
     assert config.workload_options == {"folds": 5, "fold": 2, "learning_rate": 0.25}
 
 
+def test_a_name_is_the_same_method_beside_every_optimizer(tmp_path: Path) -> None:
+    def options_of(spec: str) -> dict[str, object]:
+        return trainings.configure(call([], tmp_path), {}, spec).scheme_options
+
+    assert options_of("one-bit") == {"warmup_steps": 0, "scale_values": "message"}
+    assert options_of("two-bit:scale_values=512") == {"warmup_steps": 0, "scale_values": 512}
+    assert options_of("qsgd") == {}
+
+
 def test_rates_and_ranks_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[Path] = []
     monkeypatch.setattr(trainings, "run_in_ranks", lambda configs, *where: placed.extend(c.out for c in configs))

@@ -151,8 +151,8 @@ def run(words: list[str]) -> None:
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
-        main.__file__ = words[0]
-        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+        main.__file__ = os.path.abspath(words[0])
+        exec(compile(Path(words[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
 if __name__ == "__main__":

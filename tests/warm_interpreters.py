@@ -30,7 +30,13 @@ _MODULES = [
 
 @contextlib.contextmanager
 def warm_server(*modules: str) -> Iterator[dict[str, str]]:
-    """A server that has imported `modules` too. Yields: the variables with which processes are forked from it."""
+    """A server that has imported `modules` too. Yields: the variables with which processes are forked from it.
+
+    There are no such variables where this is not Linux: processes begin fresh.
+    """
+    if not hasattr(os, "pidfd_open"):
+        yield {}
+        return
     with tempfile.TemporaryDirectory(prefix="gradwire-warm-") as folder:
         address = str(Path(folder) / "server")
         command = [sys.executable, str(_FOLDER / "server.py"), address, *_MODULES, *modules]

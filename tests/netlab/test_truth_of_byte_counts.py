@@ -12,7 +12,7 @@ from gradwire import schemes
 from gradwire.ranks.netlab import Netlab
 from ranks import patience
 
-pytestmark = [pytest.mark.root, pytest.mark.usefixtures("warm_interpreters")]
+pytestmark = pytest.mark.root
 
 N_RANKS = 3
 SCRIPT = Path(__file__).with_name("rank_truth.py")

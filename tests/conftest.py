@@ -3,9 +3,11 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,3 +22,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # No test asserts how long an example takes: on a busy machine any may take longer than Hypothesis' 200 ms.
 hypothesis.settings.register_profile("on any machine", deadline=None)
 hypothesis.settings.load_profile("on any machine")
+
+
+@pytest.fixture(scope="session")
+def _warm_server() -> Iterator[dict[str, str]]:
+    from warm_interpreters import warm_server
+
+    with warm_server() as variables:
+        yield variables
+
+
+@pytest.fixture
+def warm_interpreters(_warm_server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts begin with torch imported: see `warm_interpreters.py`."""
+    for name, value in _warm_server.items():
+        monkeypatch.setenv(name, value)

@@ -14,6 +14,8 @@ from gradwire.bench.measures.compression_cost import Asked, Gradients, HookSteps
 from gradwire.errors import InvalidArgument
 from ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 def reduce_alone(rank: int, world_size: int) -> dict[str, float]:
     """{method: |mean of equal gradients at full rank - the gradient| / |gradient|} over three steps."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from gradwire.bench.launching import needs_switch
 from gradwire.cli import main
+
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 
 def test_a_switch_is_started_for_those_who_sum_in_it_alone() -> None:

@@ -19,6 +19,8 @@ from gradwire.cli import main
 from gradwire.workloads import by_name
 from ranks import patience, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 def _bench(*arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gradwire", "bench", *arguments]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from gradient_files import adamw_arrays, write
@@ -18,6 +19,8 @@ from gradwire.bench.training_thread import TrainingThreadQuantiser
 from gradwire.codecs.one_bit import OneBit
 from gradwire.schemes.slimgc import SlimGC
 from ranks import patience, run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 
 def check_conservation(rank: int, world_size: int) -> None:

@@ -18,6 +18,8 @@ from gradwire.errors import InvalidArgument
 from gradwire.training import TrainConfig, train_rank
 from gradwire.workloads.gradients import load_gradients
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 TINY = {"workload": "gpt:n_layers=1,width=32,n_heads=2,length=16", "ranks": 2, "steps": 10, "batch_size": 2}
 BASELINE = "gcomp:importance=none"
 

@@ -85,12 +85,14 @@ def test_rank_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.usefixtures("warm_interpreters")
 @pytest.mark.parametrize("harm", ["down and up", "host gone"])
 def test_links_fail_and_what_follows_is_judged(harm: str) -> None:
     _expect({**_LINKS, "harm": harm}, "passed")
 
 
 @pytest.mark.root
+@pytest.mark.usefixtures("warm_interpreters")
 def test_fault_planted_behind_a_link_is_found() -> None:
     assert "noticed nothing" in _expect({**_LINKS, "plant": "silent"}, "failed")
 

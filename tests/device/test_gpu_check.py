@@ -25,6 +25,8 @@ from gradwire.core.staging import StagedBucket, _Device
 from gradwire.gpu import kernels
 from ranks import patience, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 def do_nothing(*arguments: Any) -> None:
     pass

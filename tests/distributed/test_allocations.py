@@ -76,23 +76,29 @@ def count_in_warm_steps(rank: int, world_size: int, name: str) -> tuple[int, int
     return n, largest, n_control
 
 
-@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(
-    "name",
-    ["gcomp", "one-bit", "slimgc"],
-)
-def test_warm_steps_ask_malloc_for_no_block(name: str, counter: str) -> None:
-    """In processes of their own: where ranks are forked from has been started without the counter."""
+NAMES = ["gcomp", "one-bit", "slimgc"]
+
+
+@pytest.fixture(scope="module")
+def counted(counter: str) -> dict[str, list[tuple[int, int, int]]]:
+    """By scheme and rank. In processes of their own: where ranks are forked from has been started without the counter."""
     folders = os.pathsep.join(filter(None, [*sys.path, str(Path(__file__).parents[1])]))
     environment = {**os.environ, "LD_PRELOAD": counter, "PYTHONPATH": folders}
-    command = [sys.executable, str(Path(__file__)), name]
+    command = [sys.executable, str(Path(__file__)), *NAMES]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
-    for n, largest, n_control in json.loads(answer.stdout):
+    return json.loads(answer.stdout)
+
+
+@pytest.mark.skipif(compiler is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", NAMES)
+def test_warm_steps_ask_malloc_for_no_block(name: str, counted: dict[str, list[tuple[int, int, int]]]) -> None:
+    assert len(counted[name]) == 2
+    for n, largest, n_control in counted[name]:
         assert n_control == 1, "the counter does not count"
         # A list of telemetry that is full grows now and then.
         assert n < N_STEPS, f"{n} blocks, the largest of {largest} bytes"
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_ranks(count_in_warm_steps, 2, sys.argv[1], timeout_s=120)))
+    print(json.dumps({name: run_ranks(count_in_warm_steps, 2, name, timeout_s=120) for name in sys.argv[1:]}))

@@ -8,7 +8,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from ranks import patience
+
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 SCRIPT = textwrap.dedent("""
     import hashlib, os, sys
@@ -59,10 +63,11 @@ SCRIPT = textwrap.dedent("""
 
 def launch(script: Path, n_ranks: int, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """torchrun, which restarts once."""
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[2] / "src")])
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1",
          f"--nproc-per-node={n_ranks}", str(script), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True, text=True, timeout=300 * patience(),
     )  # fmt: skip
 

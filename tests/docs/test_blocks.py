@@ -23,6 +23,8 @@ import gradwire
 from gradwire import codecs
 from ranks import patience, run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 # First words of a Python block -> what runs it instead, or why nothing does.

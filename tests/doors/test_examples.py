@@ -14,6 +14,8 @@ from gradwire.doors.table import markdown
 from gradwire.ranks.launch import start_ranks
 from ranks import patience
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -14,6 +14,8 @@ from gradwire.cli import main
 from gradwire.errors import GradwireError
 from ranks import patience
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 @pytest.mark.root
 def test_links_change_between_the_phases_and_records_say_so(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.root
 ALL_REDUCE = [sys.executable, str(Path(__file__).with_name("rank_all_reduce.py"))]
 
 
+@pytest.mark.usefixtures("warm_interpreters")
 def test_a_short_failure_of_a_link_is_ridden_out_and_a_lasting_one_is_an_error_on_all_ranks() -> None:
     turns: queue.Queue[int] = queue.Queue()
     with Netlab(2, "200mbit") as lab:
@@ -37,6 +38,7 @@ def test_a_short_failure_of_a_link_is_ridden_out_and_a_lasting_one_is_an_error_o
     assert result.ended_by_us == ()
 
 
+@pytest.mark.usefixtures("warm_interpreters")
 @pytest.mark.parametrize("scheme", ["gcomp", "one-bit"])
 def test_exchanges_ride_out_a_short_failure_of_a_link_and_name_the_peer_after_a_lasting_one(scheme: str) -> None:
     turns: queue.Queue[int] = queue.Queue()
@@ -76,6 +78,7 @@ def test_events_on_the_command_line_happen_and_the_failed_rank_is_named() -> Non
     assert "rank 1 was killed by SIGKILL (the first to fail; then rank 0 had to be ended)" in done.stderr
 
 
+@pytest.mark.usefixtures("warm_interpreters")
 def test_a_rate_check_through_gloo_measures_a_rate(tmp_path: Path) -> None:
     file = tmp_path / "rates.json"
     command = [*CLI, "check", "--ranks", "2", "--rates", "50mbit", "--seconds", "0.3", "--repeats", "3"]

@@ -13,6 +13,8 @@ from gradwire.ranks.netlab import Netlab
 from gradwire.ranks.network import Network, current_network
 from ranks import patience
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 _RANK = str(Path(__file__).with_name("rank_two_levels.py"))
 _N_BYTES = 4 << 20
 _ONE_BIT = 1 / 32  # c: a bit for each float32; what scales add is less than the margin

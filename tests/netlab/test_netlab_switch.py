@@ -16,6 +16,8 @@ from gradwire.ranks.netlab import Netlab
 from gradwire.ranks.netlab.switch_host import switch_rate_bps
 from ranks import patience
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 RANK = [sys.executable, str(Path(__file__).with_name("rank_switch_sum.py"))]
 
 

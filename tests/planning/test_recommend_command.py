@@ -11,6 +11,8 @@ import pytest
 
 from gradwire.cli import main
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 TRAIN = """
 import torch
 import torch.distributed as dist

@@ -11,6 +11,8 @@ from gradwire import cli
 from gradwire.cli import demo
 from ranks import patience
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 TINY = "gpt:n_layers=1,width=32,n_heads=2,length=16,batch_size=2"
 
 

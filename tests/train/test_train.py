@@ -16,6 +16,8 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.training import TrainConfig, TrainResult, checkpoints, train_rank
 from gradwire.training.launching import to_command_line
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 # A busy machine needs its time: these are tests of results, and pytest's own time limit catches a hang.
 run_ranks = functools.partial(ranks.run_ranks, timeout_s=150)
 try_ranks = functools.partial(ranks.try_ranks, timeout_s=150)

@@ -293,6 +293,7 @@ def refuse(rank: int, world_size: int) -> None:
     net.spare.weight.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[union-attr,operator]
     with pytest.raises(gradwire.Unsupported, match=r"spare\.weight has a post-accumulate hook"):
         attach(net, optimizer, mesh)
+    dist.barrier()  # rank 0 holds the store, and waits for the ranks of its own group only
 
 
 def test_what_this_door_cannot_serve_is_refused_by_name() -> None:

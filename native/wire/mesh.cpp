@@ -19,10 +19,6 @@ constexpr int kEventsPerCall = 64;
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
-Clock::duration seconds(double n) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(n, 1e8)));
-}
-
 }  // namespace
 
 // ---- streams
@@ -148,26 +144,6 @@ void Mesh::meet(Lock& lock, int peer) {
   lock.lock();
   throw_if_broken();
   if (!connections_[peer]) add(peer, std::move(socket));
-}
-
-Descriptor Mesh::reach(int peer, const Endpoint& endpoint) {
-  for (const auto deadline = Clock::now() + seconds(timeout_s_);;) {
-    const auto started = Clock::now();
-    Descriptor socket;
-    try {
-      socket = connect_to(endpoint, deadline);
-    } catch (const std::system_error& error) {
-      lose(peer, "did not take a connection at " + endpoint.host + " (" + error.code().message() + ")", started);
-    }
-    try {
-      introduce(socket, rank_, peer, secret_, deadline);
-      return socket;
-    } catch (const PeerLost&) {
-      // A process that was held up for longer than strangers may take was taken for one: it comes again.
-      const auto now = Clock::now();
-      if (now - started < kPatienceWithStrangers || now >= deadline) throw;
-    }
-  }
 }
 
 void Mesh::add(int peer, Descriptor socket) {

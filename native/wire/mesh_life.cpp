@@ -1,4 +1,4 @@
-// How a mesh begins and ends: its door, a loss, a break, a fork of the process.
+// How a mesh begins and ends: its door and those of others, a loss, a break, a fork of the process.
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -100,6 +100,26 @@ void Mesh::join(std::vector<Endpoint> endpoints, const Secret& secret) {
                                                // A second connection of a rank is none of ours: the first one stays.
                                                if (!is_broken_ && !connections_[peer]) add(peer, std::move(socket));
                                              });
+}
+
+Descriptor Mesh::reach(int peer, const Endpoint& endpoint) {
+  for (const auto deadline = Clock::now() + seconds(timeout_s_);;) {
+    const auto started = Clock::now();
+    Descriptor socket;
+    try {
+      socket = connect_to(endpoint, deadline);
+    } catch (const std::system_error& error) {
+      lose(peer, "did not take a connection at " + endpoint.host + " (" + error.code().message() + ")", started);
+    }
+    try {
+      introduce(socket, rank_, peer, secret_, deadline);
+      return socket;
+    } catch (const PeerLost&) {
+      // A process that was held up for longer than strangers may take was taken for one: it comes again.
+      const auto now = Clock::now();
+      if (now - started < kPatienceWithStrangers || now >= deadline) throw;
+    }
+  }
 }
 
 void Mesh::throw_if_broken() const {

@@ -148,6 +148,10 @@ void receive_all(const Descriptor& connection, void* data, std::size_t n, Clock:
   }
 }
 
+Clock::duration seconds(double n) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(n, 1e8)));
+}
+
 int milliseconds_until(Clock::time_point deadline) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
   return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000'000));

@@ -58,5 +58,7 @@ void receive_all(const Descriptor& connection, void* data, std::size_t n, Clock:
 
 // Milliseconds until `deadline` for poll and epoll: rounded up, never negative.
 int milliseconds_until(Clock::time_point deadline);
+// At most some years, which a deadline can hold.
+Clock::duration seconds(double n);
 
 }  // namespace gradwire::wire

@@ -44,7 +44,7 @@ _LINKS = {
 PLANTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("trainings", _TRAINING, "drift", "parameters differ between ranks after step 2"),
     ("trainings", _GIVEN, "scaled", "is not the mean"),
-    ("trainings", {**_GIVEN, "scheme": ("one-bit", {})}, "lost", "residual"),
+    ("trainings", {**_GIVEN, "scheme": ("one-bit", {"warmup_steps": 0})}, "lost", "residual"),
     ("faults", _FAULT, "untyped", "got no typed error"),
     ("faults", _FAULT, "silent", "noticed nothing"),
     ("resuming", _RESUMPTION, "stale", "other bits resumed than in one go"),

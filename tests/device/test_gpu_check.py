@@ -43,11 +43,12 @@ def run_sections(rank: int, world_size: int, library: Path) -> None:
         assert all(rate > 0 for rate in device_checks.measure_copies(device).values())
     assert device_checks.check_importance(device)["n_bytes_compared"] > 1 << 20
     assert device_checks.check_staging(device)["n_buckets"] == 6
+    long_us = int(50_000 * patience())  # a host that is held up for as long reads what it should have waited for
     functions.set_lateness_us(0)
-    functions.set_stream_lateness_us(0, 0, 30_000)
+    functions.set_stream_lateness_us(0, 0, long_us)
     with mock.patch.object(_Device, "_follow_caller", do_nothing), pytest.raises(CheckFailed, match="the host"):
         device_checks.check_staging(device)
-    functions.set_lateness_us(30_000)
+    functions.set_lateness_us(long_us)
     functions.set_stream_lateness_us(0, 0, 0)
     with (
         mock.patch.object(StagedBucket, "complete", lambda self, future: future.set_result(self.on_device)),

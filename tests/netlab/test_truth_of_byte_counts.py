@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,27 @@ HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with time stamps: of every pack
 BACKEND_BYTES_A_STEP = 3_000
 
 
-def test_counted_bytes_are_the_kernels_for_every_scheme() -> None:
+def measure(names: list[str]) -> list[dict[str, Any]]:
     lines: list[str] = []
     with Netlab(N_RANKS, "1gbit") as lab:
-        command = [sys.executable, str(SCRIPT), *schemes.names()]
+        command = [sys.executable, str(SCRIPT), *names]
         lab.run(command, on_line=lambda rank, line: lines.append(line), timeout_s=120 * patience()).raise_if_failed()
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(found) == N_RANKS * len(schemes.names())
-    for one in found:
-        payload = one["kernel"] - HEADER_BYTES * one["packets"]
-        assert abs(payload - one["counted"]) <= 0.05 * one["counted"] + BACKEND_BYTES_A_STEP * one["steps"], one
+    assert len(found) == N_RANKS * len(names)
+    return found
+
+
+def test_counted_bytes_are_the_kernels_for_every_scheme() -> None:
+    names = schemes.names()
+    for _ in range(3):
+        too_many = {}
+        for one in measure(names):
+            more = one["kernel"] - HEADER_BYTES * one["packets"] - one["counted"]
+            allowed = 0.05 * one["counted"] + BACKEND_BYTES_A_STEP * one["steps"]
+            assert more >= -allowed, one
+            if more > allowed:
+                too_many[one["scheme"]] = one
+        names = list(too_many)  # on a busy machine TCP sends some segments twice: measured again
+        if not names:
+            return
+    raise AssertionError(too_many)

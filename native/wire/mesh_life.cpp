@@ -103,8 +103,9 @@ void Mesh::join(std::vector<Endpoint> endpoints, const Secret& secret) {
 }
 
 Descriptor Mesh::reach(int peer, const Endpoint& endpoint) {
-  for (const auto deadline = Clock::now() + seconds(timeout_s_);;) {
-    const auto started = Clock::now();
+  const auto started = Clock::now(), deadline = started + seconds(timeout_s_);
+  while (true) {
+    const auto came = Clock::now();
     Descriptor socket;
     try {
       socket = connect_to(endpoint, deadline);
@@ -117,7 +118,7 @@ Descriptor Mesh::reach(int peer, const Endpoint& endpoint) {
     } catch (const PeerLost&) {
       // A process that was held up for longer than strangers may take was taken for one: it comes again.
       const auto now = Clock::now();
-      if (now - started < kPatienceWithStrangers || now >= deadline) throw;
+      if (now - came < kPatienceWithStrangers || now >= deadline) throw;
     }
   }
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gradient_files import adamw_arrays, sparse_arrays, write
 
 from gradwire.bench import method_registry
+from gradwire.bench.codec_methods import TimedMethod
 from gradwire.bench.gcomp_method import GCompMethod
 from gradwire.bench.level_rule import allowed_scale, dropped_bits
 from gradwire.cli import main
@@ -55,16 +57,22 @@ def test_records_are_flat_and_have_the_promised_fields(tmp_path: Path) -> None:
     assert len(table.read_text().splitlines()) == 1 + len(records)
 
 
-@pytest.mark.parametrize("name", method_registry.choose_specs(["all"]))
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_every_codec_and_baseline_keeps_its_promise(tmp_path: Path, name: str, kind: str) -> None:
-    arrays = adamw_arrays() if kind == "dense" else sparse_arrays()
-    method = method_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
+def verified(name: str, folder: Path, arrays: dict[str, Any]) -> TimedMethod:
+    """The method, after a round trip that kept its promise."""
+    method = method_registry.by_spec(name, load_gradients(write(folder / "a.npz", arrays)), 1)
     assert method is not None
     method.encode()
     method.poison()
     method.decode()
     method.verify()
+    return method
+
+
+@pytest.mark.parametrize("name", method_registry.choose_specs(["all"]))
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_every_codec_and_baseline_keeps_its_promise(tmp_path: Path, name: str, kind: str) -> None:
+    arrays = adamw_arrays() if kind == "dense" else sparse_arrays()
+    method = verified(name, tmp_path, arrays)
     assert method.encoded_bytes > 0
 
 
@@ -86,12 +94,7 @@ _GCOMP = [
 def test_wrong_result_stops_the_run(tmp_path: Path, name: str) -> None:
     arrays = adamw_arrays()
     arrays["gradient"][500] = 0.25
-    method = method_registry.by_spec(name, load_gradients(write(tmp_path / "a.npz", arrays)), 1)
-    assert method is not None
-    method.encode()
-    method.poison()
-    method.decode()
-    method.verify()
+    method = verified(name, tmp_path, arrays)
     decoded = method.decoded().copy()
     decoded[500] = np.nextafter(decoded[500], np.float32(1)) if name in ("zstd", "raw") else decoded[500] * 1.5
     method.decoded = lambda: decoded  # type: ignore[method-assign]

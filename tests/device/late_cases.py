@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.schemes import Scheme
-from gradwire.schemes.few_bits import as_published
 
 N_STEPS = 4
 CPU = torch.device("cpu")
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 # Every scheme of the registry, with what makes it work within few steps; and those whose options lead elsewhere.
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     **{
-        name: lambda name=name: schemes.by_name(name, **as_published(name, {}))
+        name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {}))
         for name in schemes.names()
         if name not in ("aqgb", "gcomp", "slimgc") and not schemes.needs_adam(name)
     },

@@ -37,7 +37,6 @@ from gradwire import schemes
 from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme
-from gradwire.schemes.few_bits import as_published
 from gradwire.wire.communicator import Communicator
 from ranks import run_ranks, try_ranks
 
@@ -46,7 +45,7 @@ Maker = Callable[[], Scheme]
 
 def by_name(name: str, **options: Any) -> Scheme:
     """What beside AdamW would be chosen otherwise in host memory is as published."""
-    return schemes.by_name(name, **as_published(name, options))
+    return schemes.by_name(name, **schemes.as_published(name, options))
 
 
 SCHEMES: dict[str, Maker] = {

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.schemes import Scheme
-from gradwire.schemes.few_bits import as_published
 
 N_STEPS = 5
 ONE_BIT = "one-bit:warmup_steps=0"
@@ -25,7 +24,7 @@ STEP_OWNERS = ("aqgb", "broadcast")
 # Every other scheme of the registry, and the lossless gcomp; tables are refreshed within the few steps of a test.
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     **{
-        name: lambda name=name: schemes.by_name(name, **as_published(name, {}))
+        name: lambda name=name: schemes.by_name(name, **schemes.as_published(name, {}))
         for name in schemes.names()
         if name not in ("auto", "gcomp", "periodic", *STEP_OWNERS) and not schemes.needs_adam(name)
     },

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from buckets import Driver
 from gradwire import InvalidArgument, schemes
-from gradwire.schemes.few_bits import as_published
 from ranks import run_ranks
 
 N = 1_000
@@ -97,7 +96,7 @@ def test_the_optimizer_chooses_what_was_left_out_and_one_rank_says_so(name: str)
     assert run_ranks(beside, 1, name, {}, "SGD") == [(published, [], 0)]
     asked = {"warmup_steps": 9, "scale_values": 64}
     assert run_ranks(beside, 1, name, asked, "AdamW") == [(asked, [], 9)]
-    assert run_ranks(beside, 1, name, as_published(name, {}), "AdamW") == [(published, [], 0)]
+    assert run_ranks(beside, 1, name, schemes.as_published(name, {}), "AdamW") == [(published, [], 0)]
 
 
 @pytest.mark.parametrize(("name", "options"), [("one-bit", {"scale": "fixed"}), ("two-bit", {"relative": False})])

@@ -11,7 +11,6 @@ from torch import nn
 import gradwire
 from gradwire import _native, schemes
 from gradwire.core.bucket import Bucket
-from gradwire.schemes.few_bits import as_published
 from gradwire.telemetry.recorder import BucketRecord
 
 # GComp's messages as the digests were first made of them.
@@ -83,7 +82,7 @@ def reduce_case(rank: int, world_size: int, name: str, dtype_name: str) -> tuple
         }
     offsets = np.cumsum([0, *(p.numel() for p in parameters)]).tolist()
     state = gradwire.HookState(
-        schemes.by_name(scheme_name, **as_published(scheme_name, options)), optimizer=optimizer, timeout_s=60
+        schemes.by_name(scheme_name, **schemes.as_published(scheme_name, options)), optimizer=optimizer, timeout_s=60
     )
     digest, payload = hashlib.sha256(), 0
     mine = np.random.default_rng(100 + rank)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from gradwire import schemes
 from gradwire.bench.live_optimizer import make_optimizer
 from gradwire.reducer import Reducer
-from gradwire.schemes.few_bits import as_published
 from gradwire.wire.communicator import ring_bytes
 from gradwire.workloads.gradients import OptimizerState
 
@@ -102,10 +101,10 @@ class SchemeReducer(TimedReducer):
 def make_scheme(name: str, options: dict[str, Any]) -> schemes.Scheme:
     """A scheme of the registry, or "two-level" around the one that its option `scheme` names. Raises: InvalidArgument."""
     if name != "two-level":
-        return schemes.by_name(name, **as_published(name, options))
+        return schemes.by_name(name, **schemes.as_published(name, options))
     inner = str(options.get("scheme", "plain"))
     rest = {key: value for key, value in options.items() if key != "scheme"}
-    return schemes.TwoLevel(inner, **as_published(inner, rest))
+    return schemes.TwoLevel(inner, **schemes.as_published(inner, rest))
 
 
 def names() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gradwire.core.session import Session
@@ -59,6 +60,11 @@ def owns_step(name: str) -> bool:
 def needs_adam(name: str) -> bool:
     """Whether the scheme called `name` exchanges the momenta of Adam or AdamW, and works with no other optimizer."""
     return _REGISTRY.class_of(name).needs_adam
+
+
+def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` of what is called `name`, and as published what a scheme would choose by the optimizer: for benchmarks."""
+    return {**(_REGISTRY.class_of(name).published if name in names() else {}), **options}
 
 
 def by_name(name: str, **options: Any) -> Scheme:

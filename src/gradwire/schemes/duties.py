@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
 
 class OptionalDuties:
     """The rest of a scheme's life, with what holds for all schemes that only reduce. None of it is needed to write one."""
@@ -11,6 +15,9 @@ class OptionalDuties:
 
     # Whether it works with torch's Adam and AdamW only, inside DDP, whose momenta it exchanges.
     needs_adam: bool = False
+
+    # What is published of the options that it would choose by the optimizer.
+    published: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @property
     def settling_steps(self) -> int:

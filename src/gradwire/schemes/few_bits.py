@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from gradwire.codecs.quantised import Quantised
@@ -22,12 +23,6 @@ ADAM_WARMUP_STEPS, ADAM_SCALE_VALUES = 50, 512
 _log = logging.getLogger(__name__)
 
 
-def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a scheme for a benchmark, in which a name is the same method beside every optimizer."""
-    published = {"warmup_steps": 0, "scale_values": "message"} if name in ("one-bit", "two-bit") else {}
-    return {**published, **options}
-
-
 class FewBits(QuantisedDirect):
     """See `QuantisedDirect`.
 
@@ -39,6 +34,7 @@ class FewBits(QuantisedDirect):
             buckets are reduced in host memory, else "message".
     """
 
+    published: ClassVar[Mapping[str, Any]] = MappingProxyType({"warmup_steps": 0, "scale_values": "message"})
     behind_plain: ClassVar[str]  # nats, docs/results/lossy.md
 
     def __init__(

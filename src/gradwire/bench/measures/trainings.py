@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gradwire import schemes
 from gradwire.bench.exponents import entropy_bits, exponent_histogram
 from gradwire.bench.measures import Call
 from gradwire.bench.provenance import code_state
@@ -27,7 +28,6 @@ from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.registry import parse_spec
 from gradwire.results.experiment import Cell
 from gradwire.results.store import Record
-from gradwire.schemes.few_bits import as_published
 from gradwire.training import TrainConfig, launching
 from gradwire.workloads.gradients import load_gradients
 
@@ -111,7 +111,7 @@ def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
         workload=workload,
         workload_options=workload_options,
         scheme=scheme,
-        scheme_options=as_published(scheme, options),
+        scheme_options=schemes.as_published(scheme, options),
         steps=int(call.get("steps", 300)),
         batch_size=call.get("batch_size"),
         seed=int(cell.get("seed", call.get("seed", 0))),

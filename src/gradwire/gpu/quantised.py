@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +16,13 @@ from gradwire.codecs.two_bit import TwoBit
 from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels
 
-_HEADER_BYTES = 32
+HEADER_BYTES = 32
 _CPU_BLOCK = 4096  # values that the CPU adds up together
-_PIECE_BYTES = 16_384
+PIECE_BYTES = 16_384
 _THREADS = 256
 _MOST_BLOCKS = 2112  # 16 for each of an H100's 132 multiprocessors: more threads than that run one after another
 _SUMS_BYTES = 32
-_SHARED_OF_CHECKSUM = 4 * (256 + 8)
+SHARED_OF_CHECKSUM = 4 * (256 + 8)
 _SHARED_OF_CHOICE = _SUMS_BYTES * _THREADS
 _ERROR_OF_CODE = 7  # the error word is this less the first of what is wrong
 
@@ -35,7 +36,7 @@ _WRONG: dict[int, tuple[type[GradwireError], str]] = {
 }
 
 
-class _Quantise(ctypes.Structure):
+class Quantise(ctypes.Structure):
     """`Quantise` of source/quantised.hpp."""
 
     _fields_ = [
@@ -49,7 +50,7 @@ class _Quantise(ctypes.Structure):
     ]
 
 
-class _Dequantise(ctypes.Structure):
+class Dequantise(ctypes.Structure):
     """`Dequantise` of source/quantised.hpp."""
 
     _fields_ = [
@@ -69,22 +70,24 @@ class DeviceQuantised:
     Args:
         codec: OneBit, TwoBit or Qsgd.
         kernels: where they run.
-    Raises: Unsupported (another codec, scales by group).
+    Raises: Unsupported (another codec; scales by group, which are `DeviceGrouped`'s).
     """
+
+    _has_groups = False
 
     def __init__(self, codec: Quantised, kernels: Kernels) -> None:
         if not isinstance(codec, OneBit | TwoBit | Qsgd):
             raise Unsupported(f"{codec.name} has no kernels: one-bit, two-bit and qsgd have")
-        if codec.scale_values is not None:
-            raise Unsupported(f"{codec.name} has kernels for one scale a message: leave scale_values out")
+        if (codec.scale_values is not None) != self._has_groups:
+            raise Unsupported(f"{type(self).__name__} has no kernels for scale_values={codec.scale_values}")
         self.codec = codec
         self._kernels = kernels
 
-    def message_bytes(self, n_elements: int) -> int:
-        """The room of a message of `n_elements`, a multiple of 4."""
+    def message_bytes(self, n_elements: int, cuts: Sequence[int] = ()) -> int:
+        """The room of a message of `n_elements`, a multiple of 4. `cuts`: see `DeviceGrouped`; here always ()."""
         return self.codec.max_encoded_bytes(n_elements, torch.float32)
 
-    def work_bytes(self, n_elements: int) -> int:
+    def work_bytes(self, n_elements: int, cuts: Sequence[int] = ()) -> int:
         """Of the memory that `encode` and `decode` use on the side, at a multiple of 8 bytes."""
         return _SUMS_BYTES * self._n_sums(n_elements) + 4 * self._n_pieces(n_elements)
 
@@ -99,6 +102,7 @@ class DeviceQuantised:
         new_residual: Tensor | None = None,
         residual_scale: float = 1.0,
         step: int = 0,
+        cuts: Sequence[int] = (),
     ) -> None:
         """As `Quantised.encode_with_residual`, or without residuals as `encode`.
 
@@ -124,7 +128,7 @@ class DeviceQuantised:
         kind, rule, parameter, levels, block, seed = codec.native_options
         is_qsgd = isinstance(codec, Qsgd)
         block = block if is_qsgd else _CPU_BLOCK
-        parameters = _Quantise(
+        parameters = Quantise(
             values.data_ptr(),
             _address(residual),
             _address(new_residual),
@@ -151,11 +155,19 @@ class DeviceQuantised:
             launch("gw_quantised_pack_levels", _grid(8 * _parts(n, 64)), _THREADS, 0, parameters)
         else:
             launch("gw_quantised_pack", _grid(n), _THREADS, 0, parameters)
-        launch("gw_quantised_pieces", self._n_pieces(n), _THREADS, _SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_seal", 1, _THREADS, _SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_pieces", self._n_pieces(n), _THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_seal", 1, _THREADS, SHARED_OF_CHECKSUM, parameters)
 
     def decode(
-        self, message: Tensor, out: Tensor, error: Tensor, work: Tensor, *, divisor: float = 1.0, adds: bool = False
+        self,
+        message: Tensor,
+        out: Tensor,
+        error: Tensor,
+        work: Tensor,
+        *,
+        divisor: float = 1.0,
+        adds: bool = False,
+        cuts: Sequence[int] = (),
     ) -> None:
         """Read a message that was written with the same options.
 
@@ -179,13 +191,13 @@ class DeviceQuantised:
         if work.numel() < self.work_bytes(n):
             raise InvalidArgument(f"work has {work.numel()} bytes; {self.work_bytes(n)} are needed")
         kind, _, _, levels, block, _ = self.codec.native_options
-        parameters = _Dequantise(
+        parameters = Dequantise(
             message.data_ptr(),
             out.data_ptr(),
             work.data_ptr(),
             error.data_ptr(),
             n,
-            message.numel() - _HEADER_BYTES,
+            message.numel() - HEADER_BYTES,
             divisor,
             kind,
             code,
@@ -194,8 +206,8 @@ class DeviceQuantised:
             block,
         )
         launch = self._kernels.launch
-        launch("gw_quantised_read_pieces", self._n_pieces(n), _THREADS, _SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_check", 1, _THREADS, _SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_read_pieces", self._n_pieces(n), _THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_check", 1, _THREADS, SHARED_OF_CHECKSUM, parameters)
         launch("gw_quantised_unpack", _grid(n), _THREADS, 0, parameters)
 
     def raise_error(self, code: int) -> None:
@@ -210,7 +222,7 @@ class DeviceQuantised:
         return max(1, _parts(n_elements, block))
 
     def _n_pieces(self, n_elements: int) -> int:
-        return _parts(self.message_bytes(n_elements) - _HEADER_BYTES, _PIECE_BYTES)
+        return _parts(self.message_bytes(n_elements) - HEADER_BYTES, PIECE_BYTES)
 
     def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
         if tensor.dtype != dtype or tensor.dim() != 1 or tensor.numel() != n or not tensor.is_contiguous():

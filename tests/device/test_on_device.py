@@ -44,7 +44,7 @@ Maker = Callable[[], Scheme]
 
 
 def by_name(name: str, **options: Any) -> Scheme:
-    """What beside AdamW would be chosen otherwise in host memory is as published."""
+    """As published, beside AdamW too."""
     return schemes.by_name(name, **schemes.as_published(name, options))
 
 
@@ -56,8 +56,13 @@ SCHEMES: dict[str, Maker] = {
     "one-bit without feedback": lambda: by_name("one-bit", error_feedback=False),
     "one-bit after plain steps": lambda: by_name("one-bit", warmup_steps=2),
     "one-bit but for some": lambda: by_name("one-bit", exempt=["*0.weight", "*.bias"]),
+    "one-bit by group": lambda: schemes.by_name("one-bit", warmup_steps=1),  # as beside AdamW
+    "one-bit by group, two means": lambda: by_name("one-bit", scale="two-means", scale_values=64, chunk_elements=500),
     "two-bit": lambda: by_name("two-bit"),
+    "two-bit by group": lambda: by_name("two-bit", scale_values=128, exempt=["*0.weight"]),
     "qsgd": lambda: by_name("qsgd"),
+    "terngrad": lambda: by_name("terngrad"),
+    "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),
 }
 
 
@@ -111,11 +116,11 @@ def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[i
 SEVERAL: dict[Feature, list[str]] = {
     view_buckets: ["one-bit", "bf16"],
     keep_graph_static: ["two-bit"],
-    mix_dtypes: ["two-bit", "plain"],
+    mix_dtypes: ["two-bit", "plain", "one-bit by group, two means", "terngrad"],
     accumulate_and_clip: ["one-bit", "qsgd"],
-    scale_the_loss: ["one-bit", "one-bit but for some", "qsgd", "plain"],
+    scale_the_loss: ["one-bit", "one-bit but for some", "two-bit by group", "qsgd", "terngrad", "plain"],
     meet_nan: ["plain"],
-    stop_and_resume: ["one-bit", "two-bit"],
+    stop_and_resume: ["one-bit", "one-bit by group", "two-bit"],
 }
 
 
@@ -175,7 +180,6 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
         (ddp, "gcomp", "'gcomp' works on host memory: leave placement out"),
         (ddp, "auto", "'auto' works on host memory"),
         (ddp, schemes.by_name("one-bit", pull="raw"), 'pull="raw"'),
-        (ddp, schemes.by_name("one-bit", scale_values=512), "scale_values"),
         (unsure, "two-bit", "find_unused_parameters=True"),
         (on_cpu, "one-bit", "this one is on cpu"),
         (build_model(), "one-bit", "is for DDP models"),
@@ -202,7 +206,8 @@ def test_what_needs_the_host_says_so(library: Path) -> None:
 
 def count_collectives(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
-    for name, per_bucket in (("one-bit", 2), ("one-bit in small messages", 2), ("qsgd", 2), ("plain", 1)):
+    twice = ("one-bit", "one-bit in small messages", "one-bit by group, two means", "qsgd", "terngrad")
+    for name, per_bucket in (*((name, 2) for name in twice), ("plain", 1)):
         n_groups = len(LikeNccl.made)
         train(rank, place, SCHEMES[name](), n_steps=0)
         (own,) = LikeNccl.made[n_groups:]

@@ -77,10 +77,19 @@ class DeviceSite:
         travelling = values
         if wire_dtype is not None and wire_dtype.itemsize < values.element_size():
             travelling = self.scratch("rounded", values.numel(), wire_dtype).copy_(values)
-        self.group.sum(travelling)
+        self.sum(travelling, record)
         if travelling is not values:
             values.copy_(travelling)
-        record.count_exchanged(ring_bytes(travelling.numel() * travelling.element_size(), self._world_size))
+
+    def sum(self, values: torch.Tensor, record: BucketRecord) -> None:
+        """Replace `values` by their sum over the ranks, and count what travels; with the stream current."""
+        self.group.sum(values)
+        record.count_exchanged(ring_bytes(values.numel() * values.element_size(), self._world_size))
+
+    def largest(self, values: torch.Tensor, record: BucketRecord) -> None:
+        """As `sum`, the largest of every element."""
+        self.group.largest(values)
+        record.count_exchanged(ring_bytes(values.numel() * values.element_size(), self._world_size))
 
     def begin_step(self) -> None:
         """Forget what was noted; on the lane."""

@@ -109,7 +109,7 @@ def attach(
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of the model's process group).
         trace: record the spans of a Chrome trace.
         placement: for DDP on a GPU: "staged" reduces in host memory (default; every scheme), "device" on the GPU, by the
-            backend that torch has there (plain, bf16, one-bit, two-bit, qsgd; tested without a GPU only).
+            backend that torch has there (plain, bf16, one-bit, two-bit, qsgd, terngrad; tested without a GPU only).
         options: bucket_mb, bucket_dtype, op (see GradientState); not for DDP.
     Raises: Unsupported (a wrapper, optimizer or scheme that is not supported here), InvalidArgument.
     """

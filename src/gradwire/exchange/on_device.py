@@ -17,18 +17,19 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket
 from gradwire.core.site import DeviceSite
 from gradwire.exchange.parts import QUANTISED_MIN_CHUNKS, count_chunks
+from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.kernels import kernels_on
-from gradwire.gpu.quantised import DeviceQuantised
 from gradwire.wire.communicator import Communicator
 
 _FLAGS_AT = 6  # in a message's header: 1 says that a value was not finite (docs/format.md)
 
 
 class _Chunk(NamedTuple):
-    """What one message is about: `values` of the bucket, `room` of its part's row."""
+    """What one message is about: `values` of the bucket, `room` of its part's row; `cuts` where tensors begin in it."""
 
     values: slice
     room: slice
+    cuts: tuple[int, ...]
 
 
 class DeviceOwners:
@@ -42,11 +43,11 @@ class DeviceOwners:
 
     def __init__(self, site: DeviceSite, codec: Quantised, communicator: Communicator, chunk_elements: int) -> None:
         self._site, self._rank, self._world = site, communicator.rank, communicator.world_size
-        self._codec = DeviceQuantised(codec, kernels_on(site.device))
+        self._codec, self._has_groups = on_kernels(codec, kernels_on(site.device)), codec.scale_values is not None
         self._chunk_elements = chunk_elements
         with site.stream:
             self._n_bytes = torch.empty(1, dtype=torch.int64, device=site.device)
-        self._cuts: dict[int, list[list[_Chunk]]] = {}
+        self._cuts: dict[tuple[int, ...], list[list[_Chunk]]] = {}
 
     def mean(self, bucket: Bucket, residual: Tensor | None, unsent: Tensor | None, loss_scale: float) -> int:
         """Replace the bucket by its mean; on the lane, with the site's stream current.
@@ -56,7 +57,7 @@ class DeviceOwners:
         Returns: bytes sent, which are those received.
         """
         buffer, rank, world = bucket.buffer, self._rank, self._world
-        parts = self._parts(buffer.numel())
+        parts = self._parts(bucket)
         row_bytes = max(chunks[-1].room.stop for chunks in parts)
         sent, received, results = (
             self._site.scratch(name, world * row_bytes, torch.uint8).view(world, row_bytes)
@@ -69,11 +70,12 @@ class DeviceOwners:
                 values,
                 row[chunk.room],
                 self._n_bytes,
-                self._work(values.numel()),
+                self._work(values.numel(), chunk.cuts),
                 residual=None if residual is None else residual[chunk.values],
                 new_residual=None if unsent is None else unsent[chunk.values],
                 residual_scale=loss_scale,
                 step=bucket.draw(rank, part, index, part == rank),
+                cuts=chunk.cuts,
             )
 
         for part in (part for part in range(world) if part != rank):
@@ -87,7 +89,7 @@ class DeviceOwners:
                 if source == rank:
                     total.add_(buffer[chunk.values])
                 else:
-                    self._decode(received[source][chunk.room], total, adds=True)
+                    self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
             encode(total, rank, index, result)
         own = self._site.scratch("own", row_bytes, torch.uint8).copy_(result)
         self._site.group.all_gather(results, own)
@@ -95,32 +97,39 @@ class DeviceOwners:
             for chunk in chunks:
                 message = results[part][chunk.room]
                 self._site.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
-                self._decode(message, buffer[chunk.values], divisor=world)
+                self._decode(message, buffer[chunk.values], chunk.cuts, divisor=world)
         return 2 * (world - 1) * row_bytes
 
     def raise_error(self, code: int) -> None:
         """Raise what an error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""
         self._codec.raise_error(code)
 
-    def _decode(self, message: Tensor, out: Tensor, *, divisor: float = 1.0, adds: bool = False) -> None:
-        self._codec.decode(message, out, self._site.flags[:1], self._work(out.numel()), divisor=divisor, adds=adds)
+    def _decode(
+        self, message: Tensor, out: Tensor, cuts: tuple[int, ...], *, divisor: float = 1.0, adds: bool = False
+    ) -> None:
+        work = self._work(out.numel(), cuts)
+        self._codec.decode(message, out, self._site.flags[:1], work, divisor=divisor, adds=adds, cuts=cuts)
 
-    def _work(self, n_elements: int) -> Tensor:
-        return self._site.scratch("work", self._codec.work_bytes(n_elements), torch.uint8)
+    def _work(self, n_elements: int, cuts: tuple[int, ...]) -> Tensor:
+        return self._site.scratch("work", self._codec.work_bytes(n_elements, cuts), torch.uint8)
 
-    def _parts(self, n: int) -> list[list[_Chunk]]:
+    def _parts(self, bucket: Bucket) -> list[list[_Chunk]]:
         """For each rank, the chunks of the part that it owns."""
-        if n not in self._cuts:
+        n = bucket.n_elements
+        starts = sorted({start for start, _ in bucket.spans}) if self._has_groups else []
+        key = n, *starts
+        if key not in self._cuts:
             n_chunks = count_chunks(-(-n // self._world), self._chunk_elements, QUANTISED_MIN_CHUNKS)
-            self._cuts[n] = [self._chunks(n, part, n_chunks) for part in range(self._world)]
-        return self._cuts[n]
+            self._cuts[key] = [self._chunks(n, part, n_chunks, starts) for part in range(self._world)]
+        return self._cuts[key]
 
-    def _chunks(self, n: int, part: int, n_chunks: int) -> list[_Chunk]:
+    def _chunks(self, n: int, part: int, n_chunks: int, starts: list[int]) -> list[_Chunk]:
         begin, end = n * part // self._world, n * (part + 1) // self._world
         chunks, at = [], 0
         for index in range(n_chunks):
             first, last = (begin + (end - begin) * bound // n_chunks for bound in (index, index + 1))
-            room = self._codec.message_bytes(last - first)
-            chunks.append(_Chunk(slice(first, last), slice(at, at + room)))
+            cuts = tuple(start - first for start in starts if first < start < last)
+            room = self._codec.message_bytes(last - first, cuts)
+            chunks.append(_Chunk(slice(first, last), slice(at, at + room), cuts))
             at += room
         return chunks

@@ -30,8 +30,8 @@ class FewBits(QuantisedDirect):
         make_codec: the quantiser with so many values to a scale; None for one scale a message.
         may_group: whether it can have more than one scale a message.
         warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
-        scale_values: values to a scale, or "message" for one scale a message. None: 512 beside Adam and its kin where
-            buckets are reduced in host memory, else "message".
+        scale_values: values to a scale, or "message" for one scale a message. None: 512 beside Adam and its kin, else
+            "message".
     """
 
     published: ClassVar[Mapping[str, Any]] = MappingProxyType({"warmup_steps": 0, "scale_values": "message"})
@@ -64,7 +64,7 @@ class FewBits(QuantisedDirect):
         beside_adam = session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
         if self._asked_steps is None:
             self.warmup_steps = ADAM_WARMUP_STEPS if beside_adam else 0
-        self.codec = self._payload = self._make_codec(self._scale_values(beside_adam and session.site is None))
+        self.codec = self._payload = self._make_codec(self._scale_values(beside_adam))
         super().bind(session)
         if beside_adam and self._asked_steps is None and session.communicator.rank == 0:
             _log.warning(

@@ -1,4 +1,4 @@
-"""Quantised steps on a device: what the lane enqueues, and what it does with what the device has found.
+"""Steps on a device: what the lane enqueues, and what it does with what the device has found.
 
 No host waits within a step. Whether residuals are kept, which on a CPU is known when the step ends, is read when the next
 one begins, by when the device has long been past it.
@@ -7,15 +7,21 @@ one begins, by when the device has long been past it.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
 from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.ternary import Ternary
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.errors import Unsupported
 from gradwire.exchange.on_device import DeviceOwners
+from gradwire.gpu.kernels import kernels_on
+from gradwire.gpu.ternary import DeviceTernary, Shares
+from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.selection import Selection
 from gradwire.wire.preamble import Preamble
 from gradwire.wire.step_check import StepCheck
@@ -23,24 +29,15 @@ from gradwire.wire.step_check import StepCheck
 _log = logging.getLogger(__name__)
 
 
-class QuantisedOnDevice:
-    """One attachment's quantised steps on its device; used on the lane.
-
-    Raises: Unsupported (DDP looks for unused parameters; a codec without kernels).
+class StepsOnDevice(ABC):
+    """One attachment's compressed steps on its device; used on the lane.
 
     Attributes:
         n_not_finite: steps in which something was not finite: all ranks got NaN, and kept their residuals.
     """
 
-    def __init__(
-        self, session: Session, site: DeviceSite, codec: Quantised, error_feedback: bool, chunk_elements: int
-    ) -> None:
-        if getattr(session.module, "find_unused_parameters", False):
-            raise Unsupported(
-                "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
-            )
-        self._session, self._site, self._error_feedback = session, site, error_feedback
-        self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
+    def __init__(self, session: Session, site: DeviceSite) -> None:
+        self._session, self._site = session, site
         self._check = StepCheck(session.communicator)
         self.n_not_finite = 0
 
@@ -50,19 +47,8 @@ class QuantisedOnDevice:
         self._session.feedback.discard()
         self._site.begin_step()
 
-    def reduce(
-        self,
-        bucket: Bucket,
-        resident: ResidentBucket,
-        preamble: Preamble,
-        is_plain: bool,
-        chosen: Selection | None,
-    ) -> None:
-        """Enqueue a bucket's reduction.
-
-        Args:
-            is_plain: nothing is compressed in this step. chosen: which tensors are; None: the bucket, as it lies.
-        """
+    def reduce(self, bucket: Bucket, resident: ResidentBucket, preamble: Preamble, facts: tuple[Any, ...]) -> None:
+        """Enqueue a bucket's reduction. `facts`: what `_enqueue` takes."""
         if self._session.communicator.world_size == 1:
             return
         if bucket.is_last:
@@ -70,14 +56,62 @@ class QuantisedOnDevice:
             self._check.fail_early()
         if bucket.n_elements == 0:
             return
-        with resident.at_work() as site:
-            if is_plain:
-                site.mean(bucket.buffer, bucket.record)
-                return
-            if chosen is None:
-                self._compress(bucket)
-            else:
-                self._compress_apart(bucket, chosen)
+        with resident.at_work():
+            self._enqueue(bucket, *facts)
+
+    @abstractmethod
+    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
+        """Replace the bucket by its mean, with the site's stream current."""
+
+    def end(self) -> None:
+        """After the last bucket."""
+        self._site.end_step()
+
+    def settle(self) -> None:
+        """Wait for the step that ended last, and keep its residuals if all of it was finite. Raises: CorruptMessage."""
+        found = self._site.found()
+        if found is None:
+            return
+        self._raise_error(found.error)
+        if found.is_finite:
+            with self._site.stream:
+                self._session.feedback.commit()
+            return
+        self._session.feedback.discard()
+        if not self.n_not_finite:
+            _log.warning("gradwire: a gradient was not finite: all ranks get NaN for the messages that it was in")
+        self.n_not_finite += 1
+
+    def _raise_error(self, code: int) -> None:
+        """Raise what the error word of messages says, if anything."""
+
+
+class QuantisedOnDevice(StepsOnDevice):
+    """Steps of a quantiser, whose messages go to each part's owner and back.
+
+    Raises: Unsupported (DDP looks for unused parameters; a codec without kernels).
+    """
+
+    def __init__(
+        self, session: Session, site: DeviceSite, codec: Quantised, error_feedback: bool, chunk_elements: int
+    ) -> None:
+        if getattr(session.module, "find_unused_parameters", False):
+            raise Unsupported(
+                "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
+            )
+        super().__init__(session, site)
+        self._error_feedback = error_feedback
+        self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
+
+    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
+        """facts: whether nothing is compressed in this step; which tensors are, or None: the bucket, as it lies."""
+        is_plain, chosen = facts
+        if is_plain:
+            self._site.mean(bucket.buffer, bucket.record)
+        elif chosen is None:
+            self._compress(bucket)
+        else:
+            self._compress_apart(bucket, chosen)
 
     def _compress(self, bucket: Bucket) -> None:
         feedback = self._session.feedback
@@ -108,21 +142,89 @@ class QuantisedOnDevice:
             for run in chosen.raw_runs:
                 run.in_bucket(flat).copy_(run.in_fused(raw))
 
-    def end(self) -> None:
-        """After the last bucket."""
-        self._site.end_step()
+    def _raise_error(self, code: int) -> None:
+        self._owners.raise_error(code)
+
+
+class SummedOnDevice(StepsOnDevice):
+    """Steps of integers by scales that all ranks share, summed by the backend. Raises: Unsupported (no kernels here)."""
+
+    def __init__(self, session: Session, site: DeviceSite, codec: Ternary, per: str) -> None:
+        super().__init__(session, site)
+        self._per = per
+        self._codec = DeviceTernary(codec, kernels_on(site.device), session.communicator.world_size)
+        self._shares: dict[tuple[int, ...], Shares] = {}
+
+    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
+        site, record, codec, values = self._site, bucket.record, self._codec, bucket.buffer
+        shares = self._shares_of(bucket)
+        scales = site.scratch("scales", shares.n_spans, torch.int32)
+        work = site.scratch("work", codec.work_bytes(shares), torch.uint8)
+        codec.write_scales(values, shares, work, scales)
+        site.largest(scales, record)
+        site.flags[1:].bitwise_or_(scales.view(torch.float32).isfinite().all().logical_not())
+        counts = site.scratch("counts", codec.count_bytes(bucket.n_elements), torch.uint8)
+        codec.write_counts(values, shares, scales, counts, bucket.draw(self._session.communicator.rank))
+        site.sum(counts, record)
+        codec.read_counts(counts, shares, scales, values)
+
+    def _shares_of(self, bucket: Bucket) -> Shares:
+        spans = spans_of_scales(bucket, self._per)
+        key = bucket.n_elements, *(bound for span in spans for bound in span)
+        if key not in self._shares:
+            self._shares[key] = self._codec.share(bucket.n_elements, spans)
+        return self._shares[key]
+
+
+class Placed(Compressed):
+    """A scheme that works in host memory as `Compressed` does, or on the device as `_go_to` says."""
+
+    works_on_device = True
+    _on_device: StepsOnDevice | None = None
+
+    @abstractmethod
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        """How it works on the device. Raises: Unsupported (what needs the host)."""
+
+    def _facts_on_device(self, bucket: Bucket) -> tuple[Any, ...]:
+        """What its steps on the device have to know of a bucket."""
+        return ()
+
+    def bind(self, session: Session) -> None:
+        super().bind(session)
+        self._on_device = self._go_to(session.site, session) if session.site is not None else None
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        if self._on_device is None or bucket.resident is None:
+            return super().reduce(bucket)
+        facts = bucket.resident, self.preamble(bucket), self._facts_on_device(bucket)
+        return self.session.communicator.submit(self._on_device.reduce, bucket, *facts)
+
+    def _begin_on_lane(self) -> None:
+        if self._on_device is None:
+            super()._begin_on_lane()
+        else:
+            self._on_device.begin()
+
+    def end_step(self, step: int) -> None:
+        if self._on_device is None:
+            super().end_step(step)
+        else:
+            self._on_device.end()
 
     def settle(self) -> None:
-        """Wait for the step that ended last, and keep its residuals if all of it was finite. Raises: CorruptMessage."""
-        found = self._site.found()
-        if found is None:
-            return
-        self._owners.raise_error(found.error)
-        if found.is_finite:
-            with self._site.stream:
-                self._session.feedback.commit()
-            return
-        self._session.feedback.discard()
-        if not self.n_not_finite:
-            _log.warning("gradwire: a gradient was not finite: all ranks get NaN for the messages that it was in")
-        self.n_not_finite += 1
+        if self._on_device is not None:
+            self._on_device.settle()
+
+    def stats(self) -> dict[str, Any]:
+        """As every scheme's; on a device, the steps that were not finite."""
+        return super().stats() if self._on_device is None else {"n_steps_not_finite": self._on_device.n_not_finite}
+
+    def close(self) -> None:
+        self._on_device = None
+        super().close()
+
+
+def spans_of_scales(bucket: Bucket, per: str) -> list[tuple[int, int]]:
+    """What shares a scale: by "layer" each tensor, by "bucket" (or without slots) all of it."""
+    return bucket.spans if per == "layer" and bucket.slots else [(0, bucket.n_elements)]

@@ -15,8 +15,7 @@ from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.exchange.patterns import Owners
-from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.on_device import QuantisedOnDevice
+from gradwire.schemes.on_device import Placed, QuantisedOnDevice
 from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.wire import Wire
 
@@ -24,7 +23,7 @@ _PULLS = ("compressed", "raw")
 _log = logging.getLogger(__name__)
 
 
-class QuantisedDirect(Compressed):
+class QuantisedDirect(Placed):
     """Mean over the ranks of what a quantiser makes of each rank's gradient + residual.
 
     Each rank owns a part of the bucket, adds what the others pushed of it to its own, unquantised share, and sends the
@@ -42,7 +41,6 @@ class QuantisedDirect(Compressed):
 
     # The option that says for how long steps are plain.
     settled_by: ClassVar[str] = "warmup_steps"
-    works_on_device = True
 
     def __init__(
         self,
@@ -61,7 +59,6 @@ class QuantisedDirect(Compressed):
         self.warmup_steps = check_steps("warmup_steps", warmup_steps)
         self.select = select or ByName()
         self._last_step = -1
-        self._on_device: QuantisedOnDevice | None = None
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -85,7 +82,6 @@ class QuantisedDirect(Compressed):
         self._last_step = -1
         self.select.bind(session)
         super().bind(session)
-        self._on_device = self._go_to(session.site, session) if session.site is not None else None
         if self.settling_steps:
             _log.info("gradwire %s: steps before %d are reduced plainly", self.name, self.settling_steps)
 
@@ -101,32 +97,8 @@ class QuantisedDirect(Compressed):
             raise Unsupported(f'{self.name} with pull="raw" works on host memory: leave that or placement out')
         return QuantisedOnDevice(session, site, self.codec, self.error_feedback, self.chunk_elements)
 
-    def reduce(self, bucket: Bucket) -> torch.futures.Future:
-        if self._on_device is None or bucket.resident is None:
-            return super().reduce(bucket)
-        is_plain = bucket.step < self.settling_steps
-        facts = bucket.resident, self.preamble(bucket), is_plain, self._choose(bucket)
-        return self.session.communicator.submit(self._on_device.reduce, bucket, *facts)
-
-    def _begin_on_lane(self) -> None:
-        if self._on_device is None:
-            super()._begin_on_lane()
-        else:
-            self._on_device.begin()
-
-    def end_step(self, step: int) -> None:
-        if self._on_device is None:
-            super().end_step(step)
-        else:
-            self._on_device.end()
-
-    def settle(self) -> None:
-        if self._on_device is not None:
-            self._on_device.settle()
-
-    def stats(self) -> dict[str, Any]:
-        """As every scheme's; on a device, the steps that were not finite."""
-        return super().stats() if self._on_device is None else {"n_steps_not_finite": self._on_device.n_not_finite}
+    def _facts_on_device(self, bucket: Bucket) -> tuple[Any, ...]:
+        return bucket.step < self.settling_steps, self._choose(bucket)
 
     # ---- in host memory
 
@@ -183,7 +155,6 @@ class QuantisedDirect(Compressed):
                 "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower %s",
                 self.name, self._last_step, self.settling_steps, self.settled_by,
             )  # fmt: skip
-        self._on_device = None
         super().close()
 
 

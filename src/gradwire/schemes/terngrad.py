@@ -19,8 +19,9 @@ from gradwire.codecs.ternary import Ternary
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.exchange.patterns import ScaledSum, Values
-from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.on_device import Placed, StepsOnDevice, SummedOnDevice, spans_of_scales
 from gradwire.wire.wire import Wire
 
 
@@ -63,11 +64,10 @@ class TernaryCounts:
             torch.mul(means[start:end], scale, out=values.gradient[start:end])
 
     def _spans(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """What shares a scale."""
-        return bucket.spans if self._per == "layer" and bucket.slots else [(0, bucket.n_elements)]
+        return spans_of_scales(bucket, self._per)
 
 
-class TernGrad(Compressed):
+class TernGrad(Placed):
     """Right on average but for what is clipped; without error feedback, as published.
 
     Args:
@@ -90,3 +90,6 @@ class TernGrad(Compressed):
         """Raises: Unsupported (more ranks than can be summed)."""
         self.codec.field_bits(session.communicator.world_size)
         super().bind(session)
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        return SummedOnDevice(session, site, self.codec, self.per)

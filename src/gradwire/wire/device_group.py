@@ -35,6 +35,12 @@ class DeviceGroup:
         """Replace `values` by their sum over all ranks."""
         self._group.allreduce([values]).wait()  # which has the current stream wait
 
+    def largest(self, values: torch.Tensor) -> None:
+        """Replace every element of `values` by the largest of all ranks."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._group.allreduce([values], options).wait()
+
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row i of every rank's `sent` (world, n) goes to rank i, into its `received` (world, n), by sender."""
         self._group.alltoall_base(received, sent, [], []).wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gradwire.bench.catalogue.schemes import ITERATION
 from gradwire.results.experiment import Column, Experiment, Goal, Plot, Table
 
 _GPT, _DIGITS = "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8", "resnet:width=8"
@@ -61,6 +62,24 @@ AUTO = {
     "terngrad": "terngrad",
     "terngrad, by bucket": "terngrad:per=bucket",
 }
+BERT = {name: LONG[name] for name in (
+    "plain", "one-bit-adam", "one-bit-adam, two bits", "one-bit-adam, two bits, running correction",
+    "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd", "power-sgd, rank 8", "PyTorch's bf16 hook",
+    "PyTorch's PowerSGD hook, rank 8",
+)}  # fmt: skip
+TIMES = {
+    "DDP": "ddp",
+    "PyTorch's bf16 hook": "ddp-bf16",
+    "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",
+    "auto, close": "auto:fidelity=close",
+    "gcomp, 10 bits": "gcomp:importance=uniform,bits=10",
+    "thc": "thc",
+    "one-bit-adam": "one-bit-adam",
+    "one-bit-adam, two bits": "one-bit-adam:codec=two-bit",
+    "one-bit, groups, 50 plain": f"one-bit:{_WARM}",
+    "power-sgd, rank 8": "power-sgd:rank=8",
+    "power-sgd, rank 8, embeddings too, 50 plain": "power-sgd:exempt=none,rank=8,start_step=50",
+}
 RANKS = {
     "plain": "plain",
     **{f"acp-sgd, rank {rank}": f"acp-sgd:rank={rank}" for rank in (2, 4, 8, 16, 32)},
@@ -87,6 +106,7 @@ def _at_most(nats: float, *names: str) -> Goal:
 
 
 _NATS = Column("held_out_loss", "held-out loss", 1.0, ".3f", spread=True)
+_SOONER = Column("seconds_to_loss", "x sooner than DDP", kind="speed-up", against="ddp")
 _ACCURACY = Column("accuracy", "accuracy, %", 100.0, ".2f", spread=True)
 EXPERIMENTS = [
     _compare("gpt", "Under AdamW, after 500 steps of a small GPT: what does each scheme lose, and send?", LONG, _GPT,
@@ -101,4 +121,18 @@ EXPERIMENTS = [
              _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", SGD, _DIGITS, steps=200,
              seconds=120, loss=_ACCURACY, goals=[]),
+    _compare("bert", "Under AdamW, a small BERT, 600 steps.", BERT, "bert:n_layers=2,width=64,n_heads=4", steps=600,
+             seconds=300, loss=_NATS, goals=[]),
+    Experiment(
+        key="lossy-times", system="lossy", measure="training", seconds=700, baseline={"scheme": "ddp"},
+        question="How long does a GPT take to DDP's loss?",
+        fixed={"workload": "gpt:n_layers=4,width=128,n_heads=4,length=64,batch_size=8", "ranks": 4, "steps": 400,
+               "baseline": "ddp"},
+        axes={"rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": TIMES}, together=("scheme",),
+        show=[Table([ITERATION, Column("seconds_to_loss", "s to the loss", form=".1f"), _SOONER,
+                     Column("held_out_loss", "held-out loss", form=".3f"), _BYTES], across="rate")],
+        goals=[Goal(f"{times} times sooner than DDP at {name}", _SOONER, ">=", times,
+                    {"rate": rate, "scheme": list(TIMES.values())[4:]})
+               for name, rate, times in (("100 Mb/s", "100mbit", 3.0), ("1 Gb/s", "1gbit", 1.15))],
+    ),
 ]  # fmt: skip

@@ -67,18 +67,15 @@ BERT = {name: LONG[name] for name in (
     "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd", "power-sgd, rank 8", "PyTorch's bf16 hook",
     "PyTorch's PowerSGD hook, rank 8",
 )}  # fmt: skip
-TIMES = {
+TIMES = {  # a tenth of 200 steps is plain where a scheme asks for plain first steps
     "DDP": "ddp",
     "PyTorch's bf16 hook": "ddp-bf16",
     "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",
     "auto, close": "auto:fidelity=close",
-    "gcomp, 10 bits": "gcomp:importance=uniform,bits=10",
     "thc": "thc",
-    "one-bit-adam": "one-bit-adam",
-    "one-bit-adam, two bits": "one-bit-adam:codec=two-bit",
-    "one-bit, groups, 50 plain": f"one-bit:{_WARM}",
-    "power-sgd, rank 8": "power-sgd:rank=8",
-    "power-sgd, rank 8, embeddings too, 50 plain": "power-sgd:exempt=none,rank=8,start_step=50",
+    "one-bit-adam": "one-bit-adam:freeze_step=20",
+    "one-bit, groups": "one-bit:scale_values=512,warmup_steps=20",
+    "power-sgd, rank 8, embeddings too": "power-sgd:exempt=none,rank=8,start_step=20",
 }
 RANKS = {
     "plain": "plain",
@@ -124,15 +121,14 @@ EXPERIMENTS = [
     _compare("bert", "Under AdamW, a small BERT, 600 steps.", BERT, "bert:n_layers=2,width=64,n_heads=4", steps=600,
              seconds=300, loss=_NATS, goals=[]),
     Experiment(
-        key="lossy-times", system="lossy", measure="training", seconds=700, baseline={"scheme": "ddp"},
+        key="lossy-times", system="lossy", measure="training", seconds=600, baseline={"scheme": "ddp"},
         question="How long does a GPT take to DDP's loss?",
-        fixed={"workload": "gpt:n_layers=4,width=128,n_heads=4,length=64,batch_size=8", "ranks": 4, "steps": 400,
-               "baseline": "ddp"},
+        fixed={"workload": "gpt", "ranks": 4, "steps": 200, "baseline": "ddp"},
         axes={"rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": TIMES}, together=("scheme",),
         show=[Table([ITERATION, Column("seconds_to_loss", "s to the loss", form=".1f"), _SOONER,
                      Column("held_out_loss", "held-out loss", form=".3f"), _BYTES], across="rate")],
         goals=[Goal(f"{times} times sooner than DDP at {name}", _SOONER, ">=", times,
-                    {"rate": rate, "scheme": list(TIMES.values())[4:]})
+                    {"rate": rate, "scheme": list(TIMES.values())[3:]})
                for name, rate, times in (("100 Mb/s", "100mbit", 3.0), ("1 Gb/s", "1gbit", 1.15))],
     ),
 ]  # fmt: skip

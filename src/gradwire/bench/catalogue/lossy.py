@@ -70,7 +70,7 @@ BERT = {name: LONG[name] for name in (
 TIMES = {  # a tenth of 200 steps is plain where a scheme asks for plain first steps
     "DDP": "ddp",
     "PyTorch's bf16 hook": "ddp-bf16",
-    "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",
+    "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8,start=20",
     "auto, close": "auto:fidelity=close",
     "thc": "thc",
     "one-bit-adam": "one-bit-adam:freeze_step=20",

@@ -34,6 +34,8 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_quantised_read_pieces);
   GW_ENTRY(gw_quantised_check);
   GW_ENTRY(gw_quantised_unpack);
+  GW_ENTRY(gw_multiply_factors);
+  GW_ENTRY(gw_orthogonalise_factors);
   throw std::logic_error("no kernel is called " + name);
 }
 

@@ -82,7 +82,7 @@ def test_gpu_check_covers_the_kernels(machine: Machine) -> None:
         mock.patch.object(kernel_checks, "_LARGE", (5_000,)),
     ):
         found = kernel_checks.check_kernels(kernels.device, kernels)
-    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9
+    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35
     assert set(found["kernels"]) == set(kernel_checks.KERNELS)
 
     def call(device: torch.device, function: Any) -> float:

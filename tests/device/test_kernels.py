@@ -12,7 +12,7 @@ import emulated
 import pytest
 import torch
 
-from gradwire.bench import kernel_checks
+from gradwire.bench import factor_checks, kernel_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.bench.kernel_checks import CODECS
 from gradwire.codecs.ternary import Ternary
@@ -45,6 +45,11 @@ def test_a_payload_of_many_pieces_is_the_cpus() -> None:
     kernel_checks.compare(kernels, CODECS["qsgd"], values, None, 1.0, step=9)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_products_and_orthogonal_factors_are_the_cpus(order: int) -> None:
+    assert factor_checks.run(emulated.EmulatedKernels(emulated.build(), order)) == 28 + 7
+
+
 def test_kernels_are_clean_under_the_sanitizers() -> None:
     libraries = [
         subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
@@ -63,6 +68,7 @@ def test_kernels_are_clean_under_the_sanitizers() -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 * patience())
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "cases 192" in ended.stdout
+    assert "products 35" in ended.stdout
 
 
 # A planted fault, and the order of threads that shows it.
@@ -82,6 +88,11 @@ FAULTS = {
         "  if (threadIdx.x != 0) return;\n  const bool is_finite = all",
         "  if (threadIdx.x != 0) return;\n  __syncthreads();\n  const bool is_finite = all",
     ),
+    "a barrier is missing after a reflection": (
+        "low_rank.hpp",
+        "row[i] -= tail[i] * weight;\n  }\n  __syncthreads();",
+        "row[i] -= tail[i] * weight;\n  }",
+    ),
 }
 
 
@@ -96,11 +107,11 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
 
     def run_in_all_orders() -> None:
         for order in ORDERS:
-            kernel_checks.run(
-                emulated.EmulatedKernels(library, order), ["one-bit"], (777, 3001, 4097, 9000), ("gradient",)
-            )
+            kernels = emulated.EmulatedKernels(library, order)
+            kernel_checks.run(kernels, ["one-bit"], (777, 3001, 4097, 9000), ("gradient",))
+            factor_checks.run(kernels)
 
-    with pytest.raises(CheckFailed, match="one-bit"):
+    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors"):
         run_in_all_orders()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.bench import factor_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.qsgd import Qsgd
@@ -172,7 +173,7 @@ def _require(is_right: bool, what: str) -> None:
 
 
 def check_kernels(device: torch.device, kernels: CudaKernels | None = None) -> dict[str, Any]:
-    """Every kernel loads, makes the CPU codecs' bytes, and how fast; of all contents, and of messages up to 16 M values.
+    """Every kernel loads and makes the CPU's bytes: of all contents, and of messages up to 16 M values; and factors.
 
     Raises: CheckFailed, Unsupported (no NVRTC, an old driver, ...).
     """
@@ -181,8 +182,8 @@ def check_kernels(device: torch.device, kernels: CudaKernels | None = None) -> d
             return _not_run(device)
         kernels = CudaKernels(device)
     found: dict[str, Any] = {"driver": kernels.driver, "architecture": kernels.architecture}
-    found["kernels"] = {name: kernels.resources(name) for name in KERNELS}
-    found["n_cases"] = run(kernels, CODECS, SIZES, CONTENTS)
+    found["kernels"] = {name: kernels.resources(name) for name in (*KERNELS, *factor_checks.KERNELS)}
+    found["n_cases"] = run(kernels, CODECS, SIZES, CONTENTS) + factor_checks.run(kernels)
     for name, n_elements, seed in itertools.product(("one-bit", "two-bit", "qsgd"), _LARGE, range(3)):
         values = values_of("gradient", n_elements, torch.float32, seed)
         compare(kernels, CODECS[name], values, values / 3, 1.0, step=seed)

@@ -13,13 +13,12 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import check_step, dtype_code
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument, Unsupported
-from gradwire.gpu.kernels import Kernels
+from gradwire.gpu.kernels import Kernels, grid_for
 
 _HEADER_BYTES = 32
 _CPU_BLOCK = 4096  # values that the CPU adds up together
 _PIECE_BYTES = 16_384
 _THREADS = 256
-_MOST_BLOCKS = 2112  # 16 for each of an H100's 132 multiprocessors: more threads than that run one after another
 _SUMS_BYTES = 32
 _SHARED_OF_CHECKSUM = 4 * (256 + 8)
 _SHARED_OF_CHOICE = _SUMS_BYTES * _THREADS
@@ -148,9 +147,9 @@ class DeviceQuantised:
         launch("gw_quantised_measure", _parts(8 * n_sums, _THREADS), _THREADS, 0, parameters)
         launch("gw_quantised_choose", 1, _THREADS, _SHARED_OF_CHOICE, parameters)
         if is_qsgd:
-            launch("gw_quantised_pack_levels", _grid(8 * _parts(n, 64)), _THREADS, 0, parameters)
+            launch("gw_quantised_pack_levels", grid_for(8 * _parts(n, 64), _THREADS), _THREADS, 0, parameters)
         else:
-            launch("gw_quantised_pack", _grid(n), _THREADS, 0, parameters)
+            launch("gw_quantised_pack", grid_for(n, _THREADS), _THREADS, 0, parameters)
         launch("gw_quantised_pieces", self._n_pieces(n), _THREADS, _SHARED_OF_CHECKSUM, parameters)
         launch("gw_quantised_seal", 1, _THREADS, _SHARED_OF_CHECKSUM, parameters)
 
@@ -196,7 +195,7 @@ class DeviceQuantised:
         launch = self._kernels.launch
         launch("gw_quantised_read_pieces", self._n_pieces(n), _THREADS, _SHARED_OF_CHECKSUM, parameters)
         launch("gw_quantised_check", 1, _THREADS, _SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_unpack", _grid(n), _THREADS, 0, parameters)
+        launch("gw_quantised_unpack", grid_for(n, _THREADS), _THREADS, 0, parameters)
 
     def raise_error(self, code: int) -> None:
         """Raise what the error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""
@@ -242,7 +241,3 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _parts(n: int, size: int) -> int:
     return -(-n // size)
-
-
-def _grid(n_threads: int) -> int:
-    return min(_parts(n_threads, _THREADS), _MOST_BLOCKS)

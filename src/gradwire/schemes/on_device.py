@@ -23,6 +23,14 @@ from gradwire.wire.step_check import StepCheck
 _log = logging.getLogger(__name__)
 
 
+def refuse_unused_parameters(session: Session) -> None:
+    """Raises: Unsupported (DDP looks for unused parameters)."""
+    if getattr(session.module, "find_unused_parameters", False):
+        raise Unsupported(
+            "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
+        )
+
+
 class QuantisedOnDevice:
     """One attachment's quantised steps on its device; used on the lane.
 
@@ -35,10 +43,7 @@ class QuantisedOnDevice:
     def __init__(
         self, session: Session, site: DeviceSite, codec: Quantised, error_feedback: bool, chunk_elements: int
     ) -> None:
-        if getattr(session.module, "find_unused_parameters", False):
-            raise Unsupported(
-                "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
-            )
+        refuse_unused_parameters(session)
         self._session, self._site, self._error_feedback = session, site, error_feedback
         self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
         self._check = StepCheck(session.communicator)
@@ -104,7 +109,7 @@ class QuantisedOnDevice:
             raw = site.scratch("others", chosen.n_raw, dtype)
             torch.cat([run.in_bucket(flat) for run in chosen.raw_runs], out=raw)
             site.mean(raw, bucket.record)
-            site.flags[1:].bitwise_or_(raw.isfinite().all().logical_not())
+            site.note_finite(raw)
             for run in chosen.raw_runs:
                 run.in_bucket(flat).copy_(run.in_fused(raw))
 

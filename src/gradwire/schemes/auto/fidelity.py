@@ -128,6 +128,7 @@ NEVER = (
     "power-sgd-overlap",
     "random-k",
     "slimgc",
+    "top-k-adam",
     "truncate",
     "zlib",
     "zstd",

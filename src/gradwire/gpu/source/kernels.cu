@@ -1,2 +1,4 @@
 // Every kernel: what NVRTC and nvcc compile.
 #include "quantised.hpp"
+#include "gcomp_decode.hpp"
+#include "gcomp_encode.hpp"

@@ -12,7 +12,7 @@ import torch
 from gcomp_lies import error_of, is_refused, lies, message_of
 from sanitizing import run_sanitized
 
-from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, words_of
+from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor_of, words_of
 from gradwire.bench import gcomp_kernel_checks, kernel_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.bench.gcomp_kernel_checks import CODECS
@@ -72,13 +72,17 @@ def golden(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GCompCodec]:
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_golden_messages_decode_to_their_values(path: Path) -> None:
+def test_golden_messages_are_written_and_read(path: Path) -> None:
     arrays, dtype, codec = golden(path)
-    out = torch.empty(arrays["decoded_bits"].size, dtype=dtype)
-    importance = torch.from_numpy(arrays["importance"])
-    on = DeviceGComp(codec, kernels())
-    assert error_of(on, torch.from_numpy(arrays["message"]), out, importance) == 0
+    on, n = DeviceGComp(codec, kernels()), arrays["decoded_bits"].size
+    importance, message = torch.from_numpy(arrays["importance"]), torch.from_numpy(arrays["message"])
+    out = torch.empty(n, dtype=dtype)
+    assert error_of(on, message, out, importance) == 0
     np.testing.assert_array_equal(words_of(out), arrays["decoded_bits"])
+    written = torch.empty(on.message_bytes(n, dtype), dtype=torch.uint8)
+    n_bytes, work = torch.zeros(1, dtype=torch.int64), torch.empty(on.work_bytes(n), dtype=torch.uint8)
+    on.encode(tensor_of(arrays["gradient_bits"], dtype), written, n_bytes, work, importance=importance)
+    assert torch.equal(written[: int(n_bytes)], message)
 
 
 def test_every_changed_byte_is_reported_and_not_read() -> None:
@@ -146,7 +150,7 @@ def test_kernels_are_clean_under_the_sanitizers() -> None:
     assert "cases 12, lies" in run_sanitized("sanitized_gcomp.py", 5)
 
 
-# A planted fault: file, right, wrong.
+# A planted fault: file, right, wrong. None that writes outside the memory that it was given.
 FAULTS = {
     "a lane takes the word of the one above": (
         "gcomp_decode.hpp",
@@ -163,15 +167,15 @@ FAULTS = {
         "atomicOr(&shared.stage[at / 32], static_cast<u32>(placed))",
         "shared.stage[at / 32] = static_cast<u32>(placed)",
     ),
-    "a barrier is missing before the sums of earlier threads are read": (
+    "a barrier is missing before coded exponents are copied": (
         "gcomp_encode.hpp",
-        "    __syncthreads();\n    const u32 before",
-        "    const u32 before",
+        "  __syncthreads();\n  for (u32 i = threadIdx.x; i < own.exponent_bytes",
+        "  for (u32 i = threadIdx.x; i < own.exponent_bytes",
     ),
     "the ballot of both halves of a warp is taken for one's own": (
-        "gcomp.hpp",
-        "__ballot_sync(kWholeWarp, says) >> (threadIdx.x % kWarp / kLanes * kLanes) & 0xFFFFu",
-        "__ballot_sync(kWholeWarp, says) & 0xFFFFu",
+        "gcomp_decode.hpp",
+        "taking = ballot_of_chunk(takes)",
+        "taking = __ballot_sync(kWholeWarp, takes)",
     ),
 }
 

@@ -70,7 +70,8 @@ def is_refused(
     """
     expected = torch.empty_like(out)
     code = error_of(on, lie, out, importance)
-    answer, on_cpu = None, None
+    answer: GradwireError | None = None
+    on_cpu: GradwireError | None = None
     try:
         on.raise_error(code)
     except GradwireError as error:

@@ -102,7 +102,7 @@ class DeviceGComp:
     """GComp on a device: calls enqueue kernels on the current stream and return.
 
     Messages are those of the CPU's codec, byte for byte. The Huffman table is the one that `codec` uses at the call; the
-    first call with a table copies it to the device, and waits for that.
+    first call with a table copies it to the device, and waits for that. All calls are made on one stream.
 
     Args:
         codec: of format 2, with its options.

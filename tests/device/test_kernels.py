@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import emulated
 import pytest
 import torch
+from sanitizing import run_sanitized
 
 from gradwire.bench import factor_checks, kernel_checks
 from gradwire.bench.device_checks import CheckFailed
@@ -19,7 +17,6 @@ from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.quantised import DeviceQuantised
-from ranks import patience
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -51,24 +48,9 @@ def test_products_and_orthogonal_factors_are_the_cpus(order: int) -> None:
 
 
 def test_kernels_are_clean_under_the_sanitizers() -> None:
-    libraries = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
-    ]
-    if not all(Path(library).exists() for library in libraries):
-        pytest.skip("g++ has no sanitizers here")
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": ":".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "PYTHONPATH": os.pathsep.join([str(SOURCES.parents[2]), str(emulated.HERE)]),
-    }
-    library = emulated.build(emulated.SANITIZED)
-    command = [sys.executable, str(emulated.HERE / "sanitized.py"), str(library), "5"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 * patience())
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "cases 192" in ended.stdout
-    assert "products 35" in ended.stdout
+    said = run_sanitized("sanitized.py", 5)
+    assert "cases 192" in said
+    assert "products 35" in said
 
 
 # A planted fault, and the order of threads that shows it.

@@ -30,7 +30,6 @@ class Kernels(Protocol):
 
 # What makes the kernels of a type of device; tests add theirs.
 MAKERS: dict[str, Callable[[torch.device], Kernels]] = {"cuda": CudaKernels}
-MOST_BLOCKS = 2112  # 16 for each of an H100's 132 multiprocessors: more threads than that run one after another
 _made: dict[torch.device, Kernels] = {}
 
 
@@ -44,8 +43,3 @@ def kernels_on(device: torch.device) -> Kernels:
             )
         _made[device] = MAKERS[device.type](device)
     return _made[device]
-
-
-def grid_for(n_threads: int, block: int) -> int:
-    """Blocks of `block` threads for `n_threads`, as many as a device runs at a time: kernels go on from there."""
-    return min(-(-n_threads // block), MOST_BLOCKS)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from gradwire.codecs.tensors import dtype_code
 from gradwire.errors import InvalidArgument
-from gradwire.gpu.kernels import Kernels, grid_for
-
-_THREADS = 256
+from gradwire.gpu.kernels import Kernels
+from gradwire.gpu.tensors import THREADS, grid
 
 
 class _Multiply(ctypes.Structure):
@@ -53,7 +52,7 @@ class DeviceFactors:
             self._check(name, tensor, shape, out.dtype if name == "out" and not subtract else torch.float32)
         addresses = left.data_ptr(), right.data_ptr(), out.data_ptr()
         parameters = _Multiply(*addresses, n_rows, n_columns, rank, dtype_code(out.dtype), subtract)
-        self._kernels.launch("gw_multiply_factors", grid_for(out.numel(), _THREADS), _THREADS, 0, parameters)
+        self._kernels.launch("gw_multiply_factors", grid(out.numel()), THREADS, 0, parameters)
 
     def orthogonalise(self, factors: Tensor) -> None:
         """Make the rows of each of `factors` (k, rank, n) orthonormal, in place. Raises: InvalidArgument (rank > n)."""
@@ -62,7 +61,7 @@ class DeviceFactors:
             raise InvalidArgument(f"factors are (k, rank, n) with rank at most n, got {tuple(factors.shape)}")
         self._check("factors", factors, (n_factors, rank, n), torch.float32)
         parameters = _Orthogonalise(factors.data_ptr(), n, rank)
-        self._kernels.launch("gw_orthogonalise_factors", n_factors, _THREADS, 4 * (1 + rank), parameters)
+        self._kernels.launch("gw_orthogonalise_factors", n_factors, THREADS, 4 * (1 + rank), parameters)
 
     def checksum(self, factors: Tensor, before: int = 0) -> int:
         """32 bits of `factors` and of `before`; waits for the current stream, to tell ranks that hold others."""

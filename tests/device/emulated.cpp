@@ -48,6 +48,15 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_gcomp_seal_chunks);
   GW_ENTRY(gw_gcomp_seal);
   GW_ENTRY(gw_gcomp_count);
+  GW_ENTRY(gw_grouped_measure);
+  GW_ENTRY(gw_grouped_head);
+  GW_ENTRY(gw_grouped_pack);
+  GW_ENTRY(gw_grouped_check);
+  GW_ENTRY(gw_grouped_unpack);
+  GW_ENTRY(gw_ternary_measure);
+  GW_ENTRY(gw_ternary_scales);
+  GW_ENTRY(gw_ternary_count);
+  GW_ENTRY(gw_ternary_mean);
   throw std::logic_error("no kernel is called " + name);
 }
 

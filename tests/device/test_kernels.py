@@ -10,13 +10,15 @@ import pytest
 import torch
 from sanitizing import run_sanitized
 
-from gradwire.bench import factor_checks, kernel_checks
+from gradwire.bench import factor_checks, kernel_checks, ternary_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.bench.kernel_checks import CODECS
 from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
+from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.quantised import DeviceQuantised
+from gradwire.gpu.ternary import DeviceTernary
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -26,7 +28,7 @@ ORDERS = (0, 1, 5, 6)
 def test_messages_residuals_and_values_are_the_cpus(order: int) -> None:
     kernels = emulated.EmulatedKernels(emulated.build(), order)
     sizes = kernel_checks.SIZES if order == 0 else (0, 33, 4097)
-    names = ("one-bit", "two-bit", "qsgd") if order == 0 else CODECS
+    names = ("one-bit", "two-bit", "one-bit two-means by group", "two-bit by group", "qsgd") if order == 0 else CODECS
     n_cases = kernel_checks.run(kernels, names, sizes, ("gradient",))
     assert n_cases == 6 * len(sizes) * len(names)
 
@@ -47,10 +49,35 @@ def test_products_and_orthogonal_factors_are_the_cpus(order: int) -> None:
     assert factor_checks.run(emulated.EmulatedKernels(emulated.build(), order)) == 28 + 7
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_ternary_scales_fields_and_means_are_the_cpus(order: int) -> None:
+    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    assert ternary_checks.run(kernels, contents=ternary_checks.CONTENTS[: 1 + 3 * (order == 0)]) in (60, 240)
+
+
+def test_ternary_scales_say_what_is_not_finite() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    on, values = DeviceTernary(Ternary(), kernels, 2), torch.ones(80)
+    shares = on.share(80, [(0, 10), (10, 80)])
+    scales, work = torch.zeros(2, dtype=torch.int32), torch.empty(on.work_bytes(shares), dtype=torch.uint8)
+    for bad in (float("nan"), float("-inf")):
+        values[12] = bad
+        on.write_scales(values, shares, work, scales)
+        assert scales.view(torch.float32).tolist() == [1.0, float("inf")]
+    counts, out = torch.empty(on.count_bytes(80), dtype=torch.uint8), torch.empty(80)
+    on.write_counts(values, shares, scales, counts, 1)
+    on.read_counts(counts * 2, shares, scales, out)
+    assert out[:10].tolist() == [1.0] * 10
+    assert bool(out[10:].isnan().all())
+    with pytest.raises(InvalidArgument, match="scales"):
+        on.read_counts(counts, shares, scales[:1], out)
+
+
 def test_kernels_are_clean_under_the_sanitizers() -> None:
     said = run_sanitized("sanitized.py", 5)
-    assert "cases 192" in said
+    assert "cases 264" in said
     assert "products 35" in said
+    assert "ternary 36" in said
 
 
 # A planted fault, and the order of threads that shows it.
@@ -110,9 +137,9 @@ def error_of(on: DeviceQuantised, message: torch.Tensor, n: int) -> tuple[int, t
     return int(error), out
 
 
-@pytest.mark.parametrize("name", ["one-bit", "two-bit", "qsgd"])
+@pytest.mark.parametrize("name", ["one-bit", "two-bit", "one-bit by group", "two-bit by group", "qsgd"])
 def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
-    on = DeviceQuantised(CODECS[name], emulated.EmulatedKernels(emulated.build()))
+    on = on_kernels(CODECS[name], emulated.EmulatedKernels(emulated.build()))
     n = 200
     message = message_of(on, n)
     assert error_of(on, message, n)[0] == 0
@@ -131,11 +158,36 @@ def test_a_code_that_no_encoder_writes_is_reported_though_the_checksum_is_right(
     on = DeviceQuantised(CODECS["two-bit"], emulated.EmulatedKernels(emulated.build()))
     message = message_of(on, 16)
     message[32] |= 3
-    message[28:32] = torch.tensor(list(_crc32c(bytes(message[:28]) + bytes(message[32:])).to_bytes(4, "little")))
+    _seal(message)
     with pytest.raises(CorruptMessage, match="no encoder writes"):
         on.raise_error(error_of(on, message, 16)[0])
     with pytest.raises(CorruptMessage, match="no encoder writes"):
         on.codec.decode(message, torch.empty(16))
+
+
+def test_groups_that_no_encoder_writes_are_reported_though_the_checksum_is_right() -> None:
+    n, cuts = 200, (130,)
+    on = on_kernels(CODECS["two-bit by group"], emulated.EmulatedKernels(emulated.build()))
+    message, work = (torch.zeros(of(n, cuts), dtype=torch.uint8) for of in (on.message_bytes, on.work_bytes))
+    on.encode(
+        kernel_checks.values_of("gradient", n, torch.float32),
+        message,
+        torch.zeros(1, dtype=torch.int64),
+        work,
+        cuts=cuts,
+    )
+    # The number of cuts, the cut, the first group's scale (Inf), the first code (3).
+    for byte, to, says in ((32, 2, "flags"), (36, 1, "flags"), (41, 0xFF, "no encoder"), (48, 3, "no encoder")):
+        lie, error = message.clone(), torch.zeros(1, dtype=torch.int32)
+        lie[byte] |= to
+        _seal(lie)
+        on.decode(lie, torch.empty(n), error, work, cuts=cuts)
+        with pytest.raises(CorruptMessage, match=says):
+            on.raise_error(int(error))
+    with pytest.raises(InvalidArgument, match="cuts ascend"):
+        on.message_bytes(n, (130, 130))
+    with pytest.raises(Unsupported, match="scale_values=128"):
+        DeviceQuantised(CODECS["two-bit by group"], on._kernels)
 
 
 def test_arguments_that_kernels_would_misread_are_refused() -> None:
@@ -160,6 +212,10 @@ def test_arguments_that_kernels_would_misread_are_refused() -> None:
     assert len(kernels.launched) == n_launched
     with pytest.raises(Unsupported, match="ternary"):
         DeviceQuantised(Ternary(), kernels)
+
+
+def _seal(message: torch.Tensor) -> None:
+    message[28:32] = torch.tensor(list(_crc32c(bytes(message[:28]) + bytes(message[32:])).to_bytes(4, "little")))
 
 
 def _crc32c(data: bytes) -> int:

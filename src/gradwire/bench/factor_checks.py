@@ -28,11 +28,12 @@ def run(kernels: Kernels) -> int:
             _compare(f"a product of rank {rank}, {n} x {m}, {dtype}", expected, found)
             n_cases += 1
     for rank, n in {(rank, n) for rank, n, _ in SHAPES if rank <= n}:
-        factors = _drawn((5, rank, n))
+        factors = _drawn((9, rank, n))
         factors[1] = 0
         factors[2, -1] = factors[2, 0]
         factors[3, :, 1:] = 0
-        factors[4, 0] *= 1e15
+        for place, size in enumerate((1e15, 1e34, 1e-25, 1e-38, 1e-43), 4):
+            factors[place] *= size
         expected, found = factors.clone(), factors.to(kernels.device)
         host.orthogonalise(expected)
         on.orthogonalise(found)

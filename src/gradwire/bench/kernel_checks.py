@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.bench import factor_checks
+from gradwire.bench import factor_checks, ternary_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.qsgd import Qsgd
@@ -18,6 +18,7 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.errors import GradwireError
 from gradwire.gpu.driver import CudaKernels
+from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.kernels import Kernels
 from gradwire.gpu.quantised import DeviceQuantised
 
@@ -27,6 +28,9 @@ CODECS: dict[str, Quantised] = {
     "one-bit fixed": OneBit("fixed", 0.25),
     "two-bit": TwoBit(),
     "two-bit absolute": TwoBit(0.01, relative=False),
+    "one-bit by group": OneBit(scale_values=512),
+    "one-bit two-means by group": OneBit("two-means", scale_values=64),
+    "two-bit by group": TwoBit(scale_values=128),
     "qsgd": Qsgd(),
     "qsgd 127": Qsgd(levels=127, block=128, seed=(1 << 63) + 5),
     "qsgd 4096": Qsgd(levels=3, block=4096),
@@ -46,7 +50,7 @@ KERNELS = tuple(
         "check",
         "unpack",
     )
-)
+) + tuple(f"gw_grouped_{name}" for name in ("measure", "head", "pack", "check", "unpack"))
 _LARGE = ((1 << 20) + 1, 1 << 24)
 _MEASURED = 1 << 24  # 64 MiB
 _ROUNDS = 20
@@ -78,26 +82,28 @@ def compare(
     kernels: Kernels, codec: Quantised, values: Tensor, residual: Tensor | None, scale: float, step: int
 ) -> None:
     """Message, residual and decoded values of the kernels are the CPU's, and nothing beside them is written."""
-    n, on = values.numel(), DeviceQuantised(codec, kernels)
+    n, on = values.numel(), on_kernels(codec, kernels)
     place = kernels.device
-    expected = torch.empty(codec.max_encoded_bytes(n, values.dtype), dtype=torch.uint8)
+    cuts = _cuts_of(n) if codec.scale_values else []
+    expected = torch.empty(codec.max_encoded_bytes(n, values.dtype, len(cuts)), dtype=torch.uint8)
     if residual is None:
         expected_left = None
-        n_expected = codec.encode(values, expected, step=step)
+        n_expected = codec.encode(values, expected, step=step, cuts=cuts)
     else:
         expected_left = torch.empty(n)
         n_expected = codec.encode_with_residual(
-            values, residual, expected, step, new_residual=expected_left, residual_scale=scale
+            values, residual, expected, step, new_residual=expected_left, residual_scale=scale, cuts=cuts
         )
-    room = on.message_bytes(n)
+    room = on.message_bytes(n, cuts)
     fenced = torch.full((room + 8,), 0xEE, dtype=torch.uint8, device=place)
     n_bytes = torch.zeros(1, dtype=torch.int64, device=place)
-    work = torch.full((on.work_bytes(n),), 0xA5, dtype=torch.uint8, device=place)
+    work = torch.full((on.work_bytes(n, cuts),), 0xA5, dtype=torch.uint8, device=place)
     old = None if residual is None else residual.to(place)
     new = None if residual is None else torch.empty(n, device=place)
     on.encode(
-        values.to(place), fenced[:room], n_bytes, work, residual=old, new_residual=new, residual_scale=scale, step=step
-    )
+        values.to(place), fenced[:room], n_bytes, work,
+        residual=old, new_residual=new, residual_scale=scale, step=step, cuts=cuts,
+    )  # fmt: skip
     found = fenced.cpu()
     require(int(n_bytes) == n_expected, f"{int(n_bytes)} bytes, not {n_expected}")
     require(torch.equal(found[:n_expected], expected[:n_expected]), difference(found, expected))
@@ -108,7 +114,7 @@ def compare(
         error = torch.zeros(1, dtype=torch.int32, device=place)
         start = torch.linspace(-1, 1, n).to(dtype)
         out = start.clone().to(place)
-        on.decode(fenced[:room], out, error, work, divisor=divisor, adds=adds)
+        on.decode(fenced[:room], out, error, work, divisor=divisor, adds=adds, cuts=cuts)
         on.raise_error(int(error))
         wanted = torch.empty(n, dtype=dtype)
         codec.decode(expected[:n_expected], wanted)
@@ -117,6 +123,11 @@ def compare(
         if adds:
             wanted = start + wanted
         require(_same(out.cpu(), wanted), f"other values ({dtype}, / {divisor}, adds: {adds})")
+
+
+def _cuts_of(n: int) -> list[int]:
+    """Where tensors begin: one value, a piece about as long as a group, the rest; and near the end."""
+    return sorted({cut for cut in (1, 66, 578, n // 2, n - 1) if 0 < cut < n})
 
 
 def cases(
@@ -184,8 +195,9 @@ def check_kernels(device: torch.device, kernels: CudaKernels | None = None) -> d
             return not_run(device)
         kernels = CudaKernels(device)
     found: dict[str, Any] = {"driver": kernels.driver, "architecture": kernels.architecture}
-    found["kernels"] = {name: kernels.resources(name) for name in (*KERNELS, *factor_checks.KERNELS)}
-    found["n_cases"] = run(kernels, CODECS, SIZES, CONTENTS) + factor_checks.run(kernels)
+    names = (*KERNELS, *factor_checks.KERNELS, *ternary_checks.KERNELS)
+    found["kernels"] = {name: kernels.resources(name) for name in names}
+    found["n_cases"] = run(kernels, CODECS, SIZES, CONTENTS) + factor_checks.run(kernels) + ternary_checks.run(kernels)
     for name, n_elements, seed in itertools.product(("one-bit", "two-bit", "qsgd"), _LARGE, range(3)):
         values = values_of("gradient", n_elements, torch.float32, seed)
         compare(kernels, CODECS[name], values, values / 3, 1.0, step=seed)

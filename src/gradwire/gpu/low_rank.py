@@ -61,7 +61,7 @@ class DeviceFactors:
             raise InvalidArgument(f"factors are (k, rank, n) with rank at most n, got {tuple(factors.shape)}")
         self._check("factors", factors, (n_factors, rank, n), torch.float32)
         parameters = _Orthogonalise(factors.data_ptr(), n, rank)
-        self._kernels.launch("gw_orthogonalise_factors", n_factors, THREADS, 4 * (1 + rank), parameters)
+        self._kernels.launch("gw_orthogonalise_factors", n_factors, THREADS, 4 * (2 + rank), parameters)
 
     def checksum(self, factors: Tensor, before: int = 0) -> int:
         """32 bits of `factors` and of `before`; waits for the current stream, to tell ranks that hold others."""

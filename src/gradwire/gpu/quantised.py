@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, 
 from gradwire.gpu.kernels import Kernels
 from gradwire.gpu.tensors import THREADS, address, check_on_device, check_work, grid, parts
 
-_HEADER_BYTES = 32
+HEADER_BYTES = 32
 _CPU_BLOCK = 4096  # values that the CPU adds up together
-_PIECE_BYTES = 16_384
+PIECE_BYTES = 16_384
 _SUMS_BYTES = 32
-_SHARED_OF_CHECKSUM = 4 * (256 + 8)
+SHARED_OF_CHECKSUM = 4 * (256 + 8)
 _SHARED_OF_CHOICE = _SUMS_BYTES * THREADS
 _ERROR_OF_CODE = 7  # the error word is this less the first of what is wrong
 
@@ -34,7 +35,7 @@ _WRONG: dict[int, tuple[type[GradwireError], str]] = {
 }
 
 
-class _Quantise(ctypes.Structure):
+class Quantise(ctypes.Structure):
     """`Quantise` of source/quantised.hpp."""
 
     _fields_ = [
@@ -48,7 +49,7 @@ class _Quantise(ctypes.Structure):
     ]
 
 
-class _Dequantise(ctypes.Structure):
+class Dequantise(ctypes.Structure):
     """`Dequantise` of source/quantised.hpp."""
 
     _fields_ = [
@@ -68,22 +69,24 @@ class DeviceQuantised:
     Args:
         codec: OneBit, TwoBit or Qsgd.
         kernels: where they run.
-    Raises: Unsupported (another codec, scales by group).
+    Raises: Unsupported (another codec; scales by group, which are `DeviceGrouped`'s).
     """
+
+    _has_groups = False
 
     def __init__(self, codec: Quantised, kernels: Kernels) -> None:
         if not isinstance(codec, OneBit | TwoBit | Qsgd):
             raise Unsupported(f"{codec.name} has no kernels: one-bit, two-bit and qsgd have")
-        if codec.scale_values is not None:
-            raise Unsupported(f"{codec.name} has kernels for one scale a message: leave scale_values out")
+        if (codec.scale_values is not None) != self._has_groups:
+            raise Unsupported(f"{type(self).__name__} has no kernels for scale_values={codec.scale_values}")
         self.codec = codec
         self._kernels = kernels
 
-    def message_bytes(self, n_elements: int) -> int:
-        """The room of a message of `n_elements`, a multiple of 4."""
+    def message_bytes(self, n_elements: int, cuts: Sequence[int] = ()) -> int:
+        """The room of a message of `n_elements`, a multiple of 4. `cuts`: see `DeviceGrouped`; here always ()."""
         return self.codec.max_encoded_bytes(n_elements, torch.float32)
 
-    def work_bytes(self, n_elements: int) -> int:
+    def work_bytes(self, n_elements: int, cuts: Sequence[int] = ()) -> int:
         """Of the memory that `encode` and `decode` use on the side, at a multiple of 8 bytes."""
         return _SUMS_BYTES * self._n_sums(n_elements) + 4 * self._n_pieces(n_elements)
 
@@ -98,6 +101,7 @@ class DeviceQuantised:
         new_residual: Tensor | None = None,
         residual_scale: float = 1.0,
         step: int = 0,
+        cuts: Sequence[int] = (),
     ) -> None:
         """As `Quantised.encode_with_residual`, or without residuals as `encode`.
 
@@ -121,7 +125,7 @@ class DeviceQuantised:
         kind, rule, parameter, levels, block, seed = codec.native_options
         is_qsgd = isinstance(codec, Qsgd)
         block = block if is_qsgd else _CPU_BLOCK
-        parameters = _Quantise(
+        parameters = Quantise(
             values.data_ptr(),
             address(residual),
             address(new_residual),
@@ -148,11 +152,19 @@ class DeviceQuantised:
             launch("gw_quantised_pack_levels", grid(8 * parts(n, 64)), THREADS, 0, parameters)
         else:
             launch("gw_quantised_pack", grid(n), THREADS, 0, parameters)
-        launch("gw_quantised_pieces", self._n_pieces(n), THREADS, _SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_seal", 1, THREADS, _SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_pieces", self._n_pieces(n), THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_seal", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
 
     def decode(
-        self, message: Tensor, out: Tensor, error: Tensor, work: Tensor, *, divisor: float = 1.0, adds: bool = False
+        self,
+        message: Tensor,
+        out: Tensor,
+        error: Tensor,
+        work: Tensor,
+        *,
+        divisor: float = 1.0,
+        adds: bool = False,
+        cuts: Sequence[int] = (),
     ) -> None:
         """Read a message that was written with the same options.
 
@@ -174,13 +186,13 @@ class DeviceQuantised:
         self._check("error", error, torch.int32, 1)
         check_work(work, self.work_bytes(n), self._kernels.device)
         kind, _, _, levels, block, _ = self.codec.native_options
-        parameters = _Dequantise(
+        parameters = Dequantise(
             message.data_ptr(),
             out.data_ptr(),
             work.data_ptr(),
             error.data_ptr(),
             n,
-            message.numel() - _HEADER_BYTES,
+            message.numel() - HEADER_BYTES,
             divisor,
             kind,
             code,
@@ -189,8 +201,8 @@ class DeviceQuantised:
             block,
         )
         launch = self._kernels.launch
-        launch("gw_quantised_read_pieces", self._n_pieces(n), THREADS, _SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_check", 1, THREADS, _SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_read_pieces", self._n_pieces(n), THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
         launch("gw_quantised_unpack", grid(n), THREADS, 0, parameters)
 
     def raise_error(self, code: int) -> None:
@@ -205,7 +217,7 @@ class DeviceQuantised:
         return max(1, parts(n_elements, block))
 
     def _n_pieces(self, n_elements: int) -> int:
-        return parts(self.message_bytes(n_elements) - _HEADER_BYTES, _PIECE_BYTES)
+        return parts(self.message_bytes(n_elements) - HEADER_BYTES, PIECE_BYTES)
 
     def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
         check_on_device(name, tensor, dtype, n, self._kernels.device, _ALIGNMENT[name])

@@ -1,5 +1,6 @@
-// Low-rank matrices: the bits of native/low_rank, whose orders of sums are kept. What each rank computes again for itself
-// from summed factors must come out the same on every GPU. Factors are stored transposed, a component a row: (rank, n).
+// Low-rank matrices: the bits of native/low_rank, whose orders of sums are kept. What each rank computes again for
+// itself from summed factors must come out the same on every GPU. Factors are stored transposed, a component a row:
+// (rank, n).
 #pragma once
 
 #include "values.hpp"
@@ -49,7 +50,8 @@ __device__ inline float from_first_lane(float value) {
   return __uint_as_float(word);
 }
 
-// (I - tau v v^T) on the rows after `pivot`, a row to a warp; v = (1, tail) begins at column `pivot`. Ends with a barrier.
+// (I - tau v v^T) on the rows after `pivot`, a row to a warp; v = (1, tail) begins at column `pivot`. Ends with a
+// barrier.
 __device__ inline void reflect(float* factor, u32 rank, u64 n, u32 pivot, float tau) {
   const u32 lane = threadIdx.x % kWarp;
   const float* const tail = factor + pivot * n + pivot + 1;
@@ -64,11 +66,38 @@ __device__ inline void reflect(float* factor, u32 rank, u64 n, u32 pivot, float 
   __syncthreads();
 }
 
-// A block a factor: Householder's QR of the transposed factor, without its R. Shared memory: 1 + rank floats.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
+}
+
+// By a power of two, so that the largest of n magnitudes lies in [0.5, 1): squares neither overflow nor vanish.
+__device__ inline void scale_to_one(float* factor, u64 n, u32& largest) {
+  if (threadIdx.x == 0) largest = 0;
+  __syncthreads();
+  u32 own = 0;
+  for (u64 i = threadIdx.x; i < n; i += kOrthogonaliseThreads)
+    if (magnitude_bits(factor[i]) > own) own = magnitude_bits(factor[i]);
+  atomicMax(&largest, own);
+  __syncthreads();
+  const u32 bits = largest;
+  __syncthreads();
+  if (bits == 0) return;
+  int exponent = static_cast<int>(bits >> 23) - 126;
+  if (bits < 1u << 23)  // subnormal
+    for (exponent = -148; bits >> (exponent + 149); ++exponent) {
+    }
+  // In two steps: the reciprocal of a subnormal is beyond float32.
+  const float first = power_of_two(-exponent / 2), second = power_of_two(-exponent - -exponent / 2);
+  for (u64 i = threadIdx.x; i < n; i += kOrthogonaliseThreads) factor[i] = factor[i] * first * second;
+  __syncthreads();
+}
+
+// A block a factor: Householder's QR of the transposed factor, without its R. Shared memory: 2 + rank floats.
 GW_KERNEL(gw_orthogonalise_factors, OrthogonaliseFactors) {
   float& squares = shared_as<float>();
-  float* const taus = &squares + 1;
+  float* const taus = &squares + 2;
   float* const factor = p.factors + static_cast<u64>(blockIdx.x) * p.rank * p.n;
+  scale_to_one(factor, p.rank * p.n, *reinterpret_cast<u32*>(&squares + 1));
   for (u32 k = 0; k < p.rank; ++k) {
     float* const row = factor + k * p.n;
     float* const tail = row + k + 1;

@@ -51,10 +51,8 @@ __device__ __forceinline__ u64 payload_bytes(u32 kind, u64 n, u32 block, u32 lev
   return 4 * parts_of(n, kind == kOneBit ? 32 : 16);
 }
 
-// Eight threads a block, each a lane; then the lanes in the CPU's order, which a butterfly gives to all of them.
-GW_KERNEL(gw_quantised_measure, Quantise) {
-  const u64 block = thread_number() / kLanes, begin = block * p.block;
-  const u64 end = begin < p.n ? smaller(begin + p.block, p.n) : begin;
+// Eight threads, each a lane of the CPU's; then the lanes in its order, which a butterfly gives to all of them.
+__device__ inline Sums sums_of(const Quantise& p, u64 begin, u64 end) {
   Sums own{0, 0, 0, 0, 0};
   for (u64 i = begin + threadIdx.x % kLanes; i < end; i += kLanes) {
     const float value = term_of(p, i);
@@ -75,6 +73,14 @@ GW_KERNEL(gw_quantised_measure, Quantise) {
     const u32 other = __shfl_xor_sync(kWholeWarp, own.largest, lanes);
     if (other > own.largest) own.largest = other;
   }
+  return own;
+}
+
+// Eight threads a block.
+GW_KERNEL(gw_quantised_measure, Quantise) {
+  const u64 block = thread_number() / kLanes, begin = block * p.block;
+  const u64 end = begin < p.n ? smaller(begin + p.block, p.n) : begin;
+  Sums own = sums_of(p, begin, end);
   if (threadIdx.x % kLanes != 0 || begin >= p.n) return;
   if (p.kind == kQsgd) {
     const double wide = __dsqrt_rn(own.positive);
@@ -149,6 +155,16 @@ __device__ __forceinline__ void keep(const Quantise& p, u64 i, bool is_finite, f
     p.left_out[i] = p.residual == nullptr ? 0.0f : p.residual[i];
 }
 
+// Two-bit: a value's code; and the word of 16 of them, for each of 16 neighbours.
+__device__ __forceinline__ u32 code_of(float term, float threshold) {
+  return term >= threshold && term > 0 ? 1 : term <= -threshold && term < 0 ? 2 : 0;
+}
+__device__ __forceinline__ u32 joined(u32 code, u64 i) {
+  u32 word = code << 2 * (i % 16);
+  for (u32 lanes = 1; lanes < 16; lanes *= 2) word |= __shfl_xor_sync(kWholeWarp, word, lanes);
+  return word;
+}
+
 // One-bit and two-bit: a warp makes the words of 32 values.
 GW_KERNEL(gw_quantised_pack, Quantise) {
   const bool is_finite = p.message[6] == 0;
@@ -163,9 +179,7 @@ GW_KERNEL(gw_quantised_pack, Quantise) {
       if (is_finite && i % kWarp == 0) words[i / kWarp] = word;
       continue;
     }
-    const u32 code = term >= first && term > 0 ? 1 : term <= -first && term < 0 ? 2 : 0;
-    u32 word = code << 2 * (i % 16);
-    for (u32 lanes = 1; lanes < 16; lanes *= 2) word |= __shfl_xor_sync(kWholeWarp, word, lanes);
+    const u32 code = code_of(term, first), word = joined(code, i);
     if (is_there) keep(p, i, is_finite, term, code == 1 ? first : code == 2 ? -first : 0.0f);
     if (is_finite && i % 16 == 0 && is_there) words[i / 16] = word;
   }

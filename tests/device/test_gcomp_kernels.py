@@ -117,7 +117,7 @@ def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str) -> None
     for dtype in (torch.float16, torch.float32):
         message = message_of(codec, make_gradient("gaussian", n, dtype), importance)
         found = [is_refused(codec, on, message, lie, torch.empty(n, dtype=dtype), importance) for lie in lies(message)]
-        assert len(found) // 3 < sum(found) < len(found)
+        assert 100 < sum(found) < len(found)  # most change mantissas, which say anything
 
 
 def test_another_table_and_other_importance_are_named() -> None:

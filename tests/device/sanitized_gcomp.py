@@ -18,10 +18,10 @@ names = ("paper, few codes", "none, every exponent has a code")
 n_cases = gcomp_kernel_checks.run(kernels, names, (0, 33, 1_001), ("nan",), (torch.float32, torch.float16))
 n_lies = 0
 for name in names:
-    codec, values = gcomp_kernel_checks.CODECS[name], values_of("gradient", 37, torch.float32)
-    on, importance = DeviceGComp(codec, kernels), gcomp_kernel_checks.importance_of(37)
+    codec, values = gcomp_kernel_checks.CODECS[name], values_of("gradient", 90, torch.float32)
+    on, importance = DeviceGComp(codec, kernels), gcomp_kernel_checks.importance_of(90)
     message = message_of(codec, values, importance)
     for lie in lies(message, step=3):
-        is_refused(codec, on, message, lie, torch.empty(37), importance)
+        is_refused(codec, on, message, lie, torch.empty(90), importance)
         n_lies += 1
 print(f"cases {n_cases}, lies {n_lies}")

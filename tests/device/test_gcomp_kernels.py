@@ -16,7 +16,7 @@ from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor
 from gradwire.bench import gcomp_kernel_checks, kernel_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.bench.gcomp_kernel_checks import CODECS
-from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.errors import (
     CorruptMessage,
     IncompatibleVersion,
@@ -48,6 +48,14 @@ def test_the_edges_of_chunks_are_the_cpus(order: int) -> None:
     names = ("paper, few codes",) if order else ("paper, few codes", "uniform")
     found = gcomp_kernel_checks.run(kernels(order), names, sizes, ("gradient",), (torch.float32,))
     assert found == len(sizes) * len(names)
+
+
+def test_some_of_the_messages_have_escapes() -> None:
+    codec, values = CODECS["paper, few codes"], kernel_checks.values_of("gradient", 90, torch.float32)
+    counts, lengths = torch.zeros(256, dtype=torch.int64), torch.tensor(codec.table_of_width(8).lengths)
+    codec.histogram(values, counts)
+    assert int(counts[lengths[:-1] == 0].sum()) > 3
+    assert describe(message_of(codec, values, make_importance(90)))["n_raw_chunks"] == 0
 
 
 def test_every_content_is_the_cpus() -> None:
@@ -104,12 +112,12 @@ def test_every_changed_byte_is_reported_and_not_read() -> None:
 
 @pytest.mark.parametrize("name", ["paper, few codes", "none, every exponent has a code", "uniform"])
 def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str) -> None:
-    codec, n = CODECS[name], 40
+    codec, n = CODECS[name], 90
     on, importance = DeviceGComp(codec, kernels()), make_importance(n)
     for dtype in (torch.float16, torch.float32):
         message = message_of(codec, make_gradient("gaussian", n, dtype), importance)
         found = [is_refused(codec, on, message, lie, torch.empty(n, dtype=dtype), importance) for lie in lies(message)]
-        assert len(found) // 3 < sum(found) < len(found)
+        assert 100 < sum(found) < len(found)  # most change mantissas, which say anything
 
 
 def test_another_table_and_other_importance_are_named() -> None:

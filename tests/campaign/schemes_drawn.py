@@ -63,6 +63,7 @@ _LISTED = [
         conserves=True,
     ),
     Variant("one-bit-adam", {"freeze_step": 2}),
+    Variant("top-k-adam", {"freeze_step": 2, "share": 0.05}),
     Variant("two-bit", {"warmup_steps": 1}, conserves=True),
     Variant("qsgd"),
     Variant("qsgd", {"levels": 100, "block": 128}),

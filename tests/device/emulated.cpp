@@ -5,6 +5,7 @@
 namespace {
 
 using namespace gradwire::gpu;
+using namespace gradwire::gpu::gcomp;
 
 thread_local std::string last_error;
 
@@ -34,6 +35,19 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_quantised_read_pieces);
   GW_ENTRY(gw_quantised_check);
   GW_ENTRY(gw_quantised_unpack);
+  GW_ENTRY(gw_multiply_factors);
+  GW_ENTRY(gw_orthogonalise_factors);
+  GW_ENTRY(gw_gcomp_check);
+  GW_ENTRY(gw_gcomp_checksums);
+  GW_ENTRY(gw_gcomp_streams);
+  GW_ENTRY(gw_gcomp_unpack);
+  GW_ENTRY(gw_gcomp_measure);
+  GW_ENTRY(gw_gcomp_place);
+  GW_ENTRY(gw_gcomp_pack);
+  GW_ENTRY(gw_gcomp_exponents);
+  GW_ENTRY(gw_gcomp_seal_chunks);
+  GW_ENTRY(gw_gcomp_seal);
+  GW_ENTRY(gw_gcomp_count);
   GW_ENTRY(gw_grouped_measure);
   GW_ENTRY(gw_grouped_head);
   GW_ENTRY(gw_grouped_pack);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -232,7 +233,14 @@ inline float __uint_as_float(unsigned bits) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+inline int __popc(unsigned word) { return std::popcount(word); }
+inline int __clz(unsigned word) { return std::countl_zero(word); }
 inline double __dsqrt_rn(double value) { return std::sqrt(value); }
+inline unsigned atomicOr(unsigned* at, unsigned bits) { return std::atomic_ref<unsigned>(*at).fetch_or(bits); }
+template <class T>
+T atomicAdd(T* at, T value) {
+  return std::atomic_ref<T>(*at).fetch_add(value);
+}
 inline unsigned atomicMax(unsigned* at, unsigned value) {
   std::atomic_ref<unsigned> word(*at);
   unsigned before = word.load();

@@ -12,7 +12,7 @@ import emulated
 import pytest
 import torch
 
-from gradwire.bench import kernel_checks, ternary_checks
+from gradwire.bench import factor_checks, gcomp_kernel_checks, kernel_checks, ternary_checks
 from gradwire.errors import GradwireError, OutOfMemory, Unsupported
 from gradwire.gpu import compiler
 from gradwire.gpu.driver import CudaKernels
@@ -82,8 +82,8 @@ def test_gpu_check_covers_the_kernels(machine: Machine) -> None:
         mock.patch.object(kernel_checks, "_LARGE", (5_000,)),
     ):
         found = kernel_checks.check_kernels(kernels.device, kernels)
-    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 240
-    assert set(found["kernels"]) == {*kernel_checks.KERNELS, *ternary_checks.KERNELS}
+    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35 + 240
+    assert set(found["kernels"]) == {*kernel_checks.KERNELS, *factor_checks.KERNELS, *ternary_checks.KERNELS}
 
     def call(device: torch.device, function: Any) -> float:
         function(1)
@@ -93,6 +93,19 @@ def test_gpu_check_covers_the_kernels(machine: Machine) -> None:
         rates = kernel_checks.measure_kernels(kernels.device, kernels)["gb_s"]
     assert len(rates) == 10
     assert kernel_checks.check_kernels(torch.device("meta"))["status"] == "not run"
+
+
+def test_gpu_check_covers_gcomps_kernels(machine: Machine) -> None:
+    kernels = machine.kernels()
+    with (
+        mock.patch.object(gcomp_kernel_checks, "SIZES", (33,)),
+        mock.patch.object(gcomp_kernel_checks, "CONTENTS", ("gradient",)),
+        mock.patch.object(gcomp_kernel_checks, "_LARGE", (500,)),
+    ):
+        found = gcomp_kernel_checks.check_gcomp_kernels(kernels.device, kernels)
+    assert found["n_cases"] == 3 * len(gcomp_kernel_checks.CODECS) + 6
+    assert set(found["kernels"]) == set(gcomp_kernel_checks.KERNELS)
+    assert gcomp_kernel_checks.check_gcomp_kernels(torch.device("meta"))["status"] == "not run"
 
 
 def test_what_was_compiled_is_kept_and_what_does_not_load_is_compiled_anew(machine: Machine, tmp_path: Path) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import emulated
 import pytest
 import torch
+from sanitizing import run_sanitized
 
-from gradwire.bench import kernel_checks, ternary_checks
+from gradwire.bench import factor_checks, kernel_checks, ternary_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.bench.kernel_checks import CODECS
 from gradwire.codecs.ternary import Ternary
@@ -21,7 +19,6 @@ from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.quantised import DeviceQuantised
 from gradwire.gpu.ternary import DeviceTernary
-from ranks import patience
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -45,6 +42,11 @@ def test_a_payload_of_many_pieces_is_the_cpus() -> None:
     kernels = emulated.EmulatedKernels(emulated.build())
     values = kernel_checks.values_of("gradient", 70_001, torch.float32)
     kernel_checks.compare(kernels, CODECS["qsgd"], values, None, 1.0, step=9)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_products_and_orthogonal_factors_are_the_cpus(order: int) -> None:
+    assert factor_checks.run(emulated.EmulatedKernels(emulated.build(), order)) == 28 + 7
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -72,24 +74,10 @@ def test_ternary_scales_say_what_is_not_finite() -> None:
 
 
 def test_kernels_are_clean_under_the_sanitizers() -> None:
-    libraries = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
-    ]
-    if not all(Path(library).exists() for library in libraries):
-        pytest.skip("g++ has no sanitizers here")
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": ":".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "PYTHONPATH": os.pathsep.join([str(SOURCES.parents[2]), str(emulated.HERE)]),
-    }
-    library = emulated.build(emulated.SANITIZED)
-    command = [sys.executable, str(emulated.HERE / "sanitized.py"), str(library), "5"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 * patience())
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "cases 264" in ended.stdout
-    assert "ternary 36" in ended.stdout
+    said = run_sanitized("sanitized.py", 5)
+    assert "cases 264" in said
+    assert "products 35" in said
+    assert "ternary 36" in said
 
 
 # A planted fault, and the order of threads that shows it.
@@ -109,6 +97,11 @@ FAULTS = {
         "  if (threadIdx.x != 0) return;\n  const bool is_finite = all",
         "  if (threadIdx.x != 0) return;\n  __syncthreads();\n  const bool is_finite = all",
     ),
+    "a barrier is missing after a reflection": (
+        "low_rank.hpp",
+        "row[i] -= tail[i] * weight;\n  }\n  __syncthreads();",
+        "row[i] -= tail[i] * weight;\n  }",
+    ),
 }
 
 
@@ -123,11 +116,11 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
 
     def run_in_all_orders() -> None:
         for order in ORDERS:
-            kernel_checks.run(
-                emulated.EmulatedKernels(library, order), ["one-bit"], (777, 3001, 4097, 9000), ("gradient",)
-            )
+            kernels = emulated.EmulatedKernels(library, order)
+            kernel_checks.run(kernels, ["one-bit"], (777, 3001, 4097, 9000), ("gradient",))
+            factor_checks.run(kernels)
 
-    with pytest.raises(CheckFailed, match="one-bit"):
+    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors"):
         run_in_all_orders()
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,11 +31,9 @@ from torch import Tensor
 
 import gradwire
 from gradwire import schemes
-from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme
-from gradwire.wire.communicator import Communicator
-from ranks import run_ranks, try_ranks
+from ranks import run_ranks
 
 Maker = Callable[[], Scheme]
 
@@ -63,6 +58,11 @@ SCHEMES: dict[str, Maker] = {
     "qsgd": lambda: by_name("qsgd"),
     "terngrad": lambda: by_name("terngrad"),
     "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),
+    "acp-sgd": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, exempt=()),
+    "acp-sgd at the end": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, overlap=False, start_step=1),
+    "acp-sgd, drawn anew": lambda: by_name("acp-sgd", rank=1, reuse=False, buffer_mb=0.0, factor_dtype="bfloat16"),
+    "power-sgd": lambda: by_name("power-sgd", rank=2, min_compression_rate=0),
+    "power-sgd-overlap": lambda: by_name("power-sgd-overlap", rank=3, min_compression_rate=0, error_feedback=False),
 }
 
 
@@ -92,8 +92,11 @@ def placement_on(place: Place) -> dict[str, str]:
 # ---- bits
 
 
-def train_on_both(rank: int, world_size: int, library: Path, names: list[str], latenesses_us: list[int]) -> None:
+def train_on_both(
+    rank: int, world_size: int, library: Path, names: list[str], latenesses_us: list[int]
+) -> dict[tuple[str, int], Tensor]:
     late, device = begin_with_kernels(library)
+    trained = {}
     for name in names:
         late.set_lateness_us(0)
         expected = train(rank, Place(CPU), SCHEMES[name]())
@@ -102,25 +105,41 @@ def train_on_both(rank: int, world_size: int, library: Path, names: list[str], l
             with counting_waits_of_hooks(late) as waits:
                 found = train(rank, device, SCHEMES[name]())
             assert not any(waits), f"{name}: autograd's thread waited for the device"
-            assert torch.equal(found, expected), f"{name}, {lateness_us} us: off by {(found - expected).abs().max()}"
+            # Of more than two ranks the backends add factors each in its own order.
+            most = 1e-5 if world_size > 2 and "-sgd" in name else 0.0
+            off = float((found - expected).abs().max())
+            assert off <= most, f"{name}, {lateness_us} us: off by {off}"
+            trained[name, lateness_us] = found
     assert late.n_waits_with_gil() == 0, "a thread waited for the device and held up all others"
+    return trained
 
 
 @pytest.mark.parametrize(("world_size", "latenesses_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])
 def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[int]) -> None:
-    run_ranks(train_on_both, world_size, library, list(SCHEMES), latenesses_us, timeout_s=170)
+    first, *others = run_ranks(train_on_both, world_size, library, list(SCHEMES), latenesses_us, timeout_s=170)
+    for other in others:
+        assert all(torch.equal(other[case], found) for case, found in first.items())
 
 
 # ---- DDP's features
 
 SEVERAL: dict[Feature, list[str]] = {
-    view_buckets: ["one-bit", "bf16"],
-    keep_graph_static: ["two-bit"],
-    mix_dtypes: ["two-bit", "plain", "one-bit by group, two means", "terngrad"],
-    accumulate_and_clip: ["one-bit", "qsgd"],
-    scale_the_loss: ["one-bit", "one-bit but for some", "two-bit by group", "qsgd", "terngrad", "plain"],
+    view_buckets: ["one-bit", "bf16", "power-sgd"],
+    keep_graph_static: ["two-bit", "acp-sgd"],
+    mix_dtypes: ["two-bit", "plain", "one-bit by group, two means", "terngrad", "acp-sgd"],
+    accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap"],
+    scale_the_loss: [
+        "one-bit",
+        "one-bit but for some",
+        "two-bit by group",
+        "qsgd",
+        "terngrad",
+        "plain",
+        "acp-sgd",
+        "power-sgd",
+    ],
     meet_nan: ["plain"],
-    stop_and_resume: ["one-bit", "one-bit by group", "two-bit"],
+    stop_and_resume: ["one-bit", "one-bit by group", "two-bit", "acp-sgd", "power-sgd"],
 }
 
 
@@ -219,181 +238,3 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
 
 def test_two_collectives_a_bucket(library: Path) -> None:
     run_ranks(count_collectives, 2, library)
-
-
-# ---- bad input
-
-
-def meet_a_changed_message(rank: int, world_size: int, library: Path) -> None:
-    """Rank 1 gets a changed byte of what rank 0 pushed: NaN on all ranks in this step, an error on all in the next one."""
-    _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    attachment = attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
-
-    def backward(step: int) -> bool:
-        optimizer.zero_grad()
-        ddp(batch(rank, step, place)).square().mean().backward()
-        return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters() if p.grad is not None]).isnan().any())
-
-    assert not backward(0)
-    alltoall = LikeNccl.alltoall_base
-
-    def change(group: LikeNccl, output: Tensor, tensor: Tensor, *sizes: Any) -> Any:
-        work = alltoall(group, output, tensor, *sizes)
-        work.wait()
-        if rank == 1:
-            output[0, 40] ^= 1
-        return work
-
-    with mock.patch.object(LikeNccl, "alltoall_base", change):
-        assert backward(1), "a mean without what rank 0 sent was handed out"
-
-    def go_on() -> None:
-        for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
-            backward(step)
-
-    with pytest.raises(gradwire.CorruptMessage, match="checksum"):
-        go_on()
-    attachment.close()
-
-
-def test_a_message_that_is_changed_on_its_way(library: Path) -> None:
-    run_ranks(meet_a_changed_message, 2, library)
-
-
-def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
-    late, place = begin_with_kernels(library)
-    late.set_lateness_us(1_000)
-    ddp = place.model(build_model())
-    optimizer = adamw(ddp)
-    attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
-    started = time.monotonic()
-    try:
-        for step in range(6):
-            if (rank, step) == (1, 2):
-                os._exit(7)
-            started = time.monotonic()
-            optimizer.zero_grad()
-            loss = ddp(batch(rank, step, place)).square().mean()
-            loss.backward()
-            optimizer.step()
-            float(loss)
-    except gradwire.PeerLost as error:
-        return str(error), time.monotonic() - started
-    return "not noticed", 0.0
-
-
-def test_a_rank_that_dies_is_named(library: Path) -> None:
-    survivor, dead = try_ranks(die, 2, library)
-    assert survivor.error is None, survivor.traceback
-    said, after_s = survivor.result
-    assert "lost its peers" in said
-    assert after_s < 20
-    assert dead.exit_code == 7
-
-
-def disagree(rank: int, world_size: int, library: Path) -> None:
-    """On the scheme, and on where it works."""
-    _, place = begin_with_kernels(library)
-    ddp = place.model(build_model())
-    attachment = attach(ddp, adamw(ddp), SCHEMES["two-bit" if rank else "one-bit"](), placement="device")
-    with pytest.raises(gradwire.RankMismatch, match="scheme"):
-        ddp(batch(rank, 0, place)).square().mean().backward()
-    attachment.close()
-
-
-def test_ranks_that_disagree(library: Path) -> None:
-    run_ranks(disagree, 2, library)
-
-
-def run_out_of_memory(rank: int, world_size: int, library: Path) -> None:
-    late, place = begin_with_kernels(library)
-    late.set_limits(1 << 40, 1 << 40)
-    alone, ddp = place.model(build_model()), place.model(build_model())
-    optimizer_alone, optimizer = adamw(alone), adamw(ddp)
-    attachment = attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
-
-    scratch = DeviceSite.scratch
-
-    def ask_for_too_much(self: DeviceSite, name: str, n_elements: int, dtype: torch.dtype) -> Tensor:
-        return scratch(self, name, 1 << 41, dtype)
-
-    loss = ddp(batch(rank, 0, place)).square().mean()
-    with (
-        mock.patch.object(DeviceSite, "scratch", ask_for_too_much),
-        pytest.raises(gradwire.errors.OutOfMemory, match="leave placement"),
-    ):
-        loss.backward()
-    attachment.close()
-    optimizer.zero_grad()
-    for step in range(2):
-        for model, steps in ((alone, optimizer_alone), (ddp, optimizer)):
-            steps.zero_grad()
-            model(batch(rank, step, place)).square().mean().backward()
-            steps.step()
-    assert torch.equal(bits_of(ddp), bits_of(alone))
-
-
-def test_full_memory_is_said_and_ddp_goes_on(library: Path) -> None:
-    run_ranks(run_out_of_memory, 2, library)
-
-
-# ---- planted faults
-
-
-def _do_nothing(*arguments: Any) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def _on_any_stream(self: ResidentBucket) -> Any:
-    self._follow()
-    with torch.Stream(device=self.on_device.device):
-        yield self._site
-
-
-def _complete_elsewhere(self: ResidentBucket, reduced: torch.futures.Future) -> None:
-    reduced.set_result(self.on_device)
-
-
-FAULTS = {
-    "missing wait": lambda: mock.patch.object(ResidentBucket, "_follow", _do_nothing),
-    "wrong stream": lambda: mock.patch.object(ResidentBucket, "at_work", _on_any_stream),
-    "completed elsewhere": lambda: mock.patch.object(ResidentBucket, "complete", _complete_elsewhere),
-}
-
-
-def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
-    """Which faults made a difference."""
-    late, place = begin_with_kernels(library)
-    expected = train(rank, Place(CPU), SCHEMES["one-bit"](), 2)
-    seen = {}
-    for names, all_us, autograds_us in (
-        (["wrong stream", "completed elsewhere"], 5_000, 5_000),
-        (["missing wait"], 0, 20_000),
-    ):
-        late.set_lateness_us(all_us)
-        late.set_stream_lateness_us(0, 0, autograds_us)
-        assert torch.equal(train(rank, place, SCHEMES["one-bit"](), 2), expected)
-        for name in names:
-            with FAULTS[name]():
-                seen[name] = not torch.equal(train(rank, place, SCHEMES["one-bit"](), 2), expected)
-    site = DeviceSite(Communicator(), [place.device])
-    late.set_lateness_us(30_000)
-    for name, arrival in (("none", None), ("verdict read too soon", mock.Mock())):
-        site.begin_step()
-        with site.stream:
-            site.flags.fill_(3)
-        site.end_step()
-        site._arrival = arrival or site._arrival
-        seen[name] = site.found() != (3, False)
-        assert site.found() is None
-        site._on_host.zero_()
-    assert not seen.pop("none")
-    return seen
-
-
-def test_each_planted_fault_is_seen(library: Path) -> None:
-    by_rank = run_ranks(plant, 2, library)
-    assert {name for seen in by_rank for name, is_seen in seen.items() if is_seen} == {*FAULTS, "verdict read too soon"}

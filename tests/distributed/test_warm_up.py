@@ -51,7 +51,7 @@ def end_early(rank: int, world_size: int) -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gradwire.schemes.quantised")
+    logger = logging.getLogger("gradwire.schemes.selective")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     driver = Driver(schemes.by_name("one-bit", warmup_steps=9), [torch.zeros(N)])

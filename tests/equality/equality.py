@@ -80,6 +80,7 @@ SPECS = [
     "top-k",
     "top-k:share=0.05,error_feedback=false",
     "top-k:share=0.05",
+    "top-k-adam:freeze_step=2,share=0.05",
     "truncate:bits=5",
     "truncated-float",
     "truncated-float:bits=6,rounding=stochastic,topology=direct",

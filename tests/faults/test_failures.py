@@ -219,7 +219,10 @@ def close_alone(rank: int, step: int, attachment: Any) -> None:
 
 
 def train_and_close_alone(rank: int, world_size: int, scheme: str) -> None:
-    train(rank, scheme, close_alone, timeout_s=60)
+    try:
+        train(rank, scheme, close_alone, timeout_s=60)
+    finally:  # rank 0 holds the store, where the others read who has closed
+        dist.monitored_barrier()
 
 
 @pytest.mark.parametrize(("scheme", "world_size"), [("plain", 2), ("gcomp", 3), ("acp-sgd", 3), ("broadcast", 2)])

@@ -33,6 +33,8 @@ MOST_OTHERS = {
     "acp-sgd": 0.05,
     "power-sgd": 0.03,
     "top-k:share=0.05": 0.18,
+    "top-k-adam:freeze_step=30": 0.15,  # 0.10
+    "top-k-adam:freeze_step=30,share=0.05": 0.07,  # 0.04
     "dgc:share=0.05,momentum=0": 0.21,  # 0.14: half as much again
     "random-k:share=0.1": 1.1,  # 0.72: half as much again
     "sign-sgd": 0.05,  # -0.03: under Adam the rate of the others serves it too

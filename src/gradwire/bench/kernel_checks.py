@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.bench import ternary_checks
+from gradwire.bench import factor_checks, ternary_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.qsgd import Qsgd
@@ -105,11 +105,11 @@ def compare(
         residual=old, new_residual=new, residual_scale=scale, step=step, cuts=cuts,
     )  # fmt: skip
     found = fenced.cpu()
-    _require(int(n_bytes) == n_expected, f"{int(n_bytes)} bytes, not {n_expected}")
-    _require(torch.equal(found[:n_expected], expected[:n_expected]), _difference(found, expected))
-    _require(bool((found[room:] == 0xEE).all()), "bytes past the message were written")
+    require(int(n_bytes) == n_expected, f"{int(n_bytes)} bytes, not {n_expected}")
+    require(torch.equal(found[:n_expected], expected[:n_expected]), difference(found, expected))
+    require(bool((found[room:] == 0xEE).all()), "bytes past the message were written")
     if new is not None and expected_left is not None:
-        _require(torch.equal(new.cpu().view(torch.int32), expected_left.view(torch.int32)), "other residuals")
+        require(torch.equal(new.cpu().view(torch.int32), expected_left.view(torch.int32)), "other residuals")
     for dtype, divisor, adds in ((values.dtype, 1.0, False), (torch.float32, 3.0, False), (torch.float32, 3.0, True)):
         error = torch.zeros(1, dtype=torch.int32, device=place)
         start = torch.linspace(-1, 1, n).to(dtype)
@@ -122,7 +122,7 @@ def compare(
             wanted = wanted / divisor
         if adds:
             wanted = start + wanted
-        _require(_same(out.cpu(), wanted), f"other values ({dtype}, / {divisor}, adds: {adds})")
+        require(_same(out.cpu(), wanted), f"other values ({dtype}, / {divisor}, adds: {adds})")
 
 
 def _cuts_of(n: int) -> list[int]:
@@ -172,35 +172,38 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     )
 
 
-def _difference(found: Tensor, expected: Tensor) -> str:
+def difference(found: Tensor, expected: Tensor) -> str:
+    """Where two messages, the longer one cut off, are not the same."""
     n = min(found.numel(), expected.numel())
     places = (found[:n] != expected[:n]).nonzero().view(-1)[:8].tolist()
     return f"bytes differ, the first at {places}"
 
 
-def _require(is_right: bool, what: str) -> None:
+def require(is_right: bool, what: str) -> None:
+    """Raises: CheckFailed."""
     if not is_right:
         raise CheckFailed(what)
 
 
 def check_kernels(device: torch.device, kernels: CudaKernels | None = None) -> dict[str, Any]:
-    """Every kernel loads, makes the CPU codecs' bytes, and how fast; of all contents, and of messages up to 16 M values.
+    """Every kernel loads and makes the CPU's bytes: of all contents, and of messages up to 16 M values; and factors.
 
     Raises: CheckFailed, Unsupported (no NVRTC, an old driver, ...).
     """
     if kernels is None:
         if device.type != "cuda":
-            return _not_run(device)
+            return not_run(device)
         kernels = CudaKernels(device)
     found: dict[str, Any] = {"driver": kernels.driver, "architecture": kernels.architecture}
-    found["kernels"] = {name: kernels.resources(name) for name in (*KERNELS, *ternary_checks.KERNELS)}
-    found["n_cases"] = run(kernels, CODECS, SIZES, CONTENTS) + ternary_checks.run(kernels)
+    names = (*KERNELS, *factor_checks.KERNELS, *ternary_checks.KERNELS)
+    found["kernels"] = {name: kernels.resources(name) for name in names}
+    found["n_cases"] = run(kernels, CODECS, SIZES, CONTENTS) + factor_checks.run(kernels) + ternary_checks.run(kernels)
     for name, n_elements, seed in itertools.product(("one-bit", "two-bit", "qsgd"), _LARGE, range(3)):
         values = values_of("gradient", n_elements, torch.float32, seed)
         compare(kernels, CODECS[name], values, values / 3, 1.0, step=seed)
         found["n_cases"] += 1
     spilt = [name for name, used in found["kernels"].items() if used["local_bytes"]]
-    _require(not spilt, f"kernels that keep registers in memory: {', '.join(spilt)}")
+    require(not spilt, f"kernels that keep registers in memory: {', '.join(spilt)}")
     return found
 
 
@@ -211,7 +214,7 @@ def measure_kernels(device: torch.device, kernels: Kernels | None = None) -> dic
     """
     if kernels is None:
         if device.type != "cuda":
-            return _not_run(device)
+            return not_run(device)
         kernels = CudaKernels(device)
     inputs = [torch.randn(_MEASURED, device=device) for _ in range(4)]
     copied = torch.empty_like(inputs[0])
@@ -239,7 +242,8 @@ def measure_kernels(device: torch.device, kernels: Kernels | None = None) -> dic
     return {"n_elements": _MEASURED, "gb_s": rates}
 
 
-def _not_run(device: torch.device) -> dict[str, Any]:
+def not_run(device: torch.device) -> dict[str, Any]:
+    """What a section says of a device that is not NVIDIA's."""
     return {"status": "not run", "reason": f"kernels are for NVIDIA GPUs, and this is {device}"}
 
 

@@ -75,7 +75,7 @@ def run_sections(sections: dict[str, Callable[[], dict[str, Any]]], record: dict
 def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
     import torch
 
-    from gradwire.bench import device_checks, kernel_checks
+    from gradwire.bench import device_checks, gcomp_kernel_checks, kernel_checks
 
     current = torch.accelerator.current_accelerator()
     assert current is not None
@@ -86,6 +86,7 @@ def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
         "staging": lambda: device_checks.check_staging(device),
         "importance": lambda: device_checks.check_importance(device),
         "kernels": lambda: kernel_checks.check_kernels(device),
+        "gcomp kernels": lambda: gcomp_kernel_checks.check_gcomp_kernels(device),
         "kernel rates": lambda: kernel_checks.measure_kernels(device),
         "one rank": lambda: _check_in_ranks(1),
         "two ranks": lambda: _check_in_ranks(2),

@@ -255,6 +255,15 @@ class GCompCodec:
             counts,
         )
 
+    def native_mode(self, dtype: torch.dtype) -> tuple[int, int]:
+        """The numbers of a message's header: mode, and mantissa bits kept at most. Raises: InvalidArgument."""
+        return _MODE_CODES[self.importance], self._kept_bits(dtype)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether `encode` rounds to nearest, in format 2."""
+        return self.importance == "uniform" or (self.importance == "paper" and self.rounding == "nearest")
+
     def _kept_bits(self, dtype: torch.dtype) -> int:
         n_mantissa = _MANTISSA_BITS[dtype]
         if self.bits is None:

@@ -91,6 +91,11 @@ class DeviceSite:
         self.group.largest(values)
         record.count_exchanged(ring_bytes(values.numel() * values.element_size(), self._world_size))
 
+    def note_finite(self, values: torch.Tensor) -> bool:
+        """Note whether all `values` are finite, which the host does not know yet: True; with the stream current."""
+        self.flags[1:].bitwise_or_(values.isfinite().all().logical_not())
+        return True
+
     def begin_step(self) -> None:
         """Forget what was noted; on the lane."""
         self._arrival = None

@@ -22,9 +22,7 @@ from gradwire.gpu.quantised import (
     DeviceQuantised,
     Quantise,
 )
-
-_THREADS = 256
-_MOST_BLOCKS = 2112
+from gradwire.gpu.tensors import THREADS, check_work, grid, parts
 
 
 class _Grouping(ctypes.Structure):
@@ -110,7 +108,7 @@ class DeviceGrouped(DeviceQuantised):
         self._check("values", values, values.dtype, n)
         self._check("out", out, torch.uint8, layout.message_bytes)
         self._check("n_bytes", n_bytes, torch.int64, 1)
-        self._check_work(work, self.work_bytes(n, cuts))
+        check_work(work, self.work_bytes(n, cuts), self._kernels.device)
         for name, tensor in (("residual", residual), ("new_residual", new_residual)):
             if tensor is not None:
                 self._check(name, tensor, torch.float32, n)
@@ -133,11 +131,11 @@ class DeviceGrouped(DeviceQuantised):
         )
         parameters = _QuantiseGroups(base, self._grouping(layout), work.data_ptr())
         launch, n_pieces = self._kernels.launch, self._pieces_of(layout)
-        launch("gw_grouped_measure", -(-8 * layout.n_groups // _THREADS), _THREADS, 0, parameters)
-        launch("gw_grouped_head", 1, _THREADS, 4, parameters)
-        launch("gw_grouped_pack", self._blocks_of(layout), _THREADS, 0, parameters)
-        launch("gw_quantised_pieces", n_pieces, _THREADS, SHARED_OF_CHECKSUM, base)
-        launch("gw_quantised_seal", 1, _THREADS, SHARED_OF_CHECKSUM, base)
+        launch("gw_grouped_measure", parts(8 * layout.n_groups, THREADS), THREADS, 0, parameters)
+        launch("gw_grouped_head", 1, THREADS, 4, parameters)
+        launch("gw_grouped_pack", self._blocks_of(layout), THREADS, 0, parameters)
+        launch("gw_quantised_pieces", n_pieces, THREADS, SHARED_OF_CHECKSUM, base)
+        launch("gw_quantised_seal", 1, THREADS, SHARED_OF_CHECKSUM, base)
 
     def decode(
         self,
@@ -158,7 +156,7 @@ class DeviceGrouped(DeviceQuantised):
         self._check("message", message, torch.uint8, layout.message_bytes)
         self._check("out", out, out.dtype, n)
         self._check("error", error, torch.int32, 1)
-        self._check_work(work, self.work_bytes(n, cuts))
+        check_work(work, self.work_bytes(n, cuts), self._kernels.device)
         base = Dequantise(
             message=message.data_ptr(),
             out=out.data_ptr(),
@@ -173,9 +171,9 @@ class DeviceGrouped(DeviceQuantised):
         )
         parameters = _DequantiseGroups(base, self._grouping(layout))
         launch = self._kernels.launch
-        launch("gw_quantised_read_pieces", self._pieces_of(layout), _THREADS, SHARED_OF_CHECKSUM, base)
-        launch("gw_grouped_check", 1, _THREADS, SHARED_OF_CHECKSUM, parameters)
-        launch("gw_grouped_unpack", self._blocks_of(layout), _THREADS, 0, parameters)
+        launch("gw_quantised_read_pieces", self._pieces_of(layout), THREADS, SHARED_OF_CHECKSUM, base)
+        launch("gw_grouped_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_grouped_unpack", self._blocks_of(layout), THREADS, 0, parameters)
 
     @property
     def _per_group(self) -> int:
@@ -189,16 +187,11 @@ class DeviceGrouped(DeviceQuantised):
         return _Grouping(layout.on_device.data_ptr(), layout.n_pieces, self.codec.scale_values, self._per_group)
 
     def _blocks_of(self, layout: _Layout) -> int:
-        return min(-(-self._per_word * layout.n_words // _THREADS), _MOST_BLOCKS)
+        return grid(self._per_word * layout.n_words)
 
     def _pieces_of(self, layout: _Layout) -> int:
         """Of the payload, as its checksum is taken."""
-        return -(-(layout.message_bytes - HEADER_BYTES) // PIECE_BYTES)
-
-    def _check_work(self, work: Tensor, n_bytes: int) -> None:
-        self._check("work", work, torch.uint8, work.numel())
-        if work.numel() < n_bytes:
-            raise InvalidArgument(f"work has {work.numel()} bytes; {n_bytes} are needed")
+        return parts(layout.message_bytes - HEADER_BYTES, PIECE_BYTES)
 
     def _layout(self, n_elements: int, cuts: Sequence[int]) -> _Layout:
         key = n_elements, tuple(cuts)

@@ -15,15 +15,14 @@ from gradwire.codecs.tensors import check_step, dtype_code
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels
+from gradwire.gpu.tensors import THREADS, address, check_on_device, check_work, grid, parts
 
 HEADER_BYTES = 32
 _CPU_BLOCK = 4096  # values that the CPU adds up together
 PIECE_BYTES = 16_384
-_THREADS = 256
-_MOST_BLOCKS = 2112  # 16 for each of an H100's 132 multiprocessors: more threads than that run one after another
 _SUMS_BYTES = 32
 SHARED_OF_CHECKSUM = 4 * (256 + 8)
-_SHARED_OF_CHOICE = _SUMS_BYTES * _THREADS
+_SHARED_OF_CHOICE = _SUMS_BYTES * THREADS
 _ERROR_OF_CODE = 7  # the error word is this less the first of what is wrong
 
 _WRONG: dict[int, tuple[type[GradwireError], str]] = {
@@ -119,19 +118,17 @@ class DeviceQuantised:
         self._check("values", values, values.dtype, n)
         self._check("out", out, torch.uint8, self.message_bytes(n))
         self._check("n_bytes", n_bytes, torch.int64, 1)
-        self._check("work", work, torch.uint8, work.numel())
         for name, tensor in (("residual", residual), ("new_residual", new_residual)):
             if tensor is not None:
                 self._check(name, tensor, torch.float32, n)
-        if work.numel() < self.work_bytes(n):
-            raise InvalidArgument(f"work has {work.numel()} bytes; {self.work_bytes(n)} are needed")
+        check_work(work, self.work_bytes(n), self._kernels.device)
         kind, rule, parameter, levels, block, seed = codec.native_options
         is_qsgd = isinstance(codec, Qsgd)
         block = block if is_qsgd else _CPU_BLOCK
         parameters = Quantise(
             values.data_ptr(),
-            _address(residual),
-            _address(new_residual),
+            address(residual),
+            address(new_residual),
             out.data_ptr(),
             work.data_ptr(),
             work.data_ptr() + _SUMS_BYTES * self._n_sums(n),
@@ -149,14 +146,14 @@ class DeviceQuantised:
         )
         launch = self._kernels.launch
         n_sums = self._n_sums(n) if n else 0
-        launch("gw_quantised_measure", _parts(8 * n_sums, _THREADS), _THREADS, 0, parameters)
-        launch("gw_quantised_choose", 1, _THREADS, _SHARED_OF_CHOICE, parameters)
+        launch("gw_quantised_measure", parts(8 * n_sums, THREADS), THREADS, 0, parameters)
+        launch("gw_quantised_choose", 1, THREADS, _SHARED_OF_CHOICE, parameters)
         if is_qsgd:
-            launch("gw_quantised_pack_levels", _grid(8 * _parts(n, 64)), _THREADS, 0, parameters)
+            launch("gw_quantised_pack_levels", grid(8 * parts(n, 64)), THREADS, 0, parameters)
         else:
-            launch("gw_quantised_pack", _grid(n), _THREADS, 0, parameters)
-        launch("gw_quantised_pieces", self._n_pieces(n), _THREADS, SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_seal", 1, _THREADS, SHARED_OF_CHECKSUM, parameters)
+            launch("gw_quantised_pack", grid(n), THREADS, 0, parameters)
+        launch("gw_quantised_pieces", self._n_pieces(n), THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_seal", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
 
     def decode(
         self,
@@ -187,9 +184,7 @@ class DeviceQuantised:
         self._check("message", message, torch.uint8, self.message_bytes(n))
         self._check("out", out, out.dtype, n)
         self._check("error", error, torch.int32, 1)
-        self._check("work", work, torch.uint8, work.numel())
-        if work.numel() < self.work_bytes(n):
-            raise InvalidArgument(f"work has {work.numel()} bytes; {self.work_bytes(n)} are needed")
+        check_work(work, self.work_bytes(n), self._kernels.device)
         kind, _, _, levels, block, _ = self.codec.native_options
         parameters = Dequantise(
             message.data_ptr(),
@@ -206,9 +201,9 @@ class DeviceQuantised:
             block,
         )
         launch = self._kernels.launch
-        launch("gw_quantised_read_pieces", self._n_pieces(n), _THREADS, SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_check", 1, _THREADS, SHARED_OF_CHECKSUM, parameters)
-        launch("gw_quantised_unpack", _grid(n), _THREADS, 0, parameters)
+        launch("gw_quantised_read_pieces", self._n_pieces(n), THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_quantised_unpack", grid(n), THREADS, 0, parameters)
 
     def raise_error(self, code: int) -> None:
         """Raise what the error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""
@@ -219,42 +214,21 @@ class DeviceQuantised:
 
     def _n_sums(self, n_elements: int) -> int:
         block = self.codec.block if isinstance(self.codec, Qsgd) else _CPU_BLOCK
-        return max(1, _parts(n_elements, block))
+        return max(1, parts(n_elements, block))
 
     def _n_pieces(self, n_elements: int) -> int:
-        return _parts(self.message_bytes(n_elements) - HEADER_BYTES, PIECE_BYTES)
+        return parts(self.message_bytes(n_elements) - HEADER_BYTES, PIECE_BYTES)
 
     def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
-        if tensor.dtype != dtype or tensor.dim() != 1 or tensor.numel() != n or not tensor.is_contiguous():
-            raise InvalidArgument(
-                f"{name} must be ({n},) {dtype}, contiguous; it is {tuple(tensor.shape)} {tensor.dtype} with strides "
-                f"{tensor.stride()}"
-            )
-        if tensor.device != self._kernels.device:
-            raise InvalidArgument(f"{name} is on {tensor.device}, the kernels run on {self._kernels.device}")
-        if n and tensor.data_ptr() % _ALIGNMENT[name]:
-            raise InvalidArgument(f"{name} begins at no multiple of {_ALIGNMENT[name]} bytes")
+        check_on_device(name, tensor, dtype, n, self._kernels.device, _ALIGNMENT[name])
 
 
 _ALIGNMENT = {
     "out": 4,
     "message": 4,
-    "work": 8,
     "n_bytes": 8,
     "error": 4,
     "values": 1,
     "residual": 4,
     "new_residual": 4,
 }
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _parts(n: int, size: int) -> int:
-    return -(-n // size)
-
-
-def _grid(n_threads: int) -> int:
-    return min(_parts(n_threads, _THREADS), _MOST_BLOCKS)

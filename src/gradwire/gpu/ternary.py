@@ -11,13 +11,11 @@ from torch import Tensor
 
 from gradwire.codecs.tensors import check_step, dtype_code
 from gradwire.codecs.ternary import Ternary
-from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import Kernels
+from gradwire.gpu.tensors import THREADS, check_on_device, grid, parts
 
 _BLOCK = 4096  # values that the CPU adds up together
 _GROUP = 64
-_THREADS = 256
-_MOST_BLOCKS = 2112
 _SUMS_BYTES = 32
 
 
@@ -94,8 +92,8 @@ class DeviceTernary:
         self._check("work", work, torch.uint8, self.work_bytes(shares), 8)
         parameters = self._parameters(values, shares, scales, None, sums=work.data_ptr())
         launch = self._kernels.launch
-        launch("gw_ternary_measure", -(-8 * shares.n_blocks // _THREADS), _THREADS, 0, parameters)
-        launch("gw_ternary_scales", shares.n_spans, _THREADS, _SUMS_BYTES * _THREADS, parameters)
+        launch("gw_ternary_measure", parts(8 * shares.n_blocks, THREADS), THREADS, 0, parameters)
+        launch("gw_ternary_scales", shares.n_spans, THREADS, _SUMS_BYTES * THREADS, parameters)
 
     def write_counts(self, values: Tensor, shares: Shares, scales: Tensor, counts: Tensor, step: int) -> None:
         """As `Ternary.write_counts`, of values over their scales. counts: (count_bytes(n),) uint8."""
@@ -107,7 +105,7 @@ class DeviceTernary:
         self._launch_over("gw_ternary_mean", shares.n, self._parameters(out, shares, scales, counts))
 
     def _launch_over(self, name: str, n_threads: int, parameters: _Ternary) -> None:
-        self._kernels.launch(name, min(-(-n_threads // _THREADS), _MOST_BLOCKS), _THREADS, 0, parameters)
+        self._kernels.launch(name, grid(n_threads), THREADS, 0, parameters)
 
     def _parameters(
         self, values: Tensor, shares: Shares, scales: Tensor, counts: Tensor | None, *, sums: int = 0, step: int = 0
@@ -135,10 +133,4 @@ class DeviceTernary:
         )
 
     def _check(self, name: str, tensor: Tensor, dtype: torch.dtype, n: int, alignment: int) -> None:
-        is_right = tensor.dtype == dtype and tensor.dim() == 1 and tensor.is_contiguous()
-        is_right = is_right and tensor.numel() == n and tensor.device == self._kernels.device
-        if not is_right or (n and tensor.data_ptr() % alignment):
-            raise InvalidArgument(
-                f"{name} must be ({n},) {dtype}, contiguous, at a multiple of {alignment} bytes on {self._kernels.device}; it "
-                f"is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            )
+        check_on_device(name, tensor, dtype, n, self._kernels.device, alignment)

@@ -38,6 +38,7 @@ _REGISTRY: Registry[Scheme] = Registry(
         "terngrad": "gradwire.schemes.terngrad:TernGrad",
         "thc": "gradwire.schemes.thc:ThcScheme",
         "top-k": "gradwire.schemes.top_k:TopK",
+        "top-k-adam": "gradwire.schemes.top_k_adam:TopKAdam",
         "truncate": "gradwire.schemes.through_codec:TruncateScheme",
         "truncated-float": "gradwire.schemes.through_codec:TruncatedFloatScheme",
         "two-bit": "gradwire.schemes.two_bit:TwoBitScheme",

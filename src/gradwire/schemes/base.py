@@ -71,7 +71,7 @@ class Scheme(OptionalDuties, ABC):
             if not self.works_on_device:
                 raise Unsupported(
                     f"scheme {self.name!r} works on host memory: leave placement out. On the device work plain, bf16, one-bit, "
-                    "two-bit, qsgd and terngrad"
+                    "two-bit, qsgd, terngrad, acp-sgd, power-sgd and power-sgd-overlap"
                 )
             shared = {**shared, "placement": "device"}
         self.session = session

@@ -14,7 +14,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
-from gradwire.core.feedback import Withheld, holds_nonzero
+from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.exchange.patterns import Exchange, Values
 from gradwire.schemes.base import Scheme
 from gradwire.wire.wire import Wire
@@ -90,6 +90,41 @@ class Redoing(Scheme):
             if not isinstance(state.get("residuals"), dict):
                 raise not_the_state(f"scheme {self.name}", "it lacks residuals")
             self.session.feedback.load_by_name(state["residuals"], self.session.slots)
+
+
+class WithMomenta(Redoing):
+    """Keeps a momentum of every slot, each rank its own, which counts from the end of a step on as residuals do."""
+
+    per_rank_state = ("residuals", "momenta")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._momenta = Feedback()
+
+    def _begin_on_lane(self) -> None:
+        super()._begin_on_lane()
+        self._momenta.discard()
+
+    def end_step(self, step: int) -> None:
+        if self._is_step_finite:
+            self._momenta.commit()
+        else:
+            self._momenta.discard()
+        super().end_step(step)
+
+    def close(self) -> None:
+        super().close()
+        self._momenta.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "momenta": self._momenta.state_by_name(self.session.slots)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        if not isinstance(state.get("momenta"), dict):
+            raise not_the_state(f"scheme {self.name}", "it lacks momenta")
+        super().load_state_dict(state)
+        self._momenta.load_by_name(state["momenta"], self.session.slots)
 
 
 class Compressed(Redoing):

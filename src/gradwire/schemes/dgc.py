@@ -24,14 +24,13 @@ from gradwire.codecs.tensors import check_positive
 from gradwire.control.checks import choice as check_choice
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
-from gradwire.core.checkpoint import not_the_state
-from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
+from gradwire.core.feedback import Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.schemes.compressed import Redoing, count_of
-from gradwire.schemes.quantised import check_steps
+from gradwire.schemes.compressed import WithMomenta, count_of
 from gradwire.schemes.selection import Selection, matrices
+from gradwire.schemes.selective import check_steps
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ _MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below a
 _FEWEST, _MOST = 0.8, 1.3
 
 
-class Dgc(Redoing):
+class Dgc(WithMomenta):
     """Mean over the ranks of each rank's largest accumulated updates. Its own state, u and v, is its error feedback.
 
     With one rank nothing is left out: the result is the gradient with momentum.
@@ -61,7 +60,6 @@ class Dgc(Redoing):
     """
 
     name = "dgc"
-    per_rank_state = ("residuals", "momenta")
     state_is_per_world = True
     acts_alone = True
 
@@ -91,7 +89,6 @@ class Dgc(Redoing):
         self.warmup_steps = check_steps("warmup_steps", warmup_steps)
         self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
         self.seed = seed
-        self._momenta = Feedback()
 
     @property
     def settling_steps(self) -> int:
@@ -131,10 +128,6 @@ class Dgc(Redoing):
     def share_at(self, step: int) -> float:
         """The share that is sent in `step`: share^((step + 1) / (warmup_steps + 1)) while it warms up."""
         return self.share ** min(1.0, (step + 1) / (self.warmup_steps + 1))
-
-    def _begin_on_lane(self) -> None:
-        super()._begin_on_lane()
-        self._momenta.discard()
 
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
         scale = self.session.loss_scale()
@@ -282,27 +275,6 @@ class Dgc(Redoing):
             self._decay(slots.get((start, end)), part)
             torch.add(part, momenta[start:end], alpha=self.momentum, out=new_momenta[start:end])
             self._update(part, new_momenta[start:end], mean[start:end])
-
-    def end_step(self, step: int) -> None:
-        if self._is_step_finite:
-            self._momenta.commit()
-        else:
-            self._momenta.discard()
-        super().end_step(step)
-
-    def close(self) -> None:
-        super().close()
-        self._momenta = Feedback()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "momenta": self._momenta.state_by_name(self.session.slots)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InvalidArgument."""
-        if not isinstance(state.get("momenta"), dict):
-            raise not_the_state("scheme dgc", "it lacks momenta")
-        super().load_state_dict(state)
-        self._momenta.load_by_name(state["momenta"], self.session.slots)
 
 
 def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:

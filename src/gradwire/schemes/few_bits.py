@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.session import Session
 from gradwire.schemes.auto.fidelity import family_of_optimizer
-from gradwire.schemes.quantised import QuantisedDirect, check_steps
+from gradwire.schemes.quantised import QuantisedDirect
 from gradwire.schemes.selection import ByName
+from gradwire.schemes.selective import check_steps
 
 ADAM_WARMUP_STEPS, ADAM_SCALE_VALUES = 50, 512
 

@@ -31,19 +31,29 @@ class FrozenAdam:
         optimizer: the user's.
         freeze_step: updates of a parameter, from its first gradient on, before it is frozen.
         keeps_correction: Adam's correction of the variance for its zero start stays as it was at the freeze, too.
+        scheme: whose name errors have.
+        instead: what they tell to take.
     Raises: Unsupported (another optimizer, or options that change what its state means).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, freeze_step: int, keeps_correction: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        freeze_step: int,
+        keeps_correction: bool,
+        scheme: str,
+        instead: str,
+    ) -> None:
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             what = "no optimizer was given" if optimizer is None else f"this is {type(optimizer).__name__}"
             raise Unsupported(
-                f"one-bit-adam compresses the momenta of Adam and AdamW, and {what}: give attach() the AdamW, or take "
-                "one-bit or two-bit"
+                f"{scheme} compresses the momenta of Adam and AdamW, and {what}: give attach() the AdamW, or take {instead}"
             )
         self._optimizer, self._freeze_step, self._keeps_correction = optimizer, freeze_step, keeps_correction
+        self._scheme, self._instead = scheme, instead
         self.frozen_at: dict[Tensor, int] = {}  # updates that the variance had seen
         self.idle_until: dict[Tensor, int] = {}  # updates that a parameter had seen no gradient in
+        self.updates: set[Tensor] = set()  # frozen parameters whose gradient is what the step takes for their momentum
         self._largest: dict[Tensor, float] = {}  # variances
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._groups()
@@ -79,10 +89,13 @@ class FrozenAdam:
     def momentum(self, slot: Slot) -> tuple[Tensor, float]:
         """(n,) float32, CPU: what the state holds for a frozen slot, as its bucket lies; and beta1, as it is now."""
         assert slot.parameter is not None
-        held = local_of(self._optimizer.state[slot.parameter]["exp_avg"]).detach()
-        held = flatten_like(held, local_of(slot.parameter))
-        flat = held[slot.start : slot.start + slot.numel()].to(device="cpu", dtype=torch.float32)
-        return flat, float(self._group_of(slot.parameter)["betas"][0])
+        momentum = local_of(self._optimizer.state[slot.parameter]["exp_avg"]).detach()
+        return _as_lying(momentum, slot), float(self._group_of(slot.parameter)["betas"][0])
+
+    def root(self, slot: Slot) -> Tensor:
+        """(n,) float32, CPU: what the momentum of a frozen slot is divided by, but for the correction; above zero."""
+        assert slot.parameter is not None
+        return _as_lying(self._root(slot.parameter), slot)
 
     # ---- around the user's step
 
@@ -90,7 +103,7 @@ class FrozenAdam:
         if not self.frozen_at:
             return
         if any(one is not None for one in (*args[1:], *kwargs.values())):
-            raise Unsupported("one-bit-adam: optimizer.step() takes no closure; compute the loss before it")
+            raise Unsupported(f"{self._scheme}: optimizer.step() takes no closure; compute the loss before it")
         for group in self._groups():
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self.frozen_at:
@@ -109,20 +122,23 @@ class FrozenAdam:
         state["step"] += 1
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         assert parameter.grad is not None
-        values, gradient, momentum, variance = map(
-            local_of, (parameter, parameter.grad, state["exp_avg"], self._variance(state))
-        )
+        values, gradient, momentum = map(local_of, (parameter, parameter.grad, state["exp_avg"]))
+        if group["weight_decay"]:
+            values.mul_(1 - lr * float(group["weight_decay"]))
+        momentum.lerp_(gradient.to(momentum.dtype), 1 - beta1)
+        n_seen = self.frozen_at[parameter] if self._keeps_correction else float(state["step"])
+        root = self._root(parameter).div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
+        taken = gradient.to(momentum.dtype) if parameter in self.updates else momentum
+        values.addcdiv_(taken, root, value=-lr / (1 - beta1 ** float(state["step"])))
+
+    def _root(self, parameter: Tensor) -> Tensor:
+        """As the local part of the parameter: of the variance, from its floor up."""
+        variance = local_of(self._variance(self._optimizer.state[parameter]))
         if parameter not in self._largest:
             # Which one is the largest does not hang on the order in which threads look, as a mean does.
             self._largest[parameter] = float(variance.max()) if variance.numel() else 0.0
         largest = self._largest[parameter]
-        if group["weight_decay"]:
-            values.mul_(1 - lr * float(group["weight_decay"]))
-        momentum.lerp_(gradient.to(momentum.dtype), 1 - beta1)
-        root = variance.clamp(min=FLOOR_SHARE * largest).masked_fill_(variance == 0, largest).sqrt_()
-        n_seen = self.frozen_at[parameter] if self._keeps_correction else float(state["step"])
-        root.div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
-        values.addcdiv_(momentum, root, value=-lr / (1 - beta1 ** float(state["step"])))
+        return variance.clamp(min=FLOOR_SHARE * largest).masked_fill_(variance == 0, largest).sqrt_()
 
     @staticmethod
     def _variance(state: Mapping[str, Any]) -> Tensor:
@@ -133,11 +149,13 @@ class FrozenAdam:
         for group in self._optimizer.param_groups:
             for option in _UNTAKEN:
                 if group.get(option):
-                    raise Unsupported(f"one-bit-adam does not take {option}=True; leave it out, or take one-bit")
+                    raise Unsupported(
+                        f"{self._scheme} does not take {option}=True; leave it out, or take {self._instead}"
+                    )
             is_decoupled = isinstance(self._optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
             if group["weight_decay"] and not is_decoupled:
                 raise Unsupported(
-                    "one-bit-adam: Adam adds its weight_decay to the gradient, and so to the momenta; use AdamW"
+                    f"{self._scheme}: Adam adds its weight_decay to the gradient, and so to the momenta; use AdamW"
                 )
         return self._optimizer.param_groups
 
@@ -159,7 +177,7 @@ class FrozenAdam:
         for key in ("frozen_at", "idle_until"):
             counts = state.get(key)
             if not isinstance(counts, Mapping) or not all(isinstance(n, int) and n >= 0 for n in counts.values()):
-                raise not_the_state("scheme one-bit-adam", f"it lacks {key}")
+                raise not_the_state(f"scheme {self._scheme}", f"it lacks {key}")
             unknown = [name for name in counts if name not in slots or slots[name].parameter is None]
             if unknown:
                 raise InvalidArgument(
@@ -169,3 +187,11 @@ class FrozenAdam:
             loaded[key] = {p: counts[name] for name, p in parameters.items() if p is not None}
         self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
         self._largest.clear()
+        self.updates.clear()
+
+
+def _as_lying(values: Tensor, slot: Slot) -> Tensor:
+    """(n,) float32, CPU: of a tensor in the shape of the slot's parameter, as the slot lies in a bucket."""
+    assert slot.parameter is not None
+    flat = flatten_like(values, local_of(slot.parameter))
+    return flat[slot.start : slot.start + slot.numel()].to(device="cpu", dtype=torch.float32)

@@ -29,6 +29,14 @@ from gradwire.wire.step_check import StepCheck
 _log = logging.getLogger(__name__)
 
 
+def refuse_unused_parameters(session: Session) -> None:
+    """Raises: Unsupported (DDP looks for unused parameters)."""
+    if getattr(session.module, "find_unused_parameters", False):
+        raise Unsupported(
+            "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
+        )
+
+
 class StepsOnDevice(ABC):
     """One attachment's compressed steps on its device; used on the lane.
 
@@ -95,10 +103,7 @@ class QuantisedOnDevice(StepsOnDevice):
     def __init__(
         self, session: Session, site: DeviceSite, codec: Quantised, error_feedback: bool, chunk_elements: int
     ) -> None:
-        if getattr(session.module, "find_unused_parameters", False):
-            raise Unsupported(
-                "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
-            )
+        refuse_unused_parameters(session)
         super().__init__(session, site)
         self._error_feedback = error_feedback
         self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
@@ -138,7 +143,7 @@ class QuantisedOnDevice(StepsOnDevice):
             raw = site.scratch("others", chosen.n_raw, dtype)
             torch.cat([run.in_bucket(flat) for run in chosen.raw_runs], out=raw)
             site.mean(raw, bucket.record)
-            site.flags[1:].bitwise_or_(raw.isfinite().all().logical_not())
+            site.note_finite(raw)
             for run in chosen.raw_runs:
                 run.in_bucket(flat).copy_(run.in_fused(raw))
 
@@ -162,7 +167,7 @@ class SummedOnDevice(StepsOnDevice):
         work = site.scratch("work", codec.work_bytes(shares), torch.uint8)
         codec.write_scales(values, shares, work, scales)
         site.largest(scales, record)
-        site.flags[1:].bitwise_or_(scales.view(torch.float32).isfinite().all().logical_not())
+        site.note_finite(scales.view(torch.float32))
         counts = site.scratch("counts", codec.count_bytes(bucket.n_elements), torch.uint8)
         codec.write_counts(values, shares, scales, counts, bucket.draw(self._session.communicator.rank))
         site.sum(counts, record)

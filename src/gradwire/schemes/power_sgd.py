@@ -19,7 +19,7 @@ import torch
 from gradwire.core.bucket import Bucket
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.schemes.low_rank.fusion import Work
-from gradwire.schemes.low_rank.matrices import MatrixGroup, orthogonalise
+from gradwire.schemes.low_rank.matrices import MatrixGroup
 
 
 class PowerSgd(LowRank):
@@ -63,7 +63,7 @@ class PowerSgd(LowRank):
             return
         with work.bucket.record.timing("encode"):
             for group in work.plan.groups:
-                orthogonalise(group.p)
+                self._factors.orthogonalise(group.p)
                 self._send_factors(work, group.project_to_q(group.new_q), self._cap_bytes("q"))
 
     def _write(self, group: MatrixGroup, bucket: Bucket) -> None:

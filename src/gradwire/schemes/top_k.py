@@ -21,6 +21,8 @@ from gradwire.exchange.patterns import Gather, Values
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.wire.wire import Wire
 
+_BLOCK_BITS = 16
+
 
 class LargestElements:
     """Payload: indices, then values, of the `share` of largest elements."""
@@ -33,23 +35,58 @@ class LargestElements:
         indices = torch.empty(count_of(self.share, unsent.numel()), dtype=torch.int32)
         is_finite = _native.select_largest(unsent, indices) == 0
         places = indices.long()
-        chosen = unsent[places]
-        unsent[places] = 0
+        payload, sent = self._pack(indices, unsent[places], unsent.numel())
+        unsent[places] -= sent
         values.keep(unsent)
-        return torch.cat([indices, chosen.view(torch.int32)]), is_finite
+        return payload, is_finite
 
     def decode(self, payloads: Tensor, values: Values, wire: Wire) -> None:
         bucket = values.bucket
         mean = wire.scratch("mean", bucket.n_elements).zero_()
         for rank, payload in enumerate(payloads):  # in rank order: the same sum everywhere
-            places, chosen = payload.chunk(2)
-            if int(places.min()) < 0 or int(places.max()) >= bucket.n_elements:
+            places, chosen = self._unpack(payload, bucket.n_elements)
+            if not places.numel() or int(places.min()) < 0 or int(places.max()) >= bucket.n_elements:
                 raise CorruptMessage(
                     f"rank {rank} sent an index outside of bucket {bucket.index} ({bucket.n_elements} elements) in "
                     f"step {bucket.step}; restart from the last checkpoint"
                 )
-            mean.index_add_(0, places.long(), chosen.view(torch.float32))
+            mean.index_add_(0, places, chosen)
         bucket.buffer.copy_(mean.div_(wire.world_size))
+
+    def _pack(self, indices: Tensor, chosen: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
+        """The payload, (n,) int32, and which values (k,) float32 it holds; `indices` (k,) int32 ascend."""
+        return torch.cat([indices, chosen.view(torch.int32)]), chosen
+
+    def _unpack(self, payload: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
+        """(k,) int64 indices, to be checked, and (k,) float32 values; no index if they cannot be told."""
+        indices, chosen = payload.chunk(2)
+        return indices.long(), chosen.view(torch.float32)
+
+
+class LargestInShort(LargestElements):
+    """As `LargestElements`, at 4 bytes an element: half of its index, and its value as bfloat16; what that loses stays.
+
+    Payload: how many are in each block of 65,536 elements, int32; places in their block, int16; values, bfloat16.
+    """
+
+    def _pack(self, indices: Tensor, chosen: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
+        short = chosen.bfloat16()
+        counts = torch.bincount(indices >> _BLOCK_BITS, minlength=_n_blocks(n_elements))
+        halves = torch.cat([indices.to(torch.int16), short.view(torch.int16)])
+        return torch.cat([counts.to(torch.int32), halves.view(torch.int32)]), short.float()
+
+    def _unpack(self, payload: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
+        counts, halves = payload.tensor_split([_n_blocks(n_elements)])
+        places, short = halves.view(torch.int16).chunk(2)
+        chosen = short.view(torch.bfloat16).float()
+        if int(counts.min()) < 0 or int(counts.sum()) != places.numel():
+            return places.new_empty(0, dtype=torch.int64), chosen
+        blocks = torch.arange(counts.numel()).repeat_interleave(counts) << _BLOCK_BITS
+        return (places.long() & ((1 << _BLOCK_BITS) - 1)) + blocks, chosen
+
+
+def _n_blocks(n_elements: int) -> int:
+    return -(-n_elements >> _BLOCK_BITS)
 
 
 class TopK(Compressed):

@@ -10,6 +10,7 @@ one's place in the store, where what the first has left leads to connections tha
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +34,12 @@ class DeviceGroup:
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace `values` by their sum over all ranks."""
-        self._group.allreduce([values]).wait()  # which has the current stream wait
+        self.start_sum(values)()
+
+    def start_sum(self, values: torch.Tensor) -> Callable[[], None]:
+        """As `sum`, beside what the current stream does until the result is called."""
+        wait: Callable[[], None] = self._group.allreduce([values]).wait  # which has the current stream wait
+        return wait
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace every element of `values` by the largest of all ranks."""

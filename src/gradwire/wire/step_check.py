@@ -6,10 +6,12 @@ later. It can only say that ranks differ, not which: then all ranks, which read 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import PeerLost
+from gradwire.errors import PeerLost, RankMismatch
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.preamble import Preamble, compare_preambles
@@ -25,15 +27,19 @@ class StepCheck:
         self._smallest = torch.zeros(3, dtype=torch.int64)
         self._pending: torch.futures.Future | None = None
         self._mine: Preamble | None = None
+        self._factors = 0
 
-    def start(self, mine: Preamble, record: BucketRecord) -> None:
-        """Read the last step's check, then start this step's. Raises: RankMismatch, PeerLost."""
+    def start(self, mine: Preamble, record: BucketRecord, factors: int = 0) -> None:
+        """Read the last step's check, then start this step's. `factors`: 32 bits of the factors that ranks hold alike.
+
+        Raises: RankMismatch, PeerLost.
+        """
         if self._communicator.world_size == 1:
             return
         self._read(record)
-        for index, fact in enumerate((mine.step, mine.layout, mine.configuration)):
+        for index, fact in enumerate((mine.step, mine.layout ^ factors, mine.configuration)):
             self._extremes[0, index], self._extremes[1, index] = fact, -fact
-        self._mine = mine
+        self._mine, self._factors = mine, factors
         self._pending = self._communicator.start_all_reduce(self._extremes, dist.ReduceOp.MAX)
         n_bytes = ring_bytes(self._extremes.numel() * self._extremes.element_size(), self._communicator.world_size)
         record.count_exchanged(n_bytes)
@@ -58,3 +64,14 @@ class StepCheck:
         torch.neg(self._extremes[1], out=self._smallest)
         if not torch.equal(self._extremes[0], self._smallest):
             compare_preambles(self._communicator, self._mine, record)
+            name_other_factors(self._communicator, self._mine, self._factors)
+
+
+def name_other_factors(communicator: Communicator, mine: Preamble, factors: int) -> NoReturn:
+    """Once all else was found to be equal; every rank calls it. `factors`: 32 bits of them. Raises: RankMismatch."""
+    held = communicator.all_gather(torch.tensor([factors])).view(-1).tolist()
+    listing = ", ".join(f"rank {rank}: {bits:08x}" for rank, bits in enumerate(held))
+    raise RankMismatch(
+        f"ranks hold different factors before bucket {mine.bucket} of step {mine.step} ({listing}). What to do: "
+        "resume every rank from the same checkpoint; if this is no resumed run, report it with the machines' types."
+    )

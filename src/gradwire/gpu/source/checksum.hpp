@@ -62,14 +62,23 @@ __device__ inline u32 xor_over_block(u32 word, ChecksumShared& shared) {
   return all;
 }
 
-// Of up to kPieceBytes; thread 0 has it. Every thread takes 64 neighbours, counted from the end.
+// Of any bytes; thread 0 has it. Every thread takes as many neighbours, counted from the end.
 __device__ inline u32 checksum_of_piece(const u8* bytes, u64 n_bytes, ChecksumShared& shared) {
-  constexpr u32 kEach = kPieceBytes / kChecksumThreads;
-  const u64 after = static_cast<u64>(kChecksumThreads - 1 - threadIdx.x) * kEach;
-  const u64 end = n_bytes > after ? n_bytes - after : 0, begin = end > kEach ? end - kEach : 0;
+  u64 each = kPieceBytes / kChecksumThreads;
+  while (each * kChecksumThreads < n_bytes) each *= 2;
+  const u64 after = (kChecksumThreads - 1 - threadIdx.x) * each;
+  const u64 end = n_bytes > after ? n_bytes - after : 0, begin = end > each ? end - each : 0;
   u32 sum = 0;
   for (u64 i = begin; i < end; ++i) sum = sum >> 8 ^ shared.table[(sum ^ bytes[i]) & 0xFF];
   return xor_over_block(product_of(sum, shift_by(after)), shared);
+}
+
+// Of two stretches of bytes, with both complements; thread 0 has it.
+__device__ inline u32 checksum_of_both(const u8* first, u64 n_first, const u8* second, u64 n_second,
+                                       ChecksumShared& shared) {
+  const u32 a = checksum_of_piece(first, n_first, shared), b = checksum_of_piece(second, n_second, shared);
+  if (threadIdx.x != 0) return 0;
+  return b ^ product_of(a, shift_by(n_second)) ^ product_of(~0u, shift_by(n_first + n_second)) ^ ~0u;
 }
 
 // Of a header and its payload, with both complements, from the sums of the payload's pieces; thread 0 has it.

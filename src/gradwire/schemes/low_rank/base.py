@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import zlib
@@ -13,22 +14,22 @@ import torch
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.gpu.kernels import kernels_on
+from gradwire.gpu.low_rank import DeviceFactors
 from gradwire.schemes.auto.fidelity import family_of_optimizer
 from gradwire.schemes.base import Scheme
-from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, name_mismatch, ranks_agree
-from gradwire.schemes.low_rank.matrices import (
-    MatrixGroup,
-    MatrixShape,
-    draw_factor,
-    matrix_shape,
-    orthogonalise,
-    redraw_factors,
-)
+from gradwire.schemes.low_rank.factors import Factors, HostFactors, redraw_factors
+from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, ranks_agree
+from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, matrix_shape
 from gradwire.schemes.low_rank.plan import LowRankPlan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
+from gradwire.schemes.on_device import refuse_unused_parameters
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
+from gradwire.wire.preamble import compare_preambles
+from gradwire.wire.step_check import StepCheck, name_other_factors
 
 _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -58,6 +59,7 @@ class LowRank(Scheme):
     """
 
     state_is_per_world = True
+    works_on_device = True
     options_of = ByName
     incoming_is_orthogonal: ClassVar[bool]  # whether factors are made orthonormal before they come in
 
@@ -101,6 +103,9 @@ class LowRank(Scheme):
         self._unfinite: list[Work] = []
         self._is_concluded = False
         self._n_redone = 0
+        self._n_not_finite = 0
+        self._site: DeviceSite | None = None
+        self._factors: Factors = HostFactors()
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -136,8 +141,13 @@ class LowRank(Scheme):
                 self.name, ", ".join(whole), 100 * share,
             )  # fmt: skip
         super().bind(session)
-        self._plans = Plans(self._shape_of)
-        self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival)
+        self._site, self._factors = session.site, HostFactors()
+        if session.site is not None:
+            refuse_unused_parameters(session)
+            self._factors = DeviceFactors(kernels_on(session.site.device))
+        self._check = StepCheck(communicator)
+        self._plans = Plans(self._shape_of, self._factors)
+        self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival, session.site)
 
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
         return matrix_shape(slot, self.rank, self.min_compression_rate) if self.select(slot) else None
@@ -162,19 +172,28 @@ class LowRank(Scheme):
         return work.done
 
     def _take(self, work: Work) -> None:
-        bucket = work.bucket
+        resident = work.bucket.resident
         if self.session.communicator.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
             self._close(work)
             return
+        with contextlib.nullcontext() if resident is None else resident.at_work():
+            self._enter(work)
+
+    def _enter(self, work: Work) -> None:
+        bucket = work.bucket
         if bucket.step < self.start_step:
             self._all_reduce_plainly(work)
             return
         work.plan = self._plans.find(bucket) or self._make_plan(bucket)
         self._works.append(work)
         self._uncompressed.append(work)
+        if bucket.is_last and self._site is not None:
+            self._start_check(work)
         if self.overlap or bucket.is_last:
             self._compress(self._uncompressed, bucket.is_last)
             self._uncompressed.clear()
+            if self._site is not None:
+                self._fusion.finish_summed()
         if bucket.is_last:
             self._conclude()
 
@@ -185,12 +204,15 @@ class LowRank(Scheme):
 
     def _begin_on_lane(self) -> None:
         """Nothing of a backward pass that was given up half-way may live on."""
+        self.settle()
         self.session.feedback.discard()
         self._uncompressed.clear()
         self._unfinite.clear()
         self._works.clear()
         self._is_concluded = False
         self._fusion.drop()
+        if self._site is not None:
+            self._site.begin_step()
 
     @abstractmethod
     def _compress(self, works: list[Work], is_last: bool) -> None:
@@ -207,15 +229,7 @@ class LowRank(Scheme):
     def _make_plan(self, bucket: Bucket) -> LowRankPlan:
         plan = self._plans.make(bucket)
         for group in plan.groups:
-            incoming = self._incoming(group)
-            for state, key, factor in zip(group.states, group.keys, incoming, strict=True):
-                if state.factor is None:
-                    factor.copy_(draw_factor(self.seed, key, 0, *factor.shape))
-                    if self.incoming_is_orthogonal:
-                        orthogonalise(factor[None])
-                else:
-                    factor.copy_(state.factor)
-                state.factor = factor
+            group.begin_with(self._incoming(group), self.seed, self.incoming_is_orthogonal)
         plan.sign_factors(self._incoming)
         return plan
 
@@ -224,9 +238,10 @@ class LowRank(Scheme):
     def _send_uncompressed_part(self, work: Work, cap_bytes: float) -> None:
         """The fingerprint and the dense parameters."""
         work.is_sent = False
-        work.dense = torch.empty(work.plan.n_dense)
-        work.fingerprint = fingerprint_of(self._facts_of(work))
-        self._fusion.add(Parcel(work, work.fingerprint, work.fingerprint, joins_next=True), cap_bytes)
+        work.dense = torch.empty(work.plan.n_dense, device=self._factors.device)
+        if self._site is None:
+            work.fingerprint = fingerprint_of(self._facts_of(work))
+            self._fusion.add(Parcel(work, work.fingerprint, work.fingerprint, joins_next=True), cap_bytes)
         for span in work.plan.dense:
             parcel = Parcel(work, span.in_bucket(work.bucket.buffer), span.in_fused(work.dense))
             self._fusion.add(parcel, cap_bytes)
@@ -263,8 +278,14 @@ class LowRank(Scheme):
         rate = self._plans.rate_of(side) * self._wire_dtype.itemsize / 4
         return self.buffer_mb * _MIB * rate
 
+    def _start_check(self, work: Work) -> None:
+        """On a device, where no host reads a fingerprint: compare, one step behind, what all ranks must share."""
+        held = zlib.crc32(repr([other.plan.checksum for other in self._works]).encode())
+        self._check.start(self.preamble(work.bucket), work.bucket.record, held)
+        self._check.fail_early()
+
     def _facts_of(self, work: Work) -> int:
-        facts = (self.configuration_hash, work.bucket.layout_hash, work.bucket.step, work.plan.factor_crc)
+        facts = (self.configuration_hash, work.bucket.layout_hash, work.bucket.step, work.plan.checksum)
         return zlib.crc32(repr(facts).encode())
 
     # ---- the end of a step
@@ -273,7 +294,9 @@ class LowRank(Scheme):
         """After the last sum, at a point that all ranks share: compare fingerprints, redo what was not finite."""
         for work in self._works:
             if not ranks_agree(work.fingerprint):
-                name_mismatch(self.session.communicator, self.preamble(work.bucket), work)
+                mine = self.preamble(work.bucket)
+                compare_preambles(self.session.communicator, mine, work.bucket.record)
+                name_other_factors(self.session.communicator, mine, work.plan.checksum)
         for work in self._unfinite:
             if not self._n_redone:
                 _log.warning("gradwire %s: %s (step %d)", self.name, _FALLBACK, work.bucket.step)
@@ -284,28 +307,54 @@ class LowRank(Scheme):
         self._close(self._works[-1])
 
     def _all_reduce_plainly(self, work: Work) -> None:
-        self.wire(work.bucket).mean_plainly(work.bucket.buffer)
+        bucket = work.bucket
+        if self._site is not None:
+            self._site.mean(bucket.buffer, bucket.record)
+        else:
+            self.wire(bucket).mean_plainly(bucket.buffer)
         self._close(work)
 
     def end_step(self, step: int) -> None:
-        """Make residuals and factors of this step those of the next, unless a bucket was not finite on some rank."""
+        """Make residuals and factors of this step those of the next, unless a bucket was not finite on some rank.
+
+        On a device, which knows that later, `settle` does.
+        """
         if step < self.start_step or self.session.communicator.world_size == 1 or self._unfinite:
+            return
+        if self._site is not None:
+            self._site.end_step()
             return
         record = self.session.recorder.open_bucket(step, -1, 0)
         with record.timing("encode"):
-            self.session.feedback.commit()
-            plans = [work.plan for work in self._works]
-            for plan in plans:
-                for group in plan.groups:
-                    factors = self._next_factors(group)
-                    redraw_factors(factors, group.keys, self.seed, step + 1, only_zero=self.reuse)
-                    if self.incoming_is_orthogonal:
-                        orthogonalise(factors)
-                    group.commit_factors(factors)
-            self._end_of_commit()
-            for plan in plans:
-                plan.sign_factors(self._incoming)
+            self._commit()
         self.session.recorder.close_bucket(record)
+
+    def settle(self) -> None:
+        """On a device, wait for the step that ended last, and commit it if all of it was finite."""
+        found = self._site.found() if self._site is not None else None
+        if found is None or self._site is None:
+            return
+        if found.is_finite:
+            with self._site.stream:
+                self._commit()
+            return
+        self.session.feedback.discard()
+        if not self._n_not_finite:
+            _log.warning("gradwire %s: a gradient was not finite: its matrix is NaN on all ranks", self.name)
+        self._n_not_finite += 1
+
+    def _commit(self) -> None:
+        self.session.feedback.commit()
+        for work in self._works:
+            for group in work.plan.groups:
+                factors = self._next_factors(group)
+                redraw_factors(factors, group.keys, self.seed, work.bucket.step + 1, only_zero=self.reuse)
+                if self.incoming_is_orthogonal:
+                    self._factors.orthogonalise(factors)
+                group.commit_factors(factors)
+        self._end_of_commit()
+        for work in self._works:
+            work.plan.sign_factors(self._incoming)
 
     @abstractmethod
     def _next_factors(self, group: MatrixGroup) -> torch.Tensor:
@@ -316,7 +365,8 @@ class LowRank(Scheme):
 
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
-        self._plans = Plans(self._shape_of)
+        self._site = None
+        self._plans = Plans(self._shape_of, HostFactors())
         self.session.feedback.clear()
         self._works.clear()
         self._open.clear()
@@ -331,6 +381,7 @@ class LowRank(Scheme):
             "compression_rate_q": self._plans.rate_of("q"),
             "n_fused_buffers": self._fusion.n_buffers,
             "n_buckets_redone": self._n_redone,
+            **({"n_steps_not_finite": self._n_not_finite} if self._site is not None else {}),
         }
 
     def state_dict(self) -> dict[str, Any]:

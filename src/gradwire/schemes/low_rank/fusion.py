@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable
 
 import torch
 
 from gradwire.core.bucket import Bucket
-from gradwire.errors import InvalidArgument, RankMismatch
+from gradwire.core.site import DeviceSite
+from gradwire.errors import InvalidArgument
 from gradwire.schemes.low_rank.plan import LowRankPlan
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator, ring_bytes
-from gradwire.wire.preamble import Preamble, compare_preambles
 
 _FINGERPRINT_BITS = 32
 
@@ -53,10 +54,12 @@ class _FusedBuffer:
 
     def __init__(self, parcels: list[Parcel], dtype: torch.dtype) -> None:
         self.parcels = parcels
-        self.data = torch.empty(sum(parcel.values.numel() for parcel in parcels), dtype=dtype)
+        n_elements = sum(parcel.values.numel() for parcel in parcels)
+        self.data = torch.empty(n_elements, dtype=dtype, device=parcels[0].values.device)
         for parcel, part in self.parts(self.data):
             part.copy_(parcel.values)
-        self.sum: torch.futures.Future
+        self.wait: Callable[[], object]  # until it is summed; on a device: has the stream wait
+        self.is_summed: Callable[[], bool]
         self.watch = Stopwatch()
         self.is_taken = False
 
@@ -71,10 +74,18 @@ class Fusion:
     Args:
         dtype: of the sums: float32 or bfloat16.
         on_arrival: called with a work whose last awaited parcel has been summed.
+        site: where parcels are on a device, its stream being current: sums are enqueued, and what is not finite is noted
+            in its flags instead of the works.
     """
 
-    def __init__(self, communicator: Communicator, dtype: torch.dtype, on_arrival: Callable[[Work], None]) -> None:
-        self._communicator, self._dtype, self._on_arrival = communicator, dtype, on_arrival
+    def __init__(
+        self,
+        communicator: Communicator,
+        dtype: torch.dtype,
+        on_arrival: Callable[[Work], None],
+        site: DeviceSite | None = None,
+    ) -> None:
+        self._communicator, self._dtype, self._on_arrival, self._site = communicator, dtype, on_arrival, site
         self._pending: list[Parcel] = []
         self._pending_bytes = 0
         self._started: deque[_FusedBuffer] = deque()
@@ -96,8 +107,12 @@ class Fusion:
         self._pending, self._pending_bytes = [], 0
         self._started.append(buffer)
         self.n_buffers += 1
+        if self._site is not None:
+            buffer.wait, buffer.is_summed = self._site.group.start_sum(buffer.data), lambda: True
+            return
         buffer.watch.begin()
-        buffer.sum = self._communicator.start_all_reduce(buffer.data)
+        summed = self._communicator.start_all_reduce(buffer.data)
+        buffer.wait, buffer.is_summed = functools.partial(self._communicator.finish, summed), summed.done
 
         def note_end(_: torch.futures.Future) -> None:
             buffer.watch.end()
@@ -105,11 +120,11 @@ class Fusion:
                 with contextlib.suppress(InvalidArgument):
                     self._communicator.submit(self.finish_summed)
 
-        buffer.sum.add_done_callback(note_end)
+        summed.add_done_callback(note_end)
 
     def finish_summed(self) -> None:
         """Hand out the buffers, from the first on, that are summed already."""
-        while self._started and self._started[0].sum.done():
+        while self._started and self._started[0].is_summed():
             self._finish_first()
 
     def finish_for(self, work: Work) -> None:
@@ -130,11 +145,11 @@ class Fusion:
     def _finish_first(self) -> None:
         buffer = self._started.popleft()
         buffer.is_taken = True
-        self._communicator.finish(buffer.sum)
+        buffer.wait()
         self._count(buffer)
         mean = buffer.data.to(torch.float32).div_(self._communicator.world_size)
         # The same bits on all ranks, so all ranks come to the same verdict.
-        all_finite = bool(mean.isfinite().all())
+        all_finite = self._site.note_finite(mean) if self._site is not None else bool(mean.isfinite().all())
         for parcel, part in buffer.parts(mean):
             parcel.target.copy_(part)
             work = parcel.work
@@ -145,7 +160,8 @@ class Fusion:
 
     def _count(self, buffer: _FusedBuffer) -> None:
         record = buffer.parcels[-1].work.bucket.record
-        record.add("communicate", buffer.watch.start_ns, max(buffer.watch.end_ns, buffer.watch.start_ns))
+        if self._site is None:
+            record.add("communicate", buffer.watch.start_ns, max(buffer.watch.end_ns, buffer.watch.start_ns))
         sizes: dict[Work, int] = {}
         for parcel in buffer.parcels:
             sizes[parcel.work] = sizes.get(parcel.work, 0) + parcel.values.numel() * self._dtype.itemsize
@@ -166,15 +182,3 @@ def fingerprint_of(facts: int) -> torch.Tensor:
 def ranks_agree(mean_fingerprint: torch.Tensor) -> bool:
     """Whether the mean of the ranks' fingerprints is that of equal ones."""
     return bool(((mean_fingerprint == 0) | (mean_fingerprint == 1)).all())
-
-
-def name_mismatch(communicator: Communicator, preamble: Preamble, work: Work) -> None:
-    """The full exchange after fingerprints differed; every rank calls it. Raises: RankMismatch, with field and ranks."""
-    bucket = work.bucket
-    compare_preambles(communicator, preamble, bucket.record)
-    crcs = communicator.all_gather(torch.tensor([work.plan.factor_crc])).view(-1).tolist()
-    listing = ", ".join(f"rank {rank}: {crc:08x}" for rank, crc in enumerate(crcs))
-    raise RankMismatch(
-        f"ranks hold different factors before bucket {bucket.index} of step {bucket.step} ({listing}). What to do: "
-        "resume every rank from the same checkpoint; if this is no resumed run, report it with the machines' types."
-    )

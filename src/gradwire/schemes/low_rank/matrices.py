@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from gradwire import _native
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, Kept, holds_nonzero
 from gradwire.core.slot import Slot
+from gradwire.schemes.low_rank.factors import Factors, draw_factor
 
 
 class MatrixShape(NamedTuple):
@@ -55,25 +53,6 @@ class MatrixState:
     factor: torch.Tensor | None = None
 
 
-def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> torch.Tensor:
-    """(rank, length) float32 from N(0, 1), the same on every rank: from what all ranks share alone."""
-    digest = hashlib.blake2b(repr((seed, key, step, rank, length)).encode(), digest_size=16).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return torch.from_numpy(generator.standard_normal((rank, length), dtype=np.float32))
-
-
-def redraw_factors(factors: torch.Tensor, keys: Sequence[str], seed: int, step: int, only_zero: bool) -> None:
-    """Draw the factors (k, rank, n) anew, or only those that are zero: they would stay so, whatever the gradients."""
-    for factor, key in zip(factors, keys, strict=True):
-        if not only_zero or not factor.any():
-            factor.copy_(draw_factor(seed, key, step, *factor.shape))
-
-
-def orthogonalise(factors: torch.Tensor) -> None:
-    """Make the rows of each factor in (k, rank, n) orthonormal, in place, with the same bits on every machine."""
-    _native.orthogonalise_factors(factors.view(-1), factors.shape[0], factors.shape[1])
-
-
 class MatrixGroup:
     """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all.
 
@@ -84,35 +63,49 @@ class MatrixGroup:
             `subtract_...` the new residual.
     """
 
-    def __init__(self, shape: MatrixShape, members: Sequence[tuple[Slot, int, str, MatrixState]]) -> None:
+    def __init__(
+        self, shape: MatrixShape, members: Sequence[tuple[Slot, int, str, MatrixState]], factors: Factors
+    ) -> None:
         """`members`: slot, offset in the bucket, key and state of each matrix."""
-        self.shape = shape
+        self.shape, self._factors = shape, factors
         self.slots, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
         n = len(members)
-        self.p = torch.empty(n, shape.rank, shape.n_rows)
-        self.q = torch.empty(n, shape.rank, shape.n_columns)
+        self.p = torch.empty(n, shape.rank, shape.n_rows, device=factors.device)
+        self.q = torch.empty(n, shape.rank, shape.n_columns, device=factors.device)
         self.corrected: torch.Tensor
         self._withheld: list[tuple[int, Kept]] = []
         self._loss_scale = 1.0
+
+    def begin_with(self, incoming: torch.Tensor, seed: int, is_orthogonal: bool) -> None:
+        """Fill `incoming`, p or q, with the factors of the states, or with drawn ones, and let the states have them."""
+        for state, key, factor in zip(self.states, self.keys, incoming, strict=True):
+            if state.factor is not None:
+                factor.copy_(state.factor)
+            else:
+                factor.copy_(draw_factor(seed, key, 0, *factor.shape))
+                if is_orthogonal:
+                    self._factors.orthogonalise(factor[None])
+            state.factor = factor
 
     def correct(self, bucket: Bucket, feedback: Feedback, loss_scale: float) -> None:
         """corrected = gradient + residual, both multiplied by `loss_scale`; `bucket` stays as it is.
 
         A matrix whose gradient is all zero on this rank (an unused parameter) sends nothing and keeps its residual: if
-        it is unused everywhere, DDP throws the result away, and the residual would go with it.
+        it is unused everywhere, DDP throws the result away, and the residual would go with it. On a device, which would have
+        to be asked, it sends its residual.
         """
         self._withheld.clear()
         self._loss_scale = loss_scale
-        n_rows, n_columns = self.shape.n_rows, self.shape.n_columns
-        room = feedback.room(("matrices", *self.slots), len(self.slots) * self.shape.n_elements)
+        n_rows, n_columns, device = self.shape.n_rows, self.shape.n_columns, self._factors.device
+        room = feedback.room(("matrices", *self.slots), len(self.slots) * self.shape.n_elements, device=device)
         self.corrected = room.view(-1, n_rows, n_columns)
         for i, slot in enumerate(self.slots):
             gradient, corrected, kept = self.view_in(bucket.buffer, i), self.corrected[i], feedback.of(slot)
             if kept is None:
                 corrected.copy_(gradient)
                 continue
-            residual = kept.values.view(n_rows, n_columns)
-            if not holds_nonzero(gradient):
+            residual = kept.values.view(n_rows, n_columns).to(device)
+            if device.type == "cpu" and not holds_nonzero(gradient):
                 self._withheld.append((i, kept))
                 corrected.zero_()
             elif gradient.dtype == torch.float32:
@@ -142,18 +135,12 @@ class MatrixGroup:
         """P Q^T of every matrix to where it lies in the bucket; `q` stands in for the group's own."""
         q = self.q if q is None else q
         for i in range(len(self.slots)):
-            out = self.view_in(flat, i)
-            product = out if out.dtype == torch.float32 else torch.empty(out.shape)
-            _native.multiply_factors(self.p[i].view(-1), q[i].view(-1), self.shape.rank, False, product.view(-1))
-            if product is not out:
-                out.copy_(product)
+            self._factors.multiply(self.p[i], q[i], self.view_in(flat, i))
 
     def subtract_product(self, feedback: Feedback) -> None:
         """corrected -= P Q^T, which makes it the new residual against the factors as they stand; staged."""
         for i in range(len(self.slots)):
-            _native.multiply_factors(
-                self.p[i].view(-1), self.q[i].view(-1), self.shape.rank, True, self.corrected[i].view(-1)
-            )
+            self._factors.multiply(self.p[i], self.q[i], self.corrected[i], subtract=True)
         self._stage(feedback)
 
     def subtract_result(self, flat: torch.Tensor, feedback: Feedback) -> None:

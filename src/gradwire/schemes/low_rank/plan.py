@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from gradwire import _native
 from gradwire.core.bucket import Bucket
 from gradwire.core.slot import Slot
+from gradwire.schemes.low_rank.factors import Factors
 from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, MatrixState
 from gradwire.schemes.selection import Selection, TensorSpan
 
@@ -16,20 +16,20 @@ from gradwire.schemes.selection import Selection, TensorSpan
 class LowRankPlan:
     """The groups of one bucket layout, and the tensors that travel as they are."""
 
-    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[TensorSpan]) -> None:
+    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[TensorSpan], factors: Factors) -> None:
+        self._factors = factors
         self.slots = bucket.slots
         self.layout_hash = bucket.layout_hash
         self.groups = groups
         self.dense = dense
         self.n_dense = sum(span.n_elements for span in dense)
-        self.factor_crc = 0
+        self.checksum = 0
 
     def sign_factors(self, incoming: Callable[[MatrixGroup], torch.Tensor]) -> None:
         """Note the checksum of what comes in next, for ranks to compare."""
-        crc = 0
+        self.checksum = 0
         for group in self.groups:
-            crc = _native.crc32c(incoming(group).view(-1).view(torch.uint8), crc)
-        self.factor_crc = crc
+            self.checksum = self._factors.checksum(incoming(group), self.checksum)
 
 
 class Plans:
@@ -38,8 +38,8 @@ class Plans:
     Also how much the model shrinks, for the size of fused buffers.
     """
 
-    def __init__(self, shape_of: Callable[[Slot], MatrixShape | None]) -> None:
-        self._shape_of = shape_of
+    def __init__(self, shape_of: Callable[[Slot], MatrixShape | None], factors: Factors) -> None:
+        self._shape_of, self._factors = shape_of, factors
         self._plans: list[LowRankPlan] = []
         self._keys: dict[Slot, str] = {}
         self.states: dict[Slot, MatrixState] = {}
@@ -64,7 +64,8 @@ class Plans:
             state = self.states.setdefault(slot, MatrixState())
             groups.setdefault(shape, []).append((slot, span.offset, keys[slot], state))
         dense = [span for span in chosen.raw if span.n_elements]
-        plan = LowRankPlan(bucket, [MatrixGroup(shape, members) for shape, members in groups.items()], dense)
+        stacked = [MatrixGroup(shape, members, self._factors) for shape, members in groups.items()]
+        plan = LowRankPlan(bucket, stacked, dense, self._factors)
         slots = set(plan.slots)
         self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
         self._plans.append(plan)

@@ -27,7 +27,9 @@ def states_by_name(
         if (shape := shape_of(slots[name])) is not None
     }
     names = {slot: name for name, slot in slots.items()}
-    factors = {names[slot]: state.factor.clone() for slot, state in states.items() if state.factor is not None}
+    factors = {
+        names[slot]: state.factor.to("cpu", copy=True) for slot, state in states.items() if state.factor is not None
+    }
     return {"residuals": residuals, "factors": factors}
 
 

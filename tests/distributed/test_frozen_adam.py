@@ -1,4 +1,4 @@
-"""one-bit-adam against a transcription that knows all ranks, and its freeze in every situation of a training."""
+"""one-bit-adam and top-k-adam against transcriptions that know all ranks, and the freeze in every situation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from frozen_adam_oracle import BETAS, FREEZE, SCHEMES, STEPS, adamw, attach, loss_of, model, transcribed
 from gradwire import InvalidArgument, Unsupported, schemes
 from gradwire.core.slot import slot_of
-from one_bit_adam_oracle import BETAS, FREEZE, STEPS, Q, adamw, attach, loss_of, model, transcribed
+from gradwire.schemes.frozen_adam import FLOOR_SHARE
 from ranks import run_ranks
 
+both = pytest.mark.parametrize("scheme", SCHEMES)
 
-def train(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
+
+def train(rank: int, world_size: int, scheme: str, options: dict[str, Any], exempt: str | None) -> list[Tensor]:
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp, **options)
-    attachment = attach(ddp, optimizer, scale_values=Q)
+    attachment = attach(ddp, optimizer, scheme=scheme, exempt=exempt or (), **SCHEMES[scheme])
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(ddp, rank, step).backward()
@@ -31,21 +34,32 @@ def train(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}])
-def test_a_training_is_the_transcription(options: dict[str, Any]) -> None:
-    ranks = run_ranks(train, 2, options)
-    expected = transcribed(2)
-    for ours, theirs, wanted in zip(*ranks, expected, strict=True):
-        assert torch.equal(ours, theirs)
+@pytest.mark.parametrize(
+    ("scheme", "n_ranks", "options", "exempt"),
+    [
+        ("one-bit-adam", 2, {}, None),
+        ("one-bit-adam", 2, {"foreach": True}, None),
+        ("top-k-adam", 2, {"foreach": True}, None),
+        ("top-k-adam", 3, {}, "0.weight"),
+    ],
+)
+def test_a_training_is_the_transcription(
+    scheme: str, n_ranks: int, options: dict[str, Any], exempt: str | None
+) -> None:
+    ranks = run_ranks(train, n_ranks, scheme, options, exempt)
+    expected = transcribed(n_ranks, scheme=scheme, exempt=exempt)
+    for *ours_and_theirs, wanted in zip(*ranks, expected, strict=True):
+        ours, *others = ours_and_theirs
+        assert all(torch.equal(ours, theirs) for theirs in others)
         # A value at the very edge between two codes may fall to the other side; its error is fed back.
         close = torch.isclose(ours.double(), wanted, rtol=1e-4, atol=1e-5)
         assert close.float().mean() > 0.98, (ours.double() - wanted).abs().max()
 
 
-def train_alone(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], int]:
+def train_alone(rank: int, world_size: int, scheme: str) -> tuple[list[Tensor], list[Tensor], int]:
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer)
+    attachment = attach(ddp, optimizer, scheme=scheme)
     frozen = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -62,8 +76,9 @@ def train_alone(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor],
     return frozen, [after], int(next(iter(optimizer.state.values()))["step"])
 
 
-def test_the_variance_stays_from_the_freeze_on_and_goes_on_after_close() -> None:
-    for frozen, (after,), n_updates in run_ranks(train_alone, 2):
+@both
+def test_the_variance_stays_from_the_freeze_on_and_goes_on_after_close(scheme: str) -> None:
+    for frozen, (after,), n_updates in run_ranks(train_alone, 2, scheme):
         assert n_updates == STEPS + 1
         for step in range(1, STEPS):
             assert torch.equal(frozen[step], frozen[step - 1]) == (step >= FREEZE)
@@ -83,10 +98,10 @@ class Late(nn.Module):
         return (self.late(x) if uses_late else x.mean(-1, keepdim=True) + 0 * self.late(x)).square().mean()
 
 
-def train_late(rank: int, world_size: int) -> tuple[list[Tensor], dict[str, Any]]:
+def train_late(rank: int, world_size: int, scheme: str) -> tuple[list[Tensor], dict[str, Any]]:
     ddp = DistributedDataParallel(Late())
     optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
-    attachment = attach(ddp, optimizer)
+    attachment = attach(ddp, optimizer, scheme=scheme)
     generator = torch.Generator().manual_seed(rank)
     for step in range(16):
         if step == 8:  # a restart of the learning rate
@@ -100,9 +115,10 @@ def train_late(rank: int, world_size: int) -> tuple[list[Tensor], dict[str, Any]
     return [parameter.detach().clone() for parameter in ddp.parameters()], state["state"]
 
 
-def test_zeros_in_the_variance_and_parameters_that_train_late() -> None:
+@both
+def test_zeros_in_the_variance_and_parameters_that_train_late(scheme: str) -> None:
     """Rows without a gradient before the freeze divide by the floor, and a late layer has a freeze of its own."""
-    (ours, state), (theirs, _) = run_ranks(train_late, 2)
+    (ours, state), (theirs, _) = run_ranks(train_late, 2, scheme)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
         assert bool(one.isfinite().all())
@@ -114,7 +130,7 @@ def test_zeros_in_the_variance_and_parameters_that_train_late() -> None:
     assert state["frozen_at"]["late.weight"] == 7 + FREEZE
 
 
-def resume(rank: int, world_size: int, at: int) -> list[bool]:
+def resume(rank: int, world_size: int, scheme: str, at: int) -> list[bool]:
     """Through, and saved and loaded into new objects after `at` steps: bit for bit the same.
 
     DDP does not rebuild its buckets where it looks for unused parameters, so both cut them alike.
@@ -123,14 +139,14 @@ def resume(rank: int, world_size: int, at: int) -> list[bool]:
     for is_cut in (False, True):
         ddp = DistributedDataParallel(model(), find_unused_parameters=True)
         optimizer = adamw(ddp)
-        attachment = attach(ddp, optimizer)
+        attachment = attach(ddp, optimizer, scheme=scheme)
         for step in range(STEPS):
             if is_cut and step == at:
                 saved = copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict(), attachment.state_dict()])
                 attachment.close()
                 ddp = DistributedDataParallel(model(), find_unused_parameters=True)
                 optimizer = adamw(ddp)
-                attachment = attach(ddp, optimizer)
+                attachment = attach(ddp, optimizer, scheme=scheme)
                 ddp.module.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
                 attachment.load_state_dict(saved[2])
@@ -143,17 +159,18 @@ def resume(rank: int, world_size: int, at: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 3])
-def test_resume_before_in_and_after_the_freeze(at: int) -> None:
-    for equal in run_ranks(resume, 2, at):
+@both
+def test_resume_before_in_and_after_the_freeze(scheme: str, at: int) -> None:
+    for equal in run_ranks(resume, 2, scheme, at):
         assert all(equal)
 
 
-def overflow(rank: int, world_size: int) -> tuple[list[Tensor], int]:
+def overflow(rank: int, world_size: int, scheme: str) -> tuple[list[Tensor], int]:
     """A GradScaler, Inf on one rank in the step of the freeze and in a later one."""
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    attachment = attach(ddp, optimizer, scaler)
+    attachment = attach(ddp, optimizer, scaler, scheme)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(ddp, rank, step)
@@ -168,38 +185,39 @@ def overflow(rank: int, world_size: int) -> tuple[list[Tensor], int]:
     )
 
 
-def test_overflow_in_the_step_of_the_freeze() -> None:
-    (ours, n_updates), (theirs, _) = run_ranks(overflow, 2)
+@both
+def test_overflow_in_the_step_of_the_freeze(scheme: str) -> None:
+    (ours, n_updates), (theirs, _) = run_ranks(overflow, 2, scheme)
     assert n_updates == STEPS - 2
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
         assert bool(one.isfinite().all())
 
 
-def refused(rank: int, world_size: int) -> None:
+def refused(rank: int, world_size: int, scheme: str) -> None:
     ddp = DistributedDataParallel(model())
-
-    with pytest.raises(Unsupported, match=r"SGD.*give attach\(\) the AdamW, or take one-bit"):
-        attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1))
-    with pytest.raises(Unsupported, match="use AdamW"):
-        attach(ddp, torch.optim.Adam(ddp.parameters(), weight_decay=0.1))
+    instead = scheme.removesuffix("-adam")
+    with pytest.raises(Unsupported, match=rf"{scheme}.* SGD.*give attach\(\) the AdamW, or take {instead}"):
+        attach(ddp, torch.optim.SGD(ddp.parameters(), 0.1), scheme=scheme)
+    with pytest.raises(Unsupported, match=f"{scheme}.*use AdamW"):
+        attach(ddp, torch.optim.Adam(ddp.parameters(), weight_decay=0.1), scheme=scheme)
     for option in ("maximize", "fused"):
         with pytest.raises(Unsupported, match=f"{option}=True"):
-            attach(ddp, adamw(ddp, **{option: True}))
+            attach(ddp, adamw(ddp, **{option: True}), scheme=scheme)
     with pytest.raises(
         InvalidArgument, match=r"exempt='head\*' matches no tensor; there are 0.weight, 0.bias, 2.weight"
     ):
-        attach(ddp, adamw(ddp), exempt="head*")
+        attach(ddp, adamw(ddp), scheme=scheme, exempt="head*")
     with pytest.raises(InvalidArgument, match="leave nothing"):
-        attach(ddp, adamw(ddp), only="*.bias", exempt="*.bias")
+        attach(ddp, adamw(ddp), scheme=scheme, only="*.bias", exempt="*.bias")
     optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, freeze_step=1)
+    attachment = attach(ddp, optimizer, scheme=scheme, freeze_step=1)
     for step in range(2):
         optimizer.zero_grad()
         loss_of(ddp, rank, step).backward()
         if step == 0:
             optimizer.step()
-    with pytest.raises(Unsupported, match="closure"):
+    with pytest.raises(Unsupported, match=f"{scheme}.*closure"):
         optimizer.step(lambda: 0.0)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "maximize": True})
     with pytest.raises(Unsupported, match="maximize"):
@@ -211,22 +229,39 @@ def refused(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def test_what_is_refused_and_how() -> None:
-    run_ranks(refused, 2)
+@both
+def test_what_is_refused_and_how(scheme: str) -> None:
+    run_ranks(refused, 2, scheme)
 
 
-@pytest.mark.parametrize("wrong", [{"freeze_step": 0}, {"freeze_step": -1}, {"freeze_step": 1.5}, {"codec": "thc"},
-                                   {"exempt": 7}, {"only": [""]}])  # fmt: skip
-def test_wrong_options(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"freeze_step": 0}, {"freeze_step": -1}, {"freeze_step": 1.5}, {"exempt": 7},
+                                   {"only": [""]}, {"correction": "none"}])  # fmt: skip
+@both
+def test_wrong_options(scheme: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
-        schemes.by_name("one-bit-adam", **wrong)
+        schemes.by_name(scheme, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "wrong"),
+    [
+        ("one-bit-adam", {"codec": "thc"}),
+        ("one-bit-adam", {"pull": "push"}),
+        ("one-bit-adam", {"chunk_elements": 0}),
+        ("top-k-adam", {"share": 0.0}),
+        ("top-k-adam", {"share": 1.1}),
+    ],
+)
+def test_wrong_options_of_one(scheme: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        schemes.by_name(scheme, **wrong)
 
 
 def end_before_the_freeze(rank: int, world_size: int) -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gradwire.schemes.quantised")
+    logger = logging.getLogger("gradwire.schemes.selective")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     ddp = DistributedDataParallel(model())
@@ -245,27 +280,31 @@ def test_a_run_that_ends_before_the_freeze_is_told() -> None:
     assert "lower freeze_step" in texts[1]
 
 
-def train_channels_last(rank: int, world_size: int) -> bool:
-    """A bucket holds channels_last weights in the order of memory, and so must the momenta that it is joined with."""
+def train_channels_last(rank: int, world_size: int, scheme: str) -> bool:
+    """A bucket holds channels_last weights in the order of memory, and so must the moments that it is joined with."""
     torch.manual_seed(0)
     net = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
     ddp = DistributedDataParallel(net)
     optimizer = adamw(net)
-    attachment = attach(ddp, optimizer)
+    attachment = attach(ddp, optimizer, scheme=scheme)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
         x = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
         optimizer.zero_grad()
         ddp(x).square().mean().backward()
         optimizer.step()
-    held = optimizer.state[net.weight]["exp_avg"]
-    assert not held.is_contiguous()
-    adam = attachment.scheme._adam
+    first, second = (optimizer.state[net.weight][key] for key in ("exp_avg", "exp_avg_sq"))
+    assert not first.is_contiguous()
+    adam = attachment.scheme.adam
     momentum, beta1 = adam.momentum(slot_of(net.weight))
     assert beta1 == BETAS[0]
+    assert torch.equal(momentum, first.permute(0, 2, 3, 1).reshape(-1))
+    root = second.clamp(min=FLOOR_SHARE * float(second.max())).sqrt()
+    assert torch.equal(adam.root(slot_of(net.weight)), root.permute(0, 2, 3, 1).reshape(-1))
     attachment.close()
-    return len(adam.frozen_at) == 2 and torch.equal(momentum, held.permute(0, 2, 3, 1).reshape(-1))
+    return len(adam.frozen_at) == 2
 
 
-def test_momenta_lie_as_their_bucket_does() -> None:
-    assert run_ranks(train_channels_last, 2) == [True, True]
+@both
+def test_moments_lie_as_their_bucket_does(scheme: str) -> None:
+    assert run_ranks(train_channels_last, 2, scheme) == [True, True]

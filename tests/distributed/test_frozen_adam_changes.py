@@ -1,4 +1,4 @@
-"""one-bit-adam in a training that changes: its learning rate, its parameter groups, its number of ranks."""
+"""one-bit-adam and top-k-adam in a training that changes: its learning rate, parameter groups, number of ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from frozen_adam_oracle import DECAY, FREEZE, LR, SCHEMES, STEPS, adamw, attach, loss_of, model, transcribed
 from gradwire import InvalidArgument
-from one_bit_adam_oracle import DECAY, FREEZE, LR, STEPS, Q, adamw, attach, loss_of, model, transcribed
 from ranks import run_ranks
 
 CHANGE = FREEZE + 2
 
 
-def attached() -> tuple[Any, torch.optim.AdamW, Any]:
+def attached(scheme: str) -> tuple[Any, torch.optim.AdamW, Any]:
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
-    return ddp, optimizer, attach(ddp, optimizer, scale_values=Q)
+    return ddp, optimizer, attach(ddp, optimizer, scheme=scheme, **SCHEMES[scheme])
 
 
 def take_steps(ddp: Any, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int) -> None:
@@ -34,9 +34,9 @@ def parameters_of(ddp: Any) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-def restart(rank: int, world_size: int) -> list[Tensor]:
+def restart(rank: int, world_size: int, scheme: str) -> list[Tensor]:
     """A schedule that falls, and starts again after the freeze."""
-    ddp, optimizer, attachment = attached()
+    ddp, optimizer, attachment = attached(scheme)
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, CHANGE)
     for step in range(STEPS):
         take_steps(ddp, optimizer, rank, step, step + 1)
@@ -45,9 +45,9 @@ def restart(rank: int, world_size: int) -> list[Tensor]:
     return parameters_of(ddp)
 
 
-def cut_groups(rank: int, world_size: int, change: dict[str, Any]) -> list[Tensor]:
+def cut_groups(rank: int, world_size: int, scheme: str, change: dict[str, Any]) -> list[Tensor]:
     """The first layer goes into a group of its own after the freeze."""
-    ddp, optimizer, attachment = attached()
+    ddp, optimizer, attachment = attached(scheme)
     take_steps(ddp, optimizer, rank, 0, CHANGE)
     parameters = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["params"] = parameters[2:]
@@ -65,7 +65,8 @@ def check(ranks: list[list[Tensor]], expected: list[Tensor]) -> None:
         assert close.float().mean() > 0.98, (ours.double() - wanted).abs().max()
 
 
-def test_a_restart_of_the_learning_rate_is_the_transcription() -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_restart_of_the_learning_rate_is_the_transcription(scheme: str) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], LR)
     schedule, rates = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, CHANGE), []
     for _ in range(STEPS):
@@ -73,21 +74,22 @@ def test_a_restart_of_the_learning_rate_is_the_transcription() -> None:
         optimizer.step()
         schedule.step()
     assert rates[CHANGE] == LR > rates[CHANGE - 1]
-    check(run_ranks(restart, 2), transcribed(2, lambda step, name: (rates[step], DECAY)))
+    check(run_ranks(restart, 2, scheme), transcribed(2, lambda step, name: (rates[step], DECAY), scheme))
 
 
 @pytest.mark.parametrize("change", [{"lr": 0.0}, {"lr": 0.03}, {"weight_decay": 5.0}])
-def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(change: dict[str, float]) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(scheme: str, change: dict[str, float]) -> None:
     def rates(step: int, name: str) -> tuple[float, float]:
         if step < CHANGE or name.startswith("2."):
             return LR, DECAY
         return change.get("lr", LR), change.get("weight_decay", DECAY)
 
-    check(run_ranks(cut_groups, 2, change), transcribed(2, rates))
+    check(run_ranks(cut_groups, 2, scheme, change), transcribed(2, rates, scheme))
 
 
-def save(rank: int, world_size: int) -> list[Any]:
-    ddp, optimizer, attachment = attached()
+def save(rank: int, world_size: int, scheme: str) -> list[Any]:
+    ddp, optimizer, attachment = attached(scheme)
     take_steps(ddp, optimizer, rank, 0, CHANGE)
     states = [attachment.state_dict(), attachment.state_dict(all_ranks=True)]
     saved = copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict(), *states])
@@ -95,10 +97,10 @@ def save(rank: int, world_size: int) -> list[Any]:
     return saved
 
 
-def go_on(rank: int, world_size: int, saved: list[Any]) -> tuple[dict[str, Any], list[Tensor]]:
+def go_on(rank: int, world_size: int, scheme: str, saved: list[Any]) -> tuple[dict[str, Any], list[Tensor]]:
     """Load another number's checkpoint; the state that it becomes, and the parameters in the end."""
     saved = copy.deepcopy(saved)  # the optimizer would step the very tensors, which the ranks' processes share
-    ddp, optimizer, attachment = attached()
+    ddp, optimizer, attachment = attached(scheme)
     ddp.module.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     with pytest.raises(InvalidArgument, match=r"written by 2 ranks.*state_dict\(all_ranks=True\)"):
@@ -115,18 +117,22 @@ def go_on(rank: int, world_size: int, saved: list[Any]) -> tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_checkpoint_of_another_number_of_ranks_keeps_the_freeze_and_what_was_not_sent(world_size: int) -> None:
-    saved = run_ranks(save, 2)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_checkpoint_of_another_number_of_ranks_keeps_the_freeze_and_what_was_not_sent(
+    scheme: str, world_size: int
+) -> None:
+    saved = run_ranks(save, 2, scheme)
     written = [states[2]["state"] for states in saved]
     assert written[0]["frozen_at"] == dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias"], FREEZE)
-    ranks = run_ranks(go_on, world_size, saved[0])
+    ranks = run_ranks(go_on, world_size, scheme, saved[0])
     for loaded, ours in ranks:
         assert loaded["frozen_at"] == written[0]["frozen_at"]
         assert all(torch.equal(one, other) for one, other in zip(ours, ranks[0][1], strict=True))
         moved = [float((one - start).norm()) for one, start in zip(ours, saved[0][0].values(), strict=True)]
         assert all(0 < one < 10 for one in moved)
-    for name, residual in written[0]["residuals"].items():
-        mean = (residual + written[1]["residuals"][name]) / 2
-        kept = torch.stack([loaded["residuals"][name] for loaded, _ in ranks]).mean(0)
-        assert torch.allclose(kept, mean, rtol=1e-5, atol=1e-8), "the mean over the ranks is what counts"
-        assert mean.any()
+    for kind in ("residuals", "momenta") if scheme == "top-k-adam" else ("residuals",):
+        for name, own in written[0][kind].items():
+            mean = (own + written[1][kind][name]) / 2
+            kept = torch.stack([loaded[kind][name] for loaded, _ in ranks]).mean(0)
+            assert torch.allclose(kept, mean, rtol=1e-5, atol=1e-8), "the mean over the ranks is what counts"
+            assert mean.any()

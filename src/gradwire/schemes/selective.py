@@ -1,0 +1,128 @@
+"""The frame of schemes that compress some of a bucket's tensors, from some step on; the others are reduced plainly."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.errors import InvalidArgument
+from gradwire.exchange.patterns import Exchange
+from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.selection import ByName, Selection
+from gradwire.wire.wire import Wire
+
+_log = logging.getLogger(__name__)
+
+
+class Selective(Compressed):
+    """Mean over the ranks through `payload` and `exchange`, of the tensors that are chosen.
+
+    Args:
+        error_feedback: add what was not sent to the next gradient.
+        warmup_steps: the first steps of the training, which are reduced plainly; 0: none.
+        select: which tensors are compressed.
+    """
+
+    # The option that says for how long steps are plain.
+    settled_by: ClassVar[str] = "warmup_steps"
+
+    def __init__(
+        self,
+        payload: Any,
+        exchange: Exchange,
+        error_feedback: bool,
+        warmup_steps: int = 0,
+        select: ByName | None = None,
+    ) -> None:
+        super().__init__(payload, exchange, error_feedback)
+        self.warmup_steps = check_steps("warmup_steps", warmup_steps)
+        self.select = select or ByName()
+        self._last_step = -1
+
+    @property
+    def settling_steps(self) -> int:
+        """Steps that are reduced plainly."""
+        return self.warmup_steps
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next step is compressed."""
+        return self._last_step + 1 >= self.warmup_steps
+
+    def bind(self, session: Session) -> None:
+        """As every scheme's; the log has the plain steps. Raises: InvalidArgument (names of no tensor)."""
+        self._last_step = -1
+        self.select.bind(session)
+        super().bind(session)
+        if self.settling_steps:
+            _log.info("gradwire %s: steps before %d are reduced plainly", self.name, self.settling_steps)
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self._last_step = step
+
+    # ---- one bucket
+
+    def _send(self, bucket: Bucket, wire: Wire) -> bool:
+        if bucket.step < self.warmup_steps:
+            wire.mean_plainly(bucket.buffer)
+            return True
+        chosen = self._choose(bucket)
+        return super()._send(bucket, wire) if chosen is None else self._send_apart(bucket, chosen, wire)
+
+    def _choose(self, bucket: Bucket) -> Selection | None:
+        """Which of the bucket's tensors are compressed; None: the bucket, as it lies."""
+        chosen = Selection(bucket, self.select) if self.select else None
+        return chosen if chosen is not None and chosen.raw else None
+
+    def _part_dtype(self, bucket: Bucket) -> torch.dtype:
+        """Of what is sent for the chosen tensors."""
+        return bucket.buffer.dtype
+
+    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        """Write what is sent for the chosen tensors, one after the other, to `part`."""
+        torch.cat([run.in_bucket(bucket.buffer) for run in chosen.compressed_runs], out=part.buffer)
+
+    def _take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        """Write the means in `part` to where the chosen tensors lie."""
+        for run in chosen.compressed_runs:
+            run.in_bucket(bucket.buffer).copy_(run.in_fused(part.buffer))
+
+    def _send_apart(self, bucket: Bucket, chosen: Selection, wire: Wire) -> bool:
+        """The chosen tensors compressed, as a bucket of their own, and the others plainly."""
+        fused = wire.scratch("chosen", chosen.n_compressed, self._part_dtype(bucket))
+        part = Bucket(fused, chosen.slots, chosen.offsets, index=bucket.index, step=bucket.step, record=bucket.record)
+        if chosen.n_compressed:
+            self._fill(part, bucket, chosen)
+            if not super()._send(part, wire):
+                return False
+        if chosen.n_raw:
+            raw = wire.scratch("others", chosen.n_raw, bucket.buffer.dtype)
+            torch.cat([run.in_bucket(bucket.buffer) for run in chosen.raw_runs], out=raw)
+            wire.mean_plainly(raw)
+            self._is_step_finite &= bool(raw.isfinite().all())
+            for run in chosen.raw_runs:
+                run.in_bucket(bucket.buffer).copy_(run.in_fused(raw))
+        if chosen.n_compressed:
+            self._take(part, bucket, chosen)
+        return True
+
+    def close(self) -> None:
+        """As every scheme's; tells of a training that was over before anything was compressed."""
+        if self._last_step >= 0 and not self.is_settled:
+            _log.warning(
+                "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower %s",
+                self.name, self._last_step, self.settling_steps, self.settled_by,
+            )  # fmt: skip
+        super().close()
+
+
+def check_steps(name: str, steps: Any) -> int:
+    """A count of steps, from 0. Raises: InvalidArgument."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise InvalidArgument(f"{name} must be a count, got {steps!r}")
+    return steps

@@ -1,0 +1,207 @@
+"""GComp's kernels, run on the host: the CPU codec's bytes in every order of threads, clean under the sanitizers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import emulated
+import numpy as np
+import pytest
+import torch
+from gcomp_lies import error_of, is_refused, lies, message_of
+from sanitizing import run_sanitized
+
+from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor_of, words_of
+from gradwire.bench import gcomp_kernel_checks, kernel_checks
+from gradwire.bench.device_checks import CheckFailed
+from gradwire.bench.gcomp_kernel_checks import CODECS
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
+from gradwire.errors import (
+    CorruptMessage,
+    IncompatibleVersion,
+    InvalidArgument,
+    RankMismatch,
+    Unsupported,
+)
+from gradwire.gpu.compiler import SOURCES
+from gradwire.gpu.gcomp import DeviceGComp
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gcomp").glob("v2_*.npz"))
+# Of threads and blocks: forward, backward, two by chance.
+ORDERS = (0, 1, 5, 6)
+
+
+def kernels(order: int = 0) -> emulated.EmulatedKernels:
+    return emulated.EmulatedKernels(emulated.build(), order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_messages_and_values_are_the_cpus(order: int) -> None:
+    sizes = gcomp_kernel_checks.SIZES[:-3] if order == 0 else (0, 33)
+    assert gcomp_kernel_checks.run(kernels(order), CODECS, sizes, ("gradient",)) == 3 * len(sizes) * len(CODECS)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_edges_of_chunks_are_the_cpus(order: int) -> None:
+    sizes = gcomp_kernel_checks.SIZES[-3:] if order == 0 else (16_385,)
+    names = ("paper, few codes",) if order else ("paper, few codes", "uniform")
+    found = gcomp_kernel_checks.run(kernels(order), names, sizes, ("gradient",), (torch.float32,))
+    assert found == len(sizes) * len(names)
+
+
+def test_some_of_the_messages_have_escapes() -> None:
+    codec, values = CODECS["paper, few codes"], kernel_checks.values_of("gradient", 90, torch.float32)
+    counts, lengths = torch.zeros(256, dtype=torch.int64), torch.tensor(codec.table_of_width(8).lengths)
+    codec.histogram(values, counts)
+    assert int(counts[lengths[:-1] == 0].sum()) > 3
+    assert describe(message_of(codec, values, make_importance(90)))["n_raw_chunks"] == 0
+
+
+def test_every_content_is_the_cpus() -> None:
+    n_cases = gcomp_kernel_checks.run(kernels(7), CODECS, (65,), kernel_checks.CONTENTS)
+    assert n_cases == 3 * len(CODECS) * len(kernel_checks.CONTENTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_pattern_is_the_cpus(kind: str) -> None:
+    for codec in CODECS.values():
+        for dtype in NAMES:
+            gcomp_kernel_checks.compare(kernels(), codec, make_gradient(kind, 700, dtype), make_importance(700))
+
+
+def golden(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GCompCodec]:
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    dtype, importance, bits = arrays["settings"]
+    table = HuffmanTable.from_bytes(arrays["table"].tobytes())
+    codec = GCompCodec(str(importance), bits=None if bits == "None" else int(bits), table=table)
+    return arrays, getattr(torch, str(dtype).removeprefix("torch.")), codec
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_golden_messages_are_written_and_read(path: Path) -> None:
+    arrays, dtype, codec = golden(path)
+    on, n = DeviceGComp(codec, kernels()), arrays["decoded_bits"].size
+    importance, message = torch.from_numpy(arrays["importance"]), torch.from_numpy(arrays["message"])
+    out = torch.empty(n, dtype=dtype)
+    assert error_of(on, message, out, importance) == 0
+    np.testing.assert_array_equal(words_of(out), arrays["decoded_bits"])
+    written = torch.empty(on.message_bytes(n, dtype), dtype=torch.uint8)
+    n_bytes, work = torch.zeros(1, dtype=torch.int64), torch.empty(on.work_bytes(n), dtype=torch.uint8)
+    on.encode(tensor_of(arrays["gradient_bits"], dtype), written, n_bytes, work, importance=importance)
+    assert torch.equal(written[: int(n_bytes)], message)
+
+
+def test_every_changed_byte_is_reported_and_not_read() -> None:
+    codec, n = CODECS["paper, few codes"], 90
+    on, importance = DeviceGComp(codec, kernels()), make_importance(n)
+    message = message_of(codec, make_gradient("gaussian", n, torch.float32), importance)
+    assert error_of(on, message, torch.empty(n), importance) == 0
+    for byte in range(message.numel()):
+        changed = message.clone()
+        changed[byte] ^= 0x10
+        out = torch.full((n,), 7.0)
+        code = error_of(on, changed, out, importance)
+        with pytest.raises((CorruptMessage, IncompatibleVersion)):
+            on.raise_error(code)
+        assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
+        with pytest.raises((CorruptMessage, IncompatibleVersion)):
+            codec.decode(changed, out, importance)
+
+
+@pytest.mark.parametrize("name", ["paper, few codes", "none, every exponent has a code", "uniform"])
+def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str) -> None:
+    codec, n = CODECS[name], 90
+    on, importance = DeviceGComp(codec, kernels()), make_importance(n)
+    for dtype in (torch.float16, torch.float32):
+        message = message_of(codec, make_gradient("gaussian", n, dtype), importance)
+        found = [is_refused(codec, on, message, lie, torch.empty(n, dtype=dtype), importance) for lie in lies(message)]
+        assert 100 < sum(found) < len(found)  # most change mantissas, which say anything
+
+
+def test_another_table_and_other_importance_are_named() -> None:
+    codec, n = GCompCodec("paper"), 50
+    on, importance, values = DeviceGComp(codec, kernels()), make_importance(n), torch.randn(n)
+    message = message_of(codec, values, importance)
+    with pytest.raises(RankMismatch, match="learning rates"):
+        on.raise_error(error_of(on, message, torch.empty(n), importance + 1))
+    codec.use_table(CODECS["paper, few codes"].table_of_width(8))
+    with pytest.raises(CorruptMessage, match="another Huffman table"):
+        on.raise_error(error_of(on, message, torch.empty(n), importance))
+    assert error_of(on, message_of(codec, values, importance), torch.empty(n), importance) == 0
+
+
+def test_arguments_that_kernels_would_misread_are_refused() -> None:
+    codec, n = GCompCodec("paper"), 64
+    used = kernels()
+    on, importance = DeviceGComp(codec, used), make_importance(n)
+    message = message_of(codec, torch.randn(n), importance)
+    error, work = torch.zeros(1, dtype=torch.int32), torch.empty(on.work_bytes(n), dtype=torch.uint8)
+    out = torch.empty(n)
+    for arguments, options, says in (
+        ((message, out, error, work), {}, "importance bytes"),
+        ((message, out, error, work), {"importance": importance[:-1]}, "importance must be"),
+        ((message, out, error, work[:8]), {"importance": importance}, "work has"),
+        ((message, torch.empty(128)[::2], error, work), {"importance": importance}, "contiguous"),
+        ((message, out.double(), error, work), {"importance": importance}, "float64"),
+        ((message, out, error, work), {"importance": importance, "adds": True, "divisor": 2.0}, "divisor"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            on.decode(*arguments, **options)
+    assert used.launched == []
+    with pytest.raises(Unsupported, match="format 2"):
+        DeviceGComp(GCompCodec("paper", format=1), used)
+
+
+def test_kernels_are_clean_under_the_sanitizers() -> None:
+    assert "cases 12, lies" in run_sanitized("sanitized_gcomp.py", 5)
+
+
+# A planted fault: file, right, wrong. None that writes outside the memory that it was given.
+FAULTS = {
+    "a lane takes the word of the one above": (
+        "gcomp_decode.hpp",
+        "n_words - __popc(taking >> lane)",
+        "n_words - __popc(taking >> lane >> 1)",
+    ),
+    "a barrier is missing before the table is read": (
+        "gcomp_decode.hpp",
+        "shared.look_up[i] = p.table->look_up[i];\n  __syncthreads();",
+        "shared.look_up[i] = p.table->look_up[i];",
+    ),
+    "bits that share a word are written as if they did not": (
+        "gcomp_encode.hpp",
+        "atomicOr(&shared.stage[at / 32], static_cast<u32>(placed))",
+        "shared.stage[at / 32] = static_cast<u32>(placed)",
+    ),
+    "a barrier is missing before coded exponents are copied": (
+        "gcomp_encode.hpp",
+        "  __syncthreads();\n  for (u32 i = threadIdx.x; i < own.exponent_bytes",
+        "  for (u32 i = threadIdx.x; i < own.exponent_bytes",
+    ),
+    "the ballot of both halves of a warp is taken for one's own": (
+        "gcomp_decode.hpp",
+        "taking = ballot_of_chunk(takes)",
+        "taking = __ballot_sync(kWholeWarp, takes)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    shutil.copytree(SOURCES, tmp_path / "source")
+    name, right, wrong = FAULTS[fault]
+    text = (tmp_path / "source" / name).read_text()
+    assert text.count(right) == 1
+    (tmp_path / "source" / name).write_text(text.replace(right, wrong))
+    library = emulated.build(source=tmp_path / "source")
+
+    def run_in_all_orders() -> None:
+        for order in ORDERS:
+            gcomp_kernel_checks.run(
+                emulated.EmulatedKernels(library, order), ["paper"], (100, 16_400), ("gradient",), (torch.float32,)
+            )
+
+    with pytest.raises(CheckFailed, match="paper"):
+        run_in_all_orders()

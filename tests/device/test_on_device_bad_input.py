@@ -1,0 +1,225 @@
+"""Buckets on the late device: changed messages, ranks that die or disagree, full memory, planted faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from late import LikeNccl
+from late_cases import CPU, Place, adamw, attach, batch, bits_of, build_model
+from test_on_device import SCHEMES, begin_with_kernels, train
+from torch import Tensor
+
+import gradwire
+from gradwire.core.site import DeviceSite, ResidentBucket
+from gradwire.schemes.low_rank.base import LowRank
+from gradwire.wire.communicator import Communicator
+from ranks import run_ranks, try_ranks
+
+
+def meet_a_changed_message(rank: int, world_size: int, library: Path) -> None:
+    """Rank 1 gets a changed byte of what rank 0 pushed: NaN on all ranks in this step, an error on all in the next one."""
+    _, place = begin_with_kernels(library)
+    ddp = place.model(build_model())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    attachment = attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
+
+    def backward(step: int) -> bool:
+        optimizer.zero_grad()
+        ddp(batch(rank, step, place)).square().mean().backward()
+        return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters() if p.grad is not None]).isnan().any())
+
+    assert not backward(0)
+    alltoall = LikeNccl.alltoall_base
+
+    def change(group: LikeNccl, output: Tensor, tensor: Tensor, *sizes: Any) -> Any:
+        work = alltoall(group, output, tensor, *sizes)
+        work.wait()
+        if rank == 1:
+            output[0, 40] ^= 1
+        return work
+
+    with mock.patch.object(LikeNccl, "alltoall_base", change):
+        assert backward(1), "a mean without what rank 0 sent was handed out"
+
+    def go_on() -> None:
+        for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
+            backward(step)
+
+    with pytest.raises(gradwire.CorruptMessage, match="checksum"):
+        go_on()
+    attachment.close()
+
+
+def test_a_message_that_is_changed_on_its_way(library: Path) -> None:
+    run_ranks(meet_a_changed_message, 2, library)
+
+
+def hold_other_factors(rank: int, world_size: int, library: Path) -> None:
+    """Rank 1 comes to hold other factors than it should: all ranks are told a step later."""
+    _, place = begin_with_kernels(library)
+    ddp = place.model(build_model())
+    optimizer, scheme = torch.optim.SGD(ddp.parameters(), lr=0.0), SCHEMES["acp-sgd"]()
+    attachment = attach(ddp, optimizer, scheme, placement="device")
+
+    def backward(step: int) -> None:
+        optimizer.zero_grad()
+        ddp(batch(rank, step, place)).square().mean().backward()
+
+    for step in range(2):  # DDP makes its buckets anew after the first
+        backward(step)
+    attachment.stats()  # which waits until the step is settled
+    assert isinstance(scheme, LowRank)
+    for plan in scheme._plans._plans if rank else ():
+        plan.checksum ^= 1
+    backward(2)
+    with pytest.raises(gradwire.RankMismatch, match=r"different factors before bucket . of step 2"):
+        backward(3)
+    attachment.close()
+
+
+def test_other_factors_are_told(library: Path) -> None:
+    run_ranks(hold_other_factors, 2, library)
+
+
+def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
+    late, place = begin_with_kernels(library)
+    late.set_lateness_us(1_000)
+    ddp = place.model(build_model())
+    optimizer = adamw(ddp)
+    attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
+    started = time.monotonic()
+    try:
+        for step in range(6):
+            if (rank, step) == (1, 2):
+                os._exit(7)
+            started = time.monotonic()
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, step, place)).square().mean()
+            loss.backward()
+            optimizer.step()
+            float(loss)
+    except gradwire.PeerLost as error:
+        return str(error), time.monotonic() - started
+    return "not noticed", 0.0
+
+
+def test_a_rank_that_dies_is_named(library: Path) -> None:
+    survivor, dead = try_ranks(die, 2, library)
+    assert survivor.error is None, survivor.traceback
+    said, after_s = survivor.result
+    assert "lost its peers" in said
+    assert after_s < 20
+    assert dead.exit_code == 7
+
+
+def disagree(rank: int, world_size: int, library: Path) -> None:
+    """On the scheme, and on where it works."""
+    _, place = begin_with_kernels(library)
+    ddp = place.model(build_model())
+    attachment = attach(ddp, adamw(ddp), SCHEMES["two-bit" if rank else "one-bit"](), placement="device")
+    with pytest.raises(gradwire.RankMismatch, match="scheme"):
+        ddp(batch(rank, 0, place)).square().mean().backward()
+    attachment.close()
+
+
+def test_ranks_that_disagree(library: Path) -> None:
+    run_ranks(disagree, 2, library)
+
+
+def run_out_of_memory(rank: int, world_size: int, library: Path) -> None:
+    late, place = begin_with_kernels(library)
+    late.set_limits(1 << 40, 1 << 40)
+    alone, ddp = place.model(build_model()), place.model(build_model())
+    optimizer_alone, optimizer = adamw(alone), adamw(ddp)
+    attachment = attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
+
+    scratch = DeviceSite.scratch
+
+    def ask_for_too_much(self: DeviceSite, name: str, n_elements: int, dtype: torch.dtype) -> Tensor:
+        return scratch(self, name, 1 << 41, dtype)
+
+    loss = ddp(batch(rank, 0, place)).square().mean()
+    with (
+        mock.patch.object(DeviceSite, "scratch", ask_for_too_much),
+        pytest.raises(gradwire.errors.OutOfMemory, match="leave placement"),
+    ):
+        loss.backward()
+    attachment.close()
+    optimizer.zero_grad()
+    for step in range(2):
+        for model, steps in ((alone, optimizer_alone), (ddp, optimizer)):
+            steps.zero_grad()
+            model(batch(rank, step, place)).square().mean().backward()
+            steps.step()
+    assert torch.equal(bits_of(ddp), bits_of(alone))
+
+
+def test_full_memory_is_said_and_ddp_goes_on(library: Path) -> None:
+    run_ranks(run_out_of_memory, 2, library)
+
+
+# ---- planted faults
+
+
+def _do_nothing(*arguments: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _on_any_stream(self: ResidentBucket) -> Any:
+    self._follow()
+    with torch.Stream(device=self.on_device.device):
+        yield self._site
+
+
+def _complete_elsewhere(self: ResidentBucket, reduced: torch.futures.Future) -> None:
+    reduced.set_result(self.on_device)
+
+
+FAULTS = {
+    "missing wait": lambda: mock.patch.object(ResidentBucket, "_follow", _do_nothing),
+    "wrong stream": lambda: mock.patch.object(ResidentBucket, "at_work", _on_any_stream),
+    "completed elsewhere": lambda: mock.patch.object(ResidentBucket, "complete", _complete_elsewhere),
+}
+
+
+def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
+    """Which faults made a difference."""
+    late, place = begin_with_kernels(library)
+    expected = train(rank, Place(CPU), SCHEMES["one-bit"](), 2)
+    seen = {}
+    for names, all_us, autograds_us in (
+        (["wrong stream", "completed elsewhere"], 5_000, 5_000),
+        (["missing wait"], 0, 20_000),
+    ):
+        late.set_lateness_us(all_us)
+        late.set_stream_lateness_us(0, 0, autograds_us)
+        assert torch.equal(train(rank, place, SCHEMES["one-bit"](), 2), expected)
+        for name in names:
+            with FAULTS[name]():
+                seen[name] = not torch.equal(train(rank, place, SCHEMES["one-bit"](), 2), expected)
+    site = DeviceSite(Communicator(), [place.device])
+    late.set_lateness_us(30_000)
+    for name, arrival in (("none", None), ("verdict read too soon", mock.Mock())):
+        site.begin_step()
+        with site.stream:
+            site.flags.fill_(3)
+        site.end_step()
+        site._arrival = arrival or site._arrival
+        seen[name] = site.found() != (3, False)
+        assert site.found() is None
+        site._on_host.zero_()
+    assert not seen.pop("none")
+    return seen
+
+
+def test_each_planted_fault_is_seen(library: Path) -> None:
+    by_rank = run_ranks(plant, 2, library)
+    assert {name for seen in by_rank for name, is_seen in seen.items() if is_seen} == {*FAULTS, "verdict read too soon"}

@@ -1,0 +1,126 @@
+"""top-k-adam's messages, and what waits where a parameter is not used; its trainings are in test_frozen_adam.py."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from frozen_adam_oracle import FREEZE, SHARE, adamw, attach, loss_of, model
+from gradwire import CorruptMessage
+from gradwire.core.bucket import Bucket
+from gradwire.exchange.patterns import Values
+from gradwire.schemes.top_k import LargestInShort
+from ranks import run_ranks
+
+BLOCK = 65_536
+WIRE: Any = types.SimpleNamespace(world_size=1, scratch=lambda name, n: torch.empty(n))
+
+
+def encoded(n_elements: int, share: float) -> tuple[LargestInShort, Values, Tensor, Tensor]:
+    """The codec, what it encoded and left, the values, and the payload."""
+    values = torch.randn(n_elements, generator=torch.Generator().manual_seed(n_elements))
+    left = Values(Bucket.from_tensor(values.clone()), [], torch.zeros(n_elements), torch.empty(n_elements), 1.0)
+    codec = LargestInShort(share)
+    payload, is_finite = codec.encode(left, WIRE)
+    assert is_finite
+    return codec, left, values, payload
+
+
+@pytest.mark.parametrize("n_elements", [1, 1_000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+@pytest.mark.parametrize("share", [1e-5, 0.01, 1.0])
+def test_the_largest_come_back_in_bfloat16_and_the_rest_stays(n_elements: int, share: float) -> None:
+    codec, left, values, payload = encoded(n_elements, share)
+    k = max(1, round(share * n_elements))
+    assert payload.numel() == -(-n_elements // BLOCK) + k
+    codec.decode(payload[None], left, WIRE)
+    expected = torch.zeros(n_elements)
+    places = values.abs().argsort(descending=True)[:k]
+    expected[places] = values[places].bfloat16().float()
+    assert torch.equal(left.bucket.buffer, expected)
+    assert left.unsent is not None
+    assert torch.equal(left.unsent, values - expected)
+
+
+@pytest.mark.parametrize("word", [0, 1, 2, -1])
+def test_a_wrong_count_or_place_is_a_corrupt_message(word: int) -> None:
+    codec, left, _, payload = encoded(2 * BLOCK + 5, 0.001)
+    altered = payload.clone()
+    if word < 0:  # all in the last block, of 5 values
+        altered[0], altered[1], altered[2] = 0, 0, payload[:3].sum()
+    else:
+        altered[word] += 1
+    with pytest.raises(CorruptMessage, match="rank 0 sent an index outside of bucket 0"):
+        codec.decode(altered[None], left, WIRE)
+    altered = payload.clone()
+    altered[0], altered[1] = -1, payload[0] + payload[1] + 1
+    with pytest.raises(CorruptMessage):
+        codec.decode(altered[None], left, WIRE)
+
+
+def count_bytes(rank: int, world_size: int) -> list[int]:
+    ddp = DistributedDataParallel(model())
+    optimizer = adamw(ddp)
+    attachment = attach(ddp, optimizer, scheme="top-k-adam", share=SHARE)
+    for step in range(FREEZE + 2):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+    sent = [step.bytes_sent for step in attachment.recorder.steps]
+    attachment.close()
+    return sent
+
+
+def test_an_element_is_four_bytes() -> None:
+    n_elements = sum(parameter.numel() for parameter in model().parameters())
+    for sent in run_ranks(count_bytes, 3):
+        message = 4 * (3 + 1 + round(SHARE * n_elements))  # checksum, finite, CRC; one block; the elements
+        assert sent[-1] == 2 * message
+        assert sent[FREEZE - 1] > 2 * message
+
+
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.branch = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, uses_branch: bool) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        return (self.branch(x) if uses_branch else x).square().mean()
+
+
+def leave_out(rank: int, world_size: int) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Momentum, residual, running mean and weight of the branch: at first, after a step that only rank 0 used it in,
+    and after one that no rank did."""
+    ddp = DistributedDataParallel(Branched(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-2)
+    attachment = attach(ddp, optimizer, scheme="top-k-adam", share=SHARE)
+    seen = []
+    for step in range(FREEZE + 4):
+        optimizer.zero_grad()
+        uses_branch = step < FREEZE + 2 or (step == FREEZE + 2 and rank == 0)
+        ddp(torch.randn(8, 6, generator=torch.Generator().manual_seed(9 * step + rank)), uses_branch).backward()
+        optimizer.step()
+        if step > FREEZE:
+            state, weight = attachment.state_dict()["state"], ddp.module.branch.weight
+            own = [state[kind]["branch.weight"].clone() for kind in ("momenta", "residuals")]
+            seen.append([*own, optimizer.state[weight]["exp_avg"].clone(), weight.detach().clone()])
+    attachment.close()
+    return seen, [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+def test_what_a_rank_did_not_use_waits_there() -> None:
+    (first, ours), (second, theirs) = run_ranks(leave_out, 2)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    before, by_one, by_none = first
+    assert not any(torch.equal(one, other) for one, other in zip(before, by_one, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(by_one, by_none, strict=True))
+    before, by_one, by_none = second
+    assert all(torch.equal(one, other) for one, other in zip(before[:2], by_one[:2], strict=True))
+    assert not torch.equal(before[3], by_one[3]), "the other rank's updates are taken"
+    assert all(torch.equal(one, other) for one, other in zip(by_one, by_none, strict=True))

@@ -1,7 +1,7 @@
 """The frame of most schemes: a codec, an exchange and, where the codec loses something, error feedback.
 
-A bucket is sent compressed; if a gradient of any rank is not finite, it is sent again uncompressed, so that a GradScaler
-sees it. Residuals are committed once a step, if all of it was finite on all ranks.
+A bucket is sent compressed; if a gradient of any rank is not finite, or too large with its residual or in the sum, it is sent
+again uncompressed, so that a GradScaler sees it. Residuals are committed once a step, if all its means are finite.
 """
 
 from __future__ import annotations
@@ -61,9 +61,14 @@ class Redoing(Scheme):
         if not self._n_redone:
             _log.warning("gradwire %s: %s (step %d)", self.name, FALLBACK, bucket.step)
         self._n_redone += 1
-        self._is_step_finite = False
         bucket.record.fallbacks.append(FALLBACK)
         wire.mean_plainly(bucket.buffer)
+        self._is_step_finite &= bool(bucket.buffer.isfinite().all())
+        self._forget(bucket)
+
+    def _forget(self, bucket: Bucket) -> None:
+        """Stage nothing of a bucket that was sent plainly."""
+        self.session.feedback.discard(bucket.slots)
 
     def end_step(self, step: int) -> None:
         if self._is_step_finite:
@@ -111,6 +116,10 @@ class WithMomenta(Redoing):
         else:
             self._momenta.discard()
         super().end_step(step)
+
+    def _forget(self, bucket: Bucket) -> None:
+        super()._forget(bucket)
+        self._momenta.discard(bucket.slots)
 
     def close(self) -> None:
         super().close()

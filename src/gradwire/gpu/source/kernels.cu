@@ -1,7 +1,7 @@
 // Every kernel: what NVRTC and nvcc compile.
-#include "grouped.hpp"
-#include "quantised.hpp"
-#include "low_rank.hpp"
 #include "gcomp_decode.hpp"
 #include "gcomp_encode.hpp"
+#include "grouped.hpp"
+#include "low_rank.hpp"
+#include "quantised.hpp"
 #include "ternary.hpp"

@@ -54,6 +54,9 @@ class Outcome:
     exit_code: int | None = None
 
 
+_PORT_TAKEN = 98  # how rank 0 ends if another program has come to listen where its store should: all start again
+
+
 def patience() -> float:
     """What time limits are multiplied by: how many threads want each core now. They are there for hangs, not for speed."""
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
@@ -88,6 +91,11 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         while not results.empty():
             rank, pickled = results.get()
             outcomes[rank] = pickle.loads(pickled)
+        if processes[0].exitcode == _PORT_TAKEN:
+            for process in processes:
+                process.kill()
+                process.join()
+            return try_ranks(function, world_size, *args, timeout_s=timeout_s / patience())
         if time.monotonic() > deadline:
             hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
             for process in processes:
@@ -125,7 +133,12 @@ def _run_rank(
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
+    try:
+        dist.init_process_group("gloo")
+    except dist.DistNetworkError as error:
+        if rank == 0 and "EADDRINUSE" in str(error):
+            os._exit(_PORT_TAKEN)
+        raise
     try:
         outcome = Outcome(result=function(rank, world_size, *args))
     except BaseException as error:

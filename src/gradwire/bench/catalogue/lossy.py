@@ -69,9 +69,14 @@ AUTO = {
 }
 BERT = {name: LONG[name] for name in (
     "plain", "one-bit-adam", "one-bit-adam, two bits", "one-bit-adam, two bits, running correction",
-    "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd", "power-sgd, rank 8", "PyTorch's bf16 hook",
-    "PyTorch's PowerSGD hook, rank 8",
-)}  # fmt: skip
+    "one-bit-adam, frozen after 150", "one-bit-adam, two bits, frozen after 150", "one-bit, groups, 50 plain",
+    "two-bit, groups, 50 plain", "one-bit, groups, 150 plain", "two-bit, groups, 150 plain", "acp-sgd", "power-sgd, rank 8",
+    "PyTorch's bf16 hook", "PyTorch's PowerSGD hook, rank 8",
+)} | {
+    "one-bit-adam, frozen after 300": "one-bit-adam:freeze_step=300",
+    "acp-sgd, 150 plain": "acp-sgd:start_step=150",
+    "PyTorch's PowerSGD hook, rank 8, 150 plain": "ddp-powersgd:rank=8,start=150",
+}  # fmt: skip
 TIMES = {  # a tenth of 200 steps is plain where a scheme asks for plain first steps
     "DDP": "ddp",
     "PyTorch's bf16 hook": "ddp-bf16",

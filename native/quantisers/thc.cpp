@@ -154,7 +154,7 @@ std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::sp
     std::uint8_t* const payload = out.data() + kHeaderBytes;
     store(payload, rotation.signs.seed);
     store(payload + 8, rotation.signs.step);
-    std::memcpy(payload + kKeyBytes, norms.data(), 4 * norms.size());
+    if (!norms.empty()) std::memcpy(payload + kKeyBytes, norms.data(), 4 * norms.size());
     write_fields(source, norms, rotation, Fields::nibbles, new_residual, payload + kKeyBytes + 4 * norms.size());
   } else {
     message_bytes = kHeaderBytes;

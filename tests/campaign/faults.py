@@ -119,7 +119,7 @@ def build(case: dict[str, Any]) -> DistributedDataParallel:
 
 
 def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
-    """Seven steps on every rank, harm at the drawn one."""
+    """Seven steps on every rank, harm at the drawn one; until it is noticed, where it comes some time later."""
     harm, is_victim = case["harm"], rank in _victims(case)
     plant = case.get("plant") if not is_victim else None
     if harm == "other threads" and is_victim:
@@ -135,8 +135,9 @@ def train(rank: int, world_size: int, case: dict[str, Any]) -> dict[str, Any]:
     elif harm == "other options":
         scheme = "gcomp"
     attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=TIMEOUT_S)
+    n_steps = 1_000_000 if harm == "kill in mid-step" else 7
     hashes, step, harmed = [], 0, False
-    while step < 7:
+    while step < n_steps:
         try:
             if step == case["step"] and is_victim and not harmed:
                 harmed = True

@@ -114,7 +114,7 @@ def test_a_rank_that_dies_is_named(library: Path) -> None:
     survivor, dead = try_ranks(die, 2, library)
     assert survivor.error is None, survivor.traceback
     said, after_s = survivor.result
-    assert "lost its peers" in said
+    assert "lost rank 1, which" in said
     assert after_s < 20
     assert dead.exit_code == 7
 

@@ -67,7 +67,7 @@ def compare_orders(rank: int, world_size: int) -> None:
 
 def look_slowly(rank: int, world_size: int) -> None:
     """The look at a raw bucket's mean, on a thread of the backend's, lasts until the lane has found a NaN in the next one."""
-    is_finite = reduction._is_finite
+    is_finite = reduction._are_all_finite
 
     def slow(values: torch.Tensor) -> bool:
         found = is_finite(values)
@@ -75,7 +75,7 @@ def look_slowly(rank: int, world_size: int) -> None:
             time.sleep(0.2)
         return found
 
-    reduction._is_finite = slow
+    reduction._are_all_finite = slow
     shapes = (7, 300, 300)  # raw, compressed, compressed
     driver = Driver(SlimGC("two-bit", threshold_bytes=100), [torch.zeros(n) for n in shapes], [1, 1, 1])
     for step in range(3):

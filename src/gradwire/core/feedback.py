@@ -129,6 +129,14 @@ class Feedback:
         for slot in list(self._staged) if slots is None else slots:
             self._staged.pop(slot, None)
 
+    def reset(self, slots: Sequence[Slot]) -> None:
+        """Discard, and forget residuals that have grown beyond float32: no gradient could be sent with them any more."""
+        self.discard(slots)
+        for slot in slots:
+            kept = self._current.get(slot)
+            if kept is not None and not kept.values.isfinite().all():
+                del self._current[slot]
+
     def take(self) -> dict[Slot, Tensor]:
         """Give all residuals away, flat, as copies: this begins anew without."""
         taken = {slot: (kept.values.reshape(-1) / kept.scale).clone() for slot, kept in self._current.items()}

@@ -325,7 +325,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def _naming_peers(self) -> Any:
-        """Turn the backend's RuntimeError into PeerLost; it does not say who was waited for."""
+        """Turn the backend's RuntimeError into PeerLost; it does not say who was waited for, of two peers and more."""
         started = time.monotonic()
         try:
             yield
@@ -335,10 +335,13 @@ class Communicator:
             waited_s = time.monotonic() - started
             was_slow = "imed out" in str(error) or "timeout" in str(error)
             what = "did not answer" if was_slow else "closed the connection"
+            lost, their = "its peers, one of which", "their"
+            if self.world_size == 2:
+                lost, their = f"rank {self.members[1 - self.rank]}, which", "its"
             cure = " If it was only slow, pass attach(..., timeout_s=) more." if was_slow else ""
             raise PeerLost(
-                f"rank {self.members[self.rank]} lost its peers, one of which {what} (waited {waited_s:.1f} s, "
-                f"timeout_s={self.timeout_s:g}). Look at their output for the cause, and restart from the last "
+                f"rank {self.members[self.rank]} lost {lost} {what} (waited {waited_s:.1f} s, "
+                f"timeout_s={self.timeout_s:g}). Look at {their} output for the cause, and restart from the last "
                 f"checkpoint.{cure} Backend: {error}"
             ) from error
 

@@ -101,6 +101,7 @@ class LowRank(Scheme):
         self._uncompressed: list[Work] = []  # of these, the ones that wait for the end of the backward pass
         self._works: list[Work] = []  # all compressed buckets of this step, in order
         self._unfinite: list[Work] = []
+        self._is_step_finite = True
         self._is_concluded = False
         self._n_redone = 0
         self._n_not_finite = 0
@@ -109,18 +110,9 @@ class LowRank(Scheme):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "min_compression_rate": self.min_compression_rate,
-            "start_step": self.start_step,
-            "error_feedback": self.error_feedback,
-            "reuse": self.reuse,
-            "overlap": self.overlap,
-            "buffer_mb": self.buffer_mb,
-            "factor_dtype": self.factor_dtype,
-            "seed": self.seed,
-            **self.select.configuration,
-        }
+        names = ("rank", "min_compression_rate", "start_step", "error_feedback", "reuse", "overlap", "buffer_mb",
+                 "factor_dtype", "seed")  # fmt: skip
+        return {name: getattr(self, name) for name in names} | self.select.configuration
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than bfloat16 can count), InvalidArgument (names of no tensor)."""
@@ -209,6 +201,7 @@ class LowRank(Scheme):
         self._uncompressed.clear()
         self._unfinite.clear()
         self._works.clear()
+        self._is_step_finite = True
         self._is_concluded = False
         self._fusion.drop()
         if self._site is not None:
@@ -303,6 +296,8 @@ class LowRank(Scheme):
             self._n_redone += 1
             work.bucket.record.fallbacks.append(_FALLBACK)
             self._all_reduce_plainly(work)
+            self._is_step_finite &= bool(work.bucket.buffer.isfinite().all())
+            self.session.feedback.reset(work.bucket.slots)
         self._is_concluded = True
         self._close(self._works[-1])
 
@@ -315,11 +310,11 @@ class LowRank(Scheme):
         self._close(work)
 
     def end_step(self, step: int) -> None:
-        """Make residuals and factors of this step those of the next, unless a bucket was not finite on some rank.
+        """Make residuals and factors of this step those of the next, if all its means are finite.
 
         On a device, which knows that later, `settle` does.
         """
-        if step < self.start_step or self.session.communicator.world_size == 1 or self._unfinite:
+        if step < self.start_step or self.session.communicator.world_size == 1 or not self._is_step_finite:
             return
         if self._site is not None:
             self._site.end_step()
@@ -338,7 +333,8 @@ class LowRank(Scheme):
             with self._site.stream:
                 self._commit()
             return
-        self.session.feedback.discard()
+        for work in self._works:
+            self.session.feedback.reset(work.bucket.slots)
         if not self._n_not_finite:
             _log.warning("gradwire %s: a gradient was not finite: its matrix is NaN on all ranks", self.name)
         self._n_not_finite += 1
@@ -348,7 +344,8 @@ class LowRank(Scheme):
         for work in self._works:
             for group in work.plan.groups:
                 factors = self._next_factors(group)
-                redraw_factors(factors, group.keys, self.seed, work.bucket.step + 1, only_zero=self.reuse)
+                are_sums = self.reuse and work.is_finite  # those of a bucket that was sent again hold Inf
+                redraw_factors(factors, group.keys, self.seed, work.bucket.step + 1, only_zero=are_sums)
                 if self.incoming_is_orthogonal:
                     self._factors.orthogonalise(factors)
                 group.commit_factors(factors)

@@ -81,7 +81,7 @@ class Reduction:
         return self._reduce_compressed(bucket, plan, facts)
 
     def end_step(self) -> None:
-        """Commit the residuals, if all buckets of all ranks were finite."""
+        """Commit the residuals, if all means are finite."""
         under_way, self._under_way = self._under_way, []
         for done in under_way:
             done.wait()
@@ -103,7 +103,7 @@ class Reduction:
         def note(_: torch.Tensor) -> None:
             # The sum is the same on all ranks, so all of them see the same. On a thread of the backend's, beside the lane:
             # what is written is never True, which would undo what the other has found.
-            if not _is_finite(bucket.buffer):
+            if not _are_all_finite(bucket.buffer):
                 self._is_step_finite = False
 
         done = then(start_plain_mean(self._session.communicator, bucket), note)
@@ -115,8 +115,8 @@ class Reduction:
         with record.timing("encode"):
             source = self._source_in_place(bucket, plan, loss_scale)
             bit_buf = self._fill_bit_buf(bucket, plan, loss_scale) if source is None else source.gradient
-            is_finite = (source is not None and _is_finite(bit_buf)) or all(
-                _is_finite(run.in_fused(bit_buf)) for run in plan.compressed_runs
+            is_finite = (source is not None and _has_finite_sum(bit_buf)) or all(
+                _has_finite_sum(run.in_fused(bit_buf)) for run in plan.compressed_runs
             )
             fp_buf = self._fill_fp_buf(bucket, plan, is_finite, loss_scale)
             if not is_finite:  # all ranks will throw the exchange away: no codec has to know what to do with NaN
@@ -133,7 +133,7 @@ class Reduction:
             finish_exchange()
             self._redo_plainly(bucket, plan)
             return None
-        if not _is_finite(fp_buf):
+        if not _are_all_finite(fp_buf):
             self._is_step_finite = False
         if self._error_feedback:
             self._stage_flushed(plan.raw, bucket.buffer)
@@ -230,12 +230,13 @@ class Reduction:
         if not self.n_redone:
             _log.warning("gradwire slimgc: %s (step %d)", _FALLBACK, bucket.step)
         self.n_redone += 1
-        self._is_step_finite = False
         bucket.record.fallbacks.append(_FALLBACK)
         bucket.buffer.mul_(1.0 / self._session.communicator.world_size)
         with bucket.record.timing("communicate"):
             self._session.communicator.all_reduce(bucket.buffer)
         bucket.record.count_exchanged(ring_bytes(bucket.original_bytes, self._session.communicator.world_size))
+        if not _are_all_finite(bucket.buffer):
+            self._is_step_finite = False
         if self.owner_step is not None:
             bit_buf = self._bit_buf(bucket, plan)
             for run in plan.compressed_runs:
@@ -309,5 +310,10 @@ class Reduction:
         self._exchange.mean(probed, left_out, cut, facts, record, importance)()
 
 
-def _is_finite(values: torch.Tensor) -> bool:
+def _has_finite_sum(values: torch.Tensor) -> bool:
+    """Whether all values are finite, and not so large that a codec's sums are not."""
     return bool(values.sum(dtype=torch.float32).isfinite())
+
+
+def _are_all_finite(values: torch.Tensor) -> bool:
+    return _has_finite_sum(values) or bool(values.isfinite().all())

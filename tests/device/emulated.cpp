@@ -6,6 +6,7 @@ namespace {
 
 using namespace gradwire::gpu;
 using namespace gradwire::gpu::gcomp;
+using namespace gradwire::gpu::floats;
 
 thread_local std::string last_error;
 
@@ -35,6 +36,15 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_quantised_read_pieces);
   GW_ENTRY(gw_quantised_check);
   GW_ENTRY(gw_quantised_unpack);
+  GW_ENTRY(gw_floats_seal_chunks);
+  GW_ENTRY(gw_floats_seal);
+  GW_ENTRY(gw_floats_check);
+  GW_ENTRY(gw_floats_read_chunks);
+  GW_ENTRY(gw_truncated_scales);
+  GW_ENTRY(gw_truncated_pack);
+  GW_ENTRY(gw_truncated_unpack);
+  GW_ENTRY(gw_embedded_pack);
+  GW_ENTRY(gw_embedded_unpack);
   GW_ENTRY(gw_multiply_factors);
   GW_ENTRY(gw_orthogonalise_factors);
   GW_ENTRY(gw_gcomp_check);

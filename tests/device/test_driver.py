@@ -12,7 +12,7 @@ import emulated
 import pytest
 import torch
 
-from gradwire.bench import factor_checks, gcomp_kernel_checks, kernel_checks, ternary_checks
+from gradwire.bench import factor_checks, float_kernel_checks, gcomp_kernel_checks, kernel_checks, ternary_checks
 from gradwire.errors import GradwireError, OutOfMemory, Unsupported
 from gradwire.gpu import compiler
 from gradwire.gpu.driver import CudaKernels
@@ -106,6 +106,21 @@ def test_gpu_check_covers_gcomps_kernels(machine: Machine) -> None:
     assert found["n_cases"] == 3 * len(gcomp_kernel_checks.CODECS) + 6
     assert set(found["kernels"]) == set(gcomp_kernel_checks.KERNELS)
     assert gcomp_kernel_checks.check_gcomp_kernels(torch.device("meta"))["status"] == "not run"
+
+
+def test_gpu_check_covers_the_kernels_of_floats(machine: Machine) -> None:
+    kernels, checks = machine.kernels(), float_kernel_checks
+    few = {name: checks.CODECS[name] for name in ("truncated 8", "fp4-e2m1 4 stochastic", "embedded 8")}
+    with (
+        mock.patch.object(checks, "SIZES", (33,)),
+        mock.patch.object(checks, "CONTENTS", ("gradient",)),
+        mock.patch.object(checks, "CODECS", few),
+        mock.patch.object(checks, "_LARGE", (500,)),
+    ):
+        found = checks.check_float_kernels(kernels.device, kernels)
+    assert found["n_cases"] == 3 * 3 * (2 * 2 + 1) + 2 * len(checks.WIDE) + 3
+    assert set(found["kernels"]) == set(checks.KERNELS)
+    assert checks.check_float_kernels(torch.device("meta"))["status"] == "not run"
 
 
 def test_what_was_compiled_is_kept_and_what_does_not_load_is_compiled_anew(machine: Machine, tmp_path: Path) -> None:

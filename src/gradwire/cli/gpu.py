@@ -14,7 +14,18 @@ from typing import Any
 
 from gradwire.errors import GradwireError, InvalidArgument
 
-SECTIONS = ("devices", "copies", "staging", "importance", "kernels", "kernel rates", "one rank", "two ranks")
+SECTIONS = (
+    "devices",
+    "copies",
+    "staging",
+    "importance",
+    "kernels",
+    "gcomp kernels",
+    "float kernels",
+    "kernel rates",
+    "one rank",
+    "two ranks",
+)
 _RANK = "GRADWIRE_GPU_RANK"
 
 
@@ -75,7 +86,7 @@ def run_sections(sections: dict[str, Callable[[], dict[str, Any]]], record: dict
 def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
     import torch
 
-    from gradwire.bench import device_checks, gcomp_kernel_checks, kernel_checks
+    from gradwire.bench import device_checks, float_kernel_checks, gcomp_kernel_checks, kernel_checks
 
     current = torch.accelerator.current_accelerator()
     assert current is not None
@@ -87,6 +98,7 @@ def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
         "importance": lambda: device_checks.check_importance(device),
         "kernels": lambda: kernel_checks.check_kernels(device),
         "gcomp kernels": lambda: gcomp_kernel_checks.check_gcomp_kernels(device),
+        "float kernels": lambda: float_kernel_checks.check_float_kernels(device),
         "kernel rates": lambda: kernel_checks.measure_kernels(device),
         "one rank": lambda: _check_in_ranks(1),
         "two ranks": lambda: _check_in_ranks(2),

@@ -102,7 +102,7 @@ class TruncatedFloat:
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Bytes that no message exceeds; one bit a partition less where all values are finite. Raises: InvalidArgument."""
         check_size(n_elements)
-        return _native.truncated_float_max_bytes(n_elements, *self._settings(dtype))
+        return _native.truncated_float_max_bytes(n_elements, *self.native_settings(dtype))
 
     def encode(
         self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None, *, step: int = 0
@@ -119,7 +119,7 @@ class TruncatedFloat:
         Raises: InvalidArgument (shape, dtype, step, more bits than the dtype has), BufferTooSmall.
         Cost: two passes, no allocation, releases the GIL.
         """
-        settings = self._settings(gradient.dtype)
+        settings = self.native_settings(gradient.dtype)
         check_tensor("gradient", gradient)
         check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
         rounding = _ROUNDINGS[self.rounding]
@@ -141,18 +141,24 @@ class TruncatedFloat:
         check_tensor("out", out)
         _native.truncated_float_decode(bytes_of(message), code, bytes_of(out))
 
+    @property
+    def native_rounding(self) -> int:
+        """The rounding's code."""
+        return _ROUNDINGS[self.rounding]
+
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
     ) -> _native.ExchangeCodec:
         """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
         rounding = _ROUNDINGS[self.rounding]
-        return _native.truncated_float_exchange_codec(*self._settings(dtype), rounding, self.seed, first_step)
+        return _native.truncated_float_exchange_codec(*self.native_settings(dtype), rounding, self.seed, first_step)
 
     def streams(self, *key: int) -> RandomStreams:
         """This codec with numbers of its own for every message, of those named by `key` (rank, step, bucket)."""
         return RandomStreams(self, *key)
 
-    def _settings(self, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    def native_settings(self, dtype: torch.dtype) -> tuple[int, int, int, int]:
+        """Codes of dtype and format, bits, partition. Raises: InvalidArgument (more bits than the dtype has)."""
         code, format_name = dtype_code(dtype), self.format_for(dtype)
         if format_name == "native" and self.bits > 8 * dtype.itemsize:
             raise InvalidArgument(

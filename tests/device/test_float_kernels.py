@@ -1,0 +1,143 @@
+"""The kernels of truncated and embedded floats, run on the host: the CPU codecs' bytes in every order of threads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+from float_lies import is_refused, lies, message_of
+from sanitizing import run_sanitized
+
+from gradwire.bench import float_kernel_checks
+from gradwire.bench.device_checks import CheckFailed
+from gradwire.bench.float_kernel_checks import CODECS, EDGES, SIZES, WIDE, on_kernels
+from gradwire.bench.kernel_checks import CONTENTS, values_of
+from gradwire.codecs.embedded_float import EmbeddedFloat
+from gradwire.codecs.truncated_float import TruncatedFloat
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
+from gradwire.gpu.compiler import SOURCES
+
+# Of threads and blocks: forward, backward, two by chance.
+ORDERS = (0, 1, 5, 6)
+SOME = ("truncated 3", "truncated 8", "truncated native 7 stochastic", "fp4-e2m1 4 stochastic", "embedded 7")
+
+
+def kernels(order: int = 0) -> emulated.EmulatedKernels:
+    return emulated.EmulatedKernels(emulated.build(), order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_messages_and_values_are_the_cpus(order: int) -> None:
+    sizes = SIZES if order == 0 else (33, 257)
+    assert float_kernel_checks.run(kernels(order), CODECS, sizes, ("gradient",)) == 3 * len(sizes) * len(CODECS)
+    n_wide = float_kernel_checks.run(kernels(order), WIDE, sizes, ("gradient", "nan"), (torch.float32,))
+    assert n_wide == 2 * len(sizes) * len(WIDE)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_edges_of_chunks_are_the_cpus(order: int) -> None:
+    some = {name: CODECS[name] for name in SOME}
+    sizes = EDGES if order == 0 else (16_385,)
+    assert float_kernel_checks.run(kernels(order), some, sizes, ("nan",), (torch.float32,)) == len(sizes) * len(SOME)
+
+
+def test_every_content_is_the_cpus() -> None:
+    n_cases = float_kernel_checks.run(kernels(7), CODECS, (70,), CONTENTS)
+    assert n_cases == 3 * len(CODECS) * len(CONTENTS)
+
+
+@pytest.mark.parametrize("content", ["gradient", "nan"])
+@pytest.mark.parametrize("name", SOME)
+def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) -> None:
+    codec, used, n = CODECS[name], kernels(), 90
+    on, message = on_kernels(codec, used), message_of(codec, values_of(content, n, torch.float32))
+    for byte in range(int(message[24:26].view(torch.int16))):
+        changed, error, out = message.clone(), torch.zeros(1, dtype=torch.int32), torch.full((n,), 7.0)
+        changed[byte] ^= 0x10
+        on.decode(changed, out, error)
+        with pytest.raises((CorruptMessage, IncompatibleVersion)):
+            on.raise_error(int(error))
+        assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
+
+
+@pytest.mark.parametrize("content", ["gradient", "nan"])
+@pytest.mark.parametrize("name", SOME)
+def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str, content: str) -> None:
+    codec, used, n = CODECS[name], kernels(), 90
+    message = message_of(codec, values_of(content, n, torch.float32))
+    n_bytes = int(message[24:26].view(torch.int16))
+    found = [is_refused(used, codec, lie, n_bytes, torch.empty(n)) for lie in lies(codec, message, n_bytes)]
+    assert 40 < sum(found) < len(found)  # most change codes, which say anything
+
+
+def test_arguments_that_kernels_would_misread_are_refused() -> None:
+    used, n = kernels(), 64
+    on = on_kernels(TruncatedFloat(8), used)
+    message, error, out = (
+        message_of(TruncatedFloat(8), torch.randn(n)),
+        torch.zeros(1, dtype=torch.int32),
+        torch.empty(n),
+    )
+    for arguments, options, says in (
+        ((message[:-1], out, error), {}, "message"),
+        ((message, torch.empty(128)[::2], error), {}, "contiguous"),
+        ((message, out, error.double()), {}, "int32"),
+        ((message, out.double(), error), {}, "float64"),
+        ((message, out, error), {"adds": True, "divisor": 2.0}, "divisor"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            on.decode(*arguments, **options)
+    assert used.launched == []
+    with pytest.raises(Unsupported, match="escapes"):
+        on_kernels(EmbeddedFloat(32), used)
+
+
+def test_kernels_are_clean_under_the_sanitizers() -> None:
+    assert "cases 60, lies" in run_sanitized("sanitized_floats.py", 5)
+
+
+# A planted fault: file, right, wrong.
+FAULTS = {
+    "a barrier is missing before what all warps found is added up": (
+        "checksum.hpp",
+        "shared.warps[threadIdx.x / kWarp] = word;\n  __syncthreads();",
+        "shared.warps[threadIdx.x / kWarp] = word;",
+    ),
+    "half of a warp is not asked for the largest": (
+        "truncated_float.hpp",
+        "for (u32 lanes = 1; lanes < kWarp; lanes *= 2) {",
+        "for (u32 lanes = 1; lanes < kWarp / 2; lanes *= 2) {",
+    ),
+    "streams draw each other's numbers": (
+        "truncated_float.hpp",
+        "32 * block + 8 * group + stream);",
+        "32 * block + 8 * group + (stream ^ 1));",
+    ),
+    "a plane is that of the lane below": (
+        "embedded_float.hpp",
+        "if (bit == lane) word = bits;",
+        "if (bit == lane + 1) word = bits;",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    shutil.copytree(SOURCES, tmp_path / "source")
+    name, right, wrong = FAULTS[fault]
+    text = (tmp_path / "source" / name).read_text()
+    assert text.count(right) == 1
+    (tmp_path / "source" / name).write_text(text.replace(right, wrong))
+    library = emulated.build(source=tmp_path / "source")
+    some = {name: CODECS[name] for name in SOME}
+
+    def run_in_all_orders() -> None:
+        for order in ORDERS:
+            used = emulated.EmulatedKernels(library, order)
+            float_kernel_checks.run(used, some, (300,), ("gradient",), (torch.float32,))
+
+    with pytest.raises(CheckFailed, match=r"truncated|fp4|embedded"):
+        run_in_all_orders()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire.results.experiment import Column, Experiment, Goal, Table, ms
-from gradwire.results.grids import EARLIER_CODE, OTHER_COMMIT, judge, make_grids
+from gradwire.results.grids import EARLIER_CODE, OTHER_COMMIT, judge, make_grids, show_value
 from gradwire.results.summary import Summary
 from gradwire.results.tables import Grid, to_markdown, to_text
 
@@ -84,6 +84,10 @@ def test_differences_are_paired_and_their_interval_is_students() -> None:
     assert value.is_noise, "the interval holds 0"
     mean = summary.value(found, Column("accuracy", "", 100))
     assert mean.middle == pytest.approx(sum(better) / 3)
+    assert show_value(mean, Column("accuracy", form=".1f")) == "82.0, none in 1 run"
+    goal = Goal("high", Column("accuracy"), ">=", 0.1, {"scheme": "everything"})
+    assert [verdict for verdict, _ in judge(ACCURACY, goal, records)] == ["missed"], "one run diverged"
+    assert [verdict for verdict, _ in judge(ACCURACY, goal, records[:-1])] == ["reached"]
 
 
 def test_mean_and_spread_are_over_seeds_and_a_difference_over_the_seeds_that_both_have() -> None:

@@ -117,6 +117,8 @@ def show_value(value: Value, column: Column) -> str:
     text = (NOISE if value.is_noise else "") + format(value.middle, sign + form)
     if column.spread and value.low is not None and value.high is not None:
         text += f" ({format(value.low, sign + form)} to {format(value.high, sign + form)})"
+    if value.n_without:
+        text += f", none in {value.n_without} run{'s' if value.n_without > 1 else ''}"
     return text
 
 
@@ -130,7 +132,7 @@ def judge(experiment: Experiment, goal: Goal, records: Sequence[Record]) -> list
             continue
         is_met = value.middle <= goal.bound if goal.sign == "<=" else value.middle >= goal.bound
         is_between = value.low is not None and value.high is not None and value.low < goal.bound < value.high
-        verdict = "undecided" if is_between else "reached" if is_met else "missed"
+        verdict = "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"
         names = [experiment.label(axis, row.get(axis)) for axis in experiment.axes if axis not in experiment.over]
         names += [f"{_axis_title(name)} {row.get(name)}" for name in goal.by]
         shown = show_value(value, Column(goal.column.field, form=goal.column.form, kind=goal.column.kind, spread=True))

@@ -25,12 +25,14 @@ class Value:
         middle: median, mean, ratio or difference, scaled; None where it was not measured.
         low, high: quartiles, mean -+ standard deviation, or the 95 % interval of a difference; None where unknown.
         is_noise: a ratio or difference that noise alone can explain; nothing is claimed of it.
+        n_without: runs that ended without such a number (their loss was NaN), and are not in `middle`.
     """
 
     middle: float | str | None
     low: float | None = None
     high: float | None = None
     is_noise: bool = False
+    n_without: int = 0
 
 
 class Summary:
@@ -113,8 +115,8 @@ class Summary:
             return Value(None)
         middle, half = statistics.fmean(pairs), half_interval(pairs)
         if half is None or mine is base:
-            return Value(middle)
-        return Value(middle, middle - half, middle + half, is_noise=abs(middle) <= half)
+            return Value(middle, n_without=_n_without(mine, column))
+        return Value(middle, middle - half, middle + half, abs(middle) <= half, _n_without(mine, column))
 
 
 def half_interval(values: Sequence[float]) -> float | None:
@@ -136,11 +138,16 @@ def _plain(records: Sequence[Record], column: Column) -> Value:
     if len(records) > 1:
         mean = column.scale * statistics.fmean(known)
         spread = abs(column.scale) * statistics.stdev(known) if len(known) > 1 else None
-        return Value(mean) if spread is None else Value(mean, mean - spread, mean + spread)
+        low, high = (None, None) if spread is None else (mean - spread, mean + spread)
+        return Value(mean, low, high, n_without=_n_without(records, column))
     (record,) = records
     ends = [record.get(f"{column.field}_{end}") for end in ("low", "high")]
     low, high = (None if end is None else column.scale * float(end) for end in ends)
     return Value(column.scale * float(known[0]), low, high)
+
+
+def _n_without(records: Sequence[Record], column: Column) -> int:
+    return sum(record.get(column.field, 0) is None for record in records)
 
 
 def _overlap(one: Value, other: Value) -> bool:

@@ -257,13 +257,42 @@ def test_wrong_options_of_one(scheme: str, wrong: dict[str, Any]) -> None:
         schemes.by_name(scheme, **wrong)
 
 
-def end_before_the_freeze(rank: int, world_size: int) -> list[str]:
+def log_of(module: str) -> list[str]:
+    """What `module` logs from now on."""
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gradwire.schemes.selective")
+    logger = logging.getLogger(f"gradwire.schemes.{module}")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    return texts
+
+
+def outgrow(rank: int, world_size: int, scheme: str, factor: float) -> list[str]:
+    """Gradients that are `factor` times as large from the freeze on."""
+    texts = log_of("frozen_adam")
+    ddp = DistributedDataParallel(model())
+    optimizer = adamw(ddp)
+    attachment = attach(ddp, optimizer, scheme=scheme)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (loss_of(ddp, rank, step) * (factor if step >= FREEZE else 1)).backward()
+        optimizer.step()
+    attachment.close()
+    return texts
+
+
+@both
+def test_gradients_that_outgrow_the_variance_are_told_once(scheme: str) -> None:
+    for texts in run_ranks(outgrow, 2, scheme, 1_000.0):
+        assert len(texts) == 1
+        assert f"frozen after {FREEZE} updates: it was frozen too early" in texts[0]
+        assert "freeze_step=" in texts[0]
+    assert run_ranks(outgrow, 2, scheme, 1.0) == [[], []]
+
+
+def end_before_the_freeze(rank: int, world_size: int) -> list[str]:
+    texts = log_of("selective")
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
     attachment = attach(ddp, optimizer, freeze_step=99)

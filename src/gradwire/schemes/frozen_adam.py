@@ -6,6 +6,7 @@ and hyper-parameters as they are at that moment, and hidden from it; just after,
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +19,15 @@ from gradwire.core.feedback import holds_nonzero
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import InvalidArgument, Unsupported
 
+_log = logging.getLogger(__name__)
+
 # A variance counts as at least this share of its tensor's largest, and one of zero (the row of a word that had not come)
 # as that itself: the quantiser's error, divided by next to nothing, would else be the largest of all updates.
 FLOOR_SHARE = 1e-4
+# Adam's updates, momentum by root of the variance, are of root mean square 0.1 to 2 here in trainings that go well, and 5 to
+# 250 in those that froze the variance before gradients grew.
+_LARGE_UPDATES = 4.0
+_LOOK_EVERY = 16  # steps
 _UNTAKEN = ("maximize", "capturable", "differentiable", "fused")
 
 
@@ -56,6 +63,9 @@ class FrozenAdam:
         self.updates: set[Tensor] = set()  # frozen parameters whose gradient is what the step takes for their momentum
         self._largest: dict[Tensor, float] = {}  # variances
         self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._n_steps = 0  # with frozen parameters
+        self._sizes: list[tuple[float, int]] = []  # of this step's updates: sum of squares, values
+        self._has_warned = False
         self._groups()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
@@ -110,11 +120,25 @@ class FrozenAdam:
                     self._step(parameter, group)
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
+        self._warn_of_large_updates()
+        self._n_steps += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+
+    def _warn_of_large_updates(self) -> None:
+        squares, n_values = sum(square for square, _ in self._sizes), sum(n for _, n in self._sizes)
+        self._sizes.clear()
+        if self._has_warned or squares <= _LARGE_UPDATES**2 * n_values:
+            return
+        self._has_warned = True
+        _log.warning(
+            "gradwire %s: updates are %.0f times what the variance says that was frozen after %d updates: it was frozen too "
+            "early, and the loss may stay behind or diverge. Begin again with freeze_step= a sixth of the run or more",
+            self._scheme, math.sqrt(squares / n_values), min(self.frozen_at.values()),
+        )  # fmt: skip
 
     @torch.no_grad()
     def _step(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
@@ -129,6 +153,8 @@ class FrozenAdam:
         n_seen = self.frozen_at[parameter] if self._keeps_correction else float(state["step"])
         root = self._root(parameter).div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
         taken = gradient.to(momentum.dtype) if parameter in self.updates else momentum
+        if not self._has_warned and self._n_steps % _LOOK_EVERY == 0:
+            self._sizes.append((float(taken.div(root).square_().sum()), taken.numel()))
         values.addcdiv_(taken, root, value=-lr / (1 - beta1 ** float(state["step"])))
 
     def _root(self, parameter: Tensor) -> Tensor:

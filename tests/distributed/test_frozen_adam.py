@@ -291,19 +291,22 @@ def test_gradients_that_outgrow_the_variance_are_told_once(scheme: str) -> None:
     assert run_ranks(outgrow, 2, scheme, 1.0) == [[], []]
 
 
-def end_before_the_freeze(rank: int, world_size: int) -> list[str]:
+def end_early(rank: int, world_size: int, freeze_step: int) -> list[str]:
     texts = log_of("selective")
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, freeze_step=99)
-    loss_of(ddp, rank, 0).backward()
-    optimizer.step()
+    attachment = attach(ddp, optimizer, freeze_step=freeze_step)
+    for step in range(2):
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
     attachment.close()
     return texts
 
 
 def test_a_run_that_ends_before_the_freeze_is_told() -> None:
-    (texts,) = run_ranks(end_before_the_freeze, 1)
+    ((only_the_freeze,),) = run_ranks(end_early, 1, 1)
+    assert "nothing" not in only_the_freeze, "one rank has nothing to compress, and that is no fault of freeze_step"
+    (texts,) = run_ranks(end_early, 1, 99)
     assert "steps before 99 are reduced plainly" in texts[0]
     assert "nothing was compressed" in texts[1]
     assert "lower freeze_step" in texts[1]

@@ -113,7 +113,7 @@ class Selective(Compressed):
 
     def close(self) -> None:
         """As every scheme's; tells of a training that was over before anything was compressed."""
-        if self._last_step >= 0 and not self.is_settled:
+        if 0 <= self._last_step < self.settling_steps and not self.is_settled:
             _log.warning(
                 "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower %s",
                 self.name, self._last_step, self.settling_steps, self.settled_by,

@@ -14,6 +14,7 @@ namespace gradwire::quantisers {
 // What of a codec's options the message is made by; a field that a kind does not use is ignored.
 struct Options {
   Kind kind;
+  // two_means: one-bit, the means above and below zero; two-bit in groups, four levels by the mean magnitude.
   enum class Rule : int { fixed, mean, two_means } rule = Rule::mean;
   // one-bit, fixed: the scale. two-bit: the threshold, in units of the mean magnitude unless the rule is fixed.
   // ternary: the clip in standard deviations, or with rule fixed the scale itself. thc: the clip.

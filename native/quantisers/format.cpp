@@ -64,7 +64,7 @@ Header read_header(std::span<const std::uint8_t> message) {
     if (std::bit_cast<std::uint32_t>(scale) >= kInfinity) fail("a scale is negative or not finite");
   if (is_grouped) {
     if (header.kind != Kind::one_bit && header.kind != Kind::two_bit) fail("groups where there are none");
-    if (header.levels < 1 || header.levels > (header.kind == Kind::one_bit ? 2 : 1)) fail("wrong number of scales");
+    if (header.levels < 1 || header.levels > 2) fail("wrong number of scales");
     if (header.block < kGroup || header.block > kBlock || !std::has_single_bit(header.block))
       fail("groups of " + std::to_string(header.block) + " values; 64, 128, ..., 4096 are possible");
   } else if (header.kind == Kind::qsgd) {

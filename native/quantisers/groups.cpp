@@ -18,6 +18,10 @@ namespace {
 
 constexpr std::size_t kCutBytes = 4, kScaleBytes = 2;
 
+// Of the four levels of two bits, in units of the mean magnitude: those of the least squared error for a normal
+// distribution (Max 1960, Lloyd 1982: 0.4528 and 1.5104 standard deviations), which leave 0.1175 of its square.
+constexpr double kInnerLevel = 0.5675, kOuterLevel = 1.8930;
+
 std::size_t values_a_word(Kind kind) { return kind == Kind::one_bit ? 32 : 16; }
 
 std::uint64_t quotient_up(std::uint64_t n, std::uint64_t by) { return (n + by - 1) / by; }
@@ -99,18 +103,23 @@ bool pack(const Options& options, const Header& header, const Terms& terms, cons
       return count == 0 ? 0.0 : sum / static_cast<double>(count);
     };
     std::uint16_t kept[2];
-    if (header.levels == 2) {
+    const double magnitude = mean(found.positive + found.negative, n);
+    if (header.levels == 1) {
+      kept[0] = kept[1] = rounded((header.kind == Kind::two_bit ? double{options.parameter} : 1.0) * magnitude);
+    } else if (header.kind == Kind::one_bit) {
       kept[0] = rounded(mean(found.positive, n - found.n_negative));
       kept[1] = rounded(mean(found.negative, found.n_negative));
     } else {
-      const double factor = header.kind == Kind::two_bit ? double{options.parameter} : 1.0;
-      kept[0] = kept[1] = rounded(factor * mean(found.positive + found.negative, n));
+      kept[0] = rounded(kInnerLevel * magnitude);
+      kept[1] = rounded(kOuterLevel * magnitude);
     }
     std::uint32_t* const words = packed.words.data() + begin / per_word;
     if (header.kind == Kind::one_bit)
       on.pack_signs(mine, n, widened(kept[0]), -widened(kept[1]), left_out.from(begin), words);
-    else
+    else if (header.levels == 1)
       on.pack_beyond(mine, n, widened(kept[0]), left_out.from(begin), words);
+    else
+      on.pack_nearest(mine, n, widened(kept[0]), widened(kept[1]), left_out.from(begin), words);
     const std::size_t bytes = kScaleBytes * static_cast<std::size_t>(header.levels);
     std::memcpy(scales + bytes * (begin / header.block), kept, bytes);
   }
@@ -137,8 +146,10 @@ bool unpack(const Header& header, const Block& block, const std::uint8_t* scales
     const std::uint32_t* const words = packed.words.data() + begin / per_word;
     if (header.kind == Kind::one_bit)
       on.unpack_signs(words, n, first, -second, out + begin);
-    else
+    else if (header.levels == 1)
       valid &= on.unpack_ternary(words, n, first, out + begin);
+    else
+      on.unpack_nearest(words, n, first, second, out + begin);
   }
   return valid;
 }
@@ -153,7 +164,7 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
     throw InvalidArgument("a threshold is finite and not negative, not " + std::to_string(options.parameter));
   if (n_elements > std::numeric_limits<std::uint32_t>::max())
     throw InvalidArgument(name + ": a message with groups holds up to 2^32 - 1 values");
-  const int per_group = options.kind == Kind::one_bit && options.rule == Rule::two_means ? 2 : 1;
+  const int per_group = options.rule == Rule::two_means ? 2 : 1;
   return {options.kind, true, per_group, options.block, n_elements, 0, 0};
 }
 

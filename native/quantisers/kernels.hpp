@@ -75,6 +75,11 @@ struct Kernels {
   // Two bits a value, 16 to a word: 0 zero, 1 positive, 2 negative, 3 never.
   void (*pack_beyond)(const Terms& terms, std::size_t n, float threshold, const LeftOut& left_out,
                       std::uint32_t* words);
+  // Two bits a value, 16 to a word: the sign above, and below it whether the magnitude is nearer to `outer` than to
+  // `inner`, which is not larger. Codes decode to inner, outer, -inner, -outer.
+  void (*pack_nearest)(const Terms& terms, std::size_t n, float inner, float outer, const LeftOut& left_out,
+                       std::uint32_t* words);
+  void (*unpack_nearest)(const std::uint32_t* words, std::size_t n, float inner, float outer, float* out);
   // Not zero with probability |value| x per_unit / 2^24.
   void (*pack_drawn)(const float* values, std::size_t n, float per_unit, const random::Stream& stream,
                      std::uint64_t group, std::uint32_t* words);

@@ -137,9 +137,9 @@ void unpack_signs(const std::uint32_t* words, std::size_t n, float positive, flo
   kPortable.unpack_signs(words, n - i, positive, negative, out + i);
 }
 
-// Bit i of each mask becomes code i: 1 where `positive`, 2 where `negative`.
-void store_codes(std::uint32_t positive, std::uint32_t negative, void* to) {
-  const std::uint64_t codes = _pdep_u64(positive, 0x5555555555555555) | _pdep_u64(negative, 0xAAAAAAAAAAAAAAAA);
+// Bit i of each mask becomes the lower and the upper bit of code i.
+void store_codes(std::uint32_t lower, std::uint32_t upper, void* to) {
+  const std::uint64_t codes = _pdep_u64(lower, 0x5555555555555555) | _pdep_u64(upper, 0xAAAAAAAAAAAAAAAA);
   std::memcpy(to, &codes, sizeof codes);
 }
 
@@ -156,6 +156,42 @@ void pack_beyond(const Terms& terms, std::size_t n, float threshold, const LeftO
     store_codes(positive, negative, words + i / 16);
   });
   kPortable.pack_beyond(terms.from(done), n - done, threshold, left_out.from(done), words + done / 16);
+}
+
+void pack_nearest(const Terms& terms, std::size_t n, float inner, float outer, const LeftOut& left_out,
+                  std::uint32_t* words) {
+  const __m256 zero = _mm256_setzero_ps(), limit = _mm256_set1_ps(boundary(inner, outer));
+  const __m256 low = _mm256_set1_ps(inner), high = _mm256_set1_ps(outer), sign = _mm256_set1_ps(-0.0f);
+  const std::size_t done = pack_terms(terms, n, left_out, [&](std::size_t i, const __m256* values, __m256* decoded) {
+    std::uint32_t outside = 0, negative = 0;
+    for (int part = 0; part < 4; ++part) {
+      const __m256 value = values[part], is_outside = _mm256_cmp_ps(magnitude_of(value), limit, _CMP_GE_OQ);
+      const __m256 is_negative = _mm256_cmp_ps(value, zero, _CMP_LT_OQ);
+      outside |= mask_of(is_outside) << 8 * part;
+      negative |= mask_of(is_negative) << 8 * part;
+      decoded[part] = _mm256_or_ps(_mm256_blendv_ps(low, high, is_outside), _mm256_and_ps(is_negative, sign));
+    }
+    store_codes(outside, negative, words + i / 16);
+  });
+  kPortable.pack_nearest(terms.from(done), n - done, inner, outer, left_out.from(done), words + done / 16);
+}
+
+// For values [0, n): store(i, codes of eight values in the lowest bits of their lanes). Returns how many there were.
+template <typename Store>
+std::size_t for_codes(const std::uint32_t* words, std::size_t n, const Store& store) {
+  const __m256i to_code = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
+  std::size_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int half = 0; half < 2; ++half)
+      store(i + 8 * half, _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(words[i / 16] >> 16 * half)), to_code));
+  return i;
+}
+
+void unpack_nearest(const std::uint32_t* words, std::size_t n, float inner, float outer, float* out) {
+  const __m256 values = _mm256_setr_ps(inner, outer, -inner, -outer, inner, outer, -inner, -outer);
+  const std::size_t done = for_codes(
+      words, n, [&](std::size_t i, __m256i codes) { _mm256_storeu_ps(out + i, _mm256_permutevar_ps(values, codes)); });
+  kPortable.unpack_nearest(words + done / 16, n - done, inner, outer, out + done);
 }
 
 // All ones where a value of a group is drawn; `numbers` are those of its eight vectors.
@@ -186,18 +222,12 @@ void pack_drawn(const float* values, std::size_t n, float per_unit, const random
 
 bool unpack_ternary(const std::uint32_t* words, std::size_t n, float scale, float* out) {
   const __m256 values = _mm256_setr_ps(0, scale, -scale, 0, 0, scale, -scale, 0);
-  const __m256i to_code = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
   std::uint32_t threes = 0;
-  std::size_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const std::uint32_t word = *words++;
-    threes |= word & word >> 1 & 0x55555555;
-    for (int half = 0; half < 2; ++half) {
-      const __m256i codes = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word >> 16 * half)), to_code);
-      _mm256_storeu_ps(out + i + 8 * half, _mm256_permutevar_ps(values, codes));
-    }
-  }
-  const bool rest_valid = kPortable.unpack_ternary(words, n - i, scale, out + i);
+  const std::size_t done = for_codes(words, n, [&](std::size_t i, __m256i codes) {
+    threes |= words[i / 16] & words[i / 16] >> 1 & 0x55555555;
+    _mm256_storeu_ps(out + i, _mm256_permutevar_ps(values, codes));
+  });
+  const bool rest_valid = kPortable.unpack_ternary(words + done / 16, n - done, scale, out + done);
   return rest_valid && threes == 0;
 }
 
@@ -331,9 +361,9 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
 
 }  // namespace
 
-const Kernels kAvx2 = {widen,       narrow,        add,          subtract,     divide,     magnitudes,
-                       squares,     pack_signs,    unpack_signs, pack_beyond,  pack_drawn, unpack_ternary,
-                       count_drawn, unpack_counts, pack_levels,  unpack_levels};
+const Kernels kAvx2 = {widen,      narrow,         add,          subtract,      divide,       magnitudes,
+                       squares,    pack_signs,     unpack_signs, pack_beyond,   pack_nearest, unpack_nearest,
+                       pack_drawn, unpack_ternary, count_drawn,  unpack_counts, pack_levels,  unpack_levels};
 
 }  // namespace gradwire::quantisers
 #endif

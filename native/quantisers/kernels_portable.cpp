@@ -56,6 +56,27 @@ void pack_beyond(const Terms& terms, std::size_t n, float threshold, const LeftO
   }
 }
 
+void pack_nearest(const Terms& terms, std::size_t n, float inner, float outer, const LeftOut& left_out,
+                  std::uint32_t* words) {
+  const float decoded[4] = {inner, outer, -inner, -outer}, limit = boundary(inner, outer);
+  for (std::size_t begin = 0; begin < n; begin += 16) {
+    const std::size_t count = std::min<std::size_t>(16, n - begin);
+    std::uint32_t word = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      const float value = terms[begin + i], magnitude = std::bit_cast<float>(bits_of(value) & kMagnitude);
+      const std::uint32_t code = std::uint32_t{magnitude >= limit} | std::uint32_t{value < 0} << 1;
+      word |= code << 2 * i;
+      keep(left_out, begin + i, value, decoded[code]);
+    }
+    *words++ = word;
+  }
+}
+
+void unpack_nearest(const std::uint32_t* words, std::size_t n, float inner, float outer, float* out) {
+  const float values[4] = {inner, outer, -inner, -outer};
+  for (std::size_t i = 0; i < n; ++i) out[i] = values[words[i / 16] >> 2 * (i % 16) & 3];
+}
+
 // The upper 24 bits of a drawn number as float: exact.
 float upper_bits(std::uint32_t number) { return static_cast<float>(static_cast<std::int32_t>(number >> 8)); }
 
@@ -173,9 +194,9 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
 
 }  // namespace
 
-const Kernels kPortable = {widen,       narrow,        add,          subtract,     divide,     magnitudes,
-                           squares,     pack_signs,    unpack_signs, pack_beyond,  pack_drawn, unpack_ternary,
-                           count_drawn, unpack_counts, pack_levels,  unpack_levels};
+const Kernels kPortable = {widen,      narrow,         add,          subtract,      divide,       magnitudes,
+                           squares,    pack_signs,     unpack_signs, pack_beyond,   pack_nearest, unpack_nearest,
+                           pack_drawn, unpack_ternary, count_drawn,  unpack_counts, pack_levels,  unpack_levels};
 
 const Kernels& kernels() {
 #if defined(__x86_64__)

@@ -81,6 +81,9 @@ inline double fold(const double* lanes) {
 
 inline std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 
+// From which magnitude on `outer` is the nearer of two levels.
+inline float boundary(float inner, float outer) { return 0.5f * inner + 0.5f * outer; }
+
 struct MagnitudeLanes {
   alignas(32) double positive[8] = {}, negative[8] = {};
   std::uint64_t n_negative = 0;

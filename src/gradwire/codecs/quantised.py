@@ -14,6 +14,10 @@ from gradwire.codecs.tensors import bytes_of, check_room, check_size, check_step
 from gradwire.errors import InvalidArgument
 
 
+# A rule of native/quantisers/codec.hpp: two scales for the same values.
+TWO_SCALES = 2
+
+
 class Quantised:
     """A codec that keeps a few bits of every value (docs/format.md#quantised).
 

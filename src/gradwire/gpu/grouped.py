@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.one_bit import OneBit
-from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.quantised import TWO_SCALES, Quantised
 from gradwire.codecs.tensors import check_step, dtype_code
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import Kernels
@@ -177,7 +177,7 @@ class DeviceGrouped(DeviceQuantised):
 
     @property
     def _per_group(self) -> int:
-        return 2 if isinstance(self.codec, OneBit) and self.codec.scale == "two-means" else 1
+        return 2 if self.codec.native_options[1] == TWO_SCALES else 1
 
     @property
     def _per_word(self) -> int:

@@ -7,6 +7,7 @@
 
 namespace gradwire::gpu {
 
+inline constexpr double kInnerLevel = 0.5675, kOuterLevel = 1.8930;  // native/quantisers/groups.cpp
 inline constexpr u32 kGroupedVersion = 2, kCutBytes = 4, kScaleBytes = 2, kUpperInfinity = kInfinity >> 16;
 
 // Values of one tensor, which begin with a group and with a word of their own.
@@ -73,6 +74,14 @@ __device__ __forceinline__ u16 upper_half(double value) {
 __device__ __forceinline__ double exact_mean(double sum, u64 count) {
   return count == 0 ? 0.0 : sum / static_cast<double>(count);
 }
+// Of two bits with four levels: 0 inner, 1 outer, 2 -inner, 3 -outer.
+__device__ __forceinline__ u32 nearest_code(float term, float inner, float outer) {
+  return (__uint_as_float(magnitude_bits(term)) >= 0.5f * inner + 0.5f * outer) | (term < 0) << 1;
+}
+__device__ __forceinline__ float level_of(u32 code, float inner, float outer) {
+  const float level = code & 1 ? outer : inner;
+  return code & 2 ? -level : level;
+}
 __device__ __forceinline__ u32 values_a_word(u32 kind) { return kind == kOneBit ? 32 : 16; }
 
 // Eight threads a group.
@@ -88,12 +97,16 @@ GW_KERNEL(gw_grouped_measure, QuantiseGroups) {
   if (threadIdx.x % kLanes != 0 || begin == end) return;
   p.largest[group] = sums.largest;
   u16* const scales = reinterpret_cast<u16*>(p.base.message + scales_at(p.by)) + group * p.by.per_group;
-  if (p.by.per_group == 2) {
+  const double magnitude = exact_mean(sums.positive + sums.negative, end - begin);
+  if (p.by.per_group == 1) {
+    const double factor = p.base.kind == kTwoBit ? static_cast<double>(p.base.parameter) : 1.0;
+    scales[0] = upper_half(factor * magnitude);
+  } else if (p.base.kind == kOneBit) {
     scales[0] = upper_half(exact_mean(sums.positive, end - begin - sums.n_negative));
     scales[1] = upper_half(exact_mean(sums.negative, sums.n_negative));
   } else {
-    const double factor = p.base.kind == kTwoBit ? static_cast<double>(p.base.parameter) : 1.0;
-    scales[0] = upper_half(factor * exact_mean(sums.positive + sums.negative, end - begin));
+    scales[0] = upper_half(kInnerLevel * magnitude);
+    scales[1] = upper_half(kOuterLevel * magnitude);
   }
 }
 
@@ -141,17 +154,20 @@ GW_KERNEL(gw_grouped_pack, QuantiseGroups) {
     const Place place = place_of(p.by, number, static_cast<u32>(i % per_word), per_word);
     const float term = place.is_there ? term_of(p.base, place.value) : 0.0f;
     const u64 scale = place.is_there ? place.group * p.by.per_group : 0;
-    const float first = widened(scales[scale]);
+    const float first = widened(scales[scale]), second = widened(scales[scale + p.by.per_group - 1]);
     if (p.base.kind == kOneBit) {
       const u32 word = __ballot_sync(kWholeWarp, term < 0);
-      const float second = widened(scales[scale + p.by.per_group - 1]);
       if (place.is_there) keep(p.base, place.value, is_finite, term, term < 0 ? -second : first);
       if (is_finite && i % kWarp == 0) words[number] = word;
       continue;
     }
-    const u32 code = code_of(term, first);
+    const bool has_levels = p.by.per_group == 2;
+    const u32 code = !place.is_there ? 0 : has_levels ? nearest_code(term, first, second) : code_of(term, first);
     const u32 word = joined(code, i);
-    if (place.is_there) keep(p.base, place.value, is_finite, term, code == 1 ? first : code == 2 ? -first : 0.0f);
+    if (place.is_there) {
+      const float three = code == 1 ? first : code == 2 ? -first : 0.0f;
+      keep(p.base, place.value, is_finite, term, has_levels ? level_of(code, first, second) : three);
+    }
     if (is_finite && i % 16 == 0 && number < n_words) words[number] = word;
   }
 }
@@ -189,12 +205,15 @@ GW_KERNEL(gw_grouped_unpack, DequantiseGroups) {
     if (is_finite) {
       const u16 first = scales[place.group * p.by.per_group];
       const u16 second = scales[(place.group + 1) * p.by.per_group - 1];
-      const float above = widened(first) / to.divisor, below = -(widened(second) / to.divisor);
+      const float above = widened(first) / to.divisor, further = widened(second) / to.divisor, below = -further;
       const u32 word = words[i / per_word], code = word >> 2 * (i % 16) & 3;
-      if (first >= kUpperInfinity || second >= kUpperInfinity || (to.kind == kTwoBit && code == 3))
+      const bool has_levels = to.kind == kTwoBit && p.by.per_group == 2;
+      if (first >= kUpperInfinity || second >= kUpperInfinity || (to.kind == kTwoBit && !has_levels && code == 3))
         report(to.error, kCode);
       else if (to.kind == kOneBit)
         value = word >> i % 32 & 1 ? below : above;
+      else if (has_levels)
+        value = level_of(code, above, further);
       else
         value = code == 1 ? above : code == 2 ? below : 0.0f;
     }

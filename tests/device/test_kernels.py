@@ -28,7 +28,7 @@ ORDERS = (0, 1, 5, 6)
 def test_messages_residuals_and_values_are_the_cpus(order: int) -> None:
     kernels = emulated.EmulatedKernels(emulated.build(), order)
     sizes = kernel_checks.SIZES if order == 0 else (0, 33, 4097)
-    names = ("one-bit", "two-bit", "one-bit two-means by group", "two-bit by group", "qsgd") if order == 0 else CODECS
+    names = ("one-bit", "two-bit", "one-bit two-means by group", "two-bit by group", "four levels by group", "qsgd") if order == 0 else CODECS
     n_cases = kernel_checks.run(kernels, names, sizes, ("gradient",))
     assert n_cases == 6 * len(sizes) * len(names)
 
@@ -137,7 +137,9 @@ def error_of(on: DeviceQuantised, message: torch.Tensor, n: int) -> tuple[int, t
     return int(error), out
 
 
-@pytest.mark.parametrize("name", ["one-bit", "two-bit", "one-bit by group", "two-bit by group", "qsgd"])
+@pytest.mark.parametrize(
+    "name", ["one-bit", "two-bit", "one-bit by group", "two-bit by group", "four levels by group", "qsgd"]
+)
 def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
     on = on_kernels(CODECS[name], emulated.EmulatedKernels(emulated.build()))
     n = 200
@@ -184,6 +186,13 @@ def test_groups_that_no_encoder_writes_are_reported_though_the_checksum_is_right
         on.decode(lie, torch.empty(n), error, work, cuts=cuts)
         with pytest.raises(CorruptMessage, match=says):
             on.raise_error(int(error))
+    # All codes of four levels mean something; a scale that is not finite does not.
+    four = on_kernels(CODECS["four levels by group"], on._kernels)
+    lie = message_of(four, n)
+    lie[36:38] = torch.tensor([0x80, 0x7F])
+    _seal(lie)
+    with pytest.raises(CorruptMessage, match="no encoder"):
+        on.raise_error(error_of(four, lie, n)[0])
     with pytest.raises(InvalidArgument, match="cuts ascend"):
         on.message_bytes(n, (130, 130))
     with pytest.raises(Unsupported, match="scale_values=128"):

@@ -55,6 +55,7 @@ SCHEMES: dict[str, Maker] = {
     "one-bit by group, two means": lambda: by_name("one-bit", scale="two-means", scale_values=64, chunk_elements=500),
     "two-bit": lambda: by_name("two-bit"),
     "two-bit by group": lambda: by_name("two-bit", scale_values=128, exempt=["*0.weight"]),
+    "two-bit, four levels": lambda: schemes.by_name("two-bit", warmup_steps=1),  # as beside AdamW
     "qsgd": lambda: by_name("qsgd"),
     "terngrad": lambda: by_name("terngrad"),
     "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),

@@ -55,6 +55,7 @@ SPECS = [
     "one-bit:pull=raw",
     "one-bit:scale_values=64,exempt=values.3+*.7",
     "one-bit-adam:freeze_step=2,scale_values=64",
+    "one-bit-adam:freeze_step=1,codec=four-level",
     "one-bit-adam:freeze_step=1,codec=two-bit,scale_values=none",
     "periodic:every=2",
     "plain",
@@ -87,6 +88,7 @@ SPECS = [
     "two-bit",
     "two-bit:error_feedback=false,chunk_elements=1024",
     "two-bit:scale_values=128,chunk_elements=1000",
+    "two-bit:scale_values=64,levels=4",
     "zlib",
     "zstd",
 ]

@@ -17,6 +17,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("one-bit", {"scale_values": 64, "scale": "two-means"}),
     ("two-bit", {"scale_values": 128}),
     ("two-bit", {"scale_values": 4096, "threshold": 0.8}),
+    ("two-bit", {"scale_values": 64, "levels": 4}),
+    ("two-bit", {"scale_values": 1024, "levels": 4}),
 ]
 LAYOUTS: list[tuple[int, list[int]]] = [
     (0, []), (1, []), (63, [1]), (64, []), (65, [64]), (1_000, [10, 11, 700]), (4_097, [4_096]),
@@ -43,7 +45,11 @@ def oracle(name: str, options: dict[str, Any], x: np.ndarray, cuts: list[int]) -
         for first in range(start, end, step):
             mine = x[first : min(end, first + step)]
             wide = mine.astype(np.float64)
-            if name == "two-bit":
+            if options.get("levels") == 4:
+                inner, outer = (to_bfloat16(factor * np.abs(wide).mean()) for factor in (0.5675, 1.893))
+                nearer = np.abs(np.abs(wide) - float(outer)) <= np.abs(np.abs(wide) - float(inner))
+                found = np.where(nearer, outer, inner) * np.where(mine < 0, np.float32(-1), np.float32(1))
+            elif name == "two-bit":
                 t = to_bfloat16(float(np.float32(options.get("threshold", 1.25))) * np.abs(wide).mean())
                 found = np.where((mine >= t) & (mine > 0), t, np.where((mine <= -t) & (mine < 0), -t, np.float32(0)))
             else:
@@ -80,8 +86,20 @@ def test_every_group_has_a_scale_of_its_own(name: str, options: dict[str, Any], 
     np.testing.assert_allclose(found.numpy(), expected, rtol=2.0**-7)
     if n >= 100_000:
         bits = 8 * message.numel() / n
-        per = 2 if options.get("scale") == "two-means" else 1
+        per = 2 if options.get("scale") == "two-means" or options.get("levels") == 4 else 1
         assert bits == pytest.approx({"one-bit": 1, "two-bit": 2}[name] + per * 16 / options["scale_values"], rel=0.01)
+
+
+def test_four_levels_leave_least_of_normal_values() -> None:
+    """Max 1960: 0.1175 of the square is the least for two bits."""
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(5))
+    left = {}
+    for levels in (3, 4):
+        codec, out = codecs.by_name("two-bit", scale_values=4096, levels=levels), torch.empty_like(x)
+        codec.decode(encode(codec, x, []), out)
+        left[levels] = float((x - out).square().sum() / x.square().sum())
+    assert left[4] == pytest.approx(0.1175, abs=0.001)
+    assert left[3] > 0.3
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
@@ -174,7 +192,8 @@ def test_altered_messages_are_refused() -> None:
     refused({4: 3}, IncompatibleVersion)
     refused({4: 1}, CorruptMessage)  # groups in version 1
     refused({5: 3}, CorruptMessage)  # qsgd has none
-    refused({7: 2}, CorruptMessage)  # two thresholds
+    refused({7: 2}, CorruptMessage)  # two scales a group: too short
+    refused({7: 3}, CorruptMessage)
     refused({16: 63}, CorruptMessage)
     refused({32: 3}, CorruptMessage)  # more cuts than there are
     refused({32: 255, 35: 255}, CorruptMessage)
@@ -197,6 +216,11 @@ def test_wrong_group_sizes(wrong: Any) -> None:
 def test_what_groups_do_not_go_with() -> None:
     with pytest.raises(InvalidArgument, match="fixed"):
         codecs.by_name("one-bit", scale="fixed", scale_values=512)
+    for wrong in ({}, {"scale_values": 64, "threshold": 1.0}, {"scale_values": 64, "relative": False}):
+        with pytest.raises(InvalidArgument, match="levels=4"):
+            codecs.by_name("two-bit", levels=4, **wrong)
+    with pytest.raises(InvalidArgument, match="levels is 3 or 4"):
+        codecs.by_name("two-bit", levels=2, scale_values=64)
     with pytest.raises(InvalidArgument, match="relative"):
         codecs.by_name("two-bit", relative=False, scale_values=512)
     x, out = torch.zeros(100), torch.empty(1_000, dtype=torch.uint8)

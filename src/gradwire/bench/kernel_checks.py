@@ -31,6 +31,7 @@ CODECS: dict[str, Quantised] = {
     "one-bit by group": OneBit(scale_values=512),
     "one-bit two-means by group": OneBit("two-means", scale_values=64),
     "two-bit by group": TwoBit(scale_values=128),
+    "four levels by group": TwoBit(scale_values=64, levels=4),
     "qsgd": Qsgd(),
     "qsgd 127": Qsgd(levels=127, block=128, seed=(1 << 63) + 5),
     "qsgd 4096": Qsgd(levels=3, block=4096),

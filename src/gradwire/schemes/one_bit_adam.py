@@ -30,14 +30,14 @@ from gradwire.schemes.behind_adam import BehindAdam
 from gradwire.schemes.quantised import or_none, owners_of
 from gradwire.schemes.selection import Names, Selection
 
-_CODECS = ("one-bit", "two-bit", "qsgd")
+_CODECS = ("one-bit", "two-bit", "four-level", "qsgd")
 
 
 class OneBitAdam(BehindAdam):
     """See `BehindAdam` and `QuantisedDirect` for what is not named here.
 
     Args:
-        codec: "one-bit", "two-bit" or "qsgd" (4 bits).
+        codec: "one-bit", "two-bit" (+t, 0, -t), "four-level" (two bits too; needs `scale_values`) or "qsgd" (4 bits).
         scale_values: values to a scale; None for one scale a message.
     """
 
@@ -87,6 +87,8 @@ def _codec_of(name: str, scale_values: int | None) -> Quantised:
         return OneBit(scale_values=scale_values)
     if name == "two-bit":
         return TwoBit(scale_values=scale_values)
+    if name == "four-level":
+        return TwoBit(scale_values=scale_values, levels=4)
     if name == "qsgd":
         return Qsgd()
     raise InvalidArgument(f"codec is one of {', '.join(_CODECS)}, not {name!r}")

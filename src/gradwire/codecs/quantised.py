@@ -13,7 +13,6 @@ from gradwire import _native
 from gradwire.codecs.tensors import bytes_of, check_room, check_size, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 
-
 # A rule of native/quantisers/codec.hpp: two scales for the same values.
 TWO_SCALES = 2
 

@@ -44,10 +44,9 @@ class TwoBitScheme(FewBits):
         only: Names = (),
         levels: int | None = None,
     ) -> None:
-        if levels is None:
-            levels_in_groups = 4 if scale_values is None and threshold is None else 3
-        else:
-            levels_in_groups = levels
+        if levels not in (None, 3, 4):
+            raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
+        levels_in_groups = levels or (4 if scale_values is None and threshold is None else 3)
         if levels == 4 and not isinstance(scale_values, int):
             raise InvalidArgument("levels=4 is for scales by group: give scale_values=512 too")
 

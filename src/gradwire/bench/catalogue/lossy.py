@@ -95,6 +95,15 @@ TIMES = {  # a tenth of 200 steps is plain where a scheme asks for plain first s
     "one-bit, groups": "one-bit:scale_values=512,warmup_steps=20",
     "power-sgd, rank 8, embeddings too": "power-sgd:exempt=none,rank=8,start_step=20",
 }
+LEVELS = {
+    "plain": "plain",
+    "one-bit-adam": "one-bit-adam",
+    "one-bit-adam, three levels": "one-bit-adam:codec=two-bit",
+    "one-bit-adam, four levels": "one-bit-adam:codec=four-level",
+    "two-bit, three levels, 50 plain": f"two-bit:{_WARM},levels=3",
+    "two-bit, four levels, 50 plain": f"two-bit:{_WARM},levels=4",
+    "two-bit, four levels, 150 plain": "two-bit:scale_values=512,warmup_steps=150,levels=4",
+}
 RANKS = {
     "plain": "plain",
     **{f"acp-sgd, rank {rank}": f"acp-sgd:rank={rank}" for rank in (2, 4, 8, 16, 32)},
@@ -115,9 +124,9 @@ def _compare(key: str, question: str, schemes: Mapping[str, str], workload: str,
     )  # fmt: skip
 
 
-def _at_most(nats: float, *names: str) -> Goal:
+def _at_most(nats: float, *names: str, of: Mapping[str, str] = LONG) -> Goal:
     column = Column("held_out_loss", "", 1.0, ".3f", "difference", "plain", spread=True)
-    return Goal(f"at most {nats} nats behind plain", column, "<=", nats, {"scheme": [LONG[name] for name in names]})
+    return Goal(f"at most {nats} nats behind plain", column, "<=", nats, {"scheme": [of[name] for name in names]})
 
 
 _NATS = Column("held_out_loss", "held-out loss", 1.0, ".3f", spread=True)
@@ -128,6 +137,10 @@ EXPERIMENTS = [
              steps=500, seconds=120, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam", "one-bit-adam, two bits"),
                     _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd", "power-sgd, rank 8")]),
+    _compare("levels", "The same with two bits a value: three levels, of which one is zero, or four?", LEVELS, _GPT, steps=500,
+             seconds=120, loss=_NATS,
+             goals=[_at_most(0.02, "one-bit-adam, four levels", of=LEVELS),
+                    _at_most(0.05, "two-bit, four levels, 50 plain", of=LEVELS)]),
     _compare("gpt-short", "The same after 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
              SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
     _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=120,

@@ -66,7 +66,7 @@ def describe_wrong_option(cls: type, options: Iterable[str]) -> str | None:
             continue
         names, hands_on = _parameters_of(init)
         takes += names
-        if not hands_on:
+        if not hands_on or "options_of" in vars(ancestor):
             break
     if hasattr(cls, "options_of"):  # ... or to a part that it is made with
         takes += _parameters_of(cls.options_of.__init__)[0]

@@ -25,11 +25,13 @@ class TwoBitScheme(FewBits):
     Args:
         levels: 3, or 4 (with `scale_values` only, and without a threshold). None: 4 where `scale_values` is left out and
             becomes a number beside Adam, else 3.
+        exempt, only: see `ByName`.
     """
 
     name = "two-bit"
     published: ClassVar[Mapping[str, Any]] = MappingProxyType({**FewBits.published, "levels": 3})
-    behind_plain = "0.12"
+    behind_plain = "0.05"
+    options_of = ByName
 
     def __init__(
         self,
@@ -40,9 +42,8 @@ class TwoBitScheme(FewBits):
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
         warmup_steps: int | None = None,
         scale_values: int | str | None = None,
-        exempt: Names = (),
-        only: Names = (),
         levels: int | None = None,
+        **names: Names,
     ) -> None:
         if levels not in (None, 3, 4):
             raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
@@ -54,7 +55,7 @@ class TwoBitScheme(FewBits):
             return TwoBit(threshold, relative, group, 3 if group is None else levels_in_groups)
 
         super().__init__(
-            make_codec, relative, error_feedback, pull, chunk_elements, warmup_steps, scale_values, ByName(exempt, only)
+            make_codec, relative, error_feedback, pull, chunk_elements, warmup_steps, scale_values, ByName(**names)
         )
         codec = TwoBit(threshold, relative)
         self._options = {"threshold": codec.threshold, "relative": codec.relative}

@@ -20,7 +20,7 @@ import gradwire
 from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.wire.communicator import Communicator
-from ranks import run_ranks, try_ranks
+from ranks import patience, run_ranks, try_ranks
 
 
 def meet_a_changed_message(rank: int, world_size: int, library: Path) -> None:
@@ -195,9 +195,10 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
     late, place = begin_with_kernels(library)
     expected = train(rank, Place(CPU), SCHEMES["one-bit"](), 2)
     seen = {}
+    late_us = int(50_000 * patience())  # a host that is held up for as long reads what it should have waited for
     for names, all_us, autograds_us in (
         (["wrong stream", "completed elsewhere"], 5_000, 5_000),
-        (["missing wait"], 0, 20_000),
+        (["missing wait"], 0, late_us),
     ):
         late.set_lateness_us(all_us)
         late.set_stream_lateness_us(0, 0, autograds_us)

@@ -70,8 +70,7 @@ class Scheme(OptionalDuties, ABC):
         if session.site is not None:
             if not self.works_on_device:
                 raise Unsupported(
-                    f"scheme {self.name!r} works on host memory: leave placement out. On the device work plain, bf16, one-bit, "
-                    "two-bit, qsgd, terngrad, acp-sgd, power-sgd and power-sgd-overlap"
+                    f"scheme {self.name!r} works on host memory: leave placement out; docs/gpu.md lists what works on the device"
                 )
             shared = {**shared, "placement": "device"}
         self.session = session
@@ -109,6 +108,10 @@ class Scheme(OptionalDuties, ABC):
 
     def close(self) -> None:
         """Let go of what the scheme holds."""
+
+    def _is_plain(self, bucket: Bucket) -> bool:
+        """Whether this step of the bucket is reduced as without gradwire: one of the first, where nothing is compressed."""
+        return False
 
     def wire(self, bucket: Bucket) -> Wire:
         """This rank's end of the exchange of one bucket; on the lane."""

@@ -49,9 +49,12 @@ class Redoing(Scheme):
 
     def _reduce_on_lane(self, bucket: Bucket) -> None:
         wire = self.wire(bucket)
-        if bucket.n_elements == 0 or (wire.world_size == 1 and not self.acts_alone) or self._send(bucket, wire):
+        if bucket.n_elements == 0 or (wire.world_size == 1 and not self.acts_alone):
             return
-        self._redo(bucket, wire)
+        if self._is_plain(bucket):
+            wire.mean_plainly(bucket.buffer)
+        elif not self._send(bucket, wire):
+            self._redo(bucket, wire)
 
     @abstractmethod
     def _send(self, bucket: Bucket, wire: Wire) -> bool:

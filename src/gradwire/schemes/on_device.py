@@ -21,6 +21,7 @@ from gradwire.errors import Unsupported
 from gradwire.exchange.on_device import DeviceOwners
 from gradwire.gpu.kernels import kernels_on
 from gradwire.gpu.ternary import DeviceTernary, Shares
+from gradwire.schemes.base import Scheme
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.selection import Selection
 from gradwire.wire.preamble import Preamble
@@ -52,11 +53,13 @@ class StepsOnDevice(ABC):
     def begin(self) -> None:
         """Before the first bucket of a step, be the one before over or given up."""
         self.settle()
-        self._session.feedback.discard()
+        self._discard()
         self._site.begin_step()
 
-    def reduce(self, bucket: Bucket, resident: ResidentBucket, preamble: Preamble, facts: tuple[Any, ...]) -> None:
-        """Enqueue a bucket's reduction. `facts`: what `_enqueue` takes."""
+    def reduce(
+        self, bucket: Bucket, resident: ResidentBucket, preamble: Preamble, is_plain: bool, facts: tuple[Any, ...]
+    ) -> None:
+        """Enqueue a bucket's reduction: plainly, or with the `facts` that `_enqueue` takes."""
         if self._session.communicator.world_size == 1:
             return
         if bucket.is_last:
@@ -65,7 +68,10 @@ class StepsOnDevice(ABC):
         if bucket.n_elements == 0:
             return
         with resident.at_work():
-            self._enqueue(bucket, *facts)
+            if is_plain:
+                self._site.mean(bucket.buffer, bucket.record)
+            else:
+                self._enqueue(bucket, *facts)
 
     @abstractmethod
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
@@ -83,12 +89,20 @@ class StepsOnDevice(ABC):
         self._raise_error(found.error)
         if found.is_finite:
             with self._site.stream:
-                self._session.feedback.commit()
+                self._commit()
             return
-        self._session.feedback.discard()
+        self._discard()
         if not self.n_not_finite:
             _log.warning("gradwire: a gradient was not finite: all ranks get NaN for the messages that it was in")
         self.n_not_finite += 1
+
+    def _commit(self) -> None:
+        """The step counts; with the site's stream current."""
+        self._session.feedback.commit()
+
+    def _discard(self) -> None:
+        """The step does not count, or was given up half-way."""
+        self._session.feedback.discard()
 
     def _raise_error(self, code: int) -> None:
         """Raise what the error word of messages says, if anything."""
@@ -109,11 +123,9 @@ class QuantisedOnDevice(StepsOnDevice):
         self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
-        """facts: whether nothing is compressed in this step; which tensors are, or None: the bucket, as it lies."""
-        is_plain, chosen = facts
-        if is_plain:
-            self._site.mean(bucket.buffer, bucket.record)
-        elif chosen is None:
+        """facts: which tensors are compressed, or None: the bucket, as it lies."""
+        (chosen,) = facts
+        if chosen is None:
             self._compress(bucket)
         else:
             self._compress_apart(bucket, chosen)
@@ -181,8 +193,8 @@ class SummedOnDevice(StepsOnDevice):
         return self._shares[key]
 
 
-class Placed(Compressed):
-    """A scheme that works in host memory as `Compressed` does, or on the device as `_go_to` says."""
+class Placing(Scheme):
+    """A scheme that works in host memory as its other base does, or on the device as `_go_to` says."""
 
     works_on_device = True
     _on_device: StepsOnDevice | None = None
@@ -192,24 +204,25 @@ class Placed(Compressed):
         """How it works on the device. Raises: Unsupported (what needs the host)."""
 
     def _facts_on_device(self, bucket: Bucket) -> tuple[Any, ...]:
-        """What its steps on the device have to know of a bucket."""
+        """What its compressed steps on the device have to know of a bucket."""
         return ()
 
     def bind(self, session: Session) -> None:
         super().bind(session)
         self._on_device = self._go_to(session.site, session) if session.site is not None else None
 
+    def begin_step(self, step: int) -> None:
+        if self._on_device is not None:  # first: what the step before has staged is kept before anything is discarded
+            self.session.communicator.submit(self._on_device.begin)
+        super().begin_step(step)
+
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         if self._on_device is None or bucket.resident is None:
             return super().reduce(bucket)
-        facts = bucket.resident, self.preamble(bucket), self._facts_on_device(bucket)
-        return self.session.communicator.submit(self._on_device.reduce, bucket, *facts)
-
-    def _begin_on_lane(self) -> None:
-        if self._on_device is None:
-            super()._begin_on_lane()
-        else:
-            self._on_device.begin()
+        is_plain = self._is_plain(bucket)
+        facts = () if is_plain else self._facts_on_device(bucket)
+        submit, reduce = self.session.communicator.submit, self._on_device.reduce
+        return submit(reduce, bucket, bucket.resident, self.preamble(bucket), is_plain, facts)
 
     def end_step(self, step: int) -> None:
         if self._on_device is None:
@@ -228,6 +241,10 @@ class Placed(Compressed):
     def close(self) -> None:
         self._on_device = None
         super().close()
+
+
+class Placed(Placing, Compressed):
+    """`Placing`, of a scheme that is `Compressed` in host memory."""
 
 
 def spans_of_scales(bucket: Bucket, per: str) -> list[tuple[int, int]]:

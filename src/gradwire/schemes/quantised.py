@@ -63,7 +63,7 @@ class QuantisedDirect(Placed, Selective):
         return QuantisedOnDevice(session, site, self.codec, self.error_feedback, self.chunk_elements)
 
     def _facts_on_device(self, bucket: Bucket) -> tuple[Any, ...]:
-        return bucket.step < self.settling_steps, self._choose(bucket)
+        return (self._choose(bucket),)
 
 
 def owners_of(pull: str, chunk_elements: int) -> Owners:

@@ -67,10 +67,10 @@ class Selective(Compressed):
 
     # ---- one bucket
 
+    def _is_plain(self, bucket: Bucket) -> bool:
+        return bucket.step < self.warmup_steps
+
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
-        if bucket.step < self.warmup_steps:
-            wire.mean_plainly(bucket.buffer)
-            return True
         chosen = self._choose(bucket)
         return super()._send(bucket, wire) if chosen is None else self._send_apart(bucket, chosen, wire)
 

@@ -70,7 +70,7 @@ class Scheme(OptionalDuties, ABC):
         if session.site is not None:
             if not self.works_on_device:
                 raise Unsupported(
-                    f"scheme {self.name!r} works on host memory: leave placement out; docs/gpu.md lists what works on the device"
+                    f"scheme {self.name!r} works on host memory: leave placement out; docs/gpu.md lists what works on devices"
                 )
             shared = {**shared, "placement": "device"}
         self.session = session

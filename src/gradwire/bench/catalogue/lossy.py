@@ -80,10 +80,10 @@ BERT = {name: LONG[name] for name in (
     "acp-sgd, 150 plain": "acp-sgd:start_step=150",
     "PyTorch's PowerSGD hook, rank 8, 150 plain": "ddp-powersgd:rank=8,start=150",
 }  # fmt: skip
-LONG_BERT = {name: LONG[name] for name in ("plain", "one-bit-adam", "acp-sgd", "power-sgd, rank 8", "PyTorch's bf16 hook")} | {
+LONG_BERT = {name: LONG[name] for name in ("plain", "acp-sgd", "PyTorch's bf16 hook")} | {
     "one-bit-adam, frozen after 300": "one-bit-adam:freeze_step=300",
     "one-bit-adam, frozen after 600": "one-bit-adam:freeze_step=600",
-    "one-bit-adam, two bits, frozen after 600": "one-bit-adam:codec=two-bit,freeze_step=600",
+    "one-bit-adam, four levels, frozen after 600": "one-bit-adam:codec=four-level,freeze_step=600",
     "one-bit, groups, 600 plain": "one-bit:scale_values=512,warmup_steps=600",
     "acp-sgd, 600 plain": "acp-sgd:start_step=600",
     "PyTorch's PowerSGD hook, rank 8, 600 plain": "ddp-powersgd:rank=8,start=600",

@@ -22,7 +22,7 @@ args = parser.parse_args()
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
 
 attachment = attach(accelerator, model, optimizer, "acp-sgd")
 

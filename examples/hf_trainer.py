@@ -38,6 +38,7 @@ model = BertForSequenceClassification(
 training = TrainingArguments(
     output_dir=args.output, per_device_train_batch_size=4, max_steps=args.steps, save_steps=4, use_cpu=True,
     ddp_backend="gloo", report_to=[], disable_tqdm=True, logging_steps=100, seed=3, lr_scheduler_type="constant",
+    optim="sgd", learning_rate=0.1,
 )  # fmt: skip
 trainer = Trainer(model=model, args=training, train_dataset=Data())
 

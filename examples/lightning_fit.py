@@ -32,7 +32,7 @@ class Net(lightning.LightningModule):
         return (self.net(x) - x.roll(1, 1)).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 1e-3)
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
     def on_train_epoch_end(self):
         if args.save and self.current_epoch + 1 == self.trainer.max_epochs:

@@ -175,6 +175,9 @@ def test_a_name_is_the_same_method_beside_every_optimizer(tmp_path: Path) -> Non
         return trainings.configure(call([], tmp_path), {}, spec).scheme_options
 
     assert options_of("one-bit") == {"warmup_steps": 0, "scale_values": "message"}
+    assert options_of("acp-sgd:rank=2") == {"start_step": 0, "rank": 2}
+    assert options_of("acp-sgd:start_step=100") == {"start_step": 100}
+    assert options_of("top-k") == options_of("random-k") == {"warmup_steps": 0}
     assert options_of("two-bit:scale_values=512") == {"warmup_steps": 0, "scale_values": 512, "levels": 3}
     assert options_of("qsgd") == {}
 

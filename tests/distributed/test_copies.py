@@ -27,7 +27,7 @@ def copy_models(rank: int, world_size: int) -> None:
     for scheme in ("gcomp", "one-bit", "broadcast"):
         ddp = wrap(build_model())
         optimizer = adamw(ddp)
-        attachment = attach(ddp, optimizer, schemes.by_name(scheme))
+        attachment = attach(ddp, optimizer, schemes.by_name(scheme, **schemes.as_published(scheme, {})))
         for state in ("attached", "closed"):
             for batch in batches(rank, 2):
                 take_step(ddp, optimizer, batch)
@@ -87,7 +87,7 @@ def train_wrapped(rank: int, world_size: int) -> None:
         for given in (HandedThrough, lambda optimizer: optimizer):
             ddp = wrap(build_model())
             optimizer = given(adamw(ddp))
-            attachment = attach(ddp, optimizer, schemes.by_name(scheme))
+            attachment = attach(ddp, optimizer, schemes.by_name(scheme, **schemes.as_published(scheme, {})))
             for batch in batches(rank):
                 take_step(ddp, optimizer, batch)
             ends.append(finish(ddp, attachment))

@@ -138,12 +138,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def as_published(name: str) -> schemes.Scheme:
+    """Compressed from the first step on, beside AdamW too."""
+    return schemes.by_name(name, **schemes.as_published(name, OPTIONS.get(name, {})))
+
+
 def resume(rank: int, world_size: int) -> None:
     """Replicas stay equal, and a resumed run goes on with the same bits."""
     mesh = make_mesh()
     for name in SCHEMES:
         net, optimizer = build(mesh["shard"])
-        state = attach(net, optimizer, mesh, schemes.by_name(name, **OPTIONS.get(name, {})))
+        state = attach(net, optimizer, mesh, as_published(name))
         train(net, optimizer, rank, range(3))
         saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), state.state_dict()))
         train(net, optimizer, rank, range(3, 5))
@@ -155,7 +160,7 @@ def resume(rank: int, world_size: int) -> None:
             )
             assert torch.equal(other, shard), name
         again, optimizer = build(mesh["shard"])
-        state = attach(again, optimizer, mesh, schemes.by_name(name, **OPTIONS.get(name, {})))
+        state = attach(again, optimizer, mesh, as_published(name))
         again.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         state.load_state_dict(saved[2])

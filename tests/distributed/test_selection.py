@@ -103,7 +103,7 @@ def compressed_by_acp(rank: int, world_size: int, adam: bool, exempt: Any) -> in
     optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     if adam:
         optimizer = torch.optim.AdamW(ddp.parameters())
-    attachment = gradwire.attach(ddp, optimizer, schemes.by_name("acp-sgd", rank=2, exempt=exempt))
+    attachment = gradwire.attach(ddp, optimizer, schemes.by_name("acp-sgd", rank=2, exempt=exempt, start_step=0))
     ddp(torch.arange(8)).square().mean().backward()
     n_matrices = attachment.stats()["n_matrices"]
     attachment.close()

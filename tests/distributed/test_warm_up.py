@@ -1,4 +1,4 @@
-"""Plain first steps of one-bit and two-bit: as many as told, then compressed, on all ranks alike."""
+"""Plain first steps: as many as told, or as the optimizer suggests, then compressed, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -13,57 +13,73 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from buckets import Driver
 from gradwire import InvalidArgument, schemes
+from gradwire.registry import parse_spec
+from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, TABLE
 from ranks import run_ranks
 
 N = 1_000
+SHAPE = (50, 20)  # of N values; low rank compresses matrices
+# Each scheme, the option that says how many first steps are plain, and how many they are beside Adam.
+OPTION = {"one-bit": "warmup_steps", "two-bit": "warmup_steps", "top-k": "warmup_steps", "random-k": "warmup_steps",
+          "acp-sgd": "start_step", "power-sgd": "start_step", "power-sgd-overlap": "start_step"}  # fmt: skip
+BESIDE_ADAM = {"one-bit": 50, "two-bit": 50, "top-k": 50, "random-k": 50, "acp-sgd": 100}
+QUANTISERS = ["one-bit", "two-bit"]
 
 
 def gradient_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(N, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def reduce_five(rank: int, world_size: int, name: str) -> list[torch.Tensor]:
-    driver = Driver(schemes.by_name(name, warmup_steps=3), [torch.zeros(N)])
-    means = [driver.reduce([gradient_of(rank, step)])[0].clone() for step in range(5)]
+def reduce_five(rank: int, world_size: int, name: str) -> list[tuple[torch.Tensor, int]]:
+    """The means of five steps, and what this rank sent for each."""
+    driver = Driver(schemes.by_name(name, **{OPTION[name]: 3}), [torch.zeros(SHAPE)])
+    means = []
+    for step in range(5):
+        mean = driver.reduce([gradient_of(rank, step).view(SHAPE)])[0].clone()
+        means.append((mean.flatten(), driver.last_buckets[0].record.bytes_sent))
     driver.close()
     return means
 
 
-@pytest.mark.parametrize("name", ["one-bit", "two-bit"])
+@pytest.mark.parametrize("name", OPTION)
 def test_the_first_steps_are_the_mean_and_the_others_are_compressed(name: str) -> None:
     of_ranks = run_ranks(reduce_five, 2, name)
-    for step, means in enumerate(zip(*of_ranks, strict=True)):
-        assert torch.equal(means[0], means[1])
+    for step, ((first, n_bytes), (other, _)) in enumerate(zip(*of_ranks, strict=True)):
+        assert torch.equal(first, other)
         mean = (gradient_of(0, step).double() + gradient_of(1, step).double()) / 2
-        distance = float((means[0].double() - mean).norm() / mean.norm())
+        distance = float((first.double() - mean).norm() / mean.norm())
         assert distance < 1e-6 if step < 3 else distance > 0.1, (step, distance)
+        assert (n_bytes >= 4 * N) == (step < 3), (step, n_bytes)
 
 
-def test_plain_steps_count_as_settling_and_without_an_optimizer_there_are_none() -> None:
-    for name in ("one-bit", "two-bit"):
-        told, default = schemes.by_name(name, warmup_steps=7), schemes.by_name(name)
-        assert (told.settling_steps, told.is_settled) == (7, False)
-        assert (default.settling_steps, default.is_settled) == (0, True)
-        assert told.configuration["warmup_steps"] == 7, "ranks must agree on it"
+@pytest.mark.parametrize(("name", "option"), OPTION.items())
+def test_plain_steps_count_as_settling_and_without_an_optimizer_there_are_none(name: str, option: str) -> None:
+    told, default = schemes.by_name(name, **{option: 7}), schemes.by_name(name)
+    assert (told.settling_steps, told.is_settled) == (7, False)
+    assert (default.settling_steps, default.is_settled) == (0, True)
+    assert told.configuration[option] == 7, "ranks must agree on it"
 
 
-def end_early(rank: int, world_size: int) -> list[str]:
+def end_early(rank: int, world_size: int, name: str) -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gradwire.schemes.selective")
+    logger = logging.getLogger("gradwire.schemes.plain_first")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    driver = Driver(schemes.by_name("one-bit", warmup_steps=9), [torch.zeros(N)])
-    driver.reduce([gradient_of(rank, 0)])
+    driver = Driver(schemes.by_name(name, **{OPTION[name]: 9}), [torch.zeros(SHAPE)])
+    driver.reduce([gradient_of(rank, 0).view(SHAPE)])
     driver.close()
     return texts
 
 
-def test_the_log_names_the_warm_up_and_a_training_that_ended_within() -> None:
-    (texts,) = run_ranks(end_early, 1)
-    assert "steps before 9 are reduced plainly" in texts[0]
-    assert "nothing was compressed" in texts[1]
+@pytest.mark.parametrize("name", ["one-bit", "top-k", "acp-sgd"])
+def test_the_log_names_the_warm_up_and_a_training_that_ended_within(name: str) -> None:
+    (texts,) = run_ranks(end_early, 1, name)
+    assert f"{name}: steps before 9 are reduced plainly" in texts[0]
+    assert (
+        f"nothing was compressed: the last step was 0, and those before 9 are plain; lower {OPTION[name]}" in texts[1]
+    )
 
 
 Beside = tuple[dict[str, Any], list[str], int]
@@ -74,17 +90,17 @@ def beside(rank: int, world_size: int, name: str, options: dict[str, Any], optim
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradwire.schemes.few_bits").addHandler(handler)
+    logging.getLogger("gradwire.schemes.plain_first").addHandler(handler)
     parameter = torch.nn.Parameter(torch.zeros(N))
     stepping = getattr(torch.optim, optimizer)([parameter], lr=0.1)
     scheme = schemes.by_name(name, **options)
     gradwire.Reducer(scheme, names={"weight": parameter}, optimizer=stepping).close()
-    chosen = {key: scheme.configuration.get(key) for key in ("warmup_steps", "scale_values")}
+    chosen = {key: scheme.configuration.get(key) for key in (OPTION[name], "scale_values")}
     gradwire.Reducer(scheme, names={"weight": parameter}, optimizer=torch.optim.SGD([parameter], lr=0.1)).close()
     return chosen, texts, scheme.settling_steps
 
 
-@pytest.mark.parametrize("name", ["one-bit", "two-bit"])
+@pytest.mark.parametrize("name", QUANTISERS)
 def test_the_optimizer_chooses_what_was_left_out_and_one_rank_says_so(name: str) -> None:
     for_adam, published = {"warmup_steps": 50, "scale_values": 512}, {"warmup_steps": None, "scale_values": None}
     first, other = run_ranks(beside, 2, name, {}, "AdamW")
@@ -99,18 +115,44 @@ def test_the_optimizer_chooses_what_was_left_out_and_one_rank_says_so(name: str)
     assert run_ranks(beside, 1, name, schemes.as_published(name, {}), "AdamW") == [(published, [], 0)]
 
 
+@pytest.mark.parametrize("name", sorted(set(OPTION) - set(QUANTISERS)))
+def test_only_the_plain_steps_are_chosen_where_scales_are_not_by_group(name: str) -> None:
+    option, steps = OPTION[name], BESIDE_ADAM.get(name, 0)
+
+    def chosen(n_plain: int) -> dict[str, Any]:
+        return {option: n_plain or (0 if option == "start_step" else None), "scale_values": None}
+
+    first, other = run_ranks(beside, 2, name, {}, "AdamW")
+    assert (first[0], other[0], other[1]) == (chosen(steps), chosen(steps), [])
+    said = [f"gradwire {name} beside AdamW: {option}={steps} (as published: {option}=0). A small GPT"] if steps else []
+    assert [text[: len(said[0])] for text in first[1]] == said
+    assert first[2] == 0, "bound again beside SGD, it is as published"
+    assert run_ranks(beside, 1, name, {}, "SGD") == [(chosen(0), [], 0)]
+    for told in (0, 9):
+        assert run_ranks(beside, 1, name, {option: told}, "AdamW") == [(chosen(told), [], told)]
+    assert run_ranks(beside, 1, name, schemes.as_published(name, {}), "RMSprop") == [(chosen(0), [], 0)]
+
+
+def test_where_schemes_take_turns_none_is_plain_when_its_turn_may_come() -> None:
+    """`auto` lets coarse schemes race from `FIRST_ADAM_STEP` on; one that was plain then would look slow."""
+    assert max(BESIDE_ADAM.values()) <= FIRST_ADAM_STEP
+    for row in TABLE:
+        n_plain = getattr(schemes.by_name(parse_spec(row.spec)[0]), "plain_beside_adam", 0)
+        assert n_plain == 0 or row.not_before == FIRST_ADAM_STEP, row.spec
+
+
 @pytest.mark.parametrize(("name", "options"), [("one-bit", {"scale": "fixed"}), ("two-bit", {"relative": False})])
 def test_one_fixed_scale_stays_one(name: str, options: dict[str, Any]) -> None:
     ((chosen, _, _),) = run_ranks(beside, 1, name, options, "Adam")
     assert chosen == {"warmup_steps": 50, "scale_values": None}
 
 
-def train(rank: int, steps: range, state: dict[str, Any] | None) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A linear model under AdamW, with all defaults of one-bit; without a scheme where `state` is None."""
+def train(rank: int, name: str, steps: range, state: dict[str, Any] | None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A linear model under AdamW, with all defaults of a scheme; without one where `state` is None."""
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(torch.nn.Linear(40, 40))
+    ddp = DistributedDataParallel(torch.nn.Linear(40, 40, bias=False))  # one tensor: DDP rebuilds no buckets
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    attachment = None if state is None else gradwire.attach(ddp, optimizer, "one-bit")
+    attachment = None if state is None else gradwire.attach(ddp, optimizer, name)
     if attachment is not None and state:
         ddp.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -127,24 +169,31 @@ def train(rank: int, steps: range, state: dict[str, Any] | None) -> tuple[torch.
     return weights, saved
 
 
-def train_in_parts(rank: int, world_size: int) -> list[torch.Tensor]:
-    alone, plain_after = train(rank, range(50), None)[0], train(rank, range(52), None)[0]
-    warm, whole = train(rank, range(50), {})[0], train(rank, range(52), {})[0]
-    _, state = train(rank, range(30), {})
-    return [alone, warm, plain_after, whole, train(rank, range(30, 52), state)[0]]
+def train_in_parts(rank: int, world_size: int, name: str, n_plain: int) -> dict[str, torch.Tensor]:
+    """Weights after the plain steps and after four more, without a scheme, with one, and resumed along the way."""
+    end = n_plain + 4
+    found = {f"alone {n}": train(rank, name, range(n), None)[0] for n in (n_plain, end)}
+    found |= {f"whole {n}": train(rank, name, range(n), {})[0] for n in (n_plain, end)}
+    for cut in (n_plain - 20, n_plain, n_plain + 1, n_plain + 2):
+        _, state = train(rank, name, range(cut), {})
+        found[f"from {cut}"] = train(rank, name, range(cut, end), state)[0]
+    return found
 
 
-def test_beside_adam_fifty_steps_are_plain_and_a_resumed_training_counts_on() -> None:
-    for alone, warm, plain_after, whole, resumed in run_ranks(train_in_parts, 2):
-        assert torch.equal(alone, warm)
-        assert not torch.equal(plain_after, whole)
-        assert torch.equal(whole, resumed)
+@pytest.mark.parametrize(("name", "n_plain"), [(name, n) for name, n in BESIDE_ADAM.items() if name != "two-bit"])
+def test_beside_adam_first_steps_are_plain_and_a_resumed_training_counts_on(name: str, n_plain: int) -> None:
+    for found in run_ranks(train_in_parts, 2, name, n_plain):
+        whole = found[f"whole {n_plain + 4}"]
+        assert torch.equal(found[f"alone {n_plain}"], found[f"whole {n_plain}"])
+        assert not torch.equal(found[f"alone {n_plain + 4}"], whole)
+        for key, resumed in found.items():
+            assert not key.startswith("from") or torch.equal(resumed, whole), key
 
 
-def other_optimizers(rank: int, world_size: int) -> str:
+def other_optimizers(rank: int, world_size: int, name: str) -> str:
     parameter = torch.nn.Parameter(torch.zeros(N))
     optimizer = (torch.optim.SGD if rank else torch.optim.AdamW)([parameter], lr=0.1)
-    reducer = gradwire.Reducer("one-bit", names={"weight": parameter}, optimizer=optimizer, timeout_s=20)
+    reducer = gradwire.Reducer(name, names={"weight": parameter}, optimizer=optimizer, timeout_s=20)
     try:
         reducer.all_reduce({"weight": torch.ones(N)}).wait()
     except gradwire.RankMismatch as error:
@@ -154,13 +203,14 @@ def other_optimizers(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_ranks_whose_optimizers_choose_otherwise_are_told() -> None:
-    for text in run_ranks(other_optimizers, 2):
+@pytest.mark.parametrize("name", ["one-bit", "top-k"])
+def test_ranks_whose_optimizers_choose_otherwise_are_told(name: str) -> None:
+    for text in run_ranks(other_optimizers, 2, name):
         assert "configuration" in text
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "50"])
 def test_what_is_no_count_is_refused(wrong: Any) -> None:
-    for name in ("one-bit", "two-bit"):
-        with pytest.raises(InvalidArgument, match="warmup_steps"):
-            schemes.by_name(name, warmup_steps=wrong)
+    for name, option in OPTION.items():
+        with pytest.raises(InvalidArgument, match=option):
+            schemes.by_name(name, **{option: wrong})

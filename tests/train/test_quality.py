@@ -31,12 +31,15 @@ MOST_QUANTISED = {
 }
 MOST_OTHERS = {
     "acp-sgd": 0.05,
+    "acp-sgd:start_step=100": 0.05,
     "power-sgd": 0.03,
     "top-k:share=0.05": 0.18,
+    "top-k:share=0.05,warmup_steps=50": 0.18,
     "top-k-adam:freeze_step=30": 0.15,  # 0.10
     "top-k-adam:freeze_step=30,share=0.05": 0.07,  # 0.04
     "dgc:share=0.05,momentum=0": 0.21,  # 0.14: half as much again
     "random-k:share=0.1": 1.1,  # 0.72: half as much again
+    "random-k:share=0.1,warmup_steps=50": 1.1,
     "sign-sgd": 0.05,  # -0.03: under Adam the rate of the others serves it too
     "slimgc:threshold_bytes=0": 0.7,  # 0.48, at one bit and with no plain steps: half as much again
     "homomorphic": 0.001,  # 0.000: dense gradients travel as plain's do

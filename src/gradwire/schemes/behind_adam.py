@@ -13,8 +13,9 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.patterns import Exchange
 from gradwire.schemes.frozen_adam import FrozenAdam
+from gradwire.schemes.plain_first import check_steps
 from gradwire.schemes.selection import ByName, Names, Selection
-from gradwire.schemes.selective import Selective, check_steps
+from gradwire.schemes.selective import Selective
 
 _CORRECTIONS = ("frozen", "running")
 

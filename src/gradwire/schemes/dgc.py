@@ -29,8 +29,8 @@ from gradwire.core.session import Session
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.schemes.compressed import WithMomenta, count_of
+from gradwire.schemes.plain_first import check_steps
 from gradwire.schemes.selection import Selection, matrices
-from gradwire.schemes.selective import check_steps
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ class QuantisedDirect(Placed, Selective):
         error_feedback: add what messages left out to the next gradient.
         pull: how sums travel back.
         chunk_elements: values to a message.
-        warmup_steps: the first steps of the training, which are reduced plainly; 0, as published.
+        warmup_steps: the first steps of the training, which are reduced plainly; 0, as published. None: see `PlainFirst`.
         select: which tensors are compressed; the others are reduced plainly.
     """
 
@@ -41,7 +41,7 @@ class QuantisedDirect(Placed, Selective):
         error_feedback: bool,
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = 0,
         select: ByName | None = None,
     ) -> None:
         super().__init__(codec, owners_of(pull, chunk_elements), error_feedback, warmup_steps, select)
@@ -50,9 +50,8 @@ class QuantisedDirect(Placed, Selective):
     @property
     def configuration(self) -> dict[str, Any]:
         shared = {"error_feedback": self.error_feedback, "pull": self.pull, "chunk_elements": self.chunk_elements}
-        shared |= {"warmup_steps": self.warmup_steps} if self.warmup_steps else {}
         shared |= {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
-        return shared | self.select.configuration
+        return shared | self._selective_configuration
 
     # ---- on a device
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +20,9 @@ from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.patterns import FloatSum, Values
-from gradwire.schemes.compressed import Compressed, count_of
+from gradwire.schemes.compressed import count_of
+from gradwire.schemes.plain_first import ADAM_WARMUP_STEPS
+from gradwire.schemes.selective import Selective
 from gradwire.wire.wire import Wire
 
 
@@ -48,7 +52,7 @@ class RandomElements:
         return draw_indices(self.seed, bucket.step, bucket.index, n, count_of(self.share, n))
 
 
-class RandomK(Compressed):
+class RandomK(Selective):
     """Mean over the ranks of elements drawn anew for every bucket and step, zero elsewhere; with error feedback.
 
     Args:
@@ -56,19 +60,26 @@ class RandomK(Compressed):
         error_feedback: add what was not sent to the next gradient. Without it, results are divided by `share`, which
             makes them right on average.
         seed: of the drawing; the same on all ranks.
+        warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
     """
 
     name = "random-k"
+    published: ClassVar[Mapping[str, Any]] = MappingProxyType({"warmup_steps": 0})
+    plain_beside_adam = ADAM_WARMUP_STEPS
+    behind_plain = "0.54"
 
-    def __init__(self, share: float = 0.01, error_feedback: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self, share: float = 0.01, error_feedback: bool = True, seed: int = 0, warmup_steps: int | None = None
+    ) -> None:
         if not isinstance(seed, int):
             raise InvalidArgument(f"seed must be an integer, got {seed!r}")
         self.share, self.seed = check_share("share", share), seed
-        super().__init__(RandomElements(self.share, seed), FloatSum(), error_feedback)
+        super().__init__(RandomElements(self.share, seed), FloatSum(), error_feedback, warmup_steps)
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {"share": self.share, "error_feedback": self.error_feedback, "seed": self.seed}
+        shared = {"share": self.share, "error_feedback": self.error_feedback, "seed": self.seed}
+        return shared | self._selective_configuration
 
 
 def draw_indices(seed: int, step: int, bucket: int, n_elements: int, count: int) -> Tensor:

@@ -2,73 +2,51 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument
 from gradwire.exchange.patterns import Exchange
 from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.plain_first import PlainFirst
 from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.wire import Wire
 
-_log = logging.getLogger(__name__)
 
-
-class Selective(Compressed):
+class Selective(PlainFirst, Compressed):
     """Mean over the ranks through `payload` and `exchange`, of the tensors that are chosen.
 
     Args:
         error_feedback: add what was not sent to the next gradient.
-        warmup_steps: the first steps of the training, which are reduced plainly; 0: none.
+        warmup_steps: the first steps of the training, which are reduced plainly; 0: none. None: see `PlainFirst`.
         select: which tensors are compressed.
     """
-
-    # The option that says for how long steps are plain.
-    settled_by: ClassVar[str] = "warmup_steps"
 
     def __init__(
         self,
         payload: Any,
         exchange: Exchange,
         error_feedback: bool,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = 0,
         select: ByName | None = None,
     ) -> None:
         super().__init__(payload, exchange, error_feedback)
-        self.warmup_steps = check_steps("warmup_steps", warmup_steps)
+        self._ask_plain_steps(warmup_steps)
         self.select = select or ByName()
-        self._last_step = -1
 
     @property
-    def settling_steps(self) -> int:
-        """Steps that are reduced plainly."""
-        return self.warmup_steps
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the next step is compressed."""
-        return self._last_step + 1 >= self.warmup_steps
+    def _selective_configuration(self) -> dict[str, Any]:
+        """Of the options of `Selective`, those that are not as published."""
+        return ({self.settled_by: self.n_plain_steps} if self.n_plain_steps else {}) | self.select.configuration
 
     def bind(self, session: Session) -> None:
-        """As every scheme's; the log has the plain steps. Raises: InvalidArgument (names of no tensor)."""
-        self._last_step = -1
+        """As every scheme's. Raises: InvalidArgument (names of no tensor)."""
         self.select.bind(session)
         super().bind(session)
-        if self.settling_steps:
-            _log.info("gradwire %s: steps before %d are reduced plainly", self.name, self.settling_steps)
-
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)
-        self._last_step = step
 
     # ---- one bucket
-
-    def _is_plain(self, bucket: Bucket) -> bool:
-        return bucket.step < self.warmup_steps
 
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
         chosen = self._choose(bucket)
@@ -110,19 +88,3 @@ class Selective(Compressed):
         if chosen.n_compressed:
             self._take(part, bucket, chosen)
         return True
-
-    def close(self) -> None:
-        """As every scheme's; tells of a training that was over before anything was compressed."""
-        if 0 <= self._last_step < self.settling_steps and not self.is_settled:
-            _log.warning(
-                "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower %s",
-                self.name, self._last_step, self.settling_steps, self.settled_by,
-            )  # fmt: skip
-        super().close()
-
-
-def check_steps(name: str, steps: Any) -> int:
-    """A count of steps, from 0. Raises: InvalidArgument."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise InvalidArgument(f"{name} must be a count, got {steps!r}")
-    return steps

@@ -9,7 +9,9 @@ large enough to converge is no longer small.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from gradwire import _native
 from gradwire.control.checks import share as check_share
 from gradwire.errors import CorruptMessage
 from gradwire.exchange.patterns import Gather, Values
-from gradwire.schemes.compressed import Compressed, count_of
+from gradwire.schemes.compressed import count_of
+from gradwire.schemes.plain_first import ADAM_WARMUP_STEPS
+from gradwire.schemes.selective import Selective
 from gradwire.wire.wire import Wire
 
 _BLOCK_BITS = 16
@@ -89,20 +93,25 @@ def _n_blocks(n_elements: int) -> int:
     return -(-n_elements >> _BLOCK_BITS)
 
 
-class TopK(Compressed):
+class TopK(Selective):
     """Mean over the ranks of each rank's largest elements: (index int32, value float32) of each, with error feedback.
 
     Args:
         share: of a bucket's elements that are sent, at least one.
         error_feedback: add what was not sent to the next gradient.
+        warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
     """
 
     name = "top-k"
+    published: ClassVar[Mapping[str, Any]] = MappingProxyType({"warmup_steps": 0})
+    plain_beside_adam = ADAM_WARMUP_STEPS
+    behind_plain = "0.18"
 
-    def __init__(self, share: float = 0.001, error_feedback: bool = True) -> None:
+    def __init__(self, share: float = 0.001, error_feedback: bool = True, warmup_steps: int | None = None) -> None:
         self.share = check_share("share", share)
-        super().__init__(LargestElements(self.share), Gather(), error_feedback)
+        super().__init__(LargestElements(self.share), Gather(), error_feedback, warmup_steps)
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {"share": self.share, "error_feedback": self.error_feedback}
+        shared = {"share": self.share, "error_feedback": self.error_feedback}
+        return shared | self._selective_configuration

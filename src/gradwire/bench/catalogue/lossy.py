@@ -35,6 +35,18 @@ LONG = {
     "PyTorch's fp16 hook": "ddp-fp16",
     "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",
 }
+FIRST_STEPS = {
+    "plain": "plain",
+    "acp-sgd, none plain": "acp-sgd:start_step=0",
+    "acp-sgd, 50 plain": "acp-sgd:start_step=50",
+    "acp-sgd, 100 plain": "acp-sgd:start_step=100",
+    "power-sgd, rank 8, none plain": "power-sgd:rank=8,start_step=0",
+    "power-sgd, rank 8, 50 plain": "power-sgd:rank=8,start_step=50",
+    "top-k, share 0.01, none plain": "top-k:share=0.01,warmup_steps=0",
+    "top-k, share 0.01, 50 plain": "top-k:share=0.01,warmup_steps=50",
+    "random-k, share 0.05, none plain": "random-k:share=0.05,warmup_steps=0",
+    "random-k, share 0.05, 50 plain": "random-k:share=0.05,warmup_steps=50",
+}
 SHORT = {
     "plain": "plain",
     "one-bit-adam": "one-bit-adam",
@@ -55,6 +67,10 @@ SGD = {
     "two-bit": "two-bit",
     "two-bit, groups": "two-bit:scale_values=512",
     "acp-sgd": "acp-sgd",
+    "embedded-float, 8 bits": "embedded-float:bits=8",
+    "embedded-float, 5 bits": "embedded-float:bits=5",
+    "PyTorch's bf16 hook": "ddp-bf16",
+    "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",
 }
 
 AUTO = {
@@ -88,7 +104,7 @@ LONG_BERT = {name: LONG[name] for name in ("plain", "acp-sgd", "PyTorch's bf16 h
     "acp-sgd, 600 plain": "acp-sgd:start_step=600",
     "PyTorch's PowerSGD hook, rank 8, 600 plain": "ddp-powersgd:rank=8,start=600",
 }  # fmt: skip
-TIMES = {  # a tenth of 200 steps is plain where a scheme asks for plain first steps
+TIMES = {  # a tenth of 200 steps is plain where a scheme asks for plain first steps, unless a row says otherwise
     "DDP": "ddp",
     "PyTorch's bf16 hook": "ddp-bf16",
     "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8,start=20",
@@ -97,6 +113,9 @@ TIMES = {  # a tenth of 200 steps is plain where a scheme asks for plain first s
     "one-bit-adam": "one-bit-adam:freeze_step=20",
     "one-bit, groups": "one-bit:scale_values=512,warmup_steps=20",
     "power-sgd, rank 8, embeddings too": "power-sgd:exempt=none,rank=8,start_step=20",
+    "embedded-float, 5 bits": "embedded-float:bits=5",
+    "embedded-float, 4 bits": "embedded-float:bits=4",
+    "two-bit, four levels, 50 plain": f"two-bit:{_WARM},levels=4",
 }
 LEVELS = {
     "plain": "plain",
@@ -139,7 +158,10 @@ EXPERIMENTS = [
     _compare("gpt", "Under AdamW, after 500 steps of a small GPT: what does each scheme lose, and send?", LONG, _GPT,
              steps=500, seconds=120, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam", "one-bit-adam, two bits"),
-                    _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "acp-sgd", "power-sgd, rank 8")]),
+                    _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "power-sgd, rank 8")]),
+    _compare("first-steps", "The same: what do plain first steps give low rank and sparse schemes, and what do they cost?",
+             FIRST_STEPS, _GPT, steps=500, seconds=120, loss=_NATS,
+             goals=[_at_most(0.05, "acp-sgd, 100 plain", of=FIRST_STEPS)]),
     _compare("levels", "The same with two bits a value: three levels, of which one is zero, or four?", LEVELS, _GPT, steps=500,
              seconds=120, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam, four levels", of=LEVELS),

@@ -19,14 +19,13 @@ from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import kernels_on
 from gradwire.gpu.low_rank import DeviceFactors
-from gradwire.schemes.auto.fidelity import family_of_optimizer
-from gradwire.schemes.base import Scheme
 from gradwire.schemes.low_rank.factors import Factors, HostFactors, redraw_factors
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, ranks_agree
 from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, matrix_shape
 from gradwire.schemes.low_rank.plan import LowRankPlan, Plans
 from gradwire.schemes.low_rank.state import load_states, states_by_name
 from gradwire.schemes.on_device import refuse_unused_parameters
+from gradwire.schemes.plain_first import PlainFirst, is_beside_adam
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
 from gradwire.wire.preamble import compare_preambles
 from gradwire.wire.step_check import StepCheck, name_other_factors
@@ -38,13 +37,13 @@ _MIB = float(1 << 20)
 _FALLBACK = "non-finite gradient: this bucket was sent uncompressed"
 
 
-class LowRank(Scheme):
+class LowRank(PlainFirst):
     """Options and life cycle that ACP-SGD and Power-SGD share.
 
     Args:
         rank: of the approximation; a matrix with fewer rows or columns uses that many.
         min_compression_rate: a matrix n x m is sent as it is if n m / ((n + m) rank) is below. 0: compress all.
-        start_step: steps before this one are reduced plainly.
+        start_step: steps before this one are reduced plainly. None: 0, but 100 for acp-sgd beside Adam and its kin.
         error_feedback: add what compression left out to the next gradient.
         reuse: begin with the factor of the step before; False draws a new one every step.
         overlap: compress during the backward pass; False waits for its end, so that nothing competes with it.
@@ -61,13 +60,14 @@ class LowRank(Scheme):
     state_is_per_world = True
     works_on_device = True
     options_of = ByName
+    settled_by = "start_step"
     incoming_is_orthogonal: ClassVar[bool]  # whether factors are made orthonormal before they come in
 
     def __init__(
         self,
         rank: int = 4,
         min_compression_rate: float = 2.0,
-        start_step: int = 0,
+        start_step: int | None = None,
         error_feedback: bool = True,
         reuse: bool = True,
         overlap: bool = True,
@@ -80,14 +80,12 @@ class LowRank(Scheme):
             raise InvalidArgument(f"rank must be an integer of at least 1, got {rank!r}")
         if not min_compression_rate >= 0:
             raise InvalidArgument(f"min_compression_rate must be at least 0 (compress all), got {min_compression_rate}")
-        if start_step < 0:
-            raise InvalidArgument(f"start_step must be at least 0, got {start_step}")
         if math.isnan(buffer_mb) or buffer_mb < 0:
             raise InvalidArgument(f"buffer_mb must be 0 (no fusion), a size or inf, got {buffer_mb}")
         check_choice("factor_dtype", factor_dtype, _WIRE_DTYPES)
         self.rank = rank
         self.min_compression_rate = float(min_compression_rate)
-        self.start_step = start_step
+        self._ask_plain_steps(start_step)
         self.error_feedback = error_feedback
         self.reuse = reuse
         self.overlap = overlap
@@ -110,9 +108,10 @@ class LowRank(Scheme):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        names = ("rank", "min_compression_rate", "start_step", "error_feedback", "reuse", "overlap", "buffer_mb",
-                 "factor_dtype", "seed")  # fmt: skip
-        return {name: getattr(self, name) for name in names} | self.select.configuration
+        names = ("rank", "min_compression_rate", "error_feedback", "reuse", "overlap", "buffer_mb", "factor_dtype",
+                 "seed")  # fmt: skip
+        shared = {name: getattr(self, name) for name in names} | {self.settled_by: self.n_plain_steps}
+        return shared | self.select.configuration
 
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than bfloat16 can count), InvalidArgument (names of no tensor)."""
@@ -122,8 +121,8 @@ class LowRank(Scheme):
                 f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks, this run has '
                 f'{communicator.world_size}; use factor_dtype="float32"'
             )
-        is_adam = session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
-        words = embeddings_and_heads(session.module) if self._exempts_words and is_adam else []
+        exempts = self._exempts_words and is_beside_adam(session)
+        words = embeddings_and_heads(session.module) if exempts else []
         self.select.bind(session, words)
         if words:
             whole = {name: slot.numel() for name, slot in session.slots.items() if not self.select(slot)}
@@ -173,7 +172,7 @@ class LowRank(Scheme):
 
     def _enter(self, work: Work) -> None:
         bucket = work.bucket
-        if bucket.step < self.start_step:
+        if self._is_plain(bucket):
             self._all_reduce_plainly(work)
             return
         work.plan = self._plans.find(bucket) or self._make_plan(bucket)
@@ -190,6 +189,7 @@ class LowRank(Scheme):
             self._conclude()
 
     def begin_step(self, step: int) -> None:
+        super().begin_step(step)
         # Nobody waits for those of a backward pass that was given up half-way; for the step before someone may.
         self._open[:] = [other for other in self._open if other.bucket.step >= step - 1]
         self.session.communicator.submit(self._begin_on_lane)
@@ -314,7 +314,7 @@ class LowRank(Scheme):
 
         On a device, which knows that later, `settle` does.
         """
-        if step < self.start_step or self.session.communicator.world_size == 1 or not self._is_step_finite:
+        if step < self.n_plain_steps or self.session.communicator.world_size == 1 or not self._is_step_finite:
             return
         if self._site is not None:
             self._site.end_step()
@@ -367,6 +367,7 @@ class LowRank(Scheme):
         self.session.feedback.clear()
         self._works.clear()
         self._open.clear()
+        super().close()
 
     # ---- between steps
 

@@ -218,7 +218,7 @@ class Placing(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         if self._on_device is None or bucket.resident is None:
-            return super().reduce(bucket)  # type: ignore[safe-super]
+            return super().reduce(bucket)  # type: ignore[safe-super]  # it is the other base that is asked
         is_plain = self._is_plain(bucket)
         facts = () if is_plain else self._facts_on_device(bucket)
         submit, reduce = self.session.communicator.submit, self._on_device.reduce

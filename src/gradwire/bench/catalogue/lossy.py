@@ -31,6 +31,9 @@ LONG = {
     "power-sgd, rank 8": "power-sgd:rank=8",
     "acp-sgd, rank 8, embeddings too, 50 plain": "acp-sgd:exempt=none,rank=8,start_step=50",
     "power-sgd, rank 8, embeddings too, 50 plain": "power-sgd:exempt=none,rank=8,start_step=50",
+    "embedded-float, 8 bits": "embedded-float:bits=8",
+    "embedded-float, 5 bits": "embedded-float:bits=5",
+    "embedded-float, 4 bits": "embedded-float:bits=4",
     "PyTorch's bf16 hook": "ddp-bf16",
     "PyTorch's fp16 hook": "ddp-fp16",
     "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",
@@ -69,6 +72,7 @@ SGD = {
     "acp-sgd": "acp-sgd",
     "embedded-float, 8 bits": "embedded-float:bits=8",
     "embedded-float, 5 bits": "embedded-float:bits=5",
+    "embedded-float, 4 bits": "embedded-float:bits=4",
     "PyTorch's bf16 hook": "ddp-bf16",
     "PyTorch's PowerSGD hook, rank 8": "ddp-powersgd:rank=8",
 }

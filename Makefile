@@ -18,7 +18,7 @@ help:
 	@echo 'make demo     train a small GPT on a slow network: DDP, bf16, gradwire       (DEMO_ARGS=--quick)'
 	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp", TEST_PROCESSES=0)'
 	@echo 'make campaign random trainings, faults, resumptions, hostile bytes, soaks   (CAMPAIGN_ARGS="--minutes 10 --seed 7")'
-	@echo 'make fuzz     the decoders under the sanitizers, by libFuzzer where clang is (FUZZ_SECONDS=60)'
+	@echo 'make fuzz     the decoders under the sanitizers, by libFuzzer where clang is (FUZZ_SECONDS=60, FUZZ_RUNS=1000000)'
 	@echo 'make lint     ruff, mypy, clang-format, the schemas of .github; changes nothing'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make bench    the quick set of benchmarks                                    (BENCH_ARGS=...)'
@@ -40,7 +40,7 @@ campaign: setup
 	PYTHONPATH=tests $(BIN)/python -m campaign $(CAMPAIGN_ARGS)
 
 fuzz: setup
-	PYTHON=$(BIN)/python fuzz/run $(FUZZ_SECONDS)
+	PYTHON=$(BIN)/python FUZZ_RUNS=$(FUZZ_RUNS) fuzz/run "$(FUZZ_SECONDS)"
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)

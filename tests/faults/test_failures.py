@@ -124,6 +124,37 @@ def test_corrupt_message_is_raised_on_all_ranks(topology: str) -> None:
     check_all_raised(try_ranks(train_sabotaged, 3, flip_a_bit, topology), gradwire.CorruptMessage)
 
 
+class Longer:
+    """A codec whose messages, from some call on, are longer than any that the others expect."""
+
+    def __init__(self, codec: Any, more_bytes: int, first_call: int) -> None:
+        self._codec, self._more_bytes, self._calls_left = codec, more_bytes, first_call
+        self.name, self.decode = codec.name, codec.decode
+
+    def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+        return self._codec.max_encoded_bytes(n_elements, dtype) + self._more_bytes
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: Any = None) -> int:
+        self._calls_left -= 1
+        if self._calls_left > 0:
+            return self._codec.encode(gradient, out, importance)
+        return out.fill_(7).numel()
+
+
+def train_with_longer_messages(rank: int, world_size: int, topology: str) -> None:
+    scheme = schemes.by_name("truncate", topology=topology)
+    if rank == 1:
+        scheme.codec = Longer(scheme.codec, 5_000_000, first_call=5)
+    train(rank, scheme)
+
+
+# Gloo ends the process of a rank that gets more than the receive that it posted.
+@pytest.mark.parametrize("topology", ["ring", "direct"])
+def test_message_that_is_longer_than_expected_raises_on_all_ranks(topology: str) -> None:
+    outcomes = try_ranks(train_with_longer_messages, 3, topology)
+    check_all_raised(outcomes, gradwire.CorruptMessage, "rank 1 announced message", "at most")
+
+
 def train_with_own_table(rank: int, world_size: int) -> None:
     scheme = schemes.by_name("gcomp", refresh_every=0)
     if rank == 1:

@@ -63,6 +63,8 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_grouped_pack);
   GW_ENTRY(gw_grouped_check);
   GW_ENTRY(gw_grouped_unpack);
+  GW_ENTRY(gw_signs_pack);
+  GW_ENTRY(gw_signs_vote);
   GW_ENTRY(gw_ternary_measure);
   GW_ENTRY(gw_ternary_scales);
   GW_ENTRY(gw_ternary_count);

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sanitizing import run_sanitized
 
-from gradwire.bench import factor_checks, kernel_checks, ternary_checks
+from gradwire.bench import factor_checks, kernel_checks, sign_checks, ternary_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.bench.kernel_checks import CODECS
 from gradwire.codecs.ternary import Ternary
@@ -18,6 +18,7 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.quantised import DeviceQuantised
+from gradwire.gpu.signs import DeviceSigns
 from gradwire.gpu.ternary import DeviceTernary
 
 # Of threads and blocks: forward, backward, two by chance.
@@ -77,10 +78,32 @@ def test_ternary_scales_say_what_is_not_finite() -> None:
         on.read_counts(counts, shares, scales[:1], out)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_signs_and_their_majority_are_the_cpus(order: int) -> None:
+    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    assert sign_checks.run(kernels) == 6 * len(sign_checks.SHAPES)
+
+
+def test_signs_refuse_what_they_would_misread() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    on, values = DeviceSigns(kernels, False), torch.ones(40)
+    flags, words = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    for call, says in (
+        (lambda: on.pack(values, words[0, :2]), "words"),
+        (lambda: on.pack(values.view(torch.int32), words[0]), "float32"),
+        (lambda: on.vote(words, values[:20], 1, flags), "words"),
+        (lambda: on.vote(words, values, 1, flags.float()), "not_finite"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            call()
+    assert kernels.launched == []
+
+
 def test_kernels_are_clean_under_the_sanitizers() -> None:
     said = run_sanitized("sanitized.py", 5)
     assert "cases 288" in said
     assert "products 35" in said
+    assert "signs 12" in said
     assert "ternary 36" in said
 
 
@@ -90,6 +113,16 @@ FAULTS = {
         "checksum.hpp",
         "shared.warps[threadIdx.x / kWarp] = word;\n  __syncthreads();",
         "shared.warps[threadIdx.x / kWarp] = word;",
+    ),
+    "a tie counts as a majority": (
+        "signs.hpp",
+        "2 * n_negative > p.n_ranks",
+        "2 * n_negative >= p.n_ranks",
+    ),
+    "a warp's last word is left out": (
+        "signs.hpp",
+        "i < parts_of(p.n, kWarp) * kWarp;",
+        "i < p.n / kWarp * kWarp;",
     ),
     "half of a block's lanes are not added": (
         "quantised.hpp",
@@ -123,8 +156,9 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
             kernels = emulated.EmulatedKernels(library, order)
             kernel_checks.run(kernels, ["one-bit"], (777, 3001, 4097, 9000), ("gradient",))
             factor_checks.run(kernels)
+            sign_checks.run(kernels)
 
-    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors"):
+    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors|signs"):
         run_in_all_orders()
 
 

@@ -59,6 +59,8 @@ SCHEMES: dict[str, Maker] = {
     "qsgd": lambda: by_name("qsgd"),
     "terngrad": lambda: by_name("terngrad"),
     "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),
+    "sign-sgd": lambda: by_name("sign-sgd"),
+    "sign-sgd, ties are positive": lambda: by_name("sign-sgd", ties="positive"),
     "acp-sgd": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, exempt=()),
     "acp-sgd at the end": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, overlap=False, start_step=1),
     "acp-sgd, drawn anew": lambda: by_name("acp-sgd", rank=1, reuse=False, buffer_mb=0.0, factor_dtype="bfloat16"),
@@ -107,7 +109,7 @@ def train_on_both(
                 found = train(rank, device, SCHEMES[name]())
             assert not any(waits), f"{name}: autograd's thread waited for the device"
             # Of more than two ranks the backends add factors each in its own order.
-            most = 1e-5 if world_size > 2 and "-sgd" in name else 0.0
+            most = 1e-5 if world_size > 2 and name.startswith(("acp-sgd", "power-sgd")) else 0.0
             off = float((found - expected).abs().max())
             assert off <= most, f"{name}, {lateness_us} us: off by {off}"
             trained[name, lateness_us] = found
@@ -127,7 +129,7 @@ def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[i
 SEVERAL: dict[Feature, list[str]] = {
     view_buckets: ["one-bit", "bf16", "power-sgd"],
     keep_graph_static: ["two-bit", "acp-sgd"],
-    mix_dtypes: ["two-bit", "plain", "one-bit by group, two means", "terngrad", "acp-sgd"],
+    mix_dtypes: ["two-bit", "plain", "one-bit by group, two means", "terngrad", "sign-sgd", "acp-sgd"],
     accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap"],
     scale_the_loss: [
         "one-bit",
@@ -135,6 +137,7 @@ SEVERAL: dict[Feature, list[str]] = {
         "two-bit by group",
         "qsgd",
         "terngrad",
+        "sign-sgd",
         "plain",
         "acp-sgd",
         "power-sgd",
@@ -161,6 +164,19 @@ def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path) -> None:
     run_ranks(compare_features, 2, library, timeout_s=170)
 
 
+def leave_unused(rank: int, world_size: int, library: Path) -> None:
+    _, device = begin_with_kernels(library)
+    for name in ("terngrad", "sign-sgd"):
+        expected = leave_parameters_unused(rank, Place(CPU), SCHEMES[name]())
+        with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
+            found = leave_parameters_unused(rank, device, SCHEMES[name]())
+        assert torch.equal(found, expected), f"{name}: off by {(found - expected).abs().max()}"
+
+
+def test_schemes_without_residuals_take_unused_parameters(library: Path) -> None:
+    run_ranks(leave_unused, 2, library)
+
+
 def join(rank: int, world_size: int, library: Path) -> tuple[Tensor, Tensor]:
     _, device = begin_with_kernels(library)
     expected = join_with_uneven_inputs(rank, Place(CPU), SCHEMES["one-bit"]())
@@ -175,16 +191,17 @@ def test_a_rank_that_has_run_out_of_input_sends_its_residual(library: Path) -> N
     torch.testing.assert_close(first, expected, atol=2e-3, rtol=0)
 
 
-def compare_nans(rank: int, world_size: int, library: Path) -> tuple[Tensor, Tensor]:
+def compare_nans(rank: int, world_size: int, library: Path, name: str) -> tuple[Tensor, Tensor]:
     _, device = begin_with_kernels(library)
-    expected = meet_nan(rank, Place(CPU), SCHEMES["one-bit"]())
+    expected = meet_nan(rank, Place(CPU), SCHEMES[name]())
     with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-        return expected, meet_nan(rank, device, SCHEMES["one-bit"]())
+        return expected, meet_nan(rank, device, SCHEMES[name]())
 
 
-def test_a_message_with_a_nan_is_nan_altogether(library: Path) -> None:
+@pytest.mark.parametrize("name", ["one-bit", "sign-sgd"])
+def test_a_message_with_a_nan_is_nan_altogether(library: Path, name: str) -> None:
     """On a CPU, where the bucket is sent again plainly, only the values are that are NaN in their sum."""
-    (expected, first), (_, second) = run_ranks(compare_nans, 2, library)
+    (expected, first), (_, second) = run_ranks(compare_nans, 2, library, name)
     assert torch.equal(first, second)
     was_nan, is_nan = expected == 12345.0, first == 12345.0
     assert bool(was_nan.any())
@@ -227,7 +244,7 @@ def test_what_needs_the_host_says_so(library: Path) -> None:
 def count_collectives(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
     twice = ("one-bit", "one-bit in small messages", "one-bit by group, two means", "qsgd", "terngrad")
-    for name, per_bucket in (*((name, 2) for name in twice), ("plain", 1)):
+    for name, per_bucket in (*((name, 2) for name in twice), ("plain", 1), ("sign-sgd", 1)):
         n_groups = len(LikeNccl.made)
         train(rank, place, SCHEMES[name](), n_steps=0)
         (own,) = LikeNccl.made[n_groups:]

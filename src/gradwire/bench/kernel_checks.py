@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.bench import factor_checks, ternary_checks
+from gradwire.bench import factor_checks, sign_checks, ternary_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.qsgd import Qsgd
@@ -52,6 +52,7 @@ KERNELS = tuple(
         "unpack",
     )
 ) + tuple(f"gw_grouped_{name}" for name in ("measure", "head", "pack", "check", "unpack"))
+_SMALLER = (factor_checks, sign_checks, ternary_checks)  # of kernels that make no messages
 _LARGE = ((1 << 20) + 1, 1 << 24)
 _MEASURED = 1 << 24  # 64 MiB
 _ROUNDS = 20
@@ -196,9 +197,9 @@ def check_kernels(device: torch.device, kernels: CudaKernels | None = None) -> d
             return not_run(device)
         kernels = CudaKernels(device)
     found: dict[str, Any] = {"driver": kernels.driver, "architecture": kernels.architecture}
-    names = (*KERNELS, *factor_checks.KERNELS, *ternary_checks.KERNELS)
+    names = (*KERNELS, *(name for checks in _SMALLER for name in checks.KERNELS))
     found["kernels"] = {name: kernels.resources(name) for name in names}
-    found["n_cases"] = run(kernels, CODECS, SIZES, CONTENTS) + factor_checks.run(kernels) + ternary_checks.run(kernels)
+    found["n_cases"] = run(kernels, CODECS, SIZES, CONTENTS) + sum(checks.run(kernels) for checks in _SMALLER)
     for name, n_elements, seed in itertools.product(("one-bit", "two-bit", "qsgd"), _LARGE, range(3)):
         values = values_of("gradient", n_elements, torch.float32, seed)
         compare(kernels, CODECS[name], values, values / 3, 1.0, step=seed)

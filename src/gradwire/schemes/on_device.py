@@ -45,6 +45,8 @@ class StepsOnDevice(ABC):
         n_not_finite: steps in which something was not finite: all ranks got NaN, and kept their residuals.
     """
 
+    acts_alone = False  # whether one rank's gradient is changed too
+
     def __init__(self, session: Session, site: DeviceSite) -> None:
         self._session, self._site = session, site
         self._check = StepCheck(session.communicator)
@@ -60,7 +62,7 @@ class StepsOnDevice(ABC):
         self, bucket: Bucket, resident: ResidentBucket, preamble: Preamble, is_plain: bool, facts: tuple[Any, ...]
     ) -> None:
         """Enqueue a bucket's reduction: plainly, or with the `facts` that `_enqueue` takes."""
-        if self._session.communicator.world_size == 1:
+        if self._session.communicator.world_size == 1 and not self.acts_alone:
             return
         if bucket.is_last:
             self._check.start(preamble, bucket.record)

@@ -16,10 +16,14 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.codecs.tensors import dtype_code
 from gradwire.control.checks import choice as check_choice
+from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.errors import Unsupported
 from gradwire.exchange.patterns import Gather, Values
-from gradwire.schemes.compressed import Compressed
+from gradwire.gpu.kernels import kernels_on
+from gradwire.gpu.signs import DeviceSigns
+from gradwire.schemes.on_device import Placed, StepsOnDevice
 from gradwire.wire.wire import Wire
 
 _MAX_RANKS = 255  # votes are counted in bytes
@@ -40,18 +44,37 @@ class SignVotes:
 
     def decode(self, payloads: Tensor, values: Values, wire: Wire) -> None:
         gradient = values.gradient
-        unit = torch.tensor([values.loss_scale], dtype=gradient.dtype).view(torch.uint8)
         _native.write_majority(
             payloads.contiguous().view(-1).view(torch.uint32),
             wire.world_size,
             dtype_code(gradient.dtype),
-            int.from_bytes(bytes(unit.tolist()), "little"),
+            _bits_of(values.loss_scale, gradient.dtype),
             self.ties == "positive",
             gradient.view(torch.uint8),
         )
 
 
-class SignSgd(Compressed):
+class SignsOnDevice(StepsOnDevice):
+    """Steps of signs that every rank gathers and counts. Raises: Unsupported (no kernels here)."""
+
+    acts_alone = True
+
+    def __init__(self, session: Session, site: DeviceSite, ties: str) -> None:
+        super().__init__(session, site)
+        self._signs = DeviceSigns(kernels_on(site.device), ties == "positive")
+
+    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
+        site, values, world = self._site, bucket.buffer, self._session.communicator.world_size
+        n_words = self._signs.n_words(bucket.n_elements)
+        own, words = (site.scratch(name, n * n_words, torch.int32) for name, n in (("own", 1), ("words", world)))
+        self._signs.pack(values, own)
+        site.group.all_gather(words.view(world, n_words), own)
+        bucket.record.count_exchanged((world - 1) * 4 * n_words)
+        unit = _bits_of(self._session.loss_scale(), values.dtype)
+        self._signs.vote(words.view(world, n_words), values, unit, site.flags[1:])
+
+
+class SignSgd(Placed):
     """The sign that most ranks have. Zeros count as positive; -0.0 is a zero. Without error feedback, as published.
 
     With a GradScaler the result is multiplied by its scale, which `unscale_` takes off again.
@@ -77,3 +100,11 @@ class SignSgd(Compressed):
         if session.communicator.world_size > _MAX_RANKS:
             raise Unsupported(f"sign-sgd takes up to {_MAX_RANKS} ranks; use acp-sgd, whose sums do not grow with them")
         super().bind(session)
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        return SignsOnDevice(session, site, self.ties)
+
+
+def _bits_of(value: float, dtype: torch.dtype) -> int:
+    """The value as `dtype`."""
+    return int.from_bytes(bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist()), "little")

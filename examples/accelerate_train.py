@@ -22,9 +22,10 @@ args = parser.parse_args()
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
 
-attachment = attach(accelerator, model, optimizer, "acp-sgd")
+# Beside Adam its first 100 steps are plain unless told otherwise; this example has eight.
+attachment = attach(accelerator, model, optimizer, "acp-sgd:start_step=2")
 
 if args.load:
     accelerator.load_state(args.load)

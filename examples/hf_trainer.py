@@ -38,11 +38,11 @@ model = BertForSequenceClassification(
 training = TrainingArguments(
     output_dir=args.output, per_device_train_batch_size=4, max_steps=args.steps, save_steps=4, use_cpu=True,
     ddp_backend="gloo", report_to=[], disable_tqdm=True, logging_steps=100, seed=3, lr_scheduler_type="constant",
-    optim="sgd", learning_rate=0.1,
 )  # fmt: skip
 trainer = Trainer(model=model, args=training, train_dataset=Data())
 
-trainer.add_callback(GradwireTrainerCallback(trainer, "acp-sgd"))
+# Beside Adam its first 100 steps are plain unless told otherwise; this example has eight.
+trainer.add_callback(GradwireTrainerCallback(trainer, "acp-sgd:start_step=2"))
 
 trainer.train(resume_from_checkpoint=f"{args.output}/checkpoint-4" if args.resume else None)
 if dist.get_rank() == 0:

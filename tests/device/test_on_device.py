@@ -61,6 +61,17 @@ SCHEMES: dict[str, Maker] = {
     "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),
     "sign-sgd": lambda: by_name("sign-sgd"),
     "sign-sgd, ties are positive": lambda: by_name("sign-sgd", ties="positive"),
+    "truncated-float": lambda: by_name("truncated-float"),
+    "truncated-float at random": lambda: by_name(
+        "truncated-float", bits=6, rounding="stochastic", seed=7, partition=32, chunk_elements=300
+    ),
+    "truncated-float direct": lambda: by_name(
+        "truncated-float", format="native", bits=12, rounding="stochastic", topology="direct", chunk_elements=400
+    ),
+    "embedded-float": lambda: by_name("embedded-float"),
+    "embedded-float direct": lambda: by_name(
+        "embedded-float", bits=13, partition=64, topology="direct", chunk_elements=500
+    ),
     "acp-sgd": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, exempt=()),
     "acp-sgd at the end": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, overlap=False, start_step=1),
     "acp-sgd, drawn anew": lambda: by_name("acp-sgd", rank=1, reuse=False, buffer_mb=0.0, factor_dtype="bfloat16"),
@@ -117,9 +128,11 @@ def train_on_both(
     return trained
 
 
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize(("world_size", "latenesses_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])
-def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[int]) -> None:
-    first, *others = run_ranks(train_on_both, world_size, library, list(SCHEMES), latenesses_us, timeout_s=170)
+def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[int], half: int) -> None:
+    names = list(SCHEMES)[half::2]
+    first, *others = run_ranks(train_on_both, world_size, library, names, latenesses_us, timeout_s=170)
     for other in others:
         assert all(torch.equal(other[case], found) for case, found in first.items())
 
@@ -127,11 +140,22 @@ def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[i
 # ---- DDP's features
 
 SEVERAL: dict[Feature, list[str]] = {
-    view_buckets: ["one-bit", "bf16", "power-sgd"],
-    keep_graph_static: ["two-bit", "acp-sgd"],
-    mix_dtypes: ["two-bit", "plain", "one-bit by group, two means", "terngrad", "sign-sgd", "acp-sgd"],
+    leave_parameters_unused: ["truncated-float at random"],
+    view_buckets: ["embedded-float", "one-bit", "bf16", "power-sgd"],
+    keep_graph_static: ["truncated-float at random", "two-bit", "acp-sgd"],
+    mix_dtypes: [
+        "two-bit",
+        "plain",
+        "one-bit by group, two means",
+        "terngrad",
+        "sign-sgd",
+        "acp-sgd",
+        "truncated-float at random",
+        "embedded-float direct",
+    ],
     accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap"],
     scale_the_loss: [
+        "truncated-float",
         "one-bit",
         "one-bit but for some",
         "two-bit by group",
@@ -142,8 +166,8 @@ SEVERAL: dict[Feature, list[str]] = {
         "acp-sgd",
         "power-sgd",
     ],
-    meet_nan: ["plain"],
-    stop_and_resume: ["one-bit", "one-bit by group", "two-bit", "acp-sgd", "power-sgd"],
+    meet_nan: ["plain", "truncated-float", "embedded-float direct"],
+    stop_and_resume: ["truncated-float at random", "one-bit", "one-bit by group", "two-bit", "acp-sgd", "power-sgd"],
 }
 
 
@@ -159,8 +183,7 @@ def compare_features(rank: int, world_size: int, library: Path) -> None:
 
 
 def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path) -> None:
-    elsewhere = {leave_parameters_unused, join_with_uneven_inputs}
-    assert set(SEVERAL) | elsewhere == set(FEATURES), "a feature of the staged tests is not here"
+    assert set(SEVERAL) | {join_with_uneven_inputs} == set(FEATURES), "a feature of the staged tests is not here"
     run_ranks(compare_features, 2, library, timeout_s=170)
 
 
@@ -177,16 +200,21 @@ def test_schemes_without_residuals_take_unused_parameters(library: Path) -> None
     run_ranks(leave_unused, 2, library)
 
 
-def join(rank: int, world_size: int, library: Path) -> tuple[Tensor, Tensor]:
+def join(rank: int, world_size: int, library: Path, name: str) -> tuple[Tensor, Tensor]:
     _, device = begin_with_kernels(library)
-    expected = join_with_uneven_inputs(rank, Place(CPU), SCHEMES["one-bit"]())
+    expected = join_with_uneven_inputs(rank, Place(CPU), SCHEMES[name]())
     with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-        return expected, join_with_uneven_inputs(rank, device, SCHEMES["one-bit"]())
+        return expected, join_with_uneven_inputs(rank, device, SCHEMES[name]())
+
+
+def test_a_rank_that_has_run_out_of_input_sends_zeros(library: Path) -> None:
+    for expected, found in run_ranks(join, 2, library, "truncated-float"):
+        assert torch.equal(found, expected)
 
 
 def test_a_rank_that_has_run_out_of_input_sends_its_residual(library: Path) -> None:
     """A CPU rank keeps its residual then: a device does not look whether a gradient is all zeros. Both lose nothing."""
-    (expected, first), (_, second) = run_ranks(join, 2, library)
+    (expected, first), (_, second) = run_ranks(join, 2, library, "one-bit")
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, atol=2e-3, rtol=0)
 
@@ -214,9 +242,10 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
     ddp, on_cpu = place.model(build_model()), Place(CPU).model(build_model())
     unsure = place.model(build_model(), find_unused_parameters=True)
     for model, scheme, says in (
-        (ddp, "gcomp", "'gcomp' works on host memory: leave placement out"),
+        (ddp, "zlib", "'zlib' works on host memory: leave placement out"),
         (ddp, "auto", "'auto' works on host memory"),
         (ddp, schemes.by_name("one-bit", pull="raw"), 'pull="raw"'),
+        (ddp, schemes.by_name("embedded-float", bits=32), "bits=32 needs escapes"),
         (unsure, "two-bit", "find_unused_parameters=True"),
         (on_cpu, "one-bit", "this one is on cpu"),
         (build_model(), "one-bit", "is for DDP models"),
@@ -243,7 +272,15 @@ def test_what_needs_the_host_says_so(library: Path) -> None:
 
 def count_collectives(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
-    twice = ("one-bit", "one-bit in small messages", "one-bit by group, two means", "qsgd", "terngrad")
+    twice = (
+        "one-bit",
+        "one-bit in small messages",
+        "one-bit by group, two means",
+        "qsgd",
+        "terngrad",
+        "truncated-float",
+        "embedded-float direct",
+    )
     for name, per_bucket in (*((name, 2) for name in twice), ("plain", 1), ("sign-sgd", 1)):
         n_groups = len(LikeNccl.made)
         train(rank, place, SCHEMES[name](), n_steps=0)

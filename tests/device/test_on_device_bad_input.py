@@ -20,15 +20,16 @@ import gradwire
 from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_group import DeviceGroup
 from ranks import patience, run_ranks, try_ranks
 
 
-def meet_a_changed_message(rank: int, world_size: int, library: Path) -> None:
+def meet_a_changed_message(rank: int, world_size: int, library: Path, name: str, collective: str) -> None:
     """Rank 1 gets a changed byte of what rank 0 pushed: NaN on all ranks in this step, an error on all in the next one."""
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    attachment = attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
+    attachment = attach(ddp, optimizer, SCHEMES[name](), placement="device")
 
     def backward(step: int) -> bool:
         optimizer.zero_grad()
@@ -36,16 +37,16 @@ def meet_a_changed_message(rank: int, world_size: int, library: Path) -> None:
         return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters() if p.grad is not None]).isnan().any())
 
     assert not backward(0)
-    alltoall = LikeNccl.alltoall_base
+    exchange = getattr(LikeNccl, collective)
 
-    def change(group: LikeNccl, output: Tensor, tensor: Tensor, *sizes: Any) -> Any:
-        work = alltoall(group, output, tensor, *sizes)
+    def change(group: LikeNccl, received: Any, *others: Any) -> Any:
+        work = exchange(group, received, *others)
         work.wait()
         if rank == 1:
-            output[0, 40] ^= 1
+            received[0][-1] ^= 1
         return work
 
-    with mock.patch.object(LikeNccl, "alltoall_base", change):
+    with mock.patch.object(LikeNccl, collective, change):
         assert backward(1), "a mean without what rank 0 sent was handed out"
 
     def go_on() -> None:
@@ -57,8 +58,26 @@ def meet_a_changed_message(rank: int, world_size: int, library: Path) -> None:
     attachment.close()
 
 
-def test_a_message_that_is_changed_on_its_way(library: Path) -> None:
-    run_ranks(meet_a_changed_message, 2, library)
+@pytest.mark.parametrize(
+    ("name", "collective"),
+    [("one-bit", "alltoall_base"), ("embedded-float", "alltoall"), ("embedded-float direct", "alltoall")],
+)
+def test_a_message_that_is_changed_on_its_way(library: Path, name: str, collective: str) -> None:
+    run_ranks(meet_a_changed_message, 2, library, name, collective)
+
+
+def send_more_than_is_awaited(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin_with_kernels(library)
+    group = DeviceGroup(Communicator(), place.device)
+    for n_awaited, is_right in ((5, True), (4, False), (6, False)):
+        sent, received = (torch.full((n,), rank, dtype=torch.uint8, device=place.device) for n in (5, n_awaited))
+        nothing = sent[:0]
+        group.exchange([nothing, received] if rank == 0 else [received, nothing], [nothing, sent][:: 1 - 2 * rank])
+        assert bool((received.cpu() == 1 - rank).all()) == is_right
+
+
+def test_the_group_like_nccl_refuses_a_message_of_another_length(library: Path) -> None:
+    run_ranks(send_more_than_is_awaited, 2, library)
 
 
 def hold_other_factors(rank: int, world_size: int, library: Path) -> None:

@@ -68,6 +68,9 @@ SCHEMES: dict[str, Maker] = {
     "power-sgd-overlap": lambda: by_name("power-sgd-overlap", rank=3, min_compression_rate=0, error_feedback=False),
     "random-k": lambda: by_name("random-k", share=0.1),
     "random-k without feedback": lambda: by_name("random-k", share=0.3, error_feedback=False, seed=5),
+    "top-k": lambda: by_name("top-k", share=0.1),
+    "top-k without feedback": lambda: by_name("top-k", share=0.02, error_feedback=False),
+    "top-k after plain steps": lambda: by_name("top-k", share=0.05, warmup_steps=2),
 }
 
 

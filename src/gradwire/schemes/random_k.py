@@ -23,13 +23,10 @@ from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.patterns import FloatSum, Values
 from gradwire.schemes.compressed import count_of
-<<<<<<< HEAD
+from gradwire.schemes.on_device import Placed, StepsOnDevice
 from gradwire.schemes.plain_first import ADAM_WARMUP_STEPS
 from gradwire.schemes.selective import Selective
-=======
-from gradwire.schemes.on_device import Placed, StepsOnDevice
 from gradwire.schemes.sparse_on_device import RandomOnDevice
->>>>>>> 45c3480 (scheme: random-k reduces a device's buckets on the device: indices are drawn on the host, and copied without waiting)
 from gradwire.wire.wire import Wire
 
 

@@ -5,5 +5,6 @@
 #include "grouped.hpp"
 #include "low_rank.hpp"
 #include "quantised.hpp"
+#include "selection.hpp"
 #include "ternary.hpp"
 #include "truncated_float.hpp"

@@ -65,6 +65,16 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_grouped_unpack);
   GW_ENTRY(gw_signs_pack);
   GW_ENTRY(gw_signs_vote);
+  GW_ENTRY(gw_select_begin);
+  GW_ENTRY(gw_select_count);
+  GW_ENTRY(gw_select_narrow);
+  GW_ENTRY(gw_select_try);
+  GW_ENTRY(gw_select_adapt);
+  GW_ENTRY(gw_select_measure);
+  GW_ENTRY(gw_select_place);
+  GW_ENTRY(gw_select_bases);
+  GW_ENTRY(gw_select_write);
+  GW_ENTRY(gw_select_add);
   GW_ENTRY(gw_ternary_measure);
   GW_ENTRY(gw_ternary_scales);
   GW_ENTRY(gw_ternary_count);

@@ -31,9 +31,11 @@ from torch import Tensor
 
 import gradwire
 from gradwire import schemes
+from gradwire.core.site import DeviceSite
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme
-from ranks import run_ranks
+from gradwire.wire.communicator import Communicator
+from ranks import patience, run_ranks
 
 Maker = Callable[[], Scheme]
 
@@ -77,7 +79,14 @@ SCHEMES: dict[str, Maker] = {
     "acp-sgd, drawn anew": lambda: by_name("acp-sgd", rank=1, reuse=False, buffer_mb=0.0, factor_dtype="bfloat16"),
     "power-sgd": lambda: by_name("power-sgd", rank=2, min_compression_rate=0),
     "power-sgd-overlap": lambda: by_name("power-sgd-overlap", rank=3, min_compression_rate=0, error_feedback=False),
+    "random-k": lambda: by_name("random-k", share=0.1),
+    "random-k without feedback": lambda: by_name("random-k", share=0.3, error_feedback=False, seed=5),
+    "top-k": lambda: by_name("top-k", share=0.1),
+    "top-k without feedback": lambda: by_name("top-k", share=0.02, error_feedback=False),
+    "top-k after plain steps": lambda: by_name("top-k", share=0.05, warmup_steps=2),
 }
+
+SUMS_OF_FLOATS = ("acp-sgd", "power-sgd", "random-k")
 
 
 def begin_with_kernels(library: Path) -> tuple[Any, Place]:
@@ -119,8 +128,8 @@ def train_on_both(
             with counting_waits_of_hooks(late) as waits:
                 found = train(rank, device, SCHEMES[name]())
             assert not any(waits), f"{name}: autograd's thread waited for the device"
-            # Of more than two ranks the backends add factors each in its own order.
-            most = 1e-5 if world_size > 2 and name.startswith(("acp-sgd", "power-sgd")) else 0.0
+            # Of more than two ranks the backends add floats each in its own order.
+            most = 1e-5 if world_size > 2 and name.startswith(SUMS_OF_FLOATS) else 0.0
             off = float((found - expected).abs().max())
             assert off <= most, f"{name}, {lateness_us} us: off by {off}"
             trained[name, lateness_us] = found
@@ -149,6 +158,7 @@ SEVERAL: dict[Feature, list[str]] = {
         "one-bit by group, two means",
         "terngrad",
         "sign-sgd",
+        "random-k",
         "acp-sgd",
         "truncated-float at random",
         "embedded-float direct",
@@ -165,9 +175,19 @@ SEVERAL: dict[Feature, list[str]] = {
         "plain",
         "acp-sgd",
         "power-sgd",
+        "random-k",
+        "random-k without feedback",
     ],
     meet_nan: ["plain", "truncated-float", "embedded-float direct"],
-    stop_and_resume: ["truncated-float at random", "one-bit", "one-bit by group", "two-bit", "acp-sgd", "power-sgd"],
+    stop_and_resume: [
+        "one-bit",
+        "one-bit by group",
+        "two-bit",
+        "random-k",
+        "acp-sgd",
+        "power-sgd",
+        "truncated-float at random",
+    ],
 }
 
 
@@ -226,7 +246,7 @@ def compare_nans(rank: int, world_size: int, library: Path, name: str) -> tuple[
         return expected, meet_nan(rank, device, SCHEMES[name]())
 
 
-@pytest.mark.parametrize("name", ["one-bit", "sign-sgd"])
+@pytest.mark.parametrize("name", ["one-bit", "sign-sgd", "random-k"])
 def test_a_message_with_a_nan_is_nan_altogether(library: Path, name: str) -> None:
     """On a CPU, where the bucket is sent again plainly, only the values are that are NaN in their sum."""
     (expected, first), (_, second) = run_ranks(compare_nans, 2, library, name)
@@ -267,11 +287,36 @@ def test_what_needs_the_host_says_so(library: Path) -> None:
     run_ranks(refuse, 1, library)
 
 
+# ---- what the host gives to the device
+
+
+def upload_late(rank: int, world_size: int, library: Path) -> None:
+    late, place = begin_with_kernels(library)
+    site = DeviceSite(Communicator(), [place.device])
+    late.set_lateness_us(0)
+    late.set_stream_lateness_us(0, site.stream.stream_id, int(50_000 * patience()))
+    with site.stream:
+        first = site.upload(torch.arange(3))
+        assert len(site._uploads) == 1
+        site.upload(torch.arange(4))
+        assert len(site._uploads) == 2, "memory was given up that the device has not read yet"
+        site.stream.synchronize()
+        site.upload(torch.arange(5))
+    assert len(site._uploads) == 1
+    site.stream.synchronize()
+    assert first.tolist() == [0, 1, 2]
+
+
+def test_what_the_device_has_not_read_is_kept(library: Path) -> None:
+    run_ranks(upload_late, 1, library)
+
+
 # ---- what the backend is asked for
 
 
 def count_collectives(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
+    once = ("plain", "sign-sgd", "random-k")
     twice = (
         "one-bit",
         "one-bit in small messages",
@@ -281,7 +326,7 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
         "truncated-float",
         "embedded-float direct",
     )
-    for name, per_bucket in (*((name, 2) for name in twice), ("plain", 1), ("sign-sgd", 1)):
+    for name, per_bucket in (*((name, 1) for name in once), *((name, 2) for name in twice)):
         n_groups = len(LikeNccl.made)
         train(rank, place, SCHEMES[name](), n_steps=0)
         (own,) = LikeNccl.made[n_groups:]
@@ -291,5 +336,5 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
         assert LikeNccl.made[-1].n_started == per_bucket * len(waits)
 
 
-def test_two_collectives_a_bucket(library: Path) -> None:
+def test_one_or_two_collectives_a_bucket(library: Path) -> None:
     run_ranks(count_collectives, 2, library)

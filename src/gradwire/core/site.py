@@ -82,6 +82,7 @@ class DeviceSite:
         self._on_host = torch.empty(2, dtype=torch.int32, pin_memory=True)
         self._arrival: torch.Event | None = None
         self._read = torch.empty(0, dtype=torch.int64)
+        self._uploads: list[tuple[torch.Event, torch.Tensor]] = []
 
     def scratch(self, name: str, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """(n_elements,) of work space on the device that lives until the next call with this name."""
@@ -114,6 +115,23 @@ class DeviceSite:
         """As `sum`, the largest of every element."""
         self.group.largest(values)
         record.count_exchanged(ring_bytes(values.numel() * values.element_size(), self._world_size))
+
+    def upload(self, values: torch.Tensor) -> torch.Tensor:
+        """The host's `values` on the device, by an enqueued copy; on the lane, with the stream current.
+
+        The pinned memory that it is made from is kept until the device has read it.
+        """
+        self._uploads = [(read, kept) for read, kept in self._uploads if not read.query()]
+        pinned = values.pin_memory()
+        uploaded = pinned.to(self.device, non_blocking=True)
+        read = torch.Event(device=self.device)
+        read.record(self.stream)
+        self._uploads.append((read, pinned))
+        return uploaded
+
+    def divide(self, values: torch.Tensor, divisor: float) -> torch.Tensor:
+        """Divide `values` in place, rounding once as a CPU does: by a scalar, a GPU multiplies by its reciprocal."""
+        return values.div_(torch.full((1,), divisor, dtype=values.dtype, device=self.device))
 
     def note_finite(self, values: torch.Tensor) -> bool:
         """Note whether all `values` are finite, which the host does not know yet: True; with the stream current."""
@@ -157,6 +175,7 @@ class DeviceSite:
         """Let go of memory and connections, after the lane has ended."""
         self._memory.clear()
         self.group.close(self.stream)
+        self._uploads.clear()
 
 
 class ResidentBucket:

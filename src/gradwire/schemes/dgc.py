@@ -28,6 +28,7 @@ from gradwire.core.feedback import Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.gpu.selection import Sample
 from gradwire.schemes.compressed import WithMomenta, count_of
 from gradwire.schemes.plain_first import check_steps
 from gradwire.schemes.selection import Selection, matrices
@@ -285,12 +286,8 @@ def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -
     never settles gives way to an exact one.
     """
     n = values.numel()
-    n_samples = max(math.ceil(_SAMPLED_SHARE * n), math.ceil(2 * n / k), _MIN_SAMPLES)
-    if n_samples >= n:
-        sample, n_top = values, k
-    else:
-        sample = values[torch.randint(n, (n_samples,), generator=generator)]
-        n_top = max(1, round(n_samples * k / n))
+    places, n_top = draw_sample(n, k, generator)
+    sample = values if places is None else values[places]
     threshold = float(sample.abs().topk(n_top).values[-1])
     found = torch.empty(min(n, 2 * k + 1), dtype=torch.int32)
     lowest, highest = 0.0, math.inf  # thresholds known to select too many, too few
@@ -311,7 +308,17 @@ def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -
         _native.select_largest(values, found)
         return found[values[found.long()] != 0]
     found = found[:count]
-    if count > k:
-        kept = values[found.long()].abs().topk(k).indices
-        found = found[kept].sort().values
+    if count > k:  # of equal magnitudes the first
+        kept = torch.empty(k, dtype=torch.int32)
+        _native.select_largest(values[found.long()], kept)
+        found = found[kept.long()]
     return found
+
+
+def draw_sample(n_elements: int, k: int, generator: torch.Generator) -> Sample:
+    """Which of n values the threshold for the largest k is taken from."""
+    n_samples = max(math.ceil(_SAMPLED_SHARE * n_elements), math.ceil(2 * n_elements / max(k, 1)), _MIN_SAMPLES)
+    if n_samples >= n_elements:
+        return Sample(None, k)
+    places = torch.randint(n_elements, (n_samples,), generator=generator)
+    return Sample(places, max(1, round(n_samples * k / n_elements)))

@@ -18,11 +18,15 @@ from torch import Tensor
 
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.patterns import FloatSum, Values
 from gradwire.schemes.compressed import count_of
+from gradwire.schemes.on_device import Placed, StepsOnDevice
 from gradwire.schemes.plain_first import ADAM_WARMUP_STEPS
 from gradwire.schemes.selective import Selective
+from gradwire.schemes.sparse_on_device import RandomOnDevice
 from gradwire.wire.wire import Wire
 
 
@@ -33,7 +37,7 @@ class RandomElements:
         self.share, self.seed = share, seed
 
     def encode(self, values: Values, wire: Wire) -> tuple[Tensor, bool]:
-        unsent, places = values.summed(wire), self._places(values.bucket)
+        unsent, places = values.summed(wire), self.places(values.bucket)
         # One pass without a copy: the largest magnitude is NaN or Inf if anything is, drawn or not.
         is_finite = math.isfinite(float(torch.linalg.vector_norm(unsent, float("inf"))))
         payload = unsent[places]
@@ -42,17 +46,18 @@ class RandomElements:
         return payload, is_finite
 
     def decode(self, total: Tensor, values: Values, wire: Wire) -> None:
-        places, out = self._places(values.bucket), values.gradient
+        places, out = self.places(values.bucket), values.gradient
         share = places.numel() / out.numel() if values.residual is None else 1.0
         out.zero_()
         out[places] = total.div_(wire.world_size * share).to(out.dtype)
 
-    def _places(self, bucket: Bucket) -> Tensor:
+    def places(self, bucket: Bucket) -> Tensor:
+        """(count,) int64: which elements of the bucket are sent in its step."""
         n = bucket.n_elements
         return draw_indices(self.seed, bucket.step, bucket.index, n, count_of(self.share, n))
 
 
-class RandomK(Selective):
+class RandomK(Placed, Selective):
     """Mean over the ranks of elements drawn anew for every bucket and step, zero elsewhere; with error feedback.
 
     Args:
@@ -80,6 +85,9 @@ class RandomK(Selective):
     def configuration(self) -> dict[str, Any]:
         shared = {"share": self.share, "error_feedback": self.error_feedback, "seed": self.seed}
         return shared | self._selective_configuration
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        return RandomOnDevice(session, site, self._payload.places, self.error_feedback)
 
 
 def draw_indices(seed: int, step: int, bucket: int, n_elements: int, count: int) -> Tensor:

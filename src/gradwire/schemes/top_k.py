@@ -18,11 +18,15 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.control.checks import share as check_share
+from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.errors import CorruptMessage
 from gradwire.exchange.patterns import Gather, Values
 from gradwire.schemes.compressed import count_of
+from gradwire.schemes.on_device import Placed, StepsOnDevice
 from gradwire.schemes.plain_first import ADAM_WARMUP_STEPS
 from gradwire.schemes.selective import Selective
+from gradwire.schemes.sparse_on_device import LargestOnDevice
 from gradwire.wire.wire import Wire
 
 _BLOCK_BITS = 16
@@ -93,7 +97,7 @@ def _n_blocks(n_elements: int) -> int:
     return -(-n_elements >> _BLOCK_BITS)
 
 
-class TopK(Selective):
+class TopK(Placed, Selective):
     """Mean over the ranks of each rank's largest elements: (index int32, value float32) of each, with error feedback.
 
     Args:
@@ -115,3 +119,6 @@ class TopK(Selective):
     def configuration(self) -> dict[str, Any]:
         shared = {"share": self.share, "error_feedback": self.error_feedback}
         return shared | self._selective_configuration
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        return LargestOnDevice(session, site, self.share, self.error_feedback)

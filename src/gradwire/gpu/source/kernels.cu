@@ -5,6 +5,7 @@
 #include "grouped.hpp"
 #include "low_rank.hpp"
 #include "quantised.hpp"
+#include "selection.hpp"
 #include "signs.hpp"
 #include "ternary.hpp"
 #include "truncated_float.hpp"

@@ -152,3 +152,29 @@ def test_inspect_prints_text_from_files_as_it_is_and_writes_json(tmp_path, capsy
     assert main(["inspect", str(tmp_path / "run.json"), "--json", str(tmp_path / "out.json")]) == 0
     assert "[red]x[/red]" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())[0]["name"] == "[red]x[/red]"
+
+
+def test_inspect_prints_no_markup_and_no_escape_sequence_of_a_file(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"[/red]": "a", "name\x1b[2J": "\x1b]0;title\x07\u202e", "kind": "\x1b[2J"}))
+    assert main(["inspect", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "[/red]" in said
+    assert "\\x1b]0;title\\x07\\u202e" in said
+    assert not {"\x1b", "\x07", "\u202e"} & set(said)
+
+
+class _Harm:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (open, (str(self.file), "w"))
+
+
+def test_code_in_a_torch_file_does_not_run(tmp_path):
+    path, sign = tmp_path / "rank-0.pt", tmp_path / "it ran"
+    torch.save({"scheme": "top-k", "configuration": _Harm(sign), "world_size": 1, "rank": 0}, path)
+    with pytest.raises(gradwire.CorruptMessage, match="weights_only=True"):
+        inspect_path(path)
+    assert not sign.exists()

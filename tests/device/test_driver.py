@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,27 @@ def test_what_was_compiled_is_kept_and_what_does_not_load_is_compiled_anew(machi
     machine.kernels()
     assert machine.library.stub_compilations() == before + 2
     assert kept.read_bytes().startswith(b"compiled sm_90")
+
+
+def test_what_others_may_have_written_is_not_loaded(machine: Machine, tmp_path: Path) -> None:
+    folder = tmp_path / "gradwire" / "kernels"
+    machine.kernels()
+    (kept,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, kept.stat().st_mode & 0o777) == (0o700, 0o600)
+    for path, mode in ((kept, 0o620), (kept, 0o602), (folder, 0o770), (folder, 0o707)):
+        path.chmod(mode)
+        before = machine.library.stub_compilations()
+        machine.kernels()
+        assert machine.library.stub_compilations() == before + 1, (path, oct(mode))
+        folder.chmod(0o700)
+        kept.chmod(0o600)
+    before = machine.library.stub_compilations()
+    machine.kernels()
+    assert machine.library.stub_compilations() == before
+    if os.geteuid() == 0:
+        os.chown(kept, 12345, -1)
+        machine.kernels()
+        assert machine.library.stub_compilations() == before + 1
 
 
 def test_nothing_is_kept_where_nothing_can_be(

@@ -83,6 +83,33 @@ def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme:
     check_all_raised(outcomes, gradwire.PeerLost, "restart from the last checkpoint", dead=(1,))
 
 
+def train_with_planted_note(rank: int, world_size: int, note: str) -> None:
+    def fault(rank: int, step: int, attachment: Any) -> None:
+        if (rank, step) == (1, BAD_STEP):
+            communicator = attachment.communicator
+            communicator._store.set(communicator._name + "/failure", note)
+            os._exit(9)
+
+    train(rank, "gcomp", fault)
+
+
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        ("no note", "rank 1"),
+        ("5", "rank 1"),
+        ('{"rank": 0}', "rank 1"),
+        ('{"rank": 7, "type": "PeerLost", "message": "x"}', "rank 1"),
+        ('{"rank": 1, "type": "annotations", "message": "no error of ours"}', "no error of ours"),
+        ('{"rank": 1, "type": "__class__", "message": "no error of ours"}', "no error of ours"),
+    ],
+)
+def test_note_that_no_rank_of_ours_wrote_is_still_a_typed_error(note: str, words: str) -> None:
+    outcomes = try_ranks(train_with_planted_note, 2, note)
+    assert outcomes[1].exit_code == 9, outcomes[1].traceback
+    check_all_raised(outcomes, gradwire.PeerLost, words, dead=(1,))
+
+
 class Sabotaged:
     """A codec that does harm on one rank, from some call on."""
 

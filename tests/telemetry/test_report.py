@@ -55,6 +55,29 @@ def test_page_is_one_file_without_script_or_address(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
 
 
+def test_names_from_files_stay_text(tmp_path: Path) -> None:
+    """Without a browser: no element or attribute comes of them; test_report_in_browser.py sees that nothing runs."""
+    found: list[tuple[str, str]] = []
+
+    class Reader(html.parser.HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, ""))
+            found.extend((tag, name) for name, _ in attrs)
+
+    harm = "\"'><script>x()</script><img src=x onerror=x()></style></svg>{{ 7 * 6 }}"
+    records = train_records()
+    for record in records:
+        record["scheme"] = harm + record["scheme"]
+        record.update(workload=harm, cpu=harm)
+    (tmp_path / "train.json").write_text(json.dumps(records))
+    page = write_report([tmp_path / "train.json"], tmp_path / "report.html", title=harm).read_text()
+    Reader().feed(page)
+    assert page.count("&lt;img src=x onerror=x()&gt;") >= 3
+    assert "{{ 7 * 6 }}" in page
+    assert {"script", "img", "iframe", "object"} & {tag for tag, _ in found} == set()
+    assert not [(tag, name) for tag, name in found if name.startswith("on") or name == "src"]
+
+
 def test_same_input_gives_the_same_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "plain", "plain", n_steps=20)
     first, second = (write_report([run], tmp_path / f"{n}.html").read_bytes() for n in range(2))

@@ -41,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
     for path in args.paths:
         record = {"path": str(path), **inspect_path(path)}
         records.append(record)
-        table = Table(title=Text(f"{path}: {record['kind']}"), title_justify="left", show_header=False)
+        # Text, not markup, and without a terminal's escape sequences: names come from files that anyone may have written.
+        title = Text(_printable(f"{path}: {record['kind']}"))
+        table = Table(title=title, title_justify="left", show_header=False)
         for key, value in record.items():
             if key not in ("path", "kind"):
-                # Text, not markup: names come from files that anyone may have written.
-                table.add_row(key, Text(_show(value)))
+                table.add_row(Text(_printable(key)), Text(_printable(_show(value))))
         console.print(table)
     if args.json is not None:
         try:
@@ -236,6 +237,10 @@ def _read_json(path: Path) -> Any:
         if path.suffix in (".json", ".jsonl"):
             raise CorruptMessage(f"{path} is no JSON: {error}") from error
         raise InvalidArgument(f"{path} is nothing that gradwire writes; {_FORMAT_ADVICE}") from error
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 def _show(value: Any) -> str:

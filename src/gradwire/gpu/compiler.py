@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -119,14 +120,23 @@ def compiled_for(architecture: int, load: _Load = ctypes.CDLL, *, again: bool = 
     kept = _cache_folder() / f"{target}_{key}"
     if not again:
         with contextlib.suppress(OSError):
-            return kept.read_bytes()
+            if _is_ours_alone(kept.parent) and _is_ours_alone(kept):
+                return kept.read_bytes()
     image = compiler.compile(target)
     with contextlib.suppress(OSError):  # no home, a full disk: it is compiled in every process then
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        whole = kept.with_name(f"{kept.name}.{os.getpid()}")
-        whole.write_bytes(image)
-        whole.replace(kept)
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_ours_alone(kept.parent):
+            whole = kept.with_name(f"{kept.name}.{os.getpid()}")
+            whole.write_bytes(image)
+            whole.chmod(0o600)
+            whole.replace(kept)
     return image
+
+
+def _is_ours_alone(path: Path) -> bool:
+    """Whether nobody but this user can have written it: what lies there runs with this user's data. Raises: OSError."""
+    found = path.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _cache_folder() -> Path:

@@ -258,12 +258,9 @@ class Communicator:
                 failure.__cause__ = error
             if isinstance(failure, PeerLost):
                 failure = self._name_who_closed(failure)
-            origin, note = self._exchange_notes(failure)
+            origin, cls, message = self._exchange_notes(failure)
             if origin != self.rank:
-                cls = getattr(errors, note["type"], PeerLost)
-                told = cls(
-                    note["message"] if cls is PeerLost else f"rank {self.members[origin]} raised: {note['message']}"
-                )
+                told = cls(message if cls is PeerLost else f"rank {self.members[origin]} raised: {message}")
                 told.__cause__ = error
                 failure = told
             self._failure = failure
@@ -277,18 +274,21 @@ class Communicator:
         _try_for(_NOTE_WAIT_S, lambda: better.extend(self.closing.blame(lost)))
         return better[0] if better else lost
 
-    def _exchange_notes(self, failure: GradwireError) -> tuple[int, dict[str, str]]:
-        """Leave a note unless a peer has left one before; returns the note that stands and the rank that wrote it."""
-        mine = {"rank": self.rank, "type": type(failure).__name__, "message": str(failure)}
-        standing: list[dict[str, Any]] = [mine]
+    def _exchange_notes(self, failure: GradwireError) -> tuple[int, type[GradwireError], str]:
+        """Leave a note unless a peer has left one before; returns the one that stands: its rank, error and message.
+
+        One that no rank of ours can have written counts as none.
+        """
+        mine = json.dumps({"rank": self.rank, "type": type(failure).__name__, "message": str(failure)})
+        standing = [_read_note(mine, self.world_size)]
 
         def exchange() -> None:
-            standing[0] = json.loads(self._store.compare_set(self._name + "/failure", "", json.dumps(mine)))
+            note = self._store.compare_set(self._name + "/failure", "", mine)
             self._store.add(self._name + "/readers", 1)
+            standing[0] = _read_note(note, self.world_size)
 
         _try_for(_NOTE_WAIT_S, exchange)
-        note = standing[0]
-        return int(note["rank"]), {"type": str(note["type"]), "message": str(note["message"])}
+        return standing[0]
 
     def _let_peers_read(self) -> None:
         """Rank 0, which usually hosts the store, stays until the others have read the note; not for one that died."""
@@ -378,6 +378,15 @@ _open_communicators: set[Communicator] = set()
 def _abandon_lanes() -> None:
     for communicator in list(_open_communicators):
         communicator._abandon()
+
+
+def _read_note(note: str | bytes, world_size: int) -> tuple[int, type[GradwireError], str]:
+    """The rank that left it, the error (PeerLost for an unknown one) and its message. Raises: Exception (no note)."""
+    fields = json.loads(note)
+    rank, cls = int(fields["rank"]), getattr(errors, str(fields["type"]), None)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"no rank {rank}")
+    return rank, cls if isinstance(cls, type) and issubclass(cls, GradwireError) else PeerLost, str(fields["message"])
 
 
 def _try_for(limit_s: float, action: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from lab_watch import CLI, is_running, wait_until
 from gradwire.errors import InvalidArgument, PeerLost
 from gradwire.ranks.launch import launch_ranks, start_ranks
 from gradwire.ranks.network import current_network
+from gradwire.ranks.supervisor import end_on_signals, run_to_end
 from ranks import patience
 
 
@@ -162,6 +163,30 @@ def test_a_signal_to_the_command_line_reaches_the_ranks(number: int, status: int
     assert owner.wait(30 * patience()) == status
     assert (tmp_path / "0").exists()
     assert (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_reaches_a_command_that_has_time_to_end(number: int, raised: type, tmp_path: Path) -> None:
+    script = "trap 'sleep 0.5; echo ended; exit 5' INT TERM; echo up; while :; do sleep 0.1; done"
+    out = tmp_path / "out"
+
+    def interrupt() -> None:
+        wait_until(lambda: out.read_text() == "up\n", "the command starts")
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    with out.open("wb") as output, end_on_signals():
+        thread.start()
+        with pytest.raises(raised):
+            run_to_end(shell(script), output)
+    thread.join()
+    assert out.read_text() == "up\nended\n"
+
+
+def test_a_command_that_ends_by_itself_gives_its_status(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as output:
+        assert run_to_end(shell("echo a; echo b >&2; exit 7"), output) == 7
+    assert (tmp_path / "out").read_text() == "a\nb\n"
 
 
 def test_ranks_on_loopback_die_with_a_killed_owner(tmp_path: Path) -> None:

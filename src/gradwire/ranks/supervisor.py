@@ -17,7 +17,7 @@ from typing import IO
 
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 
-__all__ = ["LaunchResult", "RankSet", "end_on_signals"]
+__all__ = ["LaunchResult", "RankSet", "end_on_signals", "run_to_end"]
 
 # Runs before each rank's command, in the new process: enters the lab's namespaces, asks to be killed with its owner,
 # and executes the command. A program of its own, for between fork and exec a process with threads (torch) may do
@@ -42,6 +42,7 @@ except OSError as error:
 """
 
 _TERM_TO_KILL_S = 5.0  # what a rank gets to end after SIGTERM or SIGINT; DDP and Gloo need well under one second
+_COMMAND_TO_KILL_S = 30.0  # what a command with ranks gets: theirs, and its own clearing up
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,8 @@ class RankSet:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], namespaces: Sequence[int] = ()) -> None:
         """Start the next rank; `namespaces` are descriptors for it to enter, in this order."""
-        # The kernel sends "parent died" when the *thread* that started a process ends: only the main one lasts.
-        owner = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        words = ",".join(map(str, [owner, *namespaces]))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PRELUDE, words, *command],
+            _owned(command, namespaces),
             env=dict(environment),
             pass_fds=tuple(namespaces),
             stdin=subprocess.DEVNULL,
@@ -292,6 +290,37 @@ class _OutputForwarder:
             stream = sys.stderr if is_error else sys.stdout
             stream.write("".join(f"[{rank}] {line}\n" for line in lines))
             stream.flush()
+
+
+def _owned(command: Sequence[str], namespaces: Sequence[int] = ()) -> list[str]:
+    """`command`, to be started by this thread, behind the prelude: it dies with this process."""
+    # The kernel sends "parent died" when the *thread* that started a process ends: only the main one lasts.
+    owner = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+    words = ",".join(map(str, [owner, *namespaces]))
+    return [sys.executable, "-I", "-S", "-c", _PRELUDE, words, *command]
+
+
+def run_to_end(command: Sequence[str], output: IO[bytes]) -> int:
+    """Run a command that may have ranks of its own, with all it prints in `output`; returns its exit status.
+
+    Ctrl-C and SystemExit (`end_on_signals`) reach it as SIGINT and SIGTERM, and are raised again once it has ended,
+    with time to end its ranks; a second Ctrl-C kills it. If this process is killed, so is the command.
+
+    Raises: OSError (it cannot be started).
+    """
+    process = subprocess.Popen(
+        _owned(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait()
+    except BaseException as error:
+        process.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+        with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.wait(_COMMAND_TO_KILL_S)
+        raise
+    finally:
+        process.kill()  # nothing where it has been waited for
+        process.wait()
 
 
 @contextlib.contextmanager

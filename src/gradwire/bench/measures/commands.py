@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from gradwire.bench.measures import Call
 from gradwire.bench.measures.gradient_files import gradient_file
 from gradwire.errors import GradwireError
+from gradwire.ranks.supervisor import run_to_end
 from gradwire.registry import spec_of
 from gradwire.results.experiment import Cell
 from gradwire.results.store import Record
@@ -94,7 +94,7 @@ def run_process(command: list[str], log: Path) -> None:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
-            status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+            status = run_to_end(command, output)
     except OSError as error:
         raise GradwireError(f"could not write {log} or start {command[0]}: {error.strerror or error}") from error
     if status:

@@ -10,6 +10,7 @@ from gradwire.bench import provenance
 from gradwire.bench.catalogue import EXPERIMENTS, book
 from gradwire.bench.runner import Runner
 from gradwire.errors import InvalidArgument
+from gradwire.ranks.supervisor import end_on_signals
 from gradwire.results.experiment import Experiment, Table
 from gradwire.results.grids import make_grids
 from gradwire.results.store import Store, find_root, machine_name
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{duration(runner.estimate_s([one])):>8}  {one.name} ({len(one.cells)} cells)")
         print(f"{len(left)} runs, about {duration(runner.estimate_s(left))}")
         return 0
-    status = runner.run(left, n_finished)
+    with end_on_signals():
+        status = runner.run(left, n_finished)
     show(chosen, store, args.wide)
     return status
 

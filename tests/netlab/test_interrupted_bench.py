@@ -1,0 +1,124 @@
+"""A benchmark that is interrupted leaves no process, namespace or folder behind, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_watch import child_pids, is_running, network_namespaces, wait_until
+
+from ranks import patience
+
+_SCRIPT = Path(__file__).with_name("interrupted_bench.py")
+
+
+class _Bench:
+    """The command, started anew by every `start`, with what it says and all that it started."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "tmp").mkdir()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, rate: str) -> subprocess.Popen[bytes]:
+        words = ["--root", str(self._folder), "--machine", "here", "--folder", str(self._folder / "runs")]
+        with (self._folder / "said").open("wb") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, str(_SCRIPT), rate, *words],
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(self._folder / "tmp")},
+            )
+        return self.process
+
+    @property
+    def said(self) -> str:
+        return (self._folder / "said").read_text()
+
+    @property
+    def seeds(self) -> list[int]:
+        path = self._folder / "results/here/small.jsonl"
+        return [json.loads(line)["seed"] for line in path.read_text().splitlines()] if path.exists() else []
+
+    def descendants(self) -> list[int]:
+        assert self.process is not None
+        found, new = [], [self.process.pid]
+        while new:
+            try:
+                children = child_pids(new.pop())
+            except OSError:  # it has ended
+                continue
+            found += children
+            new += children
+        return found
+
+    def ranks(self) -> list[int]:
+        """Those that have come as far as training: gradwire's core is loaded."""
+        return [
+            pid for pid in self.descendants() if _read(pid, "environ", b"\0RANK=") and _read(pid, "maps", b"_native")
+        ]
+
+    @property
+    def leftovers(self) -> list[str]:
+        return sorted(path.name for path in (self._folder / "tmp").iterdir() if path.name.startswith("gradwire"))
+
+
+def _namespace(pid: int) -> int:
+    return os.stat(f"/proc/{pid}/ns/net").st_ino
+
+
+def _read(pid: int, name: str, word: bytes) -> bool:
+    """Whether the word is in the process's file of that name."""
+    try:
+        return word in b"\0" + Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # it has ended
+        return False
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[_Bench]:
+    bench = _Bench(tmp_path)
+    yield bench
+    for pid in bench.descendants():  # where the test failed
+        os.kill(pid, signal.SIGKILL)
+    if bench.process is not None:
+        bench.process.kill()
+        bench.process.wait()
+
+
+def _interrupt(bench: _Bench, number: int, status: int) -> None:
+    """While ranks train, and see all end that was started."""
+    wait_until(lambda: len(bench.ranks()) == 2, "the ranks train", 60)
+    assert bench.process is not None
+    started = bench.descendants()
+    namespaces = set(map(_namespace, started)) - {_namespace(os.getpid())}
+    bench.process.send_signal(number)
+    assert bench.process.wait(60 * patience()) == status, bench.said
+    wait_until(lambda: not any(map(is_running, started)), "ranks, their launcher and the network process end")
+    wait_until(lambda: not namespaces & network_namespaces(), "the namespaces are empty")
+    if number != signal.SIGKILL:
+        assert bench.leftovers == []
+
+
+@pytest.mark.root
+def test_nothing_is_left_of_a_benchmark_in_a_lab_that_is_killed(bench: _Bench) -> None:
+    bench.start("1gbit,1gbit")
+    _interrupt(bench, signal.SIGKILL, -signal.SIGKILL)
+    assert bench.seeds == []
+
+
+def test_interrupted_benchmark_goes_on_with_the_same_command(bench: _Bench) -> None:
+    bench.start("none")
+    wait_until(lambda: "[2/2]" in bench.said, "the first run is measured", 60)
+    _interrupt(bench, signal.SIGTERM, 143)
+    assert bench.seeds == [1, 1]
+    assert bench.start("none").wait(60 * patience()) == 0, bench.said
+    assert "1 runs are finished" in bench.said
+    assert "[1/1] small seed=2" in bench.said
+    assert bench.seeds == [1, 1, 2, 2]

@@ -124,6 +124,18 @@ def test_every_scheme_codec_and_pattern_is_drawn() -> None:
     assert {one.get("pattern") for one in drawn} >= set(models.PATTERNS)
 
 
+def test_plain_first_steps_end_within_what_is_drawn() -> None:
+    begins = [
+        one
+        for one in schemes_drawn.VARIANTS
+        if 0 < one.options.get("warmup_steps", one.options.get("start_step", 0)) < 4  # of 5 to 8 steps
+    ]
+    assert {one.name for one in begins} >= {
+        "one-bit", "two-bit", "dgc", "top-k", "random-k", "acp-sgd", "power-sgd", "power-sgd-overlap",
+    }  # fmt: skip
+    assert {one.options.get("levels") for one in begins if one.name == "two-bit"} == {None, 4}
+
+
 def test_seals_are_those_of_the_formats() -> None:
     """A sealed message that nothing was changed in is the message: the checksums here are the formats'."""
     found = launch(_seal_all, 1)[0]

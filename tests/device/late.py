@@ -158,6 +158,9 @@ class LikeNccl(dist.ProcessGroup):
             lambda gloo, views: gloo.alltoall_base(views[0].view(-1), views[1].view(-1), [], []).wait(),
         )
 
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._start([*outputs, *inputs], list(outputs), lambda gloo, views: _swap(gloo, self.rank(), views))
+
     def shutdown(self) -> None:
         """Nothing is under way."""
 
@@ -171,6 +174,20 @@ class LikeNccl(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         return self._start([], [], lambda gloo, views: gloo.barrier().wait())
+
+
+def _swap(gloo: Any, rank: int, views: list[torch.Tensor]) -> None:
+    """Each rank's `views`: what comes from each, then what goes to each. Ends that differ are refused on all ranks."""
+    received, sent = views[: len(views) // 2], views[len(views) // 2 :]
+    lengths = torch.tensor([[view.numel() for view in tensors] for tensors in (received, sent)])
+    by_rank = torch.empty((len(sent), 2, len(sent)), dtype=torch.int64)
+    gloo._allgather_base(by_rank.view(-1), lengths.view(-1)).wait()
+    if not torch.equal(by_rank[:, 0].t(), by_rank[:, 1]):
+        raise RuntimeError("like_nccl: a message is not as long as its receiver has it; NCCL would hang")
+    here = torch.empty(int(lengths[0].sum()), dtype=sent[rank].dtype)
+    gloo.alltoall_base(here, torch.cat(sent), lengths[0].tolist(), lengths[1].tolist()).wait()
+    for view, part in zip(received, here.split(lengths[0].tolist()), strict=True):
+        view.copy_(part)
 
 
 class _Work(dist._Work):

@@ -46,6 +46,17 @@ def by_name(name: str, **options: Any) -> Scheme:
 SCHEMES: dict[str, Maker] = {
     "plain": lambda: by_name("plain"),
     "bf16": lambda: by_name("bf16"),
+    "truncated-float": lambda: by_name("truncated-float"),
+    "truncated-float at random": lambda: by_name(
+        "truncated-float", bits=6, rounding="stochastic", seed=7, partition=32, chunk_elements=300
+    ),
+    "truncated-float direct": lambda: by_name(
+        "truncated-float", format="native", bits=12, rounding="stochastic", topology="direct", chunk_elements=400
+    ),
+    "embedded-float": lambda: by_name("embedded-float"),
+    "embedded-float direct": lambda: by_name(
+        "embedded-float", bits=13, partition=64, topology="direct", chunk_elements=500
+    ),
     "one-bit": lambda: by_name("one-bit"),
     "one-bit in small messages": lambda: by_name("one-bit", scale="two-means", chunk_elements=500),
     "one-bit without feedback": lambda: by_name("one-bit", error_feedback=False),
@@ -117,9 +128,11 @@ def train_on_both(
     return trained
 
 
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize(("world_size", "latenesses_us"), [(1, [1_000]), (2, [0, 5_000]), (3, [1_000])])
-def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[int]) -> None:
-    first, *others = run_ranks(train_on_both, world_size, library, list(SCHEMES), latenesses_us, timeout_s=170)
+def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[int], half: int) -> None:
+    names = list(SCHEMES)[half::2]
+    first, *others = run_ranks(train_on_both, world_size, library, names, latenesses_us, timeout_s=170)
     for other in others:
         assert all(torch.equal(other[case], found) for case, found in first.items())
 
@@ -147,10 +160,10 @@ SEVERAL: dict[Feature, list[str]] = {
 }
 
 
-def compare_features(rank: int, world_size: int, library: Path) -> None:
+def compare_features(rank: int, world_size: int, library: Path, features: dict[Feature, list[str]] = SEVERAL) -> None:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    for feature, names in SEVERAL.items():
+    for feature, names in features.items():
         for name in names:
             expected = feature(rank, Place(CPU), SCHEMES[name]())
             with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
@@ -177,11 +190,11 @@ def test_schemes_without_residuals_take_unused_parameters(library: Path) -> None
     run_ranks(leave_unused, 2, library)
 
 
-def join(rank: int, world_size: int, library: Path) -> tuple[Tensor, Tensor]:
+def join(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tuple[Tensor, Tensor]:
     _, device = begin_with_kernels(library)
-    expected = join_with_uneven_inputs(rank, Place(CPU), SCHEMES["one-bit"]())
+    expected = join_with_uneven_inputs(rank, Place(CPU), SCHEMES[name]())
     with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
-        return expected, join_with_uneven_inputs(rank, device, SCHEMES["one-bit"]())
+        return expected, join_with_uneven_inputs(rank, device, SCHEMES[name]())
 
 
 def test_a_rank_that_has_run_out_of_input_sends_its_residual(library: Path) -> None:
@@ -214,9 +227,10 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
     ddp, on_cpu = place.model(build_model()), Place(CPU).model(build_model())
     unsure = place.model(build_model(), find_unused_parameters=True)
     for model, scheme, says in (
-        (ddp, "gcomp", "'gcomp' works on host memory: leave placement out"),
+        (ddp, "zlib", "'zlib' works on host memory: leave placement out"),
         (ddp, "auto", "'auto' works on host memory"),
         (ddp, schemes.by_name("one-bit", pull="raw"), 'pull="raw"'),
+        (ddp, schemes.by_name("embedded-float", bits=32), "bits=32 needs escapes"),
         (unsure, "two-bit", "find_unused_parameters=True"),
         (on_cpu, "one-bit", "this one is on cpu"),
         (build_model(), "one-bit", "is for DDP models"),

@@ -167,6 +167,16 @@ class TruncatedFloat:
         return code, _FORMATS[format_name], min(self.bits, _FORMAT_WIDTHS.get(format_name, 32)), self.partition
 
 
+def first_draw(*key: int) -> int:
+    """What the first of the messages named by `key` draws by."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+def draw_after(first: int, n_messages: int) -> int:
+    """What a message draws by that comes so many messages after the first."""
+    return (first + n_messages) & 0xFFFFFFFFFFFFFFFF
+
+
 class RandomStreams:
     """A codec that draws its n-th message's numbers by step (hash of the key) + n; for one thread at a time."""
 
@@ -174,15 +184,14 @@ class RandomStreams:
         """See `TruncatedFloat.streams`."""
         self.name = codec.name
         self._codec = codec
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-        self._next = int.from_bytes(digest, "little")
+        self._next = first_draw(*key)
         self.max_encoded_bytes = codec.max_encoded_bytes
         self.decode = codec.decode
 
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
         """As `TruncatedFloat.encode`, with numbers that no other message has."""
         step = self._next
-        self._next = (step + 1) & 0xFFFFFFFFFFFFFFFF
+        self._next = draw_after(step, 1)
         return self._codec.encode(gradient, out, importance, step=step)
 
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:

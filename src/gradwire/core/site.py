@@ -1,6 +1,7 @@
 """Device buckets reduced where they are: the stream, the memory and the verdict of one attachment's work on a device.
 
-Nothing here waits for the device but `DeviceSite.found`, on the lane, for what a step that is over has found.
+Nothing here waits for the device but, on the lane, `DeviceSite.found`, for what a step that is over has found, and
+`DeviceSite.read`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,28 @@ class Verdict(NamedTuple):
 
     error: int
     is_finite: bool
+
+
+class Reading:
+    """Values on their way to the host, behind all that was enqueued; made with a stream current.
+
+    Args:
+        on_host: of the shape and dtype of `values`, pinned.
+    """
+
+    def __init__(self, values: torch.Tensor, on_host: torch.Tensor) -> None:
+        self._on_host = on_host.copy_(values, non_blocking=True)
+        self._arrival = torch.Event(device=values.device, blocking=True)
+        self._arrival.record(torch.accelerator.current_stream(values.device))
+
+    def is_there(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._arrival.query()
+
+    def wait(self) -> torch.Tensor:
+        """`on_host`, when it holds the values."""
+        self._arrival.synchronize()
+        return self._on_host
 
 
 class DeviceSite:
@@ -58,6 +81,7 @@ class DeviceSite:
             self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._on_host = torch.empty(2, dtype=torch.int32, pin_memory=True)
         self._arrival: torch.Event | None = None
+        self._read = torch.empty(0, dtype=torch.int64)
 
     def scratch(self, name: str, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """(n_elements,) of work space on the device that lives until the next call with this name."""
@@ -95,6 +119,17 @@ class DeviceSite:
         """Note whether all `values` are finite, which the host does not know yet: True; with the stream current."""
         self.flags[1:].bitwise_or_(values.isfinite().all().logical_not())
         return True
+
+    def read(self, values: torch.Tensor) -> list[int]:
+        """(n,) int64 values on the host, behind all that was enqueued; with the stream current, on the lane, which waits."""
+        reading = Reading(values, self._pinned(values.numel()))
+        found: list[int] = reading.wait().tolist()
+        return found
+
+    def _pinned(self, n_elements: int) -> torch.Tensor:
+        if self._read.numel() < n_elements:
+            self._read = torch.empty(n_elements, dtype=torch.int64, pin_memory=True)
+        return self._read[:n_elements]
 
     def begin_step(self) -> None:
         """Forget what was noted; on the lane."""

@@ -28,7 +28,7 @@ __all__ = ["Importance", "direct_mean", "engine_codec", "ring_mean"]
 Importance = _native.BucketImportance
 
 # Messages that may be on their way while a rank works: chunk k+1 is encoded while k travels while k-1 is decoded.
-_MESSAGES_AHEAD = 2
+MESSAGES_AHEAD = 2
 
 
 def ring_mean(
@@ -51,7 +51,7 @@ def ring_mean(
     Cost: sends 2 (N-1)/N of the encoded buffer; every element is encoded once.
     """
 
-    run = functools.partial(_native.ring_mean, n_ahead=_MESSAGES_AHEAD)
+    run = functools.partial(_native.ring_mean, n_ahead=MESSAGES_AHEAD)
     _mean(run, communicator, codec, buffer, facts, record, importance, chunk_elements, left_out)
 
 

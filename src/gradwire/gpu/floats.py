@@ -211,7 +211,7 @@ class DeviceEmbeddedFloat(_DeviceFloats):
     def __init__(self, codec: EmbeddedFloat, kernels: Kernels) -> None:
         if codec.bits == N_BITS:
             raise Unsupported(
-                "kernels write embedded floats of 2 to 31 bits; bits=32 needs escapes, which the CPU writes"
+                "kernels write embedded floats of 2 to 31 bits; bits=32 needs escapes: leave placement out"
             )
         super().__init__(kernels)
         self.codec = codec
@@ -220,8 +220,8 @@ class DeviceEmbeddedFloat(_DeviceFloats):
         """Bytes of every message of `n_elements`. Raises: InvalidArgument."""
         return self.codec.max_encoded_bytes(n_elements, dtype)
 
-    def encode(self, values: Tensor, out: Tensor, n_bytes: Tensor, work: Tensor) -> None:
-        """As `EmbeddedFloat.encode`. Arguments and errors are those of `DeviceTruncatedFloat.encode`."""
+    def encode(self, values: Tensor, out: Tensor, n_bytes: Tensor, work: Tensor, *, step: int = 0) -> None:
+        """As `EmbeddedFloat.encode`. Arguments and errors are those of `DeviceTruncatedFloat.encode`; no step is drawn by."""
         self._encode(values, out, n_bytes, work)
 
     def _format(self, n_elements: int, dtype: torch.dtype) -> _Format:

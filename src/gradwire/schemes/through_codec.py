@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
 
 from gradwire import codecs
 from gradwire.codecs import Codec
+from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
+from gradwire.exchange.device_messages import DeviceMessages, FloatMessages
 from gradwire.exchange.engine import Importance, direct_mean, ring_mean
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
+from gradwire.schemes.on_device import CodecOnDevice, Placing, StepsOnDevice
 
 _TOPOLOGIES = {"ring": ring_mean, "direct": direct_mean}
 
@@ -70,6 +76,20 @@ class _Named(ThroughCodec):
         super().__init__(codecs.by_name(self.name, **codec_options), topology, chunk_elements, **codec_options)
 
 
+class _NamedOnDevices(Placing, _Named):
+    """One whose codec has kernels."""
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        return CodecOnDevice(session, site, self._messages_on(site), self.topology, self.chunk_elements)
+
+    @abstractmethod
+    def _messages_on(self, site: DeviceSite) -> DeviceMessages:
+        """Raises: Unsupported (no kernels here, or none for its options)."""
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
 class TruncateScheme(_Named):
     """The `bits` lowest mantissa bits always cut off (18 by default): the quantisation of GComp's Fig. 18.
 
@@ -79,7 +99,7 @@ class TruncateScheme(_Named):
     name: ClassVar[str] = "truncate"
 
 
-class EmbeddedFloatScheme(_Named):
+class EmbeddedFloatScheme(_NamedOnDevices):
     """`bits` bits (8 by default) of every value, with an exponent shared by a `partition` (256 values).
 
     When not to use this: beside AQGB, which sends the same bits and more where there is time; below 8 bits without
@@ -88,8 +108,12 @@ class EmbeddedFloatScheme(_Named):
 
     name: ClassVar[str] = "embedded-float"
 
+    def _messages_on(self, site: DeviceSite) -> DeviceMessages:
+        assert isinstance(self.codec, EmbeddedFloat)
+        return FloatMessages(site, self.codec)
 
-class TruncatedFloatScheme(_Named):
+
+class TruncatedFloatScheme(_NamedOnDevices):
     """The first `bits` bits (8 by default) of every value, of `format` "auto", "native", "fp16", "fp8-e4m3", "fp8-e5m2",
     "fp6-e3m2" or "fp4-e2m1", with `rounding` "nearest", "truncate" (as published) or "stochastic" (`seed`): AQGB's TFP in an
     ordered all-reduce.
@@ -102,6 +126,10 @@ class TruncatedFloatScheme(_Named):
     """
 
     name: ClassVar[str] = "truncated-float"
+
+    def _messages_on(self, site: DeviceSite) -> DeviceMessages:
+        assert isinstance(self.codec, TruncatedFloat)
+        return FloatMessages(site, self.codec)
 
     def _reduce_on_lane(self, bucket: Bucket) -> None:
         communicator = self.session.communicator

@@ -10,7 +10,7 @@ one's place in the store, where what the first has left leads to connections tha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +50,13 @@ class DeviceGroup:
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row i of every rank's `sent` (world, n) goes to rank i, into its `received` (world, n), by sender."""
         self._group.alltoall_base(received, sent, [], []).wait()
+
+    def exchange(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
+        """`sent[i]` (n,) goes to rank i, from whom `received[i]` comes, both exactly as long as the other end has them.
+
+        One of each for every rank, this one too; empty: nothing goes there.
+        """
+        self._group.alltoall(list(received), list(sent)).wait()
 
     def all_gather(self, gathered: torch.Tensor, values: torch.Tensor) -> None:
         """Every rank's `values` (n,) into `gathered` (world, n), by rank."""

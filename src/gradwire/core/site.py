@@ -40,7 +40,8 @@ class Reading:
     """
 
     def __init__(self, values: torch.Tensor, on_host: torch.Tensor | None = None) -> None:
-        self._on_host, self._arrival = values, None
+        self._on_host = values
+        self._arrival: torch.Event | None = None
         if values.device.type == "cpu":
             return
         target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_host is None else on_host

@@ -70,6 +70,11 @@ SCHEMES: dict[str, Maker] = {
     "two-bit by group": lambda: by_name("two-bit", scale_values=128, exempt=["*0.weight"]),
     "two-bit, four levels": lambda: schemes.by_name("two-bit", warmup_steps=1),  # as beside AdamW
     "qsgd": lambda: by_name("qsgd"),
+    "one-bit-adam": lambda: by_name("one-bit-adam", freeze_step=2),
+    "one-bit-adam, running": lambda: by_name(
+        "one-bit-adam", codec="qsgd", scale_values=None, freeze_step=1, correction="running", chunk_elements=500
+    ),
+    "one-bit-adam but for some": lambda: by_name("one-bit-adam", codec="four-level", freeze_step=1, exempt=["*.bias"]),
     "terngrad": lambda: by_name("terngrad"),
     "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),
     "sign-sgd": lambda: by_name("sign-sgd"),

@@ -292,7 +292,7 @@ def test_gradients_that_outgrow_the_variance_are_told_once(scheme: str) -> None:
 
 
 def end_early(rank: int, world_size: int, freeze_step: int) -> list[str]:
-    texts = log_of("selective")
+    texts = log_of("plain_first")
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
     attachment = attach(ddp, optimizer, freeze_step=freeze_step)

@@ -35,21 +35,28 @@ class Reading:
     """Values on their way to the host, behind all that was enqueued; made with a stream current.
 
     Args:
-        on_host: of the shape and dtype of `values`, pinned.
+        values: on any device; those of the CPU are there at once, and stay where they are.
+        on_host: of the shape and dtype of `values`, pinned. None: made here.
     """
 
-    def __init__(self, values: torch.Tensor, on_host: torch.Tensor) -> None:
-        self._on_host = on_host.copy_(values, non_blocking=True)
+    def __init__(self, values: torch.Tensor, on_host: torch.Tensor | None = None) -> None:
+        self._on_host = values
+        self._arrival: torch.Event | None = None
+        if values.device.type == "cpu":
+            return
+        target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_host is None else on_host
+        self._on_host = target.copy_(values, non_blocking=True)
         self._arrival = torch.Event(device=values.device, blocking=True)
         self._arrival.record(torch.accelerator.current_stream(values.device))
 
     def is_there(self) -> bool:
         """Whether `wait` would not wait."""
-        return self._arrival.query()
+        return self._arrival is None or self._arrival.query()
 
     def wait(self) -> torch.Tensor:
-        """`on_host`, when it holds the values."""
-        self._arrival.synchronize()
+        """The values on the host, when they are there."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
         return self._on_host
 
 

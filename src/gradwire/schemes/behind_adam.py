@@ -13,6 +13,7 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.patterns import Exchange
 from gradwire.schemes.frozen_adam import FrozenAdam
+from gradwire.schemes.on_device import Placed
 from gradwire.schemes.plain_first import check_steps
 from gradwire.schemes.selection import ByName, Names, Selection
 from gradwire.schemes.selective import Selective
@@ -20,8 +21,10 @@ from gradwire.schemes.selective import Selective
 _CORRECTIONS = ("frozen", "running")
 
 
-class BehindAdam(Selective):
+class BehindAdam(Placed, Selective):
     """See `Selective` for payload and exchange; a scheme says in `_fill` and `_take` what of its momenta it sends.
+
+    On a device the momenta are where the optimizer keeps them, and both run there.
 
     Args:
         freeze_step: updates of a parameter, from its first gradient on, before its variance is frozen. A parameter that
@@ -66,7 +69,10 @@ class BehindAdam(Selective):
         """As every scheme's. Raises: Unsupported (an optimizer that is no Adam, or with options it cannot do)."""
         if session.module is None:
             raise Unsupported(f"{self.name} works inside DDP; behind other doors take {self.instead}")
-        adam = FrozenAdam(session.optimizer, self.freeze_step, self.correction == "frozen", self.name, self.instead)
+        adam = FrozenAdam(
+            session.optimizer, self.freeze_step, self.correction == "frozen", self.name, self.instead,
+            torch.device("cpu") if session.site is None else session.site.device,
+        )  # fmt: skip
         with contextlib.ExitStack() as undo:
             undo.callback(adam.close)
             super().bind(session)

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import holds_nonzero
+from gradwire.core.site import Reading
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.schemes.begun_on_device import BegunOnDevice
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ FLOOR_SHARE = 1e-4
 _LARGE_UPDATES = 4.0
 _LOOK_EVERY = 16  # steps
 _UNTAKEN = ("maximize", "capturable", "differentiable", "fused")
+_CPU = torch.device("cpu")
 
 
 class FrozenAdam:
@@ -40,6 +43,8 @@ class FrozenAdam:
         keeps_correction: Adam's correction of the variance for its zero start stays as it was at the freeze, too.
         scheme: whose name errors have.
         instead: what they tell to take.
+        device: where momenta are wanted. If it is no CPU, the host does not wait for it, but for `is_frozen`: for the
+            step before, and once more after a state was loaded.
     Raises: Unsupported (another optimizer, or options that change what its state means).
     """
 
@@ -50,6 +55,7 @@ class FrozenAdam:
         keeps_correction: bool,
         scheme: str,
         instead: str,
+        device: torch.device = _CPU,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             what = "no optimizer was given" if optimizer is None else f"this is {type(optimizer).__name__}"
@@ -57,14 +63,16 @@ class FrozenAdam:
                 f"{scheme} compresses the momenta of Adam and AdamW, and {what}: give attach() the AdamW, or take {instead}"
             )
         self._optimizer, self._freeze_step, self._keeps_correction = optimizer, freeze_step, keeps_correction
-        self._scheme, self._instead = scheme, instead
+        self._scheme, self._instead, self._device = scheme, instead, device
+        self._begun = None if device.type == "cpu" else BegunOnDevice()
         self.frozen_at: dict[Tensor, int] = {}  # updates that the variance had seen
         self.idle_until: dict[Tensor, int] = {}  # updates that a parameter had seen no gradient in
         self.updates: set[Tensor] = set()  # frozen parameters whose gradient is what the step takes for their momentum
-        self._largest: dict[Tensor, float] = {}  # variances
+        self._largest: dict[Tensor, Tensor] = {}  # variances, each where its parameter is
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._n_steps = 0  # with frozen parameters
-        self._sizes: list[tuple[float, int]] = []  # of this step's updates: sum of squares, values
+        self._sizes: list[tuple[Tensor, int]] = []  # of this step's updates: sum of squares, values
+        self._read_sizes: tuple[Reading, int] | None = None
         self._has_warned = False
         self._groups()
         self._hooks = [
@@ -89,23 +97,28 @@ class FrozenAdam:
         if not state or "exp_avg_sq" not in state:
             return False
         n_updates = int(state["step"])
-        if not holds_nonzero(local_of(self._variance(state)).reshape(-1)):  # it has not begun to train
+        if not self._has_begun(parameter, state):
             self.idle_until[parameter] = n_updates
         if n_updates - self.idle_until.get(parameter, 0) < self._freeze_step:
             return False
         self.frozen_at[parameter] = n_updates
         return True
 
+    def _has_begun(self, parameter: Tensor, state: Mapping[str, Any]) -> bool:
+        """Whether it has had a gradient."""
+        variance = local_of(self._variance(state))
+        return holds_nonzero(variance.reshape(-1)) if self._begun is None else self._begun.has(parameter, variance)
+
     def momentum(self, slot: Slot) -> tuple[Tensor, float]:
-        """(n,) float32, CPU: what the state holds for a frozen slot, as its bucket lies; and beta1, as it is now."""
+        """(n,) float32: what the state holds for a frozen slot, as its bucket lies; and beta1, as it is now."""
         assert slot.parameter is not None
         momentum = local_of(self._optimizer.state[slot.parameter]["exp_avg"]).detach()
-        return _as_lying(momentum, slot), float(self._group_of(slot.parameter)["betas"][0])
+        return _as_lying(momentum, slot, self._device), float(self._group_of(slot.parameter)["betas"][0])
 
     def root(self, slot: Slot) -> Tensor:
-        """(n,) float32, CPU: what the momentum of a frozen slot is divided by, but for the correction; above zero."""
+        """(n,) float32: what the momentum of a frozen slot is divided by, but for the correction; above zero."""
         assert slot.parameter is not None
-        return _as_lying(self._root(slot.parameter), slot)
+        return _as_lying(self._root(slot.parameter), slot, self._device)
 
     # ---- around the user's step
 
@@ -127,17 +140,31 @@ class FrozenAdam:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+        if self._begun is not None:
+            self._begun.look({
+                p: local_of(self._variance(state))
+                for p, state in optimizer.state.items()
+                if p not in self.frozen_at and "exp_avg_sq" in state
+            })  # fmt: skip
 
     def _warn_of_large_updates(self) -> None:
-        squares, n_values = sum(square for square, _ in self._sizes), sum(n for _, n in self._sizes)
-        self._sizes.clear()
-        if self._has_warned or squares <= _LARGE_UPDATES**2 * n_values:
+        """Of this step's updates; on a device, of those whose sizes have come."""
+        if self._sizes:
+            squares = torch.stack([square.float() for square, _ in self._sizes])
+            self._read_sizes = Reading(squares), sum(n for _, n in self._sizes)
+            self._sizes.clear()
+        if self._read_sizes is None or self._has_warned or not self._read_sizes[0].is_there():
+            return
+        reading, n_values = self._read_sizes
+        self._read_sizes = None
+        total = float(reading.wait().double().sum())
+        if total <= _LARGE_UPDATES**2 * n_values:
             return
         self._has_warned = True
         _log.warning(
             "gradwire %s: updates are %.0f times what the variance says that was frozen after %d updates: it was frozen too "
             "early, and the loss may stay behind or diverge. Begin again with freeze_step= a sixth of the run or more",
-            self._scheme, math.sqrt(squares / n_values), min(self.frozen_at.values()),
+            self._scheme, math.sqrt(total / n_values), min(self.frozen_at.values()),
         )  # fmt: skip
 
     @torch.no_grad()
@@ -154,7 +181,7 @@ class FrozenAdam:
         root = self._root(parameter).div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
         taken = gradient.to(momentum.dtype) if parameter in self.updates else momentum
         if not self._has_warned and self._n_steps % _LOOK_EVERY == 0:
-            self._sizes.append((float(taken.div(root).square_().sum()), taken.numel()))
+            self._sizes.append((taken.div(root).square_().sum(), taken.numel()))
         values.addcdiv_(taken, root, value=-lr / (1 - beta1 ** float(state["step"])))
 
     def _root(self, parameter: Tensor) -> Tensor:
@@ -162,9 +189,10 @@ class FrozenAdam:
         variance = local_of(self._variance(self._optimizer.state[parameter]))
         if parameter not in self._largest:
             # Which one is the largest does not hang on the order in which threads look, as a mean does.
-            self._largest[parameter] = float(variance.max()) if variance.numel() else 0.0
+            self._largest[parameter] = variance.max() if variance.numel() else variance.new_zeros(())
         largest = self._largest[parameter]
-        return variance.clamp(min=FLOOR_SHARE * largest).masked_fill_(variance == 0, largest).sqrt_()
+        floor = largest.double().mul_(FLOOR_SHARE).to(variance.dtype)
+        return variance.clamp(min=floor).masked_fill_(variance == 0, largest).sqrt_()
 
     @staticmethod
     def _variance(state: Mapping[str, Any]) -> Tensor:
@@ -216,8 +244,8 @@ class FrozenAdam:
         self.updates.clear()
 
 
-def _as_lying(values: Tensor, slot: Slot) -> Tensor:
-    """(n,) float32, CPU: of a tensor in the shape of the slot's parameter, as the slot lies in a bucket."""
+def _as_lying(values: Tensor, slot: Slot, device: torch.device) -> Tensor:
+    """(n,) float32, on the device: of a tensor in the shape of the slot's parameter, as the slot lies in a bucket."""
     assert slot.parameter is not None
     flat = flatten_like(values, local_of(slot.parameter))
-    return flat[slot.start : slot.start + slot.numel()].to(device="cpu", dtype=torch.float32)
+    return flat[slot.start : slot.start + slot.numel()].to(device=device, dtype=torch.float32)

@@ -24,10 +24,13 @@ from gradwire.codecs.qsgd import Qsgd
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.behind_adam import BehindAdam
-from gradwire.schemes.quantised import or_none, owners_of
+from gradwire.schemes.on_device import QuantisedOnDevice
+from gradwire.schemes.quantised import or_none, owners_of, refuse_raw_pull
 from gradwire.schemes.selection import Names, Selection
 
 _CODECS = ("one-bit", "two-bit", "four-level", "qsgd")
@@ -59,6 +62,7 @@ class OneBitAdam(BehindAdam):
         super().__init__(quantiser, owners_of(pull, chunk_elements), freeze_step, correction, exempt, only)
         shared = {"codec": codec, "pull": pull, "chunk_elements": chunk_elements}
         self._options = shared | ({"scale_values": quantiser.scale_values} if quantiser.scale_values else {})
+        self.codec, self.pull, self.chunk_elements = quantiser, pull, chunk_elements
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -80,6 +84,26 @@ class OneBitAdam(BehindAdam):
             momentum, beta1 = self.adam.momentum(slot)
             old, new = momentum.mul(loss_scale), span.in_fused(part.buffer)
             span.in_bucket(bucket.buffer).copy_(new.sub_(old).div_(1 - beta1).add_(old))
+
+    # ---- on a device
+
+    def _go_to(self, site: DeviceSite, session: Session) -> QuantisedOnDevice:
+        """Raises: Unsupported (what needs the host)."""
+        refuse_raw_pull(self.name, self.pull)
+        return _MomentaOnDevice(self, session, site)
+
+
+class _MomentaOnDevice(QuantisedOnDevice):
+    """Its steps on a device: what is sent of a tensor is its momentum, once its variance is frozen."""
+
+    def __init__(self, scheme: OneBitAdam, session: Session, site: DeviceSite) -> None:
+        super().__init__(session, site, scheme.codec, scheme.error_feedback, scheme.chunk_elements)
+        self._choose = scheme._choose
+        self._part_dtype, self._fill, self._take = scheme._part_dtype, scheme._fill, scheme._take  # type: ignore[method-assign]
+
+    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
+        """What is frozen is asked on the lane, which may have to wait for the step before."""
+        self._compress_apart(bucket, self._choose(bucket))
 
 
 def _codec_of(name: str, scale_values: int | None) -> Quantised:

@@ -57,8 +57,7 @@ class QuantisedDirect(Placed, Selective):
 
     def _go_to(self, site: DeviceSite, session: Session) -> QuantisedOnDevice:
         """Raises: Unsupported (what needs the host)."""
-        if self.pull == "raw":
-            raise Unsupported(f'{self.name} with pull="raw" works on host memory: leave that or placement out')
+        refuse_raw_pull(self.name, self.pull)
         return QuantisedOnDevice(session, site, self.codec, self.error_feedback, self.chunk_elements)
 
     def _facts_on_device(self, bucket: Bucket) -> tuple[Any, ...]:
@@ -71,6 +70,12 @@ def owners_of(pull: str, chunk_elements: int) -> Owners:
     if chunk_elements < 1:
         raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
     return Owners(pull == "raw", chunk_elements)
+
+
+def refuse_raw_pull(name: str, pull: str) -> None:
+    """Raises: Unsupported (sums that travel raw, on a device)."""
+    if pull == "raw":
+        raise Unsupported(f'{name} with pull="raw" works on host memory: leave that or placement out')
 
 
 def or_none(value: int | str | None) -> Any:

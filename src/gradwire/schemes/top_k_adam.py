@@ -24,9 +24,13 @@ import torch
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import holds_nonzero
+from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
+from gradwire.errors import Unsupported
 from gradwire.exchange.patterns import Gather
 from gradwire.schemes.behind_adam import BehindAdam
 from gradwire.schemes.compressed import WithMomenta
+from gradwire.schemes.on_device import StepsOnDevice
 from gradwire.schemes.selection import Names, Selection
 from gradwire.schemes.top_k import LargestInShort
 
@@ -80,3 +84,9 @@ class TopKAdam(WithMomenta, BehindAdam):
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
             span.in_bucket(bucket.buffer).copy_(span.in_fused(part.buffer).mul_(self.adam.root(slot)))
         self.adam.updates.update(part.parameters)
+
+    # ---- on a device
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        """Raises: Unsupported."""
+        raise Unsupported(f"{self.name} selects its elements in host memory: leave placement out, or take one-bit-adam")

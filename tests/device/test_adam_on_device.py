@@ -1,0 +1,210 @@
+"""one-bit-adam on the late device: when a variance is frozen, and what the host reads of it, as on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from late_cases import CPU, Place, attach, batch, bits_of
+from test_ddp_on_device import scale_the_loss, stop_and_resume
+from test_on_device import begin_with_kernels, by_name, placement_on
+from torch import Tensor, nn
+
+import gradwire
+from gradwire.core.site import Reading
+from gradwire.schemes import Scheme
+from gradwire.schemes.begun_on_device import BegunOnDevice
+from ranks import patience, run_ranks
+
+FREEZE, N_STEPS = 2, 7
+
+
+class Gated(nn.Module):
+    """`behind` begins to train after some steps, and `turned` lies in another memory order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.behind = nn.Linear(20, 40), nn.Linear(20, 40)
+        self.turned = nn.Parameter(torch.randn(40, 9).t())
+        self.empty = nn.Parameter(torch.empty(0, 7))
+
+    def forward(self, values: Tensor, gate: float) -> Tensor:
+        hidden = self.first(values).relu() + self.behind(values) * gate
+        return hidden @ self.turned.t() + self.empty.sum()
+
+
+def make_scheme(**options: Any) -> Scheme:
+    return by_name("one-bit-adam", freeze_step=FREEZE, **options)
+
+
+class Run:
+    """One attachment's training; gradients are 1e3 times as large from step `grows_at` on."""
+
+    def __init__(self, rank: int, place: Place, grows_at: int = 1_000) -> None:
+        self.rank, self.place, self.grows_at = rank, place, grows_at
+        self.ddp = place.model(Gated())
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-3, foreach=False)
+        self.scheme: Any = make_scheme()
+        self.attachment = attach(self.ddp, self.optimizer, self.scheme, **placement_on(place))
+        self.batches = [batch(rank, step, place) for step in range(20)]  # the host waits here, and not in a step
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        values = self.ddp(self.batches[step], float(step >= 3))
+        (values.square().mean() * (1e3 if step >= self.grows_at else 1.0)).backward()
+        self.optimizer.step()
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        counts: dict[str, dict[str, int]] = self.scheme.adam.state_by_name(self.scheme.session.slots)
+        return counts
+
+
+@contextlib.contextmanager
+def refusing_reads() -> Iterator[None]:
+    """No thread may ask a device for a value and wait for the answer."""
+
+    def refuse(method: Any, tensor: Tensor, *rest: Any) -> Any:
+        assert tensor.device.type == "cpu", "the host waited for the device"
+        return method(tensor, *rest)
+
+    with contextlib.ExitStack() as patches:
+        for name in ("item", "tolist", "__float__", "__bool__", "__int__"):
+            refusing = functools.partialmethod(functools.partial(refuse, getattr(Tensor, name)))
+            patches.enter_context(mock.patch.object(Tensor, name, refusing))
+        yield
+
+
+def freeze_late(rank: int, world_size: int, library: Path) -> None:
+    late, device = begin_with_kernels(library)
+    for lateness_us in (0, 3_000):
+        late.set_lateness_us(lateness_us)
+        ends = []
+        for place in (Place(CPU), device):
+            run = Run(rank, place)
+            with refusing_reads():
+                for step in range(N_STEPS):
+                    run.step(step)
+            ends.append((run.counts(), bits_of(run.ddp)))
+            run.attachment.close()
+        (counts, expected), (found_counts, found) = ends
+        assert found_counts == counts
+        frozen_at = counts["frozen_at"]
+        assert frozen_at["first.weight"] == FREEZE
+        assert frozen_at["behind.weight"] == 3 + FREEZE
+        assert "empty" not in frozen_at
+        assert torch.equal(found, expected), f"{lateness_us} us: off by {(found - expected).abs().max()}"
+
+
+def test_a_parameter_that_trains_late_is_frozen_late(library: Path) -> None:
+    run_ranks(freeze_late, 2, library)
+
+
+def read_too_soon(rank: int, world_size: int, library: Path) -> None:
+    """A host that does not wait for what it reads of the variances takes one for another."""
+    late, place = begin_with_kernels(library)
+    variances = {torch.empty(1): torch.full((3,), value).to(place.device) for value in (0.0, 1.0, 0.0)}
+    late.set_lateness_us(0)
+    late.set_stream_lateness_us(0, 0, int(20_000 * patience()))
+    for wait, expected in ((Reading.wait, [False, True, False]), (lambda self: self._on_host, [True, True, True])):
+        begun = BegunOnDevice()
+        begun.look(variances)
+        with mock.patch.object(Reading, "wait", wait):
+            assert [begun.has(p, v) for p, v in variances.items()] == expected
+            assert not begun.has(torch.empty(1), torch.empty(0, device=place.device))
+
+
+def test_a_host_that_reads_too_soon_is_seen(library: Path) -> None:
+    run_ranks(read_too_soon, 1, library)
+
+
+def resume(rank: int, world_size: int, library: Path) -> None:
+    """Saved before the late parameter trains, and after it; the optimizer's state is another tensor then."""
+    late, device = begin_with_kernels(library)
+    late.set_lateness_us(1_000)
+    for at in (2, 4):
+        ends = []
+        for place in (Place(CPU), device):
+            run = Run(rank, place)
+            for step in range(at):
+                run.step(step)
+            saved = run.ddp.state_dict(), run.optimizer.state_dict(), run.attachment.state_dict()
+            run.attachment.close()
+            run = Run(rank, place)
+            run.ddp.load_state_dict(saved[0])
+            run.optimizer.load_state_dict(saved[1])
+            run.attachment.load_state_dict(saved[2])
+            for step in range(at, N_STEPS):
+                run.step(step)
+            ends.append((run.counts(), bits_of(run.ddp)))
+            run.attachment.close()
+        assert ends[0][0] == ends[1][0]
+        assert torch.equal(ends[0][1], ends[1][1])
+
+
+def test_resume_has_the_bits_of_the_cpu(library: Path) -> None:
+    run_ranks(resume, 2, library)
+
+
+def overflow(rank: int, world_size: int, library: Path) -> None:
+    """float16 behind a GradScaler, an Inf in step 1; and features that do not depend on the optimizer's class."""
+    late, device = begin_with_kernels(library)
+    late.set_lateness_us(1_000)
+
+    def adamw(parameters: Any, **_: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
+
+    for feature, freeze_step in ((scale_the_loss, 1), (stop_and_resume, 1), (stop_and_resume, 3)):
+        scheme = functools.partial(by_name, "one-bit-adam", freeze_step=freeze_step)
+        with mock.patch.object(torch.optim, "SGD", adamw):
+            expected = feature(rank, Place(CPU), scheme())
+            with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
+                found = feature(rank, device, scheme())
+        assert torch.equal(found, expected), f"{feature.__name__}: off by {(found - expected).abs().max()}"
+
+
+def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(library: Path) -> None:
+    run_ranks(overflow, 2, library)
+
+
+def outgrow(rank: int, world_size: int, library: Path) -> list[str]:
+    late, device = begin_with_kernels(library)
+    late.set_lateness_us(1_000)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    run = Run(rank, device, grows_at=FREEZE)
+    for step in range(20):  # updates are looked at every 16 steps, and what was found comes a step later
+        run.step(step)
+    run.attachment.close()
+    return [text for text in said if "frozen too early" in text]
+
+
+def test_gradients_that_outgrow_the_variance_are_told_once(library: Path) -> None:
+    for said in run_ranks(outgrow, 2, library):
+        assert len(said) == 1
+
+
+def meet_unsupported(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin_with_kernels(library)
+    for scheme, says in (
+        (by_name("one-bit-adam", pull="raw"), 'pull="raw"'),
+        (by_name("top-k-adam"), "take one-bit-adam"),
+    ):
+        ddp = place.model(Gated())
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+        with pytest.raises(gradwire.Unsupported, match=says):
+            gradwire.attach(ddp, optimizer, scheme, placement="device")
+        assert not optimizer._optimizer_step_pre_hooks, "the optimizer is not as it was"
+
+
+def test_what_needs_the_host_leaves_the_optimizer_alone(library: Path) -> None:
+    run_ranks(meet_unsupported, 1, library)

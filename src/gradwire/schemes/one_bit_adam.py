@@ -99,7 +99,7 @@ class _MomentaOnDevice(QuantisedOnDevice):
     def __init__(self, scheme: OneBitAdam, session: Session, site: DeviceSite) -> None:
         super().__init__(session, site, scheme.codec, scheme.error_feedback, scheme.chunk_elements)
         self._choose = scheme._choose
-        self._part_dtype, self._fill, self._take = scheme._part_dtype, scheme._fill, scheme._take  # type: ignore[method-assign]
+        self._part_dtype, self._fill, self._take = scheme._part_dtype, scheme._fill, scheme._take  # type: ignore[method-assign]  # its
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
         """What is frozen is asked on the lane, which may have to wait for the step before."""

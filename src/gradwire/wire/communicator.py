@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import threading
 import time
 import weakref
@@ -27,18 +26,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from gradwire import _native, errors
+from gradwire import _native
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
 from gradwire.wire.closing import Closing
+from gradwire.wire.failure_note import FailureNote, try_for
 from gradwire.wire.groups import name_group, ranks_of, restart_advice, timeout_of
 from gradwire.wire.lane import Lane
 from gradwire.wire.rendezvous import Rendezvous
 
 # Of a receive that nothing answers (see `_break_connections`).
 _SILENT_TAG = 1 << 20
-# A failing rank writes its note before it breaks its connections, so the note is there when the break is felt; the wait
-# only covers the store's own latency.
-_NOTE_WAIT_S = 2.0
 # A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
 _EXIT_WAIT_S = 0.5
 
@@ -79,6 +76,7 @@ class Communicator:
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
         self.closing = Closing(self._store, self._name, self.rank, self.world_size)
+        self._note = FailureNote(self._store, self._name, self.rank, self.world_size)
         self._subgroups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._parts: list[Breakable] = []
         self._mesh: _native.Mesh | None = None
@@ -239,9 +237,7 @@ class Communicator:
     def raise_if_peer_failed(self) -> None:
         """Raise what a peer has noted that it failed of: for waits outside the group, which its breaking does not end."""
         self.raise_if_failed()
-        noted: list[bool] = []
-        _try_for(_NOTE_WAIT_S, lambda: noted.append(self._store.check([self._name + "/failure"])))
-        if any(noted):
+        if self._note.is_left():
             raise self.fail(PeerLost("a peer has failed"))
 
     def fail(self, error: Exception) -> GradwireError:
@@ -258,51 +254,23 @@ class Communicator:
                 failure.__cause__ = error
             if isinstance(failure, PeerLost):
                 failure = self._name_who_closed(failure)
-            origin, cls, message = self._exchange_notes(failure)
-            if origin != self.rank:
-                told = cls(message if cls is PeerLost else f"rank {self.members[origin]} raised: {message}")
+            note = self._note.leave(failure)
+            if note.rank != self.rank:
+                is_lost = note.cls is PeerLost
+                told = note.cls(note.message if is_lost else f"rank {self.members[note.rank]} raised: {note.message}")
                 told.__cause__ = error
                 failure = told
             self._failure = failure
         self._break_connections()
-        self._let_peers_read()
+        if dist.get_rank() == 0:  # it usually hosts the store
+            self._note.let_peers_read()
         return failure
 
     def _name_who_closed(self, lost: PeerLost) -> PeerLost:
         """`lost`, or a better one if peers have closed their ends while this rank goes on."""
         better: list[PeerLost] = []
-        _try_for(_NOTE_WAIT_S, lambda: better.extend(self.closing.blame(lost)))
+        try_for(lambda: better.extend(self.closing.blame(lost)))
         return better[0] if better else lost
-
-    def _exchange_notes(self, failure: GradwireError) -> tuple[int, type[GradwireError], str]:
-        """Leave a note unless a peer has left one before; returns the one that stands: its rank, error and message.
-
-        One that no rank of ours can have written counts as none.
-        """
-        mine = json.dumps({"rank": self.rank, "type": type(failure).__name__, "message": str(failure)})
-        standing = [_read_note(mine, self.world_size)]
-
-        def exchange() -> None:
-            note = self._store.compare_set(self._name + "/failure", "", mine)
-            self._store.add(self._name + "/readers", 1)
-            standing[0] = _read_note(note, self.world_size)
-
-        _try_for(_NOTE_WAIT_S, exchange)
-        return standing[0]
-
-    def _let_peers_read(self) -> None:
-        """Rank 0, which usually hosts the store, stays until the others have read the note; not for one that died."""
-        if dist.get_rank() != 0:
-            return
-
-        # It ends by itself: a thread that were left behind to poll would crash the interpreter on its way down.
-        deadline = time.monotonic() + 0.9 * _NOTE_WAIT_S
-
-        def wait_for_readers() -> None:
-            while self._store.add(self._name + "/readers", 0) < self.world_size and time.monotonic() < deadline:
-                time.sleep(0.01)
-
-        _try_for(_NOTE_WAIT_S, wait_for_readers)
 
     def _break_connections(self) -> None:
         """Close every connection of this group, which wakes all peers that wait on them.
@@ -348,7 +316,7 @@ class Communicator:
     def close(self, step: int | None = None) -> None:
         """Finish the lane. Every rank calls it; safe to call twice. `step`: told to peers that go on without this one."""
         if step is not None:
-            _try_for(_NOTE_WAIT_S, lambda: self.closing.tell(step))
+            try_for(lambda: self.closing.tell(step))
         self._closed = True
         _open_communicators.discard(self)
         if not self._lane.is_running():
@@ -378,30 +346,6 @@ _open_communicators: set[Communicator] = set()
 def _abandon_lanes() -> None:
     for communicator in list(_open_communicators):
         communicator._abandon()
-
-
-def _read_note(note: str | bytes, world_size: int) -> tuple[int, type[GradwireError], str]:
-    """The rank that left it, the error (PeerLost for an unknown one) and its message. Raises: Exception (no note)."""
-    fields = json.loads(note)
-    rank, cls = int(fields["rank"]), getattr(errors, str(fields["type"]), None)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"no rank {rank}")
-    return rank, cls if isinstance(cls, type) and issubclass(cls, GradwireError) else PeerLost, str(fields["message"])
-
-
-def _try_for(limit_s: float, action: Callable[[], None]) -> None:
-    """Run `action` on a thread of its own and leave it behind at the limit: a store whose host hangs holds up nothing.
-
-    Where the host has died there is nobody to tell: the broken connections say enough.
-    """
-
-    def attempt() -> None:
-        with contextlib.suppress(Exception):
-            action()
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(limit_s)
 
 
 def ring_bytes(n_bytes: int, world_size: int) -> int:

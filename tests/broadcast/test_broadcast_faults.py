@@ -17,7 +17,8 @@ from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
 from gradwire.stepping.blocks import find_blocks
 from ranks import patience, run_ranks
 
-TIMEOUT_S = 3.0
+# Of a peer's silence; longer where the machine is so busy that a healthy one is silent for that long.
+TIMEOUT_S = max(3.0, patience())
 
 
 def make(**options: Any) -> tuple[Any, Any]:
@@ -246,7 +247,7 @@ def test_every_rank_gets_the_same_typed_error_in_time():
         for name, (_, expected) in CASES.items():
             got, after_s = seen[name]
             assert got in {kind.__name__ for kind in expected}, (name, seen)
-            assert after_s < 3 * TIMEOUT_S * patience() or (rank, name) == (1, "stops")  # the one that sleeps
+            assert after_s < 3 * max(TIMEOUT_S, 3 * patience()) or (rank, name) == (1, "stops")  # the one that sleeps
 
 
 def end_early(rank: int, world_size: int, scheme: str) -> str:

@@ -76,7 +76,7 @@ def hash_what_is_sent(rank: int, world_size: int) -> list[tuple[str, str]]:
         state = gradwire.HookState(
             schemes.by_name("gcomp", refresh_every=0, format=1),
             optimizer=torch.optim.SGD([parameter], lr=0.1),
-            timeout_s=30,
+            timeout_s=100,
         )
         listening = state.scheme._codec = Listening(state.scheme._codec)
         bucket = Bucket(gradient.clone(), [parameter], [0])

@@ -67,7 +67,7 @@ def expected_mean(which: str, world_size: int, n: int, dtype: torch.dtype) -> to
 
 
 def reduce_everything(rank: int, world_size: int, which: str, chunk_elements: int) -> list[torch.Tensor]:
-    communicator = Communicator(timeout_s=30)
+    communicator = Communicator(timeout_s=100)
     recorder = Recorder(rank, world_size)
     results = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -96,7 +96,7 @@ def test_mean_is_exact_and_the_same_on_all_ranks(which: str, world_size: int, ch
 
 
 def count_bytes(rank: int, world_size: int, which: str, n: int) -> tuple[int, int]:
-    communicator = Communicator(timeout_s=30)
+    communicator = Communicator(timeout_s=100)
     buffer = torch.ones(n)
     record = Recorder(rank, world_size).open_bucket(0, 0, 4 * n)
     communicator.submit(COLLECTIVES[which], communicator, TrailingZeros(), buffer, FACTS, record).wait()

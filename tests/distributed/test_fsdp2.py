@@ -17,7 +17,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.slot import Slot, local_of
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from ranks import run_ranks, try_ranks
+from ranks import patience, run_ranks, try_ranks
 
 CASES = ["", "clip", "noreshard", "mixed32", "offload", "bf16", "micro sync", "micro all-reduce", "compile"]
 CHECKPOINTING = ["ordinary", "reentrant"]
@@ -105,7 +105,7 @@ def take_over(rank: int, world_size: int) -> None:
         nets = []
         for is_ours in (False, True):
             net, optimizer = build(mesh, case)
-            state = gradwire.attach(net, optimizer, "plain", bucket_mb=0.01, timeout_s=20) if is_ours else None
+            state = gradwire.attach(net, optimizer, "plain", bucket_mb=0.01, timeout_s=100) if is_ours else None
             between: Any = lambda is_last: None  # noqa: E731
             if "micro" in case:
                 between = net.set_requires_gradient_sync if "sync" in case else net.set_requires_all_reduce
@@ -236,7 +236,7 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     mesh = make_mesh()
     net, optimizer = build(mesh["shard"])
     bits = 7 if how == "mismatch" and rank >= 2 else 8
-    state = attach(net, optimizer, mesh, schemes.by_name("embedded-float", bits=bits), timeout_s=5)
+    state = attach(net, optimizer, mesh, schemes.by_name("embedded-float", bits=bits), timeout_s=max(5, patience()))
     if how == "codec" and rank == 1:
         state.scheme.codec = None  # type: ignore[attr-defined]
     train(net, optimizer, rank)
@@ -258,7 +258,7 @@ def die(rank: int, world_size: int) -> float:
     """Rank 3 is killed in the middle of a backward pass; returns the seconds until this rank was told."""
     mesh = make_mesh()
     net, optimizer = build(mesh["shard"])
-    state = attach(net, optimizer, mesh, "one-bit", timeout_s=20)
+    state = attach(net, optimizer, mesh, "one-bit", timeout_s=100)
     train(net, optimizer, rank, range(2))
     if rank == 3:
         net.blocks[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[union-attr,operator]
@@ -315,7 +315,7 @@ def bare(rank: int, world_size: int) -> None:
 
     net, optimizer = make()
     hooked = nn.Sequential(net["body"], net["extra"])
-    state = gradwire.attach(hooked, optimizer, "plain", timeout_s=20)
+    state = gradwire.attach(hooked, optimizer, "plain", timeout_s=100)
     x = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
     (net["body"](x) if rank else hooked(x)).square().mean().backward()
     gradients = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
@@ -338,7 +338,7 @@ def bare(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     other = nn.Linear(3, 3)
     with pytest.raises(gradwire.InvalidArgument, match=r"ranks \[1\] have other parameters than rank 0"):
-        gradwire.attach(other, torch.optim.SGD(other.parameters(), 0.1), "plain", timeout_s=20)
+        gradwire.attach(other, torch.optim.SGD(other.parameters(), 0.1), "plain", timeout_s=100)
 
 
 def raise_error(*_: Any) -> None:

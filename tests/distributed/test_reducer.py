@@ -124,21 +124,21 @@ def test_error_feedback_belongs_to_the_name() -> None:
 
 
 def refuse(rank: int, world_size: int) -> None:
-    reducer = gradwire.Reducer("plain", timeout_s=10)
+    reducer = gradwire.Reducer("plain", timeout_s=100)
     reducer.all_reduce({"x": torch.ones(3)}).wait()
     # Only rank 1 gives another shape; both are told, and by name.
     with pytest.raises(gradwire.InvalidArgument, match=r"'x' was \(3,\) and is \(4,\)"):
         reducer.all_reduce({"x": torch.ones(3 + rank)}).wait()
     reducer.close()
     for wrong in ({}, {"x": torch.ones(3, dtype=torch.int64)}):
-        reducer = gradwire.Reducer("plain", timeout_s=10)
+        reducer = gradwire.Reducer("plain", timeout_s=100)
         with pytest.raises(gradwire.InvalidArgument):
             reducer.all_reduce(wrong)
         reducer.close()
     with pytest.raises(gradwire.InvalidArgument, match="op is one of"):
         gradwire.Reducer("plain", op="max")
     with pytest.raises(gradwire.InvalidArgument, match="takes the optimizer's step itself"):
-        gradwire.Reducer("aqgb", timeout_s=10)
+        gradwire.Reducer("aqgb", timeout_s=100)
 
 
 def test_misuse_is_named_on_all_ranks() -> None:

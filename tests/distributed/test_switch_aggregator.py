@@ -24,7 +24,7 @@ def values_of(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reduce_everything(rank: int, world_size: int, address: str) -> dict[str, Any]:
-    communicator, recorder = Communicator(timeout_s=30), Recorder(rank, world_size)
+    communicator, recorder = Communicator(timeout_s=100), Recorder(rank, world_size)
     aggregator = aggregators.by_name("switch", address=address, slots=64)
     aggregator.bind(communicator, recorder)
 

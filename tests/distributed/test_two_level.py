@@ -15,7 +15,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.slot import Slot
 from gradwire.schemes.two_level import TwoLevel, cut_rows
-from ranks import run_ranks, try_ranks
+from ranks import patience, run_ranks, try_ranks
 
 SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50), "d": (9, 5, 6)}
 N_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -44,7 +44,7 @@ def make(name: str, size: int) -> TwoLevel:
 
 def work(rank: int, world_size: int, size: int, names: list[str]) -> None:
     for name in names:
-        reducer = gradwire.Reducer(make(name, size), bucket_mb=4 / 1024, timeout_s=20)
+        reducer = gradwire.Reducer(make(name, size), bucket_mb=4 / 1024, timeout_s=100)
         for step in range(3):
             tensors, exact = draw(rank, step), draw(rank, step)
             reducer.all_reduce(tensors).wait()
@@ -64,7 +64,7 @@ def work(rank: int, world_size: int, size: int, names: list[str]) -> None:
         went_on = draw(rank, 3)
         reducer.all_reduce(went_on).wait()
         reducer.close()
-        resumed = gradwire.Reducer(make(name, size), names=draw(rank, 0), bucket_mb=4 / 1024, timeout_s=20)
+        resumed = gradwire.Reducer(make(name, size), names=draw(rank, 0), bucket_mb=4 / 1024, timeout_s=100)
         resumed.load_state_dict(state)
         again = draw(rank, 3)
         resumed.all_reduce(again).wait()
@@ -91,7 +91,7 @@ def test_every_inner_scheme_gives_all_ranks_the_same_bits_and_resumes(
 
 def conserve(rank: int, world_size: int, name: str, size: int) -> None:
     """sum of mean(sent) + mean over nodes of what is left = sum of mean(given), value by value."""
-    reducer = gradwire.Reducer(TwoLevel(name, size), bucket_mb=4 / 1024, timeout_s=20)
+    reducer = gradwire.Reducer(TwoLevel(name, size), bucket_mb=4 / 1024, timeout_s=100)
     missing = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in SHAPES.items()}
     for step in range(6):
         tensors = draw(rank, step)
@@ -130,7 +130,7 @@ def test_what_is_sent_and_what_is_left_is_what_was_given(n_nodes: int, size: int
 def rebuild(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, TwoLevel("one-bit", 2), timeout_s=20)
+    attachment = gradwire.attach(ddp, optimizer, TwoLevel("one-bit", 2), timeout_s=100)
     named = dict(ddp.module.named_parameters())
     missing = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
 
@@ -162,7 +162,7 @@ def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned() -> None:
 
 def keep_low_rank(rank: int, world_size: int) -> None:
     """A bucket of one matrix still compresses: its rows are a matrix."""
-    reducer = gradwire.Reducer(TwoLevel("acp-sgd", 2, rank=1), timeout_s=20)
+    reducer = gradwire.Reducer(TwoLevel("acp-sgd", 2, rank=1), timeout_s=100)
     for step in range(3):
         reducer.all_reduce({"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(step))}).wait()
     stats = reducer.stats()
@@ -177,7 +177,7 @@ def test_low_rank_stays_low_rank() -> None:
 
 def break_it(rank: int, world_size: int, how: str) -> None:
     inner = schemes.by_name("embedded-float", bits=7 if how == "mismatch" and rank == 2 else 8)
-    reducer = gradwire.Reducer(TwoLevel(inner, 2), bucket_mb=4 / 1024, timeout_s=5)
+    reducer = gradwire.Reducer(TwoLevel(inner, 2), bucket_mb=4 / 1024, timeout_s=max(5, patience()))
     reducer.all_reduce(draw(rank, 0)).wait()
     if how == "codec" and rank == 1:
         inner.codec = None  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ def test_what_one_rank_fails_of_is_raised_on_all(how: str, error: type[Exception
 
 def meet_nan(rank: int, world_size: int) -> None:
     """A NaN is seen by all ranks, and no rank keeps anything of that step."""
-    reducer = gradwire.Reducer(TwoLevel("one-bit", 2), timeout_s=20)
+    reducer = gradwire.Reducer(TwoLevel("one-bit", 2), timeout_s=100)
     reducer.all_reduce(draw(rank, 0)).wait()
     before = copy.deepcopy(reducer.state_dict()["state"]["residuals"])
     tensors = draw(rank, 1)
@@ -232,7 +232,7 @@ def refuse(rank: int, world_size: int) -> None:
     for name in ("aqgb", "periodic"):
         with pytest.raises(gradwire.Unsupported, match=name):
             TwoLevel(name)
-    crossed = gradwire.Reducer(TwoLevel("plain", [[0, 2], [1, 3]]), timeout_s=20)
+    crossed = gradwire.Reducer(TwoLevel("plain", [[0, 2], [1, 3]]), timeout_s=100)
     tensor = torch.full((5,), float(rank))
     crossed.all_reduce({"x": tensor}).wait()
     assert tensor.tolist() == [1.5] * 5

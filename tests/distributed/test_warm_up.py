@@ -193,7 +193,7 @@ def test_beside_adam_first_steps_are_plain_and_a_resumed_training_counts_on(name
 def other_optimizers(rank: int, world_size: int, name: str) -> str:
     parameter = torch.nn.Parameter(torch.zeros(N))
     optimizer = (torch.optim.SGD if rank else torch.optim.AdamW)([parameter], lr=0.1)
-    reducer = gradwire.Reducer(name, names={"weight": parameter}, optimizer=optimizer, timeout_s=20)
+    reducer = gradwire.Reducer(name, names={"weight": parameter}, optimizer=optimizer, timeout_s=100)
     try:
         reducer.all_reduce({"weight": torch.ones(N)}).wait()
     except gradwire.RankMismatch as error:

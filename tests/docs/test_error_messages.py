@@ -20,7 +20,7 @@ import gradwire
 from gradwire import errors, schemes
 from gradwire.cli import main
 from gradwire.core.bucket import check_gradient
-from ranks import try_ranks
+from ranks import patience, try_ranks
 
 Said = dict[str, tuple[str, str]]
 
@@ -258,7 +258,7 @@ def make_without(tmp_path: Path, *tools: str, python: str = sys.executable) -> s
     assert make is not None
     ended = subprocess.run(
         [make, ".venv/bin/python", f"PYTHON={python}"], cwd=tmp_path, env={"PATH": str(tmp_path / "bin")},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=60 * patience(),
     )  # fmt: skip
     assert ended.returncode != 0
     return ended.stderr
@@ -275,7 +275,9 @@ def test_build_without_a_compiler_says_so_in_a_sentence(tmp_path: Path) -> None:
     if cmake is None or ninja is None:
         pytest.skip("needs cmake and ninja")
     command = [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    ended = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60 * patience()
+    )
     assert ended.returncode != 0
     assert "gradwire needs a C++20 compiler (GCC 11 or Clang 14), and none was found" in " ".join(ended.stderr.split())
 

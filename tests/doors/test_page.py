@@ -89,7 +89,7 @@ def run_spans(rank: int, world_size: int, spans: dict[str, str]) -> None:
         if of:
             names["sharded"] = fully_shard(names["model"], mesh=init_device_mesh("cpu", (4,)))
         if "attachment." in span:
-            names["attachment"] = gradwire.attach(names["model"], names["optimizer"], "plain", timeout_s=20)
+            names["attachment"] = gradwire.attach(names["model"], names["optimizer"], "plain", timeout_s=100)
         exec(f"done = {of}{span}" if not span.startswith("with ") else f"{span} pass", names)
         done = names.get("done")
         for held in (done, names.get("attachment")):

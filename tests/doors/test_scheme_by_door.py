@@ -39,11 +39,11 @@ def use(scheme: str, door: str, rank: int) -> None:
     made = schemes.TwoLevel(make(scheme), 2) if door == "two-level" else make(scheme)
     state: Any
     if door == "local-sgd":
-        state = gradwire.LocalSgd(model, optimizer, made, every=1, timeout_s=20)
+        state = gradwire.LocalSgd(model, optimizer, made, every=1, timeout_s=100)
     elif door == "reducer":
-        state = gradwire.Reducer(made, timeout_s=20)
+        state = gradwire.Reducer(made, timeout_s=100)
     else:
-        state = gradwire.attach(model, optimizer, made, timeout_s=20, **options)
+        state = gradwire.attach(model, optimizer, made, timeout_s=100, **options)
     for step in range(2):
         optimizer.zero_grad()
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))

@@ -16,14 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.codecs.huffman import HuffmanTable
-from ranks import Outcome, run_ranks, try_ranks
+from ranks import Outcome, patience, run_ranks, try_ranks
 
 N_STEPS = 4
 BAD_STEP = 2
 
 
 def train(
-    rank: int, scheme: Any, fault: Any = None, width: int = 100, timeout_s: float = 10, dtype: Any = None
+    rank: int,
+    scheme: Any,
+    fault: Any = None,
+    width: int = 100,
+    timeout_s: float = max(10.0, patience()),
+    dtype: Any = None,
 ) -> None:
     """A few steps; `fault(rank, step, attachment)` may do harm before the backward pass of each."""
     torch.manual_seed(1)

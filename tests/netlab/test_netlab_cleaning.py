@@ -11,6 +11,7 @@ from lab_watch import CLI, child_pids, is_running, network_namespaces, wait_unti
 
 from gradwire.ranks.netlab import Netlab
 from gradwire.ranks.netlab.stale import end_stale_labs, find_stale_labs, lab_identity
+from ranks import patience
 
 pytestmark = pytest.mark.root
 
@@ -44,7 +45,7 @@ class OwnedLab:
 def test_nothing_is_left_after_an_interrupt(number: int, status: int, tmp_path: Path) -> None:
     lab = OwnedLab(tmp_path)
     lab.owner.send_signal(number)
-    assert lab.owner.wait(30) == status
+    assert lab.owner.wait(30 * patience()) == status
     lab.assert_all_gone()
 
 
@@ -73,7 +74,7 @@ def test_clean_leaves_a_lab_that_is_in_use_alone() -> None:
     with Netlab(2, "1gbit") as lab:
         lab.start(["sleep", "0.5"])
         end_stale_labs()
-        lab.wait(30).raise_if_failed()
+        lab.wait(30 * patience()).raise_if_failed()
         assert len(lab.counters()) == 2
 
 

@@ -31,6 +31,16 @@ def measured_bps(lab: Netlab, rank: int, seconds: float = 0.4) -> float:
     return 8 * (after - before).sent_bytes / elapsed_s
 
 
+def fastest_bps(lab: Netlab, rank: int, enough_bps: float) -> float:
+    """The fastest of a few measurements, until one is fast enough: other work on the machine only slows a link."""
+    fastest = 0.0
+    for _ in range(20):
+        fastest = max(fastest, measured_bps(lab, rank))
+        if fastest >= enough_bps:
+            break
+    return fastest
+
+
 @pytest.mark.parametrize("rate_bps", [50_000_000, 200_000_000])
 def test_a_bulk_transfer_gets_the_rate_of_its_link(rate_bps: int) -> None:
     # The bound is wide, for machines that are busy; `gradwire netlab check` measures to the percent. Other work only slows a
@@ -63,16 +73,16 @@ def test_a_rate_changed_in_mid_run_holds_from_then_on_and_counters_go_on() -> No
         connected: queue.Queue[str] = queue.Queue()
         lab.start(stream(0), on_line=lambda rank, line: connected.put(line))
         connected.get(timeout=20 * patience())
-        fast_bps = max(measured_bps(lab, 1) for _ in range(3))  # other work only slows it
+        fast_bps = fastest_bps(lab, 1, 0.95 * 200e6)
         sent_bytes = lab.counters()[1].sent_bytes
         lab.set_rate(1, "20mbit")
         time.sleep(0.3)
-        slow_bps = max(measured_bps(lab, 1) for _ in range(3))
+        slow_bps = fastest_bps(lab, 1, 0.95 * 20e6)
         assert lab.rates_bps == (200_000_000, 20_000_000)
         assert lab.counters()[1].sent_bytes > sent_bytes
         lab.set_rate(1, "none")
         time.sleep(0.3)
-        assert measured_bps(lab, 1) > 2 * slow_bps  # rank 0's own link is the limit now
+        assert fastest_bps(lab, 1, 2.1 * slow_bps) > 2 * slow_bps  # rank 0's own link is the limit now
     assert fast_bps == pytest.approx(200e6, rel=0.15)
     assert slow_bps == pytest.approx(20e6, rel=0.15)
 
@@ -82,7 +92,7 @@ def test_a_straggler_is_slow_and_the_others_are_not() -> None:
         connected: queue.Queue[str] = queue.Queue()
         lab.start(stream(0), on_line=lambda rank, line: connected.put(line))
         connected.get(timeout=20 * patience())
-        assert measured_bps(lab, 1) > 3 * 10_000_000
+        assert fastest_bps(lab, 1, 31e6) > 3 * 10_000_000
         assert measured_bps(lab, 2) < 2 * 10_000_000
 
 
@@ -91,7 +101,7 @@ def test_a_link_that_is_down_carries_nothing_and_goes_on_when_up() -> None:
         connected: queue.Queue[str] = queue.Queue()
         lab.start(stream(0), on_line=lambda rank, line: connected.put(line))
         connected.get(timeout=20 * patience())
-        assert measured_bps(lab, 1, 0.3) > 1e6
+        assert fastest_bps(lab, 1, 1.1e6) > 1e6
         lab.link_down(1)
         time.sleep(0.1)
         before = lab.counters()[0].received_bytes
@@ -114,15 +124,15 @@ def test_a_stopped_rank_is_silent_until_it_continues() -> None:
         assert measured_bps(lab, 1, 0.3) < 5e6
         lab.continue_rank(1)
         time.sleep(0.3)
-        assert measured_bps(lab, 1, 0.3) > 20e6
+        assert fastest_bps(lab, 1, 21e6) > 20e6
 
 
 def test_labs_side_by_side_do_not_see_each_other() -> None:
     with Netlab(2, "100mbit") as one, Netlab(2, "100mbit") as other:
         one.start(stream(2_000_000))
         other.start(stream(1_000_000))
-        one.wait(30).raise_if_failed()
-        other.wait(30).raise_if_failed()
+        one.wait(30 * patience()).raise_if_failed()
+        other.wait(30 * patience()).raise_if_failed()
         assert 2_000_000 < one.counters()[1].sent_bytes < 2_500_000
         assert 1_000_000 < other.counters()[1].sent_bytes < 1_400_000
 

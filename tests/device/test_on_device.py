@@ -55,6 +55,11 @@ SCHEMES: dict[str, Maker] = {
     "truncated-float direct": lambda: by_name(
         "truncated-float", format="native", bits=12, rounding="stochastic", topology="direct", chunk_elements=400
     ),
+    "gcomp": lambda: by_name("gcomp", refresh_every=3),
+    "gcomp of ten bits": lambda: by_name("gcomp", importance="uniform", bits=10, topology="direct"),
+    "gcomp, nothing left out": lambda: by_name("gcomp", importance="none", refresh_every=0, chunk_elements=1_000),
+    "truncate": lambda: by_name("truncate"),
+    "truncate direct": lambda: by_name("truncate", bits=7, topology="direct", chunk_elements=500),
     "embedded-float": lambda: by_name("embedded-float"),
     "embedded-float direct": lambda: by_name(
         "embedded-float", bits=13, partition=64, topology="direct", chunk_elements=500

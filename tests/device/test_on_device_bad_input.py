@@ -107,12 +107,12 @@ def test_other_factors_are_told(library: Path) -> None:
     run_ranks(hold_other_factors, 2, library)
 
 
-def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
+def die(rank: int, world_size: int, library: Path, name: str = "one-bit") -> tuple[str, float]:
     late, place = begin_with_kernels(library)
     late.set_lateness_us(1_000)
     ddp = place.model(build_model())
     optimizer = adamw(ddp)
-    attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
+    attach(ddp, optimizer, SCHEMES[name](), placement="device")
     started = time.monotonic()
     try:
         for step in range(6):
@@ -129,8 +129,9 @@ def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
     return "not noticed", 0.0
 
 
-def test_a_rank_that_dies_is_named(library: Path) -> None:
-    survivor, dead = try_ranks(die, 2, library)
+@pytest.mark.parametrize("name", ["one-bit", "gcomp"])
+def test_a_rank_that_dies_is_named(library: Path, name: str) -> None:
+    survivor, dead = try_ranks(die, 2, library, name)
     assert survivor.error is None, survivor.traceback
     said, after_s = survivor.result
     assert "lost rank 1, which" in said

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.embedded_float import EmbeddedFloat
+from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.truncated_float import TruncatedFloat, draw_after, first_draw
 from gradwire.core.bucket import Bucket
 from gradwire.core.site import DeviceSite
 from gradwire.gpu.floats import DeviceEmbeddedFloat, DeviceTruncatedFloat
+from gradwire.gpu.gcomp import DeviceGComp
 from gradwire.gpu.kernels import kernels_on
 
 
@@ -82,3 +84,48 @@ class FloatMessages(DeviceMessages):
 
     def raise_error(self, code: int) -> None:
         self._codec.raise_error(code)
+
+
+class GCompMessages(DeviceMessages):
+    """Of GComp, whose lengths only the device knows. Raises: Unsupported (no kernels here, or format 1)."""
+
+    is_fixed, cuts_parts = False, False
+
+    def __init__(self, site: DeviceSite, codec: GCompCodec) -> None:
+        self._codec, self._site = DeviceGComp(codec, kernels_on(site.device)), site
+        self._importance: Tensor | None = None
+        self._counts: Tensor | None = None
+
+    def weigh(self, importance: Tensor | None, counts: Tensor | None) -> None:
+        """Before each bucket's messages, where there is something to say.
+
+        Args:
+            importance: (n,) uint8 of the bucket's values, with importance="paper".
+            counts: (256,) int64: gets the exponents of all that is encoded; None: they are not counted.
+        """
+        self._importance, self._counts = importance, counts
+
+    def room_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
+        return self._codec.message_bytes(n_elements, dtype)
+
+    def encode(self, values: Tensor, first: int, room: Tensor, n_bytes: Tensor, number: int) -> None:
+        n = values.numel()
+        if self._counts is not None:
+            self._codec.histogram(values, self._counts)
+        self._codec.encode(values, room, n_bytes, self._work(n), importance=self._importance_of(first, n))
+
+    def decode(self, message: Tensor, first: int, out: Tensor, *, divisor: float = 1.0, adds: bool = False) -> None:
+        n = out.numel()
+        self._codec.decode(
+            message, out, self._site.flags[:1], self._work(n),
+            importance=self._importance_of(first, n), divisor=divisor, adds=adds,
+        )  # fmt: skip
+
+    def raise_error(self, code: int) -> None:
+        self._codec.raise_error(code)
+
+    def _importance_of(self, first: int, n: int) -> Tensor | None:
+        return None if self._importance is None else self._importance[first : first + n]
+
+    def _work(self, n_elements: int) -> Tensor:
+        return self._site.scratch("work", self._codec.work_bytes(n_elements), torch.uint8)

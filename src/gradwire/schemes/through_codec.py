@@ -10,13 +10,14 @@ import torch
 from gradwire import codecs
 from gradwire.codecs import Codec
 from gradwire.codecs.embedded_float import EmbeddedFloat
+from gradwire.codecs.gcomp import Truncate
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.device_messages import DeviceMessages, FloatMessages
+from gradwire.exchange.device_messages import DeviceMessages, FloatMessages, GCompMessages
 from gradwire.exchange.engine import Importance, direct_mean, ring_mean
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
@@ -90,13 +91,17 @@ class _NamedOnDevices(Placing, _Named):
         return {}
 
 
-class TruncateScheme(_Named):
+class TruncateScheme(_NamedOnDevices):
     """The `bits` lowest mantissa bits always cut off (18 by default): the quantisation of GComp's Fig. 18.
 
     When not to use this: for training; it is the comparator that GComp's levels are measured against.
     """
 
     name: ClassVar[str] = "truncate"
+
+    def _messages_on(self, site: DeviceSite) -> DeviceMessages:
+        assert isinstance(self.codec, Truncate)
+        return GCompMessages(site, self.codec)
 
 
 class EmbeddedFloatScheme(_NamedOnDevices):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.tensors import check_tensor
+from gradwire.core.bucket import offsets_of
 from gradwire.core.slot import Slot, flatten_like, local_of, slot_of
 from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
@@ -146,13 +147,26 @@ class QuantisationMetric:
         gradient_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """(n,) uint8 on the device: the bytes of all elements of `slots`, one slot after the other; waits for nothing."""
+        *offsets, n_elements = offsets_of(slots)
+        out = torch.empty(n_elements, dtype=torch.uint8, device=device)
+        self.write_on_device(slots, offsets, out, loss_scale, gradient_dtype)
+        return out
+
+    def write_on_device(
+        self,
+        slots: Sequence[Slot],
+        offsets: Sequence[int],
+        out: Tensor,
+        loss_scale: float = 1.0,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        """As `bytes_on_device`, into `out` (n,) uint8: each slot's from its offset on, and 0 elsewhere."""
         operands_of = self._reader(loss_scale, gradient_dtype)
-        out = torch.zeros(sum(slot.numel() for slot in slots), dtype=torch.uint8, device=device)
-        for slot, part in zip(slots, out.split([slot.numel() for slot in slots]), strict=True):
+        out.zero_()
+        for slot, offset in zip(slots, offsets, strict=True):
             operands = operands_of(slot)
             if operands is not None:
-                self._write(operands, part)
-        return out
+                self._write(operands, out[offset : offset + slot.numel()])
 
     def _reader(self, loss_scale: float, gradient_dtype: torch.dtype | None) -> Callable[[Slot], _Operands | None]:
         """What to read for a slot; None: nothing of it may be dropped. Raises: InvalidArgument."""

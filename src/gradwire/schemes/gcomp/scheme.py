@@ -10,22 +10,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.exchange.device_messages import GCompMessages
 from gradwire.exchange.engine import Importance
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.gcomp.watch import OptimizerWatch
+from gradwire.schemes.on_device import CodecOnDevice, Placing, StepsOnDevice
 from gradwire.schemes.through_codec import ThroughCodec
 
 
-class GComp(ThroughCodec):
+class GComp(Placing, ThroughCodec):
     """GComp with all its parts.
 
     Bits that the optimizer's addition would drop anyway are rounded away; the rest arrives as it was. All ranks get the
@@ -83,11 +87,22 @@ class GComp(ThroughCodec):
             self._metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
             self._watch = OptimizerWatch(session.optimizer)
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
-        self._tables = TableRefresh(self._codec, self._refresh_every)
+        self._tables = TableRefresh(self._codec, self._refresh_every, session.site)
         super().bind(session)
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        messages = GCompMessages(site, self._codec)
+        return _OnDevice(
+            session, site, messages, self.topology, self.chunk_elements, self._tables, self._metric, self._watch
+        )
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
+        if self._importance == "paper" and bucket.resident is not None and self._is_joining():
+            raise Unsupported(
+                'ddp.join() with importance="paper" sends levels of format 1, for which devices have no kernels: leave '
+                'placement out, or use importance="uniform" or "none"'
+            )
         if self._watch is not None:
             self._watch.before_reduction(bucket.parameters)
         return super().reduce(bucket)
@@ -117,12 +132,12 @@ class GComp(ThroughCodec):
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
             )
-        if bucket.buffer.dtype == torch.float16:  # which the exchange divides by the number of ranks first
-            loss_scale /= self.session.communicator.world_size
+        loss_scale = _scale_in_exchange(bucket, loss_scale, self.session.communicator.world_size)
         with bucket.record.timing("importance"):
             return self._metric.of_bucket(bucket.slots, bucket.offsets, loss_scale, bucket.buffer.dtype, bucket.staged)
 
     def end_step(self, step: int) -> None:
+        super().end_step(step)
         self._tables.end_step(step, self.session.communicator)
 
     def close(self) -> None:
@@ -130,6 +145,7 @@ class GComp(ThroughCodec):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        super().close()
 
     def stats(self) -> dict[str, Any]:
         return self._tables.stats()
@@ -139,3 +155,43 @@ class GComp(ThroughCodec):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._tables.load_state_dict(state)
+
+
+class _OnDevice(CodecOnDevice):
+    """Steps on a device. The lane waits there, for lengths of messages and for a new table; the training thread does not."""
+
+    def __init__(
+        self,
+        session: Session,
+        site: DeviceSite,
+        messages: GCompMessages,
+        topology: str,
+        chunk_elements: int,
+        tables: TableRefresh,
+        metric: QuantisationMetric | None,
+        watch: OptimizerWatch | None,
+    ) -> None:
+        super().__init__(session, site, messages, topology, chunk_elements)
+        self._weighed, self._tables, self._metric, self._watch = messages, tables, metric, watch
+
+    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
+        self._tables.begin_bucket(bucket.step, self._session.communicator, bucket.record)
+        loss_scale = self._session.loss_scale()
+        self._weighed.weigh(self._importance_of(bucket, loss_scale), self._tables.counts_on_device(bucket.step))
+        super()._enqueue(bucket)
+        if self._watch is not None:
+            self._watch.after_reduction(bucket, loss_scale)
+
+    def _importance_of(self, bucket: Bucket, loss_scale: float) -> Tensor | None:
+        if self._metric is None:
+            return None
+        loss_scale = _scale_in_exchange(bucket, loss_scale, self._session.communicator.world_size)
+        out = self._site.scratch("importance", bucket.n_elements, torch.uint8)
+        with bucket.record.timing("importance"):
+            self._metric.write_on_device(bucket.slots, bucket.offsets, out, loss_scale, bucket.buffer.dtype)
+        return out
+
+
+def _scale_in_exchange(bucket: Bucket, loss_scale: float, n_ranks: int) -> float:
+    """What the exchange's values are multiplied by: it divides float16 by the number of ranks first."""
+    return loss_scale / n_ranks if bucket.buffer.dtype == torch.float16 else loss_scale

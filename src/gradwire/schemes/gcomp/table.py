@@ -18,6 +18,7 @@ from gradwire import _native
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.core.checkpoint import not_the_state
+from gradwire.core.site import DeviceSite, Reading
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, ring_bytes
@@ -33,9 +34,13 @@ _WIDTHS = {"wide": (8, _WIDE), "narrow": (5, _NARROW)}
 
 
 class TableRefresh:
-    """The life of one codec's tables. Used on the lane only, but for `stats`."""
+    """The life of one codec's tables. Used on the lane only, but for `stats`.
 
-    def __init__(self, codec: GCompCodec, refresh_every: int | None) -> None:
+    Args:
+        site: where exponents are counted, if not here.
+    """
+
+    def __init__(self, codec: GCompCodec, refresh_every: int | None, site: DeviceSite | None = None) -> None:
         self._by_need = refresh_every is None
         refresh_every = _LOOK_EVERY if refresh_every is None else refresh_every
         if refresh_every < 0 or 0 < refresh_every <= _SWITCH_AFTER:
@@ -47,6 +52,7 @@ class TableRefresh:
         self._every = refresh_every
         self._counts = torch.zeros(_NARROW.stop, dtype=torch.int64)
         self.counting_codec = _CountingCodec(codec, self._counts)
+        self._on_device = None if site is None else _DeviceCounts(site)
         self._sum: torch.futures.Future | None = None
         self._switch_step: int | None = None
         self._n_refreshes = 0
@@ -72,16 +78,26 @@ class TableRefresh:
                     self._n_refreshes += 1
             self._counts.zero_()
             self._switch_step = None
-        n_bytes = ring_bytes(self._counts.numel() * self._counts.element_size(), communicator.world_size)
+        n_counts = self._counts.numel() if self._on_device is None else self._on_device.counts.numel()
+        n_bytes = ring_bytes(n_counts * self._counts.element_size(), communicator.world_size)
         record.count_exchanged(n_bytes)
 
     def end_step(self, step: int, communicator: Communicator) -> None:
         """After the last bucket of a step that was counted: start to sum the counts over the ranks."""
         if self.counts_in(step) and communicator.world_size > 1:
-            self._sum = communicator.start_all_reduce(self._counts)
+            if self._on_device is not None:
+                self._on_device.start_sum()
+            else:
+                self._sum = communicator.start_all_reduce(self._counts)
             self._switch_step = step + _SWITCH_AFTER
 
+    def counts_on_device(self, step: int) -> torch.Tensor | None:
+        """(256,) int64 for the exponents of what is sent in `step`; None: they are not counted."""
+        return None if self._on_device is None or not self.counts_in(step) else self._on_device.counts
+
     def _finish_sum(self, communicator: Communicator) -> None:
+        if self._on_device is not None:
+            self._on_device.finish_sum(self._counts[_WIDE])
         if self._sum is not None:
             communicator.finish(self._sum)
             self._sum = None
@@ -135,6 +151,28 @@ def excess_of(table: HuffmanTable, histogram: torch.Tensor) -> float:
     counted = [(count, n_bits) for count, n_bits in zip(histogram.tolist(), bits, strict=True) if count]
     entropy = sum(count * math.log2(total / count) for count, _ in counted)
     return sum(count * n_bits for count, n_bits in counted) / entropy if entropy > 0 else math.inf
+
+
+class _DeviceCounts:
+    """Exponents that kernels have counted, until those of all ranks are on the host."""
+
+    def __init__(self, site: DeviceSite) -> None:
+        self._site = site
+        with site.stream:
+            self.counts = torch.zeros(_WIDE.stop, dtype=torch.int64, device=site.device)
+        self._on_host = torch.empty(_WIDE.stop, dtype=torch.int64, pin_memory=True)
+        self._sum: Reading | None = None
+
+    def start_sum(self) -> None:
+        with self._site.stream:
+            self._site.group.sum(self.counts)
+            self._sum = Reading(self.counts, self._on_host)
+            self.counts.zero_()
+
+    def finish_sum(self, out: torch.Tensor) -> None:
+        if self._sum is not None:
+            out.copy_(self._sum.wait())
+            self._sum = None
 
 
 class _CountingCodec:

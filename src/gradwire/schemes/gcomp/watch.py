@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.site import Reading
 from gradwire.core.slot import local_of
 from gradwire.errors import Unsupported
 
@@ -37,6 +38,7 @@ class OptimizerWatch:
         # By the first parameter of a bucket: versions of all and steps at its last reduction, changes without a step.
         self._seen: dict[Tensor, tuple[int, int, int]] = {}
         self._samples: dict[Tensor, tuple[Tensor, float]] = {}  # parameter: gradient as it arrived, loss scale
+        self._looks: list[tuple[Reading, float]] = []  # both, on their way from a device, loss scale
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -65,7 +67,9 @@ class OptimizerWatch:
             parameter = slot.parameter
             if parameter is not None and slot.start == 0 and local_of(parameter).is_contiguous():
                 n = min(_SAMPLE_ELEMENTS, slot.numel())
-                self._samples[parameter] = (bucket.buffer[offset : offset + n].float(), scale)
+                arrived = bucket.buffer[offset : offset + n]
+                is_resident = bucket.resident is not None
+                self._samples[parameter] = (arrived.to(torch.float32, copy=is_resident), scale)
 
     def close(self) -> None:
         """Take the hooks back."""
@@ -74,6 +78,7 @@ class OptimizerWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         samples, self._samples = self._samples, {}
+        self._compare_what_is_there()
         if getattr(optimizer, "grad_scale", None) is not None:
             return  # a fused step under a GradScaler takes the loss scale out by itself
         for parameter, (arrived, scale) in samples.items():
@@ -81,16 +86,36 @@ class OptimizerWatch:
             if gradient is None or not gradient.is_contiguous():
                 continue
             now = gradient.detach().reshape(-1)[: arrived.numel()].float().to(arrived.device)
-            ratio = (now * scale / arrived)[(arrived != 0) & arrived.isfinite() & now.isfinite()]
-            if ratio.numel() < 2:
-                continue
-            smallest, largest = float(ratio.min()), float(ratio.max())
-            if smallest > _SCALED_BY and largest < smallest * _SCALED_BY:
-                raise Unsupported(
-                    f"gradients are {smallest:.3g} times as large as they arrived after backward: bits that could not "
-                    'matter then, and were not sent with importance="paper", count now. Scale the loss instead, pass the '
-                    f"GradScaler to attach, or scale before the backward pass; {_ADVICE}"
-                )
+            if arrived.device.type == "cpu":
+                _compare(arrived, now, scale)
+            else:
+                self._look_later(arrived, now, scale)
+
+    def _look_later(self, arrived: Tensor, now: Tensor, scale: float) -> None:
+        """Nobody waits for a device: what it holds is compared before a later step."""
+        arrived.record_stream(torch.accelerator.current_stream(arrived.device))
+        both = torch.stack([arrived, now])
+        on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+        self._looks.append((Reading(both, on_host), scale))
+
+    def _compare_what_is_there(self) -> None:
+        while self._looks and self._looks[0][0].is_there():
+            look, scale = self._looks.pop(0)
+            _compare(*look.wait(), scale)
 
     def _after_step(self, *_: Any) -> None:
         self._n_steps += 1
+
+
+def _compare(arrived: Tensor, now: Tensor, scale: float) -> None:
+    """Raises: Unsupported (gradients were scaled up since they arrived)."""
+    ratio = (now * scale / arrived)[(arrived != 0) & arrived.isfinite() & now.isfinite()]
+    if ratio.numel() < 2:
+        return
+    smallest, largest = float(ratio.min()), float(ratio.max())
+    if smallest > _SCALED_BY and largest < smallest * _SCALED_BY:
+        raise Unsupported(
+            f"gradients are {smallest:.3g} times as large as they arrived after backward: bits that could not "
+            'matter then, and were not sent with importance="paper", count now. Scale the loss instead, pass the '
+            f"GradScaler to attach, or scale before the backward pass; {_ADVICE}"
+        )

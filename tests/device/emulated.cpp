@@ -79,6 +79,9 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_ternary_scales);
   GW_ENTRY(gw_ternary_count);
   GW_ENTRY(gw_ternary_mean);
+  GW_ENTRY(gw_thc_norms);
+  GW_ENTRY(gw_thc_write);
+  GW_ENTRY(gw_thc_read);
   throw std::logic_error("no kernel is called " + name);
 }
 

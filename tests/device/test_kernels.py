@@ -10,9 +10,10 @@ import pytest
 import torch
 from sanitizing import run_sanitized
 
-from gradwire.bench import factor_checks, kernel_checks, sign_checks, ternary_checks
+from gradwire.bench import factor_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.bench.kernel_checks import CODECS
+from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
@@ -20,6 +21,7 @@ from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.quantised import DeviceQuantised
 from gradwire.gpu.signs import DeviceSigns
 from gradwire.gpu.ternary import DeviceTernary
+from gradwire.gpu.thc import DeviceThc
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -99,12 +101,42 @@ def test_signs_refuse_what_they_would_misread() -> None:
     assert kernels.launched == []
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_thc_norms_codes_and_means_are_the_cpus(order: int) -> None:
+    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    sizes = thc_checks.SIZES if order == 0 else (63, 1025)
+    contents = thc_checks.CONTENTS if order == 0 else ("gradient",)
+    assert thc_checks.run(kernels, sizes, contents) == 6 * len(sizes) * len(contents)
+
+
+def test_thc_norms_say_what_is_not_finite() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    on, values = DeviceThc(Thc(), kernels, 2), torch.ones(1100)
+    norms, codes = torch.zeros(2, dtype=torch.int32), torch.empty(on.code_bytes(1100), dtype=torch.uint8)
+    for bad in (float("nan"), float("-inf"), 3e38):  # the sum of the last one's squares is beyond float32
+        values[1050:1060] = bad
+        on.write_norms(values, norms)
+        assert norms.view(torch.float32).tolist() == [32.0, float("inf")]
+    out = torch.empty(1100)
+    on.write_codes(values, norms, codes, sign_step=1, step=2)
+    on.read_sums(codes * 2, norms, out, sign_step=1)
+    assert not bool(out[:1024].isnan().any())
+    assert bool(out[1024:].isnan().all())
+    with pytest.raises(InvalidArgument, match="norms"):
+        on.read_sums(codes, norms[:1], out, sign_step=1)
+    with pytest.raises(InvalidArgument, match="codes"):
+        on.read_sums(codes[1:], norms, out, sign_step=1)
+    with pytest.raises(Unsupported, match="1001"):
+        DeviceThc(Thc(), kernels, 1001)
+
+
 def test_kernels_are_clean_under_the_sanitizers() -> None:
     said = run_sanitized("sanitized.py", 5)
     assert "cases 288" in said
     assert "products 35" in said
     assert "signs 12" in said
     assert "ternary 36" in said
+    assert "thc 12" in said
 
 
 # A planted fault, and the order of threads that shows it.
@@ -123,6 +155,16 @@ FAULTS = {
         "signs.hpp",
         "i < parts_of(p.n, kWarp) * kWarp;",
         "i < p.n / kWarp * kWarp;",
+    ),
+    "a barrier is missing between stages of a transform": (
+        "thc.hpp",
+        "half *= 2) {\n    __syncthreads();",
+        "half *= 2) {\n    if (half == 1) __syncthreads();",
+    ),
+    "a transform in another order of stages": (
+        "thc.hpp",
+        "for (u32 half = 1; half < size; half *= 2) {",
+        "for (u32 half = size / 2; half > 0; half /= 2) {",
     ),
     "half of a block's lanes are not added": (
         "quantised.hpp",
@@ -157,8 +199,9 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
             kernel_checks.run(kernels, ["one-bit"], (777, 3001, 4097, 9000), ("gradient",))
             factor_checks.run(kernels)
             sign_checks.run(kernels)
+            thc_checks.run(kernels, (1100,), ("gradient",))
 
-    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors|signs"):
+    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors|signs|thc"):
         run_in_all_orders()
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire import schemes
+from gradwire.codecs.hadamard import Thc
 from gradwire.core.site import DeviceSite
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme
@@ -75,15 +76,21 @@ SCHEMES: dict[str, Maker] = {
     "two-bit by group": lambda: by_name("two-bit", scale_values=128, exempt=["*0.weight"]),
     "two-bit, four levels": lambda: schemes.by_name("two-bit", warmup_steps=1),  # as beside AdamW
     "qsgd": lambda: by_name("qsgd"),
+    "one-bit, raw sums": lambda: by_name("one-bit", pull="raw", exempt=["*.bias"]),
+    "two-bit by group, raw sums": lambda: by_name("two-bit", pull="raw", scale_values=64, chunk_elements=300),
+    "qsgd, raw sums": lambda: by_name("qsgd", pull="raw"),
     "one-bit-adam": lambda: by_name("one-bit-adam", freeze_step=2),
     "one-bit-adam, running": lambda: by_name(
         "one-bit-adam", codec="qsgd", scale_values=None, freeze_step=1, correction="running", chunk_elements=500
     ),
     "one-bit-adam but for some": lambda: by_name("one-bit-adam", codec="four-level", freeze_step=1, exempt=["*.bias"]),
+    "one-bit-adam, raw sums": lambda: by_name("one-bit-adam", freeze_step=1, pull="raw"),
     "terngrad": lambda: by_name("terngrad"),
     "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),
     "sign-sgd": lambda: by_name("sign-sgd"),
     "sign-sgd, ties are positive": lambda: by_name("sign-sgd", ties="positive"),
+    "thc": lambda: by_name("thc"),
+    "thc without feedback": lambda: by_name("thc", error_feedback=False, clip=1.5, seed=9),
     "acp-sgd": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, exempt=()),
     "acp-sgd at the end": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, overlap=False, start_step=1),
     "acp-sgd, drawn anew": lambda: by_name("acp-sgd", rank=1, reuse=False, buffer_mb=0.0, factor_dtype="bfloat16"),
@@ -156,20 +163,41 @@ def test_bits_are_the_cpus(library: Path, world_size: int, latenesses_us: list[i
         assert all(torch.equal(other[case], found) for case, found in first.items())
 
 
+def sum_in_two_bytes(rank: int, world_size: int, library: Path) -> None:
+    with mock.patch.object(Thc, "sums_are_wide", staticmethod(lambda n_ranks: True)):  # as past 8 ranks
+        train_on_both(rank, world_size, library, ["thc"], [1_000])
+
+
+def test_sums_of_two_bytes_are_the_cpus(library: Path) -> None:
+    run_ranks(sum_in_two_bytes, 2, library)
+
+
 # ---- DDP's features
 
 SEVERAL: dict[Feature, list[str]] = {
     view_buckets: ["one-bit", "bf16", "power-sgd"],
     keep_graph_static: ["two-bit", "acp-sgd"],
-    mix_dtypes: ["two-bit", "plain", "one-bit by group, two means", "terngrad", "sign-sgd", "random-k", "acp-sgd"],
+    mix_dtypes: [
+        "two-bit",
+        "plain",
+        "one-bit by group, two means",
+        "one-bit, raw sums",
+        "terngrad",
+        "sign-sgd",
+        "thc",
+        "random-k",
+        "acp-sgd",
+    ],
     accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap"],
     scale_the_loss: [
         "one-bit",
         "one-bit but for some",
         "two-bit by group",
+        "two-bit by group, raw sums",
         "qsgd",
         "terngrad",
         "sign-sgd",
+        "thc",
         "plain",
         "acp-sgd",
         "power-sgd",
@@ -177,7 +205,7 @@ SEVERAL: dict[Feature, list[str]] = {
         "random-k without feedback",
     ],
     meet_nan: ["plain"],
-    stop_and_resume: ["one-bit", "one-bit by group", "two-bit", "acp-sgd", "power-sgd", "random-k"],
+    stop_and_resume: ["one-bit", "one-bit by group", "two-bit", "thc", "acp-sgd", "power-sgd", "random-k"],
 }
 
 
@@ -232,7 +260,7 @@ def compare_nans(rank: int, world_size: int, library: Path, name: str) -> tuple[
         return expected, meet_nan(rank, device, SCHEMES[name]())
 
 
-@pytest.mark.parametrize("name", ["one-bit", "sign-sgd", "random-k"])
+@pytest.mark.parametrize("name", ["one-bit", "sign-sgd", "random-k", "thc"])
 def test_a_message_with_a_nan_is_nan_altogether(library: Path, name: str) -> None:
     """On a CPU, where the bucket is sent again plainly, only the values are that are NaN in their sum."""
     (expected, first), (_, second) = run_ranks(compare_nans, 2, library, name)
@@ -250,9 +278,9 @@ def refuse(rank: int, world_size: int, library: Path) -> None:
     for model, scheme, says in (
         (ddp, "zlib", "'zlib' works on host memory: leave placement out"),
         (ddp, "auto", "'auto' works on host memory"),
-        (ddp, schemes.by_name("one-bit", pull="raw"), 'pull="raw"'),
         (ddp, schemes.by_name("embedded-float", bits=32), "bits=32 needs escapes"),
         (unsure, "two-bit", "find_unused_parameters=True"),
+        (unsure, "thc", "find_unused_parameters=True"),
         (on_cpu, "one-bit", "this one is on cpu"),
         (build_model(), "one-bit", "is for DDP models"),
     ):
@@ -302,7 +330,15 @@ def test_what_the_device_has_not_read_is_kept(library: Path) -> None:
 
 def count_collectives(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
-    twice = ("one-bit", "one-bit in small messages", "one-bit by group, two means", "qsgd", "terngrad")
+    twice = (
+        "one-bit",
+        "one-bit in small messages",
+        "one-bit by group, two means",
+        "qsgd, raw sums",
+        "qsgd",
+        "terngrad",
+        "thc",
+    )
     once = ("plain", "sign-sgd", "random-k")
     for name, per_bucket in (*((name, 1) for name in once), *((name, 2) for name in twice)):
         n_groups = len(LikeNccl.made)

@@ -60,7 +60,12 @@ def meet_a_changed_message(rank: int, world_size: int, library: Path, name: str,
 
 @pytest.mark.parametrize(
     ("name", "collective"),
-    [("one-bit", "alltoall_base"), ("embedded-float", "alltoall"), ("embedded-float direct", "alltoall")],
+    [
+        ("one-bit", "alltoall_base"),
+        ("one-bit, raw sums", "alltoall_base"),
+        ("embedded-float", "alltoall"),
+        ("embedded-float direct", "alltoall"),
+    ],
 )
 def test_a_message_that_is_changed_on_its_way(library: Path, name: str, collective: str) -> None:
     run_ranks(meet_a_changed_message, 2, library, name, collective)

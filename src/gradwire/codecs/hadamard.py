@@ -29,6 +29,10 @@ class Thc(Quantised):
         clip: in standard deviations of the rotated values; 2.15 clamps one in 32, as published.
         seed: of signs and rounding.
     Raises: InvalidArgument.
+
+    Attributes:
+        sign_seed: of the signs alone.
+
     When not to use this: for small gradients (blocks are padded), and where the codec's time counts: a transform each way.
     """
 
@@ -38,7 +42,7 @@ class Thc(Quantised):
     def __init__(self, clip: float = 2.15, seed: int = 0) -> None:
         self.clip = self._parameter = check_positive("clip", clip)
         self.seed = check_seed(seed)
-        self._sign_seed = self.seed ^ _native.THC_SIGN_SEED
+        self.sign_seed = self.seed ^ _native.THC_SIGN_SEED
 
     # ---- sums over ranks
 
@@ -100,7 +104,7 @@ class Thc(Quantised):
             new_residual,
             norms,
             self.clip,
-            self._sign_seed,
+            self.sign_seed,
             check_step(sign_step),
             self.seed,
             check_step(step),
@@ -123,7 +127,7 @@ class Thc(Quantised):
             n_ranks,
             norms,
             self.clip,
-            self._sign_seed,
+            self.sign_seed,
             check_step(sign_step),
             dtype_code(out.dtype),
             bytes_of(out),

@@ -1,9 +1,9 @@
 """The exchange through owners for messages that are made and read on devices: the bits of `patterns.Owners`.
 
 Each rank encodes its share of every part, an all-to-all brings the shares to the parts' owners, who add them in rank order
-and encode the sum, and an all-gather brings that to all. Messages have a fixed room, so both collectives have equal rows.
-Everything is enqueued on the site's stream and nothing is read by the host: what is not finite or not whole becomes NaN on
-all ranks and is noted in the site's flags.
+and encode the sum (or leave it as it is), and an all-gather brings that to all. Messages have a fixed room, so both
+collectives have equal rows. Everything is enqueued on the site's stream and nothing is read by the host: what is not finite
+or not whole becomes NaN on all ranks and is noted in the site's flags.
 """
 
 from __future__ import annotations
@@ -32,19 +32,35 @@ class _Chunk(NamedTuple):
     cuts: tuple[int, ...]
 
 
+class _Left(NamedTuple):
+    """What earlier messages left out and what these do, (n,) float32 in units of the gradient / `scale`; None: nothing."""
+
+    residual: Tensor | None
+    unsent: Tensor | None
+    scale: float
+
+
 class DeviceOwners:
     """Means over the ranks of one site.
 
     Args:
         codec: what makes the messages.
         chunk_elements: values to a message, at most.
+        pulls_raw: sums come back in the bucket's dtype, not quantised.
     Raises: Unsupported (a codec without kernels, or no kernels here).
     """
 
-    def __init__(self, site: DeviceSite, codec: Quantised, communicator: Communicator, chunk_elements: int) -> None:
+    def __init__(
+        self,
+        site: DeviceSite,
+        codec: Quantised,
+        communicator: Communicator,
+        chunk_elements: int,
+        pulls_raw: bool = False,
+    ) -> None:
         self._site, self._rank, self._world = site, communicator.rank, communicator.world_size
         self._codec, self._has_groups = on_kernels(codec, kernels_on(site.device)), codec.scale_values is not None
-        self._chunk_elements = chunk_elements
+        self._chunk_elements, self._pulls_raw = chunk_elements, pulls_raw
         with site.stream:
             self._n_bytes = torch.empty(1, dtype=torch.int64, device=site.device)
         self._cuts: dict[tuple[int, ...], list[list[_Chunk]]] = {}
@@ -56,49 +72,86 @@ class DeviceOwners:
             residual, unsent: (n,) float32 on the device, of which the second is written; None: no error feedback.
         Returns: bytes sent, which are those received.
         """
-        buffer, rank, world = bucket.buffer, self._rank, self._world
-        parts = self._parts(bucket)
+        rank, world, parts = self._rank, self._world, self._parts(bucket)
+        left = _Left(residual, unsent, loss_scale)
         row_bytes = max(chunks[-1].room.stop for chunks in parts)
-        sent, received, results = (
-            self._site.scratch(name, world * row_bytes, torch.uint8).view(world, row_bytes)
-            for name in ("sent", "received", "results")
-        )
-
-        def encode(values: Tensor, part: int, index: int, row: Tensor) -> None:
-            chunk = parts[part][index]
-            self._codec.encode(
-                values,
-                row[chunk.room],
-                self._n_bytes,
-                self._work(values.numel(), chunk.cuts),
-                residual=None if residual is None else residual[chunk.values],
-                new_residual=None if unsent is None else unsent[chunk.values],
-                residual_scale=loss_scale,
-                step=bucket.draw(rank, part, index, part == rank),
-                cuts=chunk.cuts,
-            )
-
+        sent, received = (self._rows(name, row_bytes, torch.uint8) for name in ("sent", "received"))
         for part in (part for part in range(world) if part != rank):
             for index, chunk in enumerate(parts[part]):
-                encode(buffer[chunk.values], part, index, sent[part])
+                self._encode(bucket, bucket.buffer[chunk.values], left, part, index, sent[part])
         self._site.group.all_to_all(received, sent)
-        result = results[rank]
-        for index, chunk in enumerate(parts[rank]):
-            total = self._site.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
-            for source in range(world):
-                if source == rank:
-                    total.add_(buffer[chunk.values])
-                else:
-                    self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
-            encode(total, rank, index, result)
-        own = self._site.scratch("own", row_bytes, torch.uint8).copy_(result)
+        pull = self._pull_raw if self._pulls_raw else self._pull
+        return (world - 1) * (row_bytes + pull(bucket, received, left))
+
+    def _pull(self, bucket: Bucket, received: Tensor, left: _Left) -> int:
+        """Sums as messages, all of which every rank reads. Returns: the bytes of a part's."""
+        rank, parts, row_bytes = self._rank, self._parts(bucket), received.shape[1]
+        results = self._rows("results", row_bytes, torch.uint8)
+        for index in range(len(parts[rank])):
+            self._encode(bucket, self._sum(bucket, received, index), left, rank, index, results[rank])
+        own = self._site.scratch("own", row_bytes, torch.uint8).copy_(results[rank])
         self._site.group.all_gather(results, own)
         for part, chunks in enumerate(parts):
             for chunk in chunks:
                 message = results[part][chunk.room]
                 self._site.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
-                self._decode(message, buffer[chunk.values], chunk.cuts, divisor=world)
-        return 2 * (world - 1) * row_bytes
+                self._decode(message, bucket.buffer[chunk.values], chunk.cuts, divisor=self._world)
+        return row_bytes
+
+    def _pull_raw(self, bucket: Bucket, received: Tensor, left: _Left) -> int:
+        """Sums in the bucket's dtype; what they were rounded by is left. Returns: the bytes of a part's."""
+        site, buffer, parts = self._site, bucket.buffer, self._parts(bucket)
+        bounds = [(chunks[0].values.start, chunks[-1].values.stop) for chunks in parts]
+        first, _ = bounds[self._rank]
+        n_row = max(end - start for start, end in bounds)
+        own, sums = site.scratch("own", n_row, buffer.dtype), self._rows("results", n_row, buffer.dtype)
+        for index, chunk in enumerate(parts[self._rank]):
+            total = self._sum(bucket, received, index)
+            raw = own[chunk.values.start - first : chunk.values.stop - first]
+            if left.residual is not None:  # a product of its own: nothing may fuse it with the sum
+                total.add_(left.residual[chunk.values] * left.scale)
+            raw.copy_(total)
+            if left.unsent is not None:
+                site.divide(left.unsent[chunk.values].copy_(total.sub_(raw)), left.scale)
+        site.group.all_gather(sums, own)
+        for (start, end), row in zip(bounds, sums, strict=True):
+            buffer[start:end].copy_(row[: end - start])
+        site.note_finite(buffer)
+        # In float32, as the CPU divides.
+        means = buffer if buffer.dtype == torch.float32 else site.scratch("means", buffer.numel(), torch.float32)
+        site.divide(means.copy_(buffer), self._world)
+        buffer.copy_(means)
+        return n_row * buffer.element_size()
+
+    def _sum(self, bucket: Bucket, received: Tensor, index: int) -> Tensor:
+        """(n,) float32 until the next one: the shares of a chunk of this rank's part, in rank order, its own as it is."""
+        chunk = self._parts(bucket)[self._rank][index]
+        total = self._site.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
+        for source in range(self._world):
+            if source == self._rank:
+                total.add_(bucket.buffer[chunk.values])
+            else:
+                self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
+        return total
+
+    def _encode(self, bucket: Bucket, values: Tensor, left: _Left, part: int, index: int, row: Tensor) -> None:
+        """The message of a chunk, `values` of it, to its place in the part's row."""
+        chunk = self._parts(bucket)[part][index]
+        self._codec.encode(
+            values,
+            row[chunk.room],
+            self._n_bytes,
+            self._work(values.numel(), chunk.cuts),
+            residual=None if left.residual is None else left.residual[chunk.values],
+            new_residual=None if left.unsent is None else left.unsent[chunk.values],
+            residual_scale=left.scale,
+            step=bucket.draw(self._rank, part, index, part == self._rank),
+            cuts=chunk.cuts,
+        )
+
+    def _rows(self, name: str, n_row: int, dtype: torch.dtype) -> Tensor:
+        """(world, n_row) of work space."""
+        return self._site.scratch(name, self._world * n_row, dtype).view(self._world, n_row)
 
     def raise_error(self, code: int) -> None:
         """Raise what an error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""

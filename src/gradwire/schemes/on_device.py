@@ -122,12 +122,18 @@ class QuantisedOnDevice(StepsOnDevice):
     """
 
     def __init__(
-        self, session: Session, site: DeviceSite, codec: Quantised, error_feedback: bool, chunk_elements: int
+        self,
+        session: Session,
+        site: DeviceSite,
+        codec: Quantised,
+        error_feedback: bool,
+        chunk_elements: int,
+        pulls_raw: bool,
     ) -> None:
         refuse_unused_parameters(session)
         super().__init__(session, site)
         self._error_feedback = error_feedback
-        self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
+        self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements, pulls_raw)
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
         """facts: which tensors are compressed, or None: the bucket, as it lies."""

@@ -30,7 +30,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.behind_adam import BehindAdam
 from gradwire.schemes.on_device import QuantisedOnDevice
-from gradwire.schemes.quantised import or_none, owners_of, refuse_raw_pull
+from gradwire.schemes.quantised import or_none, owners_of
 from gradwire.schemes.selection import Names, Selection
 
 _CODECS = ("one-bit", "two-bit", "four-level", "qsgd")
@@ -89,7 +89,6 @@ class OneBitAdam(BehindAdam):
 
     def _go_to(self, site: DeviceSite, session: Session) -> QuantisedOnDevice:
         """Raises: Unsupported (what needs the host)."""
-        refuse_raw_pull(self.name, self.pull)
         return _MomentaOnDevice(self, session, site)
 
 
@@ -97,7 +96,9 @@ class _MomentaOnDevice(QuantisedOnDevice):
     """Its steps on a device: what is sent of a tensor is its momentum, once its variance is frozen."""
 
     def __init__(self, scheme: OneBitAdam, session: Session, site: DeviceSite) -> None:
-        super().__init__(session, site, scheme.codec, scheme.error_feedback, scheme.chunk_elements)
+        super().__init__(
+            session, site, scheme.codec, scheme.error_feedback, scheme.chunk_elements, scheme.pull == "raw"
+        )
         self._choose = scheme._choose
         self._part_dtype, self._fill, self._take = scheme._part_dtype, scheme._fill, scheme._take  # type: ignore[method-assign]  # its
 

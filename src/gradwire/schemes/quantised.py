@@ -9,7 +9,7 @@ from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.exchange.patterns import Owners
 from gradwire.schemes.on_device import Placed, QuantisedOnDevice
@@ -57,8 +57,9 @@ class QuantisedDirect(Placed, Selective):
 
     def _go_to(self, site: DeviceSite, session: Session) -> QuantisedOnDevice:
         """Raises: Unsupported (what needs the host)."""
-        refuse_raw_pull(self.name, self.pull)
-        return QuantisedOnDevice(session, site, self.codec, self.error_feedback, self.chunk_elements)
+        return QuantisedOnDevice(
+            session, site, self.codec, self.error_feedback, self.chunk_elements, self.pull == "raw"
+        )
 
     def _facts_on_device(self, bucket: Bucket) -> tuple[Any, ...]:
         return (self._choose(bucket),)
@@ -70,12 +71,6 @@ def owners_of(pull: str, chunk_elements: int) -> Owners:
     if chunk_elements < 1:
         raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
     return Owners(pull == "raw", chunk_elements)
-
-
-def refuse_raw_pull(name: str, pull: str) -> None:
-    """Raises: Unsupported (sums that travel raw, on a device)."""
-    if pull == "raw":
-        raise Unsupported(f'{name} with pull="raw" works on host memory: leave that or placement out')
 
 
 def or_none(value: int | str | None) -> Any:

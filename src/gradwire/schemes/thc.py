@@ -17,8 +17,11 @@ from torch import Tensor
 from gradwire.codecs.hadamard import Thc
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.exchange.patterns import ScaledSum, Values
-from gradwire.schemes.compressed import Compressed
+from gradwire.gpu.kernels import kernels_on
+from gradwire.gpu.thc import DeviceThc
+from gradwire.schemes.on_device import Placed, StepsOnDevice, refuse_unused_parameters
 from gradwire.wire.wire import Wire
 
 _NO_RANK = -1  # what is drawn by this number is the same on all ranks
@@ -57,7 +60,45 @@ class RotatedLevels:
         self.codec.read_sums(codes, scales, wire.world_size, values.gradient, sign_step=sign_step)
 
 
-class ThcScheme(Compressed):
+class LevelsOnDevice(StepsOnDevice):
+    """Steps of integers by norms that all ranks share, summed by the backend.
+
+    Raises: Unsupported (DDP looks for unused parameters; no kernels here).
+    """
+
+    def __init__(self, session: Session, site: DeviceSite, codec: Thc, error_feedback: bool) -> None:
+        refuse_unused_parameters(session)
+        super().__init__(session, site)
+        self._error_feedback = error_feedback
+        self._codec = DeviceThc(codec, kernels_on(site.device), session.communicator.world_size)
+
+    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
+        site, codec, values, record = self._site, self._codec, bucket.buffer, bucket.record
+        feedback, scale = self._session.feedback, self._session.loss_scale()
+        residual, unsent = feedback.pair(bucket) if self._error_feedback else (None, None)
+        norms = site.scratch("norms", codec.codec.n_norms(bucket.n_elements), torch.int32)
+        codec.write_norms(values, norms, residual, scale)
+        site.largest(norms, record)
+        site.note_finite(norms.view(torch.float32))
+        codes = site.scratch("codes", codec.code_bytes(bucket.n_elements), torch.uint8)
+        sign_step = bucket.draw(_NO_RANK)
+        codec.write_codes(
+            values,
+            norms,
+            codes,
+            sign_step=sign_step,
+            step=bucket.draw(self._session.communicator.rank),
+            residual=residual,
+            new_residual=unsent,
+            residual_scale=scale,
+        )
+        site.sum(codec.summable(codes), record)
+        codec.read_sums(codes, norms, values, sign_step=sign_step)
+        if unsent is not None:
+            feedback.stage_bucket(bucket, unsent)
+
+
+class ThcScheme(Placed):
     """Sums of what each rank's gradient + residual rounds to, rotated back once.
 
     Args:
@@ -80,3 +121,6 @@ class ThcScheme(Compressed):
         """Raises: Unsupported (more ranks than can be summed)."""
         self.codec.sums_are_wide(session.communicator.world_size)
         super().bind(session)
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        return LevelsOnDevice(session, site, self.codec, self.error_feedback)

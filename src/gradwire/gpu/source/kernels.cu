@@ -8,4 +8,5 @@
 #include "selection.hpp"
 #include "signs.hpp"
 #include "ternary.hpp"
+#include "thc.hpp"
 #include "truncated_float.hpp"

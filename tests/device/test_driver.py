@@ -13,7 +13,7 @@ import emulated
 import pytest
 import torch
 
-from gradwire.bench import float_kernel_checks, gcomp_kernel_checks, kernel_checks
+from gradwire.bench import float_kernel_checks, gcomp_kernel_checks, kernel_checks, selection_checks
 from gradwire.errors import GradwireError, OutOfMemory, Unsupported
 from gradwire.gpu import compiler
 from gradwire.gpu.driver import CudaKernels
@@ -81,9 +81,10 @@ def test_gpu_check_covers_the_kernels(machine: Machine) -> None:
         mock.patch.object(kernel_checks, "SIZES", (33,)),
         mock.patch.object(kernel_checks, "CONTENTS", ("gradient",)),
         mock.patch.object(kernel_checks, "_LARGE", (5_000,)),
+        mock.patch.object(selection_checks, "SIZES", (33,)),
     ):
         found = kernel_checks.check_kernels(kernels.device, kernels)
-    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35 + 48 + 240 + 120
+    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35 + 48 + 240 + 120 + 75
     smaller = [name for checks in kernel_checks._SMALLER for name in checks.KERNELS]
     assert set(found["kernels"]) == {*kernel_checks.KERNELS, *smaller}
     assert {"gw_multiply_factors", "gw_signs_vote", "gw_ternary_mean", "gw_thc_read"} <= set(smaller)

@@ -28,6 +28,7 @@ from test_ddp_on_device import (
 )
 from test_staged_schemes import counting_waits_of_hooks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwire
 from gradwire import schemes
@@ -35,6 +36,7 @@ from gradwire.codecs.hadamard import Thc
 from gradwire.core.site import DeviceSite
 from gradwire.gpu import kernels
 from gradwire.schemes import Scheme
+from gradwire.schemes.on_device import StepsOnDevice
 from gradwire.wire.communicator import Communicator
 from ranks import patience, run_ranks
 
@@ -101,6 +103,9 @@ SCHEMES: dict[str, Maker] = {
     "top-k": lambda: by_name("top-k", share=0.1),
     "top-k without feedback": lambda: by_name("top-k", share=0.02, error_feedback=False),
     "top-k after plain steps": lambda: by_name("top-k", share=0.05, warmup_steps=2),
+    "dgc": lambda: by_name("dgc", share=0.1),
+    "dgc by bucket": lambda: by_name("dgc", share=0.02, per="bucket", nesterov=True, weight_decay=0.01, seed=3),
+    "dgc, clipped, in its warm-up": lambda: by_name("dgc", share=0.01, warmup_steps=3, max_norm=0.05, momentum=0.5),
 }
 
 SUMS_OF_FLOATS = ("acp-sgd", "power-sgd", "random-k")
@@ -183,9 +188,11 @@ SEVERAL: dict[Feature, list[str]] = {
         "one-bit by group, two means",
         "one-bit, raw sums",
         "terngrad",
-        "sign-sgd",
         "thc",
+        "sign-sgd",
         "random-k",
+        "top-k",
+        "dgc",
         "acp-sgd",
     ],
     accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap"],
@@ -203,9 +210,21 @@ SEVERAL: dict[Feature, list[str]] = {
         "power-sgd",
         "random-k",
         "random-k without feedback",
+        "top-k",
+        "dgc",
     ],
     meet_nan: ["plain"],
-    stop_and_resume: ["one-bit", "one-bit by group", "two-bit", "thc", "acp-sgd", "power-sgd", "random-k"],
+    stop_and_resume: [
+        "one-bit",
+        "one-bit by group",
+        "two-bit",
+        "thc",
+        "acp-sgd",
+        "power-sgd",
+        "random-k",
+        "top-k",
+        "dgc by bucket",
+    ],
 }
 
 
@@ -260,7 +279,7 @@ def compare_nans(rank: int, world_size: int, library: Path, name: str) -> tuple[
         return expected, meet_nan(rank, device, SCHEMES[name]())
 
 
-@pytest.mark.parametrize("name", ["one-bit", "sign-sgd", "random-k", "thc"])
+@pytest.mark.parametrize("name", ["one-bit", "sign-sgd", "random-k", "thc", "top-k", "dgc"])
 def test_a_message_with_a_nan_is_nan_altogether(library: Path, name: str) -> None:
     """On a CPU, where the bucket is sent again plainly, only the values are that are NaN in their sum."""
     (expected, first), (_, second) = run_ranks(compare_nans, 2, library, name)
@@ -301,6 +320,82 @@ def test_what_needs_the_host_says_so(library: Path) -> None:
     run_ranks(refuse, 1, library)
 
 
+# ---- what a checkpoint holds
+
+
+def hold_state(rank: int, world_size: int, library: Path) -> None:
+    late, device = begin_with_kernels(library)
+    late.set_lateness_us(1_000)
+    for name in ("random-k", "top-k", "dgc", "dgc by bucket"):
+        states = []
+        for place in (Place(CPU), device):
+            ddp = place.model(build_model())
+            attachment = attach(ddp, adamw(ddp), SCHEMES[name](), **placement_on(place))
+            for step in range(3):
+                ddp.zero_grad()
+                ddp(batch(rank, step, place)).square().mean().backward()
+            states.append(attachment.state_dict()["state"])
+            attachment.close()
+        on_cpu, on_device = states
+        assert set(on_cpu) == set(on_device) == {"residuals", *(["momenta"] if "dgc" in name else [])}
+        for kind, tensors in on_cpu.items():
+            assert set(tensors) == set(on_device[kind])
+            assert any(bool(tensor.any()) for tensor in tensors.values())
+            for slot, tensor in tensors.items():
+                assert on_device[kind][slot].device == CPU
+                assert torch.equal(on_device[kind][slot], tensor), f"{name}: other {kind} of {slot}"
+
+
+def test_states_are_the_cpus(library: Path) -> None:
+    run_ranks(hold_state, 2, library)
+
+
+# ---- what the host asks of the device
+
+# Operators whose result the host has to have before it goes on.
+_READING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2"}
+
+
+class _Asked(TorchDispatchMode):
+    """What the lane enqueues."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        name = function.__name__.split(".")[0]
+        of_device = [one for one in arguments if isinstance(one, Tensor) and one.device != CPU]
+        is_copied = bool(of_device) and isinstance(result, Tensor) and result.device == CPU
+        self.names.append(f"{name} to the host" if is_copied else name if of_device else "")
+        return result
+
+
+def ask(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin_with_kernels(library)
+    reduce, asked = StepsOnDevice.reduce, _Asked()
+
+    def watched(*arguments: Any) -> None:
+        with asked:
+            reduce(*arguments)
+
+    with mock.patch.object(StepsOnDevice, "reduce", watched):
+        for name in SCHEMES:
+            if any(part in name for part in ("random-k", "top-k", "dgc")):
+                train(rank, place, SCHEMES[name](), n_steps=2)
+    read = [name for name in asked.names if name in _READING or name.endswith("to the host")]
+    assert {"masked_fill_", "copy_", "index_copy_"} <= set(asked.names), set(asked.names)
+    assert not read, f"the host waits for {sorted(set(read))}"
+    with asked:
+        bool(torch.ones(1, device=place.device).any())
+    assert asked.names[-1] in _READING
+
+
+def test_the_host_reads_nothing_within_a_step(library: Path) -> None:
+    run_ranks(ask, 2, library)
+
+
 # ---- what the host gives to the device
 
 
@@ -339,7 +434,7 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
         "terngrad",
         "thc",
     )
-    once = ("plain", "sign-sgd", "random-k")
+    once = ("plain", "sign-sgd", "random-k", "top-k")
     for name, per_bucket in (*((name, 1) for name in once), *((name, 2) for name in twice)):
         n_groups = len(LikeNccl.made)
         train(rank, place, SCHEMES[name](), n_steps=0)

@@ -85,6 +85,62 @@ def test_the_group_like_nccl_refuses_a_message_of_another_length(library: Path) 
     run_ranks(send_more_than_is_awaited, 2, library)
 
 
+_SUM, _COUNT = 0, 2  # words of a message of elements: the sum of the others; of dgc's, how many elements there are
+
+
+def meet_changed_elements(
+    rank: int, world_size: int, library: Path, name: str, word: int, bits: int, says: str
+) -> None:
+    """Rank 1 gets another word of what rank 0 sent, and with `says` of places under a sum that is right."""
+    _, place = begin_with_kernels(library)
+    ddp = place.model(build_model())
+    attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.0), SCHEMES[name](), placement="device")
+
+    def backward(step: int) -> bool:
+        ddp.zero_grad()
+        ddp(batch(rank, step, place)).square().mean().backward()
+        return bool(torch.cat([p.grad.view(-1).cpu() for p in ddp.parameters() if p.grad is not None]).isnan().any())
+
+    assert not backward(0)
+    allgather = LikeNccl._allgather_base
+
+    def change(group: LikeNccl, output: Tensor, tensor: Tensor, *options: Any) -> Any:
+        work = allgather(group, output, tensor, *options)
+        work.wait()
+        if rank == 1 and output.dtype == torch.int32:
+            message = output.view(world_size, -1)[0]
+            message[word : word + 1].bitwise_xor_(bits)
+            if says == "outside":
+                message[_SUM : _SUM + 1].copy_(message[1:].sum())
+        return work
+
+    with mock.patch.object(LikeNccl, "_allgather_base", change):
+        assert backward(1) == (rank == 1), "a mean without what rank 0 sent was handed out"
+
+    def go_on() -> None:
+        for step in range(2, 4):  # the other ranks hear of it in the same step, or in the next
+            backward(step)
+
+    with pytest.raises(gradwire.CorruptMessage, match=says):
+        go_on()
+    attachment.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "bits", "says"),
+    [
+        ("top-k", 5, 1 << 22, "checksum"),
+        ("top-k", _SUM, 1, "checksum"),
+        ("top-k", 3, 1 << 30, "outside"),
+        ("top-k", 3, -(1 << 31), "outside"),
+        ("dgc", 9, 1 << 22, "checksum"),
+        ("dgc", _COUNT, 1 << 20, "outside"),
+    ],
+)
+def test_elements_that_are_changed_on_their_way(library: Path, name: str, word: int, bits: int, says: str) -> None:
+    run_ranks(meet_changed_elements, 2, library, name, word, bits, says)
+
+
 def hold_other_factors(rank: int, world_size: int, library: Path) -> None:
     """Rank 1 comes to hold other factors than it should: all ranks are told a step later."""
     _, place = begin_with_kernels(library)

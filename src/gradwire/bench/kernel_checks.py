@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.bench import factor_checks, sign_checks, ternary_checks, thc_checks
+from gradwire.bench import factor_checks, selection_checks, sign_checks, ternary_checks, thc_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.qsgd import Qsgd
@@ -52,7 +52,13 @@ KERNELS = tuple(
         "unpack",
     )
 ) + tuple(f"gw_grouped_{name}" for name in ("measure", "head", "pack", "check", "unpack"))
-_SMALLER = (factor_checks, sign_checks, ternary_checks, thc_checks)  # of kernels that make no messages
+_SMALLER = (
+    factor_checks,
+    selection_checks,
+    sign_checks,
+    ternary_checks,
+    thc_checks,
+)  # of kernels that make no messages
 _LARGE = ((1 << 20) + 1, 1 << 24)
 _MEASURED = 1 << 24  # 64 MiB
 _ROUNDS = 20
@@ -188,7 +194,9 @@ def require(is_right: bool, what: str) -> None:
 
 
 def check_kernels(device: torch.device, kernels: CudaKernels | None = None) -> dict[str, Any]:
-    """Every kernel loads and makes the CPU's bytes: of all contents, and of messages up to 16 M values; and factors.
+    """Every kernel loads and makes the CPU's bytes: of all contents, and of messages up to 16 M values.
+
+    Factors, sums of ternaries and selected elements too.
 
     Raises: CheckFailed, Unsupported (no NVRTC, an old driver, ...).
     """

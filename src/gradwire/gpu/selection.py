@@ -183,8 +183,9 @@ class DeviceSelection:
         self._launch("begin", grid(_BINS * segments.n_segments), parameters)
         if by_sample:
             self._narrow(segments.n_sample_tiles, segments, parameters, of_samples=True)
-            for parameters.round in range(_ADAPTATIONS + 2):
-                if parameters.round:
+            for number in range(_ADAPTATIONS + 2):
+                parameters.round = number
+                if number:
                     self._launch("try", segments.n_tiles, parameters)
                 self._launch("adapt", grid(segments.n_segments), parameters)
         self._narrow(segments.n_tiles, segments, parameters, of_samples=False)
@@ -215,7 +216,8 @@ class DeviceSelection:
 
     def _narrow(self, n_tiles: int, segments: Segments, parameters: _Select, of_samples: bool) -> None:
         parameters.of_samples = of_samples
-        for parameters.shift, parameters.n_bits in _PASSES:
+        for shift, n_bits in _PASSES:
+            parameters.shift, parameters.n_bits = shift, n_bits
             self._launch("count", n_tiles, parameters, 4 * _BINS)
             self._launch("narrow", segments.n_segments, parameters, 4 * THREADS)
 

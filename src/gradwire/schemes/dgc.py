@@ -26,10 +26,13 @@ from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Withheld, holds_nonzero
 from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.gpu.selection import Sample
 from gradwire.schemes.compressed import WithMomenta, count_of
+from gradwire.schemes.dgc_on_device import DgcOnDevice
+from gradwire.schemes.on_device import Placing, StepsOnDevice
 from gradwire.schemes.plain_first import check_steps
 from gradwire.schemes.selection import Selection, matrices
 from gradwire.wire.wire import Wire
@@ -42,7 +45,7 @@ _MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below a
 _FEWEST, _MOST = 0.8, 1.3
 
 
-class Dgc(WithMomenta):
+class Dgc(Placing, WithMomenta):
     """Mean over the ranks of each rank's largest accumulated updates. Its own state, u and v, is its error feedback.
 
     With one rank nothing is left out: the result is the gradient with momentum.
@@ -136,16 +139,16 @@ class Dgc(WithMomenta):
             momenta, new_momenta = self._momenta.pair(bucket)
             sums, new_sums = self.session.feedback.pair(bucket)
             spans = bucket.spans
-            whole = self._whole_spans(bucket, spans)
+            whole = self.whole_spans(bucket, spans)
             # What this rank did not use waits; the momentum of parameters that are sent whole is the same on all ranks.
             is_used = [span in whole or holds_nonzero(bucket.buffer[slice(*span)]) for span in spans]
             waiting = [Withheld(spans, is_used, state) for state in (momenta, sums)]
             gradient = self._clipped(bucket, spans, scale)
             for slot, span, used in zip(bucket.slots, spans, is_used, strict=True):
                 if used and span not in whole:
-                    self._decay(slot, gradient[slice(*span)])
+                    self.decay(slot, gradient[slice(*span)])
             torch.add(gradient, momenta, alpha=self.momentum, out=new_momenta)
-            self._update(gradient, new_momenta, new_sums).add_(sums)
+            self.update(gradient, new_momenta, new_sums).add_(sums)
             for withheld in waiting:
                 withheld.put_back()
             # One pass without a copy: the largest magnitude is NaN or Inf if anything is.
@@ -181,12 +184,6 @@ class Dgc(WithMomenta):
             bucket.buffer.copy_(mean.mul_(scale))
         return True
 
-    def _whole_spans(self, bucket: Bucket, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Where what is sent whole lies: everything, with one rank."""
-        if self.session.communicator.world_size == 1:
-            return spans or [(0, bucket.n_elements)]
-        return [(span.offset, span.offset + span.n_elements) for span in Selection(bucket, matrices).raw]
-
     def _clipped(self, bucket: Bucket, spans: list[tuple[int, int]], scale: float) -> torch.Tensor:
         """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""
         scratch = self.session.communicator.scratch("dgc gradient", 4 * bucket.n_elements).view(torch.float32)
@@ -205,18 +202,11 @@ class Dgc(WithMomenta):
         self, bucket: Bucket, sums: torch.Tensor, whole: list[tuple[int, int]], is_finite: bool
     ) -> tuple[torch.Tensor, int]:
         """Room for as many indices as the share allows, and how many of them are used."""
-        spans, share = [(0, bucket.n_elements)], self.share_at(bucket.step)
-        counts = [bucket.n_elements - sum(end - start for start, end in whole)]  # what is whole holds zeros by now
-        if self.per == "layer" and bucket.slots:
-            spans = [span for span in bucket.spans if span not in whole and span[1] > span[0]]
-            counts = [end - start for start, end in spans]
-        counts = [count_of(share, n) if n else 0 for n in counts]
+        spans, counts = self.spans_and_counts(bucket, whole)
         indices = torch.zeros(sum(counts), dtype=torch.int32)
         if not is_finite:
             return indices, 0
-        generator = torch.Generator().manual_seed(
-            bucket.draw(self.session.communicator.rank, self.seed) & 0x7FFF_FFFF_FFFF_FFFF
-        )
+        generator = self._generator(bucket)
         n_chosen = 0
         for (start, end), k in zip(spans, counts, strict=True):
             if k:
@@ -243,19 +233,6 @@ class Dgc(WithMomenta):
             mean.index_add_(0, places, message[1 + k :][:count].view(torch.float32))
         return mean.div_(len(messages))
 
-    def _decay(self, slot: Slot | None, gradient: torch.Tensor) -> None:
-        """Add weight decay to the gradient (n,) of a slot."""
-        if self.weight_decay and slot is not None and slot.parameter is not None:
-            parameter = local_of(slot.parameter.detach())
-            flat = flatten_like(parameter, parameter)[slot.start : slot.start + slot.numel()]
-            gradient.add_(flat.to(device="cpu", dtype=torch.float32), alpha=self.weight_decay)
-
-    def _update(self, gradient: torch.Tensor, momenta: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """What SGD with momentum takes off the parameters, into `out`."""
-        if not self.nesterov:
-            return out.copy_(momenta)
-        return torch.add(gradient, momenta, alpha=self.momentum, out=out)
-
     def _add_whole(
         self,
         bucket: Bucket,
@@ -273,9 +250,56 @@ class Dgc(WithMomenta):
             if not part.any():  # unused on all ranks: DDP throws the result away, so its momentum waits
                 new_momenta[start:end], mean[start:end] = momenta[start:end], part
                 continue
-            self._decay(slots.get((start, end)), part)
+            self.decay(slots.get((start, end)), part)
             torch.add(part, momenta[start:end], alpha=self.momentum, out=new_momenta[start:end])
-            self._update(part, new_momenta[start:end], mean[start:end])
+            self.update(part, new_momenta[start:end], mean[start:end])
+
+    # ---- on a device
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        return DgcOnDevice(session, site, self, self._momenta)
+
+    # ---- what does not depend on where it works
+
+    def spans_and_counts(self, bucket: Bucket, whole: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
+        """What the largest are taken of, and how many at most of each."""
+        spans, share = [(0, bucket.n_elements)], self.share_at(bucket.step)
+        counts = [bucket.n_elements - sum(end - start for start, end in whole)]  # what is whole holds zeros by now
+        if self.per == "layer" and bucket.slots:
+            spans = [span for span in bucket.spans if span not in whole and span[1] > span[0]]
+            counts = [end - start for start, end in spans]
+        return spans, [count_of(share, n) if n else 0 for n in counts]
+
+    def samples(self, bucket: Bucket, spans: list[tuple[int, int]], counts: list[int]) -> list[Sample]:
+        """What the threshold of each span is taken from in this step of this rank."""
+        generator = self._generator(bucket)
+        return [
+            draw_sample(end - start, k, generator) if k else Sample(None, 0)
+            for (start, end), k in zip(spans, counts, strict=True)
+        ]
+
+    def _generator(self, bucket: Bucket) -> torch.Generator:
+        draw = bucket.draw(self.session.communicator.rank, self.seed)
+        return torch.Generator().manual_seed(draw & 0x7FFF_FFFF_FFFF_FFFF)
+
+    def whole_spans(self, bucket: Bucket, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Where what is sent whole lies: everything, with one rank."""
+        if self.session.communicator.world_size == 1:
+            return spans or [(0, bucket.n_elements)]
+        return [(span.offset, span.offset + span.n_elements) for span in Selection(bucket, matrices).raw]
+
+    def decay(self, slot: Slot | None, gradient: torch.Tensor) -> None:
+        """Add weight decay to the gradient (n,) of a slot."""
+        if self.weight_decay and slot is not None and slot.parameter is not None:
+            parameter = local_of(slot.parameter.detach())
+            flat = flatten_like(parameter, parameter)[slot.start : slot.start + slot.numel()]
+            gradient.add_(flat.to(device=gradient.device, dtype=torch.float32), alpha=self.weight_decay)
+
+    def update(self, gradient: torch.Tensor, momenta: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """What SGD with momentum takes off the parameters, into `out`."""
+        if not self.nesterov:
+            return out.copy_(momenta)
+        return torch.add(gradient, momenta, alpha=self.momentum, out=out)
 
 
 def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:

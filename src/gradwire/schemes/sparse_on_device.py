@@ -130,6 +130,11 @@ class Elements:
         error = are_changed.any().to(torch.int32).mul_(CHECKSUM).view(1)
         return Gathered(received[:, _HEAD_WORDS:], error, (received[:, 1] != 0).any().to(torch.int32).view(1))
 
+    def alone(self, is_finite: Tensor) -> Gathered:
+        """What a rank without peers gathers: no elements, and what it found itself."""
+        nothing = torch.zeros((2, 1), dtype=torch.int32, device=self._site.device)
+        return Gathered(nothing[:0], nothing[0], nothing[1].copy_(is_finite.logical_not()))
+
     def add_up(self, gathered: Gathered, sums: Tensor) -> None:
         """Add every rank's elements to `sums` (n,) float32, in rank order: the same everywhere."""
         for payload in gathered.payloads:

@@ -1,0 +1,143 @@
+"""The kernels that select elements, run on the host: the CPU's elements in every order of threads; lies; planted faults."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+from sanitizing import run_sanitized
+from selection_lies import LIES, is_refused
+
+from gradwire.bench import selection_checks
+from gradwire.bench.device_checks import CheckFailed
+from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.gpu.compiler import SOURCES
+from gradwire.gpu.selection import CHECKSUM, OUTSIDE, DeviceSelection, Sample, raise_error
+
+# Of threads and blocks: forward, backward, two by chance.
+ORDERS = (0, 1, 5, 6)
+CHECKED = ("gradient", "alike", "short")
+
+
+@pytest.mark.parametrize("content", selection_checks.CONTENTS)
+def test_elements_are_the_cpus(content: str) -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    per_share = 1 if content == "nan" else 3
+    assert selection_checks.run(kernels, (1, 33, 2049, 5_000), [content]) == 3 * 4 * per_share
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_elements_are_the_cpus_in_every_order_of_threads(order: int) -> None:
+    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    assert selection_checks.run(kernels, (33, 2047, 17_000), CHECKED, (0.01,)) == 27
+
+
+def test_more_pieces_than_a_block_adds_up_at_once() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    n = 33 * 16_384 + 5  # 272 pieces: the sums before them take two rounds of 256 threads
+    values = selection_checks.values_of("short", n)
+    selection_checks.compare_exact(kernels, values, n // 50)
+
+
+def test_more_tensors_than_a_block_adds_up_at_once() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    values = selection_checks.values_of("gradient", 3 * 300)
+    spans = [(start, start + 3) for start in range(0, 900, 3)]
+    selection_checks.compare_sampled(kernels, values, spans, 0.4)
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_no_rank_sends_is_reported_and_not_written_outside(name: str) -> None:
+    lie = LIES[name]
+    fenced = torch.zeros(lie.n_elements + 16)
+    is_refused(emulated.EmulatedKernels(emulated.build()), lie, fenced[8:-8])
+    assert not fenced[:8].any()
+    assert not fenced[-8:].any()
+
+
+def test_error_words_are_told() -> None:
+    raise_error(0)
+    for code, says in ((CHECKSUM, "checksum does not match"), (OUTSIDE, "outside of the bucket"), (9, "error word 9")):
+        with pytest.raises(CorruptMessage, match=says):
+            raise_error(code)
+
+
+def test_arguments_that_kernels_would_misread_are_refused() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    on = DeviceSelection(kernels)
+    for spans, counts in (([(0, 5)], [6]), ([(3, 12)], [1]), ([(5, 3)], [0]), ([(0, 5)], [-1])):
+        with pytest.raises(InvalidArgument, match="cannot be taken"):
+            on.lay_out(10, spans, counts, torch.clone)
+    with pytest.raises(InvalidArgument, match="at most"):
+        on.lay_out(1 << 31, [], [], torch.clone)
+    segments = on.lay_out(10, [(0, 10)], [4], torch.clone)
+    work = torch.empty(on.work_bytes(segments), dtype=torch.uint8)
+    indices, taken = torch.empty(4, dtype=torch.int32), torch.empty(4)
+    for arguments, beside, says in (
+        ((torch.empty(9), segments, work, indices, taken), None, "values"),
+        ((torch.empty(10).half(), segments, work, indices, taken), None, "values"),
+        ((torch.empty(10), segments, work, indices[:3], taken), None, "indices"),
+        ((torch.empty(10), segments, work, indices, taken.double()), None, "taken"),
+        ((torch.empty(10), segments, work[:-8], indices, taken), None, "work"),
+        ((torch.empty(10), segments, work, indices, taken), torch.empty(9), "beside"),
+        ((torch.empty(10, device="meta"), segments, work, indices, taken), None, "meta"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            on.take(*arguments, beside=beside)
+    with pytest.raises(InvalidArgument, match="n_taken"):
+        on.add(indices, taken, torch.empty(10), torch.zeros(1, dtype=torch.int32), n_taken=taken[:1])
+    assert kernels.launched == []
+
+
+def test_nothing_is_taken_of_no_tensors() -> None:
+    kernels = emulated.EmulatedKernels(emulated.build())
+    on, values = DeviceSelection(kernels), torch.ones(7)
+    segments = on.lay_out(7, [(0, 0), (7, 7)], [0, 0], torch.clone, [Sample(None, 0)] * 2)
+    n_taken = torch.full((1,), 5, dtype=torch.int32)
+    work = torch.empty(on.work_bytes(segments), dtype=torch.uint8)
+    on.take(values, segments, work, torch.empty(0, dtype=torch.int32), torch.empty(0), n_taken=n_taken)
+    assert int(n_taken) == 0
+    assert bool((values == 1).all())
+
+
+def test_kernels_are_clean_under_the_sanitizers() -> None:
+    assert f"cases 42, lies {len(LIES)}" in run_sanitized("sanitized_selection.py", 5)
+
+
+# A planted fault, which an order of threads shows.
+FAULTS = {
+    "a barrier is missing before what was counted is given on": (
+        "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&shared.bins[bits >> p.shift & mask], 1u);\n  }\n"
+        "  __syncthreads();",
+        "    if ((bits ^ leading) >> end_bit == 0) atomicAdd(&shared.bins[bits >> p.shift & mask], 1u);\n  }",
+    ),
+    "a barrier is missing within the sum of what lies before": (
+        "    shared.sums[now][threadIdx.x] = sum;\n    __syncthreads();\n  }",
+        "    shared.sums[now][threadIdx.x] = sum;\n  }\n  __syncthreads();",
+    ),
+    "bins are not emptied": ("bins[threadIdx.x * kEach + i] = 0;", "bins[threadIdx.x * kEach + i] += 0;"),
+    "of equal magnitudes all are taken": ("(is_equal && n_equal < choice.n_equal)", "is_equal"),
+    "a threshold is good too late": ("kFewest = 0.8", "kFewest = 0.99"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    shutil.copytree(SOURCES, tmp_path / "source")
+    path = tmp_path / "source" / "selection.hpp"
+    right, wrong = FAULTS[fault]
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong))
+    library = emulated.build(source=tmp_path / "source")
+
+    def run_in_all_orders() -> None:
+        for order in ORDERS:
+            kernels = emulated.EmulatedKernels(library, order)
+            selection_checks.run(kernels, (2049, 9_000), ("gradient", "short"), (0.01, 0.1))
+
+    with pytest.raises(CheckFailed, match="selection of"):
+        run_in_all_orders()

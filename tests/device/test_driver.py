@@ -83,10 +83,10 @@ def test_gpu_check_covers_the_kernels(machine: Machine) -> None:
         mock.patch.object(kernel_checks, "_LARGE", (5_000,)),
     ):
         found = kernel_checks.check_kernels(kernels.device, kernels)
-    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35 + 48 + 240
+    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35 + 48 + 240 + 168
     smaller = [name for checks in kernel_checks._SMALLER for name in checks.KERNELS]
     assert set(found["kernels"]) == {*kernel_checks.KERNELS, *smaller}
-    assert {"gw_multiply_factors", "gw_signs_vote", "gw_ternary_mean"} <= set(smaller)
+    assert {"gw_index_pack", "gw_multiply_factors", "gw_signs_vote", "gw_ternary_mean"} <= set(smaller)
 
     def call(device: torch.device, function: Any) -> float:
         function(1)

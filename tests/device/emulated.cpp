@@ -75,6 +75,11 @@ void find_and_launch(const std::string& name, const Launch& launch, const void* 
   GW_ENTRY(gw_select_bases);
   GW_ENTRY(gw_select_write);
   GW_ENTRY(gw_select_add);
+  GW_ENTRY(gw_index_write);
+  GW_ENTRY(gw_index_head);
+  GW_ENTRY(gw_index_count);
+  GW_ENTRY(gw_index_pack);
+  GW_ENTRY(gw_index_unpack);
   GW_ENTRY(gw_ternary_measure);
   GW_ENTRY(gw_ternary_scales);
   GW_ENTRY(gw_ternary_count);

@@ -84,10 +84,10 @@ def test_gpu_check_covers_the_kernels(machine: Machine) -> None:
         mock.patch.object(selection_checks, "SIZES", (33,)),
     ):
         found = kernel_checks.check_kernels(kernels.device, kernels)
-    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35 + 48 + 240 + 120 + 75
+    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35 + 48 + 240 + 120 + 75 + 168
     smaller = [name for checks in kernel_checks._SMALLER for name in checks.KERNELS]
     assert set(found["kernels"]) == {*kernel_checks.KERNELS, *smaller}
-    assert {"gw_multiply_factors", "gw_signs_vote", "gw_ternary_mean", "gw_thc_read"} <= set(smaller)
+    assert {"gw_index_pack", "gw_multiply_factors", "gw_signs_vote", "gw_ternary_mean", "gw_thc_read"} <= set(smaller)
 
     def call(device: torch.device, function: Any) -> float:
         function(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sanitizing import run_sanitized
 
-from gradwire.bench import factor_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
+from gradwire.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.bench.kernel_checks import CODECS
 from gradwire.codecs.hadamard import Thc
@@ -18,6 +18,7 @@ from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.grouped import on_kernels
+from gradwire.gpu.index import DeviceIndex
 from gradwire.gpu.quantised import DeviceQuantised
 from gradwire.gpu.signs import DeviceSigns
 from gradwire.gpu.ternary import DeviceTernary
@@ -130,6 +131,31 @@ def test_thc_norms_say_what_is_not_finite() -> None:
         DeviceThc(Thc(), kernels, 1001)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_indices_and_packed_values_are_the_cpus(order: int) -> None:
+    assert index_checks.run(emulated.EmulatedKernels(emulated.build(), order)) == 8 * 7 * 3
+
+
+def test_what_an_index_would_misread_is_refused() -> None:
+    on, values = DeviceIndex(emulated.EmulatedKernels(emulated.build())), torch.ones(70)
+    message, ends = (torch.zeros(n, dtype=torch.int32) for n in (on.message_words(70), on.n_blocks(70)))
+    on.write(values, message, torch.zeros(1, dtype=torch.int32), 5)
+    on.count(message, 70, torch.zeros_like(ends), ends)
+    for arguments, says in (
+        ((values, message[:-1], ends, torch.empty(70)), "message"),
+        ((values, message, ends.long(), torch.empty(70)), "ends"),
+        ((values, message, ends, torch.empty(70).half()), "packed"),
+        ((values.double(), message, ends, torch.empty(70).double()), "float64"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            on.pack(*arguments)
+    packed = torch.full((30,), 7.0)  # where ranks were to hold different counts
+    on.pack(values, message, ends, packed[:20])
+    assert packed.tolist() == [1.0] * 20 + [7.0] * 10
+    on.unpack(packed[:20], message, ends, values)
+    assert values.tolist() == [1.0] * 20 + [0.0] * 50
+
+
 def test_kernels_are_clean_under_the_sanitizers() -> None:
     said = run_sanitized("sanitized.py", 5)
     assert "cases 288" in said
@@ -137,6 +163,7 @@ def test_kernels_are_clean_under_the_sanitizers() -> None:
     assert "signs 12" in said
     assert "ternary 36" in said
     assert "thc 12" in said
+    assert "indices 63" in said
 
 
 # A planted fault, and the order of threads that shows it.
@@ -176,6 +203,16 @@ FAULTS = {
         "  if (threadIdx.x != 0) return;\n  const bool is_finite = all",
         "  if (threadIdx.x != 0) return;\n  __syncthreads();\n  const bool is_finite = all",
     ),
+    "values are packed from the block after": (
+        "index.hpp",
+        "block == 0 ? 0 : p.ends[block - 1]",
+        "p.ends[block]",
+    ),
+    "half of a warp's words are not counted": (
+        "index.hpp",
+        "for (u32 lanes = 1; lanes < kWarp; lanes *= 2) count +=",
+        "for (u32 lanes = 1; lanes < kWarp / 2; lanes *= 2) count +=",
+    ),
     "a barrier is missing after a reflection": (
         "low_rank.hpp",
         "row[i] -= tail[i] * weight;\n  }\n  __syncthreads();",
@@ -200,8 +237,9 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
             factor_checks.run(kernels)
             sign_checks.run(kernels)
             thc_checks.run(kernels, (1100,), ("gradient",))
+            index_checks.run(kernels, (1025,), ("dense",))
 
-    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors|signs|thc"):
+    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors|signs|thc|index"):
         run_in_all_orders()
 
 

@@ -97,6 +97,11 @@ SCHEMES: dict[str, Maker] = {
     "acp-sgd at the end": lambda: by_name("acp-sgd", rank=2, min_compression_rate=0, overlap=False, start_step=1),
     "acp-sgd, drawn anew": lambda: by_name("acp-sgd", rank=1, reuse=False, buffer_mb=0.0, factor_dtype="bfloat16"),
     "power-sgd": lambda: by_name("power-sgd", rank=2, min_compression_rate=0),
+    "homomorphic": lambda: by_name("homomorphic"),  # which is dense here, but for a tensor of its own
+    "homomorphic, largest": lambda: by_name("homomorphic", sparsifier="top-k", density=0.05, index="bitmap"),
+    "homomorphic, largest without feedback": lambda: by_name(
+        "homomorphic", sparsifier="top-k", density=0.3, error_feedback=False
+    ),
     "power-sgd-overlap": lambda: by_name("power-sgd-overlap", rank=3, min_compression_rate=0, error_feedback=False),
     "random-k": lambda: by_name("random-k", share=0.1),
     "random-k without feedback": lambda: by_name("random-k", share=0.3, error_feedback=False, seed=5),
@@ -180,7 +185,7 @@ def test_sums_of_two_bytes_are_the_cpus(library: Path) -> None:
 # ---- DDP's features
 
 SEVERAL: dict[Feature, list[str]] = {
-    view_buckets: ["one-bit", "bf16", "power-sgd"],
+    view_buckets: ["one-bit", "bf16", "power-sgd", "homomorphic, largest"],
     keep_graph_static: ["two-bit", "acp-sgd"],
     mix_dtypes: [
         "two-bit",
@@ -194,6 +199,7 @@ SEVERAL: dict[Feature, list[str]] = {
         "top-k",
         "dgc",
         "acp-sgd",
+        "homomorphic, largest",
     ],
     accumulate_and_clip: ["one-bit", "qsgd", "power-sgd-overlap"],
     scale_the_loss: [
@@ -212,8 +218,9 @@ SEVERAL: dict[Feature, list[str]] = {
         "random-k without feedback",
         "top-k",
         "dgc",
+        "homomorphic, largest",
     ],
-    meet_nan: ["plain"],
+    meet_nan: ["plain", "homomorphic, largest"],
     stop_and_resume: [
         "one-bit",
         "one-bit by group",
@@ -224,6 +231,7 @@ SEVERAL: dict[Feature, list[str]] = {
         "random-k",
         "top-k",
         "dgc by bucket",
+        "homomorphic, largest",
     ],
 }
 

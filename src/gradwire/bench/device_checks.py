@@ -40,6 +40,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "aqgb": {"floor": 0.125, "ceiling": 0.125},  # its bits follow the clock
     "auto": {"fidelity": ["gcomp"], "replay": [(2, "gcomp")]},  # its decisions do
     "gcomp": {"refresh_every": 3},
+    "homomorphic": {"sparsifier": "top-k", "density": 0.05, "index": "bitmap"},  # its gradients are dense here
     "slimgc": {"threshold_bytes": 2_000},
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.bench import factor_checks, selection_checks, sign_checks, ternary_checks, thc_checks
+from gradwire.bench import factor_checks, index_checks, selection_checks, sign_checks, ternary_checks, thc_checks
 from gradwire.bench.device_checks import CheckFailed
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.qsgd import Qsgd
@@ -52,13 +52,8 @@ KERNELS = tuple(
         "unpack",
     )
 ) + tuple(f"gw_grouped_{name}" for name in ("measure", "head", "pack", "check", "unpack"))
-_SMALLER = (
-    factor_checks,
-    selection_checks,
-    sign_checks,
-    ternary_checks,
-    thc_checks,
-)  # of kernels that make no messages
+# Of kernels that make no messages.
+_SMALLER = (factor_checks, index_checks, selection_checks, sign_checks, ternary_checks, thc_checks)
 _LARGE = ((1 << 20) + 1, 1 << 24)
 _MEASURED = 1 << 24  # 64 MiB
 _ROUNDS = 20

@@ -61,13 +61,16 @@ class Redoing(Scheme):
         """Replace the bucket by its reduction; False, on all ranks, and the bucket as it was, if it is not finite."""
 
     def _redo(self, bucket: Bucket, wire: Wire) -> None:
+        self._note_redone(bucket)
+        wire.mean_plainly(bucket.buffer)
+        self._is_step_finite &= bool(bucket.buffer.isfinite().all())
+        self._forget(bucket)
+
+    def _note_redone(self, bucket: Bucket) -> None:
         if not self._n_redone:
             _log.warning("gradwire %s: %s (step %d)", self.name, FALLBACK, bucket.step)
         self._n_redone += 1
         bucket.record.fallbacks.append(FALLBACK)
-        wire.mean_plainly(bucket.buffer)
-        self._is_step_finite &= bool(bucket.buffer.isfinite().all())
-        self._forget(bucket)
 
     def _forget(self, bucket: Bucket) -> None:
         """Stage nothing of a bucket that was sent plainly."""

@@ -45,9 +45,12 @@ class StepsOnDevice(ABC):
 
     Attributes:
         n_not_finite: steps in which something was not finite: all ranks got NaN, and kept their residuals.
+        waits_in_step: whether the lane waits for the device within a step, and so for peers: each bucket then looks
+            whether they are all there.
     """
 
     acts_alone = False  # whether one rank's gradient is changed too
+    waits_in_step = False
 
     def __init__(self, session: Session, site: DeviceSite) -> None:
         self._session, self._site = session, site
@@ -66,7 +69,7 @@ class StepsOnDevice(ABC):
         """Enqueue a bucket's reduction: plainly, or with the `facts` that `_enqueue` takes."""
         if self._session.communicator.world_size == 1 and not self.acts_alone:
             return
-        if bucket.is_last:
+        if bucket.is_last or self.waits_in_step:
             self._check.start(preamble, bucket.record)
             self._check.fail_early()
         if bucket.n_elements == 0:

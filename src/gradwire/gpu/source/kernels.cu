@@ -3,6 +3,7 @@
 #include "gcomp_decode.hpp"
 #include "gcomp_encode.hpp"
 #include "grouped.hpp"
+#include "index.hpp"
 #include "low_rank.hpp"
 #include "quantised.hpp"
 #include "selection.hpp"

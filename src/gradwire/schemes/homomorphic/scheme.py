@@ -28,15 +28,18 @@ from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
 from gradwire.schemes.compressed import Redoing
 from gradwire.schemes.homomorphic.by_bucket import DenseBuckets, are_counts, is_too_dense
+from gradwire.schemes.homomorphic.on_device import PackedOnDevice, Policy
 from gradwire.schemes.homomorphic.packed_sum import sum_packed
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
 from gradwire.schemes.homomorphic.sketch_sum import SketchSum
 from gradwire.schemes.homomorphic.unsent import Summand, values_to_send
+from gradwire.schemes.on_device import Placing, StepsOnDevice
 from gradwire.wire.step_check import StepCheck
 from gradwire.wire.wire import Wire
 
@@ -51,7 +54,7 @@ _TOO_DENSE = "too dense to gain: this bucket was sent uncompressed"
 _MAX_EXPONENT = 110
 
 
-class Homomorphic(Redoing):
+class Homomorphic(Placing, Redoing):
     """Mean over the ranks of gradients with many zeros, by OR and sum alone.
 
     Args:
@@ -135,15 +138,44 @@ class Homomorphic(Redoing):
                 f"the aggregator {self.aggregator.name!r} adds 32-bit integers only; use homomorphic with "
                 'mode="packed" or mode="exact", integer_bits=32 with it, or aggregator="process-group"'
             )
+        if session.site is not None:
+            self._check_device()
         self.aggregator.bind(session.communicator, session.recorder)
         self._is_aggregator_bound = True
         self._check = StepCheck(session.communicator)
         super().bind(session)
 
+    # ---- on a device
+
+    def _check_device(self) -> None:
+        """Raises: Unsupported (what needs the host)."""
+        aggregator = self.aggregator.name
+        for is_there, what, instead in (
+            (self.mode == "packed", f"mode={self.mode!r}", 'mode="packed", which sums the values as they are'),
+            (self._index.kind != "bloom", 'index="bloom"', 'index="bitmap"'),
+            (aggregator == "process-group", f"aggregator={aggregator!r}", 'aggregator="process-group"'),
+        ):
+            if not is_there:
+                raise Unsupported(
+                    f"homomorphic with {what} works on host memory: leave placement out, or on a device take {instead}"
+                )
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        keep = self.density if self.sparsifier else None
+        policy = Policy(keep, self.error_feedback, self._dense, self._note_redone, self._note_too_dense)
+        return PackedOnDevice(session, site, policy)
+
+    def _facts_on_device(self, bucket: Bucket) -> tuple[Any, ...]:
+        return self._key_of(bucket), self.wire(bucket)
+
     # ---- one bucket
 
+    @staticmethod
+    def _key_of(bucket: Bucket) -> str:
+        return f"{bucket.index}:{bucket.layout_hash:08x}"
+
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
-        key = f"{bucket.index}:{bucket.layout_hash:08x}"
+        key = self._key_of(bucket)
         if self._dense.is_known(key):
             self._check.start(self.preamble(bucket), wire.record)  # no index goes before it, to say what ranks share
             return self._send_plainly(bucket, wire)
@@ -198,19 +230,24 @@ class Homomorphic(Redoing):
         return is_sketch_of_floats and union.exponent is not None and union.exponent + bits_of_world > _MAX_EXPONENT
 
     def _send_plainly(self, bucket: Bucket, wire: Wire) -> bool:
-        if not self._n_too_dense:
-            _log.info("gradwire %s: %s (step %d)", self.name, _TOO_DENSE, bucket.step)
-        self._n_too_dense += 1
-        bucket.record.fallbacks.append(_TOO_DENSE)
+        self._note_too_dense(bucket)
         wire.mean_plainly(bucket.buffer)
         if self.error_feedback and not bool(bucket.buffer.isfinite().all()):
             self._is_step_finite = False  # the other buckets' residuals are not to be kept
         return True
 
+    def _note_too_dense(self, bucket: Bucket) -> None:
+        if not self._n_too_dense:
+            _log.info("gradwire %s: %s (step %d)", self.name, _TOO_DENSE, bucket.step)
+        self._n_too_dense += 1
+        bucket.record.fallbacks.append(_TOO_DENSE)
+
     # ---- between steps
 
     def end_step(self, step: int) -> None:
         super().end_step(step)
+        if self.session.site is not None:
+            return  # what was learnt there counts when the step is settled
         if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
             self._index.commit()
         self._index.next_counts.clear()
@@ -222,6 +259,7 @@ class Homomorphic(Redoing):
         together with their index, and sent again, values summed beside a sketch."""
         return {
             **super().stats(),
+            "n_buckets_redone": self._n_redone,
             "n_buckets_too_dense": self._n_too_dense,
             "n_bloom_indices": self._index.n_blooms,
             "n_bloom_fallbacks": self._index.n_bloom_fallbacks,

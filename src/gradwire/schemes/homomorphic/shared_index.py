@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -145,14 +146,40 @@ class SharedIndex:
     @staticmethod
     def _message(communicator: Communicator, name: str, facts: int, found: IndexFacts, n_words: int) -> torch.Tensor:
         message = communicator.scratch(f"{name} message", 4 * (_HEADER_WORDS + n_words)).view(torch.int32)
-        is_finite = math.isfinite(found.max_magnitude)
-        run = 0
-        if is_finite and found.max_magnitude > 0:
-            run = (1 << (math.frexp(found.max_magnitude)[1] - _SMALLEST_EXPONENT + 1)) - 1
-        header = bytearray(_HEADER.pack(facts, ~facts & _FACTS_MASK, 0 if is_finite else _FLAG_NONFINITE))
-        header += run.to_bytes(4 * _HEADER_WORDS - _HEADER.size, "little")
-        message[:_HEADER_WORDS] = torch.frombuffer(header, dtype=torch.int32)
+        message[:_HEADER_WORDS] = head_of(facts, found)
         return message
+
+
+def head_of(facts: int, found: IndexFacts) -> torch.Tensor:
+    """(12,) int32: what goes before the index of values of which `found` is known; docs/format.md#count-sketch."""
+    is_finite = math.isfinite(found.max_magnitude)
+    run = 0
+    if is_finite and found.max_magnitude > 0:
+        run = (1 << (math.frexp(found.max_magnitude)[1] - _SMALLEST_EXPONENT + 1)) - 1
+    header = bytearray(_HEADER.pack(facts, ~facts & _FACTS_MASK, 0 if is_finite else _FLAG_NONFINITE))
+    header += run.to_bytes(4 * _HEADER_WORDS - _HEADER.size, "little")
+    return torch.frombuffer(header, dtype=torch.int32)
+
+
+class Head(NamedTuple):
+    """What the ranks' heads say together; see `Union`. `flags`: of any rank."""
+
+    exponent: int | None
+    flags: int
+    ranks_agree: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no rank holds Inf or NaN."""
+        return not self.flags & _FLAG_NONFINITE
+
+
+def read_head(words: Sequence[int]) -> Head:
+    """Of (12,) int32, ORed over the ranks."""
+    header = struct.pack(f"<{_HEADER_WORDS}i", *words)
+    facts, complement, flags = _HEADER.unpack_from(header)
+    run = int.from_bytes(header[_HEADER.size :], "little")
+    return Head(run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None, flags, facts & complement == 0)
 
 
 def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float) -> bool:
@@ -163,14 +190,5 @@ def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float
 
 
 def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor, total: Sum | None) -> Union:
-    header = struct.pack(f"<{_HEADER_WORDS}i", *message[:_HEADER_WORDS].tolist())
-    facts, complement, flags = _HEADER.unpack_from(header)
-    run = int.from_bytes(header[_HEADER.size :], "little")
-    return Union(
-        own,
-        union,
-        run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None,
-        not flags & _FLAG_NONFINITE,
-        facts & complement == 0,
-        total,
-    )
+    head = read_head(message[:_HEADER_WORDS].tolist())
+    return Union(own, union, head.exponent, head.is_finite, head.ranks_agree, total)

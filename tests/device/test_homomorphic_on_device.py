@@ -1,0 +1,272 @@
+"""Packed sums on the late device, of gradients that are sparse: the bits of the CPU, and what is not finite or was changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from late import LikeNccl
+from late_cases import CPU, Place, attach, bits_of
+from test_on_device import begin_with_kernels, by_name, placement_on
+from test_staged_schemes import counting_waits_of_hooks
+from torch import Tensor, nn
+
+import gradwire
+from gradwire import _native
+from gradwire.core.site import DeviceSite, Reading
+from gradwire.gpu.index import HEAD_WORDS, DeviceIndex
+from gradwire.schemes import Scheme
+from gradwire.schemes.homomorphic import by_bucket
+from gradwire.schemes.homomorphic.on_device import PackedOnDevice
+from ranks import patience, run_ranks, try_ranks
+
+N_WORDS, N_STEPS = 700, 9
+N_VALUES = N_WORDS * 12 + 12 * 3 + 3  # of all parameters: one bucket, once DDP has made its buckets anew
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "largest": {"sparsifier": "top-k", "density": 0.02},
+    "largest without feedback": {"sparsifier": "top-k", "density": 0.02, "error_feedback": False},
+}
+
+
+class Words(nn.Module):
+    """Of whose rows a batch uses few; in some steps all of them, which is too dense to gain."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.head = nn.Embedding(N_WORDS, 12).to(dtype), nn.Linear(12, 3).to(dtype)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.embedding(words))
+
+
+def words_of(rank: int, step: int, place: Place) -> Tensor:
+    generator = torch.Generator().manual_seed(1_000 * rank + step)
+    some = torch.randint(N_WORDS, (20,), generator=generator)
+    return (torch.arange(N_WORDS) if step == 3 else some).to(place.device)
+
+
+def train(
+    rank: int, place: Place, scheme: Scheme, dtype: torch.dtype = torch.float32, bad_step: int | None = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The parameters after some steps, and stats; in `bad_step` rank 1's gradient is not finite, and nobody steps."""
+    ddp = place.model(Words(dtype))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0**-8)
+    attachment = attach(ddp, optimizer, scheme, **placement_on(place))
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        loss = ddp(words_of(rank, step, place)).float().square().sum()
+        (loss * (float("inf") if (rank, step) == (1, bad_step) else 1.0)).backward()
+        if step != bad_step:
+            optimizer.step()
+    attachment.stats()  # which waits until the last step is settled
+    stats = scheme.stats()
+    attachment.close()
+    return bits_of(ddp), stats
+
+
+def scheme_of(name: str) -> Scheme:
+    return by_name("homomorphic", index="bitmap", **OPTIONS[name])
+
+
+def train_on_both(rank: int, world_size: int, library: Path, dtypes: list[torch.dtype]) -> dict[Any, Tensor]:
+    late, device = begin_with_kernels(library)
+    by_bucket._STEPS_BETWEEN_TRIES = 3
+    trained = {}
+    for dtype in dtypes:
+        for name in OPTIONS:
+            for bad_step in (None, 2, 5) if dtype == torch.float32 and world_size > 1 else (None,):
+                late.set_lateness_us(0)
+                expected, on_cpu = train(rank, Place(CPU), scheme_of(name), dtype, bad_step)
+                late.set_lateness_us(200)
+                with counting_waits_of_hooks(late) as waits:
+                    found, on_device = train(rank, device, scheme_of(name), dtype, bad_step)
+                assert not any(waits), "autograd's thread waited for the device"
+                assert torch.equal(found, expected), f"{name}, {dtype}: off by {(found - expected).abs().max()}"
+                assert bool(found.isfinite().all())
+                for key in ("n_buckets_too_dense", "n_buckets_redone"):
+                    assert on_device[key] == on_cpu[key], (key, name, bad_step)
+                n_dense, n_redone = (on_device[key] for key in ("n_buckets_too_dense", "n_buckets_redone"))
+                assert n_dense >= (world_size > 1 and name == "all")
+                # In step 5 its bucket may be known to be dense, and so be sent plainly anyway.
+                assert world_size == 1 or bad_step != 2 or n_redone > 0
+                assert on_device["n_steps_not_finite"] == (n_redone > 0)
+                trained[dtype, name, bad_step] = found
+    assert late.n_waits_with_gil() == 0, "a thread waited for the device and held up all others"
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtypes"),
+    [(1, [torch.float32]), (2, [torch.float32, torch.bfloat16, torch.float16]), (3, [torch.float32])],
+)
+def test_bits_are_the_cpus(library: Path, world_size: int, dtypes: list[torch.dtype]) -> None:
+    first, *others = run_ranks(train_on_both, world_size, library, dtypes, timeout_s=170)
+    for other in others:
+        assert all(torch.equal(other[case], found) for case, found in first.items())
+
+
+def test_the_largest_are_those_of_the_cpu() -> None:
+    """Of equal magnitudes the first; NaN before all numbers."""
+
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-4, 5, (1_000,), generator=generator).float() / 4
+    for count in (1, 7, 100, 500, 999, 1_000):
+        places = torch.empty(count, dtype=torch.int32)
+        assert _native.select_largest(values, places) == 0
+        found = PackedOnDevice._largest(mock.Mock(), values, count)
+        assert torch.equal(found.nonzero().view(-1), places.long())
+    values[500] = float("nan")
+    assert PackedOnDevice._largest(mock.Mock(), values, 1).nonzero().tolist() == [[500]]
+
+
+# ---- bad input
+
+
+def refuse(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin_with_kernels(library)
+    ddp = place.model(Words(torch.float32))
+    unsure = place.model(Words(torch.float32), find_unused_parameters=True)
+    for model, options, says in (
+        (ddp, {"mode": "exact"}, "mode='exact' works on host memory.*mode=\"packed\""),
+        (ddp, {"mode": "sketch"}, 'mode="packed"'),
+        (ddp, {"mode": "lossy"}, 'mode="packed"'),
+        (ddp, {"index": "bloom"}, 'index="bitmap"'),
+        (ddp, {"aggregator": "switch"}, 'aggregator="process-group"'),
+        (unsure, {"sparsifier": "top-k"}, "find_unused_parameters=True"),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheme = gradwire.schemes.by_name("homomorphic", **options)
+        with pytest.raises(gradwire.Unsupported, match=says):
+            gradwire.attach(model, optimizer, scheme, placement="device")
+    optimizer = torch.optim.SGD(unsure.parameters(), lr=0.1)
+    gradwire.attach(unsure, optimizer, "homomorphic", placement="device").close()
+
+
+def test_what_needs_the_host_says_so(library: Path) -> None:
+    run_ranks(refuse, 1, library)
+
+
+def backward(ddp: nn.Module, rank: int, step: int, place: Place) -> None:
+    ddp.zero_grad()
+    ddp(words_of(rank, step, place)).square().sum().backward()
+
+
+def meet_changed_words(rank: int, world_size: int, library: Path) -> None:
+    """A word of the ranks' heads is changed on its way to both of them, and then a bit past the end."""
+    _, place = begin_with_kernels(library)
+    all_gather = LikeNccl._allgather_base
+
+    for at, error, says in (
+        (0, gradwire.RankMismatch, "a message was altered on its way"),
+        (HEAD_WORDS + N_VALUES // 32, gradwire.CorruptMessage, f"past its {N_VALUES} values"),
+    ):
+        ddp = place.model(Words(torch.float32))
+        attachment = attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of("all"), placement="device")
+        backward(ddp, rank, 0, place)
+
+        def change(group: LikeNccl, output: Tensor, tensor: Tensor, opts: Any = None, at: int = at) -> Any:
+            work = all_gather(group, output, tensor, opts)
+            work.wait()
+            if output.numel() > at:
+                output[at] = -1
+            return work
+
+        with mock.patch.object(LikeNccl, "_allgather_base", change), pytest.raises(error, match=says):
+            backward(ddp, rank, 1, place)
+        attachment.close()
+
+
+def test_an_index_that_is_changed_on_its_way(library: Path) -> None:
+    run_ranks(meet_changed_words, 2, library)
+
+
+def disagree(rank: int, world_size: int, library: Path) -> None:
+    """In options, while layouts are the same."""
+    _, place = begin_with_kernels(library)
+    ddp = place.model(Words(torch.float32))
+    attachment = attach(
+        ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of(("all", "largest")[rank]), placement="device"
+    )
+    with pytest.raises(gradwire.RankMismatch, match="config"):
+        backward(ddp, rank, 0, place)
+    attachment.close()
+
+
+def test_ranks_that_disagree(library: Path) -> None:
+    run_ranks(disagree, 2, library)
+
+
+def die(rank: int, world_size: int, library: Path) -> tuple[str, float]:
+    """While the other rank's lane waits for the device, and so for it."""
+    late, place = begin_with_kernels(library)
+    late.set_lateness_us(1_000)
+    ddp = place.model(Words(torch.float32))
+    attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), scheme_of("all"), placement="device")
+    started = time.monotonic()
+    try:
+        for step in range(6):
+            if (rank, step) == (1, 2):
+                os._exit(7)
+            started = time.monotonic()
+            backward(ddp, rank, step, place)
+    except gradwire.PeerLost as error:
+        return str(error), time.monotonic() - started
+    return "not noticed", 0.0
+
+
+def test_a_rank_that_dies_is_named(library: Path) -> None:
+    survivor, dead = try_ranks(die, 2, library)
+    assert survivor.error is None, survivor.traceback
+    said, after_s = survivor.result
+    assert "lost rank 1, which" in said
+    assert after_s < 20
+    assert dead.exit_code == 7
+
+
+def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
+    """Which faults made a difference."""
+    late, place = begin_with_kernels(library)
+    expected, _ = train(rank, Place(CPU), scheme_of("largest"))
+    late.set_lateness_us(int(3_000 * patience()))
+    assert torch.equal(train(rank, place, scheme_of("largest"))[0], expected)
+    seen = {}
+    read, pack = DeviceSite.read, DeviceIndex.pack
+
+    def read_too_soon(site: DeviceSite, numbers: Tensor) -> list[int]:
+        with mock.patch.object(Reading, "wait", lambda reading: reading._on_host):
+            return read(site, numbers)
+
+    def read_one_less(site: DeviceSite, numbers: Tensor) -> list[int]:
+        *others, count = read(site, numbers)
+        return [*others, count - (count > 0)]
+
+    def pack_elsewhere(index: DeviceIndex, *tensors: Tensor) -> None:
+        with torch.Stream(device=place.device):
+            pack(index, *tensors)
+
+    for name, patch in {
+        "one value less": mock.patch.object(DeviceSite, "read", read_one_less),
+        "another stream": mock.patch.object(DeviceIndex, "pack", pack_elsewhere),
+    }.items():
+        with patch:
+            seen[name] = not torch.equal(train(rank, place, scheme_of("largest"))[0], expected)
+    site = DeviceSite(gradwire.wire.communicator.Communicator(), [place.device])
+    late.set_lateness_us(int(30_000 * patience()))
+    with site.stream:
+        numbers = torch.full((3,), 5, dtype=torch.int64, device=place.device)
+        assert site.read(numbers) == [5, 5, 5]
+        numbers.fill_(6)
+        seen["number read too soon"] = read_too_soon(site, numbers) != [6, 6, 6]
+    return seen
+
+
+def test_each_planted_fault_is_seen(library: Path) -> None:
+    by_rank = run_ranks(plant, 2, library, timeout_s=170)
+    assert all(any(seen[name] for seen in by_rank) for name in by_rank[0])

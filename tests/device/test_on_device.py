@@ -70,6 +70,11 @@ SCHEMES: dict[str, Maker] = {
     "two-bit by group": lambda: by_name("two-bit", scale_values=128, exempt=["*0.weight"]),
     "two-bit, four levels": lambda: schemes.by_name("two-bit", warmup_steps=1),  # as beside AdamW
     "qsgd": lambda: by_name("qsgd"),
+    "slimgc": lambda: by_name("slimgc", threshold_bytes=4_000),
+    "slimgc of all, qsgd": lambda: by_name("slimgc", codec="qsgd", threshold_bytes=0, group_elements=500),
+    "slimgc by group, of none": lambda: by_name("slimgc", scale_values=64, threshold_bytes=1 << 20),
+    "slimgc that measures": lambda: by_name("slimgc", codec="two-bit", warmup_steps=4),
+    "slimgc without feedback": lambda: by_name("slimgc", threshold_bytes=1_000, error_feedback=False),
     "one-bit-adam": lambda: by_name("one-bit-adam", freeze_step=2),
     "one-bit-adam, running": lambda: by_name(
         "one-bit-adam", codec="qsgd", scale_values=None, freeze_step=1, correction="running", chunk_elements=500

@@ -8,7 +8,9 @@ all ranks and is noted in the site's flags.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,13 +58,7 @@ class DeviceOwners:
             residual, unsent: (n,) float32 on the device, of which the second is written; None: no error feedback.
         Returns: bytes sent, which are those received.
         """
-        buffer, rank, world = bucket.buffer, self._rank, self._world
-        parts = self._parts(bucket)
-        row_bytes = max(chunks[-1].room.stop for chunks in parts)
-        sent, received, results = (
-            self._site.scratch(name, world * row_bytes, torch.uint8).view(world, row_bytes)
-            for name in ("sent", "received", "results")
-        )
+        parts, rank = self._parts(bucket), self._rank
 
         def encode(values: Tensor, part: int, index: int, row: Tensor) -> None:
             chunk = parts[part][index]
@@ -78,27 +74,58 @@ class DeviceOwners:
                 cuts=chunk.cuts,
             )
 
-        for part in (part for part in range(world) if part != rank):
-            for index, chunk in enumerate(parts[part]):
-                encode(buffer[chunk.values], part, index, sent[part])
-        self._site.group.all_to_all(received, sent)
-        result = results[rank]
-        for index, chunk in enumerate(parts[rank]):
-            total = self._site.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
-            for source in range(world):
-                if source == rank:
-                    total.add_(buffer[chunk.values])
-                else:
-                    self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
-            encode(total, rank, index, result)
-        own = self._site.scratch("own", row_bytes, torch.uint8).copy_(result)
-        self._site.group.all_gather(results, own)
-        for part, chunks in enumerate(parts):
-            for chunk in chunks:
-                message = results[part][chunk.room]
-                self._site.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
-                self._decode(message, buffer[chunk.values], chunk.cuts, divisor=world)
+        return self._exchange(bucket.buffer, parts, encode, lambda chunk: bucket.buffer[chunk.values])
+
+    def _exchange(
+        self,
+        values: Tensor,
+        parts: list[list[_Chunk]],
+        encode: Callable[[Tensor, int, int, Tensor], None],
+        own: Callable[[_Chunk], Tensor],
+    ) -> int:
+        """Replace `values` (n,), as far as chunks are about them, by their mean.
+
+        Args:
+            encode: (values, part, index of the chunk, row) writes what goes to the part's owner, or, of the own part, to
+                all, into the row.
+            own: what this rank adds of its own part's chunk, unencoded.
+        Returns: bytes sent, which are those received.
+        """
+        rank, world = self._rank, self._world
+        row_bytes = max(chunks[-1].room.stop for chunks in parts if chunks)
+        sent, received, results = (
+            self._site.scratch(name, world * row_bytes, torch.uint8).view(world, row_bytes)
+            for name in ("sent", "received", "results")
+        )
+        with self._timing("encode"):
+            for part in (part for part in range(world) if part != rank):
+                for index, chunk in enumerate(parts[part]):
+                    encode(values[chunk.values], part, index, sent[part])
+        with self._timing("communicate"):
+            self._site.group.all_to_all(received, sent)
+        with self._timing("decode"):
+            for index, chunk in enumerate(parts[rank]):
+                total = self._site.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
+                for source in range(world):
+                    if source == rank:
+                        total.add_(own(chunk))
+                    else:
+                        self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
+                encode(total, rank, index, results[rank])
+            mine = self._site.scratch("own", row_bytes, torch.uint8).copy_(results[rank])
+        with self._timing("communicate"):
+            self._site.group.all_gather(results, mine)
+        with self._timing("decode"):
+            for part, chunks in enumerate(parts):
+                for chunk in chunks:
+                    message = results[part][chunk.room]
+                    self._site.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
+                    self._decode(message, values[chunk.values], chunk.cuts, divisor=world)
         return 2 * (world - 1) * row_bytes
+
+    def _timing(self, kind: str) -> contextlib.AbstractContextManager[Any]:
+        """What its time is noted by, on the device; here by nothing."""
+        return contextlib.nullcontext()
 
     def raise_error(self, code: int) -> None:
         """Raise what an error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""

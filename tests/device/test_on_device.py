@@ -80,6 +80,8 @@ SCHEMES: dict[str, Maker] = {
         "one-bit-adam", codec="qsgd", scale_values=None, freeze_step=1, correction="running", chunk_elements=500
     ),
     "one-bit-adam but for some": lambda: by_name("one-bit-adam", codec="four-level", freeze_step=1, exempt=["*.bias"]),
+    "top-k-adam": lambda: by_name("top-k-adam", freeze_step=2, share=0.1),
+    "top-k-adam but for some": lambda: by_name("top-k-adam", freeze_step=1, share=0.05, exempt=["*.bias"]),
     "terngrad": lambda: by_name("terngrad"),
     "terngrad by bucket": lambda: by_name("terngrad", per="bucket", seed=3),
     "sign-sgd": lambda: by_name("sign-sgd"),

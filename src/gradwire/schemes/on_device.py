@@ -112,38 +112,16 @@ class StepsOnDevice(ABC):
         """Raise what the error word of messages says, if anything."""
 
 
-class QuantisedOnDevice(StepsOnDevice):
-    """Steps of a quantiser, whose messages go to each part's owner and back.
+class ApartOnDevice(StepsOnDevice):
+    """Steps that compress some of a bucket's tensors, as a bucket of their own.
 
-    What is sent of the tensors that are compressed apart is their gradients; others say in `_part_dtype`, `_fill` and
-    `_take`, as for `Selective`, what they send instead.
-
-    Raises: Unsupported (DDP looks for unused parameters; a codec without kernels).
+    What is sent of these is their gradients; others say in `_part_dtype`, `_fill` and `_take`, as for `Selective`, what they
+    send instead.
     """
 
-    def __init__(
-        self, session: Session, site: DeviceSite, codec: Quantised, error_feedback: bool, chunk_elements: int
-    ) -> None:
-        refuse_unused_parameters(session)
-        super().__init__(session, site)
-        self._error_feedback = error_feedback
-        self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
-
-    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
-        """facts: which tensors are compressed, or None: the bucket, as it lies."""
-        (chosen,) = facts
-        if chosen is None:
-            self._compress(bucket)
-        else:
-            self._compress_apart(bucket, chosen)
-
+    @abstractmethod
     def _compress(self, bucket: Bucket) -> None:
-        feedback = self._session.feedback
-        residual, unsent = feedback.pair(bucket) if self._error_feedback else (None, None)
-        n_bytes = self._owners.mean(bucket, residual, unsent, self._session.loss_scale())
-        bucket.record.count_exchanged(n_bytes)
-        if unsent is not None:
-            feedback.stage_bucket(bucket, unsent)
+        """Replace all of the bucket by its mean, compressed, with the site's stream current."""
 
     def _compress_apart(self, bucket: Bucket, chosen: Selection) -> None:
         """The chosen tensors compressed, as a bucket of their own, and the others plainly."""
@@ -173,6 +151,37 @@ class QuantisedOnDevice(StepsOnDevice):
     def _take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         for run in chosen.compressed_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(part.buffer))
+
+
+class QuantisedOnDevice(ApartOnDevice):
+    """Steps of a quantiser, whose messages go to each part's owner and back.
+
+    Raises: Unsupported (DDP looks for unused parameters; a codec without kernels).
+    """
+
+    def __init__(
+        self, session: Session, site: DeviceSite, codec: Quantised, error_feedback: bool, chunk_elements: int
+    ) -> None:
+        refuse_unused_parameters(session)
+        super().__init__(session, site)
+        self._error_feedback = error_feedback
+        self._owners = DeviceOwners(site, codec, session.communicator, chunk_elements)
+
+    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
+        """facts: which tensors are compressed, or None: the bucket, as it lies."""
+        (chosen,) = facts
+        if chosen is None:
+            self._compress(bucket)
+        else:
+            self._compress_apart(bucket, chosen)
+
+    def _compress(self, bucket: Bucket) -> None:
+        feedback = self._session.feedback
+        residual, unsent = feedback.pair(bucket) if self._error_feedback else (None, None)
+        n_bytes = self._owners.mean(bucket, residual, unsent, self._session.loss_scale())
+        bucket.record.count_exchanged(n_bytes)
+        if unsent is not None:
+            feedback.stage_bucket(bucket, unsent)
 
     def _raise_error(self, code: int) -> None:
         self._owners.raise_error(code)

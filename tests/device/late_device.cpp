@@ -156,6 +156,7 @@ void wait_on_host(Stream& stream, uint64_t place) {
 struct Event {
   c10::Stream stream;
   uint64_t place;
+  std::shared_ptr<Clock::time_point> passed = nullptr;  // when the stream came by, of events that time
 };
 
 // ---- memory
@@ -275,9 +276,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     for (std::size_t id = 0; id < n; ++id) wait_on_host(stream_at(of, id), stream_at(of, id).end());
   }
 
-  void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     delete static_cast<Event*>(*event);
-    *event = new Event{on, stream_at(on).end()};
+    if (flag != c10::EventFlag::BACKEND_DEFAULT) {  // torch.Event(enable_timing=False)
+      *event = new Event{on, stream_at(on).end()};
+      return;
+    }
+    auto passed = std::make_shared<Clock::time_point>();
+    *event = new Event{on, stream_at(on).enqueue([passed] { *passed = Clock::now(); }), passed};
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    const Event &first = *static_cast<Event*>(from), &last = *static_cast<Event*>(to);
+    for (const Event* event : {&first, &last})
+      TORCH_CHECK(event->passed && stream_at(event->stream).has_passed(event->place), "late device: an event to come");
+    return std::chrono::duration<double, std::milli>(*last.passed - *first.passed).count();
   }
   void block(void* event, const c10::Stream& waiting) const override {
     if (event == nullptr) return;

@@ -8,7 +8,9 @@ or not whole becomes NaN on all ranks and is noted in the site's flags.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +26,16 @@ from gradwire.wire.communicator import Communicator
 _FLAGS_AT = 6  # in a message's header: 1 says that a value was not finite (docs/format.md)
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """What one message is about: `values` of the bucket, `room` of its part's row; `cuts` where tensors begin in it."""
 
     values: slice
     room: slice
     cuts: tuple[int, ...]
+
+
+_Parts = list[list[Chunk]]  # for each rank, the chunks of the part that it owns
+_Encode = Callable[[Tensor, int, int, Tensor], None]
 
 
 class _Left(NamedTuple):
@@ -63,7 +69,7 @@ class DeviceOwners:
         self._chunk_elements, self._pulls_raw = chunk_elements, pulls_raw
         with site.stream:
             self._n_bytes = torch.empty(1, dtype=torch.int64, device=site.device)
-        self._cuts: dict[tuple[int, ...], list[list[_Chunk]]] = {}
+        self._cuts: dict[tuple[int, ...], _Parts] = {}
 
     def mean(self, bucket: Bucket, residual: Tensor | None, unsent: Tensor | None, loss_scale: float) -> int:
         """Replace the bucket by its mean; on the lane, with the site's stream current.
@@ -72,41 +78,88 @@ class DeviceOwners:
             residual, unsent: (n,) float32 on the device, of which the second is written; None: no error feedback.
         Returns: bytes sent, which are those received.
         """
-        rank, world, parts = self._rank, self._world, self._parts(bucket)
-        left = _Left(residual, unsent, loss_scale)
-        row_bytes = max(chunks[-1].room.stop for chunks in parts)
-        sent, received = (self._rows(name, row_bytes, torch.uint8) for name in ("sent", "received"))
-        for part in (part for part in range(world) if part != rank):
-            for index, chunk in enumerate(parts[part]):
-                self._encode(bucket, bucket.buffer[chunk.values], left, part, index, sent[part])
-        self._site.group.all_to_all(received, sent)
-        pull = self._pull_raw if self._pulls_raw else self._pull
-        return (world - 1) * (row_bytes + pull(bucket, received, left))
+        parts, left = self._parts(bucket), _Left(residual, unsent, loss_scale)
 
-    def _pull(self, bucket: Bucket, received: Tensor, left: _Left) -> int:
-        """Sums as messages, all of which every rank reads. Returns: the bytes of a part's."""
-        rank, parts, row_bytes = self._rank, self._parts(bucket), received.shape[1]
+        def encode(values: Tensor, part: int, index: int, row: Tensor) -> None:
+            chunk = parts[part][index]
+            self._codec.encode(
+                values,
+                row[chunk.room],
+                self._n_bytes,
+                self._work(values.numel(), chunk.cuts),
+                residual=None if residual is None else residual[chunk.values],
+                new_residual=None if unsent is None else unsent[chunk.values],
+                residual_scale=loss_scale,
+                step=bucket.draw(self._rank, part, index, part == self._rank),
+                cuts=chunk.cuts,
+            )
+
+        def own(chunk: Chunk) -> Tensor:
+            return bucket.buffer[chunk.values]
+
+        if not self._pulls_raw:
+            return self._through_owners(bucket.buffer, parts, encode, own)
+        received = self._push(bucket.buffer, parts, encode)
+        totals = (self._sum(chunk, index, received, own) for index, chunk in enumerate(parts[self._rank]))
+        return (self._world - 1) * (received.shape[1] + self._pull_raw(bucket.buffer, parts, totals, left))
+
+    def _through_owners(self, values: Tensor, parts: _Parts, encode: _Encode, own: Callable[[Chunk], Tensor]) -> int:
+        """Replace `values` (n,), as far as chunks are about them, by their mean, which travels as messages both ways.
+
+        Args:
+            encode: (values, part, index of the chunk, row) writes what goes to the part's owner, or, of the own part, to
+                all, into the row.
+            own: what this rank adds of its own part's chunk, unencoded.
+        Returns: bytes sent, which are those received.
+        """
+        rank, world = self._rank, self._world
+        received = self._push(values, parts, encode)
+        row_bytes = received.shape[1]
         results = self._rows("results", row_bytes, torch.uint8)
-        for index in range(len(parts[rank])):
-            self._encode(bucket, self._sum(bucket, received, index), left, rank, index, results[rank])
-        own = self._site.scratch("own", row_bytes, torch.uint8).copy_(results[rank])
-        self._site.group.all_gather(results, own)
-        for part, chunks in enumerate(parts):
-            for chunk in chunks:
-                message = results[part][chunk.room]
-                self._site.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
-                self._decode(message, bucket.buffer[chunk.values], chunk.cuts, divisor=self._world)
-        return row_bytes
+        with self._timing("decode"):
+            for index, chunk in enumerate(parts[rank]):
+                encode(self._sum(chunk, index, received, own), rank, index, results[rank])
+            mine = self._site.scratch("own", row_bytes, torch.uint8).copy_(results[rank])
+        with self._timing("communicate"):
+            self._site.group.all_gather(results, mine)
+        with self._timing("decode"):
+            for part, chunks in enumerate(parts):
+                for chunk in chunks:
+                    message = results[part][chunk.room]
+                    self._site.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
+                    self._decode(message, values[chunk.values], chunk.cuts, divisor=world)
+        return 2 * (world - 1) * row_bytes
 
-    def _pull_raw(self, bucket: Bucket, received: Tensor, left: _Left) -> int:
+    def _push(self, values: Tensor, parts: _Parts, encode: _Encode) -> Tensor:
+        """(world, bytes): what each rank has sent of this one's part."""
+        row_bytes = max(chunks[-1].room.stop for chunks in parts if chunks)
+        sent, received = (self._rows(name, row_bytes, torch.uint8) for name in ("sent", "received"))
+        with self._timing("encode"):
+            for part in (part for part in range(self._world) if part != self._rank):
+                for index, chunk in enumerate(parts[part]):
+                    encode(values[chunk.values], part, index, sent[part])
+        with self._timing("communicate"):
+            self._site.group.all_to_all(received, sent)
+        return received
+
+    def _sum(self, chunk: Chunk, index: int, received: Tensor, own: Callable[[Chunk], Tensor]) -> Tensor:
+        """(n,) float32 until the next one: the shares of a chunk of this rank's part, in rank order, its own as it is."""
+        total = self._site.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
+        for source in range(self._world):
+            if source == self._rank:
+                total.add_(own(chunk))
+            else:
+                self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
+        return total
+
+    def _pull_raw(self, buffer: Tensor, parts: _Parts, totals: Iterable[Tensor], left: _Left) -> int:
         """Sums in the bucket's dtype; what they were rounded by is left. Returns: the bytes of a part's."""
-        site, buffer, parts = self._site, bucket.buffer, self._parts(bucket)
+        site = self._site
         bounds = [(chunks[0].values.start, chunks[-1].values.stop) for chunks in parts]
         first, _ = bounds[self._rank]
         n_row = max(end - start for start, end in bounds)
         own, sums = site.scratch("own", n_row, buffer.dtype), self._rows("results", n_row, buffer.dtype)
-        for index, chunk in enumerate(parts[self._rank]):
-            total = self._sum(bucket, received, index)
+        for chunk, total in zip(parts[self._rank], totals, strict=True):
             raw = own[chunk.values.start - first : chunk.values.stop - first]
             if left.residual is not None:  # a product of its own: nothing may fuse it with the sum
                 total.add_(left.residual[chunk.values] * left.scale)
@@ -123,35 +176,13 @@ class DeviceOwners:
         buffer.copy_(means)
         return n_row * buffer.element_size()
 
-    def _sum(self, bucket: Bucket, received: Tensor, index: int) -> Tensor:
-        """(n,) float32 until the next one: the shares of a chunk of this rank's part, in rank order, its own as it is."""
-        chunk = self._parts(bucket)[self._rank][index]
-        total = self._site.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
-        for source in range(self._world):
-            if source == self._rank:
-                total.add_(bucket.buffer[chunk.values])
-            else:
-                self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
-        return total
-
-    def _encode(self, bucket: Bucket, values: Tensor, left: _Left, part: int, index: int, row: Tensor) -> None:
-        """The message of a chunk, `values` of it, to its place in the part's row."""
-        chunk = self._parts(bucket)[part][index]
-        self._codec.encode(
-            values,
-            row[chunk.room],
-            self._n_bytes,
-            self._work(values.numel(), chunk.cuts),
-            residual=None if left.residual is None else left.residual[chunk.values],
-            new_residual=None if left.unsent is None else left.unsent[chunk.values],
-            residual_scale=left.scale,
-            step=bucket.draw(self._rank, part, index, part == self._rank),
-            cuts=chunk.cuts,
-        )
-
     def _rows(self, name: str, n_row: int, dtype: torch.dtype) -> Tensor:
         """(world, n_row) of work space."""
         return self._site.scratch(name, self._world * n_row, dtype).view(self._world, n_row)
+
+    def _timing(self, kind: str) -> contextlib.AbstractContextManager[Any]:
+        """What its time is noted by, on the device; here by nothing."""
+        return contextlib.nullcontext()
 
     def raise_error(self, code: int) -> None:
         """Raise what an error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""
@@ -166,7 +197,7 @@ class DeviceOwners:
     def _work(self, n_elements: int, cuts: tuple[int, ...]) -> Tensor:
         return self._site.scratch("work", self._codec.work_bytes(n_elements, cuts), torch.uint8)
 
-    def _parts(self, bucket: Bucket) -> list[list[_Chunk]]:
+    def _parts(self, bucket: Bucket) -> _Parts:
         """For each rank, the chunks of the part that it owns."""
         n = bucket.n_elements
         starts = sorted({start for start, _ in bucket.spans}) if self._has_groups else []
@@ -176,13 +207,13 @@ class DeviceOwners:
             self._cuts[key] = [self._chunks(n, part, n_chunks, starts) for part in range(self._world)]
         return self._cuts[key]
 
-    def _chunks(self, n: int, part: int, n_chunks: int, starts: list[int]) -> list[_Chunk]:
+    def _chunks(self, n: int, part: int, n_chunks: int, starts: list[int]) -> list[Chunk]:
         begin, end = n * part // self._world, n * (part + 1) // self._world
         chunks, at = [], 0
         for index in range(n_chunks):
             first, last = (begin + (end - begin) * bound // n_chunks for bound in (index, index + 1))
             cuts = tuple(start - first for start in starts if first < start < last)
             room = self._codec.message_bytes(last - first, cuts)
-            chunks.append(_Chunk(slice(first, last), slice(at, at + room), cuts))
+            chunks.append(Chunk(slice(first, last), slice(at, at + room), cuts))
             at += room
         return chunks

@@ -115,11 +115,49 @@ class StepsOnDevice(ABC):
         """Raise what the error word of messages says, if anything."""
 
 
-class QuantisedOnDevice(StepsOnDevice):
-    """Steps of a quantiser, whose messages go to each part's owner and back.
+class ApartOnDevice(StepsOnDevice):
+    """Steps that compress some of a bucket's tensors, as a bucket of their own.
 
-    What is sent of the tensors that are compressed apart is their gradients; others say in `_part_dtype`, `_fill` and
-    `_take`, as for `Selective`, what they send instead.
+    What is sent of these is their gradients; others say in `_part_dtype`, `_fill` and `_take`, as for `Selective`, what they
+    send instead.
+    """
+
+    @abstractmethod
+    def _compress(self, bucket: Bucket) -> None:
+        """Replace all of the bucket by its mean, compressed, with the site's stream current."""
+
+    def _compress_apart(self, bucket: Bucket, chosen: Selection) -> None:
+        """The chosen tensors compressed, as a bucket of their own, and the others plainly."""
+        site, flat = self._site, bucket.buffer
+        if chosen.n_compressed:
+            part = Bucket(
+                site.scratch("chosen", chosen.n_compressed, self._part_dtype(bucket)), chosen.slots, chosen.offsets,
+                index=bucket.index, step=bucket.step, record=bucket.record, resident=bucket.resident,
+            )  # fmt: skip
+            self._fill(part, bucket, chosen)
+            self._compress(part)
+            self._take(part, bucket, chosen)
+        if chosen.n_raw:
+            raw = site.scratch("others", chosen.n_raw, flat.dtype)
+            torch.cat([run.in_bucket(flat) for run in chosen.raw_runs], out=raw)
+            site.mean(raw, bucket.record)
+            site.note_finite(raw)
+            for run in chosen.raw_runs:
+                run.in_bucket(flat).copy_(run.in_fused(raw))
+
+    def _part_dtype(self, bucket: Bucket) -> torch.dtype:
+        return bucket.buffer.dtype
+
+    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        torch.cat([run.in_bucket(bucket.buffer) for run in chosen.compressed_runs], out=part.buffer)
+
+    def _take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        for run in chosen.compressed_runs:
+            run.in_bucket(bucket.buffer).copy_(run.in_fused(part.buffer))
+
+
+class QuantisedOnDevice(ApartOnDevice):
+    """Steps of a quantiser, whose messages go to each part's owner and back.
 
     Raises: Unsupported (DDP looks for unused parameters; a codec without kernels).
     """
@@ -153,35 +191,6 @@ class QuantisedOnDevice(StepsOnDevice):
         bucket.record.count_exchanged(n_bytes)
         if unsent is not None:
             feedback.stage_bucket(bucket, unsent)
-
-    def _compress_apart(self, bucket: Bucket, chosen: Selection) -> None:
-        """The chosen tensors compressed, as a bucket of their own, and the others plainly."""
-        site, flat = self._site, bucket.buffer
-        if chosen.n_compressed:
-            part = Bucket(
-                site.scratch("chosen", chosen.n_compressed, self._part_dtype(bucket)), chosen.slots, chosen.offsets,
-                index=bucket.index, step=bucket.step, record=bucket.record, resident=bucket.resident,
-            )  # fmt: skip
-            self._fill(part, bucket, chosen)
-            self._compress(part)
-            self._take(part, bucket, chosen)
-        if chosen.n_raw:
-            raw = site.scratch("others", chosen.n_raw, flat.dtype)
-            torch.cat([run.in_bucket(flat) for run in chosen.raw_runs], out=raw)
-            site.mean(raw, bucket.record)
-            site.note_finite(raw)
-            for run in chosen.raw_runs:
-                run.in_bucket(flat).copy_(run.in_fused(raw))
-
-    def _part_dtype(self, bucket: Bucket) -> torch.dtype:
-        return bucket.buffer.dtype
-
-    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        torch.cat([run.in_bucket(bucket.buffer) for run in chosen.compressed_runs], out=part.buffer)
-
-    def _take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        for run in chosen.compressed_runs:
-            run.in_bucket(bucket.buffer).copy_(run.in_fused(part.buffer))
 
     def _raise_error(self, code: int) -> None:
         self._owners.raise_error(code)

@@ -16,6 +16,7 @@ from gradwire.gpu.selection import CHECKSUM, DeviceSelection, Segments, raise_er
 from gradwire.schemes.compressed import count_of
 from gradwire.schemes.on_device import StepsOnDevice, refuse_unused_parameters
 
+_BLOCK_BITS, _IN_BLOCK = 16, 0xFFFF
 _HEAD_WORDS = 2  # int32: the sum of all other words, 1 if the gradient is not finite
 
 
@@ -116,6 +117,10 @@ class Elements:
         work = self._site.scratch("work", self.selection.work_bytes(segments), torch.uint8)
         n_taken, indices, taken = self._cut(message[_HEAD_WORDS:])
         self.selection.take(values, segments, work, indices, taken, beside=beside, n_taken=n_taken)
+        return self._seal(message, is_finite)
+
+    def _seal(self, message: Tensor, is_finite: Tensor) -> Tensor:
+        """Write a message's head."""
         message[1:2].copy_(is_finite.logical_not())
         message[:1].copy_(message[1:].sum(dtype=torch.int64))
         return message
@@ -154,18 +159,69 @@ class Elements:
         return count if self._has_count else None, indices, taken.view(torch.float32)
 
 
+class ShortElements(Elements):
+    """As `Elements`, in 4 bytes each, as `LargestInShort` has them; what bfloat16 loses of a value stays.
+
+    A payload: how many are in each block of 65,536 elements, int32; places in their block, int16; values, bfloat16.
+    """
+
+    def __init__(self, session: Session, site: DeviceSite) -> None:
+        super().__init__(session, site, has_count=False)
+
+    def take(self, values: Tensor, segments: Segments, is_finite: Tensor, beside: Tensor | None = None) -> Tensor:
+        site, room, n_blocks = self._site, segments.room, _n_blocks(values.numel())
+        indices, taken = site.scratch("places", room, torch.int32), site.scratch("taken", room, torch.float32)
+        work = site.scratch("work", self.selection.work_bytes(segments), torch.uint8)
+        self.selection.take(values, segments, work, indices, taken, beside=beside)
+        short = taken.to(torch.bfloat16)
+        values.index_copy_(0, indices.long(), taken - short.float())
+        message = site.scratch("message", _HEAD_WORDS + n_blocks + room, torch.int32).zero_()
+        _, counts, halves = message.tensor_split([_HEAD_WORDS, _HEAD_WORDS + n_blocks])
+        counts.index_add_(0, indices >> _BLOCK_BITS, torch.ones_like(indices))
+        places, sent = halves.view(torch.int16).chunk(2)
+        places.copy_(indices & _IN_BLOCK)
+        sent.copy_(short.view(torch.int16))
+        return self._seal(message, is_finite)
+
+    def add_up(self, gathered: Gathered, sums: Tensor) -> None:
+        n_blocks = _n_blocks(sums.numel())
+        for payload in gathered.payloads:
+            counts, halves = payload.tensor_split([n_blocks])
+            places, sent = halves.view(torch.int16).chunk(2)
+            ends = counts.cumsum(0)
+            is_wrong = (counts < 0).any().logical_or(ends[-1:] != places.numel())
+            torch.maximum(gathered.error, is_wrong.to(torch.int32).mul_(CHECKSUM), out=gathered.error)
+            # Whatever the counts are: the kernel writes nothing outside.
+            element = torch.arange(places.numel(), dtype=torch.int64, device=payload.device)
+            blocks = torch.searchsorted(ends, element, right=True).to(torch.int32)
+            indices = (places.to(torch.int32) & _IN_BLOCK) + (blocks << _BLOCK_BITS)
+            self.selection.add(indices, sent.view(torch.bfloat16).float(), sums, gathered.error)
+
+
+def _n_blocks(n_elements: int) -> int:
+    return -(-n_elements >> _BLOCK_BITS)
+
+
 class LargestOnDevice(SparseOnDevice):
     """Steps of each rank's largest elements.
 
     Args:
         share: of a bucket's elements that are sent, at least one.
+        elements: how they travel; None: as (indices, values).
     Raises: Unsupported (no kernels here).
     """
 
-    def __init__(self, session: Session, site: DeviceSite, share: float, error_feedback: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        site: DeviceSite,
+        share: float,
+        error_feedback: bool,
+        elements: Elements | None = None,
+    ) -> None:
         super().__init__(session, site, error_feedback)
         self._share = share
-        self._elements = Elements(session, site, has_count=False)
+        self._elements = Elements(session, site, has_count=False) if elements is None else elements
         self._segments: dict[int, Segments] = {}
 
     def _enqueue(self, bucket: Bucket, *facts: object) -> None:

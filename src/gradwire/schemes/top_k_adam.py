@@ -23,19 +23,19 @@ import torch
 
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
-from gradwire.core.feedback import holds_nonzero
+from gradwire.core.feedback import Feedback, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
-from gradwire.errors import Unsupported
 from gradwire.exchange.patterns import Gather
 from gradwire.schemes.behind_adam import BehindAdam
 from gradwire.schemes.compressed import WithMomenta
-from gradwire.schemes.on_device import StepsOnDevice
+from gradwire.schemes.on_device import ApartOnDevice, StepsOnDevice
 from gradwire.schemes.selection import Names, Selection
+from gradwire.schemes.sparse_on_device import LargestOnDevice, ShortElements
 from gradwire.schemes.top_k import LargestInShort
 
 
-class TopKAdam(WithMomenta, BehindAdam):
+class TopKAdam(BehindAdam, WithMomenta):
     """See `BehindAdam` for what is not named here. Its own state is the ranks' momenta and what they did not send.
 
     Args:
@@ -88,5 +88,46 @@ class TopKAdam(WithMomenta, BehindAdam):
     # ---- on a device
 
     def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        """Raises: Unsupported."""
-        raise Unsupported(f"{self.name} selects its elements in host memory: leave placement out, or take one-bit-adam")
+        return _UpdatesOnDevice(self, session, site, self._momenta)
+
+
+class _UpdatesOnDevice(ApartOnDevice, LargestOnDevice):
+    """Its steps on a device: what is sent of a tensor is the largest of its updates, once its variance is frozen."""
+
+    def __init__(self, scheme: TopKAdam, session: Session, site: DeviceSite, momenta: Feedback) -> None:
+        super().__init__(session, site, scheme.share, scheme.error_feedback, ShortElements(session, site))
+        self._scheme, self._momenta = scheme, momenta
+        self._choose, self._part_dtype, self._take = scheme._choose, scheme._part_dtype, scheme._take  # type: ignore[method-assign]
+
+    def _enqueue(self, bucket: Bucket, *facts: object) -> None:
+        """What is frozen is asked on the lane, which may have to wait for the step before."""
+        self._compress_apart(bucket, self._choose(bucket))
+
+    def _compress(self, bucket: Bucket) -> None:
+        LargestOnDevice._enqueue(self, bucket)
+
+    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        """As the scheme's: what this rank did not use waits, and the device alone knows what that is."""
+        loss_scale, adam = self._session.loss_scale(), self._scheme.adam
+        is_new = [self._momenta.of(slot) is None for slot in chosen.slots]
+        momenta, new_momenta = self._momenta.pair(part)
+        for slot, span, new in zip(chosen.slots, chosen.compressed, is_new, strict=True):
+            shared, beta1 = adam.momentum(slot)
+            old, moved, update = map(span.in_fused, (momenta, new_momenta, part.buffer))
+            gradient = span.in_bucket(bucket.buffer)
+            if new:
+                old.copy_(shared)
+            is_used = gradient.any()
+            self._site.divide(moved.copy_(gradient), loss_scale).lerp_(old, beta1)
+            moved.copy_(torch.where(is_used, moved, old))
+            torch.div(moved, adam.root(slot), out=update).mul_(loss_scale)
+            update.copy_(torch.where(is_used, update, 0.0))
+        self._momenta.stage_bucket(part, new_momenta)
+
+    def _commit(self) -> None:
+        super()._commit()
+        self._momenta.commit()
+
+    def _discard(self) -> None:
+        super()._discard()
+        self._momenta.discard()

@@ -114,7 +114,7 @@ class FusedExchange:
             left_out.zero_()
             codec = self.codec
             if isinstance(codec, Quantised):
-                codec = _Drawing(codec, _first_draw(communicator, record))
+                codec = _Drawing(codec, first_draw(communicator, record))
             ring_mean(communicator, codec, values, facts, record, importance, self.group_elements, left_out)
             return lambda: None
         if communicator.world_size == 1 or not any(cut.n_groups):
@@ -133,7 +133,7 @@ class FusedExchange:
             gradient,
             residual,
             left_out,
-            _first_draw(communicator, record),
+            first_draw(communicator, record),
             not stays_with_owners,
             _PULL_BYTES_AHEAD,
             lambda: not is_finite(),
@@ -151,7 +151,7 @@ class _Drawing:
         self.exchange_codec = functools.partial(codec.exchange_codec, first_step=first_draw)
 
 
-def _first_draw(communicator: Communicator, record: BucketRecord) -> int:
+def first_draw(communicator: Communicator, record: BucketRecord) -> int:
     """Where this rank's random numbers of this bucket and step begin: no other rank's, step's or bucket's are the same."""
     of_step = (record.step * communicator.world_size + communicator.rank) & 0xFFFFFF
     return (of_step << 40) | ((record.bucket & 0x3F) << 34)  # below that, 2^34 pieces or values of one bucket

@@ -28,7 +28,7 @@ from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator
 
 # DDP's first step has one bucket for the whole model and every buffer is new: nothing in it is typical.
-_COLD_STEPS = 2
+COLD_STEPS = 2
 # Sizes that get a row: enough for a line over five decades, and a probe of each takes milliseconds.
 _MAX_SIZES = 12
 # Larger tensors follow the fitted line: at 100 Mb/s 8 MiB take a second already.
@@ -55,9 +55,9 @@ class Measuring:
     """
 
     def __init__(self, warmup_steps: int, method: str, drift_every: int, drift_factor: float) -> None:
-        if warmup_steps < _COLD_STEPS + 2:
+        if warmup_steps < COLD_STEPS + 2:
             raise InvalidArgument(
-                f"warmup_steps is at least {_COLD_STEPS + 2}: the first {_COLD_STEPS} are not typical, and one "
+                f"warmup_steps is at least {COLD_STEPS + 2}: the first {COLD_STEPS} are not typical, and one "
                 f"compressed and one raw step must follow; got {warmup_steps}"
             )
         if drift_every < 0:
@@ -94,7 +94,7 @@ class Measuring:
             return False
         # The warm-up by its steps, not by the table: that may be made while this is asked.
         if step < self._first_step + self.warmup_steps:
-            return step >= self._first_step + _COLD_STEPS
+            return step >= self._first_step + COLD_STEPS
         return not is_ahead and self.drift_every > 0 and (step + 1) % self.drift_every == 0
 
     def is_compressed_warmup(self, step: int) -> bool:
@@ -130,7 +130,7 @@ class Measuring:
         if self.is_warming_up(step):
             assert self._first_step is not None
             done = step - self._first_step + 1
-            if done > _COLD_STEPS:
+            if done > COLD_STEPS:
                 self._measure(communicator, open_record(), probe, (self.is_compressed_warmup(step),))
             return done == self.warmup_steps and self._agree(communicator)
         if self.table is None:
@@ -141,6 +141,15 @@ class Measuring:
         return self._look(communicator, open_record, probe)
 
     def _look(self, communicator: Communicator, open_record: Callable[[], BucketRecord], probe: Probe) -> bool:
+        if not self._is_outdated(communicator):
+            return False
+        record = open_record()
+        for is_compressed in (True, False):
+            self._measure(communicator, record, probe, (is_compressed,))
+        return self._agree(communicator)
+
+    def _is_outdated(self, communicator: Communicator) -> bool:
+        """Whether the network has changed, or any rank wants to know; the same on all of them."""
         facts = torch.tensor([statistics.median(self._communicate_s), -float(self._is_requested)], dtype=torch.float64)
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
         current_s, is_requested = float(facts[0]), facts[1] < 0
@@ -151,22 +160,26 @@ class Measuring:
             return False
         self._is_requested = False
         self._reference_s = None  # the next look begins anew: what is compressed may change now
-        record = open_record()
-        for is_compressed in (True, False):
-            self._measure(communicator, record, probe, (is_compressed,))
-        return self._agree(communicator)
+        return True
 
     def _measure(self, communicator: Communicator, record: BucketRecord, probe: Probe, modes: tuple[bool, ...]) -> None:
-        element_bytes = self._sample.element_size()
-        largest = self._sample.numel()
-        for n in log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES):
-            repeats = _SMALL_REPEATS if n * element_bytes < _SMALL_BYTES else _LARGE_REPEATS
+        for n, repeats in self._probes():
             for is_compressed in modes:
                 timed = [self._time(n, is_compressed, communicator, record, probe) for _ in range(repeats)]
-                total_s, codec_s = sorted(timed)[(repeats - 1) // 2]  # of three the middle one, of two the quicker
-                codec_s = min(total_s, codec_s)
-                times = (None, total_s - codec_s, codec_s) if is_compressed else (total_s, None, None)
-                self._times.setdefault(n * element_bytes, []).append(times)
+                self._note(n, is_compressed, timed)
+
+    def _probes(self) -> list[tuple[int, int]]:
+        """How many values are sent by themselves, and how often, for each size that gets a row."""
+        largest, element_bytes = self._sample.numel(), self._sample.element_size()
+        sizes = log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES)
+        return [(n, _SMALL_REPEATS if n * element_bytes < _SMALL_BYTES else _LARGE_REPEATS) for n in sizes]
+
+    def _note(self, n: int, is_compressed: bool, timed: list[tuple[float, float]]) -> None:
+        """Keep what the probes of one size and mode took: (seconds of the exchange, of it in the codec) of each."""
+        total_s, codec_s = sorted(timed)[(len(timed) - 1) // 2]  # of three the middle one, of two the quicker
+        codec_s = min(total_s, codec_s)
+        times = (None, total_s - codec_s, codec_s) if is_compressed else (total_s, None, None)
+        self._times.setdefault(n * self._sample.element_size(), []).append(times)
 
     def _time(
         self, n: int, is_compressed: bool, communicator: Communicator, record: BucketRecord, probe: Probe
@@ -207,7 +220,7 @@ class Measuring:
             "n_measured": self.n_measured,
             "first_step": self._first_step,
             "sizes": sorted(self._sizes),
-            "sample": self._sample.clone(),
+            "sample": self._sample.to("cpu", copy=True),
             "times": {size: [list(times) for times in rows] for size, rows in self._times.items()},
             "communicate_s": list(self._communicate_s),
             "reference_s": self._reference_s,

@@ -21,12 +21,16 @@ from gradwire.control.threshold import NEVER, check_threshold
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
+from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
+from gradwire.schemes.on_device import Placing, StepsOnDevice
 from gradwire.schemes.selection import tensors_of
 from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import Measuring
+from gradwire.schemes.slimgc.measuring_on_device import MeasuringOnDevice
+from gradwire.schemes.slimgc.on_device import SlimGCOnDevice, check_codec
 from gradwire.schemes.slimgc.options import Measured, Stepping, Transport, codec_of, options_of, take
 from gradwire.schemes.slimgc.reduction import Reduction
 from gradwire.stepping.look_ahead import LookAhead
@@ -40,7 +44,7 @@ from gradwire.wire.preamble import Preamble, compare_preambles
 from gradwire.wire.step_check import StepCheck
 
 
-class SlimGC(Scheme):
+class SlimGC(Placing):
     """Any codec, used only where it pays.
 
     All ranks get the same bits. What the codec loses is kept by the rank that encoded it and added to its next gradient.
@@ -103,7 +107,8 @@ class SlimGC(Scheme):
         self._reset()
 
     def _reset(self) -> None:
-        self._measuring = Measuring(**asdict(self.measured))
+        is_on_device = self.is_bound and self.session.site is not None
+        self._measuring = (MeasuringOnDevice if is_on_device else Measuring)(**asdict(self.measured))
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
         self._plans: dict[int, tuple[int, int, CutSelection]] = {}  # by bucket: layout, threshold, plan
@@ -157,7 +162,8 @@ class SlimGC(Scheme):
                 )
             metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
         super().bind(session)
-        self._reset()
+        if session.site is None:
+            self._reset()
         pull_codec = self.codec if self.transport.pull == "compressed" else RawCodec()
         exchange = FusedExchange(
             session.communicator, self.codec, pull_codec, self.transport.topology, self.group_elements
@@ -166,6 +172,30 @@ class SlimGC(Scheme):
         self._keeps_places = exchange.takes_source and self.update == "worker"
         self._reduction = Reduction(session, exchange, metric, self.error_feedback)
         self._check = StepCheck(session.communicator)
+
+    # ---- on a device
+
+    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
+        """Raises: Unsupported (options that need the host)."""
+        codec = check_codec(self.codec, self.transport, self.stepping)
+        self._reset()
+        measuring = self._measuring if self.threshold_bytes is None else None
+        assert measuring is None or isinstance(measuring, MeasuringOnDevice)
+        return SlimGCOnDevice(session, site, codec, self.group_elements, self.error_feedback, self._plan_of, measuring)
+
+    def _begin_on_device(self) -> None:
+        """What the step before has measured may have made a table."""
+        measuring = self._measuring if self.threshold_bytes is None else None
+        if isinstance(measuring, MeasuringOnDevice) and measuring.begin(self.session.communicator):
+            self._take_threshold()
+
+    def _reduce_on_device(self, steps: StepsOnDevice, bucket: Bucket, resident: ResidentBucket) -> None:
+        """On the lane, where the threshold is known by which ranks compare."""
+        preamble = self.preamble(bucket)
+        if self._has_loaded and not self._is_alone:
+            self._has_loaded = False
+            compare_preambles(self.session.communicator, preamble, bucket.record)
+        steps.reduce(bucket, resident, preamble, False, ())
 
     # ---- one bucket, on the lane
 
@@ -180,6 +210,10 @@ class SlimGC(Scheme):
 
     def begin_step(self, step: int) -> None:
         """Raises: Unsupported (ddp.join, where the step is not the optimizer's)."""
+        super().begin_step(step)
+        if self._on_device is not None:
+            self.session.communicator.submit(self._begin_on_device)
+            return
         if self._stepper is not None:
             self._stepper.begin_step(step)
         self.session.communicator.submit(self._begin_on_lane)
@@ -190,6 +224,9 @@ class SlimGC(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
+        if self._on_device is not None and bucket.resident is not None:
+            submit, steps = self.session.communicator.submit, self._on_device
+            return submit(self._reduce_on_device, steps, bucket, bucket.resident)
         return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
 
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
@@ -226,6 +263,9 @@ class SlimGC(Scheme):
     # ---- the end of a step, on the lane
 
     def end_step(self, step: int) -> None:
+        if self._on_device is not None:
+            self._on_device.end()
+            return
         self._reduction.end_step()
         if self.threshold_bytes is not None or self.session.communicator.world_size == 1:
             return
@@ -242,13 +282,17 @@ class SlimGC(Scheme):
         for opened in record:
             self.session.recorder.close_bucket(opened)
         if is_new:
-            assert self._measuring.table is not None
-            self._threshold = self._measuring.table.threshold_bytes(self._measuring.method)
+            self._take_threshold()
+
+    def _take_threshold(self) -> None:
+        assert self._measuring.table is not None
+        self._threshold = self._measuring.table.threshold_bytes(self._measuring.method)
 
     def end_backward(self, step: int) -> int:
         """What a step that measures sends is part of it, so it does not end before its probes; the others wait for nothing."""
         waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
-        if self.threshold_bytes is None and self._measuring.may_probe(step, is_ahead=self.backup):
+        is_measured = self.threshold_bytes is None and self._on_device is None
+        if is_measured and self._measuring.may_probe(step, is_ahead=self.backup):
             watch = Stopwatch()
             # An error of the lane is raised with its own type by whoever called this.
             with contextlib.suppress(GradwireError), watch:
@@ -305,6 +349,7 @@ class SlimGC(Scheme):
             ),
             "n_buckets_redone": self._reduction.n_redone,
             **({} if self._stepper is None else self._stepper.stats()),
+            **({} if self._on_device is None else {"n_steps_not_finite": self._on_device.n_not_finite}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -335,6 +380,7 @@ class SlimGC(Scheme):
         """The model is let go; the table stays, to be read. What is bound again begins anew, without both."""
         stepper = self._stepper
         self._last_stats, self._stepper = self.stats(), None
+        self._on_device = None
         self._plans.clear()
         try:
             if stepper is not None:

@@ -39,7 +39,7 @@ class _Select(ctypes.Structure):
                 "values", "beside", "segments", "samples", "choices", "bins", "pieces", "n_taken", "indices", "taken",
             )
         ),
-        *((name, ctypes.c_uint64) for name in ("n_segments", "n_tiles")),
+        *((name, ctypes.c_uint64) for name in ("n_segments", "n_tiles", "room")),
         *((name, ctypes.c_uint32) for name in ("shift", "n_bits", "round", "of_samples", "takes_zeros", "pad")),
     ]  # fmt: skip
 
@@ -178,6 +178,7 @@ class DeviceSelection:
             taken=taken.data_ptr(),
             n_segments=segments.n_segments,
             n_tiles=segments.n_tiles,
+            room=segments.room,
             takes_zeros=not by_sample,
         )
         self._launch("begin", grid(_BINS * segments.n_segments), parameters)

@@ -52,7 +52,7 @@ struct Select {
   u32* n_taken;  // of all segments, or null
   u32* indices;  // ascending in each segment
   float* taken;
-  u64 n_segments, n_tiles;
+  u64 n_segments, n_tiles, room;
   u32 shift, n_bits;  // of the magnitude, that are counted
   u32 round;          // of adaptation
   u32 of_samples;     // tiles are the samples'
@@ -287,8 +287,10 @@ GW_KERNEL(gw_select_write, Select) {
     const u32 n_equal = found.n_equal + __popc(equal & before_lane);
     if (is_above || (is_equal && n_equal < choice.n_equal)) {
       const u64 at = choice.base + found.n_above + __popc(above & before_lane) + smaller(n_equal, choice.n_equal);
-      p.indices[at] = static_cast<u32>(i);
-      p.taken[at] = p.values[i];
+      if (at < p.room) {  // as it always is, unless values change meanwhile
+        p.indices[at] = static_cast<u32>(i);
+        p.taken[at] = p.values[i];
+      }
       p.values[i] = 0;
       if (p.beside != nullptr) p.beside[i] = 0;
     }

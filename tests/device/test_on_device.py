@@ -120,7 +120,7 @@ SCHEMES: dict[str, Maker] = {
     "dgc, clipped, in its warm-up": lambda: by_name("dgc", share=0.01, warmup_steps=3, max_norm=0.05, momentum=0.5),
 }
 
-SUMS_OF_FLOATS = ("acp-sgd", "power-sgd", "random-k")
+SUMS_OF_FLOATS = ("acp-sgd", "power-sgd", "random-k", "homomorphic")
 
 
 def begin_with_kernels(library: Path) -> tuple[Any, Place]:

@@ -107,7 +107,7 @@ def take_times(rank: int, world_size: int, library: Path) -> None:
     with times.timing("encode"):
         late.enqueue(0, 0, functools.partial(time.sleep, 0.5))
     ((_, begun, ended),) = times._spans
-    with pytest.raises(RuntimeError, match="to come"):  # as a GPU says it: who takes them has to wait
+    with pytest.raises(RuntimeError, match="must be completed"):  # as a GPU says it: who takes them has to wait
         begun.elapsed_time(ended)
     with times.timing("encode"), times.timing("communicate"):
         late.enqueue(0, 0, functools.partial(time.sleep, 0.02))

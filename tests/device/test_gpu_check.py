@@ -70,9 +70,9 @@ def compare_schemes(rank: int, world_size: int, library: Path) -> None:
     assert found["n_schemes"] > 15
     found = device_checks.check_schemes(torch.device("late", 0), group, note=lambda _: None, placement="device")
     assert set(found["seconds"]) == {
-        "acp-sgd", "bf16", "dgc", "embedded-float", "homomorphic", "one-bit", "plain", "power-sgd",
-        "power-sgd-overlap", "qsgd", "random-k", "sign-sgd", "slimgc", "terngrad", "thc", "top-k", "truncated-float",
-        "two-bit",
+        "acp-sgd", "bf16", "dgc", "embedded-float", "gcomp", "homomorphic", "one-bit", "plain", "power-sgd",
+        "power-sgd-overlap", "qsgd", "random-k", "sign-sgd", "slimgc", "terngrad", "thc", "top-k", "truncate",
+        "truncated-float", "two-bit",
     }  # fmt: skip
     with (
         mock.patch.object(StagedBucket, "send_back", do_nothing),

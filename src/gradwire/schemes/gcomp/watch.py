@@ -94,14 +94,13 @@ class OptimizerWatch:
     def _look_later(self, arrived: Tensor, now: Tensor, scale: float) -> None:
         """Nobody waits for a device: what it holds is compared before a later step."""
         arrived.record_stream(torch.accelerator.current_stream(arrived.device))
-        both = torch.stack([arrived, now])
-        on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-        self._looks.append((Reading(both, on_host), scale))
+        self._looks.append((Reading(torch.stack([arrived, now])), scale))
 
     def _compare_what_is_there(self) -> None:
         while self._looks and self._looks[0][0].is_there():
             look, scale = self._looks.pop(0)
-            _compare(*look.wait(), scale)
+            arrived, now = look.wait().unbind()
+            _compare(arrived, now, scale)
 
     def _after_step(self, *_: Any) -> None:
         self._n_steps += 1

@@ -16,7 +16,8 @@ from buckets import Driver
 from gradwire import InvalidArgument, schemes
 from gradwire.core.bucket import Bucket
 from gradwire.errors import RankMismatch, Unsupported
-from gradwire.schemes.dgc import Dgc, select_by_sample
+from gradwire.schemes.dgc import Dgc
+from gradwire.schemes.dgc_rule import select_by_sample
 from ranks import run_ranks, try_ranks
 
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]

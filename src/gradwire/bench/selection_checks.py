@@ -13,7 +13,7 @@ from gradwire.bench.device_checks import CheckFailed
 from gradwire.gpu.kernels import Kernels
 from gradwire.gpu.selection import DeviceSelection, Segments, raise_error
 from gradwire.schemes.compressed import count_of
-from gradwire.schemes.dgc import draw_sample, select_by_sample
+from gradwire.schemes.dgc_rule import draw_sample, select_by_sample
 
 KERNELS = tuple(
     f"gw_select_{name}"

@@ -15,37 +15,23 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 import torch
 
-from gradwire import _native
-from gradwire.codecs.tensors import check_positive
-from gradwire.control.checks import choice as check_choice
-from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
-from gradwire.core.slot import Slot, flatten_like, local_of
-from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.gpu.selection import Sample
-from gradwire.schemes.compressed import WithMomenta, count_of
+from gradwire.errors import CorruptMessage
 from gradwire.schemes.dgc_on_device import DgcOnDevice
+from gradwire.schemes.dgc_rule import DgcRule, select_by_sample
 from gradwire.schemes.on_device import Placing, StepsOnDevice
-from gradwire.schemes.plain_first import check_steps
-from gradwire.schemes.selection import Selection, matrices
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
-_MAX_ADAPTATIONS = 10
-_SAMPLED_SHARE = 0.01
-_MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below are selected from exactly
-# A threshold is good enough if it selects between these multiples of what was asked for.
-_FEWEST, _MOST = 0.8, 1.3
 
 
-class Dgc(Placing, WithMomenta):
+class Dgc(Placing, DgcRule):
     """Mean over the ranks of each rank's largest accumulated updates. Its own state, u and v, is its error feedback.
 
     With one rank nothing is left out: the result is the gradient with momentum.
@@ -64,53 +50,6 @@ class Dgc(Placing, WithMomenta):
     """
 
     name = "dgc"
-    state_is_per_world = True
-    acts_alone = True
-
-    def __init__(
-        self,
-        share: float = 0.001,
-        momentum: float = 0.9,
-        warmup_steps: int = 0,
-        max_norm: float | None = None,
-        seed: int = 0,
-        per: str = "layer",
-        nesterov: bool = False,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(error_feedback=True)
-        self.share = check_share("share", share)
-        if not 0 <= momentum < 1:
-            raise InvalidArgument(f"momentum must be from 0 to less than 1, got {momentum}")
-        if not isinstance(seed, int):
-            raise InvalidArgument(f"seed must be an integer, got {seed!r}")
-        if nesterov and not momentum:
-            raise InvalidArgument("nesterov=True needs a momentum above 0")
-        if isinstance(weight_decay, bool) or not (weight_decay >= 0 and math.isfinite(weight_decay)):
-            raise InvalidArgument(f"weight_decay must be finite and not negative, got {weight_decay!r}")
-        self.momentum, self.nesterov, self.weight_decay = float(momentum), bool(nesterov), float(weight_decay)
-        self.per = check_choice("per", per, ("layer", "bucket"))
-        self.warmup_steps = check_steps("warmup_steps", warmup_steps)
-        self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
-        self.seed = seed
-
-    @property
-    def settling_steps(self) -> int:
-        """The steps in which the share falls."""
-        return self.warmup_steps
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return {
-            "share": self.share,
-            "momentum": self.momentum,
-            "warmup_steps": self.warmup_steps,
-            "max_norm": self.max_norm,
-            "seed": self.seed,
-            "per": self.per,
-            "nesterov": self.nesterov,
-            "weight_decay": self.weight_decay,
-        }
 
     def bind(self, session: Session) -> None:
         super().bind(session)
@@ -128,10 +67,6 @@ class Dgc(Placing, WithMomenta):
                 self.momentum,
                 self.momentum,
             )
-
-    def share_at(self, step: int) -> float:
-        """The share that is sent in `step`: share^((step + 1) / (warmup_steps + 1)) while it warms up."""
-        return self.share ** min(1.0, (step + 1) / (self.warmup_steps + 1))
 
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
         scale = self.session.loss_scale()
@@ -258,91 +193,3 @@ class Dgc(Placing, WithMomenta):
 
     def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
         return DgcOnDevice(session, site, self, self._momenta)
-
-    # ---- what does not depend on where it works
-
-    def spans_and_counts(self, bucket: Bucket, whole: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[int]]:
-        """What the largest are taken of, and how many at most of each."""
-        spans, share = [(0, bucket.n_elements)], self.share_at(bucket.step)
-        counts = [bucket.n_elements - sum(end - start for start, end in whole)]  # what is whole holds zeros by now
-        if self.per == "layer" and bucket.slots:
-            spans = [span for span in bucket.spans if span not in whole and span[1] > span[0]]
-            counts = [end - start for start, end in spans]
-        return spans, [count_of(share, n) if n else 0 for n in counts]
-
-    def samples(self, bucket: Bucket, spans: list[tuple[int, int]], counts: list[int]) -> list[Sample]:
-        """What the threshold of each span is taken from in this step of this rank."""
-        generator = self._generator(bucket)
-        return [
-            draw_sample(end - start, k, generator) if k else Sample(None, 0)
-            for (start, end), k in zip(spans, counts, strict=True)
-        ]
-
-    def _generator(self, bucket: Bucket) -> torch.Generator:
-        draw = bucket.draw(self.session.communicator.rank, self.seed)
-        return torch.Generator().manual_seed(draw & 0x7FFF_FFFF_FFFF_FFFF)
-
-    def whole_spans(self, bucket: Bucket, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Where what is sent whole lies: everything, with one rank."""
-        if self.session.communicator.world_size == 1:
-            return spans or [(0, bucket.n_elements)]
-        return [(span.offset, span.offset + span.n_elements) for span in Selection(bucket, matrices).raw]
-
-    def decay(self, slot: Slot | None, gradient: torch.Tensor) -> None:
-        """Add weight decay to the gradient (n,) of a slot."""
-        if self.weight_decay and slot is not None and slot.parameter is not None:
-            parameter = local_of(slot.parameter.detach())
-            flat = flatten_like(parameter, parameter)[slot.start : slot.start + slot.numel()]
-            gradient.add_(flat.to(device=gradient.device, dtype=torch.float32), alpha=self.weight_decay)
-
-    def update(self, gradient: torch.Tensor, momenta: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """What SGD with momentum takes off the parameters, into `out`."""
-        if not self.nesterov:
-            return out.copy_(momenta)
-        return torch.add(gradient, momenta, alpha=self.momentum, out=out)
-
-
-def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:
-    """(at most k,) int32, ascending: the largest magnitudes of `values` (n,) float32, about k of them.
-
-    A threshold is taken from a sample of 1 % (and at least of 2 n / k elements, so that two of the largest are in it), and
-    moved up to ten times until it selects from 0.8 k to 1.3 k elements; of too many, the k largest stay. A threshold that
-    never settles gives way to an exact one.
-    """
-    n = values.numel()
-    places, n_top = draw_sample(n, k, generator)
-    sample = values if places is None else values[places]
-    threshold = float(sample.abs().topk(n_top).values[-1])
-    found = torch.empty(min(n, 2 * k + 1), dtype=torch.int32)
-    lowest, highest = 0.0, math.inf  # thresholds known to select too many, too few
-    count = _native.select_from(values, threshold, found)
-    for _ in range(_MAX_ADAPTATIONS):
-        if count > _MOST * k:
-            lowest = max(threshold, torch.finfo(torch.float32).tiny)
-        elif count < _FEWEST * k and threshold > 0:
-            highest = threshold
-        else:
-            break
-        # As published by a factor, until it has been passed on both sides.
-        is_bracketed = lowest > 0 and highest < math.inf
-        threshold = (lowest + highest) / 2 if is_bracketed else lowest * _MOST or highest * _FEWEST
-        count = _native.select_from(values, threshold, found)
-    if count > found.numel() or (count < _FEWEST * k and threshold > 0):
-        found = torch.empty(k, dtype=torch.int32)
-        _native.select_largest(values, found)
-        return found[values[found.long()] != 0]
-    found = found[:count]
-    if count > k:  # of equal magnitudes the first
-        kept = torch.empty(k, dtype=torch.int32)
-        _native.select_largest(values[found.long()], kept)
-        found = found[kept.long()]
-    return found
-
-
-def draw_sample(n_elements: int, k: int, generator: torch.Generator) -> Sample:
-    """Which of n values the threshold for the largest k is taken from."""
-    n_samples = max(math.ceil(_SAMPLED_SHARE * n_elements), math.ceil(2 * n_elements / max(k, 1)), _MIN_SAMPLES)
-    if n_samples >= n_elements:
-        return Sample(None, k)
-    places = torch.randint(n_elements, (n_samples,), generator=generator)
-    return Sample(places, max(1, round(n_samples * k / n_elements)))

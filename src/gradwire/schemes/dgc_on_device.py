@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +12,9 @@ from gradwire.core.feedback import Feedback
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.gpu.selection import raise_error
+from gradwire.schemes.dgc_rule import DgcRule
 from gradwire.schemes.on_device import StepsOnDevice, refuse_unused_parameters
 from gradwire.schemes.sparse_on_device import Elements
-
-if TYPE_CHECKING:
-    from gradwire.schemes.dgc import Dgc
 
 _Spans = list[tuple[int, int]]
 
@@ -33,7 +30,7 @@ class DgcOnDevice(StepsOnDevice):
 
     acts_alone = True
 
-    def __init__(self, session: Session, site: DeviceSite, scheme: Dgc, momenta: Feedback) -> None:
+    def __init__(self, session: Session, site: DeviceSite, scheme: DgcRule, momenta: Feedback) -> None:
         refuse_unused_parameters(session)
         super().__init__(session, site)
         self._scheme, self._momenta = scheme, momenta

@@ -100,7 +100,9 @@ class _MomentaOnDevice(QuantisedOnDevice):
             session, site, scheme.codec, scheme.error_feedback, scheme.chunk_elements, scheme.pull == "raw"
         )
         self._choose = scheme._choose
-        self._part_dtype, self._fill, self._take = scheme._part_dtype, scheme._fill, scheme._take  # type: ignore[method-assign]  # its
+        self._part_dtype = scheme._part_dtype  # type: ignore[method-assign]  # as in host memory
+        self._fill = scheme._fill  # type: ignore[method-assign]  # as in host memory
+        self._take = scheme._take  # type: ignore[method-assign]  # as in host memory
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
         """What is frozen is asked on the lane, which may have to wait for the step before."""

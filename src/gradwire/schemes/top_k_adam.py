@@ -97,7 +97,9 @@ class _UpdatesOnDevice(ApartOnDevice, LargestOnDevice):
     def __init__(self, scheme: TopKAdam, session: Session, site: DeviceSite, momenta: Feedback) -> None:
         super().__init__(session, site, scheme.share, scheme.error_feedback, ShortElements(session, site))
         self._scheme, self._momenta = scheme, momenta
-        self._choose, self._part_dtype, self._take = scheme._choose, scheme._part_dtype, scheme._take  # type: ignore[method-assign]
+        self._choose = scheme._choose
+        self._part_dtype = scheme._part_dtype  # type: ignore[method-assign]  # as in host memory
+        self._take = scheme._take  # type: ignore[method-assign]  # as in host memory
 
     def _enqueue(self, bucket: Bucket, *facts: object) -> None:
         """What is frozen is asked on the lane, which may have to wait for the step before."""

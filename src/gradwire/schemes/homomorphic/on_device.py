@@ -43,7 +43,7 @@ class Policy(NamedTuple):
     note_too_dense: Callable[[Bucket], None]
 
 
-class Kept(NamedTuple):
+class ToSend(NamedTuple):
     """Values that are sent, and (n,) float32 where what is left out of them is to be kept, with error feedback."""
 
     values: Tensor
@@ -79,11 +79,11 @@ class PackedOnDevice(StepsOnDevice):
         else:
             self._sum(bucket, kept, message, ends, n_values)
 
-    def _values_to_send(self, bucket: Bucket) -> Kept:
+    def _values_to_send(self, bucket: Bucket) -> ToSend:
         """As `unsent.values_to_send`; a parameter whose gradient is all zeros sends its residual."""
         site, n, policy = self._site, bucket.n_elements, self._policy
         if policy.density is None:
-            return Kept(bucket.buffer, None)
+            return ToSend(bucket.buffer, None)
         corrected = site.scratch("corrected", n, torch.float32).copy_(bucket.buffer)
         unsent = None
         if policy.error_feedback:
@@ -94,7 +94,7 @@ class PackedOnDevice(StepsOnDevice):
         kept.copy_(corrected).masked_fill_(is_largest.logical_not(), 0)
         if unsent is not None:
             unsent.copy_(corrected).masked_fill_(is_largest, 0)
-        return Kept(kept, unsent)
+        return ToSend(kept, unsent)
 
     def _largest(self, values: Tensor, count: int) -> Tensor:
         """(n,) bool: `count` of the largest magnitudes, and of equal ones the first."""
@@ -146,7 +146,7 @@ class PackedOnDevice(StepsOnDevice):
         site.group.all_gather(rows, own)
         record.count_exchanged(ring_bytes(4 * rows.numel(), len(rows)))
 
-    def _sum(self, bucket: Bucket, kept: Kept, message: Tensor, ends: Tensor, n_values: int) -> None:
+    def _sum(self, bucket: Bucket, kept: ToSend, message: Tensor, ends: Tensor, n_values: int) -> None:
         site, values, buffer = self._site, kept.values, bucket.buffer
         packed = site.scratch("packed", n_values, values.dtype)
         if n_values:

@@ -1,0 +1,148 @@
+"""Steps on the late device: what a checkpoint holds, what the host asks and gives, and what the backend is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from late import LikeNccl
+from late_cases import CPU, Place, adamw, attach, batch, build_model
+from test_on_device import SCHEMES, begin_with_kernels, placement_on, train
+from test_staged_schemes import counting_waits_of_hooks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradwire.core.site import DeviceSite
+from gradwire.schemes.on_device import StepsOnDevice
+from gradwire.wire.communicator import Communicator
+from ranks import patience, run_ranks
+
+# ---- what a checkpoint holds
+
+
+def hold_state(rank: int, world_size: int, library: Path) -> None:
+    late, device = begin_with_kernels(library)
+    late.set_lateness_us(1_000)
+    for name in ("random-k", "top-k", "dgc", "dgc by bucket"):
+        states = []
+        for place in (Place(CPU), device):
+            ddp = place.model(build_model())
+            attachment = attach(ddp, adamw(ddp), SCHEMES[name](), **placement_on(place))
+            for step in range(3):
+                ddp.zero_grad()
+                ddp(batch(rank, step, place)).square().mean().backward()
+            states.append(attachment.state_dict()["state"])
+            attachment.close()
+        on_cpu, on_device = states
+        assert set(on_cpu) == set(on_device) == {"residuals", *(["momenta"] if "dgc" in name else [])}
+        for kind, tensors in on_cpu.items():
+            assert set(tensors) == set(on_device[kind])
+            assert any(bool(tensor.any()) for tensor in tensors.values())
+            for slot, tensor in tensors.items():
+                assert on_device[kind][slot].device == CPU
+                assert torch.equal(on_device[kind][slot], tensor), f"{name}: other {kind} of {slot}"
+
+
+def test_states_are_the_cpus(library: Path) -> None:
+    run_ranks(hold_state, 2, library)
+
+
+# ---- what the host asks of the device
+
+# Operators whose result the host has to have before it goes on.
+_READING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "_unique2"}
+
+
+class _Asked(TorchDispatchMode):
+    """What the lane enqueues."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        name = function.__name__.split(".")[0]
+        of_device = [one for one in arguments if isinstance(one, Tensor) and one.device != CPU]
+        is_copied = bool(of_device) and isinstance(result, Tensor) and result.device == CPU
+        self.names.append(f"{name} to the host" if is_copied else name if of_device else "")
+        return result
+
+
+def ask(rank: int, world_size: int, library: Path) -> None:
+    _, place = begin_with_kernels(library)
+    reduce, asked = StepsOnDevice.reduce, _Asked()
+
+    def watched(*arguments: Any) -> None:
+        with asked:
+            reduce(*arguments)
+
+    with mock.patch.object(StepsOnDevice, "reduce", watched):
+        for name in SCHEMES:
+            if any(part in name for part in ("random-k", "top-k", "dgc")):
+                train(rank, place, SCHEMES[name](), n_steps=2)
+    read = [name for name in asked.names if name in _READING or name.endswith("to the host")]
+    assert {"masked_fill_", "copy_", "index_copy_"} <= set(asked.names), set(asked.names)
+    assert not read, f"the host waits for {sorted(set(read))}"
+    with asked:
+        bool(torch.ones(1, device=place.device).any())
+    assert asked.names[-1] in _READING
+
+
+def test_the_host_reads_nothing_within_a_step(library: Path) -> None:
+    run_ranks(ask, 2, library)
+
+
+# ---- what the host gives to the device
+
+
+def upload_late(rank: int, world_size: int, library: Path) -> None:
+    late, place = begin_with_kernels(library)
+    site = DeviceSite(Communicator(), [place.device])
+    late.set_lateness_us(0)
+    late.set_stream_lateness_us(0, site.stream.stream_id, int(50_000 * patience()))
+    with site.stream:
+        first = site.upload(torch.arange(3))
+        assert len(site._uploads) == 1
+        site.upload(torch.arange(4))
+        assert len(site._uploads) == 2, "memory was given up that the device has not read yet"
+        site.stream.synchronize()
+        site.upload(torch.arange(5))
+    assert len(site._uploads) == 1
+    site.stream.synchronize()
+    assert first.tolist() == [0, 1, 2]
+
+
+def test_what_the_device_has_not_read_is_kept(library: Path) -> None:
+    run_ranks(upload_late, 1, library)
+
+
+# ---- what the backend is asked for
+
+
+def count_collectives(rank: int, world_size: int, library: Path) -> None:
+    late, place = begin_with_kernels(library)
+    twice = (
+        "one-bit",
+        "one-bit in small messages",
+        "one-bit by group, two means",
+        "qsgd, raw sums",
+        "qsgd",
+        "terngrad",
+        "thc",
+    )
+    once = ("plain", "sign-sgd", "random-k", "top-k")
+    for name, per_bucket in (*((name, 1) for name in once), *((name, 2) for name in twice)):
+        n_groups = len(LikeNccl.made)
+        train(rank, place, SCHEMES[name](), n_steps=0)
+        (own,) = LikeNccl.made[n_groups:]
+        assert own.n_started == 0
+        with counting_waits_of_hooks(late) as waits:
+            train(rank, place, SCHEMES[name]())
+        assert LikeNccl.made[-1].n_started == per_bucket * len(waits)
+
+
+def test_one_or_two_collectives_a_bucket(library: Path) -> None:
+    run_ranks(count_collectives, 2, library)

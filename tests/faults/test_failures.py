@@ -338,3 +338,28 @@ def test_error_of_a_rank_that_was_only_slow_says_which_argument_to_raise() -> No
     outcome = try_ranks(train_with_a_late_rank, 2)[1]
     assert type(outcome.error) is gradwire.PeerLost
     assert "pass attach(..., timeout_s=) more" in str(outcome.error)
+
+
+def count_a_step_too_many(rank: int, step: int, attachment: Any) -> None:
+    if (rank, step) == (0, BAD_STEP):
+        state = attachment.state_dict()
+        attachment.load_state_dict({**state, "step": state["step"] + 1})
+
+
+def train_apart(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+    train(rank, schemes.by_name(name, **options), count_a_step_too_many, width=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dgc", {"share": 0.01, "warmup_steps": 3}),
+        ("top-k", {"share": 0.01, "warmup_steps": 3}),
+        ("random-k", {"share": 0.01, "warmup_steps": 3}),
+        ("one-bit", {"warmup_steps": 3}),
+        ("acp-sgd", {"rank": 1, "start_step": 3}),
+    ],
+)
+def test_ranks_in_other_steps_are_told_where_messages_change_their_length(name: str, options: dict[str, Any]) -> None:
+    """The backend ends a process that gets more than it waits for."""
+    check_all_raised(try_ranks(train_apart, 3, name, options), gradwire.RankMismatch, "disagree on step", "rank 0: 3")

@@ -14,7 +14,7 @@ from gradwire.core.slot import Slot
 from gradwire.errors import Unsupported
 from gradwire.schemes.duties import OptionalDuties
 from gradwire.wire.facts import Facts
-from gradwire.wire.preamble import FORMAT_VERSION, Preamble, hash_configuration
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 from gradwire.wire.wire import Wire
 
 
@@ -41,6 +41,7 @@ class Scheme(OptionalDuties, ABC):
     works_on_device: ClassVar[bool] = False
 
     session: Session
+    _agreed_step = -1  # in which ranks have compared where they are
 
     @property
     def is_transparent(self) -> bool:
@@ -112,6 +113,15 @@ class Scheme(OptionalDuties, ABC):
     def _is_plain(self, bucket: Bucket) -> bool:
         """Whether this step of the bucket is reduced as without gradwire: one of the first, where nothing is compressed."""
         return False
+
+    def _agree_while_settling(self, bucket: Bucket) -> None:
+        """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths.
+
+        One that is longer than awaited would end a process of the backend's. On the lane. Raises: RankMismatch.
+        """
+        if bucket.step <= self.settling_steps > 0 and bucket.step != self._agreed_step:
+            self._agreed_step = bucket.step
+            compare_preambles(self.session.communicator, self.preamble(bucket), bucket.record)
 
     def wire(self, bucket: Bucket) -> Wire:
         """This rank's end of the exchange of one bucket; on the lane."""

@@ -51,6 +51,8 @@ class Redoing(Scheme):
         wire = self.wire(bucket)
         if bucket.n_elements == 0 or (wire.world_size == 1 and not self.acts_alone):
             return
+        if wire.world_size > 1:
+            self._agree_while_settling(bucket)
         if self._is_plain(bucket):
             wire.mean_plainly(bucket.buffer)
         elif not self._send(bucket, wire):

@@ -172,6 +172,8 @@ class LowRank(PlainFirst):
 
     def _enter(self, work: Work) -> None:
         bucket = work.bucket
+        if self._site is None:
+            self._agree_while_settling(bucket)
         if self._is_plain(bucket):
             self._all_reduce_plainly(work)
             return

@@ -340,14 +340,14 @@ def test_error_of_a_rank_that_was_only_slow_says_which_argument_to_raise() -> No
     assert "pass attach(..., timeout_s=) more" in str(outcome.error)
 
 
-def count_a_step_too_many(rank: int, step: int, attachment: Any) -> None:
+def be_a_step_ahead(rank: int, step: int, attachment: Any) -> None:
     if (rank, step) == (0, BAD_STEP):
         state = attachment.state_dict()
         attachment.load_state_dict({**state, "step": state["step"] + 1})
 
 
 def train_apart(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
-    train(rank, schemes.by_name(name, **options), count_a_step_too_many, width=20)
+    train(rank, schemes.by_name(name, **options), be_a_step_ahead, width=20)
 
 
 @pytest.mark.parametrize(

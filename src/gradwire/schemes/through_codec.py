@@ -107,8 +107,8 @@ class TruncateScheme(_NamedOnDevices):
 class EmbeddedFloatScheme(_NamedOnDevices):
     """`bits` bits (8 by default) of every value, with an exponent shared by a `partition` (256 values).
 
-    When not to use this: beside AQGB, which sends the same bits and more where there is time; below 8 bits without
-    error feedback, where small values of a partition vanish.
+    When not to use this: beside AQGB, which sends the same bits and more where there is time; below 5 bits, where small
+    values of a partition vanish and no error feedback brings them back.
     """
 
     name: ClassVar[str] = "embedded-float"

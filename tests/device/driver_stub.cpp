@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
 
 namespace {
@@ -16,8 +17,8 @@ int number(const char* name, int otherwise) {
 
 char context, module_of, program;
 int n_contexts = 0, n_compilations = 0;
-std::string target, names[64];
-int n_names = 0;
+std::string target;
+std::set<std::string> names;  // of functions that were asked for
 
 }  // namespace
 
@@ -45,8 +46,7 @@ int cuModuleLoadData(void** out, const void* image) {
 int cuModuleGetFunction(void** out, void* module, const char* name) {
   if (module != &module_of) return 400;
   if (std::string(name).rfind("gw_", 0) != 0) return 500;
-  names[n_names] = name;
-  *out = &names[n_names++];
+  *out = const_cast<std::string*>(&*names.insert(name).first);
   return 0;
 }
 int cuFuncGetAttribute(int* value, int which, void*) { return *value = which == 4 ? 40 : 0, 0; }

@@ -54,7 +54,8 @@ class Load:
     def __exit__(self, *_: object) -> None:
         (began, busy, own), (ended, busy_now, own_now) = self._started, (_clock(), _busy_s(), _own_s())
         if busy is not None and busy_now is not None and ended > began:
-            self.during = max(0.0, (busy_now - busy) - (own_now - own)) / (ended - began)
+            others = max(0.0, (busy_now - busy) - (own_now - own)) / (ended - began)
+            self.during = min(others, float(os.cpu_count() or 1))  # the kernel counts in ticks
 
 
 def _clock() -> float:

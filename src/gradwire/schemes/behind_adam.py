@@ -99,7 +99,7 @@ class BehindAdam(Placed, Selective):
         frozen = {slot: self.adam.is_frozen(slot) for slot in bucket.slots}
         return Selection(bucket, lambda slot, n_bytes: slot is not None and frozen[slot] and self.select(slot, n_bytes))
 
-    def _part_dtype(self, bucket: Bucket) -> torch.dtype:
+    def part_dtype(self, bucket: Bucket) -> torch.dtype:
         return torch.float32
 
     # ---- between steps

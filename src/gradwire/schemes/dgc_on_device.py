@@ -34,6 +34,7 @@ class DgcOnDevice(StepsOnDevice):
         refuse_unused_parameters(session)
         super().__init__(session, site)
         self._scheme, self._momenta = scheme, momenta
+        self._kept.append(momenta)
         self._elements = Elements(session, site, has_count=True)
 
     def _enqueue(self, bucket: Bucket, *facts: object) -> None:
@@ -97,14 +98,6 @@ class DgcOnDevice(StepsOnDevice):
             scheme.decay(slots.get((start, end)), part)
             torch.add(part, momenta[start:end], alpha=scheme.momentum, out=new_momenta[start:end])
             scheme.update(part, new_momenta[start:end], mean[start:end])
-
-    def _commit(self) -> None:
-        super()._commit()
-        self._momenta.commit()
-
-    def _discard(self) -> None:
-        super()._discard()
-        self._momenta.discard()
 
     def _raise_error(self, code: int) -> None:
         raise_error(code)

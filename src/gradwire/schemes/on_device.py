@@ -23,6 +23,7 @@ from gradwire.exchange.device_messages import DeviceMessages
 from gradwire.exchange.on_device import DeviceOwners
 from gradwire.gpu.kernels import kernels_on
 from gradwire.gpu.ternary import DeviceTernary, Shares
+from gradwire.schemes.apart import Apart
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.selection import Selection
@@ -54,6 +55,7 @@ class StepsOnDevice(ABC):
 
     def __init__(self, session: Session, site: DeviceSite) -> None:
         self._session, self._site = session, site
+        self._kept = [session.feedback]  # what counts from the end of a step on
         self._check = StepCheck(session.communicator)
         self.n_not_finite = 0
 
@@ -105,11 +107,13 @@ class StepsOnDevice(ABC):
 
     def _commit(self) -> None:
         """The step counts; with the site's stream current."""
-        self._session.feedback.commit()
+        for kept in self._kept:
+            kept.commit()
 
     def _discard(self) -> None:
         """The step does not count, or was given up half-way."""
-        self._session.feedback.discard()
+        for kept in self._kept:
+            kept.discard()
 
     def _raise_error(self, code: int) -> None:
         """Raise what the error word of messages says, if anything."""
@@ -118,9 +122,11 @@ class StepsOnDevice(ABC):
 class ApartOnDevice(StepsOnDevice):
     """Steps that compress some of a bucket's tensors, as a bucket of their own.
 
-    What is sent of these is their gradients; others say in `_part_dtype`, `_fill` and `_take`, as for `Selective`, what they
-    send instead.
+    Attributes:
+        apart: what is sent of these.
     """
+
+    apart = Apart()
 
     @abstractmethod
     def _compress(self, bucket: Bucket) -> None:
@@ -131,12 +137,12 @@ class ApartOnDevice(StepsOnDevice):
         site, flat = self._site, bucket.buffer
         if chosen.n_compressed:
             part = Bucket(
-                site.scratch("chosen", chosen.n_compressed, self._part_dtype(bucket)), chosen.slots, chosen.offsets,
+                site.scratch("chosen", chosen.n_compressed, self.apart.part_dtype(bucket)), chosen.slots, chosen.offsets,
                 index=bucket.index, step=bucket.step, record=bucket.record, resident=bucket.resident,
             )  # fmt: skip
-            self._fill(part, bucket, chosen)
+            self.apart.fill(part, bucket, chosen)
             self._compress(part)
-            self._take(part, bucket, chosen)
+            self.apart.take(part, bucket, chosen)
         if chosen.n_raw:
             raw = site.scratch("others", chosen.n_raw, flat.dtype)
             torch.cat([run.in_bucket(flat) for run in chosen.raw_runs], out=raw)
@@ -144,16 +150,6 @@ class ApartOnDevice(StepsOnDevice):
             site.note_finite(raw)
             for run in chosen.raw_runs:
                 run.in_bucket(flat).copy_(run.in_fused(raw))
-
-    def _part_dtype(self, bucket: Bucket) -> torch.dtype:
-        return bucket.buffer.dtype
-
-    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        torch.cat([run.in_bucket(bucket.buffer) for run in chosen.compressed_runs], out=part.buffer)
-
-    def _take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        for run in chosen.compressed_runs:
-            run.in_bucket(bucket.buffer).copy_(run.in_fused(part.buffer))
 
 
 class QuantisedOnDevice(ApartOnDevice):

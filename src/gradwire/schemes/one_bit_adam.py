@@ -70,7 +70,7 @@ class OneBitAdam(BehindAdam):
 
     # ---- one bucket
 
-    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+    def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         loss_scale = self.session.loss_scale()
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
             momentum, beta1 = self.adam.momentum(slot)
@@ -78,7 +78,7 @@ class OneBitAdam(BehindAdam):
             torch.mul(momentum, loss_scale, out=mine)
             mine.lerp_(span.in_bucket(bucket.buffer).float(), 1 - beta1)
 
-    def _take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+    def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         loss_scale = self.session.loss_scale()
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
             momentum, beta1 = self.adam.momentum(slot)
@@ -99,10 +99,7 @@ class _MomentaOnDevice(QuantisedOnDevice):
         super().__init__(
             session, site, scheme.codec, scheme.error_feedback, scheme.chunk_elements, scheme.pull == "raw"
         )
-        self._choose = scheme._choose
-        self._part_dtype = scheme._part_dtype  # type: ignore[method-assign]  # as in host memory
-        self._fill = scheme._fill  # type: ignore[method-assign]  # as in host memory
-        self._take = scheme._take  # type: ignore[method-assign]  # as in host memory
+        self._choose, self.apart = scheme._choose, scheme
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
         """What is frozen is asked on the lane, which may have to wait for the step before."""

@@ -9,13 +9,14 @@ import torch
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.exchange.patterns import Exchange
+from gradwire.schemes.apart import Apart
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.plain_first import PlainFirst
 from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.wire import Wire
 
 
-class Selective(PlainFirst, Compressed):
+class Selective(Apart, PlainFirst, Compressed):
     """Mean over the ranks through `payload` and `exchange`, of the tensors that are chosen.
 
     Args:
@@ -57,25 +58,12 @@ class Selective(PlainFirst, Compressed):
         chosen = Selection(bucket, self.select) if self.select else None
         return chosen if chosen is not None and chosen.raw else None
 
-    def _part_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Of what is sent for the chosen tensors."""
-        return bucket.buffer.dtype
-
-    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        """Write what is sent for the chosen tensors, one after the other, to `part`."""
-        torch.cat([run.in_bucket(bucket.buffer) for run in chosen.compressed_runs], out=part.buffer)
-
-    def _take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        """Write the means in `part` to where the chosen tensors lie."""
-        for run in chosen.compressed_runs:
-            run.in_bucket(bucket.buffer).copy_(run.in_fused(part.buffer))
-
     def _send_apart(self, bucket: Bucket, chosen: Selection, wire: Wire) -> bool:
         """The chosen tensors compressed, as a bucket of their own, and the others plainly."""
-        fused = wire.scratch("chosen", chosen.n_compressed, self._part_dtype(bucket))
+        fused = wire.scratch("chosen", chosen.n_compressed, self.part_dtype(bucket))
         part = Bucket(fused, chosen.slots, chosen.offsets, index=bucket.index, step=bucket.step, record=bucket.record)
         if chosen.n_compressed:
-            self._fill(part, bucket, chosen)
+            self.fill(part, bucket, chosen)
             if not super()._send(part, wire):
                 return False
         if chosen.n_raw:
@@ -86,5 +74,5 @@ class Selective(PlainFirst, Compressed):
             for run in chosen.raw_runs:
                 run.in_bucket(bucket.buffer).copy_(run.in_fused(raw))
         if chosen.n_compressed:
-            self._take(part, bucket, chosen)
+            self.take(part, bucket, chosen)
         return True

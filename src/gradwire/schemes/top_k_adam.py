@@ -27,6 +27,7 @@ from gradwire.core.feedback import Feedback, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.exchange.patterns import Gather
+from gradwire.schemes.apart import Apart
 from gradwire.schemes.behind_adam import BehindAdam
 from gradwire.schemes.compressed import WithMomenta
 from gradwire.schemes.on_device import ApartOnDevice, StepsOnDevice
@@ -62,7 +63,7 @@ class TopKAdam(BehindAdam, WithMomenta):
 
     # ---- one bucket
 
-    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+    def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         loss_scale = self.session.loss_scale()
         is_new = [self._momenta.of(slot) is None for slot in chosen.slots]
         momenta, new_momenta = self._momenta.pair(part)
@@ -80,7 +81,7 @@ class TopKAdam(BehindAdam, WithMomenta):
                 update.zero_()
         self._momenta.stage_bucket(part, new_momenta)
 
-    def _take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+    def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
             span.in_bucket(bucket.buffer).copy_(span.in_fused(part.buffer).mul_(self.adam.root(slot)))
         self.adam.updates.update(part.parameters)
@@ -91,15 +92,14 @@ class TopKAdam(BehindAdam, WithMomenta):
         return _UpdatesOnDevice(self, session, site, self._momenta)
 
 
-class _UpdatesOnDevice(ApartOnDevice, LargestOnDevice):
+class _UpdatesOnDevice(Apart, ApartOnDevice, LargestOnDevice):
     """Its steps on a device: what is sent of a tensor is the largest of its updates, once its variance is frozen."""
 
     def __init__(self, scheme: TopKAdam, session: Session, site: DeviceSite, momenta: Feedback) -> None:
         super().__init__(session, site, scheme.share, scheme.error_feedback, ShortElements(session, site))
         self._scheme, self._momenta = scheme, momenta
-        self._choose = scheme._choose
-        self._part_dtype = scheme._part_dtype  # type: ignore[method-assign]  # as in host memory
-        self._take = scheme._take  # type: ignore[method-assign]  # as in host memory
+        self._choose, self.apart = scheme._choose, self
+        self._kept.append(momenta)
 
     def _enqueue(self, bucket: Bucket, *facts: object) -> None:
         """What is frozen is asked on the lane, which may have to wait for the step before."""
@@ -108,7 +108,13 @@ class _UpdatesOnDevice(ApartOnDevice, LargestOnDevice):
     def _compress(self, bucket: Bucket) -> None:
         LargestOnDevice._enqueue(self, bucket)
 
-    def _fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+    def part_dtype(self, bucket: Bucket) -> torch.dtype:
+        return self._scheme.part_dtype(bucket)
+
+    def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        self._scheme.take(part, bucket, chosen)
+
+    def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         """As the scheme's: what this rank did not use waits, and the device alone knows what that is."""
         loss_scale, adam = self._session.loss_scale(), self._scheme.adam
         is_new = [self._momenta.of(slot) is None for slot in chosen.slots]
@@ -125,11 +131,3 @@ class _UpdatesOnDevice(ApartOnDevice, LargestOnDevice):
             torch.div(moved, adam.root(slot), out=update).mul_(loss_scale)
             update.copy_(torch.where(is_used, update, 0.0))
         self._momenta.stage_bucket(part, new_momenta)
-
-    def _commit(self) -> None:
-        super()._commit()
-        self._momenta.commit()
-
-    def _discard(self) -> None:
-        super()._discard()
-        self._momenta.discard()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradwire.bench.catalogue.schemes import ITERATION
+from gradwire.bench.catalogue.schemes import ITERATION, SENT, X_DDP
 from gradwire.results.experiment import Column, Experiment, Goal, Plot, Table
 
 _GPT, _DIGITS = "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8", "resnet:width=8"
@@ -131,9 +131,9 @@ LEVELS = {
     "two-bit, four levels, 150 plain": "two-bit:scale_values=512,warmup_steps=150,levels=4",
 }
 RANKS = {
-    "plain": "plain",
-    **{f"acp-sgd, rank {rank}": f"acp-sgd:rank={rank}" for rank in (2, 4, 8, 16, 32)},
-    **{f"acp-sgd, rank {rank}, embeddings too": f"acp-sgd:exempt=none,rank={rank}" for rank in (2, 4, 8, 16, 32)},
+    f"acp-sgd, rank {rank}{name}": f"acp-sgd:{exempt}rank={rank}"
+    for name, exempt in (("", ""), (", embeddings too", "exempt=none,"))
+    for rank in (2, 4, 8, 16, 32)
 }
 
 
@@ -174,8 +174,15 @@ EXPERIMENTS = [
              SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
     _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=120,
              loss=_NATS, goals=[]),
-    _compare("rank", "Under AdamW, after 200 steps: which rank does low rank want, with embeddings whole and without?", RANKS,
-             _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
+    _compare("rank", "Under AdamW, after 200 steps: which rank does low rank want, with embeddings whole and without?",
+             {"plain": "plain"} | RANKS, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
+    Experiment(
+        key="lossy-rank-times", system="lossy", measure="train", seconds=150, baseline={"scheme": "ddp"},
+        question="How long does a step of a GPT take at each rank?",
+        fixed={"workload": "gpt", "ranks": 4, "steps": 10, "warmup": 4},
+        axes={"rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": {"DDP": "ddp"} | RANKS},
+        show=[Table([ITERATION, X_DDP, SENT], across="rate")],
+    ),
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", SGD, _DIGITS, steps=200,
              seconds=120, loss=_ACCURACY, goals=[]),
     _compare("bert", "Under AdamW, a small BERT, 600 steps.", BERT, "bert:n_layers=2,width=64,n_heads=4", steps=600,

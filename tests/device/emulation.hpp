@@ -4,9 +4,11 @@
 // stopped by name.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -18,6 +20,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -40,7 +43,7 @@ class Block {
   Index thread, block, threads, blocks;
   unsigned char* shared = nullptr;
 
-  explicit Block(unsigned n_threads) : fibers_(n_threads) {
+  explicit Block(unsigned n_threads) : fibers_(n_threads), seen_(n_threads / kWarpThreads) {
     threads.x = n_threads;
     for (Fiber& fiber : fibers_) fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
   }
@@ -53,7 +56,10 @@ class Block {
     std::vector<unsigned> order(fibers_.size());
     for (unsigned i = 0; i < order.size(); ++i) order[i] = seed == 1 ? order.size() - 1 - i : i;
     std::mt19937_64 chance(seed * 1'000'003 + index);
-    for (Fiber& fiber : fibers_) prepare(fiber);
+    for (Fiber& fiber : fibers_) {
+      if (fiber.waits != Waits::ended || !fiber.has_begun) prepare(fiber);  // what the block before left half-way
+      fiber.waits = Waits::no;
+    }
     while (true) {
       if (seed > 1) std::shuffle(order.begin(), order.end(), chance);
       bool any = false;
@@ -71,50 +77,63 @@ class Block {
   const std::uint64_t* exchange(std::uint64_t value, int line) {
     fibers_[running_].given = value;
     wait(Waits::in_warp, line);
-    return fibers_[running_].seen;
+    return seen_[running_ / kWarpThreads].data();  // as it is until all of the warp have come to the next line
   }
 
  private:
   enum class Waits { no, at_barrier, in_warp, ended };
-  struct Fiber {
+  // Where a stack goes on. Switching contexts asks the kernel for the mask of signals, which is ten times as dear as the
+  // switch; so they serve where a fiber begins, and under AddressSanitizer, which knows no jumps from stack to stack.
+  struct Place {
     ucontext_t context;
+    jmp_buf jump;
+  };
+  struct Fiber {
+    Place place;
     std::unique_ptr<char[]> stack;
+    bool has_begun = false;
     Waits waits = Waits::ended;
     int line = 0;
-    std::uint64_t given = 0, seen[kWarpThreads] = {};
+    std::uint64_t given = 0;
   };
 
+  // A fiber runs one thread of every block, one after the other.
   static void enter() {
     Block& self = *current;
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(nullptr, &self.main_stack_, &self.main_bytes_);
 #endif
-    (*self.body_)();
-    self.leave(Waits::ended, 0);
+    while (true) {
+      (*self.body_)();
+      self.leave(Waits::ended, 0);
+    }
   }
 
   void prepare(Fiber& fiber) {
-    getcontext(&fiber.context);
+    ucontext_t& context = fiber.place.context;
+    getcontext(&context);
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(fiber.stack.get(), kStackBytes);  // what the thread before left there
 #endif
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, &Block::enter, 0);
-    fiber.waits = Waits::no;
+    context.uc_stack.ss_sp = fiber.stack.get();
+    context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = nullptr;
+    makecontext(&context, &Block::enter, 0);
+    fiber.has_begun = false;
   }
 
   void resume(unsigned i) {
     running_ = i;
     thread.x = i;
+    Fiber& fiber = fibers_[i];
+    const bool begins = !std::exchange(fiber.has_begun, true);
 #if defined(__SANITIZE_ADDRESS__)
     void* own = nullptr;
-    __sanitizer_start_switch_fiber(&own, fibers_[i].stack.get(), kStackBytes);
-    swapcontext(&main_, &fibers_[i].context);
+    __sanitizer_start_switch_fiber(&own, fiber.stack.get(), kStackBytes);
+    go(main_, fiber.place, begins);
     __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
 #else
-    swapcontext(&main_, &fibers_[i].context);
+    go(main_, fiber.place, begins);
 #endif
   }
 
@@ -124,18 +143,26 @@ class Block {
     fiber.line = line;
 #if defined(__SANITIZE_ADDRESS__)
     void* own = nullptr;
-    __sanitizer_start_switch_fiber(waits == Waits::ended ? nullptr : &own, main_stack_, main_bytes_);
-    swapcontext(&fiber.context, &main_);
+    __sanitizer_start_switch_fiber(&own, main_stack_, main_bytes_);
+    go(fiber.place, main_, false);
     __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
 #else
-    swapcontext(&fiber.context, &main_);
+    go(fiber.place, main_, false);
+#endif
+  }
+
+  static void go(Place& from, Place& to, [[maybe_unused]] bool begins) {
+#if defined(__SANITIZE_ADDRESS__)
+    swapcontext(&from.context, &to.context);
+#else
+    if (_setjmp(from.jump) != 0) return;
+    if (begins) setcontext(&to.context);
+    _longjmp(to.jump, 1);
 #endif
   }
 
   void wait(Waits waits, int line) {
-    const Index own = thread;
     leave(waits, line);
-    thread = own;
   }
 
   // Everybody waits or has ended. Whole warps that wait in one operation go on; else the block, if all are at one
@@ -145,7 +172,7 @@ class Block {
     for (unsigned first = 0; first < fibers_.size(); first += kWarpThreads) {
       if (!agree(first, first + kWarpThreads, Waits::in_warp)) continue;
       for (unsigned i = first; i < first + kWarpThreads; ++i) {
-        for (unsigned lane = 0; lane < kWarpThreads; ++lane) fibers_[i].seen[lane] = fibers_[first + lane].given;
+        seen_[first / kWarpThreads][i - first] = fibers_[i].given;
         fibers_[i].waits = Waits::no;
       }
       any = true;
@@ -169,8 +196,9 @@ class Block {
   }
 
   std::vector<Fiber> fibers_;
+  std::vector<std::array<std::uint64_t, kWarpThreads>> seen_;
   const std::function<void()>* body_ = nullptr;
-  ucontext_t main_;
+  Place main_;
   unsigned running_ = 0;
   const void* main_stack_ = nullptr;
   std::size_t main_bytes_ = 0;

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from homomorphic_cases import LAYOUT, flat, gradients_of, make, parameters
+from homomorphic_cases import LAYOUT, SHAPES, flat, gradients_of, make, parameters
 
 import gradwire
 from buckets import Driver
@@ -54,6 +54,23 @@ def meet_nonfinite(rank: int, world_size: int) -> None:
 
 def test_step_with_inf_or_nan_on_one_rank_is_as_if_it_had_not_been() -> None:
     run_ranks(meet_nonfinite, 2)
+
+
+def overflow(rank: int, world_size: int) -> None:
+    """With residuals a mean leaves float16's range, though no gradient does."""
+    driver = Driver(make(sparsifier="top-k", density=0.05), parameters(torch.float16), LAYOUT)
+    gradients = [torch.full(shape, 40_000.0, dtype=torch.float16) for shape in SHAPES]
+    assert all(bool(mean.isfinite().all()) for mean in driver.reduce([values.clone() for values in gradients]))
+    before = copy.deepcopy(driver.scheme.state_dict())
+    result = flat(driver.reduce([values.clone() for values in gradients]))
+    assert bool(result.isinf().any())
+    assert not bool(result.isnan().any())
+    assert str(driver.scheme.state_dict()) == str(before)
+    driver.close()
+
+
+def test_step_whose_mean_overflows_float16_keeps_no_residual() -> None:
+    run_ranks(overflow, 2)
 
 
 def disagree(rank: int, world_size: int, options: list[dict[str, Any]]) -> None:

@@ -175,6 +175,14 @@ class Homomorphic(Placing, Redoing):
         return f"{bucket.index}:{bucket.layout_hash:08x}"
 
     def _send(self, bucket: Bucket, wire: Wire) -> bool:
+        is_sent = self._sum(bucket, wire)
+        # A mean that was finite in float32 may not be in the bucket's float16. Its step is going to be skipped: no
+        # bucket's residual is to be kept.
+        if is_sent and self.error_feedback and not bool(bucket.buffer.isfinite().all()):
+            self._is_step_finite = False
+        return is_sent
+
+    def _sum(self, bucket: Bucket, wire: Wire) -> bool:
         key = self._key_of(bucket)
         if self._dense.is_known(key):
             self._check.start(self.preamble(bucket), wire.record)  # no index goes before it, to say what ranks share
@@ -232,8 +240,6 @@ class Homomorphic(Placing, Redoing):
     def _send_plainly(self, bucket: Bucket, wire: Wire) -> bool:
         self._note_too_dense(bucket)
         wire.mean_plainly(bucket.buffer)
-        if self.error_feedback and not bool(bucket.buffer.isfinite().all()):
-            self._is_step_finite = False  # the other buckets' residuals are not to be kept
         return True
 
     def _note_too_dense(self, bucket: Bucket) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -32,13 +32,17 @@ def build(extra_flags: list[str] | None = None, source: Path = SOURCES) -> Path:
     own = {name: (HERE / name).read_bytes() for name in ("emulated.cpp", "emulation.hpp")}
     key = hashlib.blake2b(repr((files, own, flags)).encode(), digest_size=8).hexdigest()
     library = HERE.parents[1] / "build" / "emulated" / f"kernels_{key}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = library.with_name(f"{library.name}.{os.getpid()}")
-        compiler = shutil.which("g++") or "c++"
-        command = [compiler, *flags, f"-I{source}", f"-I{HERE}", str(HERE / "emulated.cpp"), "-o", str(unfinished)]
-        subprocess.run(command, check=True)
-        unfinished.replace(library)
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of all who want it now, one compiles it
+        if not library.exists():
+            unfinished = library.with_suffix(".unfinished")
+            compiler = shutil.which("g++") or "c++"
+            command = [compiler, *flags, f"-I{source}", f"-I{HERE}", str(HERE / "emulated.cpp"), "-o", str(unfinished)]
+            subprocess.run(command, check=True)
+            unfinished.replace(library)
     return library
 
 

@@ -130,6 +130,17 @@ LEVELS = {
     "two-bit, four levels, 50 plain": f"two-bit:{_WARM},levels=4",
     "two-bit, four levels, 150 plain": "two-bit:scale_values=512,warmup_steps=150,levels=4",
 }
+GROUPS = {"plain": "plain"} | {
+    f"{name}, groups of {values}": f"{spec}scale_values={values}"
+    for name, spec in (
+        ("one-bit, 50 plain", "one-bit:warmup_steps=50,"),
+        ("one-bit, 100 plain", "one-bit:warmup_steps=100,"),
+        ("two-bit, three levels, 50 plain", "two-bit:warmup_steps=50,levels=3,"),
+        ("two-bit, four levels, 50 plain", "two-bit:warmup_steps=50,levels=4,"),
+        ("one-bit-adam", "one-bit-adam:"),
+    )
+    for values in (64, 512)
+}
 RANKS = {
     f"acp-sgd, rank {rank}{name}": f"acp-sgd:{exempt}rank={rank}"
     for name, exempt in (("", ""), (", embeddings too", "exempt=none,"))
@@ -170,6 +181,10 @@ EXPERIMENTS = [
              seconds=120, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam, four levels", of=LEVELS),
                     _at_most(0.05, "two-bit, four levels, 50 plain", of=LEVELS)]),
+    _compare("groups", "The same: how many values should share a scale?", GROUPS, _GPT, steps=500, seconds=120, loss=_NATS,
+             goals=[_at_most(0.02, "one-bit-adam, groups of 64", of=GROUPS),
+                    _at_most(0.05, "one-bit, 50 plain, groups of 64", "one-bit, 100 plain, groups of 64",
+                             "two-bit, four levels, 50 plain, groups of 64", of=GROUPS)]),
     _compare("gpt-short", "The same after 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
              SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
     _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=120,

@@ -102,11 +102,11 @@ def beside(rank: int, world_size: int, name: str, options: dict[str, Any], optim
 
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_the_optimizer_chooses_what_was_left_out_and_one_rank_says_so(name: str) -> None:
-    for_adam, published = {"warmup_steps": 50, "scale_values": 512}, {"warmup_steps": None, "scale_values": None}
+    for_adam, published = {"warmup_steps": 50, "scale_values": 64}, {"warmup_steps": None, "scale_values": None}
     first, other = run_ranks(beside, 2, name, {}, "AdamW")
     assert (first[0], other[0], other[1]) == (for_adam, for_adam, [])
     (text,) = first[1]
-    assert f"{name} beside AdamW: warmup_steps=50, scale_values=512" in text
+    assert f"{name} beside AdamW: warmup_steps=50, scale_values=64" in text
     assert 'fidelity="close"' in text
     assert first[2] == 0, "bound again beside SGD, it is as published"
     assert run_ranks(beside, 1, name, {}, "SGD") == [(published, [], 0)]

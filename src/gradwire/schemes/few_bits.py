@@ -17,7 +17,7 @@ from gradwire.schemes.plain_first import ADAM_WARMUP_STEPS, is_beside_adam
 from gradwire.schemes.quantised import QuantisedDirect
 from gradwire.schemes.selection import ByName
 
-ADAM_SCALE_VALUES = 512
+ADAM_SCALE_VALUES = 64
 
 
 class FewBits(QuantisedDirect):
@@ -27,7 +27,7 @@ class FewBits(QuantisedDirect):
         make_codec: the quantiser with so many values to a scale; None for one scale a message.
         may_group: whether it can have more than one scale a message.
         warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
-        scale_values: values to a scale, or "message" for one scale a message. None: 512 beside Adam and its kin, else
+        scale_values: values to a scale, or "message" for one scale a message. None: 64 beside Adam and its kin, else
             "message".
     """
 

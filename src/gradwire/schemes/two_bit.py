@@ -49,7 +49,7 @@ class TwoBitScheme(FewBits):
             raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
         levels_in_groups = levels or (4 if scale_values is None and threshold is None else 3)
         if levels == 4 and not isinstance(scale_values, int):
-            raise InvalidArgument("levels=4 is for scales by group: give scale_values=512 too")
+            raise InvalidArgument("levels=4 is for scales by group: give scale_values=64 too")
 
         def make_codec(group: int | None) -> TwoBit:
             return TwoBit(threshold, relative, group, 3 if group is None else levels_in_groups)

@@ -135,6 +135,7 @@ GROUPS = {"plain": "plain"} | {
     for name, spec in (
         ("one-bit, 50 plain", "one-bit:warmup_steps=50,"),
         ("one-bit, 100 plain", "one-bit:warmup_steps=100,"),
+        ("one-bit, 150 plain", "one-bit:warmup_steps=150,"),
         ("two-bit, three levels, 50 plain", "two-bit:warmup_steps=50,levels=3,"),
         ("two-bit, four levels, 50 plain", "two-bit:warmup_steps=50,levels=4,"),
         ("one-bit-adam", "one-bit-adam:"),
@@ -183,7 +184,7 @@ EXPERIMENTS = [
                     _at_most(0.05, "two-bit, four levels, 50 plain", of=LEVELS)]),
     _compare("groups", "The same: how many values should share a scale?", GROUPS, _GPT, steps=500, seconds=120, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam, groups of 64", of=GROUPS),
-                    _at_most(0.05, "one-bit, 50 plain, groups of 64", "one-bit, 100 plain, groups of 64",
+                    _at_most(0.05, "one-bit, 50 plain, groups of 64", "one-bit, 150 plain, groups of 64",
                              "two-bit, four levels, 50 plain, groups of 64", of=GROUPS)]),
     _compare("gpt-short", "The same after 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
              SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),

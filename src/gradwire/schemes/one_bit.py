@@ -19,7 +19,7 @@ class OneBitScheme(FewBits):
     """See `gradwire.codecs.one_bit.OneBit` for scale and threshold, `FewBits` and `QuantisedDirect` for the rest."""
 
     name = "one-bit"
-    behind_plain = "0.14"
+    behind_plain = "0.08"
 
     def __init__(
         self,

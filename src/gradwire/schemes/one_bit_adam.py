@@ -29,6 +29,7 @@ from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.behind_adam import BehindAdam
+from gradwire.schemes.few_bits import ADAM_SCALE_VALUES
 from gradwire.schemes.on_device import QuantisedOnDevice
 from gradwire.schemes.quantised import or_none, owners_of
 from gradwire.schemes.selection import Names, Selection
@@ -51,7 +52,7 @@ class OneBitAdam(BehindAdam):
         self,
         freeze_step: int = 50,
         codec: str = "one-bit",
-        scale_values: int | None = 512,
+        scale_values: int | None = ADAM_SCALE_VALUES,
         correction: str = "frozen",
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,

@@ -30,7 +30,7 @@ class TwoBitScheme(FewBits):
 
     name = "two-bit"
     published: ClassVar[Mapping[str, Any]] = MappingProxyType({**FewBits.published, "levels": 3})
-    behind_plain = "0.05"
+    behind_plain = "0.03"
     options_of = ByName
 
     def __init__(

@@ -82,7 +82,7 @@ class Block {
 
  private:
   enum class Waits { no, at_barrier, in_warp, ended };
-  // Where a stack goes on. Switching contexts asks the kernel for the mask of signals, which is ten times as dear as the
+  // Where a stack goes on. Switching contexts asks the kernel for the mask of signals, which is much dearer than the
   // switch; so they serve where a fiber begins, and under AddressSanitizer, which knows no jumps from stack to stack.
   struct Place {
     ucontext_t context;
@@ -161,9 +161,7 @@ class Block {
 #endif
   }
 
-  void wait(Waits waits, int line) {
-    leave(waits, line);
-  }
+  void wait(Waits waits, int line) { leave(waits, line); }
 
   // Everybody waits or has ended. Whole warps that wait in one operation go on; else the block, if all are at one
   // barrier.

@@ -105,7 +105,7 @@ class Block {
 #endif
     while (true) {
       (*self.body_)();
-      self.leave(Waits::ended, 0);
+      self.wait(Waits::ended, 0);
     }
   }
 
@@ -127,41 +127,29 @@ class Block {
     thread.x = i;
     Fiber& fiber = fibers_[i];
     const bool begins = !std::exchange(fiber.has_begun, true);
-#if defined(__SANITIZE_ADDRESS__)
-    void* own = nullptr;
-    __sanitizer_start_switch_fiber(&own, fiber.stack.get(), kStackBytes);
-    go(main_, fiber.place, begins);
-    __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
-#else
-    go(main_, fiber.place, begins);
-#endif
+    go(main_, fiber.place, fiber.stack.get(), kStackBytes, begins);
   }
 
-  void leave(Waits waits, int line) {
+  void wait(Waits waits, int line) {
     Fiber& fiber = fibers_[running_];
     fiber.waits = waits;
     fiber.line = line;
-#if defined(__SANITIZE_ADDRESS__)
-    void* own = nullptr;
-    __sanitizer_start_switch_fiber(&own, main_stack_, main_bytes_);
-    go(fiber.place, main_, false);
-    __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
-#else
-    go(fiber.place, main_, false);
-#endif
+    go(fiber.place, main_, main_stack_, main_bytes_, false);
   }
 
-  static void go(Place& from, Place& to, [[maybe_unused]] bool begins) {
+  static void go(Place& from, Place& to, [[maybe_unused]] const void* stack, [[maybe_unused]] std::size_t n_bytes,
+                 [[maybe_unused]] bool begins) {
 #if defined(__SANITIZE_ADDRESS__)
+    void* own = nullptr;
+    __sanitizer_start_switch_fiber(&own, stack, n_bytes);
     swapcontext(&from.context, &to.context);
+    __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
 #else
     if (_setjmp(from.jump) != 0) return;
     if (begins) setcontext(&to.context);
     _longjmp(to.jump, 1);
 #endif
   }
-
-  void wait(Waits waits, int line) { leave(waits, line); }
 
   // Everybody waits or has ended. Whole warps that wait in one operation go on; else the block, if all are at one
   // barrier.

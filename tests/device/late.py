@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 SOURCE = Path(__file__).with_name("late_device.cpp")
+_MADE_FROM = (SOURCE, SOURCE.with_name("late_streams.hpp"))
 _FLAGS = ["-std=c++20", "-O1", "-g0", "-w"]
 _COMPILE = """
 import sys
@@ -33,7 +34,8 @@ cpp_extension.load(name, [source], extra_cflags=flags, build_directory=folder)
 
 def build() -> Path:
     """The compiled device; made where it is not there yet, in about 30 s."""
-    key = hashlib.blake2b(f"{SOURCE.read_text()} {torch.__version__} {_FLAGS}".encode(), digest_size=6).hexdigest()
+    made_from = [path.read_text() for path in _MADE_FROM]
+    key = hashlib.blake2b(f"{made_from} {torch.__version__} {_FLAGS}".encode(), digest_size=6).hexdigest()
     folder = Path(__file__).parents[2] / "build" / "late-device"
     library = folder / f"late_{key}.so"
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from gradwire.schemes import Scheme
 from gradwire.schemes.begun_on_device import BegunOnDevice
 from gradwire.schemes.sparse_on_device import Gathered, ShortElements
 from gradwire.wire.communicator import Communicator
+from logs import log_of
 from ranks import patience, run_ranks
 
 FREEZE, N_STEPS = 2, 7
@@ -185,10 +186,7 @@ def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(library: Path, name: st
 def outgrow(rank: int, world_size: int, library: Path) -> list[str]:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradwire").addHandler(handler)
+    said = log_of("gradwire", logging.WARNING)
     run = Run(rank, device, grows_at=FREEZE)
     for step in range(20):  # updates are looked at every 16 steps, and what was found comes a step later
         run.step(step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from typing import Any
 
@@ -16,6 +15,7 @@ from frozen_adam_oracle import BETAS, FREEZE, SCHEMES, STEPS, adamw, attach, los
 from gradwire import InvalidArgument, Unsupported, schemes
 from gradwire.core.slot import slot_of
 from gradwire.schemes.frozen_adam import FLOOR_SHARE
+from logs import log_of
 from ranks import run_ranks
 
 both = pytest.mark.parametrize("scheme", SCHEMES)
@@ -257,20 +257,9 @@ def test_wrong_options_of_one(scheme: str, wrong: dict[str, Any]) -> None:
         schemes.by_name(scheme, **wrong)
 
 
-def log_of(module: str) -> list[str]:
-    """What `module` logs from now on."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(f"gradwire.schemes.{module}")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    return texts
-
-
 def outgrow(rank: int, world_size: int, scheme: str, factor: float) -> list[str]:
     """Gradients that are `factor` times as large from the freeze on."""
-    texts = log_of("frozen_adam")
+    texts = log_of("gradwire.schemes.frozen_adam")
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
     attachment = attach(ddp, optimizer, scheme=scheme)
@@ -292,7 +281,7 @@ def test_gradients_that_outgrow_the_variance_are_told_once(scheme: str) -> None:
 
 
 def end_early(rank: int, world_size: int, freeze_step: int) -> list[str]:
-    texts = log_of("plain_first")
+    texts = log_of("gradwire.schemes.plain_first")
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
     attachment = attach(ddp, optimizer, freeze_step=freeze_step)

@@ -15,6 +15,7 @@ from buckets import Driver
 from gradwire import InvalidArgument, schemes
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, TABLE
+from logs import log_of
 from ranks import run_ranks
 
 N = 1_000
@@ -61,12 +62,7 @@ def test_plain_steps_count_as_settling_and_without_an_optimizer_there_are_none(n
 
 
 def end_early(rank: int, world_size: int, name: str) -> list[str]:
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gradwire.schemes.plain_first")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    texts = log_of("gradwire.schemes.plain_first")
     driver = Driver(schemes.by_name(name, **{OPTION[name]: 9}), [torch.zeros(SHAPE)])
     driver.reduce([gradient_of(rank, 0).view(SHAPE)])
     driver.close()
@@ -87,10 +83,7 @@ Beside = tuple[dict[str, Any], list[str], int]
 
 def beside(rank: int, world_size: int, name: str, options: dict[str, Any], optimizer: str) -> Beside:
     """What is chosen beside an optimizer, what the log says of it, and what a bind beside another chooses afterwards."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradwire.schemes.plain_first").addHandler(handler)
+    texts = log_of("gradwire.schemes.plain_first", logging.WARNING)
     parameter = torch.nn.Parameter(torch.zeros(N))
     stepping = getattr(torch.optim, optimizer)([parameter], lr=0.1)
     scheme = schemes.by_name(name, **options)

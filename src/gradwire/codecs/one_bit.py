@@ -23,7 +23,7 @@ class OneBit(Quantised):
         threshold: only with "fixed"; 0.5 if not given, which is in units of a gradient *summed* over the batch: with a
             mean loss, divide it by the batch size.
         scale_values: values to a scale, 64, 128, ..., 4096; None for one scale a message. A scale is then rounded to
-            bfloat16, so that 512 values take 1.03 bits each, and belongs to values of one tensor (`cuts`).
+            bfloat16, so that 64 values take 1.25 bits each, 512 take 1.03, and belongs to values of one tensor (`cuts`).
     Raises: InvalidArgument.
     When not to use this: without error feedback; every value decodes to the same magnitude, zeros included.
     """

@@ -12,7 +12,7 @@ comes back, so its norm is that of an update. The optimizer's state keeps the ru
 
 When not to use this: under any other optimizer; in runs that are hardly longer than `freeze_step`; where the variance
 goes on changing, as after a second warm-up of the learning rate; with many ranks, since each receives the elements of
-every other: above six, `one-bit-adam` sends less than the default share.
+every other: above seven, `one-bit-adam` sends less than the default share.
 """
 
 from __future__ import annotations

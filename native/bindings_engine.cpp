@@ -385,12 +385,12 @@ void bind_engine(nb::module_& m) {
                                                std::move(draws),
                                                pulls_raw};
         exchange::Account account;
-        std::optional<std::vector<bool>> used_by_any;
+        exchange::QuantisedResult result;
         {
           const nb::gil_scoped_release unlocked;
-          used_by_any = exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options, bucket, account);
+          result = exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options, bucket, account);
         }
-        return nb::make_tuple(used_by_any, account_of(account));
+        return nb::make_tuple(result.is_used_by_any, result.is_finite, account_of(account));
       },
       nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("quantiser"), nb::arg("gradient"), nb::arg("dtype"),
       nb::arg("residual").none(), nb::arg("unsent").none(), nb::arg("residual_scale"), nb::arg("spans"),

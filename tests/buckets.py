@@ -11,6 +11,7 @@ from gradwire.core.slot import slots_by_name
 from gradwire.schemes import Scheme, Session
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.wire import HostWire
 
 
 class Driver:
@@ -28,7 +29,7 @@ class Driver:
         self.bucket_sizes = list(bucket_sizes or [len(self.parameters)])
         slots = slots_by_name({f"p{i}": parameter for i, parameter in enumerate(self.parameters)})
         self.slots = list(slots.values())
-        scheme.bind(Session(self.communicator, self.recorder, None, slots, lambda: self.loss_scale))
+        scheme.bind(Session(self.communicator, HostWire(self.communicator), self.recorder, None, slots, lambda: self.loss_scale))
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the means of `gradients`, one per parameter, in its shape."""

@@ -105,11 +105,19 @@ class QuantisedEnds final : public Ends {
     if (!bucket_.residual.empty())
       for (std::size_t i = 0; i < count; ++i) total[i] += bucket_.residual[first + i] * scale;
     const Values raw{out.data(), count, bucket_.gradient.dtype};
-    is_finite_ &= static_cast<std::uint8_t>(narrow(total, raw));
+    if (sends_means()) {
+      wire::Message means = pool_.take(4 * count);
+      const std::span<float> mean(reinterpret_cast<float*>(means.block->data()), count);
+      for (std::size_t i = 0; i < count; ++i) mean[i] = total[i] / static_cast<float>(world_);
+      is_finite_ &= static_cast<std::uint8_t>(narrow(mean, raw));
+    } else {
+      is_finite_ &= static_cast<std::uint8_t>(narrow(total, raw));
+    }
     if (!bucket_.unsent.empty()) {
       const std::span<float> unsent = bucket_.unsent.subspan(first, count);
+      const float ranks = sends_means() ? static_cast<float>(world_) : 1.0f;
       widen(raw, unsent);
-      for (std::size_t i = 0; i < count; ++i) unsent[i] = (total[i] - unsent[i]) / scale;
+      for (std::size_t i = 0; i < count; ++i) unsent[i] = (total[i] - unsent[i] * ranks) / scale;
     }
     account_.add(Kind::encode, started);
     return count * raw.element_bytes();
@@ -120,8 +128,7 @@ class QuantisedEnds final : public Ends {
     results_.push_back({part, group, message});
   }
 
-  std::optional<Flags> adopt_all() {
-    if (!is_finite_) return std::nullopt;
+  QuantisedResult adopt_all() {
     const std::int64_t started = now_ns();
     for (auto& [part, group, message] : results_) {
       adopt_now(part, group, message.bytes());
@@ -135,7 +142,7 @@ class QuantisedEnds final : public Ends {
       std::memset(mean.data + start * mean.element_bytes(), 0, (end - start) * mean.element_bytes());
     });
     account_.add(Kind::decode, started);
-    return is_used;
+    return {is_used, is_finite_ != 0};
   }
 
  private:
@@ -198,9 +205,9 @@ class QuantisedEnds final : public Ends {
         throw CorruptMessage("rank " + std::to_string(part) + " sent " + std::to_string(message.size()) +
                              " bytes for " + std::to_string(count) + " raw values");
       if (count > 0) std::memcpy(mean.data, message.data(), message.size());
-      divide(mean, world_);
+      if (!sends_means()) divide(mean, world_);
     } else {
-      if (quantisers::is_nonfinite(message, count))
+      if (is_finite_ && quantisers::is_nonfinite(message, count))
         throw CorruptMessage("rank " + std::to_string(part) +
                              " says that its sum is not finite, after all ranks had said that everything was");
       const quantisers::Use use{.divisor = static_cast<float>(world_)};
@@ -214,6 +221,9 @@ class QuantisedEnds final : public Ends {
     if (source == 0) std::fill(total.begin(), total.end(), 0.0f);
     return total;
   }
+
+  // Whether raw sums are divided before they travel: float16 may not hold the sum of values whose mean it holds.
+  bool sends_means() const { return bucket_.gradient.dtype == Dtype::float16; }
 
   void note_finiteness(Bytes message, std::size_t n_values) {
     if (quantisers::is_nonfinite(message, n_values)) is_finite_ = 0;
@@ -252,9 +262,8 @@ void check(const QuantisedBucket& bucket, std::size_t world) {
 
 }  // namespace
 
-std::optional<std::vector<bool>> quantised_mean(wire::Mesh& mesh, const Ticket& ticket,
-                                                const quantisers::Options& options, const QuantisedBucket& bucket,
-                                                Account& account) {
+QuantisedResult quantised_mean(wire::Mesh& mesh, const Ticket& ticket, const quantisers::Options& options,
+                               const QuantisedBucket& bucket, Account& account) {
   const auto world = static_cast<std::size_t>(mesh.world_size());
   check(bucket, world);
   QuantisedEnds ends(mesh, options, bucket, account);

@@ -1,13 +1,12 @@
-// The mean of quantised parts with error feedback, through owners. Unlike in direct_mean, the gradient is left as it is
-// until every rank has said that all it saw was finite, so that the bucket can be reduced plainly instead; sums are
-// float32 whatever the bucket's dtype; and what the owner's message leaves out of a sum goes into the owner's own
-// residual, where it weighs exactly what it lacks: a rank's residual is a part of the sum.
+// The mean of quantised parts with error feedback, through owners. Unlike in direct_mean, sums are float32 whatever the
+// bucket's dtype; what the owner's message leaves out of a sum goes into the owner's own residual, where it weighs
+// exactly what it lacks: a rank's residual is a part of the sum; and all ranks learn whether everything was finite. A
+// message that was not becomes NaN.
 //
 // Each stream begins with an opening (which parameters the sender used) and ends with a closing (whether all that it
 // pushed, was pushed and answered was finite).
 #pragma once
 
-#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -31,11 +30,14 @@ struct QuantisedBucket {
   bool pulls_raw;                    // the owners' sums travel in the gradient's dtype instead of through the codec
 };
 
-// Replaces the gradient by the mean over at least two ranks. Returns, for each parameter, whether any rank used it,
-// where not the mean is zero; or nothing, on all ranks, and the gradient as it was, if a value on some rank was not
-// finite.
-std::optional<std::vector<bool>> quantised_mean(wire::Mesh& mesh, const Ticket& ticket,
-                                                const quantisers::Options& options, const QuantisedBucket& bucket,
-                                                Account& account);
+// The same on all ranks.
+struct QuantisedResult {
+  std::vector<bool> is_used_by_any;  // for each parameter; where none did, the mean is zero
+  bool is_finite;                    // all values of all ranks, and their sums
+};
+
+// Replaces the gradient by the mean over at least two ranks.
+QuantisedResult quantised_mean(wire::Mesh& mesh, const Ticket& ticket, const quantisers::Options& options,
+                               const QuantisedBucket& bucket, Account& account);
 
 }  // namespace gradwire::exchange

@@ -22,7 +22,6 @@ from gradwire.core import checkpoint, gathering
 from gradwire.core.bucket import Bucket, check_gradient
 from gradwire.core.named_tensors import AllReduceWork, Flattener
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.core.slot import Slot, named_parameters, slots_by_name
 from gradwire.core.staging import LossScale, Staging
 from gradwire.core.threads import use_fair_share_of_cores
@@ -30,7 +29,9 @@ from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes import Scheme, by_name
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import DeviceWire, ResidentBucket
 from gradwire.wire.preamble import compare_preambles
+from gradwire.wire.wire import HostWire, Wire
 
 # As DDP's own buckets: large enough for the wire, small enough that the first is on its way early.
 BUCKET_MB = 25.0
@@ -89,12 +90,13 @@ class Reducer:
         communicator = group if isinstance(group, Communicator) else Communicator(group, timeout_s)
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
         self._loss_scale = LossScale(scaler)
-        self.session = Session(
-            communicator, self.recorder, _unwrapped(optimizer), self.slots, self._loss_scale, module, scaler is not None
-        )
         try:
-            self.session = replace(self.session, site=self._make_site(communicator))
-            self._staging = Staging(self._parameters_of_buckets() if self.session.site is None else ())
+            wire = self._make_wire(communicator)
+            self.session = Session(
+                communicator, wire, self.recorder, _unwrapped(optimizer), self.slots, self._loss_scale, module,
+                scaler is not None,
+            )  # fmt: skip
+            self._staging = Staging(() if wire.on_device else self._parameters_of_buckets())
             self.scheme.bind(self.session)
             self.scheme.take_over()
         except Exception as error:
@@ -177,12 +179,12 @@ class Reducer:
         if buffer.device.type == "cpu":
             return Bucket(buffer, slots, offsets, **place)
         check_gradient(buffer, on_any_device=True)
-        is_first, site = place["index"] == 0, self.session.site
-        if site is not None:
+        is_first, wire = place["index"] == 0, self.session.wire
+        if isinstance(wire, DeviceWire):
             if is_first:
                 self._staging.begin_step()
                 self._loss_scale.note(self._staging)
-            return Bucket(buffer, slots, offsets, resident=ResidentBucket(site, buffer), **place)
+            return Bucket(buffer, slots, offsets, resident=ResidentBucket(wire, buffer), **place)
         bounds = [(0, buffer.numel())]
         if self.scheme.waits_by_tensor:
             bounds = [(offset, offset + slot.numel()) for slot, offset in zip(slots, offsets, strict=True)]
@@ -195,9 +197,9 @@ class Reducer:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
         return []
 
-    def _make_site(self, communicator: Communicator) -> DeviceSite | None:
-        """Where device buckets are reduced without coming to the host; None: they come."""
-        return None
+    def _make_wire(self, communicator: Communicator) -> Wire:
+        """Where buckets are reduced: here in host memory, to which those of a device come."""
+        return HostWire(communicator)
 
     def fail(self, error: Exception) -> GradwireError:
         """Note an error for `close_pass`, tell the peers, and return what to raise."""
@@ -214,7 +216,7 @@ class Reducer:
         try:
             done.wait()
             if self._op == "sum":
-                with contextlib.nullcontext() if bucket.resident is None else bucket.resident.at_work():
+                with bucket.at_work():
                     bucket.buffer.mul_(self.communicator.world_size)
             # A scheme that owns the step leaves DDP its own gradient; the last one may say that a peer's was not finite.
             is_changed = not self.scheme.owns_step or (self.session.has_scaler and bucket.is_last)
@@ -339,13 +341,13 @@ class Reducer:
                 raise
         finally:
             self.scheme.unbind()
-            if self.session.site is not None:
-                self.session.site.close()
+            if isinstance(self.session.wire, DeviceWire):
+                self.session.wire.close()
             self.recorder.close()
             self.slots, self._flattener = {}, Flattener({}, 0)
             self._loss_scale, self._staging = LossScale(), Staging()
             self.session = replace(
-                self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None, site=None
+                self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None
             )
 
 

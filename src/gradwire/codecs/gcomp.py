@@ -255,6 +255,10 @@ class GCompCodec:
             counts,
         )
 
+    def counting(self, counts: torch.Tensor) -> CountingCodec:
+        """This codec, which also counts the exponents of all that it encodes, as `histogram` does, in `counts`."""
+        return CountingCodec(self, counts)
+
     def native_mode(self, dtype: torch.dtype) -> tuple[int, int]:
         """The numbers of a message's header: mode, and mantissa bits kept at most. Raises: InvalidArgument."""
         return _MODE_CODES[self.importance], self._kept_bits(dtype)
@@ -286,6 +290,23 @@ class GCompCodec:
                 "Every rank has to add_table() a new table before any rank may use it"
             )
         return table
+
+
+class CountingCodec:
+    """See `GCompCodec.counting`."""
+
+    def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
+        self.name, self._codec, self._counts = codec.name, codec, counts
+        self.max_encoded_bytes, self.decode = codec.max_encoded_bytes, codec.decode
+
+    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+        """As `GCompCodec.encode`."""
+        self._codec.histogram(gradient, self._counts)
+        return self._codec.encode(gradient, out, importance)
+
+    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
+        """As `GCompCodec.exchange_codec`."""
+        return self._codec.exchange_codec(dtype, importance, self._counts)
 
 
 class Truncate(GCompCodec):

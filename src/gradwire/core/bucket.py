@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from gradwire.core.site import ResidentBucket
 from gradwire.core.slot import Slot, slot_of
 from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.telemetry.recorder import BucketRecord
+from gradwire.wire.device_wire import ResidentBucket
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,6 +70,10 @@ class Bucket:
     def from_tensor(cls, tensor: torch.Tensor, step: int = 0) -> Bucket:
         """A bucket without slots, for benchmarks and for reducing a plain tensor."""
         return cls(tensor, step=step)
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """`with bucket.at_work():` enqueues what is inside behind the gradient, if the bucket stays on its device."""
+        return contextlib.nullcontext() if self.resident is None else self.resident.at_work()
 
     def wait_for(self, position: int) -> None:
         """Return when the gradient of slot number `position` may be read; at once, but for device gradients.

@@ -6,7 +6,9 @@ take effect only at `commit`, so that a step with a non-finite gradient changes 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from gradwire.core.bucket import Bucket
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
+from gradwire.wire.wire import Wire
 
 _CPU = torch.device("cpu")
 
@@ -129,12 +132,10 @@ class Feedback:
         for slot in list(self._staged) if slots is None else slots:
             self._staged.pop(slot, None)
 
-    def reset(self, slots: Sequence[Slot]) -> None:
-        """Discard, and forget residuals that have grown beyond float32: no gradient could be sent with them any more."""
-        self.discard(slots)
-        for slot in slots:
-            kept = self._current.get(slot)
-            if kept is not None and not kept.values.isfinite().all():
+    def forget_nonfinite(self) -> None:
+        """Forget residuals that have grown beyond float32: no gradient could be sent with them any more."""
+        for slot, kept in list(self._current.items()):
+            if not kept.values.isfinite().all():
                 del self._current[slot]
 
     def take(self) -> dict[Slot, Tensor]:
@@ -172,27 +173,24 @@ class Feedback:
         return any(one is not None and one.values._base is room for one in list(kept.values()))
 
 
-class Withheld:
+class Unused:
     """The residuals of parameters that this rank did not use in this step: they wait.
 
     If no rank used a parameter, DDP throws its result away, and a residual sent for it would be lost.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int]], is_used: Sequence[bool], residual: Tensor | None) -> None:
+    def __init__(self, spans: Sequence[tuple[int, int]], is_used: Sequence[bool], residual: Tensor) -> None:
         """Takes them out of `residual` (n,) until `put_back`."""
         self._residual = residual
         self._kept: dict[int, tuple[int, int, Tensor]] = {}
-        if residual is None:
-            return
         for place, ((start, end), used) in enumerate(zip(spans, is_used, strict=True)):
             if not used:
                 self._kept[place] = start, end, residual[start:end].clone()
                 residual[start:end] = 0
 
     def put_back(self) -> None:
-        """As it was before."""
+        """Make `residual` what it was before."""
         for start, end, values in self._kept.values():
-            assert self._residual is not None
             self._residual[start:end] = values
 
     def keep(self, unsent: Tensor, used_by_any: Sequence[bool], counted: tuple[int, int] | None = None) -> None:
@@ -209,13 +207,55 @@ class Withheld:
             unsent[start:end] = values
 
 
-def holds_nonzero(gradient: Tensor) -> bool:
-    """Whether the parameter of this gradient was used."""
-    # A used parameter shows at its first values, and spares the sweep. The norm allocates nothing, as any() would.
-    flat = gradient.view(-1)
-    return any(
-        part.numel() > 0 and float(torch.linalg.vector_norm(part, float("inf"))) != 0 for part in (flat[:64], flat)
-    )
+@dataclass
+class Part:
+    """One rank's values as a scheme's step sees them: gradient + residual x loss_scale is to be sent.
+
+    Attributes:
+        bucket: whose buffer (n,) holds the gradient; the mean is written over it.
+        residual: (n,) float32, or None for no error feedback.
+        unsent: (n,) float32 to be written: what is not sent, in units of the residual.
+        used_by_any: written by collectives: for each span, whether its result counts although this rank did not use it.
+        counted: written by collectives: the elements of which this rank's message counted even so; None: all.
+    """
+
+    bucket: Bucket
+    wire: Wire
+    residual: Tensor | None
+    unsent: Tensor | None
+    loss_scale: float
+    used_by_any: list[bool] | None = None
+    counted: tuple[int, int] | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """(n,) the gradient, then its mean, in the bucket's dtype."""
+        return self.bucket.buffer
+
+    @functools.cached_property
+    def is_used(self) -> list[bool]:
+        """For each span of the bucket, whether this rank has a gradient of it; asked first before the mean is there.
+
+        The residuals of the others count as zero.
+        """
+        return self.wire.used(self.values, self.bucket.spans)
+
+    def total(self) -> Tensor:
+        """(n,) float32, to be changed: gradient + residual x loss_scale; what stays of it is kept, after `keep`."""
+        out = self.wire.scratch("total", self.bucket.n_elements) if self.unsent is None else self.unsent
+        out.copy_(self.values)
+        return out if self.residual is None else out.add_(self.residual, alpha=self.loss_scale)
+
+    def zero_unused(self) -> None:
+        """Have the result of what no rank used be zero."""
+        for (start, end), used in zip(self.bucket.spans, self.used_by_any or (), strict=bool(self.used_by_any)):
+            if not used:
+                self.values[start:end] = 0
+
+    def keep(self) -> None:
+        """Take the loss scale off what stays of `total`."""
+        if self.unsent is not None:
+            self.wire.divide(self.unsent, self.loss_scale)
 
 
 def redistribute(states: list[Mapping[str, Tensor]], world_size: int) -> dict[str, Tensor]:

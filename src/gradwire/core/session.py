@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from gradwire.core.feedback import Feedback
-from gradwire.core.site import DeviceSite
 from gradwire.core.slot import Slot
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Session:
 
     Attributes:
         communicator: the ranks and the lane.
+        wire: its collectives, in host memory or on the device of the buckets.
         recorder: where bytes and times go.
         optimizer: the user's, read live and never changed; None if gradwire was not given it.
         slots: what is reduced, by name; read live, as named tensors are added at first sight. Empty if gradwire was not
@@ -28,10 +29,10 @@ class Session:
         module: the DDP model; None if gradwire was not given it.
         has_scaler: whether there is a GradScaler.
         feedback: what the scheme at work has not sent yet.
-        site: where buckets are reduced on their device; None: they come through host memory.
     """
 
     communicator: Communicator
+    wire: Wire
     recorder: Recorder
     optimizer: torch.optim.Optimizer | None
     slots: Mapping[str, Slot]
@@ -39,7 +40,6 @@ class Session:
     module: torch.nn.Module | None = None
     has_scaler: bool = False
     feedback: Feedback = field(default_factory=Feedback)
-    site: DeviceSite | None = None
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from gradwire.errors import OutOfMemory, Unsupported
+from gradwire.errors import OutOfMemory
+from gradwire.wire.device_wire import check_accelerator
 
 _ALIGNMENT_BYTES = 512
 
@@ -226,16 +227,6 @@ class _Device:
         event = torch.Event(device=self._name, blocking=True)  # where it is heeded, the waiting lane leaves its core
         event.record(self.stream)
         return event
-
-
-def check_accelerator(device: torch.device) -> None:
-    """Raises: Unsupported (not torch's accelerator)."""
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if accelerator is None or accelerator.type != device.type:
-        raise Unsupported(
-            f"a bucket on {device}: gradwire takes buckets of {accelerator or 'no device'}, torch's accelerator here; "
-            "train there or on the CPU, with torch 2.9 or newer"
-        )
 
 
 def _aligned(n_bytes: int) -> int:

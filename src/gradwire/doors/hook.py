@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.control.checks import choice as check_choice
-from gradwire.core.site import DeviceSite
 from gradwire.core.slot import Slot, slot_of
 from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
@@ -21,7 +20,9 @@ from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.futures import completed
+from gradwire.wire.wire import HostWire, Wire
 
 PLACEMENTS = ("staged", "device")
 
@@ -114,10 +115,10 @@ class HookState(Reducer):
         known = [slot.parameter for slot in self.slots.values() if slot.parameter is not None]
         return [parameter for parameter in known if parameter.requires_grad]
 
-    def _make_site(self, communicator: Communicator) -> DeviceSite | None:
+    def _make_wire(self, communicator: Communicator) -> Wire:
         if self._placement == "staged":
-            return None
-        return DeviceSite(communicator, [parameter.device for parameter in self._parameters_of_buckets()])
+            return HostWire(communicator)
+        return DeviceWire(communicator, [parameter.device for parameter in self._parameters_of_buckets()])
 
     def _check_divisor(self) -> None:
         """A hook is not told by how many ranks DDP divides once some have left `join`: all of them is the default."""

@@ -1,4 +1,4 @@
-"""The engine's exchanges, ring and direct, between devices: the bits of `engine.ring_mean` and `engine.direct_mean`.
+"""The engine's exchanges, ring and direct, between devices: the bits of `mean_through_codec`.
 
 Messages are made and added in the order of native/exchange/ring.cpp and owners.cpp; the last ones of all parts reach all
 ranks by an all-gather. All is enqueued on the site's stream. Where a codec's messages have no fixed length, ranks tell each
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
-from gradwire.core.site import DeviceSite
 from gradwire.errors import CorruptMessage
 from gradwire.exchange.device_messages import DeviceMessages
-from gradwire.exchange.engine import MESSAGES_AHEAD
-from gradwire.exchange.parts import count_chunks
+from gradwire.exchange.parts import MESSAGES_AHEAD, count_chunks
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import DeviceWire
 
 _ALIGNMENT_BYTES = 8  # of a message's first byte
 _LENGTH_BYTES = 8
@@ -57,7 +56,7 @@ class DeviceMeans:
 
     def __init__(
         self,
-        site: DeviceSite,
+        site: DeviceWire,
         messages: DeviceMessages,
         communicator: Communicator,
         topology: str,

@@ -12,10 +12,10 @@ from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.truncated_float import TruncatedFloat, draw_after, first_draw
 from gradwire.core.bucket import Bucket
-from gradwire.core.site import DeviceSite
 from gradwire.gpu.floats import DeviceEmbeddedFloat, DeviceTruncatedFloat
 from gradwire.gpu.gcomp import DeviceGComp
 from gradwire.gpu.kernels import kernels_on
+from gradwire.wire.device_wire import DeviceWire
 
 
 class DeviceMessages(ABC):
@@ -61,7 +61,7 @@ class FloatMessages(DeviceMessages):
 
     is_fixed, cuts_parts = True, True
 
-    def __init__(self, site: DeviceSite, codec: TruncatedFloat | EmbeddedFloat) -> None:
+    def __init__(self, site: DeviceWire, codec: TruncatedFloat | EmbeddedFloat) -> None:
         kernels, self._site, self._first_draw = kernels_on(site.device), site, 0
         self._codec: DeviceTruncatedFloat | DeviceEmbeddedFloat = (
             DeviceTruncatedFloat(codec, kernels)
@@ -91,7 +91,7 @@ class GCompMessages(DeviceMessages):
 
     is_fixed, cuts_parts = False, False
 
-    def __init__(self, site: DeviceSite, codec: GCompCodec) -> None:
+    def __init__(self, site: DeviceWire, codec: GCompCodec) -> None:
         self._codec, self._site = DeviceGComp(codec, kernels_on(site.device)), site
         self._importance: Tensor | None = None
         self._counts: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The exchange through owners for messages that are made and read on devices: the bits of `patterns.Owners`.
+"""The exchange through owners for messages that are made and read on devices: the bits of `owners.Owners`.
 
 Each rank encodes its share of every part, an all-to-all brings the shares to the parts' owners, who add them in rank order
 and encode the sum (or leave it as it is), and an all-gather brings that to all. Messages have a fixed room, so both
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket
-from gradwire.core.site import DeviceSite
 from gradwire.exchange.parts import QUANTISED_MIN_CHUNKS, count_chunks
 from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.kernels import kernels_on
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import DeviceWire
 
 _FLAGS_AT = 6  # in a message's header: 1 says that a value was not finite (docs/format.md)
 
@@ -58,7 +58,7 @@ class DeviceOwners:
 
     def __init__(
         self,
-        site: DeviceSite,
+        site: DeviceWire,
         codec: Quantised,
         communicator: Communicator,
         chunk_elements: int,
@@ -159,17 +159,22 @@ class DeviceOwners:
         first, _ = bounds[self._rank]
         n_row = max(end - start for start, end in bounds)
         own, sums = site.scratch("own", n_row, buffer.dtype), self._rows("results", n_row, buffer.dtype)
+        # As the CPU does: float16 may not hold the sum of values whose mean it holds.
+        n_summed = self._world if buffer.dtype == torch.float16 else 1
         for chunk, total in zip(parts[self._rank], totals, strict=True):
             raw = own[chunk.values.start - first : chunk.values.stop - first]
             if left.residual is not None:  # a product of its own: nothing may fuse it with the sum
                 total.add_(left.residual[chunk.values] * left.scale)
-            raw.copy_(total)
+            raw.copy_(total if n_summed == 1 else site.divide(total.clone(), n_summed))
             if left.unsent is not None:
-                site.divide(left.unsent[chunk.values].copy_(total.sub_(raw)), left.scale)
+                sent = raw.float().mul_(n_summed)
+                site.divide(left.unsent[chunk.values].copy_(total.sub_(sent)), left.scale)
         site.group.all_gather(sums, own)
         for (start, end), row in zip(bounds, sums, strict=True):
             buffer[start:end].copy_(row[: end - start])
-        site.note_finite(buffer)
+        site.note(site.all_finite(buffer))
+        if n_summed > 1:
+            return n_row * buffer.element_size()
         # In float32, as the CPU divides.
         means = buffer if buffer.dtype == torch.float32 else site.scratch("means", buffer.numel(), torch.float32)
         site.divide(means.copy_(buffer), self._world)

@@ -15,6 +15,8 @@ CHUNK_ELEMENTS = 1 << 17
 QUANTISED_CHUNK_ELEMENTS = 1 << 20
 # And at least so often, so that one is encoded while the other travels.
 QUANTISED_MIN_CHUNKS = 2
+# Messages that may be on their way while a rank works: chunk k+1 is encoded while k travels while k-1 is decoded.
+MESSAGES_AHEAD = 2
 # A part is cut at least so often, which keeps the work space, some chunks beside one part, within twice the bucket.
 _MIN_CHUNKS = 5
 # But into no smaller chunks: of 1 MB every size from 2^14 on takes the same time, the more messages the more of the

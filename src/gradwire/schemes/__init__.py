@@ -8,6 +8,7 @@ from typing import Any
 from gradwire.core.session import Session
 from gradwire.registry import Registry
 from gradwire.schemes.base import Scheme
+from gradwire.schemes.plain_steps import BESIDE_ADAM
 from gradwire.schemes.two_level import TwoLevel
 
 __all__ = ["Scheme", "Session", "TwoLevel", "by_name", "names"]
@@ -25,13 +26,13 @@ _REGISTRY: Registry[Scheme] = Registry(
         "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloatScheme",
         "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
         "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",
-        "one-bit": "gradwire.schemes.one_bit:OneBitScheme",
+        "one-bit": "gradwire.schemes.quantisers:OneBitScheme",
         "one-bit-adam": "gradwire.schemes.one_bit_adam:OneBitAdam",
         "periodic": "gradwire.schemes.periodic:Periodic",
         "plain": "gradwire.schemes.plain:Plain",
         "power-sgd": "gradwire.schemes.power_sgd:PowerSgd",
         "power-sgd-overlap": "gradwire.schemes.power_sgd:PowerSgdOverlap",
-        "qsgd": "gradwire.schemes.qsgd:QsgdScheme",
+        "qsgd": "gradwire.schemes.quantisers:QsgdScheme",
         "random-k": "gradwire.schemes.random_k:RandomK",
         "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
         "slimgc": "gradwire.schemes.slimgc:SlimGC",
@@ -41,7 +42,7 @@ _REGISTRY: Registry[Scheme] = Registry(
         "top-k-adam": "gradwire.schemes.top_k_adam:TopKAdam",
         "truncate": "gradwire.schemes.through_codec:TruncateScheme",
         "truncated-float": "gradwire.schemes.through_codec:TruncatedFloatScheme",
-        "two-bit": "gradwire.schemes.two_bit:TwoBitScheme",
+        "two-bit": "gradwire.schemes.quantisers:TwoBitScheme",
         "zlib": "gradwire.schemes.through_codec:ZlibScheme",
         "zstd": "gradwire.schemes.through_codec:ZstdScheme",
     },
@@ -64,8 +65,8 @@ def needs_adam(name: str) -> bool:
 
 
 def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` of what is called `name`, and as published what a scheme would choose by the optimizer: for benchmarks."""
-    return {**(_REGISTRY.class_of(name).published if name in names() else {}), **options}
+    """The options of a scheme, with those that it would choose by the optimizer as published: for benchmarks."""
+    return {**{option: published for option, (published, _) in BESIDE_ADAM.get(name, {}).items()}, **options}
 
 
 def by_name(name: str, **options: Any) -> Scheme:

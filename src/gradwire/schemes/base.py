@@ -1,8 +1,8 @@
-"""What a scheme is, and what it is given to work with."""
+"""The Scheme: one way to reduce buckets. Its life, with defaults for all that only some schemes do."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,13 +12,12 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot
 from gradwire.errors import Unsupported
-from gradwire.schemes.duties import OptionalDuties
 from gradwire.wire.facts import Facts
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 from gradwire.wire.wire import Wire
 
 
-class Scheme(OptionalDuties, ABC):
+class Scheme(metaclass=ABCMeta):
     """One way to replace a bucket by its mean over the ranks.
 
     The life of a scheme: made with its options, `bind` once, then for every step `begin_step`, `reduce` once per
@@ -37,8 +36,13 @@ class Scheme(OptionalDuties, ABC):
     # Whether it waits for each tensor of a device bucket itself (`Bucket.wait_for`); otherwise it gets whole buckets.
     waits_by_tensor: ClassVar[bool] = False
 
-    # Whether it can reduce buckets on their device (`Session.site`).
+    # Whether it can reduce buckets on their device (`Session.wire`).
     works_on_device: ClassVar[bool] = False
+
+    # Whether it takes the optimizer's step itself (gradwire.stepping); it then needs the model and the optimizer.
+    owns_step: bool = False
+    # Whether it works with torch's Adam and AdamW only, inside DDP, whose momenta it exchanges.
+    needs_adam: bool = False
 
     session: Session
     _agreed_step = -1  # in which ranks have compared where they are
@@ -68,7 +72,7 @@ class Scheme(OptionalDuties, ABC):
     def bind(self, session: Session) -> None:
         """Take the session. Raises: Unsupported or InvalidArgument if this run cannot be served."""
         shared = self.configuration
-        if session.site is not None:
+        if session.wire.on_device:
             if not self.works_on_device:
                 raise Unsupported(
                     f"scheme {self.name!r} works on host memory: leave placement out; docs/gpu.md lists what works on devices"
@@ -96,6 +100,40 @@ class Scheme(OptionalDuties, ABC):
     def end_step(self, step: int) -> None:
         """Called on the lane after the last bucket of a step: commit what was staged. By default there is nothing."""
 
+    # ---- only some schemes
+
+    @property
+    def settling_steps(self) -> int:
+        """Steps from the first one until the scheme works as it will: it measures before."""
+        return 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what had to be measured first is measured; the same on all ranks between two steps."""
+        return True
+
+    def take_over(self) -> None:
+        """Called once bound and alone: a scheme that owns the step puts itself before the optimizer. Raises: Unsupported."""
+
+    def hand_over(self) -> None:
+        """Called before another scheme takes its place, between two steps: return what ranks hold shards of. Collective."""
+
+    def end_backward(self, step: int) -> int:
+        """Called on the training thread when DDP has ended a backward pass.
+
+        Returns: how long the training thread stood still for this scheme outside of the backward pass, in ns.
+        """
+        return 0
+
+    def flush(self) -> None:
+        """Take every optimizer step that was called for; only schemes that own the step have any outstanding."""
+
+    def step_figures(self) -> dict[str, float]:
+        """Figures of the last step that a training log keeps beside bytes and times; none by default."""
+        return {}
+
+    # ---- between steps
+
     def stats(self) -> dict[str, Any]:
         """Figures of this scheme's own, as plain values."""
         return {}
@@ -110,10 +148,6 @@ class Scheme(OptionalDuties, ABC):
     def close(self) -> None:
         """Let go of what the scheme holds."""
 
-    def _is_plain(self, bucket: Bucket) -> bool:
-        """Whether this step of the bucket is reduced as without gradwire: one of the first, where nothing is compressed."""
-        return False
-
     def _agree_while_settling(self, bucket: Bucket) -> None:
         """Compare where ranks are before the first bucket of a step, as long as other steps send messages of other lengths.
 
@@ -124,8 +158,8 @@ class Scheme(OptionalDuties, ABC):
             compare_preambles(self.session.communicator, self.preamble(bucket), bucket.record)
 
     def wire(self, bucket: Bucket) -> Wire:
-        """This rank's end of the exchange of one bucket; on the lane."""
-        return Wire(self.session.communicator, self.preamble(bucket), bucket.record)
+        """This rank's end of the collectives of one bucket; on the lane."""
+        return self.session.wire.for_bucket(self.preamble(bucket), bucket.record)
 
     def facts(self, bucket: Bucket) -> Facts:
         """What every frame of this bucket's messages carries, for the receiver to compare."""

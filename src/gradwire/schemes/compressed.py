@@ -1,7 +1,9 @@
-"""The frame of most schemes: a codec, an exchange and, where the codec loses something, error feedback.
+"""The frame of most schemes: what happens to a bucket before and after `step`, which is the scheme's own.
 
-A bucket is sent compressed; if a gradient of any rank is not finite, or too large with its residual or in the sum, it is sent
-again uncompressed, so that a GradScaler sees it. Residuals are committed once a step, if all its means are finite.
+A scheme's `step` replaces the values of a `Part` (the bucket, or the tensors of it that are chosen) by their mean over the
+ranks, in the verbs of a `Wire`: the same code in host memory and on a device. The frame adds error feedback, plain first
+steps and tensors that travel as they are, and keeps one rule for what is not finite: all ranks get NaN for the message that
+it was in, and residuals and momenta of the step are dropped.
 """
 
 from __future__ import annotations
@@ -11,167 +13,253 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
-from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
-from gradwire.exchange.patterns import Exchange, Values
+from gradwire.core.feedback import Feedback, Part, Unused
+from gradwire.core.session import Session
+from gradwire.errors import Unsupported
+from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
+from gradwire.schemes.plain_steps import PlainSteps
+from gradwire.schemes.selection import ByName, Selection
+from gradwire.wire.step_check import StepCheck
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
-FALLBACK = "non-finite gradient: this bucket was sent uncompressed"
 
 
-class Redoing(Scheme):
-    """Reduces bucket by bucket on the lane, and those that are not finite once more, plainly.
+class Compressed(Scheme):
+    """A scheme that reduces bucket by bucket on the lane. With one rank the mean is the gradient: nothing is sent.
 
-    With one rank the mean is the gradient: nothing is sent, so nothing is left out.
+    Args:
+        error_feedback: add what was not sent to the next gradient.
+        momenta: keep a momentum of every slot, each rank its own, as residuals are kept.
+        plain: the first steps, which are reduced plainly.
+        select: which tensors are compressed; the others are reduced plainly.
     """
 
+    works_on_device = True
     acts_alone = False  # whether one rank's gradient is changed too
+    waits_in_step = False  # whether the lane waits for a device within a step, and so for peers
 
-    def __init__(self, error_feedback: bool) -> None:
-        self.error_feedback = error_feedback
-        self._is_step_finite = True
-        self._n_redone = 0
+    def __init__(
+        self,
+        *,
+        error_feedback: bool = False,
+        momenta: bool = False,
+        plain: PlainSteps | None = None,
+        select: ByName | None = None,
+    ) -> None:
+        self.error_feedback = bool(error_feedback)
+        self.momenta = Feedback() if momenta else None
+        self.state_is_per_world = self.error_feedback or momenta
+        self.per_rank_state = ("residuals", "momenta") if momenta else ("residuals",)
+        self.plain = PlainSteps(self.name) if plain is None else plain
+        self.select = ByName() if select is None else select
+        self.n_not_finite = 0
+
+    @property
+    def frame_configuration(self) -> dict[str, Any]:
+        """Of the frame's options those that are not as published."""
+        return ({self.plain.option: self.plain.n} if self.plain.n else {}) | self.select.configuration
+
+    @property
+    def settling_steps(self) -> int:
+        """Steps that are reduced plainly."""
+        return self.plain.n
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next step is compressed."""
+        return self.plain.last + 1 >= self.plain.n
+
+    def bind(self, session: Session) -> None:
+        """Raises: InvalidArgument (names of no tensor), Unsupported (error feedback on a device, where DDP looks for
+        unused parameters)."""
+        if session.wire.on_device and (self.error_feedback or self.momenta is not None):
+            refuse_unused_parameters(session)
+        self.plain.bind(session)
+        self.select.bind(session)
+        super().bind(session)
+        self._check = StepCheck(session.communicator)
+        self.n_not_finite = 0
+        self.plain.tell(self, session, self._chosen_beside_adam())
+
+    def _chosen_beside_adam(self) -> dict[str, Any]:
+        """The options that the optimizer has chosen, with their values."""
+        return {self.plain.option: self.plain.n}
+
+    @property
+    def _kept(self) -> dict[str, Feedback]:
+        """What counts from the end of a step on, by its name in a checkpoint."""
+        kept = {"residuals": self.session.feedback} if self.error_feedback else {}
+        return kept if self.momenta is None else {**kept, "momenta": self.momenta}
+
+    # ---- a step
 
     def begin_step(self, step: int) -> None:
+        self.plain.last = step
         self.session.communicator.submit(self._begin_on_lane)
 
     def _begin_on_lane(self) -> None:
-        """Nothing of a backward pass that was given up half-way may live on."""
-        self.session.feedback.discard()
-        self._is_step_finite = True
+        """Keep what the step before has staged; nothing of one that was given up half-way may live on."""
+        self.settle()
+        self.discard()
+        self.session.wire.begin_step()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         return self.session.communicator.submit(self._reduce_on_lane, bucket)
 
     def _reduce_on_lane(self, bucket: Bucket) -> None:
         wire = self.wire(bucket)
-        if bucket.n_elements == 0 or (wire.world_size == 1 and not self.acts_alone):
+        if wire.world_size == 1 and not self.acts_alone:
             return
-        if wire.world_size > 1:
+        if wire.on_device and (bucket.is_last or self.waits_in_step):
+            self._check.start(self.preamble(bucket), bucket.record)
+            self._check.fail_early()
+        if bucket.n_elements == 0:
+            return
+        if not wire.on_device and wire.world_size > 1:
             self._agree_while_settling(bucket)
-        if self._is_plain(bucket):
-            wire.mean_plainly(bucket.buffer)
-        elif not self._send(bucket, wire):
-            self._redo(bucket, wire)
+        with bucket.at_work():
+            if bucket.step < self.plain.n:
+                wire.mean(bucket.buffer)
+            else:
+                self._compress(bucket, wire)
+
+    def _compress(self, bucket: Bucket, wire: Wire) -> None:
+        """Reduce the chosen tensors compressed, and the others plainly."""
+        chosen = self.choose(bucket)
+        if chosen is None:
+            self._send(bucket, wire)
+            return
+        if chosen.n_compressed:
+            part = Bucket(
+                wire.scratch("chosen", chosen.n_compressed, self.part_dtype(bucket)), chosen.slots, chosen.offsets,
+                index=bucket.index, step=bucket.step, record=bucket.record, resident=bucket.resident,
+            )  # fmt: skip
+            self.fill(part, bucket, chosen)
+            self._send(part, wire)
+            self.take(part, bucket, chosen)
+        if chosen.n_raw:
+            raw = wire.scratch("others", chosen.n_raw, bucket.buffer.dtype)
+            torch.cat([run.in_bucket(bucket.buffer) for run in chosen.raw_runs], out=raw)
+            wire.mean(raw)
+            wire.note(wire.all_finite(raw))
+            for run in chosen.raw_runs:
+                run.in_bucket(bucket.buffer).copy_(run.in_fused(raw))
+
+    def _send(self, bucket: Bucket, wire: Wire) -> None:
+        """Replace the bucket by its mean, and stage what was not sent."""
+        feedback, unused = self.session.feedback, None
+        residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
+        part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
+        if residual is not None:
+            unused = Unused(bucket.spans, part.is_used, residual)
+        try:
+            self.step(part, wire)
+        finally:
+            if unused is not None:
+                unused.put_back()
+        if unused is not None and unsent is not None:
+            unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
+            feedback.stage_bucket(bucket, unsent)
+        wire.conclude(bucket.buffer)
+        if self.error_feedback and bucket.buffer.dtype == torch.float16:
+            wire.note(wire.all_finite(bucket.buffer))  # a mean may leave float16's range although no message did
 
     @abstractmethod
-    def _send(self, bucket: Bucket, wire: Wire) -> bool:
-        """Replace the bucket by its reduction; False, on all ranks, and the bucket as it was, if it is not finite."""
+    def step(self, part: Part, wire: Wire) -> None:
+        """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`."""
 
-    def _redo(self, bucket: Bucket, wire: Wire) -> None:
-        self._note_redone(bucket)
-        wire.mean_plainly(bucket.buffer)
-        self._is_step_finite &= bool(bucket.buffer.isfinite().all())
-        self._forget(bucket)
+    # ---- which tensors are compressed, and what is sent of them
 
-    def _note_redone(self, bucket: Bucket) -> None:
-        if not self._n_redone:
-            _log.warning("gradwire %s: %s (step %d)", self.name, FALLBACK, bucket.step)
-        self._n_redone += 1
-        bucket.record.fallbacks.append(FALLBACK)
+    def choose(self, bucket: Bucket) -> Selection | None:
+        """Which of the bucket's tensors are compressed; None: the bucket, as it lies."""
+        chosen = Selection(bucket, self.select) if self.select else None
+        return chosen if chosen is not None and chosen.raw else None
 
-    def _forget(self, bucket: Bucket) -> None:
-        """Stage nothing of a bucket that was sent plainly."""
-        self.session.feedback.discard(bucket.slots)
+    def part_dtype(self, bucket: Bucket) -> torch.dtype:
+        """The dtype of what is sent of the chosen tensors."""
+        return bucket.buffer.dtype
+
+    def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        """Write what is sent of the chosen tensors, one after the other, to `part`."""
+        torch.cat([run.in_bucket(bucket.buffer) for run in chosen.compressed_runs], out=part.buffer)
+
+    def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        """Write the means in `part` to where the chosen tensors lie."""
+        for run in chosen.compressed_runs:
+            run.in_bucket(bucket.buffer).copy_(run.in_fused(part.buffer))
+
+    # ---- the end of a step
 
     def end_step(self, step: int) -> None:
-        if self._is_step_finite:
-            self.session.feedback.commit()
-        else:
-            self.session.feedback.discard()
+        self.session.wire.end_step()
+        if not self.session.wire.on_device:
+            self.settle()
+
+    def settle(self) -> None:
+        """Keep what the step that ended last has staged, if all of it was finite. Raises: CorruptMessage and its kin."""
+        outcome = self.session.wire.outcome()
+        if outcome is None:
+            return
+        raise_error(outcome.error, self.name, self.session.wire.device)
+        if outcome.is_finite:
+            with self.session.wire.at_work():
+                self.commit()
+            return
+        self.discard()
+        for kept in self._kept.values():
+            kept.forget_nonfinite()
+        if not self.n_not_finite:
+            _log.warning(
+                "gradwire %s: a gradient was not finite: all ranks get NaN for the messages that it was in", self.name
+            )
+        self.n_not_finite += 1
+
+    def commit(self) -> None:
+        """The step counts."""
+        for kept in self._kept.values():
+            kept.commit()
+
+    def discard(self) -> None:
+        """The step does not count, or was given up half-way."""
+        for kept in self._kept.values():
+            kept.discard()
 
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
-        self.session.feedback.clear()
+        self.plain.tell_unused(self)
+        for kept in self._kept.values():
+            kept.clear()
 
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """Buckets that were redone uncompressed."""
-        return {"n_buckets_redone": self._n_redone}
+        """Steps in which something was not finite."""
+        return {"n_steps_not_finite": self.n_not_finite}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": self.session.feedback.state_by_name(self.session.slots)} if self.error_feedback else {}
+        return {name: kept.state_by_name(self.session.slots) for name, kept in self._kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
-        if self.error_feedback:
-            if not isinstance(state.get("residuals"), dict):
-                raise not_the_state(f"scheme {self.name}", "it lacks residuals")
-            self.session.feedback.load_by_name(state["residuals"], self.session.slots)
+        for name in self._kept:
+            if not isinstance(state.get(name), dict):
+                raise not_the_state(f"scheme {self.name}", f"it lacks {name}")
+        for name, kept in self._kept.items():
+            kept.load_by_name(state[name], self.session.slots)
 
 
-class WithMomenta(Redoing):
-    """Keeps a momentum of every slot, each rank its own, which counts from the end of a step on as residuals do."""
-
-    per_rank_state = ("residuals", "momenta")
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._momenta = Feedback()
-
-    def _begin_on_lane(self) -> None:
-        super()._begin_on_lane()
-        self._momenta.discard()
-
-    def end_step(self, step: int) -> None:
-        if self._is_step_finite:
-            self._momenta.commit()
-        else:
-            self._momenta.discard()
-        super().end_step(step)
-
-    def _forget(self, bucket: Bucket) -> None:
-        super()._forget(bucket)
-        self._momenta.discard(bucket.slots)
-
-    def close(self) -> None:
-        super().close()
-        self._momenta.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "momenta": self._momenta.state_by_name(self.session.slots)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InvalidArgument."""
-        if not isinstance(state.get("momenta"), dict):
-            raise not_the_state(f"scheme {self.name}", "it lacks momenta")
-        super().load_state_dict(state)
-        self._momenta.load_by_name(state["momenta"], self.session.slots)
-
-
-class Compressed(Redoing):
-    """Mean over the ranks through `payload` (a codec, of the kind that `exchange` takes) and `exchange`.
-
-    Args:
-        error_feedback: add what was not sent to the next gradient.
-    """
-
-    def __init__(self, payload: Any, exchange: Exchange, error_feedback: bool = False) -> None:
-        super().__init__(bool(error_feedback))
-        self.state_is_per_world = self.error_feedback
-        self._payload, self._exchange = payload, exchange
-
-    def _send(self, bucket: Bucket, wire: Wire) -> bool:
-        feedback, spans = self.session.feedback, bucket.spans
-        residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
-        is_used = [holds_nonzero(bucket.buffer[start:end]) for start, end in spans]
-        withheld = Withheld(spans, is_used, residual)
-        try:
-            values = Values(bucket, is_used, residual, unsent, self.session.loss_scale())
-            reached = self._exchange.mean(self._payload, values, wire)
-        finally:
-            withheld.put_back()
-        if reached is None:
-            return False
-        if unsent is not None:
-            withheld.keep(unsent, reached.used_by_any, reached.counted)
-            feedback.stage_bucket(bucket, unsent)
-        return True
+def refuse_unused_parameters(session: Session) -> None:
+    """Raises: Unsupported (DDP looks for unused parameters)."""
+    if getattr(session.module, "find_unused_parameters", False):
+        raise Unsupported(
+            "find_unused_parameters=True: which parameters a rank used is known to the host only; leave placement out"
+        )
 
 
 def count_of(share: float, n_elements: int) -> int:

@@ -6,20 +6,25 @@ and hyper-parameters as they are at that moment, and hidden from it; just after,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwire.control.checks import choice as check_choice
+from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
-from gradwire.core.feedback import holds_nonzero
-from gradwire.core.site import Reading
+from gradwire.core.session import Session
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.begun_on_device import BegunOnDevice
+from gradwire.schemes.plain_steps import check_steps
+from gradwire.schemes.selection import ByName, Selection
+from gradwire.wire.device_wire import Reading
+from gradwire.wire.wire import holds_nonzero
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +37,72 @@ _LARGE_UPDATES = 4.0
 _LOOK_EVERY = 16  # steps
 _UNTAKEN = ("maximize", "capturable", "differentiable", "fused")
 _CPU = torch.device("cpu")
+
+
+class Freezing:
+    """When variances are frozen, and the user's Adam while a scheme is bound: what schemes of its momenta are made with.
+
+    Args:
+        scheme: whose name errors have.
+        instead: what they tell to take.
+        freeze_step: updates of a parameter, from its first gradient on, before its variance is frozen. A parameter that
+            begins to train later travels plainly for so many updates of its own.
+        correction: of the variance for its start at zero: "frozen" with it, so that the size of a step goes on as it was;
+            "running", as Adam's own, by which steps grow to 1 / sqrt(1 - beta2^freeze_step) times theirs: what is
+            published has no correction, and ends there.
+    Raises: InvalidArgument.
+    """
+
+    def __init__(self, scheme: str, instead: str, freeze_step: int, correction: str) -> None:
+        self._scheme, self._instead = scheme, instead
+        self.freeze_step = check_steps("freeze_step", freeze_step)
+        if self.freeze_step < 1:
+            raise InvalidArgument("freeze_step must be at least 1: a variance that has seen nothing cannot be frozen")
+        self.correction = check_choice("correction", correction, ("frozen", "running"))
+        self._adam: FrozenAdam | None = None
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What ranks must share."""
+        return {"freeze_step": self.freeze_step, "correction": self.correction}
+
+    @property
+    def n_frozen(self) -> int:
+        """How many variances are frozen."""
+        return len(self._adam.frozen_at) if self._adam is not None else 0
+
+    @property
+    def adam(self) -> FrozenAdam:
+        """The user's optimizer, while bound."""
+        assert self._adam is not None
+        return self._adam
+
+    @contextlib.contextmanager
+    def binding(self, session: Session) -> Iterator[None]:
+        """Take the optimizer, unless what is inside fails. Raises: Unsupported (no DDP, no Adam, options it cannot do)."""
+        if session.module is None:
+            raise Unsupported(f"{self._scheme} works inside DDP; behind other doors take {self._instead}")
+        adam = FrozenAdam(
+            session.optimizer, self.freeze_step, self.correction == "frozen", self._scheme, self._instead,
+            session.wire.device,
+        )  # fmt: skip
+        with contextlib.ExitStack() as undo:
+            undo.callback(adam.close)
+            yield
+            undo.pop_all()
+        self._adam = adam
+
+    def choose(self, bucket: Bucket, select: ByName) -> Selection:
+        """The tensors of which momenta are sent; on a device it may have to wait for the step before."""
+        # All are asked, because to ask is to count.
+        frozen = {slot: self.adam.is_frozen(slot) for slot in bucket.slots}
+        return Selection(bucket, lambda slot, n_bytes: slot is not None and frozen[slot] and select(slot, n_bytes))
+
+    def close(self) -> None:
+        """Leave the optimizer as it was."""
+        if self._adam is not None:
+            self._adam.close()
+            self._adam = None
 
 
 class FrozenAdam:
@@ -64,7 +135,7 @@ class FrozenAdam:
             )
         self._optimizer, self._freeze_step, self._keeps_correction = optimizer, freeze_step, keeps_correction
         self._scheme, self._instead, self._device = scheme, instead, device
-        self._begun = None if device.type == "cpu" else BegunOnDevice()
+        self._begun = None if device.type == "cpu" else _BegunVariances()
         self.frozen_at: dict[Tensor, int] = {}  # updates that the variance had seen
         self.idle_until: dict[Tensor, int] = {}  # updates that a parameter had seen no gradient in
         self.updates: set[Tensor] = set()  # frozen parameters whose gradient is what the step takes for their momentum
@@ -242,6 +313,42 @@ class FrozenAdam:
         self.frozen_at, self.idle_until = loaded["frozen_at"], loaded["idle_until"]
         self._largest.clear()
         self.updates.clear()
+
+
+class _BegunVariances:
+    """Of each parameter on a device, whether its variance holds anything but zeros. One that does goes on doing so."""
+
+    def __init__(self) -> None:
+        self._known: dict[Tensor, Tensor] = {}  # variances that do, by parameter
+        self._looked: list[tuple[Tensor, Tensor]] = []
+        self._reading: Reading | None = None
+
+    def look(self, variances: Mapping[Tensor, Tensor]) -> None:
+        """Start reading those that are not known yet; after the optimizer's step, with its stream current."""
+        looked = [(p, v) for p, v in variances.items() if self._known.get(p) is not v and v.numel()]
+        if looked:
+            self._start(looked)
+
+    def has(self, parameter: Tensor, variance: Tensor) -> bool:
+        """Waits for the last `look`; and for the current stream, if that has not seen this variance: it was loaded since."""
+        self._finish()
+        if self._known.get(parameter) is variance:
+            return True
+        if not variance.numel() or any(v is variance for _, v in self._looked):
+            return False
+        self._start([*self._looked, (parameter, variance)])
+        self._finish()
+        return self._known.get(parameter) is variance
+
+    def _start(self, looked: list[tuple[Tensor, Tensor]]) -> None:
+        largest = [torch.linalg.vector_norm(v, float("inf")).float() for _, v in looked]
+        self._looked, self._reading = looked, Reading(torch.stack(largest) != 0)
+
+    def _finish(self) -> None:
+        if self._reading is None:
+            return
+        found, self._reading = self._reading.wait().tolist(), None
+        self._known |= {p: v for (p, v), has_begun in zip(self._looked, found, strict=True) if has_begun}
 
 
 def _as_lying(values: Tensor, slot: Slot, device: torch.device) -> Tensor:

@@ -24,57 +24,91 @@ from gradwire.codecs.qsgd import Qsgd
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.core.bucket import Bucket
+from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
+from gradwire.exchange.owners import Owners
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
-from gradwire.schemes.behind_adam import BehindAdam
-from gradwire.schemes.few_bits import ADAM_SCALE_VALUES
-from gradwire.schemes.on_device import QuantisedOnDevice
-from gradwire.schemes.quantised import or_none, owners_of
-from gradwire.schemes.selection import Names, Selection
+from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.frozen_adam import Freezing
+from gradwire.schemes.plain_steps import PlainSteps
+from gradwire.schemes.selection import ByName, Names, Selection
+from gradwire.wire.wire import Wire
 
 _CODECS = ("one-bit", "two-bit", "four-level", "qsgd")
 
 
-class OneBitAdam(BehindAdam):
-    """See `BehindAdam` and `QuantisedDirect` for what is not named here.
+class OneBitAdam(Compressed):
+    """Momenta through a quantiser. On a device they are where the optimizer keeps them, and both run there.
 
     Args:
+        freeze_step, correction: see `Freezing`.
         codec: "one-bit", "two-bit" (+t, 0, -t), "four-level" (two bits too; needs `scale_values`) or "qsgd" (4 bits).
         scale_values: values to a scale; None for one scale a message.
+        pull, chunk_elements: see `Owners`.
+        exempt, only: see `ByName`.
     """
 
     name = "one-bit-adam"
-    instead = "one-bit or two-bit"
+    needs_adam = True
 
     def __init__(
         self,
         freeze_step: int = 50,
         codec: str = "one-bit",
-        scale_values: int | None = ADAM_SCALE_VALUES,
+        scale_values: int | str | None = 64,
         correction: str = "frozen",
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
         exempt: Names = (),
         only: Names = (),
     ) -> None:
-        quantiser = _codec_of(codec, or_none(scale_values))
-        super().__init__(quantiser, owners_of(pull, chunk_elements), freeze_step, correction, exempt, only)
-        shared = {"codec": codec, "pull": pull, "chunk_elements": chunk_elements}
-        self._options = shared | ({"scale_values": quantiser.scale_values} if quantiser.scale_values else {})
-        self.codec, self.pull, self.chunk_elements = quantiser, pull, chunk_elements
+        self._freezing = Freezing(self.name, "one-bit or two-bit", freeze_step, correction)
+        plain = PlainSteps(self.name, "freeze_step")  # none by their number: a variance that is not frozen travels plainly
+        super().__init__(error_feedback=True, plain=plain, select=ByName(exempt, only))
+        self.codec = _codec_of(codec, None if scale_values == "none" else scale_values)
+        self._codec_name, self._owners = codec, Owners(pull, chunk_elements)
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return super().configuration | self._options
+        codec = {"codec": self._codec_name} | (
+            {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
+        )
+        shared = {"error_feedback": self.error_feedback, **self._freezing.configuration}
+        return {**shared, **self.select.configuration, **codec, **self._owners.configuration}
+
+    @property
+    def settling_steps(self) -> int:
+        """Steps that are reduced plainly, unless the optimizer has taken them before."""
+        return self._freezing.freeze_step
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a variance is frozen."""
+        return self._freezing.n_frozen > 0
+
+    def bind(self, session: Session) -> None:
+        """Raises: Unsupported (an optimizer that is no Adam, or with options it cannot do; no kernels on the device)."""
+        with self._freezing.binding(session):
+            super().bind(session)
+            self._owners.bind(self.codec, session.wire)
+
+    def close(self) -> None:
+        super().close()
+        self._freezing.close()
 
     # ---- one bucket
+
+    def choose(self, bucket: Bucket) -> Selection:
+        return self._freezing.choose(bucket, self.select)
+
+    def part_dtype(self, bucket: Bucket) -> torch.dtype:
+        return torch.float32
 
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         loss_scale = self.session.loss_scale()
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
-            momentum, beta1 = self.adam.momentum(slot)
+            momentum, beta1 = self._freezing.adam.momentum(slot)
             mine = span.in_fused(part.buffer)
             torch.mul(momentum, loss_scale, out=mine)
             mine.lerp_(span.in_bucket(bucket.buffer).float(), 1 - beta1)
@@ -82,32 +116,29 @@ class OneBitAdam(BehindAdam):
     def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         loss_scale = self.session.loss_scale()
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
-            momentum, beta1 = self.adam.momentum(slot)
+            momentum, beta1 = self._freezing.adam.momentum(slot)
             old, new = momentum.mul(loss_scale), span.in_fused(part.buffer)
             span.in_bucket(bucket.buffer).copy_(new.sub_(old).div_(1 - beta1).add_(old))
 
-    # ---- on a device
+    def step(self, part: Part, wire: Wire) -> None:
+        self._owners.mean(part, wire)
 
-    def _go_to(self, site: DeviceSite, session: Session) -> QuantisedOnDevice:
-        """Raises: Unsupported (what needs the host)."""
-        return _MomentaOnDevice(self, session, site)
+    # ---- between steps
 
+    def stats(self) -> dict[str, Any]:
+        """Tensors whose variance is frozen, and steps in which something was not finite."""
+        return {**super().stats(), "n_frozen": self._freezing.n_frozen}
 
-class _MomentaOnDevice(QuantisedOnDevice):
-    """Its steps on a device: what is sent of a tensor is its momentum, once its variance is frozen."""
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._freezing.adam.state_by_name(self.session.slots)}
 
-    def __init__(self, scheme: OneBitAdam, session: Session, site: DeviceSite) -> None:
-        super().__init__(
-            session, site, scheme.codec, scheme.error_feedback, scheme.chunk_elements, scheme.pull == "raw"
-        )
-        self._choose, self.apart = scheme._choose, scheme
-
-    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
-        """What is frozen is asked on the lane, which may have to wait for the step before."""
-        self._compress_apart(bucket, self._choose(bucket))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        super().load_state_dict(state)
+        self._freezing.adam.load_by_name(state, self.session.slots)
 
 
-def _codec_of(name: str, scale_values: int | None) -> Quantised:
+def _codec_of(name: str, scale_values: Any) -> Quantised:
     if name == "one-bit":
         return OneBit(scale_values=scale_values)
     if name == "two-bit":

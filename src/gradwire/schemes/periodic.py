@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire import codecs
-from gradwire.core.bucket import Bucket
+from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.through_codec import ThroughCodec
+from gradwire.exchange.ring import Ring
+from gradwire.schemes.compressed import Compressed
+from gradwire.wire.wire import Wire
 
 
-class Periodic(ThroughCodec):
+class Periodic(Compressed):
     """Mean over the ranks in every `every`-th step, this rank's own gradient in the others.
 
     When not to use this: for training. Replicas drift apart by definition: the one scheme whose ranks do not agree.
@@ -18,17 +20,18 @@ class Periodic(ThroughCodec):
 
     name = "periodic"
     replicas_may_differ = True
+    works_on_device = False
 
     def __init__(self, every: int = 8) -> None:
         if every < 1:
             raise InvalidArgument(f"every must be at least 1, got {every}")
-        super().__init__(codecs.by_name("raw"))
-        self.every = every
+        super().__init__()
+        self._ring, self.every = Ring(codecs.by_name("raw")), every
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {**super().configuration, "every": self.every}
+        return {**self._ring.configuration, "every": self.every}
 
-    def _reduce_on_lane(self, bucket: Bucket) -> None:
-        if bucket.step % self.every == self.every - 1:
-            super()._reduce_on_lane(bucket)
+    def step(self, part: Part, wire: Wire) -> None:
+        if part.bucket.step % self.every == self.every - 1:
+            self._ring.mean(part.bucket, wire)

@@ -11,7 +11,6 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.core.site import ResidentBucket
 from gradwire.schemes.base import Scheme
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.futures import then
@@ -38,7 +37,7 @@ class Plain(Scheme):
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Start the all-reduce on the lane and leave it to the backend, so that buckets overlap as they do in DDP."""
         if bucket.resident is not None:
-            return self.session.communicator.submit(self._sum_on_device, bucket, bucket.resident)
+            return self.session.communicator.submit(self._sum_on_device, bucket)
         return then(self.session.communicator.submit(self._start, bucket), lambda _: bucket.buffer)
 
     def _start(self, bucket: Bucket) -> torch.futures.Future | None:
@@ -49,14 +48,14 @@ class Plain(Scheme):
             self._check.start(self.preamble(bucket), bucket.record)
         return start_plain_mean(communicator, bucket, self.wire_dtype, self._rounded)
 
-    def _sum_on_device(self, bucket: Bucket, resident: ResidentBucket) -> None:
+    def _sum_on_device(self, bucket: Bucket) -> None:
         if self.session.communicator.world_size == 1:
             return
         if bucket.is_last:
             self._check.start(self.preamble(bucket), bucket.record)
             self._check.fail_early()
-        with resident.at_work() as site:
-            site.mean(bucket.buffer, bucket.record, self.wire_dtype)
+        with bucket.at_work():
+            self.wire(bucket).mean(bucket.buffer, self.wire_dtype)
 
 
 def start_plain_mean(

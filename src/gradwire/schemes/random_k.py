@@ -7,57 +7,21 @@ When not to use this: top-k converges better for the same share; this is what it
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradwire.control.checks import share as check_share
-from gradwire.core.bucket import Bucket
-from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
+from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.patterns import FloatSum, Values
-from gradwire.schemes.compressed import count_of
-from gradwire.schemes.on_device import Placed, StepsOnDevice
-from gradwire.schemes.plain_first import ADAM_WARMUP_STEPS
-from gradwire.schemes.selective import Selective
-from gradwire.schemes.sparse_on_device import RandomOnDevice
+from gradwire.schemes.compressed import Compressed, count_of
+from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.wire.wire import Wire
 
 
-class RandomElements:
-    """Payload: the values at the `share` of places that all ranks draw alike."""
-
-    def __init__(self, share: float, seed: int) -> None:
-        self.share, self.seed = share, seed
-
-    def encode(self, values: Values, wire: Wire) -> tuple[Tensor, bool]:
-        unsent, places = values.summed(wire), self.places(values.bucket)
-        # One pass without a copy: the largest magnitude is NaN or Inf if anything is, drawn or not.
-        is_finite = math.isfinite(float(torch.linalg.vector_norm(unsent, float("inf"))))
-        payload = unsent[places]
-        unsent[places] = 0
-        values.keep(unsent)
-        return payload, is_finite
-
-    def decode(self, total: Tensor, values: Values, wire: Wire) -> None:
-        places, out = self.places(values.bucket), values.gradient
-        share = places.numel() / out.numel() if values.residual is None else 1.0
-        out.zero_()
-        out[places] = total.div_(wire.world_size * share).to(out.dtype)
-
-    def places(self, bucket: Bucket) -> Tensor:
-        """(count,) int64: which elements of the bucket are sent in its step."""
-        n = bucket.n_elements
-        return draw_indices(self.seed, bucket.step, bucket.index, n, count_of(self.share, n))
-
-
-class RandomK(Placed, Selective):
+class RandomK(Compressed):
     """Mean over the ranks of elements drawn anew for every bucket and step, zero elsewhere; with error feedback.
 
     Args:
@@ -69,25 +33,35 @@ class RandomK(Placed, Selective):
     """
 
     name = "random-k"
-    published: ClassVar[Mapping[str, Any]] = MappingProxyType({"warmup_steps": 0})
-    plain_beside_adam = ADAM_WARMUP_STEPS
-    behind_plain = "0.54"
 
     def __init__(
         self, share: float = 0.01, error_feedback: bool = True, seed: int = 0, warmup_steps: int | None = None
     ) -> None:
         if not isinstance(seed, int):
             raise InvalidArgument(f"seed must be an integer, got {seed!r}")
+        super().__init__(error_feedback=error_feedback, plain=PlainSteps(self.name, asked=warmup_steps))
         self.share, self.seed = check_share("share", share), seed
-        super().__init__(RandomElements(self.share, seed), FloatSum(), error_feedback, warmup_steps)
 
     @property
     def configuration(self) -> dict[str, Any]:
         shared = {"share": self.share, "error_feedback": self.error_feedback, "seed": self.seed}
-        return shared | self._selective_configuration
+        return shared | self.frame_configuration
 
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        return RandomOnDevice(session, site, self._payload.places, self.error_feedback)
+    def step(self, part: Part, wire: Wire) -> None:
+        """Sum the elements that all ranks draw alike."""
+        bucket, n = part.bucket, part.bucket.n_elements
+        places = wire.place(draw_indices(self.seed, bucket.step, bucket.index, n, count_of(self.share, n)))
+        with wire.timing("encode"):
+            total = part.total()
+            is_finite = wire.all_finite(total)  # drawn or not
+            drawn = total.index_select(0, places)
+            total.index_fill_(0, places, 0.0)
+            part.keep()
+        summed = wire.sum_floats(drawn, is_finite)
+        with wire.timing("decode"):
+            share = places.numel() / n if part.residual is None else 1.0
+            mean = wire.divide(summed, wire.world_size * share).to(part.values.dtype)
+            part.values.zero_().index_copy_(0, places, mean)
 
 
 def draw_indices(seed: int, step: int, bucket: int, n_elements: int, count: int) -> Tensor:

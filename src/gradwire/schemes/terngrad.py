@@ -13,61 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.codecs.ternary import Ternary
 from gradwire.control.checks import choice as check_choice
-from gradwire.core.bucket import Bucket
+from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
-from gradwire.exchange.patterns import ScaledSum, Values
-from gradwire.schemes.on_device import Placed, StepsOnDevice, SummedOnDevice, spans_of_scales
+from gradwire.gpu.kernels import kernels_for
+from gradwire.schemes.compressed import Compressed
 from gradwire.wire.wire import Wire
 
 
-class TernaryCounts:
-    """Integers: -1, 0 or 1 by chance, in fields that hold the sum over all ranks."""
-
-    def __init__(self, codec: Ternary, per: str) -> None:
-        self.codec, self._per = codec, per
-
-    def n_scales(self, bucket: Bucket) -> int:
-        return len(self._spans(bucket))
-
-    def write_scales(self, values: Values, out: Tensor) -> None:
-        scales = [self.codec.scale_of(values.gradient[start:end]) for start, end in self._spans(values.bucket)]
-        out.copy_(torch.tensor(scales))
-
-    def encode(self, values: Values, scales: Tensor, wire: Wire) -> Tensor:
-        n_bytes = self.codec.count_bytes(values.gradient.numel(), wire.world_size)
-        codes = wire.scratch("ternary counts", n_bytes, torch.uint8)
-        draw = values.bucket.draw(wire.rank)
-        spans = self._spans(values.bucket)
-        if len(spans) == 1:
-            self.codec.write_counts(values.gradient, float(scales[0]), wire.world_size, codes, step=draw)
-            return codes
-        shares = wire.scratch("ternary shares", values.gradient.numel()).copy_(values.gradient)
-        for (start, end), scale in zip(spans, scales.tolist(), strict=True):
-            if scale:  # else all ranks have nothing but zeros
-                shares[start:end].div_(scale)
-        self.codec.write_counts(shares, 1.0, wire.world_size, codes, step=draw)
-        return codes
-
-    def decode(self, sums: Tensor, values: Values, scales: Tensor, wire: Wire) -> None:
-        spans = self._spans(values.bucket)
-        if len(spans) == 1:
-            self.codec.read_counts(sums, float(scales[0]), wire.world_size, values.gradient)
-            return
-        means = wire.scratch("ternary shares", values.gradient.numel())
-        self.codec.read_counts(sums, 1.0, wire.world_size, means)
-        for (start, end), scale in zip(spans, scales.tolist(), strict=True):
-            torch.mul(means[start:end], scale, out=values.gradient[start:end])
-
-    def _spans(self, bucket: Bucket) -> list[tuple[int, int]]:
-        return spans_of_scales(bucket, self._per)
-
-
-class TernGrad(Placed):
+class TernGrad(Compressed):
     """Right on average but for what is clipped; without error feedback, as published.
 
     Args:
@@ -79,17 +35,31 @@ class TernGrad(Placed):
     name = "terngrad"
 
     def __init__(self, clip: float = 2.5, seed: int = 0, per: str = "layer") -> None:
+        super().__init__()
         self.codec, self.per = Ternary(clip, seed), check_choice("per", per, ("layer", "bucket"))
-        super().__init__(TernaryCounts(self.codec, per), ScaledSum())
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {"clip": self.codec.clip, "seed": self.codec.seed, "per": self.per}
 
     def bind(self, session: Session) -> None:
-        """Raises: Unsupported (more ranks than can be summed)."""
+        """Raises: Unsupported (more ranks than can be summed; no kernels on the device)."""
         self.codec.field_bits(session.communicator.world_size)
         super().bind(session)
+        kernels_for(session.wire.device)
 
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        return SummedOnDevice(session, site, self.codec, self.per)
+    def step(self, part: Part, wire: Wire) -> None:
+        """Find the largest scale of all ranks, draw by it, and sum integers."""
+        bucket, codec, values, n_ranks = part.bucket, self.codec, part.values, wire.world_size
+        spans = bucket.spans if self.per == "layer" and bucket.slots else [(0, bucket.n_elements)]
+        shares = codec.share(bucket.n_elements, spans, wire.device)
+        part.used_by_any, scales = wire.largest(
+            part.is_used, shares.n_spans, lambda out: codec.write_scales(values, shares, out)
+        )
+        counts = wire.scratch("counts", codec.count_bytes(bucket.n_elements, n_ranks), torch.uint8)
+        with wire.timing("encode"):
+            codec.write_counts(values, shares, scales, n_ranks, counts, bucket.draw(wire.rank))
+        wire.sum(counts)
+        with wire.timing("decode"):
+            codec.read_counts(counts, shares, scales, n_ranks, values)
+            part.zero_unused()

@@ -12,93 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.codecs.hadamard import Thc
-from gradwire.core.bucket import Bucket
+from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
-from gradwire.exchange.patterns import ScaledSum, Values
-from gradwire.gpu.kernels import kernels_on
-from gradwire.gpu.thc import DeviceThc
-from gradwire.schemes.on_device import Placed, StepsOnDevice, refuse_unused_parameters
+from gradwire.gpu.kernels import kernels_for
+from gradwire.schemes.compressed import Compressed
 from gradwire.wire.wire import Wire
 
 _NO_RANK = -1  # what is drawn by this number is the same on all ranks
 
 
-class RotatedLevels:
-    """Integers: rotated values on 16 levels of their block's largest norm, a byte each, or two past 8 ranks."""
-
-    def __init__(self, codec: Thc) -> None:
-        self.codec = codec
-
-    def n_scales(self, bucket: Bucket) -> int:
-        return self.codec.n_norms(bucket.n_elements)
-
-    def write_scales(self, values: Values, out: Tensor) -> None:
-        self.codec.norms_of(values.gradient, out, values.residual, values.loss_scale)
-
-    def encode(self, values: Values, scales: Tensor, wire: Wire) -> Tensor:
-        codes = wire.scratch("thc codes", self.codec.n_codes(values.gradient.numel()), torch.uint8)
-        self.codec.write_codes(
-            values.gradient,
-            scales,
-            codes,
-            sign_step=values.bucket.draw(_NO_RANK),
-            step=values.bucket.draw(wire.rank),
-            residual=values.residual,
-            new_residual=values.unsent,
-            residual_scale=values.loss_scale,
-        )
-        # Two sums to a word, where bytes would overflow: Gloo has no sum of 16-bit integers, and none of these carries.
-        return codes.to(torch.int16).view(torch.int32) if self.codec.sums_are_wide(wire.world_size) else codes
-
-    def decode(self, sums: Tensor, values: Values, scales: Tensor, wire: Wire) -> None:
-        codes = sums.view(torch.int16) if self.codec.sums_are_wide(wire.world_size) else sums
-        sign_step = values.bucket.draw(_NO_RANK)
-        self.codec.read_sums(codes, scales, wire.world_size, values.gradient, sign_step=sign_step)
-
-
-class LevelsOnDevice(StepsOnDevice):
-    """Steps of integers by norms that all ranks share, summed by the backend.
-
-    Raises: Unsupported (DDP looks for unused parameters; no kernels here).
-    """
-
-    def __init__(self, session: Session, site: DeviceSite, codec: Thc, error_feedback: bool) -> None:
-        refuse_unused_parameters(session)
-        super().__init__(session, site)
-        self._error_feedback = error_feedback
-        self._codec = DeviceThc(codec, kernels_on(site.device), session.communicator.world_size)
-
-    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
-        site, codec, values, record = self._site, self._codec, bucket.buffer, bucket.record
-        feedback, scale = self._session.feedback, self._session.loss_scale()
-        residual, unsent = feedback.pair(bucket) if self._error_feedback else (None, None)
-        norms = site.scratch("norms", codec.codec.n_norms(bucket.n_elements), torch.int32)
-        codec.write_norms(values, norms, residual, scale)
-        site.largest(norms, record)
-        site.note_finite(norms.view(torch.float32))
-        codes = site.scratch("codes", codec.code_bytes(bucket.n_elements), torch.uint8)
-        sign_step = bucket.draw(_NO_RANK)
-        codec.write_codes(
-            values,
-            norms,
-            codes,
-            sign_step=sign_step,
-            step=bucket.draw(self._session.communicator.rank),
-            residual=residual,
-            new_residual=unsent,
-            residual_scale=scale,
-        )
-        site.sum(codec.summable(codes), record)
-        codec.read_sums(codes, norms, values, sign_step=sign_step)
-        if unsent is not None:
-            feedback.stage_bucket(bucket, unsent)
-
-
-class ThcScheme(Placed):
+class ThcScheme(Compressed):
     """Sums of what each rank's gradient + residual rounds to, rotated back once.
 
     Args:
@@ -110,17 +35,42 @@ class ThcScheme(Placed):
     name = "thc"
 
     def __init__(self, clip: float = 2.15, seed: int = 0, error_feedback: bool = True) -> None:
+        super().__init__(error_feedback=error_feedback)
         self.codec = Thc(clip, seed)
-        super().__init__(RotatedLevels(self.codec), ScaledSum(), error_feedback)
 
     @property
     def configuration(self) -> dict[str, Any]:
         return {"clip": self.codec.clip, "seed": self.codec.seed, "error_feedback": self.error_feedback}
 
     def bind(self, session: Session) -> None:
-        """Raises: Unsupported (more ranks than can be summed)."""
+        """Raises: Unsupported (more ranks than can be summed; no kernels on the device)."""
         self.codec.sums_are_wide(session.communicator.world_size)
         super().bind(session)
+        kernels_for(session.wire.device)
 
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        return LevelsOnDevice(session, site, self.codec, self.error_feedback)
+    def step(self, part: Part, wire: Wire) -> None:
+        """Find the largest norm of all ranks for each block, round by it, and sum integers."""
+        bucket, codec, values, n_ranks = part.bucket, self.codec, part.values, wire.world_size
+        part.used_by_any, norms = wire.largest(
+            part.is_used,
+            codec.n_norms(bucket.n_elements),
+            lambda out: codec.write_norms(values, out, part.residual, part.loss_scale),
+        )
+        sign_step = bucket.draw(_NO_RANK)
+        codes = wire.scratch("codes", codec.code_bytes(bucket.n_elements, n_ranks), torch.uint8)
+        with wire.timing("encode"):
+            codec.write_codes(
+                values,
+                norms,
+                codes,
+                n_ranks=n_ranks,
+                sign_step=sign_step,
+                step=bucket.draw(wire.rank),
+                residual=part.residual,
+                new_residual=part.unsent,
+                residual_scale=part.loss_scale,
+            )
+        sums = wire.sum(codec.summable(codes, n_ranks))
+        with wire.timing("decode"):
+            codec.read_sums(sums, norms, n_ranks, values, sign_step=sign_step)
+            part.zero_unused()

@@ -9,95 +9,24 @@ large enough to converge is no longer small.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire import _native
+from gradwire.codecs.selection import add_elements, take_largest
 from gradwire.control.checks import share as check_share
+from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
-from gradwire.errors import CorruptMessage
-from gradwire.exchange.patterns import Gather, Values
-from gradwire.schemes.compressed import count_of
-from gradwire.schemes.on_device import Placed, StepsOnDevice
-from gradwire.schemes.plain_first import ADAM_WARMUP_STEPS
-from gradwire.schemes.selective import Selective
-from gradwire.schemes.sparse_on_device import LargestOnDevice
+from gradwire.gpu.kernels import kernels_for
+from gradwire.schemes.compressed import Compressed, count_of
+from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.wire.wire import Wire
 
-_BLOCK_BITS = 16
+_BLOCK_BITS, _IN_BLOCK = 16, 0xFFFF
 
 
-class LargestElements:
-    """Payload: indices, then values, of the `share` of largest elements."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def encode(self, values: Values, wire: Wire) -> tuple[Tensor, bool]:
-        unsent = values.summed(wire)
-        indices = torch.empty(count_of(self.share, unsent.numel()), dtype=torch.int32)
-        is_finite = _native.select_largest(unsent, indices) == 0
-        places = indices.long()
-        payload, sent = self._pack(indices, unsent[places], unsent.numel())
-        unsent[places] -= sent
-        values.keep(unsent)
-        return payload, is_finite
-
-    def decode(self, payloads: Tensor, values: Values, wire: Wire) -> None:
-        bucket = values.bucket
-        mean = wire.scratch("mean", bucket.n_elements).zero_()
-        for rank, payload in enumerate(payloads):  # in rank order: the same sum everywhere
-            places, chosen = self._unpack(payload, bucket.n_elements)
-            if not places.numel() or int(places.min()) < 0 or int(places.max()) >= bucket.n_elements:
-                raise CorruptMessage(
-                    f"rank {rank} sent an index outside of bucket {bucket.index} ({bucket.n_elements} elements) in "
-                    f"step {bucket.step}; restart from the last checkpoint"
-                )
-            mean.index_add_(0, places, chosen)
-        bucket.buffer.copy_(mean.div_(wire.world_size))
-
-    def _pack(self, indices: Tensor, chosen: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
-        """The payload, (n,) int32, and which values (k,) float32 it holds; `indices` (k,) int32 ascend."""
-        return torch.cat([indices, chosen.view(torch.int32)]), chosen
-
-    def _unpack(self, payload: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
-        """(k,) int64 indices, to be checked, and (k,) float32 values; no index if they cannot be told."""
-        indices, chosen = payload.chunk(2)
-        return indices.long(), chosen.view(torch.float32)
-
-
-class LargestInShort(LargestElements):
-    """As `LargestElements`, at 4 bytes an element: half of its index, and its value as bfloat16; what that loses stays.
-
-    Payload: how many are in each block of 65,536 elements, int32; places in their block, int16; values, bfloat16.
-    """
-
-    def _pack(self, indices: Tensor, chosen: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
-        short = chosen.bfloat16()
-        counts = torch.bincount(indices >> _BLOCK_BITS, minlength=_n_blocks(n_elements))
-        halves = torch.cat([indices.to(torch.int16), short.view(torch.int16)])
-        return torch.cat([counts.to(torch.int32), halves.view(torch.int32)]), short.float()
-
-    def _unpack(self, payload: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
-        counts, halves = payload.tensor_split([_n_blocks(n_elements)])
-        places, short = halves.view(torch.int16).chunk(2)
-        chosen = short.view(torch.bfloat16).float()
-        if int(counts.min()) < 0 or int(counts.sum()) != places.numel():
-            return places.new_empty(0, dtype=torch.int64), chosen
-        blocks = torch.arange(counts.numel()).repeat_interleave(counts) << _BLOCK_BITS
-        return (places.long() & ((1 << _BLOCK_BITS) - 1)) + blocks, chosen
-
-
-def _n_blocks(n_elements: int) -> int:
-    return -(-n_elements >> _BLOCK_BITS)
-
-
-class TopK(Placed, Selective):
+class TopK(Compressed):
     """Mean over the ranks of each rank's largest elements: (index int32, value float32) of each, with error feedback.
 
     Args:
@@ -107,18 +36,78 @@ class TopK(Placed, Selective):
     """
 
     name = "top-k"
-    published: ClassVar[Mapping[str, Any]] = MappingProxyType({"warmup_steps": 0})
-    plain_beside_adam = ADAM_WARMUP_STEPS
-    behind_plain = "0.18"
 
     def __init__(self, share: float = 0.001, error_feedback: bool = True, warmup_steps: int | None = None) -> None:
+        super().__init__(error_feedback=error_feedback, plain=PlainSteps(self.name, asked=warmup_steps))
         self.share = check_share("share", share)
-        super().__init__(LargestElements(self.share), Gather(), error_feedback, warmup_steps)
 
     @property
     def configuration(self) -> dict[str, Any]:
-        shared = {"share": self.share, "error_feedback": self.error_feedback}
-        return shared | self._selective_configuration
+        return {"share": self.share, "error_feedback": self.error_feedback} | self.frame_configuration
 
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        return LargestOnDevice(session, site, self.share, self.error_feedback)
+    def bind(self, session: Session) -> None:
+        """Raises: Unsupported (no kernels on the device)."""
+        super().bind(session)
+        kernels_for(session.wire.device)
+
+    def step(self, part: Part, wire: Wire) -> None:
+        send_largest(part, wire, self.share, Elements())
+
+
+class Elements:
+    """How elements travel: their indices, int32, then their values, float32."""
+
+    def pack(self, indices: Tensor, taken: Tensor, total: Tensor) -> Tensor:
+        """The payload, (n,) int32; `indices` (k,) ascend. What it does not hold of `taken` (k,) goes back to `total`."""
+        return torch.cat([indices, taken.view(torch.int32)])
+
+    def unpack(self, payload: Tensor, n_elements: int, wire: Wire) -> tuple[Tensor, Tensor]:
+        """(k,) int32 indices, to be checked, and (k,) float32 values."""
+        indices, taken = payload.chunk(2)
+        return indices, taken.view(torch.float32)
+
+
+class ShortElements(Elements):
+    """How elements travel in 4 bytes each: half of its index, and its value as bfloat16; what that loses stays.
+
+    A payload: how many are in each block of 65,536 elements, int32; places in their block, int16; values, bfloat16.
+    """
+
+    def pack(self, indices: Tensor, taken: Tensor, total: Tensor) -> Tensor:
+        short = taken.bfloat16()
+        total.index_copy_(0, indices.long(), taken - short.float())
+        counts = indices.new_zeros(_n_blocks(total.numel()))
+        counts.index_add_(0, indices >> _BLOCK_BITS, torch.ones_like(indices))
+        halves = torch.cat([(indices & _IN_BLOCK).to(torch.int16), short.view(torch.int16)])
+        return torch.cat([counts, halves.view(torch.int32)])
+
+    def unpack(self, payload: Tensor, n_elements: int, wire: Wire) -> tuple[Tensor, Tensor]:
+        counts, halves = payload.tensor_split([_n_blocks(n_elements)])
+        places, short = halves.view(torch.int16).chunk(2)
+        ends = counts.cumsum(0)
+        wire.note_error((counts < 0).any().logical_or(ends[-1] != places.numel()))
+        # Whatever the counts are: nothing is written outside.
+        element = torch.arange(places.numel(), dtype=torch.int64, device=payload.device)
+        blocks = torch.searchsorted(ends, element, right=True).to(torch.int32)
+        return (places.to(torch.int32) & _IN_BLOCK) + (blocks << _BLOCK_BITS), short.view(torch.bfloat16).float()
+
+
+def send_largest(part: Part, wire: Wire, share: float, elements: Elements) -> None:
+    """Replace `part.values` by the mean of every rank's `share` of largest values; what is not sent stays."""
+    n = part.bucket.n_elements
+    with wire.timing("encode"):
+        total = part.total()
+        indices, taken, is_finite = take_largest(total, count_of(share, n))
+        payload = elements.pack(indices, taken, total)
+        part.keep()
+    payloads = wire.gather(payload, is_finite)
+    with wire.timing("decode"):
+        mean = wire.scratch("mean", n).zero_()
+        for rank, received in enumerate(payloads):  # in rank order: the same sum everywhere
+            add_elements(*elements.unpack(received, n, wire), mean, wire.error)
+            wire.check(rank)
+        part.values.copy_(wire.divide(mean, wire.world_size))
+
+
+def _n_blocks(n_elements: int) -> int:
+    return -(-n_elements >> _BLOCK_BITS)

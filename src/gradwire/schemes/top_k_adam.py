@@ -23,28 +23,28 @@ import torch
 
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
-from gradwire.core.feedback import Feedback, holds_nonzero
+from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
-from gradwire.exchange.patterns import Gather
-from gradwire.schemes.apart import Apart
-from gradwire.schemes.behind_adam import BehindAdam
-from gradwire.schemes.compressed import WithMomenta
-from gradwire.schemes.on_device import ApartOnDevice, StepsOnDevice
-from gradwire.schemes.selection import Names, Selection
-from gradwire.schemes.sparse_on_device import LargestOnDevice, ShortElements
-from gradwire.schemes.top_k import LargestInShort
+from gradwire.gpu.kernels import kernels_for
+from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.frozen_adam import Freezing
+from gradwire.schemes.plain_steps import PlainSteps
+from gradwire.schemes.selection import ByName, Names, Selection
+from gradwire.schemes.top_k import ShortElements, send_largest
+from gradwire.wire.wire import Wire
 
 
-class TopKAdam(BehindAdam, WithMomenta):
-    """See `BehindAdam` for what is not named here. Its own state is the ranks' momenta and what they did not send.
+class TopKAdam(Compressed):
+    """The largest updates of every rank. Its own state is the ranks' momenta and what they did not send.
 
     Args:
         share: of a bucket's elements that are sent, at least one; 4 bytes each.
+        freeze_step, correction: see `Freezing`.
+        exempt, only: see `ByName`.
     """
 
     name = "top-k-adam"
-    instead = "top-k"
+    needs_adam = True
 
     def __init__(
         self,
@@ -54,80 +54,80 @@ class TopKAdam(BehindAdam, WithMomenta):
         exempt: Names = (),
         only: Names = (),
     ) -> None:
+        self._freezing = Freezing(self.name, "top-k", freeze_step, correction)
+        plain = PlainSteps(self.name, "freeze_step")  # none by their number: a variance that is not frozen travels plainly
+        super().__init__(error_feedback=True, momenta=True, plain=plain, select=ByName(exempt, only))
         self.share = check_share("share", share)
-        super().__init__(LargestInShort(self.share), Gather(), freeze_step, correction, exempt, only)
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {**super().configuration, "share": self.share}
+        shared = {"error_feedback": self.error_feedback, **self._freezing.configuration, "share": self.share}
+        return {**shared, **self.select.configuration}
+
+    @property
+    def settling_steps(self) -> int:
+        """Steps that are reduced plainly, unless the optimizer has taken them before."""
+        return self._freezing.freeze_step
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a variance is frozen."""
+        return self._freezing.n_frozen > 0
+
+    def bind(self, session: Session) -> None:
+        """Raises: Unsupported (an optimizer that is no Adam, or with options it cannot do; no kernels on the device)."""
+        with self._freezing.binding(session):
+            super().bind(session)
+            kernels_for(session.wire.device)
+
+    def close(self) -> None:
+        super().close()
+        self._freezing.close()
 
     # ---- one bucket
 
-    def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        loss_scale = self.session.loss_scale()
-        is_new = [self._momenta.of(slot) is None for slot in chosen.slots]
-        momenta, new_momenta = self._momenta.pair(part)
-        for slot, span, new in zip(chosen.slots, chosen.compressed, is_new, strict=True):
-            shared, beta1 = self.adam.momentum(slot)
-            old, moved, update = map(span.in_fused, (momenta, new_momenta, part.buffer))
-            gradient = span.in_bucket(bucket.buffer)
-            if new:
-                old.copy_(shared)
-            if holds_nonzero(gradient):
-                moved.copy_(gradient).div_(loss_scale).lerp_(old, beta1)
-                torch.div(moved, self.adam.root(slot), out=update).mul_(loss_scale)
-            else:  # what this rank did not use waits
-                moved.copy_(old)
-                update.zero_()
-        self._momenta.stage_bucket(part, new_momenta)
-
-    def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
-            span.in_bucket(bucket.buffer).copy_(span.in_fused(part.buffer).mul_(self.adam.root(slot)))
-        self.adam.updates.update(part.parameters)
-
-    # ---- on a device
-
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        return _UpdatesOnDevice(self, session, site, self._momenta)
-
-
-class _UpdatesOnDevice(Apart, ApartOnDevice, LargestOnDevice):
-    """Its steps on a device: what is sent of a tensor is the largest of its updates, once its variance is frozen."""
-
-    def __init__(self, scheme: TopKAdam, session: Session, site: DeviceSite, momenta: Feedback) -> None:
-        super().__init__(session, site, scheme.share, scheme.error_feedback, ShortElements(session, site))
-        self._scheme, self._momenta = scheme, momenta
-        self._choose, self.apart = scheme._choose, self
-        self._kept.append(momenta)
-
-    def _enqueue(self, bucket: Bucket, *facts: object) -> None:
-        """What is frozen is asked on the lane, which may have to wait for the step before."""
-        self._compress_apart(bucket, self._choose(bucket))
-
-    def _compress(self, bucket: Bucket) -> None:
-        LargestOnDevice._enqueue(self, bucket)
+    def choose(self, bucket: Bucket) -> Selection:
+        return self._freezing.choose(bucket, self.select)
 
     def part_dtype(self, bucket: Bucket) -> torch.dtype:
-        return self._scheme.part_dtype(bucket)
-
-    def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        self._scheme.take(part, bucket, chosen)
+        return torch.float32
 
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
-        """As the scheme's: what this rank did not use waits, and the device alone knows what that is."""
-        loss_scale, adam = self._session.loss_scale(), self._scheme.adam
-        is_new = [self._momenta.of(slot) is None for slot in chosen.slots]
-        momenta, new_momenta = self._momenta.pair(part)
+        assert self.momenta is not None
+        loss_scale, adam = self.session.loss_scale(), self._freezing.adam
+        is_new = [self.momenta.of(slot) is None for slot in chosen.slots]
+        momenta, new_momenta = self.momenta.pair(part)
         for slot, span, new in zip(chosen.slots, chosen.compressed, is_new, strict=True):
             shared, beta1 = adam.momentum(slot)
             old, moved, update = map(span.in_fused, (momenta, new_momenta, part.buffer))
             gradient = span.in_bucket(bucket.buffer)
             if new:
                 old.copy_(shared)
-            is_used = gradient.any()
-            self._site.divide(moved.copy_(gradient), loss_scale).lerp_(old, beta1)
+            is_used = gradient.any()  # what this rank did not use waits
+            self.session.wire.divide(moved.copy_(gradient), loss_scale).lerp_(old, beta1)
             moved.copy_(torch.where(is_used, moved, old))
             torch.div(moved, adam.root(slot), out=update).mul_(loss_scale)
             update.copy_(torch.where(is_used, update, 0.0))
-        self._momenta.stage_bucket(part, new_momenta)
+        self.momenta.stage_bucket(part, new_momenta)
+
+    def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
+        for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
+            span.in_bucket(bucket.buffer).copy_(span.in_fused(part.buffer).mul_(self._freezing.adam.root(slot)))
+        self._freezing.adam.updates.update(part.parameters)
+
+    def step(self, part: Part, wire: Wire) -> None:
+        send_largest(part, wire, self.share, ShortElements())
+
+    # ---- between steps
+
+    def stats(self) -> dict[str, Any]:
+        """Tensors whose variance is frozen, and steps in which something was not finite."""
+        return {**super().stats(), "n_frozen": self._freezing.n_frozen}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._freezing.adam.state_by_name(self.session.slots)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        super().load_state_dict(state)
+        self._freezing.adam.load_by_name(state, self.session.slots)

@@ -25,6 +25,7 @@ from gradwire.core.session import Session
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
+from gradwire.wire.wire import HostWire
 
 
 class _Piece(NamedTuple):
@@ -120,7 +121,7 @@ class TwoLevel(Scheme):
         self._n_begun = self._n_gathered = self._bytes_in_node = 0
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_groups)
-            self.inner.bind(replace(session, communicator=self._between, slots=self._inner_slots))
+            self.inner.bind(replace(session, communicator=self._between, wire=HostWire(self._between), slots=self._inner_slots))
             undo.pop_all()
 
     # ---- one bucket

@@ -34,18 +34,14 @@ class DeviceGroup:
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace `values` by their sum over all ranks."""
-        self.start_sum(values)()
+        self.start_reduce(values)()
 
-    def start_sum(self, values: torch.Tensor) -> Callable[[], None]:
-        """As `sum`, beside what the current stream does until the result is called."""
-        wait: Callable[[], None] = self._group.allreduce([values]).wait  # which has the current stream wait
-        return wait
-
-    def largest(self, values: torch.Tensor) -> None:
-        """Replace every element of `values` by the largest of all ranks."""
+    def start_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Callable[[], None]:
+        """Replace `values` by their reduction over all ranks, beside what the current stream does until the result is called."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._group.allreduce([values], options).wait()
+        options.reduceOp = dist.ReduceOp(op)
+        wait: Callable[[], None] = self._group.allreduce([values], options).wait  # which has the current stream wait
+        return wait
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row i of every rank's `sent` (world, n) goes to rank i, into its `received` (world, n), by sender."""

@@ -1,17 +1,22 @@
-"""One bucket's end of the group: the one place that counts its bytes and times and lets its messages say what ranks share.
+"""One end of the group for a scheme: its collectives, counted and checked, over tensors that lie where the bucket lies.
 
-Three collectives, each with its own way to carry what ranks must agree on (scheme, options, layout, step) and whether a
-gradient was not finite: in a message's head, under a maximum, and as bits in a sum of floats. All ranks read the same
-numbers, so all come to the same verdict.
+`HostWire` works in host memory through Gloo and the native engine, `DeviceWire` (`device_wire.py`) on a device through NCCL
+and kernels. Both carry what ranks must agree on (scheme, options, layout, step) and follow one rule for what is not finite:
+if a message of any rank held Inf or NaN, all ranks get NaN for it, and the step counts for no state. In host memory that is
+known at once, on a device when the step is over: `begin_step`, `end_step` and `outcome` are for both.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import math
 import zlib
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,37 +31,270 @@ from gradwire.wire.preamble import Preamble, compare_preambles
 
 _HEAD_WORDS = 3  # int32: checksum of the facts, 1 if the gradient is not finite, CRC32C of the rest
 _FACT_BITS = 31
+CHECKSUM_ERROR = 3  # as an error word, by gpu/source/device.hpp
 _INFINITY = 0x7F80_0000  # float32: patterns from here on are not finite
 
+# A yes or no: a bool in host memory, a bool tensor of one element on a device, whose host does not know it yet.
+Flag = Any
 
-class Wire:
-    """One rank's end of the exchange of one bucket in one step; used on the lane.
+
+class Outcome(NamedTuple):
+    """A step that is over, the same on all ranks.
 
     Attributes:
-        facts: what ranks must share, for streams whose frames compare it.
-        checksum: 31 bits over the same, for collectives.
+        is_finite: no message held Inf or NaN.
+        error: the error word of messages that were not whole; 0 for none. In host memory they raise at once.
     """
 
-    def __init__(self, communicator: Communicator, preamble: Preamble, record: BucketRecord) -> None:
-        self.communicator, self.record = communicator, record
-        self.rank, self.world_size = communicator.rank, communicator.world_size
-        self.facts = Facts(preamble.configuration, preamble.layout, preamble.step & 0xFFFFFFFF, preamble.bucket)
-        self.checksum = zlib.crc32(repr(tuple(self.facts)).encode()) & 0x7FFFFFFF
-        self._preamble = preamble
+    is_finite: bool
+    error: int = 0
 
+
+AnyWire = TypeVar("AnyWire", bound="Wire")
+
+
+class Wire(ABC):
+    """One rank's end of the group; `for_bucket` gives the end of one bucket in one step. Used on the lane.
+
+    Attributes:
+        device: where the tensors lie.
+        record: where bytes and times of the bucket are noted.
+        facts: what ranks must share, for streams whose frames compare it.
+    """
+
+    device: torch.device
+    record: BucketRecord
+    facts: Facts
+    _preamble: Preamble
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.rank, self.world_size = communicator.rank, communicator.world_size
+
+    def for_bucket(self: AnyWire, preamble: Preamble, record: BucketRecord) -> AnyWire:
+        """The end of one bucket in one step; it shares the memory and the outcome of the step with all others."""
+        end = copy.copy(self)
+        end.record, end._preamble = record, preamble
+        end.facts = Facts(preamble.configuration, preamble.layout, preamble.step & 0xFFFFFFFF, preamble.bucket)
+        return end
+
+    @property
+    def on_device(self) -> bool:
+        """Whether tensors lie on a device, where work is enqueued and the host waits for nothing."""
+        return self.device.type != "cpu"
+
+    @property
+    def checksum(self) -> int:
+        """31 bits over the facts, for collectives."""
+        return zlib.crc32(repr(tuple(self.facts)).encode()) & 0x7FFFFFFF
+
+    # ---- a step
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget what was noted of another step."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """All messages of the step are sent."""
+
+    @abstractmethod
+    def outcome(self) -> Outcome | None:
+        """The outcome of the step that ended last, once; None: none has ended since. On a device, waits for its end."""
+
+    @abstractmethod
+    def at_work(self) -> AbstractContextManager[None]:
+        """`with wire.at_work():` enqueues what is inside on the stream that all of it runs on."""
+
+    # ---- values
+
+    @abstractmethod
     def timing(self, kind: str) -> AbstractContextManager[None]:
         """`with wire.timing("encode"):` counts the time inside."""
+
+    @abstractmethod
+    def scratch(self, name: str, n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(n_elements,) of work space that lives until the next call with this name."""
+
+    @abstractmethod
+    def place(self, values: Tensor) -> Tensor:
+        """The host's `values` where the bucket lies."""
+
+    @abstractmethod
+    def divide(self, values: Tensor, divisor: float) -> Tensor:
+        """Divide `values` in place, rounding once."""
+
+    @abstractmethod
+    def all_finite(self, values: Tensor) -> Flag:
+        """Whether all `values` are finite: one pass without a copy."""
+
+    @abstractmethod
+    def used(self, gradient: Tensor, spans: Sequence[tuple[int, int]]) -> list[bool]:
+        """For each span, whether this rank has a gradient of it. On a device, which would have to be asked, all count."""
+
+    # ---- what is not finite
+
+    @abstractmethod
+    def note(self, is_finite: Flag) -> None:
+        """The step counts only if this is so; it must be the same on all ranks."""
+
+    @abstractmethod
+    def note_message(self, is_finite: Flag) -> None:
+        """As `note`; if not, the bucket becomes NaN when it is concluded."""
+
+    @abstractmethod
+    def conclude(self, values: Tensor) -> None:
+        """Have `values`, the bucket's mean, be NaN altogether if a message was not finite."""
+
+    # ---- what is not whole
+
+    @property
+    @abstractmethod
+    def error(self) -> Tensor:
+        """(1,) int32: the error word of this bucket's messages, for codecs that read them."""
+
+    def note_error(self, is_wrong: Tensor, error: int = CHECKSUM_ERROR) -> None:
+        """A message of this bucket is not what its rank sent, if so: () or (1,) bool."""
+        torch.maximum(self.error, is_wrong.to(torch.int32).mul_(error).view(1), out=self.error)
+
+    @abstractmethod
+    def check(self, rank: int) -> None:
+        """The message of `rank` has been read. Raises: CorruptMessage (it was not whole); on a device a step later."""
+
+    # ---- collectives
+
+    @abstractmethod
+    def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
+        """Reduce `values` over all ranks, in place. Nothing is checked: what travels with it must tell."""
+
+    def mean(self, values: Tensor, wire_dtype: torch.dtype | None = None) -> None:
+        """The mean over all ranks as DDP takes it, in place and in the dtype of `values`; what is not finite travels.
+
+        `wire_dtype`: what wider values are rounded to for the sum.
+        """
+        # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
+        values.mul_(1.0 / self.world_size)
+        if wire_dtype is None or wire_dtype.itemsize >= values.element_size():
+            self.sum(values)
+        else:
+            values.copy_(self.sum(self.scratch("rounded", values.numel(), wire_dtype).copy_(values)))
+
+    @abstractmethod
+    def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
+        """Every rank's `payload` (n,) int32: (world, n), by rank. `is_finite`: of what this rank's was made of.
+
+        Raises: RankMismatch (scheme, options, model or step), CorruptMessage (a payload is not what its rank sent); on a
+            device either is noticed a step later.
+        """
+
+    @abstractmethod
+    def sum_floats(self, values: Tensor, is_finite: Flag) -> Tensor:
+        """(n,) the sum of all ranks' `values` (n,) float32. `is_finite`: of what these were made of. Raises: RankMismatch."""
+
+    @abstractmethod
+    def largest(
+        self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
+    ) -> tuple[list[bool], Tensor]:
+        """Which flags any rank has set, and the largest of every scale over the ranks.
+
+        Args:
+            write_scales: fills (n_scales,) float32, not negative; not finite if this rank's gradient is not.
+        Raises: RankMismatch.
+        """
+
+    def name_mismatch(self) -> NoReturn:
+        """The full exchange, which every rank comes to. Raises: RankMismatch."""
+        compare_preambles(self.communicator, self._preamble, self.record)
+        raise RankMismatch(
+            f"ranks sent different checksums for bucket {self.facts.bucket} of step {self.facts.step}, but agree on "
+            "scheme, options, model and step: a message was altered on its way; restart from the last checkpoint"
+        )
+
+    def _ring_bytes(self, values: Tensor) -> int:
+        return ring_bytes(values.numel() * values.element_size(), self.world_size)
+
+
+class HostWire(Wire):
+    """Collectives in host memory: Gloo here, the native engine in `gradwire.exchange`."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator)
+        self._step = _HostStep()
+        self._is_bucket_finite = True
+        self._error: Tensor | None = None
+
+    def begin_step(self) -> None:
+        self._step.is_over, self._step.is_finite = False, True
+
+    def end_step(self) -> None:
+        self._step.is_over = True
+
+    def outcome(self) -> Outcome | None:
+        if not self._step.is_over:
+            return None
+        self._step.is_over = False
+        return Outcome(self._step.is_finite)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        yield
+
+    # ---- values
+
+    def timing(self, kind: str) -> AbstractContextManager[None]:
         return self.record.timing(kind)
 
     def scratch(self, name: str, n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(n_elements,) of work space that lives until the next call with this name."""
         return self.communicator.scratch(name, n_elements * dtype.itemsize).view(dtype)
 
-    def gather(self, payload: Tensor, is_finite: bool) -> Tensor | None:
-        """Every rank's `payload` (n,) int32: (world, n), by rank; None, on all ranks, if one's gradient is not finite.
+    def place(self, values: Tensor) -> Tensor:
+        return values
 
-        Raises: RankMismatch (scheme, options, model or step), CorruptMessage (a payload is not what its rank sent).
-        """
+    def divide(self, values: Tensor, divisor: float) -> Tensor:
+        return values.div_(divisor)
+
+    def all_finite(self, values: Tensor) -> bool:
+        # The largest magnitude is NaN or Inf if anything is; of no values there is none.
+        return not values.numel() or math.isfinite(float(torch.linalg.vector_norm(values, float("inf"))))
+
+    def used(self, gradient: Tensor, spans: Sequence[tuple[int, int]]) -> list[bool]:
+        return [holds_nonzero(gradient[start:end]) for start, end in spans]
+
+    def note(self, is_finite: Flag) -> None:
+        self._step.is_finite &= bool(is_finite)
+
+    def note_message(self, is_finite: Flag) -> None:
+        self.note(is_finite)
+        self._is_bucket_finite &= bool(is_finite)
+
+    def conclude(self, values: Tensor) -> None:
+        if not self._is_bucket_finite:
+            values.fill_(math.nan)
+
+    @property
+    def error(self) -> Tensor:
+        if self._error is None:
+            self._error = torch.zeros(1, dtype=torch.int32)
+        return self._error
+
+    def check(self, rank: int) -> None:
+        if self._error is not None and bool(self._error):
+            raise CorruptMessage(
+                f"rank {rank} sent a message for bucket {self.facts.bucket} of step {self.facts.step} that cannot be read, "
+                "such as an index outside of the bucket; restart from the last checkpoint"
+            )
+
+    # ---- collectives
+
+    def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
+        with self.timing("communicate"):
+            self.communicator.all_reduce(values, op)
+        self.record.count_exchanged(self._ring_bytes(values))
+        return values
+
+    def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
         message = torch.empty(_HEAD_WORDS + payload.numel(), dtype=torch.int32)
         message[_HEAD_WORDS:] = payload
         crc = _crc_of(message[_HEAD_WORDS:])
@@ -72,20 +310,27 @@ class Wire:
                     f"the message of rank {rank} for bucket {self.facts.bucket} of step {self.facts.step} was altered on "
                     "its way (checksum); restart from the last checkpoint"
                 )
-        return None if bool(messages[:, 1].any()) else messages[:, _HEAD_WORDS:]
+        self.note_message(not bool(messages[:, 1].any()))
+        return messages[:, _HEAD_WORDS:]
+
+    def sum_floats(self, values: Tensor, is_finite: Flag) -> Tensor:
+        # Bits of the facts in a sum of floats: all ranks have one alike where it comes to 0 or to their number.
+        checksum = self.checksum
+        head = [float(not is_finite), *(float(checksum >> bit & 1) for bit in range(_FACT_BITS))]
+        message = torch.cat([torch.tensor(head, dtype=torch.float32), values])
+        self.sum(message)
+        facts = message[1 : len(head)]
+        if not bool(((facts == 0) | (facts == self.world_size)).all()):
+            self.name_mismatch()
+        self.note_message(message[0] == 0 and bool(message.isfinite().all()))
+        return message[len(head) :]
 
     def largest(
-        self, flags: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
-    ) -> tuple[list[bool], Tensor] | None:
-        """Which flags any rank has set, and the largest of every scale over the ranks; None if one is not finite.
-
-        Floats that are not negative are ordered as their bits are, so one maximum of integers carries everything.
-
-        Args:
-            write_scales: fills (n_scales,) float32, not negative; not finite if this rank's gradient is not.
-        Raises: RankMismatch.
-        """
-        head = array("i", [self.checksum, -self.checksum, *flags])  # the two maxima cancel if all are alike
+        self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
+    ) -> tuple[list[bool], Tensor]:
+        # Floats that are not negative are ordered as their bits are, so one maximum of integers carries everything.
+        checksum = self.checksum
+        head = array("i", [checksum, -checksum, *is_used])  # the two maxima cancel if all are alike
         words = self.scratch("agreement", len(head) + n_scales, torch.int32)
         words[: len(head)].copy_(torch.frombuffer(head, dtype=torch.int32))
         scales = words[len(head) :].view(torch.float32)
@@ -94,42 +339,24 @@ class Wire:
         self.sum(words, ReduceOp.MAX)
         if int(words[0]) != -int(words[1]):
             self.name_mismatch()
-        if int(words[len(head) :].max()) >= _INFINITY:
-            return None
+        self.note(not n_scales or int(words[len(head) :].max()) < _INFINITY)
         return [flag != 0 for flag in words[2 : len(head)].tolist()], scales
 
-    def sum_floats(self, values: Tensor, is_finite: bool) -> Tensor | None:
-        """(n,) the sum of all ranks' `values` (n,) float32; None if a rank's gradient, or the sum, is not finite.
 
-        Raises: RankMismatch.
-        """
-        head = [float(not is_finite), *(float(self.checksum >> bit & 1) for bit in range(_FACT_BITS))]
-        message = torch.cat([torch.tensor(head), values])
-        self.sum(message)
-        facts = message[1 : len(head)]
-        if not bool(((facts == 0) | (facts == self.world_size)).all()):
-            self.name_mismatch()
-        return message[len(head) :] if message[0] == 0 and bool(message.isfinite().all()) else None
+class _HostStep:
+    """What the ends of all buckets of a step note together."""
 
-    def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
-        """Reduce `values` over all ranks, in place. Nothing is checked: what travels with it must tell."""
-        with self.timing("communicate"):
-            self.communicator.all_reduce(values, op)
-        self.record.count_exchanged(ring_bytes(values.numel() * values.element_size(), self.world_size))
-        return values
+    is_over = False
+    is_finite = True
 
-    def mean_plainly(self, values: Tensor) -> None:
-        """The mean over all ranks as DDP takes it, in place and in the dtype of `values`."""
-        # DDP multiplies by 1/N before it sums, which keeps float16 sums in range; the same product gives its bits.
-        self.sum(values.mul_(1.0 / self.world_size))
 
-    def name_mismatch(self) -> NoReturn:
-        """The full exchange, which every rank comes to. Raises: RankMismatch."""
-        compare_preambles(self.communicator, self._preamble, self.record)
-        raise RankMismatch(
-            f"ranks sent different checksums for bucket {self.facts.bucket} of step {self.facts.step}, but agree on "
-            "scheme, options, model and step: a message was altered on its way; restart from the last checkpoint"
-        )
+def holds_nonzero(gradient: Tensor) -> bool:
+    """Whether a parameter with this gradient was used."""
+    # A used parameter shows at its first values, and spares the sweep. The norm allocates nothing, as any() would.
+    flat = gradient.view(-1)
+    return any(
+        part.numel() > 0 and float(torch.linalg.vector_norm(part, float("inf"))) != 0 for part in (flat[:64], flat)
+    )
 
 
 def _crc_of(payload: Tensor) -> int:

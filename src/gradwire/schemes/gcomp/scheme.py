@@ -16,20 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
+from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.exchange.device_messages import GCompMessages
-from gradwire.exchange.engine import Importance
 from gradwire.exchange.parts import CHUNK_ELEMENTS
+from gradwire.exchange.ring import Importance, Ring
+from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.gcomp.table import TableRefresh
 from gradwire.schemes.gcomp.watch import OptimizerWatch
-from gradwire.schemes.on_device import CodecOnDevice, Placing, StepsOnDevice
-from gradwire.schemes.through_codec import ThroughCodec
+from gradwire.wire.wire import Wire
 
 
-class GComp(Placing, ThroughCodec):
+class GComp(Compressed):
     """GComp with all its parts.
 
     Bits that the optimizer's addition would drop anyway are rounded away; the rest arrives as it was. All ranks get the
@@ -68,13 +67,17 @@ class GComp(Placing, ThroughCodec):
         codec = GCompCodec(importance, bits, rounding=rounding, format=format)
         options = {"importance": importance, "bits": bits, "refresh_every": refresh_every, "rounding": rounding}
         options["format"] = format
-        super().__init__(codec, topology, chunk_elements, **options)
-        self._codec = codec
+        super().__init__()
+        self.codec, self._ring, self._options = codec, Ring(codec, topology, chunk_elements), options
         self._importance, self._format = importance, format
         self._refresh_every = refresh_every
         self._tables = TableRefresh(codec, refresh_every)
         self._metric: QuantisationMetric | None = None
         self._watch: OptimizerWatch | None = None
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {**self._ring.configuration, **self._options}
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no optimizer), Unsupported (an optimizer that the paper's table does not hold)."""
@@ -87,14 +90,9 @@ class GComp(Placing, ThroughCodec):
             self._metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
             self._watch = OptimizerWatch(session.optimizer)
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
-        self._tables = TableRefresh(self._codec, self._refresh_every, session.site)
+        self._tables = TableRefresh(self.codec, self._refresh_every, session.wire)
         super().bind(session)
-
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        messages = GCompMessages(site, self._codec)
-        return _OnDevice(
-            session, site, messages, self.topology, self.chunk_elements, self._tables, self._metric, self._watch
-        )
+        self._ring.bind(session.wire)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
@@ -107,24 +105,24 @@ class GComp(Placing, ThroughCodec):
             self._watch.before_reduction(bucket.parameters)
         return super().reduce(bucket)
 
-    def _reduce_on_lane(self, bucket: Bucket) -> None:
-        if self.session.communicator.world_size == 1:
-            return
-        self._tables.begin_bucket(bucket.step, self.session.communicator, bucket.record)
-        codec = self._tables.counting_codec if self._tables.counts_in(bucket.step) else self._codec
+    def step(self, part: Part, wire: Wire) -> None:
+        """Send what matters of each value round the ring. On a device the lane waits, for lengths and for a new table."""
+        bucket = part.bucket
+        self._tables.begin_bucket(bucket.step, wire.communicator, wire.record)
         # A rank that ran out of input (ddp.join) makes no steps: what it would derive is not what the others do.
-        self._codec.format = 1 if self._importance == "paper" and self._is_joining() else self._format
-        loss_scale = self.session.loss_scale()
-        self._reduce_with(codec, bucket, self._importance_of(bucket, loss_scale))
+        self.codec.format = 1 if self._importance == "paper" and self._is_joining() else self._format
+        importance = self._importance_of(part, wire)
+        self._ring.mean(bucket, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
         if self._watch is not None:
-            self._watch.after_reduction(bucket, loss_scale)
+            self._watch.after_reduction(bucket, part.loss_scale)
 
     def _is_joining(self) -> bool:
         module = self.session.module
         return isinstance(module, DistributedDataParallel) and module._join_config.enable
 
-    def _importance_of(self, bucket: Bucket, loss_scale: float) -> Importance | None:
-        """What says how large each value of the bucket may be before its low bits matter; None if all are alike."""
+    def _importance_of(self, part: Part, wire: Wire) -> Importance | Tensor | None:
+        """The importance of each value of the bucket; None if all are alike."""
+        bucket, loss_scale, dtype = part.bucket, part.loss_scale, part.values.dtype
         if self._metric is None:
             return None
         if not bucket.slots:
@@ -132,9 +130,14 @@ class GComp(Placing, ThroughCodec):
                 'importance="paper" needs the parameters behind a gradient, and this bucket has none; '
                 'use importance="uniform" or "none" for plain tensors'
             )
-        loss_scale = _scale_in_exchange(bucket, loss_scale, self.session.communicator.world_size)
-        with bucket.record.timing("importance"):
-            return self._metric.of_bucket(bucket.slots, bucket.offsets, loss_scale, bucket.buffer.dtype, bucket.staged)
+        if dtype == torch.float16:  # the exchange divides it by the number of ranks first
+            loss_scale /= wire.world_size
+        with wire.record.timing("importance"):
+            if not wire.on_device:
+                return self._metric.of_bucket(bucket.slots, bucket.offsets, loss_scale, dtype, bucket.staged)
+            out = wire.scratch("importance", bucket.n_elements, torch.uint8)
+            self._metric.write_on_device(bucket.slots, bucket.offsets, out, loss_scale, dtype)
+            return out
 
     def end_step(self, step: int) -> None:
         super().end_step(step)
@@ -155,43 +158,3 @@ class GComp(Placing, ThroughCodec):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._tables.load_state_dict(state)
-
-
-class _OnDevice(CodecOnDevice):
-    """Steps on a device. The lane waits there, for lengths of messages and for a new table; the training thread does not."""
-
-    def __init__(
-        self,
-        session: Session,
-        site: DeviceSite,
-        messages: GCompMessages,
-        topology: str,
-        chunk_elements: int,
-        tables: TableRefresh,
-        metric: QuantisationMetric | None,
-        watch: OptimizerWatch | None,
-    ) -> None:
-        super().__init__(session, site, messages, topology, chunk_elements)
-        self._weighed, self._tables, self._metric, self._watch = messages, tables, metric, watch
-
-    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
-        self._tables.begin_bucket(bucket.step, self._session.communicator, bucket.record)
-        loss_scale = self._session.loss_scale()
-        self._weighed.weigh(self._importance_of(bucket, loss_scale), self._tables.counts_on_device(bucket.step))
-        super()._enqueue(bucket)
-        if self._watch is not None:
-            self._watch.after_reduction(bucket, loss_scale)
-
-    def _importance_of(self, bucket: Bucket, loss_scale: float) -> Tensor | None:
-        if self._metric is None:
-            return None
-        loss_scale = _scale_in_exchange(bucket, loss_scale, self._session.communicator.world_size)
-        out = self._site.scratch("importance", bucket.n_elements, torch.uint8)
-        with bucket.record.timing("importance"):
-            self._metric.write_on_device(bucket.slots, bucket.offsets, out, loss_scale, bucket.buffer.dtype)
-        return out
-
-
-def _scale_in_exchange(bucket: Bucket, loss_scale: float, n_ranks: int) -> float:
-    """What the exchange's values are multiplied by: it divides float16 by the number of ranks first."""
-    return loss_scale / n_ranks if bucket.buffer.dtype == torch.float16 else loss_scale

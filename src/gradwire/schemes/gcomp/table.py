@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from gradwire import _native
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.core.checkpoint import not_the_state
-from gradwire.core.site import DeviceSite, Reading
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.device_wire import DeviceWire, Reading
+from gradwire.wire.wire import Wire
 
 # Steps from counting to switching: the sum overlaps with the whole step between them.
 _SWITCH_AFTER = 2
@@ -37,10 +37,10 @@ class TableRefresh:
     """The life of one codec's tables. Used on the lane only, but for `stats`.
 
     Args:
-        site: where exponents are counted, if not here.
+        wire: exponents are counted where its tensors lie.
     """
 
-    def __init__(self, codec: GCompCodec, refresh_every: int | None, site: DeviceSite | None = None) -> None:
+    def __init__(self, codec: GCompCodec, refresh_every: int | None, wire: Wire | None = None) -> None:
         self._by_need = refresh_every is None
         refresh_every = _LOOK_EVERY if refresh_every is None else refresh_every
         if refresh_every < 0 or 0 < refresh_every <= _SWITCH_AFTER:
@@ -51,8 +51,7 @@ class TableRefresh:
         self._codec = codec
         self._every = refresh_every
         self._counts = torch.zeros(_NARROW.stop, dtype=torch.int64)
-        self.counting_codec = _CountingCodec(codec, self._counts)
-        self._on_device = None if site is None else _DeviceCounts(site)
+        self._on_device = _DeviceCounts(wire) if isinstance(wire, DeviceWire) else None
         self._sum: torch.futures.Future | None = None
         self._switch_step: int | None = None
         self._n_refreshes = 0
@@ -91,9 +90,13 @@ class TableRefresh:
                 self._sum = communicator.start_all_reduce(self._counts)
             self._switch_step = step + _SWITCH_AFTER
 
-    def counts_on_device(self, step: int) -> torch.Tensor | None:
-        """(256,) int64 for the exponents of what is sent in `step`; None: they are not counted."""
-        return None if self._on_device is None or not self.counts_in(step) else self._on_device.counts
+    def counts_for(self, step: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """(256,) or (32,) int64 for the exponents of what is sent of `dtype` in `step`; None: they are not counted."""
+        if not self.counts_in(step):
+            return None
+        if self._on_device is not None:
+            return self._on_device.counts
+        return self._counts[_WIDE if self._codec.exponent_bits(dtype) == 8 else _NARROW]
 
     def _finish_sum(self, communicator: Communicator) -> None:
         if self._on_device is not None:
@@ -156,16 +159,16 @@ def excess_of(table: HuffmanTable, histogram: torch.Tensor) -> float:
 class _DeviceCounts:
     """Exponents that kernels have counted, until those of all ranks are on the host."""
 
-    def __init__(self, site: DeviceSite) -> None:
-        self._site = site
-        with site.stream:
-            self.counts = torch.zeros(_WIDE.stop, dtype=torch.int64, device=site.device)
+    def __init__(self, wire: DeviceWire) -> None:
+        self._wire = wire
+        with wire.stream:
+            self.counts = torch.zeros(_WIDE.stop, dtype=torch.int64, device=wire.device)
         self._on_host = torch.empty(_WIDE.stop, dtype=torch.int64, pin_memory=True)
         self._sum: Reading | None = None
 
     def start_sum(self) -> None:
-        with self._site.stream:
-            self._site.group.sum(self.counts)
+        with self._wire.stream:
+            self._wire.group.sum(self.counts)
             self._sum = Reading(self.counts, self._on_host)
             self.counts.zero_()
 
@@ -173,25 +176,3 @@ class _DeviceCounts:
         if self._sum is not None:
             out.copy_(self._sum.wait())
             self._sum = None
-
-
-class _CountingCodec:
-    """The codec, which also counts the exponents of what it encodes."""
-
-    def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
-        self.name = codec.name
-        self.max_encoded_bytes = codec.max_encoded_bytes
-        self.decode = codec.decode
-        self._codec = codec
-        self._counts = counts
-
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
-        self._codec.histogram(gradient, self._counts_of(gradient.dtype))
-        return self._codec.encode(gradient, out, importance)
-
-    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
-        """As `GCompCodec.exchange_codec`."""
-        return self._codec.exchange_codec(dtype, importance, self._counts_of(dtype))
-
-    def _counts_of(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._counts[_WIDE if self._codec.exponent_bits(dtype) == 8 else _NARROW]

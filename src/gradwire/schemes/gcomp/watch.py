@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gradwire.core.bucket import Bucket
-from gradwire.core.site import Reading
 from gradwire.core.slot import local_of
 from gradwire.errors import Unsupported
+from gradwire.wire.device_wire import Reading
 
 _ADVICE = 'importance="uniform" (a fixed number of bits) and importance="none" (lossless) do not read the optimizer'
 # Once may be a checkpoint that was loaded: parameters then change without a step.

@@ -1,0 +1,94 @@
+"""The first steps of a training, which some schemes reduce plainly, and what else they choose beside Adam.
+
+Adam divides by the root of a running mean of squares. What a coarse scheme does to its first steps stays in there for
+hundreds. So schemes that lose much there begin plainly beside an optimizer of Adam's family, and serve fewer values by a
+scale, unless their user chooses: measured in docs/results/lossy.md. Beside others all is as published.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from gradwire.core.session import Session
+from gradwire.errors import InvalidArgument
+from gradwire.schemes.auto.fidelity import family_of_optimizer
+
+if TYPE_CHECKING:
+    from gradwire.schemes.base import Scheme
+
+_log = logging.getLogger(__name__)
+
+# By scheme and option: its value as published, and beside Adam and its kin, where the user leaves it out.
+BESIDE_ADAM: dict[str, dict[str, tuple[Any, Any]]] = {
+    "acp-sgd": {"start_step": (0, 100)},
+    "one-bit": {"warmup_steps": (0, 50), "scale_values": ("message", 64)},
+    "random-k": {"warmup_steps": (0, 50)},
+    "top-k": {"warmup_steps": (0, 50)},
+    "two-bit": {"warmup_steps": (0, 50), "scale_values": ("message", 64), "levels": (3, 4)},
+}
+
+
+class PlainSteps:
+    """How many of a training's first steps are reduced plainly.
+
+    Args:
+        scheme: its registry name.
+        option: the option that says how many.
+        asked: its value; None: the optimizer chooses.
+    Raises: InvalidArgument (no count).
+
+    Attributes:
+        n: how many; if the optimizer chooses, once bound.
+        last: the step that was begun last; -1 before the first.
+    """
+
+    def __init__(self, scheme: str, option: str = "warmup_steps", asked: int | None = 0) -> None:
+        self._scheme, self.option = scheme, option
+        self._asked = None if asked is None else check_steps(option, asked)
+        self.n, self.last = self._asked or 0, -1
+
+    def bind(self, session: Session) -> None:
+        """Choose by the optimizer what was left out; before ranks compare the configuration."""
+        self.last = -1
+        self.n = self._asked or 0
+        if self._asked is None and is_beside_adam(session):
+            self.n = BESIDE_ADAM.get(self._scheme, {}).get(self.option, (0, 0))[1]
+
+    def tell(self, scheme: Scheme, session: Session, chosen: dict[str, Any]) -> None:
+        """Log how many there are; and on rank 0 all that was `chosen` beside Adam, by option, if the count was."""
+        if scheme.settling_steps:
+            _log.info("gradwire %s: steps before %d are reduced plainly", self._scheme, scheme.settling_steps)
+        if self.n and self._asked is None and session.communicator.rank == 0:
+            published = {option: BESIDE_ADAM[self._scheme][option][0] for option in chosen}
+            _log.warning(
+                "gradwire %s beside %s: %s (as published: %s). Its loss stays above plain's even so (docs/results/lossy.md): "
+                'one-bit-adam is nearer, and scheme="auto" with fidelity="close" keeps the loss',
+                self._scheme, type(session.optimizer).__name__, _as_text(chosen), _as_text(published),
+            )  # fmt: skip
+
+    def tell_unused(self, scheme: Scheme) -> None:
+        """Log, when a training ends, that it was over before anything was compressed."""
+        if 0 <= self.last < scheme.settling_steps and not scheme.is_settled:
+            _log.warning(
+                "gradwire %s: nothing was compressed: the last step was %d, and those before %d are plain; lower %s",
+                self._scheme, self.last, scheme.settling_steps, self.option,
+            )  # fmt: skip
+
+
+def is_beside_adam(session: Session) -> bool:
+    """Whether the optimizer, where the session has one, divides by a moment of the gradient."""
+    return session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
+
+
+def check_steps(name: str, steps: Any) -> int:
+    """A count of steps, from 0. Raises: InvalidArgument."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise InvalidArgument(f"{name} must be a count, got {steps!r}")
+    return steps
+
+
+def _as_text(options: dict[str, Any]) -> str:
+    return ", ".join(
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items()
+    )

@@ -1,0 +1,195 @@
+"""The schemes `one-bit`, `two-bit` and `qsgd`: a few bits of every value, through the owners of its parts.
+
+With one rank the mean is the gradient, and nothing is changed. Beside an optimizer of Adam's family `one-bit` and `two-bit`
+begin with plain steps, and a scale serves few values: values far below their message's scale would drown in its noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.codecs.one_bit import OneBit
+from gradwire.codecs.qsgd import Qsgd
+from gradwire.codecs.two_bit import TwoBit
+from gradwire.core.feedback import Part
+from gradwire.core.session import Session
+from gradwire.errors import InvalidArgument
+from gradwire.exchange.owners import Owners
+from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
+from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.plain_steps import BESIDE_ADAM, PlainSteps, is_beside_adam
+from gradwire.schemes.selection import ByName, Names
+from gradwire.wire.wire import Wire
+
+
+class OneBitScheme(Compressed):
+    """The sign of every value and a scale, with error feedback (Seide et al., Interspeech 2014).
+
+    Args:
+        scale, threshold: see `gradwire.codecs.one_bit.OneBit`.
+        error_feedback: add what messages left out to the next gradient.
+        pull, chunk_elements: see `Owners`.
+        warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
+        scale_values: values to a scale, or "message" for one scale a message. None: 64 beside Adam and its kin, else
+            "message".
+        exempt, only: see `ByName`.
+
+    When not to use this: where the network is not the bottleneck, with few steps (what one bit leaves out arrives late), or
+    under Adam where its loss has to be plain's: `one-bit-adam` is nearer.
+    """
+
+    name = "one-bit"
+
+    def __init__(
+        self,
+        scale: str = "mean",
+        threshold: float | None = None,
+        error_feedback: bool = True,
+        pull: str = "compressed",
+        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
+        warmup_steps: int | None = None,
+        scale_values: int | str | None = None,
+        exempt: Names = (),
+        only: Names = (),
+    ) -> None:
+        plain = PlainSteps(self.name, asked=warmup_steps)
+        super().__init__(error_feedback=error_feedback, plain=plain, select=ByName(exempt, only))
+        self._owners = Owners(pull, chunk_elements)
+        self._asked = scale, threshold, scale_values
+        self.codec = self._make_codec(None)
+
+    def _make_codec(self, session: Session | None) -> OneBit:
+        scale, threshold, asked = self._asked
+        return OneBit(scale, threshold, scale_values_for(self.name, asked, session if scale != "fixed" else None))
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        codec = {"scale": self.codec.scale, "threshold": self.codec.threshold, **_scales_of(self.codec)}
+        return {"error_feedback": self.error_feedback, **self._owners.configuration, **self.frame_configuration, **codec}
+
+    def bind(self, session: Session) -> None:
+        self.codec = self._make_codec(session)
+        super().bind(session)
+        self._owners.bind(self.codec, session.wire)
+
+    def _chosen_beside_adam(self) -> dict[str, Any]:
+        return {**super()._chosen_beside_adam(), "scale_values": self.codec.scale_values or "message"}
+
+    def step(self, part: Part, wire: Wire) -> None:
+        self._owners.mean(part, wire)
+
+
+class TwoBitScheme(Compressed):
+    """+t, 0 or -t for every value, with error feedback: the 2-bit quantiser that SlimGC improves.
+
+    Beside Adam, where scales are by group, four levels instead of three: docs/results/lossy.md.
+
+    Args:
+        threshold, relative: see `gradwire.codecs.two_bit.TwoBit`.
+        levels: 3, or 4 (with `scale_values` only, and without a threshold). None: 4 where `scale_values` is left out and
+            becomes a number beside Adam, else 3.
+        The others: see `OneBitScheme`.
+
+    When not to use this: where the network is not the bottleneck; with an absolute threshold that has not been fitted to the
+    gradient's scale, which sends nothing for many steps or noise in all of them.
+    """
+
+    name = "two-bit"
+    options_of = ByName
+
+    def __init__(
+        self,
+        threshold: float | None = None,
+        relative: bool = True,
+        error_feedback: bool = True,
+        pull: str = "compressed",
+        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
+        warmup_steps: int | None = None,
+        scale_values: int | str | None = None,
+        levels: int | None = None,
+        **names: Names,
+    ) -> None:
+        if levels not in (None, 3, 4):
+            raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
+        if levels == 4 and not isinstance(scale_values, int):
+            raise InvalidArgument("levels=4 is for scales by group: give scale_values=64 too")
+        plain = PlainSteps(self.name, asked=warmup_steps)
+        super().__init__(error_feedback=error_feedback, plain=plain, select=ByName(**names))
+        self._owners = Owners(pull, chunk_elements)
+        self._levels_in_groups = levels or (4 if scale_values is None and threshold is None else 3)
+        self._asked = threshold, relative, scale_values
+        self.codec = self._make_codec(None)
+
+    def _make_codec(self, session: Session | None) -> TwoBit:
+        threshold, relative, asked = self._asked
+        values = scale_values_for(self.name, asked, session if relative else None)
+        return TwoBit(threshold, relative, values, 3 if values is None else self._levels_in_groups)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        threshold, relative, _ = self._asked
+        codec = {"threshold": TwoBit(threshold, relative).threshold, "relative": bool(relative), **_scales_of(self.codec)}
+        codec |= {"levels": 4} if self.codec.levels == 4 else {}
+        return {"error_feedback": self.error_feedback, **self._owners.configuration, **self.frame_configuration, **codec}
+
+    def bind(self, session: Session) -> None:
+        self.codec = self._make_codec(session)
+        super().bind(session)
+        self._owners.bind(self.codec, session.wire)
+
+    def _chosen_beside_adam(self) -> dict[str, Any]:
+        return {**super()._chosen_beside_adam(), "scale_values": self.codec.scale_values or "message"}
+
+    def step(self, part: Part, wire: Wire) -> None:
+        self._owners.mean(part, wire)
+
+
+class QsgdScheme(Compressed):
+    """Values rounded by chance to a few levels of their block's norm (Alistarh et al., NeurIPS 2017).
+
+    Right on average, so without error feedback, as published: its errors may be larger than the gradient, and fed back they
+    would grow. Sums are rounded a second time on their way back.
+
+    Args:
+        levels, block, seed: see `gradwire.codecs.qsgd.Qsgd`.
+        pull, chunk_elements: see `Owners`.
+
+    When not to use this: at 4 bits where one-bit or two-bit with error feedback converges, which send less; with few levels
+    and large blocks, whose variance is that of the norm.
+    """
+
+    name = "qsgd"
+
+    def __init__(
+        self,
+        levels: int = 7,
+        block: int = 512,
+        seed: int = 0,
+        pull: str = "compressed",
+        chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
+    ) -> None:
+        super().__init__()
+        self.codec, self._owners = Qsgd(levels, block, seed), Owners(pull, chunk_elements)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        codec = {"levels": self.codec.levels, "block": self.codec.block, "seed": self.codec.seed}
+        return {"error_feedback": self.error_feedback, **self._owners.configuration, **codec}
+
+    def bind(self, session: Session) -> None:
+        super().bind(session)
+        self._owners.bind(self.codec, session.wire)
+
+    def step(self, part: Part, wire: Wire) -> None:
+        self._owners.mean(part, wire)
+
+
+def scale_values_for(scheme: str, asked: int | str | None, session: Session | None) -> Any:
+    """Values to a scale, None for one scale a message: as asked, or by the optimizer of `session`."""
+    if asked is None:
+        return BESIDE_ADAM[scheme]["scale_values"][1] if session is not None and is_beside_adam(session) else None
+    return None if asked in ("message", "none") else asked
+
+
+def _scales_of(codec: OneBit | TwoBit) -> dict[str, Any]:
+    return {"scale_values": codec.scale_values} if codec.scale_values else {}

@@ -1,0 +1,271 @@
+"""The wire of buckets that stay on their device: its stream, its memory, its collectives and what a step there has found.
+
+Everything is enqueued on one stream, and nothing here waits for the device but, on the lane, `DeviceWire.outcome`, for a step
+that is over, and `DeviceWire.read`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from gradwire.errors import OutOfMemory, Unsupported
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_group import DeviceGroup
+from gradwire.wire.wire import Flag, Outcome, Wire
+
+_HEAD_WORDS = 2  # int32: the sum of all other words, 1 if the gradient is not finite
+
+
+class DeviceWire(Wire):
+    """Collectives between the ranks' devices. Collective to make.
+
+    Args:
+        devices: of the parameters.
+    Raises: Unsupported (more than one device, or none that is torch's accelerator), OutOfMemory.
+
+    Attributes:
+        stream: on which all of it runs, in order.
+        group: the device's collectives, uncounted.
+        flags: (2,) int32 on the device, of the step: error word, and not 0 if something was not finite.
+    """
+
+    def __init__(self, communicator: Communicator, devices: Sequence[torch.device]) -> None:
+        super().__init__(communicator)
+        if len(set(devices)) != 1 or devices[0].type == "cpu":
+            names = ", ".join(sorted({str(device) for device in devices})) or "no parameters"
+            raise Unsupported(
+                f'placement="device" is for a model on one device, and this one is on {names}: leave placement out'
+            )
+        self.device = devices[0]
+        check_accelerator(self.device)
+        self.stream = torch.Stream(device=self.device)
+        self.group = DeviceGroup(communicator, self.device)
+        self._memory: dict[str, Tensor] = {}
+        with self.stream:
+            self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._step = _DeviceStep()
+        self._uploads: list[tuple[torch.Event, Tensor]] = []
+        self._of_bucket: Tensor | None = None  # (2,) int32, as `flags`, of one bucket's own messages
+
+    # ---- a step
+
+    def begin_step(self) -> None:
+        self._step.arrival = None
+        with self.stream:
+            self.flags.zero_()
+
+    def end_step(self) -> None:
+        with self.stream:
+            self._step.arrival = Reading(self.flags, self._step.pinned)
+
+    def outcome(self) -> Outcome | None:
+        arrival, self._step.arrival = self._step.arrival, None
+        if arrival is None:
+            return None
+        error, not_finite = arrival.wait().tolist()
+        return Outcome(not not_finite, error)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """As every wire's. Raises: OutOfMemory."""
+        try:
+            with self.stream:
+                yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self.device} has no memory left for what gradwire sends: make the model or the batch smaller, or "
+                f"leave placement out, which needs none there. Backend: {error}"
+            ) from error
+
+    # ---- values
+
+    def timing(self, kind: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def scratch(self, name: str, n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        n_bytes = n_elements * dtype.itemsize
+        kept = self._memory.get(name)
+        if kept is None or kept.numel() < n_bytes:
+            self._memory.pop(name, None)
+            kept = self._memory[name] = torch.empty(max(1, n_bytes), dtype=torch.uint8, device=self.device)
+        return kept[:n_bytes].view(dtype)
+
+    def place(self, values: Tensor) -> Tensor:
+        """The host's `values` on the device, by an enqueued copy.
+
+        The pinned memory that it is made from is kept until the device has read it.
+        """
+        self._uploads[:] = [(read, kept) for read, kept in self._uploads if not read.query()]
+        pinned = values.pin_memory()
+        placed = pinned.to(self.device, non_blocking=True)
+        read = torch.Event(device=self.device)
+        read.record(self.stream)
+        self._uploads.append((read, pinned))
+        return placed
+
+    def divide(self, values: Tensor, divisor: float) -> Tensor:
+        """As every wire's: by a scalar, a GPU multiplies by its reciprocal."""
+        return values.div_(torch.full((1,), divisor, dtype=values.dtype, device=self.device))
+
+    def all_finite(self, values: Tensor) -> Tensor:
+        return values.isfinite().all()
+
+    def used(self, gradient: Tensor, spans: Sequence[tuple[int, int]]) -> list[bool]:
+        return [True] * len(spans)
+
+    def read(self, values: Tensor) -> list[int]:
+        """(n,) int64 values on the host, behind all that was enqueued; the lane waits."""
+        if self._step.read.numel() < values.numel():
+            self._step.read = torch.empty(values.numel(), dtype=torch.int64, pin_memory=True)
+        found: list[int] = Reading(values, self._step.read[: values.numel()]).wait().tolist()
+        return found
+
+    # ---- what is not finite, and what is not whole
+
+    @property
+    def error(self) -> Tensor:
+        return self._bucket_flags()[:1]
+
+    def check(self, rank: int) -> None:
+        """As every wire's; here nobody waits."""
+
+    def note(self, is_finite: Flag) -> None:
+        self.flags[1:].bitwise_or_(is_finite.logical_not())
+
+    def note_message(self, is_finite: Flag) -> None:
+        self._bucket_flags()[1:].bitwise_or_(is_finite.logical_not())
+
+    def conclude(self, values: Tensor) -> None:
+        found = self._of_bucket
+        if found is not None:
+            torch.maximum(self.flags[:1], found[:1], out=self.flags[:1])
+            self.flags[1:].bitwise_or_(found[1:])
+            values.masked_fill_(found.any(), float("nan"))
+
+    def _bucket_flags(self) -> Tensor:
+        if self._of_bucket is None:
+            self._of_bucket = torch.zeros(2, dtype=torch.int32, device=self.device)
+        return self._of_bucket
+
+    # ---- collectives
+
+    def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
+        self.start_sum(values, op)()
+        return values
+
+    def start_sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Callable[[], None]:
+        """As `sum`, beside what the stream does until the result is called."""
+        wait = self.group.start_reduce(values, op)
+        self.record.count_exchanged(self._ring_bytes(values))
+        return wait
+
+    def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
+        message = torch.cat([payload.new_zeros(_HEAD_WORDS), payload])
+        message[1:2].copy_(is_finite.logical_not())
+        message[:1].copy_(message[1:].sum(dtype=torch.int64))
+        n_words = message.numel()
+        received = self.scratch("received", self.world_size * n_words, torch.int32).view(self.world_size, n_words)
+        self.group.all_gather(received, message)
+        self.record.count_exchanged((self.world_size - 1) * 4 * n_words)
+        self.note_error((received[:, 1:].sum(1, dtype=torch.int64).to(torch.int32) != received[:, 0]).any())
+        self.note_message((received[:, 1] == 0).all())
+        return received[:, _HEAD_WORDS:]
+
+    def sum_floats(self, values: Tensor, is_finite: Flag) -> Tensor:
+        # Before the values goes NaN where anything is not finite: so its sum tells all ranks.
+        message = torch.cat([values.new_zeros(1).masked_fill_(is_finite.logical_not(), float("nan")), values])
+        self.sum(message)
+        self.note_message(message.isfinite().all())
+        return message[1:]
+
+    def largest(
+        self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
+    ) -> tuple[list[bool], Tensor]:
+        scales = self.scratch("agreement", n_scales)
+        write_scales(scales)
+        self.sum(scales.view(torch.int32), ReduceOp.MAX)
+        self.note(scales.isfinite().all())
+        return list(is_used), scales
+
+    def close(self) -> None:
+        """Let go of memory and connections, after the lane has ended."""
+        self._memory.clear()
+        self.group.close(self.stream)
+        self._uploads.clear()
+
+
+class _DeviceStep:
+    """What the ends of all buckets of a step share on the host."""
+
+    def __init__(self) -> None:
+        self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True)
+        self.arrival: Reading | None = None
+        self.read = torch.empty(0, dtype=torch.int64)
+
+
+class Reading:
+    """Values on their way to the host, behind all that was enqueued; made with a stream current.
+
+    Args:
+        values: on any device; those of the CPU are there at once, and stay where they are.
+        on_host: of the shape and dtype of `values`, pinned. None: made here.
+    """
+
+    def __init__(self, values: Tensor, on_host: Tensor | None = None) -> None:
+        self._on_host = values
+        self._arrival: torch.Event | None = None
+        if values.device.type == "cpu":
+            return
+        target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_host is None else on_host
+        self._on_host = target.copy_(values, non_blocking=True)
+        self._arrival = torch.Event(device=values.device, blocking=True)
+        self._arrival.record(torch.accelerator.current_stream(values.device))
+
+    def is_there(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._arrival is None or self._arrival.query()
+
+    def wait(self) -> Tensor:
+        """The values on the host, when they are there."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._on_host
+
+
+class ResidentBucket:
+    """One bucket that stays on its device. Made on the thread whose stream writes it; used on the lane."""
+
+    def __init__(self, wire: DeviceWire, on_device: Tensor) -> None:
+        self.on_device, self._wire = on_device, wire
+        self._written = torch.Event(device=wire.device)
+        self._written.record(torch.accelerator.current_stream(wire.device))
+        on_device.record_stream(wire.stream)  # its memory must not be given away before
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What is enqueued inside comes on the wire's stream, behind the gradient; on the lane. Raises: OutOfMemory."""
+        self._wire.stream.wait_event(self._written)
+        with self._wire.at_work():
+            yield
+
+    def complete(self, reduced: torch.futures.Future) -> None:
+        """Complete DDP's future: whoever waits for it has its stream wait for the wire's."""
+        with self._wire.stream:
+            reduced.set_result(self.on_device)
+
+
+def check_accelerator(device: torch.device) -> None:
+    """Raises: Unsupported (not torch's accelerator)."""
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    if accelerator is None or accelerator.type != device.type:
+        raise Unsupported(
+            f"a bucket on {device}: gradwire takes buckets of {accelerator or 'no device'}, torch's accelerator here; "
+            "train there or on the CPU, with torch 2.9 or newer"
+        )

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "gradwire"
+SOURCE = ROOT / "src"
+LIBRARY, LABORATORY = SOURCE / "gradwire", SOURCE / "gradwire_lab"
 SOURCES = sorted(
     path
     for folder in ("src", "tests", "native", "examples")
@@ -24,11 +25,11 @@ SOURCES = sorted(
 )
 MODULES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
-# From the ground up. A room may use those before it, and no others; files loose in src/gradwire are rooms of their own.
-FLOORS = [
+# From the ground up. A room may use those before it, and no others; files loose in a package are rooms of their own.
+FLOORS_OF_THE_LIBRARY = [
     ["errors", "_native"],
     ["registry"],
-    ["telemetry", "control", "ranks", "results"],
+    ["telemetry", "control"],
     ["wire", "codecs"],
     ["gpu"],
     ["core"],
@@ -38,13 +39,18 @@ FLOORS = [
     ["reducer"],
     ["doors"],
     ["planning", "integrations"],
+]
+FLOORS_OF_THE_LABORATORY = [
+    ["ranks", "results", "switch"],
     ["workloads"],
     ["training", "report"],
     ["simulator"],
     ["bench"],
     ["cli"],
 ]
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR_OF = {
+    room: floor for floor, rooms in enumerate(FLOORS_OF_THE_LIBRARY + FLOORS_OF_THE_LABORATORY) for room in rooms
+}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()
 
@@ -74,8 +80,8 @@ ROOMS_WITH_CLOCKS = {"wire", "telemetry", "bench", "ranks", "cli"}
 
 
 def room_of(path: Path) -> str:
-    """`wire/preamble.py` -> wire; `errors.py` -> errors."""
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    """`gradwire/wire/preamble.py` -> wire; `gradwire/errors.py` -> errors."""
+    return path.relative_to(SOURCE).parts[1].removesuffix(".py")
 
 
 def name_of(path: Path) -> str:
@@ -83,19 +89,20 @@ def name_of(path: Path) -> str:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """The dotted modules of gradwire that `tree` imports, wherever in it."""
+    """The dotted modules of both packages that `tree` imports, wherever in it."""
+    ours = ("gradwire", "gradwire_lab")
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gradwire":
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ours:
             for alias in node.names:
                 yield f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("gradwire."))
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in ours)
 
 
 def module_file(dotted: str) -> Path | None:
     """The file that `gradwire.wire.facts.Facts` is in."""
-    parts = dotted.split(".")[1:]
-    while parts:
+    parts = dotted.split(".")
+    while len(parts) > 1:
         place = SOURCE.joinpath(*parts)
         if place.with_suffix(".py").is_file():
             return place.with_suffix(".py")
@@ -118,7 +125,7 @@ def test_every_room_has_a_floor_and_says_what_it_is() -> None:
     assert rooms <= set(FLOOR_OF), f"no floor for {rooms - set(FLOOR_OF)}"
     for path, tree in MODULES.items():
         assert ast.get_docstring(tree), f"{name_of(path)} does not say what it is"
-    assert all((SOURCE / room / "__init__.py").is_file() for room in rooms if (SOURCE / room).is_dir())
+        assert (path.parent / "__init__.py").is_file(), f"{name_of(path)} is in no package"
 
 
 def test_arrows_between_rooms_go_down() -> None:
@@ -126,13 +133,23 @@ def test_arrows_between_rooms_go_down() -> None:
     for path, tree in MODULES.items():
         for dotted in imported(tree):
             target = module_file(dotted)
-            if target is None or name_of(target) == "__init__.py" or room_of(path) in ("__init__", "__main__"):
+            if target is None or room_of(path) in ("__init__", "__main__"):
                 continue
             here, there = room_of(path), room_of(target)
             if here != there and FLOOR_OF[there] >= FLOOR_OF[here]:
                 arrows.add((here, there))
     allowed = {f"{a} -> {b}" for a, b in UPWARD_ARROWS}
     assert not offences({f"{a} -> {b}" for a, b in arrows}, allowed), "rooms use what is above them"
+
+
+def test_the_library_never_imports_the_laboratory() -> None:
+    """Nor names a module of it, for an import at run time."""
+    for path, tree in MODULES.items():
+        if path.is_relative_to(LIBRARY):
+            texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+            named = [text for text in texts if isinstance(text, str) and re.fullmatch(r"gradwire_lab[\w.:]*", text)]
+            named += [dotted for dotted in imported(tree) if dotted.startswith("gradwire_lab")]
+            assert not named, f"{name_of(path)} names {named}"
 
 
 def circle_in(graph: dict[Path, set[Path]]) -> list[Path]:

@@ -95,6 +95,6 @@ def test_modules_and_names_with_dots_exist(path: Path) -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    assert is_there("gradwire.ranks.netlab.Netlab")
+    assert is_there("gradwire_lab.ranks.netlab.Netlab")
     assert not is_there("gradwire.netlab.Netlab")
     assert not is_there("gradwire.errors.PeerFound")

@@ -62,10 +62,11 @@ def test_prose_is_told_from_code() -> None:
     assert prose_of("a 1 %\n```\n2 %\n```\n    3 %\n`4 %`\n<!-- 5 % -->b").split() == ["a", "1", "%", "b"]
 
 
-_DOTTED = re.compile(r"(?<![\w./`-])`?(gradwire(?:\.\w+)+)")
+_DOTTED = re.compile(r"(?<![\w./`-])`?(gradwire(?:_lab)?(?:\.\w+)+)")
 # Names of another kind than Python's, and modules that need a package which is not everywhere.
 _NO_MODULES = {
     "gradwire.auto": "a logger",
+    "gradwire.commands": "an entry point",
     "gradwire.pt": "a file",
     "gradwire.integrations.lightning": "needs lightning",
 }

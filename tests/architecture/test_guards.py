@@ -52,6 +52,39 @@ FLOOR_OF = {
     room: floor for floor, rooms in enumerate(FLOORS_OF_THE_LIBRARY + FLOORS_OF_THE_LABORATORY) for room in rooms
 }
 
+# Lines that each room may have; "loose" are a package's files that are in no room. In a group budgets and reserve make the
+# total: later work that needs more in a room takes it from the reserve, here, and what it deletes it gives back.
+BUDGETS = {
+    "Python": {
+        "gradwire/loose": 970,
+        "gradwire/telemetry": 1_050,
+        "gradwire/control": 1_780,
+        "gradwire/wire": 1_260,
+        "gradwire/codecs": 2_280,
+        "gradwire/gpu": 2_250,
+        "gradwire/core": 1_360,
+        "gradwire/exchange": 1_190,
+        "gradwire/stepping": 1_600,
+        "gradwire/schemes": 11_400,
+        "gradwire/doors": 1_100,
+        "gradwire/planning": 400,
+        "gradwire/integrations": 170,
+        "gradwire_lab/loose": 300,
+        "gradwire_lab/ranks": 1_820,
+        "gradwire_lab/results": 1_390,
+        "gradwire_lab/workloads": 2_580,
+        "gradwire_lab/training": 1_260,
+        "gradwire_lab/report": 1_700,
+        "gradwire_lab/simulator": 3_400,
+        "gradwire_lab/bench": 8_530,
+        "gradwire_lab/cli": 1_680,
+    },
+    "native": {"native": 17_600, "gradwire/gpu/source": 2_930},
+    "tests": {"tests": 38_530},
+}
+RESERVES = {"Python": 4_000, "native": 1_000, "tests": 2_000}
+TOTALS = {"Python": 53_470, "native": 21_530, "tests": 40_530}
+
 UPWARD_ARROWS: set[tuple[str, str]] = set()
 
 # Imports for annotations alone that close a circle.
@@ -63,9 +96,17 @@ ARGPARSE_OUTSIDE_COMMANDS: set[str] = set()
 CLOCKS_ELSEWHERE: set[str] = set()
 IGNORES_WITHOUT_A_REASON: set[str] = set()
 LONG_FILES: set[str] = set()
+SMALL_FILES = {
+    "gradwire/errors.py",
+    "gradwire/exchange/parts.py",
+    "gradwire/schemes/bf16.py",
+    "gradwire/wire/facts.py",
+    "gradwire_lab/bench/exponents.py",
+}
 
 MOST_PARAMETERS = 9
-MOST_LINES = 400
+MOST_LINES = 800
+FEWEST_LINES_OF_CODE = 12
 CLOCKS = {
     "perf_counter",
     "perf_counter_ns",
@@ -244,6 +285,48 @@ def test_no_long_file() -> None:
     assert len(lengths) > 500
     found = {str(path.relative_to(ROOT)) for path, n_lines in lengths.items() if n_lines > MOST_LINES}
     assert not offences(found, LONG_FILES), f"more than {MOST_LINES} lines: it has two subjects"
+
+
+def test_no_file_for_a_few_lines() -> None:
+    """Of code: without comments and docstrings."""
+    found = set()
+    for path, tree in MODULES.items():
+        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        counted = (node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt | ast.arg | ast.alias))
+        lines = {node.lineno for node in counted if node not in docstrings and not isinstance(node, ast.Expr)}
+        if len(lines) < FEWEST_LINES_OF_CODE and path.name not in ("__init__.py", "__main__.py"):
+            found.add(name_of(path))
+    assert not offences(found, SMALL_FILES), f"under {FEWEST_LINES_OF_CODE} lines of code: it belongs to another file"
+
+
+def lines_by_room() -> dict[str, int]:
+    """`gradwire/wire`, `native`, `tests` and so on: lines of sources, and in the packages of their data too."""
+    lines: dict[str, int] = defaultdict(int)
+    data = [path for path in SOURCE.rglob("*") if path.suffix in {".json", ".j2", ".css"}]
+    for path in [*SOURCES, *data]:
+        room = path.relative_to(ROOT).parts[0]
+        if room == "src":
+            package, *rest = path.relative_to(SOURCE).parts
+            is_device = path.is_relative_to(LIBRARY / "gpu" / "source")
+            room = "gradwire/gpu/source" if is_device else f"{package}/{rest[0] if len(rest) > 1 else 'loose'}"
+        lines[room] += len(path.read_text().splitlines())
+    del lines["examples"]  # pages of the documentation
+    return lines
+
+
+def test_rooms_keep_to_their_budgets() -> None:
+    lines = lines_by_room()
+    budgets = {room: budget for rooms in BUDGETS.values() for room, budget in rooms.items()}
+    for group, rooms in BUDGETS.items():
+        for room, budget in rooms.items():
+            print(f"{room:24}{lines[room]:8,} of {budget:,}")
+        print(f"{group + ' in all':24}{sum(lines[room] for room in rooms):8,}, reserve {RESERVES[group]:,}\n")
+        assert sum(rooms.values()) + RESERVES[group] == TOTALS[group], (
+            f"{group}: take it from the reserve, or give it back"
+        )
+    assert set(lines) == set(budgets), "a room without a budget, or a budget without a room"
+    over = {room: n - budgets[room] for room, n in lines.items() if n > budgets[room]}
+    assert not over, f"over their budgets by so many lines: {over}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

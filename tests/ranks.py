@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
-from gradwire.ranks.rank_environment import find_free_port
+from gradwire_lab.ranks.rank_environment import find_free_port
 
 _context = multiprocessing.get_context("forkserver")
 _SOURCES = Path(gradwire.__file__).parent
@@ -33,7 +33,7 @@ _context.set_forkserver_preload(
         "torch._dynamo",
         "pytest",
         "gradwire.doors.attachment",
-        "gradwire.training.launching",
+        "gradwire_lab.training.launching",
         *(
             ".".join(path.relative_to(_SOURCES.parent).with_suffix("").parts)
             for folder in ("codecs", "schemes")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire import _native
-from gradwire.cli.switch import open_switch
+from gradwire_lab.cli.switch import open_switch
 
 ADD, OR, MAXIMUM = 1, 2, 3
 IntArray = npt.NDArray[np.int32]

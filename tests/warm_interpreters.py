@@ -24,7 +24,7 @@ _MODULES = [
     "torch.distributed.run",
     "torch._dynamo",
     "gradwire.doors.attachment",
-    "gradwire.training.launching",
+    "gradwire_lab.training.launching",
 ]
 
 

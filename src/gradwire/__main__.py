@@ -1,7 +1,19 @@
-"""`python -m gradwire` is the command `gradwire`."""
+"""The command `gradwire`, which is also `python -m gradwire`: whichever installed package registers itself runs it."""
 
 import sys
+from importlib.metadata import entry_points
 
-from gradwire.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command that is registered as `gradwire.commands`; status 1 if no package that is installed has one."""
+    registered = entry_points(group="gradwire.commands")
+    if not registered:
+        print(
+            "gradwire: the commands are in gradwire_lab, which is not installed: pip install gradwire", file=sys.stderr
+        )
+        return 1
+    return int(next(iter(registered)).load()())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,7 +22,11 @@ class Registry(Generic[Made]):
     """
 
     def __init__(self, kind: str, places: Mapping[str, str]) -> None:
-        self._kind, self._places = kind, places
+        self._kind, self._places = kind, dict(places)
+
+    def add(self, name: str, place: str) -> None:
+        """One more: `place` is "module:class"."""
+        self._places[name] = place
 
     def names(self) -> list[str]:
         return sorted(self._places)

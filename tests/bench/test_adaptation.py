@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gradwire.bench.measures.adaptation import in_windows, read_steps
 from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire_lab.bench.measures.adaptation import in_windows, read_steps
 
 
 def write(folder, steps):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradwire.bench import baselines
 from gradwire.errors import InvalidArgument
+from gradwire_lab.bench import baselines
 
 _SPECIAL = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-42, -1.5, 3.4e38], np.float32)
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.train_methods import StepTimes
-from gradwire.bench.train_rank import TrainBench
+from gradwire_lab.bench.train_methods import StepTimes
+from gradwire_lab.bench.train_rank import TrainBench
 from ranks import run_ranks
 
 # Three steps on each of two ranks; in the second one rank 1 waits for nobody but the network.

@@ -10,21 +10,22 @@ from typing import Any
 
 import pytest
 
-from gradwire import schemes, workloads
-from gradwire.bench import reducers
-from gradwire.bench.catalogue import EXPERIMENTS, LEFT_OUT, SNIPPETS, SYSTEMS, book, slimgc
-from gradwire.bench.measures import Call, by_name, commands
-from gradwire.bench.measures.compression_cost import Asked
-from gradwire.bench.measures.float_methods import Method
-from gradwire.bench.measures.trainings import configure
-from gradwire.bench.train_methods import BASELINES, SHARDED, check_baseline_options
-from gradwire.cli.bench import allreduce, codec, regret, train
-from gradwire.cli.bench.running import choose
+from gradwire import schemes
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.results.experiment import Experiment, Plot, Table
-from gradwire.simulator.schemes import registry
-from gradwire.simulator.workloads import by_name as simulated_workload
+from gradwire_lab import workloads
+from gradwire_lab.bench import reducers
+from gradwire_lab.bench.catalogue import EXPERIMENTS, LEFT_OUT, SNIPPETS, SYSTEMS, book, slimgc
+from gradwire_lab.bench.measures import Call, by_name, commands
+from gradwire_lab.bench.measures.compression_cost import Asked
+from gradwire_lab.bench.measures.float_methods import Method
+from gradwire_lab.bench.measures.trainings import configure
+from gradwire_lab.bench.train_methods import BASELINES, SHARDED, check_baseline_options
+from gradwire_lab.cli.bench import allreduce, codec, regret, train
+from gradwire_lab.cli.bench.running import choose
+from gradwire_lab.results.experiment import Experiment, Plot, Table
+from gradwire_lab.simulator.schemes import registry
+from gradwire_lab.simulator.workloads import by_name as simulated_workload
 
 _IDS = [experiment.key for experiment in EXPERIMENTS]
 

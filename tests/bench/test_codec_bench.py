@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from gradient_files import adamw_arrays, sparse_arrays, write
 
-from gradwire.bench import method_registry
-from gradwire.bench.codec_methods import TimedMethod
-from gradwire.bench.gcomp_method import GCompMethod
-from gradwire.bench.level_rule import allowed_scale, dropped_bits
-from gradwire.cli import main
 from gradwire.codecs.gcomp import describe
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.workloads.gradients import load_gradients
+from gradwire_lab.bench import method_registry
+from gradwire_lab.bench.codec_methods import TimedMethod
+from gradwire_lab.bench.gcomp_method import GCompMethod
+from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits
+from gradwire_lab.cli import main
+from gradwire_lab.workloads.gradients import load_gradients
 
 FIELDS = {
     "codec": str,

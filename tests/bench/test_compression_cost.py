@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.measures import Call, compression_cost
-from gradwire.bench.measures.compression_cost import Asked, Gradients, HookSteps, SchemeSteps
 from gradwire.errors import InvalidArgument
+from gradwire_lab.bench.measures import Call, compression_cost
+from gradwire_lab.bench.measures.compression_cost import Asked, Gradients, HookSteps, SchemeSteps
 from ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

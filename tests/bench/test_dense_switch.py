@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.launching import needs_switch
-from gradwire.cli import main
+from gradwire_lab.bench.launching import needs_switch
+from gradwire_lab.cli import main
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradwire.bench.catalogue import EXPERIMENTS
-from gradwire.bench.measures import Call, adaptation, commands, gradients
 from gradwire.errors import GradwireError
+from gradwire_lab.bench.catalogue import EXPERIMENTS
+from gradwire_lab.bench.measures import Call, adaptation, commands, gradients
 
 
 def first_call(key: str, folder: Path) -> Call:

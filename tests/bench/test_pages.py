@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
-from gradwire.results.pages import Book
-from gradwire.results.store import Store, find_root, machine_name
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
+from gradwire_lab.results.pages import Book
+from gradwire_lab.results.store import Store, find_root, machine_name
 
 TABLE = Table([ms("time_s", "ms", spread=True), Column("time_s", "x ddp", kind="ratio")])
 EXPERIMENT = Experiment(

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from gradient_files import adamw_arrays, write
 
-from gradwire.bench.train_methods import TrainMethod
-from gradwire.cli import main
-from gradwire.workloads import by_name
+from gradwire_lab.bench.train_methods import TrainMethod
+from gradwire_lab.cli import main
+from gradwire_lab.workloads import by_name
 from ranks import patience, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
@@ -138,7 +138,7 @@ def _bench_altered(folder: Path, alteration: str, *arguments: str) -> subprocess
 def test_methods_run_one_after_another_where_memory_is_short(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--workload", "resnet:width=8", "--ranks", "2", "--steps", "1", "--warmup", "1", "--batch-size", "4"]
-    alteration = "import gradwire.bench.train_rank as bench\nbench._MEMORY_SHARE = 0.0"
+    alteration = "import gradwire_lab.bench.train_rank as bench\nbench._MEMORY_SHARE = 0.0"
     command = ["train", "--scheme", "plain", "gcomp", "truncate", *options, "--json", str(out)]
     result = _bench_altered(tmp_path, alteration, *command)
     assert result.returncode == 0, result.stderr
@@ -149,7 +149,7 @@ def test_methods_run_one_after_another_where_memory_is_short(tmp_path: Path) -> 
 
 
 _DIE_AT_THE_SECOND_SIZE = """\
-import gradwire.bench.allreduce_rank as bench
+import gradwire_lab.bench.allreduce_rank as bench
 run_size = bench.AllReduceBench.run_size
 def die_at_the_second(self, n_bytes):
     if n_bytes == 8192 and os.environ["RANK"] == "1":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import GradwireError
-from gradwire.results.records import RecordLog, write_csv, write_json
+from gradwire_lab.results.records import RecordLog, write_csv, write_json
 
 
 def test_log_keeps_whole_records_behind_a_torn_line(tmp_path: Path) -> None:

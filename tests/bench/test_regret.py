@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.regret import below_the_bars
-from gradwire.bench.regret_figures import make_records, steps_until_good
-from gradwire.cli.bench import regret
 from gradwire.errors import InvalidArgument
+from gradwire_lab.bench.regret import below_the_bars
+from gradwire_lab.bench.regret_figures import make_records, steps_until_good
+from gradwire_lab.cli.bench import regret
 
 
 def auto_that(schedule: list[tuple[int, str]], *allowed: str, **more: Any) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench import provenance
-from gradwire.bench.measures import Call
-from gradwire.bench.runner import Runner
-from gradwire.cli import main
 from gradwire.errors import GradwireError
-from gradwire.results.experiment import Cell, Experiment
-from gradwire.results.store import Record, Store
+from gradwire_lab.bench import provenance
+from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.runner import Runner
+from gradwire_lab.cli import main
+from gradwire_lab.results.experiment import Cell, Experiment
+from gradwire_lab.results.store import Record, Store
 
 ONE = Experiment(
     "one", "schemes", "?", "codec", {"rate": ["fast", "slow"], "scheme": ["a", "b"]}, {"steps": 5}, seconds=10

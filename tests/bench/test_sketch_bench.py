@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.measures import Call, sketches
 from gradwire.codecs import sketch_sizes
 from gradwire.errors import InvalidArgument
+from gradwire_lab.bench.measures import Call, sketches
 
 DENSITIES = [10 ** (exponent / 5) for exponent in range(-25, 0)] + [0.7, 0.9, 0.99]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from gradwire import workloads
-from gradwire.bench.measures.overlap import add_bounds
-from gradwire.bench.overlap import Timeline, without
 from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire.report.inputs import LoggedRun
-from gradwire.report.thresholds import make_threshold_table
 from gradwire.schemes import by_name
-from gradwire.workloads.optimizers import scale_learning_rate
+from gradwire_lab import workloads
+from gradwire_lab.bench.measures.overlap import add_bounds
+from gradwire_lab.bench.overlap import Timeline, without
+from gradwire_lab.report.inputs import LoggedRun
+from gradwire_lab.report.thresholds import make_threshold_table
+from gradwire_lab.workloads.optimizers import scale_learning_rate
 
 
 def test_speed_up_is_told_beside_what_overlap_could_gain_at_most() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from gradient_files import sparse_arrays, write
 
-from gradwire.bench.sources import PATTERNS, GradientSource
 from gradwire.errors import InvalidArgument
-from gradwire.workloads.gradients import load_gradients
+from gradwire_lab.bench.sources import PATTERNS, GradientSource
+from gradwire_lab.workloads.gradients import load_gradients
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

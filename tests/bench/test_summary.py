@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gradwire.results.experiment import Column, Experiment, Goal, Table, ms
-from gradwire.results.grids import EARLIER_CODE, OTHER_COMMIT, judge, make_grids, show_value
-from gradwire.results.summary import Summary
-from gradwire.results.tables import Grid, to_markdown, to_text
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Table, ms
+from gradwire_lab.results.grids import EARLIER_CODE, OTHER_COMMIT, judge, make_grids, show_value
+from gradwire_lab.results.summary import Summary
+from gradwire_lab.results.tables import Grid, to_markdown, to_text
 
 SCHEMES = ["ddp", "plain", "gcomp"]
 SPEED = Experiment(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from gradient_files import adamw_arrays, write
 
-from gradwire.bench.measures import Call, float_methods
 from gradwire.errors import InvalidArgument
-from gradwire.workloads.gradients import load_gradients
+from gradwire_lab.bench.measures import Call, float_methods
+from gradwire_lab.workloads.gradients import load_gradients
 
 WORKLOAD = "resnet:width=4,batch_size=8"
 

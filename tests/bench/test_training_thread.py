@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.training_thread import TrainingThreadQuantiser
 from gradwire.codecs.one_bit import OneBit
 from gradwire.schemes.slimgc import SlimGC
+from gradwire_lab.bench.training_thread import TrainingThreadQuantiser
 from ranks import patience, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

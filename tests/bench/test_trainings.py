@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import ranks
-from gradwire.bench import provenance
-from gradwire.bench.measures import Call, trainings
-from gradwire.bench.measures.trainings import FinishedRun
 from gradwire.errors import InvalidArgument
-from gradwire.training import TrainConfig, train_rank
-from gradwire.workloads.gradients import load_gradients
+from gradwire_lab.bench import provenance
+from gradwire_lab.bench.measures import Call, trainings
+from gradwire_lab.bench.measures.trainings import FinishedRun
+from gradwire_lab.training import TrainConfig, train_rank
+from gradwire_lab.workloads.gradients import load_gradients
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 

@@ -214,7 +214,7 @@ def seal(message: bytearray) -> bool:
 
 def _attack_inspection(case: dict[str, Any], draw_: random.Random) -> int:
     """`inspect` says what a file is or why it is nothing, with a status, and never a traceback."""
-    from gradwire import cli
+    from gradwire_lab import cli
 
     n_known = 0
     with tempfile.TemporaryDirectory() as folder:

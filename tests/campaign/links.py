@@ -21,7 +21,7 @@ import gradwire
 from campaign import faults, models
 from campaign.findings import Refused, hash_of, require, require_equal
 from campaign.schemes_drawn import draw_variant, variant_of
-from gradwire.ranks.netlab import Netlab
+from gradwire_lab.ranks.netlab import Netlab
 from ranks import patience
 
 SHORT = ("down and up", "slow for a moment")

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +11,10 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.cli import COMMANDS, main
-from gradwire.cli.inspection import inspect_path
 from gradwire.codecs.huffman import HuffmanTable
 from gradwire.schemes.auto.fidelity import as_markdown
+from gradwire_lab.cli import COMMANDS, main
+from gradwire_lab.cli.inspection import inspect_path
 
 _ROOT = Path(__file__).parents[2]
 
@@ -36,6 +38,40 @@ def test_version_is_printed(capsys):
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"gradwire {gradwire.__version__}\n"
+
+
+def _run_without_packages(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """An interpreter that sees the sources, the standard library and what lies in `folder`: neither torch nor an install."""
+    script = f"import sys; sys.path[:0] = [{str(_ROOT / 'src')!r}, {str(folder)!r}]; {script}"
+    return subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=60)
+
+
+_RUN_COMMAND = "from gradwire.__main__ import main; sys.argv = ['gradwire', '--help']; sys.exit(main())"
+
+
+def test_the_command_finds_the_laboratory_by_its_entry_point_and_does_not_wait_for_torch(tmp_path):
+    registered = re.search(
+        r'^\[project\.entry-points\."(.*)"\]\n(.*)$', (_ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert registered is not None
+    metadata = tmp_path / "gradwire-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: gradwire\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[{registered[1]}]\n{registered[2].replace(chr(34), '')}\n")
+    ended = _run_without_packages(tmp_path, _RUN_COMMAND)
+    assert ended.returncode == 0, ended.stderr
+    assert "usage: gradwire" in ended.stdout
+
+
+def test_without_the_laboratory_the_command_says_what_to_install(tmp_path):
+    ended = _run_without_packages(tmp_path, _RUN_COMMAND)
+    assert (ended.returncode, "pip install gradwire" in ended.stderr) == (1, True), ended.stderr
+
+
+def test_without_the_laboratory_the_switch_says_what_to_import(tmp_path):
+    ended = _run_without_packages(tmp_path, "from gradwire.exchange import aggregators; aggregators.by_name('switch')")
+    assert "InvalidArgument" in ended.stderr
+    assert "`import gradwire_lab`" in ended.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

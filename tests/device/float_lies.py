@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.bench.float_kernel_checks import Codec, on_kernels
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import GradwireError
 from gradwire.gpu.kernels import Kernels
+from gradwire_lab.bench.float_kernel_checks import Codec, on_kernels
 
 
 def message_of(codec: Codec, values: Tensor) -> Tensor:

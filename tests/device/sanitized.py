@@ -7,7 +7,7 @@ from pathlib import Path
 
 from emulated import EmulatedKernels
 
-from gradwire.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
+from gradwire_lab.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
 
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
 print("products", factor_checks.run(kernels))

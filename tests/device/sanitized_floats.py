@@ -9,8 +9,8 @@ import torch
 from emulated import EmulatedKernels
 from float_lies import is_refused, lies, message_of
 
-from gradwire.bench.float_kernel_checks import CODECS, WIDE, run
-from gradwire.bench.kernel_checks import values_of
+from gradwire_lab.bench.float_kernel_checks import CODECS, WIDE, run
+from gradwire_lab.bench.kernel_checks import values_of
 
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
 names = ("truncated 3", "truncated 8", "fp4-e2m1 4 stochastic", "embedded 7", "embedded 31 by 1024")

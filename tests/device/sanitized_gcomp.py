@@ -9,9 +9,9 @@ import torch
 from emulated import EmulatedKernels
 from gcomp_lies import is_refused, lies, message_of
 
-from gradwire.bench import gcomp_kernel_checks
-from gradwire.bench.kernel_checks import values_of
 from gradwire.gpu.gcomp import DeviceGComp
+from gradwire_lab.bench import gcomp_kernel_checks
+from gradwire_lab.bench.kernel_checks import values_of
 
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
 names = ("paper, few codes", "none, every exponent has a code")

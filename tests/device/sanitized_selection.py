@@ -9,7 +9,7 @@ import torch
 from emulated import EmulatedKernels
 from selection_lies import LIES, is_refused
 
-from gradwire.bench import selection_checks
+from gradwire_lab.bench import selection_checks
 
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
 n_cases = selection_checks.run(kernels, (1, 33, 4_800), ("gradient", "alike", "nan"), (0.01, 1.0))

@@ -13,10 +13,10 @@ import emulated
 import pytest
 import torch
 
-from gradwire.bench import float_kernel_checks, gcomp_kernel_checks, kernel_checks, selection_checks
 from gradwire.errors import GradwireError, OutOfMemory, Unsupported
 from gradwire.gpu import compiler
 from gradwire.gpu.driver import CudaKernels
+from gradwire_lab.bench import float_kernel_checks, gcomp_kernel_checks, kernel_checks, selection_checks
 
 HERE = Path(__file__).parent
 STREAM = 0x1234

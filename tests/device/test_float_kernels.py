@@ -11,14 +11,14 @@ import torch
 from float_lies import is_refused, lies, message_of
 from sanitizing import run_sanitized
 
-from gradwire.bench import float_kernel_checks
-from gradwire.bench.device_checks import CheckFailed
-from gradwire.bench.float_kernel_checks import CODECS, EDGES, SIZES, WIDE, on_kernels
-from gradwire.bench.kernel_checks import CONTENTS, values_of
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
+from gradwire_lab.bench import float_kernel_checks
+from gradwire_lab.bench.device_checks import CheckFailed
+from gradwire_lab.bench.float_kernel_checks import CODECS, EDGES, SIZES, WIDE, on_kernels
+from gradwire_lab.bench.kernel_checks import CONTENTS, values_of
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)

@@ -13,9 +13,6 @@ from gcomp_lies import error_of, is_refused, lies, message_of
 from sanitizing import run_sanitized
 
 from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor_of, words_of
-from gradwire.bench import gcomp_kernel_checks, kernel_checks
-from gradwire.bench.device_checks import CheckFailed
-from gradwire.bench.gcomp_kernel_checks import CODECS
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.errors import (
     CorruptMessage,
@@ -26,6 +23,9 @@ from gradwire.errors import (
 )
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.gcomp import DeviceGComp
+from gradwire_lab.bench import gcomp_kernel_checks, kernel_checks
+from gradwire_lab.bench.device_checks import CheckFailed
+from gradwire_lab.bench.gcomp_kernel_checks import CODECS
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gcomp").glob("v2_*.npz"))
 # Of threads and blocks: forward, backward, two by chance.

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.bench import device_checks
-from gradwire.bench.device_checks import CheckFailed
-from gradwire.cli import gpu
 from gradwire.core.staging import StagedBucket, _Device
 from gradwire.gpu import kernels
+from gradwire_lab.bench import device_checks
+from gradwire_lab.bench.device_checks import CheckFailed
+from gradwire_lab.cli import gpu
 from ranks import patience, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

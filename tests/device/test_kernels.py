@@ -10,9 +10,6 @@ import pytest
 import torch
 from sanitizing import run_sanitized
 
-from gradwire.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
-from gradwire.bench.device_checks import CheckFailed
-from gradwire.bench.kernel_checks import CODECS
 from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
@@ -23,6 +20,9 @@ from gradwire.gpu.quantised import DeviceQuantised
 from gradwire.gpu.signs import DeviceSigns
 from gradwire.gpu.ternary import DeviceTernary
 from gradwire.gpu.thc import DeviceThc
+from gradwire_lab.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
+from gradwire_lab.bench.device_checks import CheckFailed
+from gradwire_lab.bench.kernel_checks import CODECS
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)

@@ -11,11 +11,11 @@ import torch
 from sanitizing import run_sanitized
 from selection_lies import LIES, is_refused
 
-from gradwire.bench import selection_checks
-from gradwire.bench.device_checks import CheckFailed
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.selection import CHECKSUM, OUTSIDE, DeviceSelection, Sample, raise_error
+from gradwire_lab.bench import selection_checks
+from gradwire_lab.bench.device_checks import CheckFailed
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)

@@ -30,7 +30,7 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # First words of a Python block -> what runs it instead, or why nothing does.
 PYTHON_ELSEWHERE = {
     "import torch": "tests/docs/test_quickstart.py",  # the whole script of the quick start
-    "from gradwire.ranks.netlab import Netlab": "tests/netlab/test_netlab_links.py",  # needs the right to shape links
+    "from gradwire_lab.ranks.netlab import Netlab": "tests/netlab/test_netlab_links.py",  # needs the right to shape links
     'attachment = gradwire.attach(ddp, optimizer, gradwire.schemes.by_name("homomorphic", mode="exact",': (
         "tests/distributed/test_switch_aggregator.py"  # needs a switch that runs
     ),

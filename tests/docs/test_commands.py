@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from page_text import GENERATED, PAGES, ROOT, code_of, name_of
 
-from gradwire.cli import COMMANDS, main
+from gradwire_lab.cli import COMMANDS, main
 
 _COMMAND = re.compile(r"(?:^|\s|-m )gradwire ((?:[a-z]|--)[^#|;()]*)")
 _TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

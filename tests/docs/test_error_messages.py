@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import errors, schemes
-from gradwire.cli import main
 from gradwire.core.bucket import check_gradient
+from gradwire_lab.cli import main
 from ranks import patience, try_ranks
 
 Said = dict[str, tuple[str, str]]

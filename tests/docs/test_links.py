@@ -62,10 +62,11 @@ def test_prose_is_told_from_code() -> None:
     assert prose_of("a 1 %\n```\n2 %\n```\n    3 %\n`4 %`\n<!-- 5 % -->b").split() == ["a", "1", "%", "b"]
 
 
-_DOTTED = re.compile(r"(?<![\w./`-])`?(gradwire(?:\.\w+)+)")
+_DOTTED = re.compile(r"(?<![\w./`-])`?(gradwire(?:_lab)?(?:\.\w+)+)")
 # Names of another kind than Python's, and modules that need a package which is not everywhere.
 _NO_MODULES = {
     "gradwire.auto": "a logger",
+    "gradwire.commands": "an entry point",
     "gradwire.pt": "a file",
     "gradwire.integrations.lightning": "needs lightning",
 }
@@ -95,6 +96,6 @@ def test_modules_and_names_with_dots_exist(path: Path) -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    assert is_there("gradwire.ranks.netlab.Netlab")
+    assert is_there("gradwire_lab.ranks.netlab.Netlab")
     assert not is_there("gradwire.netlab.Netlab")
     assert not is_there("gradwire.errors.PeerFound")

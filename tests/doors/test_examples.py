@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.doors.table import markdown
-from gradwire.ranks.launch import start_ranks
+from gradwire_lab.ranks.launch import start_ranks
 from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

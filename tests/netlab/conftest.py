@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import Unsupported
-from gradwire.ranks.netlab import Netlab
-from gradwire.ranks.netlab.stale import end_stale_labs
+from gradwire_lab.ranks.netlab import Netlab
+from gradwire_lab.ranks.netlab.stale import end_stale_labs
 
 
 @contextlib.contextmanager

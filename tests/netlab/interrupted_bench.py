@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from gradwire.cli import main
-from gradwire.cli.bench import running
-from gradwire.results.experiment import Experiment
+from gradwire_lab.cli import main
+from gradwire_lab.cli.bench import running
+from gradwire_lab.results.experiment import Experiment
 
 if __name__ == "__main__":
     rates, *rest = sys.argv[1:]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.link_changes import change_links
-from gradwire.cli import main
 from gradwire.errors import GradwireError
+from gradwire_lab.bench.link_changes import change_links
+from gradwire_lab.cli import main
 from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
@@ -60,6 +60,6 @@ def test_change_that_cannot_be_is_refused_before_a_rank_starts(
 
 
 def test_launcher_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.bench.link_changes._PATIENCE_S", 0.1)
+    monkeypatch.setattr("gradwire_lab.bench.link_changes._PATIENCE_S", 0.1)
     with pytest.raises(GradwireError, match="did not change the links"):
         change_links(tmp_path / "log.jsonl", 0, "100mbit")

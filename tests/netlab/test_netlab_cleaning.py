@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from lab_watch import CLI, child_pids, is_running, network_namespaces, wait_until
 
-from gradwire.ranks.netlab import Netlab
-from gradwire.ranks.netlab.stale import end_stale_labs, find_stale_labs, lab_identity
+from gradwire_lab.ranks.netlab import Netlab
+from gradwire_lab.ranks.netlab.stale import end_stale_labs, find_stale_labs, lab_identity
 from ranks import patience
 
 pytestmark = pytest.mark.root

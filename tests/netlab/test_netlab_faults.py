@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lab_watch import CLI
 
-from gradwire.ranks.netlab import Netlab
+from gradwire_lab.ranks.netlab import Netlab
 from ranks import patience
 
 pytestmark = pytest.mark.root

@@ -10,7 +10,7 @@ import pytest
 from lab_watch import STREAM
 
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.ranks.netlab import Netlab
+from gradwire_lab.ranks.netlab import Netlab
 from ranks import patience
 
 pytestmark = pytest.mark.root

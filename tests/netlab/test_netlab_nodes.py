@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire.ranks.netlab import Netlab
-from gradwire.ranks.network import Network, current_network
+from gradwire_lab.ranks.netlab import Netlab
+from gradwire_lab.ranks.network import Network, current_network
 from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire.ranks.netlab import Netlab, format_rate, parse_rate
-from gradwire.ranks.netlab.schedule import Event, parse_event
-from gradwire.ranks.network import Network, current_network
+from gradwire_lab.ranks.netlab import Netlab, format_rate, parse_rate
+from gradwire_lab.ranks.netlab.schedule import Event, parse_event
+from gradwire_lab.ranks.network import Network, current_network
 
 
 @pytest.mark.parametrize(

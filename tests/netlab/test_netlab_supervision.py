@@ -13,9 +13,9 @@ import pytest
 from lab_watch import CLI, is_running, wait_until
 
 from gradwire.errors import InvalidArgument, PeerLost
-from gradwire.ranks.launch import launch_ranks, start_ranks
-from gradwire.ranks.network import current_network
-from gradwire.ranks.supervisor import end_on_signals, run_to_end
+from gradwire_lab.ranks.launch import launch_ranks, start_ranks
+from gradwire_lab.ranks.network import current_network
+from gradwire_lab.ranks.supervisor import end_on_signals, run_to_end
 from ranks import patience
 
 
@@ -109,7 +109,7 @@ def test_a_rank_killed_by_a_signal_gives_the_shells_status() -> None:
 
 
 def test_a_rank_that_ignores_sigterm_or_is_stopped_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.ranks.supervisor._TERM_TO_KILL_S", 0.3)
+    monkeypatch.setattr("gradwire_lab.ranks.supervisor._TERM_TO_KILL_S", 0.3)
     script = "[ $RANK = 0 ] && exit 1; trap '' TERM; [ $RANK = 1 ] && kill -STOP $$; while :; do sleep 0.1; done"
     with start_ranks(shell(script), 3, grace_s=0.3) as launch:
         result = launch.wait(30 * patience())

@@ -11,9 +11,9 @@ import pytest
 from lab_watch import wait_until
 
 from gradwire.errors import InvalidArgument
-from gradwire.ranks.launch import start_ranks
-from gradwire.ranks.netlab import Netlab
-from gradwire.ranks.netlab.switch_host import switch_rate_bps
+from gradwire_lab.ranks.launch import start_ranks
+from gradwire_lab.ranks.netlab import Netlab
+from gradwire_lab.ranks.netlab.switch_host import switch_rate_bps
 from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

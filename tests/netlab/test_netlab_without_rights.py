@@ -9,7 +9,7 @@ import sys
 import pytest
 from lab_watch import CLI
 
-from gradwire.ranks.netlab.fabric import UnavailableError, become_able
+from gradwire_lab.ranks.netlab.fabric import UnavailableError, become_able
 from ranks import patience
 
 # Runs a command as uid 0 without any capability, in a user namespace that may have no further ones below it: what a
@@ -87,6 +87,6 @@ def test_a_kernel_that_refuses_is_reported_with_its_reason(monkeypatch: pytest.M
     def refuse(flags: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("gradwire.ranks.netlab.fabric.unshare", refuse)
+    monkeypatch.setattr("gradwire_lab.ranks.netlab.fabric.unshare", refuse)
     with pytest.raises(UnavailableError, match="Operation not permitted"):
         become_able()

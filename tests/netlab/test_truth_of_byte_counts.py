@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradwire import schemes
-from gradwire.ranks.netlab import Netlab
+from gradwire_lab.ranks.netlab import Netlab
 from ranks import patience
 
 pytestmark = pytest.mark.root

@@ -35,6 +35,9 @@ for _ in range(20):
     losses.append(float(loss))
 attachment.close()
 assert losses[-1] < 0.5 * losses[0], losses
+from importlib.metadata import entry_points
+(commands,) = entry_points(group="gradwire.commands")
+assert commands.load().__module__ == "gradwire_lab.cli"
 from gradwire.gpu.compiler import source_files
 assert b"gw_quantised_pack" in source_files()["quantised.hpp"], "the kernels are missing"
 """

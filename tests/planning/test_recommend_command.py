@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli import main
+from gradwire_lab.cli import main
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -62,7 +62,7 @@ def test_an_entry_that_is_none_is_refused_before_a_rank_starts(
     entry: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("gradwire.ranks.launch.start_ranks", None)  # would raise another error
+    monkeypatch.setattr("gradwire_lab.ranks.launch.start_ranks", None)  # would raise another error
     assert main(["recommend", "--entry", entry]) == 1
     assert why in capsys.readouterr().err
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.measures import Call, reality
 from gradwire.errors import InvalidArgument
-from gradwire.simulator.predictions import predict, rate_with_cores
-from gradwire.simulator.replayed import block_workload, bucket_workload
-from gradwire.simulator.schemes.measured import MeasuredTable
+from gradwire_lab.bench.measures import Call, reality
+from gradwire_lab.simulator.predictions import predict, rate_with_cores
+from gradwire_lab.simulator.replayed import block_workload, bucket_workload
+from gradwire_lab.simulator.schemes.measured import MeasuredTable
 
 STEP_MS = 60.0
 OPTIONS = {"n_layers": 2, "width": 128, "n_heads": 4, "length": 16, "step_ms": STEP_MS}
@@ -89,7 +89,7 @@ def test_a_run_measures_the_hops_and_the_schemes_and_compares(tmp_path: Path, mo
         return [made_record(scheme, n_bytes) | {"network": "netlab"} for scheme in ("ddp", "plain")]
 
     monkeypatch.setattr(reality, "run_command", pretend)
-    monkeypatch.setattr("gradwire.bench.measures.commands.run_command", pretend)
+    monkeypatch.setattr("gradwire_lab.bench.measures.commands.run_command", pretend)
     cells = [{"ranks": 2, "rate": "1mbit", "scheme": scheme} for scheme in ("ddp", "plain")]
     call = Call("k", cells, {"ranks": 2, "rate": "1mbit"}, {"workload": WORKLOAD}, tmp_path)
     found = reality.measure(call)

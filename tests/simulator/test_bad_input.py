@@ -9,14 +9,14 @@ import pytest
 
 from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
-from gradwire.simulator import workloads
-from gradwire.simulator.bandwidth import make_trace, parse_trace
-from gradwire.simulator.jitter import Stragglers, Uniform
-from gradwire.simulator.schemes import registry
-from gradwire.simulator.schemes.measured import MeasuredTable, Measurement, fit
-from gradwire.simulator.simulation import Simulation
-from gradwire.simulator.stage import Setting
-from gradwire.simulator.trace import write_trace
+from gradwire_lab.simulator import workloads
+from gradwire_lab.simulator.bandwidth import make_trace, parse_trace
+from gradwire_lab.simulator.jitter import Stragglers, Uniform
+from gradwire_lab.simulator.schemes import registry
+from gradwire_lab.simulator.schemes.measured import MeasuredTable, Measurement, fit
+from gradwire_lab.simulator.simulation import Simulation
+from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.trace import write_trace
 
 PAPER = workloads.by_name("resnet50-4blocks")
 

@@ -10,9 +10,9 @@ import simpy
 from explicit import broadcast_path, fair_rates, finish_times
 
 from gradwire.errors import InvalidArgument
-from gradwire.simulator.fairness import share_max_min
-from gradwire.simulator.network import SimulatedNetwork
-from gradwire.simulator.topology import Topology
+from gradwire_lab.simulator.fairness import share_max_min
+from gradwire_lab.simulator.network import SimulatedNetwork
+from gradwire_lab.simulator.topology import Topology
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -7,13 +7,13 @@ import math
 
 import pytest
 
-from gradwire.simulator import workloads
-from gradwire.simulator.bandwidth import make_trace
-from gradwire.simulator.jitter import Stragglers, Uniform
-from gradwire.simulator.metrics import Metrics
-from gradwire.simulator.schemes import registry
-from gradwire.simulator.simulation import Simulation
-from gradwire.simulator.stage import Setting
+from gradwire_lab.simulator import workloads
+from gradwire_lab.simulator.bandwidth import make_trace
+from gradwire_lab.simulator.jitter import Stragglers, Uniform
+from gradwire_lab.simulator.metrics import Metrics
+from gradwire_lab.simulator.schemes import registry
+from gradwire_lab.simulator.simulation import Simulation
+from gradwire_lab.simulator.stage import Setting
 
 PAPER = workloads.by_name("resnet50-4blocks")
 SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain", "direct-32", "parameter-server"]

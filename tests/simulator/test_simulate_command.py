@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli import main
+from gradwire_lab.cli import main
 
 
 def test_records_of_a_sweep_have_their_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_wrong_arguments_end_with_one_line(arguments: list[str], capsys: pytest.
 def test_without_simpy_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("gradwire.simulator")]:
+    for name in [name for name in sys.modules if name.startswith("gradwire_lab.simulator")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["simulate"]) == 1

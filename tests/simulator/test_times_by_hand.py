@@ -7,15 +7,15 @@ import pytest
 from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS
-from gradwire.simulator.jitter import Uniform
-from gradwire.simulator.schemes.aqgb import AqgbModel
-from gradwire.simulator.schemes.base import SchemeModel
-from gradwire.simulator.schemes.broadcast import FixedBroadcast
-from gradwire.simulator.schemes.collective import Collective, Cost, ParameterServer
-from gradwire.simulator.schemes.slimgc import SlimGc
-from gradwire.simulator.simulation import Simulation
-from gradwire.simulator.stage import Setting
-from gradwire.simulator.workloads import BlockTimes, WorkloadTimes
+from gradwire_lab.simulator.jitter import Uniform
+from gradwire_lab.simulator.schemes.aqgb import AqgbModel
+from gradwire_lab.simulator.schemes.base import SchemeModel
+from gradwire_lab.simulator.schemes.broadcast import FixedBroadcast
+from gradwire_lab.simulator.schemes.collective import Collective, Cost, ParameterServer
+from gradwire_lab.simulator.schemes.slimgc import SlimGc
+from gradwire_lab.simulator.simulation import Simulation
+from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.workloads import BlockTimes, WorkloadTimes
 
 # 100 values of 32 bits each: 3,200 bits; forward 1 s and backward 2 s a block.
 TWO = WorkloadTimes("two", (BlockTimes("a", 100, 1.0, 2.0), BlockTimes("b", 100, 1.0, 2.0)), "by hand")

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.schemes.slimgc import SlimGC
-from gradwire.training.digest import gather_hashes, hash_parameters
+from gradwire_lab.training.digest import gather_hashes, hash_parameters
 from ranks import run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

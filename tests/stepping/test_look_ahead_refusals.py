@@ -14,7 +14,7 @@ import gradwire
 from gradwire.codecs.general import RawCodec
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.schemes.slimgc import SlimGC
-from gradwire.training.digest import hash_parameters
+from gradwire_lab.training.digest import hash_parameters
 from ranks import run_ranks, try_ranks
 
 

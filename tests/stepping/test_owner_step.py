@@ -18,7 +18,7 @@ from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.measuring import Measuring
-from gradwire.training.digest import gather_hashes, hash_parameters
+from gradwire_lab.training.digest import gather_hashes, hash_parameters
 from ranks import run_ranks, try_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

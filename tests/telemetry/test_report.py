@@ -19,12 +19,12 @@ from sample_results import (
     write_run,
 )
 
-from gradwire.cli import main
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
-from gradwire.report import write_report
-from gradwire.report.drawing import SLOTS, Palette
-from gradwire.results.captions import describe_network, describe_networks, format_rate
 from gradwire.telemetry.chrome_trace import ChromeTraceSink
+from gradwire_lab.cli import main
+from gradwire_lab.report import write_report
+from gradwire_lab.report.drawing import SLOTS, Palette
+from gradwire_lab.results.captions import describe_network, describe_networks, format_rate
 
 
 def write_json(path: Path, records: list[dict[str, Any]]) -> Path:

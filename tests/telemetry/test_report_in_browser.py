@@ -9,7 +9,7 @@ import pytest
 from browser import Page, find_browser, open_browser
 from sample_results import write_all
 
-from gradwire.report import write_report
+from gradwire_lab.report import write_report
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on PATH (Debian: chromium)")

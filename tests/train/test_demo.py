@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradwire import cli
-from gradwire.cli import demo
+from gradwire_lab import cli
+from gradwire_lab.cli import demo
 from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")

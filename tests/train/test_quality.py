@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.measures import Call, trainings
+from gradwire_lab.bench.measures import Call, trainings
 
 WORKLOAD = "gpt:n_layers=1,width=32,n_heads=2,length=32,batch_size=8,learning_rate=1e-3"
 STEPS = 200

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import ranks
-from gradwire import cli
-from gradwire.cli.train import parse_options
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, RankMismatch, Unsupported
-from gradwire.training import TrainConfig, TrainResult, checkpoints, train_rank
-from gradwire.training.launching import to_command_line
+from gradwire_lab import cli
+from gradwire_lab.cli.train import parse_options
+from gradwire_lab.training import TrainConfig, TrainResult, checkpoints, train_rank
+from gradwire_lab.training.launching import to_command_line
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
@@ -36,7 +36,7 @@ def _train_each(rank: int, world_size: int, configs: list[TrainConfig]) -> list[
 
 def _spoil_and_train(rank: int, world_size: int, config: TrainConfig) -> TrainResult:
     """Rank 1 starts from other weights, and DDP is told not to correct it."""
-    from gradwire.workloads.gpt import GptWorkload
+    from gradwire_lab.workloads.gpt import GptWorkload
 
     GptWorkload.ddp_options = lambda self: {"init_sync": False}
     return train_rank(replace(config, seed=config.seed + rank))
@@ -216,7 +216,7 @@ def test_records_hold_what_a_report_needs(tmp_path: Path) -> None:
 def test_command_line_says_all_of_a_configuration() -> None:
     import argparse
 
-    from gradwire.cli import train
+    from gradwire_lab.cli import train
 
     config = TrainConfig(
         workload="resnet", workload_options={"optimizer": "sgd", "learning_rate": 0.1, "compute": "emulate"},

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire import workloads
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.workloads import by_name
-from gradwire.workloads.base import draw_from_epochs
+from gradwire_lab import workloads
+from gradwire_lab.workloads import by_name
+from gradwire_lab.workloads.base import draw_from_epochs
 
 QUICK = ["gpt", "bert", "resnet", "vgg", "lstm", "ncf", "resnet50", "bert-base", "gpt2"]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
+from gradwire.errors import InvalidArgument
 from gradwire.registry import Registry
-from gradwire.telemetry.recorder import BucketRecord, Recorder
-from gradwire.wire.communicator import Communicator
 
-__all__ = ["Aggregator", "Sum", "by_name", "names"]
+if TYPE_CHECKING:  # whoever registers an aggregator does not wait for torch
+    import torch
+
+    from gradwire.telemetry.recorder import BucketRecord, Recorder
+    from gradwire.wire.communicator import Communicator
+
+__all__ = ["Aggregator", "Sum", "by_name", "names", "register"]
 
 
 class Sum(Protocol):
@@ -71,14 +74,14 @@ class Aggregator(Protocol):
         ...
 
 
-# name: "module:class". A new aggregator is one file and one line here.
 _REGISTRY: Registry[Aggregator] = Registry(
-    "aggregator",
-    {
-        "process-group": "gradwire.exchange.aggregators.process_group:ProcessGroup",
-        "switch": "gradwire.exchange.aggregators.switch:Switch",
-    },
+    "aggregator", {"process-group": "gradwire.exchange.aggregators.process_group:ProcessGroup"}
 )
+
+
+def register(name: str, place: str) -> None:
+    """Make the class at `place`, "module:class", known to `by_name`; it is imported when it is first asked for."""
+    _REGISTRY.add(name, place)
 
 
 def names() -> list[str]:
@@ -91,4 +94,6 @@ def by_name(name: str, **options: Any) -> Aggregator:
 
     Raises: InvalidArgument (unknown name, or an option that the aggregator does not take).
     """
+    if name == "switch" and name not in names():
+        raise InvalidArgument("the aggregator 'switch' is an emulation: `import gradwire_lab` registers it")
     return _REGISTRY.make(name, options)

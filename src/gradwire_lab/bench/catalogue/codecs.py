@@ -1,0 +1,79 @@
+"""Codecs on gradients of real training: how small, how fast, beside general compressors."""
+
+from __future__ import annotations
+
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Table
+
+GRADIENTS = ["gpt@400", "resnet@400"]
+STEPS = {name: [f"{name}@{step}" for step in (10, 20, 40, 60)] for name in ("gpt", "resnet")}
+_RATIO = Column("ratio", "ratio", form=".4f")
+_SPEED = [
+    Column("encode_gb_per_s", "encode GB/s", form=".2f", spread=True),
+    Column("encode_vs_zstd", "x zstd -1", form=".1f"),
+    Column("decode_gb_per_s", "decode GB/s", form=".2f", spread=True),
+    Column("decode_vs_zstd", "x zstd -1", form=".1f"),
+]
+_SHOW = [Table([_RATIO, *_SPEED], rows=("codec",))]
+_COMPETITORS = ["zstd", "zlib", "lz4", "blosc2", "zipnn", "pcodec"]
+_OWN = [
+    "gcomp",
+    "gcomp:format=1",
+    "gcomp:importance=none",
+    "gcomp:importance=uniform,bits=10",
+    "gcomp:bits=14",
+    "gcomp:table=prior",
+    "truncate",
+    "gradwire:zlib",
+    "gradwire:zstd",
+]
+_SHORT = [f"gcomp:dtype={dtype}" for dtype in ("bfloat16", "float16")]
+_QUANTISERS = ["one-bit", "one-bit:scale=two-means", "two-bit", "ternary", "qsgd", "thc"]
+_ENCODE, _DECODE = (Column(f"{way}_gb_per_s", form=".2f") for way in ("encode", "decode"))
+_FORMAT_2 = ["gcomp", "gcomp:importance=uniform,bits=10"]
+_BITS = (2, 4, 8, 12, 16)
+
+EXPERIMENTS = [
+    Experiment(
+        key="codec", system="codecs", measure="codec", seconds=60, together=("codec",), quick=True,
+        question="How small does a gradient get without loss that counts, and how fast?",
+        fixed={"threads": 1}, axes={"gradients": GRADIENTS, "codec": [*_OWN, *_SHORT, *_COMPETITORS]},
+        show=[Table([_RATIO, *_SPEED, Column("exponent_bits", form=".3f"), Column("exponent_entropy_bits", "entropy",
+                                                                                  form=".3f")],
+                    rows=("codec",))],
+        goals=[Goal("decode at least 2.5 times as fast as zstd -1", Column("decode_vs_zstd", form=".1f"), ">=", 2.5,
+                    {"codec": "gcomp"}),
+               Goal("encode at least 3 times as fast", Column("encode_vs_zstd", form=".1f"), ">=", 3.0,
+                    {"codec": "gcomp"}),
+               Goal("encode at least 3 GB/s", _ENCODE, ">=", 3.0, {"codec": _FORMAT_2}),
+               Goal("decode at least 4.5 GB/s", _DECODE, ">=", 4.5, {"codec": _FORMAT_2})],
+    ),
+    Experiment(
+        key="codec-steps", system="codecs", measure="codec", seconds=150, together=("codec",),
+        question="The same in the course of training.",
+        axes={"threads": [1, 2], "gradients": [*STEPS["gpt"], *STEPS["resnet"]], "codec": [*_OWN, *_COMPETITORS]},
+        show=[Table([_RATIO, Column("encode_gb_per_s", "encode GB/s", form=".2f"), Column("decode_gb_per_s",
+                                                                                          "decode GB/s", form=".2f")],
+                    rows=("codec",), across="threads")],
+    ),
+    Experiment(
+        key="codec-floats", system="codecs", measure="codec", seconds=60, together=("codec",),
+        question="How fast are truncated and embedded floats, by their bits?",
+        fixed={"threads": 1, "rounds": 5},
+        axes={"gradients": ["gpt@400"], "codec": [
+            *(f"truncated-float:format=native,bits={bits}" for bits in (*_BITS, 24)),
+            *(f"truncated-float:bits={bits}" for bits in _BITS), "truncated-float:bits=8,rounding=stochastic",
+            *(f"embedded-float:bits={bits}" for bits in (*_BITS, 24, 32))]},
+        show=_SHOW,
+        goals=[Goal("encode at least 4 GB/s", _ENCODE, ">=", 4.0), Goal("decode at least 4 GB/s", _DECODE, ">=", 4.0)],
+    ),
+    Experiment(
+        key="codec-quantisers", system="codecs", measure="codec", seconds=60, together=("codec",),
+        question="How fast are quantisers, without error feedback?",
+        fixed={"threads": 1}, axes={"gradients": GRADIENTS, "codec": _QUANTISERS},
+        show=_SHOW,
+        goals=[Goal("one and two bits at least 4 GB/s", _ENCODE, ">=", 4.0, {"codec": ["one-bit", "two-bit",
+                                                                                       "ternary"]}),
+               Goal("QSGD at least 1.5", _ENCODE, ">=", 1.5, {"codec": "qsgd"}),
+               Goal("THC at least 0.8", _ENCODE, ">=", 0.8, {"codec": "thc"})],
+    ),
+]  # fmt: skip

@@ -1,0 +1,207 @@
+"""GComp: fidelity of training, exponents and their tables, mantissas, load."""
+
+from __future__ import annotations
+
+from gradwire_lab.bench.catalogue.codecs import STEPS
+from gradwire_lab.bench.catalogue.schemes import DDP, ITERATION, X_DDP
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table
+
+BASELINE = "gcomp:importance=none"
+TRUNCATE, PERIODIC = "truncate:bits=18", "periodic:every=8"
+_FILES = [*STEPS["gpt"], *STEPS["resnet"]]
+_CONFIGURATIONS = {
+    "importance none (baseline)": BASELINE, "paper": "gcomp:importance=paper", "truncate 18 bits": TRUNCATE,
+    "periodic, every 8th": PERIODIC,
+    **{f"uniform {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (16, 14, 12, 10, 8, 6)},
+    "paper, table never refreshed": "gcomp:importance=paper,refresh_every=0", "DDP: another order of summation": "ddp",
+    "paper, direct": "gcomp:importance=paper,topology=direct",
+}  # fmt: skip
+_DEVIATION = Column("deviation_mean", "deviation, mean", form=".1e")
+_FIDELITY = [_DEVIATION, Column("deviation_max", "max", form=".1e"), Column("ratio_mean", "volume, mean", form=".3f"),
+             Column("ratio_last_10", "volume, last 10", form=".3f"), Column("loss_last_10", "loss", form=".4f"),
+             Column("held_out_loss", form=".4f"), Column("accuracy", form=".4f"), Column("replicas_equal")]  # fmt: skip
+_TRUNCATING = "gcomp:rounding=truncate"
+_PAPER = "gcomp:format=1,rounding=truncate"
+_FRONTIER = {
+    "no mantissa bit dropped (baseline)": BASELINE, "DDP: another order of summation": "ddp",
+    **{f"DDP, {hook} hook": f"ddp-{hook}" for hook in ("bf16", "fp16")},
+    **{f"embedded-float, {bits} bits": f"embedded-float:bits={bits}" for bits in (16, 12)},
+    **{f"truncated-float, {bits} bits": f"truncated-float:bits={bits}" for bits in (16, 12)},
+    "gcomp": "gcomp", **{f"gcomp, at most {bits} bits": f"gcomp:bits={bits}" for bits in (16, 14, 12, 10)},
+    "gcomp, truncating": _TRUNCATING, "gcomp as published": _PAPER,
+    **{f"uniform {bits} bits": f"gcomp:importance=uniform,bits={bits}" for bits in (14, 12, 10, 7)},
+}  # fmt: skip
+_FRONTIER_WORKLOADS = {
+    "GPT, AdamW": "gpt:n_layers=2,width=128,n_heads=4,length=64,batch_size=8", "ResNet, SGD": "resnet:width=8,activation=silu",
+}  # fmt: skip
+_NEAR = ["gcomp", "gcomp:importance=uniform,bits=10"]
+_TO_BF16 = Column("deviation_mean", kind="ratio", against="ddp-bf16", form=".4f")
+# The rows of the frontier that a user chooses from, for docs/systems/gcomp.md.
+BESIDE_BF16 = Table([Column("ratio_mean", "bytes / ring", form=".2f"),
+                     Column("deviation_mean", "times nearer than bf16", kind="speed-up", against="ddp-bf16")],
+                    across="workload", where={"scheme": [*(_FRONTIER[name] for name in (
+                        "DDP, bf16 hook", "DDP, fp16 hook", "gcomp", "gcomp, at most 12 bits", "gcomp, at most 10 bits",
+                        "uniform 12 bits", "uniform 10 bits"))]})  # fmt: skip
+_TIMES = [ITERATION, X_DDP, Column("machine_load", "cores busy, %", 100, ".0f"), Column("cores_per_rank", form=".2f"),
+          Column("seconds_to_loss", "s to the loss", form=".1f"), Column("steps_to_loss", "steps",
+                                                                         form=".0f")]  # fmt: skip
+
+
+def _shares(*names: str) -> list[Column]:
+    return [Column(name, name.removesuffix("_ratio").replace("_", " "), form=".3f") for name in names]
+
+
+EXPERIMENTS = [
+    Experiment(
+        key="gcomp-fidelity", system="gcomp", measure="training", seconds=500,
+        question="How far does each way of compressing move the loss, and what does it send?",
+        of=[Ref("GComp", figure) for figure in ("Fig. 9", "Fig. 13a", "Fig. 18", "Fig. 19")],
+        fixed={"ranks": 4, "steps": 300, "baseline": BASELINE, "dump_every": 50},
+        # With ReLU instead of SiLU training is chaotic: one unit in the last place grows to 1e-3 of loss in 40 steps.
+        axes={"workload": ["gpt", "resnet:activation=silu"], "scheme": _CONFIGURATIONS},
+        baseline={"scheme": BASELINE},
+        show=[Table(_FIDELITY),
+              Table(_shares("static_bits", "refreshed_bits", "entropy_bits"), rows=("workload",),
+                    where={"scheme": BASELINE},
+                    title="Bits an exponent, built-in and refreshed table, means over the run")],
+        goals=[Goal(f"95 % below {name}", Column("deviation_mean", kind="ratio", against=spec), "<=", 0.05,
+                    {"scheme": "gcomp:importance=paper"}) for name, spec in (("truncate", TRUNCATE), ("periodic", PERIODIC))],
+    ),
+    Experiment(
+        key="gcomp-frontier", system="gcomp", measure="training", seconds=120,
+        question="Bytes against closeness: what does each way to send fewer bits move the loss, beside PyTorch's own hooks?",
+        fixed={"ranks": 4, "steps": 60, "baseline": BASELINE}, over=("seed",), baseline={"scheme": BASELINE},
+        axes={"workload": _FRONTIER_WORKLOADS, "seed": [0, 1, 2], "scheme": _FRONTIER},
+        show=[Table([Column("ratio_mean", "bytes / ring", form=".3f"), Column("deviation_mean", "deviation, mean", form=".1e",
+                                                                             spread=True),
+                     Column("deviation_mean", "x bf16's", kind="ratio", against="ddp-bf16", form=".3g")]),
+              *(Plot("ratio_mean", Column("deviation_mean", "deviation of the loss", form=".1e"), log="y",
+                     x_title="bytes / a float32 ring's", where={"workload": workload}, title=name)
+                for name, workload in _FRONTIER_WORKLOADS.items())],
+        goals=[Goal("five times closer than bf16", _TO_BF16, "<=", 0.2, {"scheme": _NEAR}),
+               Goal("a hundred times closer than bf16", _TO_BF16, "<=", 0.01, {"scheme": "gcomp"}),
+               Goal("fewer bytes than bf16", Column("ratio_mean", form=".3f"), "<=", 0.5, {"scheme": _NEAR})],
+    ),
+    Experiment(
+        key="gcomp-rounding", system="gcomp", measure="training", seconds=20,
+        question="How much nearer are rounded values than truncated ones, at the same bytes? More seeds than the frontier has.",
+        of=[Ref("GComp", "Fig. 18")],
+        fixed={"ranks": 4, "steps": 60, "baseline": BASELINE}, over=("seed",), baseline={"scheme": BASELINE},
+        axes={"workload": _FRONTIER_WORKLOADS, "seed": [*range(8)], "scheme": {
+            name: _FRONTIER[name] for name in ("no mantissa bit dropped (baseline)", "gcomp", "gcomp, truncating")}},
+        show=[Table([Column("ratio_mean", "bytes / ring", form=".3f"),
+                     Column("deviation_mean", "deviation, mean", form=".1e", spread=True),
+                     Column("deviation_mean", "x truncating's", kind="ratio", against=_TRUNCATING, form=".3g")])],
+        goals=[Goal("five times nearer than truncating", Column("deviation_mean", kind="ratio", against=_TRUNCATING,
+                                                               form=".3f"), "<=", 0.2, {"scheme": "gcomp"}),
+               Goal("at the same bytes", Column("ratio_mean", kind="ratio", against=_TRUNCATING, form=".4f"), "<=", 1.01,
+                    {"scheme": "gcomp"})],
+    ),
+    Experiment(
+        key="gcomp-chaos", system="gcomp", measure="training", seconds=150,
+        question="The same in settings where training is chaotic: what a deviation means there.",
+        fixed={"ranks": 4, "steps": 300, "baseline": BASELINE},
+        axes={"workload": ["gpt:learning_rate=1e-3", "resnet"], "scheme": {name: _CONFIGURATIONS[name] for name in (
+              "importance none (baseline)", "paper", "truncate 18 bits", "periodic, every 8th",
+              "DDP: another order of summation")}},
+        show=[Table(_FIDELITY[:4])],
+    ),
+    Experiment(
+        key="gcomp-hashes", system="gcomp", measure="hashes", seconds=250, together=("topology", "ranks"),
+        question="Are the parameters after training equal bit by bit on all ranks?",
+        fixed={"workload": "gpt:n_layers=1,width=128,n_heads=4,length=32", "batch_size": 2, "steps": 300,
+               "scheme": "gcomp:importance=paper"},
+        axes={"topology": ["ring", "direct"], "ranks": [1, 2, 3, 4]},
+        show=[Table([Column("replicas_equal"), Column("parameters_sha256")], rows=("topology", "ranks"))],
+    ),
+    Experiment(
+        key="gcomp-load", system="gcomp", measure="training", seconds=120,
+        question="How busy are the cores, and how long does training take to a loss, at 1 Gb/s?",
+        of=[Ref("GComp", "Fig. 11"), Ref("GComp", "Fig. 20")],
+        fixed={"ranks": 4, "rate": "1gbit", "steps": 100, "baseline": "ddp"}, baseline=DDP,
+        axes={"workload": ["gpt", "resnet:activation=silu"], "scheme": ["ddp", BASELINE, "gcomp:importance=paper"]},
+        show=[Table(_TIMES)],
+    ),
+    Experiment(
+        key="gcomp-ranks", system="gcomp", measure="train", seconds=60, baseline=DDP,
+        question="How does throughput scale with 1 to 4 ranks, all on the same cores?",
+        of=[Ref("GComp", "Fig. 16")],
+        fixed={"workload": "gpt", "rate": "1gbit", "steps": 20},
+        axes={"ranks": [1, 2, 3, 4], "scheme": ["ddp", "gcomp", "gcomp:importance=uniform,bits=12"]},
+        show=[Table([Column("samples_per_s", "samples/s", form=".0f"), X_DDP], across="ranks")],
+    ),
+    Experiment(
+        key="gcomp-values", system="gcomp", measure="gradient-values", seconds=20, together=("gradients",), quick=True,
+        question="How are gradients' values and exponents spread?",
+        of=[Ref("GComp", "Fig. 2"), Ref("GComp", "Fig. 3"), Ref("SlimGC", "Fig. 5")],
+        axes={"gradients": _FILES},
+        show=[Table([Column("top_15_exponents_share", "in 15 exponents, %", 100, ".1f"), Column("zeros_share", "zeros, %",
+                                                                                                100, ".2f"),
+                     Column("exponent_entropy_bits", "entropy, bits", form=".3f"),
+                     Column("gradient_parameter_ratio_median", "|g|/|p|", form=".1e")],
+                    rows=("gradients",)),
+              Table([Column("mean_magnitude", form=".1e"), Column("largest_in_means", "largest, in means", form=".0f"),
+                     *(Column(f"below_{limit}_means_share", f"below {limit}, %", 100, ".0f") for limit in ("0.1", "0.5", "1",
+                                                                                                           "3"))],
+                    rows=("gradients",), title="In units of the mean magnitude")],
+    ),
+    Experiment(
+        key="gcomp-spread", system="gcomp", measure="gradient-spread", seconds=20, together=("gradients",), quick=True,
+        question="The same as curves: how many values have which size, which exponent, and which share of their parameter?",
+        of=[Ref("GComp", figure) for figure in ("Fig. 2", "Fig. 3")],
+        axes={"gradients": [STEPS["gpt"][0], STEPS["gpt"][-1], STEPS["resnet"][-1]]},
+        show=[Table([Column("at", "|g| / |p|", form=".1e")], rows=("share",), across="gradients",
+                    where={"of": "ratio", "share": [0.1, 0.5, 0.9]}, title="So many are below"),
+              *(Plot("at", Column("share", "share of values"), "gradients", log=log, where={"of": of}, x_title=x_title)
+                for of, log, x_title in (("value", "y", "value / standard deviation, zeros left out"),
+                                         ("exponent", "", "biased exponent, 0 left out"),
+                                         ("ratio", "x", "|gradient| / |parameter|, and how many are below")))],
+    ),
+    Experiment(
+        key="gcomp-cross-tables", system="gcomp", measure="cross-tables", seconds=20, together=("gradients",),
+        quick=True,
+        question="What does an exponent cost under the table made from another gradient?",
+        of=[Ref("GComp", "Fig. 12")], axes={"gradients": [*STEPS["gpt"][::3], *STEPS["resnet"][::3]]},
+        show=[Table(_shares("native_ratio", "escaped_ratio", "gradwire_ratio", "entropy_ratio"), rows=("gradients",
+                                                                                                       "table_from"))],
+    ),
+    Experiment(
+        key="gcomp-table-refresh", system="gcomp", measure="table-refresh", seconds=20, together=("gradients",),
+        quick=True,
+        question="What does an exponent cost under the first table for ever, and under the one of the file before?",
+        of=[Ref("GComp", "Fig. 13a")], axes={"gradients": STEPS["gpt"]},
+        show=[Table(_shares("static_bits", "refreshed_bits", "entropy_bits"), rows=("gradients",))],
+    ),
+    Experiment(
+        key="gcomp-decoders", system="gcomp", measure="decoders", seconds=15, together=("spread",), quick=True,
+        question="How much faster is a look-up table than a tree at decoding?",
+        of=[Ref("GComp", "Fig. 13b")], fixed={"rounds": 7},
+        axes={"spread": [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]},
+        show=[Table([Column("code_bits", form=".2f"), Column("table_ns", "table, ns", form=".2f", spread=True),
+                     Column("tree_ns", "tree, ns", form=".1f", spread=True), Column("tree_over_table", "tree / table",
+                                                                                    form=".1f")],
+                    rows=("spread",))],
+    ),
+    Experiment(
+        key="gcomp-mantissa", system="gcomp", measure="mantissa", seconds=20, together=("gradients",), quick=True,
+        question="What do levels and pruned zeros leave of sign and mantissa?",
+        of=[Ref("GComp", "Fig. 14")], axes={"gradients": _FILES},
+        show=[Table(_shares("zero_prune", "single_quant", "multi_quant", "single_quant_zero_prune",
+                            "multi_quant_zero_prune"),
+                    rows=("gradients",))],
+    ),
+    Experiment(
+        key="gcomp-scaling", system="gcomp", measure="simulate", seconds=60, together=("workers", "scheme", "codec"),
+        question="How would throughput scale to 128 workers at 10 Gb/s, by measured sizes, with the codec and with a free one?",
+        of=[Ref("GComp", "Fig. 16"), Ref("GComp", "Fig. 17")],
+        fixed={"gbit_per_s": 10, "rounds": 50, "jitter": "per-worker", "measured_on": {"resnet50": "resnet50",
+                                                                                       "bert-base": "gpt"}},
+        axes={"workload": ["resnet50", "bert-base"], "workers": [1, 2, 4, 8, 16, 32, 64, 128], "scheme": ["plain", "gcomp"],
+              "codec": {"measured codec times": True, "codec free": False}},
+        baseline={"scheme": "plain"},
+        show=[Table([Column("samples_per_s", "samples/s", form=",.0f"), Column("round_s", "x ring", kind="speed-up")],
+                    rows=("workers", "codec"), where={"scheme": "gcomp"}),
+              Plot("workers", Column("samples_per_s", "samples/s"), "scheme", log="xy", where={"workload": "resnet50",
+                                                                                               "codec": True})],
+    ),
+]  # fmt: skip

@@ -1,0 +1,280 @@
+"""All schemes side by side: in training, in a bare all-reduce, on networks that change."""
+
+from __future__ import annotations
+
+from gradwire import schemes
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, mb, ms
+
+# PyTorch's own: DDP, and its hooks.
+HOOKS = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8"]
+# What `auto` loses to each: catalogue/auto.py.
+FIXED = [name for name in schemes.names() if name != "auto" and not schemes.needs_adam(name)]
+EVERYTHING = [*HOOKS, *FIXED]
+REDUCING = ["ddp", "ddp-bf16", *(name for name in FIXED if not schemes.owns_step(name))]
+DDP = {"scheme": "ddp"}
+# These send DDP's very bytes by the same all-reduce: `homomorphic` finds dense gradients too dense and sends them plainly.
+CONTROLS = ["plain", "homomorphic"]
+RATES = {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
+
+ITERATION = ms("iteration_s", "ms a step", spread=True)
+X_DDP = Column("iteration_s", "x ddp", kind="ratio")
+EXPOSED, CODEC, COMPUTE = ms("exposed_s", "exposed"), ms("codec_s", "codec, busy"), ms("compute_s", "compute")
+SENT, LOSS = mb("wire_bytes", "MB sent"), Column("loss", form=".3f")
+TIME = ms("time_s", "ms", spread=True)
+TIME_X_DDP = Column("time_s", "x ddp", kind="ratio")
+CPU_X_DDP = Column("cpu_s", "cpu x ddp", kind="ratio")
+RATIO = Column("wire_ratio", "wire ratio", form=".3f")
+BY_RATE = Table([ITERATION, X_DDP, EXPOSED], across="rate")
+PARTS = Table([SENT, CODEC, LOSS], where={"rate": "1gbit"}, title="What is sent, and what the loss pays, at 1 Gb/s")
+SIZES = {"1 KB": 1024, "64 KB": 65536, "1 MB": 1048576, "5 MB": 5000000, "25 MB": 25000000}
+STRAGGLER = "1gbit,1gbit,1gbit,100mbit"
+
+_README = ["ddp", "ddp-bf16", "gcomp", "embedded-float", "one-bit", "acp-sgd"]
+README_TABLE = Table([ms("iteration_s", "step, ms"), Column("iteration_s", "x faster than DDP", kind="speed-up"), SENT,
+                      LOSS],
+                     where={"rate": "100mbit", "scheme": _README})  # fmt: skip
+_SPEEDS = [*_README, "power-sgd", "terngrad", "qsgd", "two-bit"]
+SPEED_TABLE = Table([ms("iteration_s", "ms"), Column("iteration_s", "x DDP", kind="speed-up")], across="rate",
+                    where={"scheme": _SPEEDS})  # fmt: skip
+
+_CHANGING = ["ddp", "plain", "gcomp", "gcomp:importance=uniform,bits=12", "acp-sgd", "top-k", "one-bit", "two-bit",
+             "homomorphic", "aqgb", "aqgb:max_contention=1", "broadcast", "slimgc"]  # fmt: skip
+_EIGHT = [*dict.fromkeys([*_CHANGING, "sign-sgd", "ddp-bf16", "power-sgd", "power-sgd-overlap", "random-k", "dgc",
+                          "terngrad",
+                          "qsgd", "thc", "truncated-float", "embedded-float", "truncate", "zstd",
+                          "periodic"])]  # fmt: skip
+_PHASES = Table([ITERATION, Column("wire_bytes", "MB sent", 1e-6, ".2f")], across="phase")
+
+_CHUNKED = [
+    "ddp",
+    *(f"gcomp:chunk_elements={1 << power}" for power in (14, 15, 16, 17, 18, 20)),
+    *(f"gcomp:topology=direct,chunk_elements={1 << power}" for power in (14, 16, 18, 20)),
+    *(f"one-bit:chunk_elements={1 << power}" for power in (16, 18, 20, 22)),
+]
+
+_FLAT = ["ddp", "gcomp", "one-bit", "acp-sgd"]
+_TWO_LEVEL = ["two-level", *(f"two-level:scheme={name}" for name in _FLAT[1:])]
+_FSDP2 = ["hsdp", "fsdp2:scheme=gcomp", "fsdp2:scheme=one-bit"]
+_OUT_OF_NODE = mb("kernel_bytes", "MB out of a node")
+_NODE_TABLES = [
+    Table([ITERATION, X_DDP, _OUT_OF_NODE, LOSS], where={"scheme": [*_FLAT, *_TWO_LEVEL]}, across="rate",
+          title="DDP: flat, and two levels"),
+    Table([ITERATION, Column("iteration_s", "x hsdp", kind="ratio", against="hsdp"), _OUT_OF_NODE, LOSS],
+          where={"scheme": _FSDP2}, across="rate", title="FSDP2 inside the nodes; hsdp: with torch's own all-reduce between"),
+]  # fmt: skip
+
+
+# Error feedback and an outer momentum do not go together, so with momentum top-k is without, and without momentum with it.
+_LOCAL_SCHEMES = {
+    "nesterov": ["plain", "embedded-float:bits=4", "two-bit", "top-k:share=0.05,error_feedback=false"],
+    "average": ["plain", "embedded-float:bits=4", "two-bit", "top-k:share=0.05,feedback_decay=0.95"],
+}
+_LOCAL = [
+    f"{scheme}{',' if ':' in scheme else ':'}local_sgd={every},outer={outer}"
+    for every in (1, 8, 64)
+    for outer, schemes in _LOCAL_SCHEMES.items()
+    for scheme in schemes
+]
+# A hundred outer steps without momentum: plain, and within 2 % of it two-bit with its error feedback.
+_HUNDRED = [f"{scheme}:local_sgd=4,outer=average" for scheme in ("plain", "two-bit")]
+
+
+def _nodes(key: str, per_node: int, seconds: float) -> Experiment:
+    return Experiment(
+        key=key, system="schemes", measure="train", seconds=seconds, baseline=DDP,
+        question=f"Two nodes of {per_node} ranks, one link a node: what do two levels and FSDP2's door save?",
+        fixed={"workload": "gpt", "ranks": 2 * per_node, "ranks_per_node": per_node, "steps": 10, "warmup": 3},
+        axes={"rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": [*_FLAT, *_TWO_LEVEL, *_FSDP2]},
+        show=_NODE_TABLES,
+    )  # fmt: skip
+
+
+# Fewer bytes than bfloat16, and nearer to DDP (gcomp-frontier).
+_TEN_BITS = "gcomp:importance=uniform,bits=10"
+
+
+def _sizes(*names: str) -> dict[str, int]:
+    return {name: SIZES[name] for name in names}
+
+
+EXPERIMENTS = [
+    Experiment(
+        key="train-resnet", system="schemes", measure="train", seconds=240, baseline=DDP, controls=CONTROLS,
+        question="How long does a training step take under each scheme, and what does the loss pay?",
+        of=[Ref("GComp", "Fig. 15")],
+        fixed={"workload": "resnet", "ranks": 4, "steps": 20, "warmup": 3},
+        axes={"rate": RATES, "scheme": EVERYTHING},
+        show=[BY_RATE, PARTS],
+        goals=[Goal("GComp faster than DDP at 100 Mb/s", X_DDP, "<=", 0.95, {"rate": "100mbit", "scheme": "gcomp"})],
+    ),
+    Experiment(
+        key="train-quick", system="schemes", measure="train", seconds=125, baseline=DDP, controls=CONTROLS, quick=True,
+        question="The same on a small GPT and a small ResNet, few steps each: what `make bench` runs.",
+        fixed={"ranks": 4, "steps": 5, "warmup": 3},
+        axes={"workload": ["gpt", "resnet"], "rate": {"1 Gb/s": "1gbit", "100 Mb/s": "100mbit"}, "scheme": EVERYTHING},
+        show=[BY_RATE, PARTS],
+    ),
+    Experiment(
+        key="train-long", system="schemes", measure="train", seconds=600, baseline=DDP, controls=CONTROLS,
+        question="The same over 50 steps of four workloads.",
+        fixed={"ranks": 4, "steps": 50},
+        axes={"workload": ["gpt", "resnet", "lstm", "ncf"], "rate": RATES, "scheme": EVERYTHING},
+        show=[BY_RATE, PARTS],
+    ),
+    Experiment(
+        key="train-large", system="schemes", measure="train", seconds=1800, baseline=DDP, controls=CONTROLS,
+        question="How long does a step of a large model take, its computation emulated?",
+        fixed={"ranks": 4, "steps": 5, "warmup": 2, "compute": "emulate"},
+        axes={"workload": ["bert-base", "resnet50", "vgg16", "gpt2", "bert-large", "resnet152"],
+              "rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "scheme": EVERYTHING},
+        show=[BY_RATE, Table([SENT, CODEC], where={"rate": "1gbit"}, title="What is sent, at 1 Gb/s")],
+    ),
+    Experiment(
+        key="train-changes", system="schemes", measure="train", seconds=200, baseline=DDP, controls=["plain"],
+        question="What does a scheme make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, one link of four at it?",
+        fixed={"workload": "resnet", "ranks": 4, "rate": "1gbit", "then": ["100mbit", STRAGGLER], "steps": 10,
+               "warmup": 3},
+        axes={"scheme": _CHANGING},
+        show=[_PHASES],
+    ),
+    Experiment(
+        key="nearly-exact", system="schemes", measure="train", seconds=60, baseline=DDP,
+        question="Schemes that leave the loss as it is, four workloads: what do they send, and is it faster?",
+        fixed={"steps": 10, "warmup": 3},
+        axes={"workload": ["ncf", "lstm", "gpt", "resnet"], "ranks": [2, 4],
+              "rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"},
+              "scheme": ["ddp", "ddp-bf16", "gcomp", _TEN_BITS, "homomorphic"]},
+        show=[Table([ITERATION, X_DDP, SENT, CODEC, LOSS], rows=("ranks", "scheme"), across="rate")],
+    ),
+    _nodes("nodes-2x2", 2, 90),
+    _nodes("nodes-2x4", 4, 150),
+    Experiment(
+        key="local-sgd", system="schemes", measure="training", seconds=800, baseline={"scheme": "plain"},
+        question="Local SGD, with DiLoCo's outer optimizer and without: what is lost and sent when ranks exchange every 1, 8, "
+                 "64 steps?",
+        fixed={"workload": "gpt", "ranks": 2, "steps": 256, "baseline": "plain"}, axes={"scheme": ["plain", *_LOCAL]},
+        show=[Table([Column("held_out_loss", "held-out loss", form=".3f"),
+                     Column("held_out_loss", "against DDP", kind="difference", form=".3f"),
+                     Column("ratio_mean", "bytes / ring", form=".4f")])],
+    ),
+    Experiment(
+        key="local-sgd-hundred", system="schemes", measure="training", seconds=60, baseline={"scheme": _HUNDRED[0]},
+        question="A hundred outer steps without momentum, 4 steps apart: does two-bit end where plain does?",
+        fixed={"workload": "gpt", "ranks": 2, "steps": 400, "baseline": _HUNDRED[0]}, axes={"scheme": _HUNDRED},
+        show=[Table([Column("held_out_loss", "held-out loss", form=".3f"), Column("ratio_mean", "bytes / ring", form=".4f")])],
+        goals=[Goal("within 2 % of plain", Column("held_out_loss", kind="ratio"), "<=", 1.02, {"scheme": _HUNDRED[1]})],
+    ),
+    Experiment(
+        key="train-8-ranks", system="schemes", measure="train", seconds=900, baseline=DDP, controls=["plain", "homomorphic"],
+        question="Eight ranks at 100 Mb/s (phase 0), then one link at a tenth of it.",
+        fixed={"workload": "resnet", "ranks": 8, "rate": "100mbit", "then": [",".join(["100mbit"] * 7 + ["10mbit"])],
+               "steps": 3, "warmup": 3},
+        axes={"scheme": _EIGHT},
+        show=[_PHASES],
+    ),
+    Experiment(
+        key="train-8-ranks-gpt", system="schemes", measure="train", seconds=900, baseline=DDP, controls=CONTROLS,
+        question="Eight ranks of the small GPT at 1 Gb/s.",
+        fixed={"workload": "gpt", "ranks": 8, "rate": "1gbit", "steps": 20}, axes={"scheme": EVERYTHING},
+        show=[Table([ITERATION, X_DDP, EXPOSED, SENT])],
+    ),
+    Experiment(
+        key="train-straggler", system="schemes", measure="train", seconds=600, baseline=DDP, controls=CONTROLS,
+        question="The small GPT behind one slow link of four.",
+        fixed={"workload": "gpt", "ranks": 4, "rate": STRAGGLER, "steps": 20}, axes={"scheme": EVERYTHING},
+        show=[Table([ITERATION, X_DDP, EXPOSED, SENT])],
+    ),
+    Experiment(
+        key="allreduce-quick", system="schemes", measure="allreduce", seconds=110, together=("n_bytes", "scheme"),
+        baseline=DDP, controls=CONTROLS, quick=True,
+        question="How long does an all-reduce of random values take, by size?",
+        fixed={"ranks": 4, "quick": True},
+        axes={"rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "n_bytes": _sizes("1 KB", "64 KB", "1 MB", "25 MB"),
+              "scheme": REDUCING},
+        show=[Table([ms("time_s", "ms")], across="n_bytes"),
+              Table([TIME, TIME_X_DDP, mb("wire_bytes", "MB sent"), RATIO], where={"n_bytes": 25000000}, across="rate",
+                    title="25 MB")],
+    ),
+    Experiment(
+        key="allreduce-slow", system="schemes", measure="allreduce", seconds=120, together=("n_bytes", "scheme"),
+        baseline=DDP, controls=CONTROLS, quick=True,
+        question="The same at 100 Mb/s, to 5 MB.",
+        fixed={"ranks": 4, "quick": True, "rate": "100mbit"},
+        axes={"n_bytes": _sizes("1 KB", "64 KB", "1 MB", "5 MB"), "scheme": REDUCING},
+        show=[Table([ms("time_s", "ms"), TIME_X_DDP], across="n_bytes")],
+    ),
+    Experiment(
+        key="allreduce-sizes", system="schemes", measure="allreduce", seconds=1500, together=("n_bytes", "scheme"),
+        baseline=DDP, controls=CONTROLS,
+        question="The same from 1 KB to 400 MB, with more samples.",
+        fixed={"ranks": 4}, axes={"rate": RATES,
+        "n_bytes": [*(1 << power for power in range(10, 25, 2)), 25_000_000, 100_000_000, 400_000_000],
+        "scheme": REDUCING},
+        show=[Plot("n_bytes", ms("time_s", "ms"), log="xy", x_title="bytes", where={"rate": "1gbit"}),
+              Table([TIME, TIME_X_DDP], where={"n_bytes": 100_000_000}, across="rate", title="100 MB")],
+    ),
+    Experiment(
+        key="allreduce-cpu", system="schemes", measure="allreduce", seconds=270, together=("n_bytes", "scheme"),
+        baseline=DDP, controls=["plain"],
+        question="What does an all-reduce cost a rank, in time and in processor time (all threads, kernel included)?",
+        fixed={"quick": True},
+        axes={"ranks": [2, 4], "rate": RATES, "n_bytes": {"4.9 MB": 4900000, "25 MB": 25000000},
+              "scheme": ["ddp", "plain", "ddp-bf16", "gcomp", "one-bit", "slimgc"]},
+        show=[Table([TIME, TIME_X_DDP, ms("cpu_s", "cpu ms"), CPU_X_DDP], rows=("ranks", "n_bytes", "scheme"),
+                    across="rate")],
+        goals=[Goal("GComp at most 1.6 x Gloo's processor time", CPU_X_DDP, "<=", 1.6,
+                    {"rate": "none", "scheme": "gcomp"}),
+               Goal("one-bit at most 0.6 x", CPU_X_DDP, "<=", 0.6, {"rate": "none", "scheme": "one-bit"})],
+    ),
+    Experiment(
+        key="allreduce-chunks", system="schemes", measure="allreduce", seconds=70, together=("n_bytes", "scheme"),
+        baseline=DDP,
+        question="How large should a message be, in each pattern? Chunks of 2^k values at most (exchange/parts.py).",
+        fixed={"quick": True},
+        axes={"ranks": [2, 4], "rate": {"1 Gb/s": "1gbit", "unshaped": "none"}, "n_bytes": _sizes("1 MB", "25 MB"),
+              "scheme": _CHUNKED},
+        show=[Table([Column("time_s", "ms", 1e3, ".1f"), Column("cpu_s", "cpu ms", 1e3, ".1f")],
+                    rows=("ranks", "n_bytes", "scheme"), across="rate")],
+    ),
+    Experiment(
+        key="allreduce-gradient", system="schemes", measure="allreduce", seconds=90, baseline=DDP, controls=["plain"],
+        quick=True,
+        question="How long does an all-reduce of 25 MB of a real gradient take?",
+        of=[Ref("GComp", "Fig. 10")],
+        fixed={"ranks": 4, "rate": "1gbit", "n_bytes": 25000000, "quick": True},
+        axes={"gradients": ["gpt@400", "resnet@400"], "scheme": ["ddp", "ddp-bf16", "plain", "gcomp",
+                                                                 "gcomp:importance=none",
+              "truncate", "zstd", "one-bit"]},
+        show=[Table([TIME, TIME_X_DDP, RATIO], across="gradients")],
+        goals=[Goal("`plain` within 5 % of DDP", TIME_X_DDP, "<=", 1.05, {"scheme": "plain"})],
+    ),
+    Experiment(
+        key="allreduce-sparse", system="schemes", measure="allreduce", seconds=120, baseline=DDP, controls=["plain"],
+        question="The same of random sparse gradients, by density and by how non-zeros cluster.",
+        fixed={"ranks": 4, "rate": "1gbit", "n_bytes": 25000000},
+        axes={"pattern": ["element", "row", "batch"], "density": [0.01, 0.1], "scheme": REDUCING},
+        show=[Table([ms("time_s", "ms"), TIME_X_DDP], across="density")],
+    ),
+    Experiment(
+        key="allreduce-networks", system="schemes", measure="allreduce", seconds=300, together=("n_bytes", "scheme"),
+        baseline=DDP, controls=CONTROLS,
+        question="The same behind one slow link of four.",
+        fixed={"ranks": 4}, axes={"rate": [STRAGGLER], "n_bytes": _sizes("1 MB", "25 MB"), "scheme": REDUCING},
+        show=[Table([TIME, TIME_X_DDP], across="n_bytes")],
+    ),
+    Experiment(
+        key="allreduce-8-ranks", system="schemes", measure="allreduce", seconds=300, together=("n_bytes", "scheme"),
+        baseline=DDP, controls=CONTROLS,
+        question="The same with eight ranks at 1 Gb/s.",
+        fixed={"ranks": 8, "rate": "1gbit"}, axes={"n_bytes": _sizes("1 MB", "25 MB"), "scheme": REDUCING},
+        show=[Table([TIME, TIME_X_DDP], across="n_bytes")],
+    ),
+    Experiment(
+        key="netlab-rates", system="schemes", measure="netlab", seconds=40, together=("rate",),
+        question="Does the test network hold its rates?",
+        fixed={"ranks": 4}, axes={"rate": ["100mbit", "500mbit", "1gbit", "2gbit"]},
+        show=[Table([Column("payload_bps", "payload, Mb/s", 1e-6, ".1f"), Column("deviation", "off, %", 100, "+.1f"),
+                     Column("drops", "drops", form=".0f")], rows=("rate",))],
+        goals=[Goal("within 5 %", Column("deviation", form="+.3f"), ">=", -0.05)],
+    ),
+]  # fmt: skip

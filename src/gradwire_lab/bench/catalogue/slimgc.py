@@ -1,0 +1,159 @@
+"""SlimGC: sizes of gradients, accuracy of the strategies, throughput and time split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire_lab.bench.catalogue.schemes import DDP, EXPOSED, ITERATION, SENT
+from gradwire_lab.bench.measures.overlap import slimgc_specs
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Ref, Table, ms
+
+CODECS = {"1 bit": "one-bit", "2 bit": "two-bit"}
+# Figs. 12 and 13: one strategy after the other. Without a threshold in bytes it is measured, in raw steps.
+STRATEGIES = {"threshold 0": "threshold_bytes=0", "measured threshold": "",
+              "backup, threshold 0": "backup=true,threshold_bytes=0",
+              "everything": "backup=true"}  # fmt: skip
+TABLE_STEPS = 8
+_OTHERS = {"terngrad": "terngrad", "top-k 10 %": "top-k:share=0.1", "dgc 10 %": "dgc:share=0.1", "thc": "thc"}
+THRESHOLD_BYTES = 15_000  # the paper's best
+_DIGITS, _GPT = "resnet:width=8,folds=5", "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8"
+
+
+def _slimgc(codec: str, *options: str) -> str:
+    return ",".join([f"slimgc:codec={codec}", *options])
+
+
+def strategies(threshold_bytes: int = THRESHOLD_BYTES) -> dict[str, str]:
+    """Fig. 9."""
+    found = {"full precision": "plain"}
+    for bits, codec in CODECS.items():
+        threshold = f"threshold_bytes={threshold_bytes}"
+        found |= {f"{bits}, bare": _slimgc(codec, "threshold_bytes=0"), f"{bits}, threshold": _slimgc(codec, threshold),
+                  f"{bits}, everything": _slimgc(codec, threshold, "backup=true")}  # fmt: skip
+    return found
+
+
+def compression_thresholds() -> dict[str, str]:
+    """Fig. 10: what a 2-bit value stands for, in mean magnitudes; 1 bit takes its scale from the values and has none."""
+    ways = {"bare": ("threshold_bytes=0",), "everything": (f"threshold_bytes={THRESHOLD_BYTES}", "backup=true")}
+    return {"full precision": "plain"} | {f"{name}, {value:g}": _slimgc("two-bit", f"threshold={value}", *options)
+            for name, options in ways.items() for value in (0.5, 0.7, 1.0, 1.4, 2.0, 2.8)}  # fmt: skip
+
+
+def communication_thresholds() -> dict[str, str]:
+    """Fig. 11, bytes."""
+    ways = {"threshold": (), "everything": ("backup=true",)}
+    return {"full precision": "plain"} | {
+        f"{bits}, {name}, {value:,} bytes": _slimgc(codec, f"threshold_bytes={value}", *options)
+        for bits, codec in CODECS.items() for name, options in ways.items()
+        for value in (0, 1_500, 15_000, 150_000)}  # fmt: skip
+
+
+def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], workload: str, *, steps: int,
+              seeds: int,
+              seconds: float) -> Experiment:  # fmt: skip
+    is_digits = workload.startswith("resnet")
+    field, scale, form = ("accuracy", 100.0, ".2f") if is_digits else ("held_out_loss", 1.0, ".3f")
+    parts = []
+    for bits, codec in CODECS.items():
+        mine = [spec for spec in schemes.values() if spec == "plain" or f"codec={codec}" in spec]
+        bare = next((spec for spec in mine if spec == _slimgc(codec, "threshold_bytes=0")), None)
+        columns = [Column(field, "accuracy, %" if is_digits else "held-out loss", scale, form, spread=True)]
+        columns += [Column(field, f"against {name}", scale, form, "difference", against, spread=True)
+                    for name, against in (("bare", bare), ("full precision", "plain")) if against in mine]  # fmt: skip
+        if mine:
+            columns += [Column("ratio", "bytes / ring", form=".3f")]
+            parts.append(Table(columns, where={"scheme": mine}, title=bits))
+    gain = [Goal(f"{bits}: the strategies give back at least 1.1 points", Column(field, "", scale, form, "difference",
+                 _slimgc(codec, "threshold_bytes=0"), spread=True), ">=", 1.1,
+                 {"scheme": schemes[f"{bits}, everything"]})
+            for bits, codec in CODECS.items() if figure == "Fig. 9" and is_digits and steps == 50]  # fmt: skip
+    folds: dict[str, Any] = {"fold": list(range(5))} if is_digits else {}
+    return Experiment(
+        key=f"slimgc-{key}", system="slimgc", measure="training", seconds=seconds, question=question, of=[Ref("SlimGC",
+                                                                                                              figure)],
+        fixed={"workload": workload, "ranks": 2, "steps": steps}, axes={"seed": list(range(seeds)), **folds,
+                                                                        "scheme": schemes},
+        over=("seed", *folds), together=(*folds, "scheme"), baseline={"scheme": "plain"}, show=parts, goals=gain,
+    )  # fmt: skip
+
+
+def _speed(workload: str, rates: Mapping[str, str], seconds: float, *, ranks: int = 4, measures: bool = True,
+           key: str = "", others: bool = False) -> Experiment:  # fmt: skip
+    schemes = {"ddp": "ddp"} | slimgc_specs(list(CODECS.values()), STRATEGIES, TABLE_STEPS, measures=measures)
+    schemes |= _OTHERS if others else {}
+    bound = Column("bound_share", "of the bound, %", 100, ".0f")
+    everything = [spec for label, spec in schemes.items() if label.endswith("everything")]
+    return Experiment(
+        key=key or f"slimgc-speed-{workload}", system="slimgc", measure="overlap", seconds=seconds,
+        question=f"How long does a step of {workload} take with {ranks} ranks, and what of it overlaps?",
+        of=[Ref("SlimGC", "Fig. 12"), Ref("SlimGC", "Fig. 13"), Ref("SlimGC", "Table 2")],
+        fixed={"workload": workload, "ranks": ranks, "steps": 7, "warmup": 2, "compute": "emulate", "overlap": True},
+        axes={"rate": rates, "scheme": schemes}, baseline=DDP,
+        show=[Table([ITERATION, Column("speed_up", "x bare", form=".2f"), bound], across="rate"),
+              Table([ms("computed_s", "C"), ms("codec_busy_s", "K"), ms("wire_s", "X"), EXPOSED, ms("overlap_s", "overlap"),
+                     Column("overlap_x", "x on thread", form=".2f"), ms("exposed_codec_s", "exposed codec"),
+                     Column("exposed_codec_x", "x on thread", form=".2f")], title="Where the time goes, ms a step")],
+        goals=[Goal("never slower than the bare quantiser", Column("speed_up", form=".2f"), ">=", 1.0,
+                    {"scheme": lambda spec: str(spec).startswith("slimgc")}),
+               Goal("overlap at least 3.5 times that of the codec on the training thread", Column("overlap_x", form=".2f"),
+                    ">=",
+                    3.5, {"scheme": everything}),
+               Goal("exposed codec time at most 0.4 of it", Column("exposed_codec_x", form=".2f"), "<=", 0.4,
+                    {"scheme": everything})],
+    )  # fmt: skip
+
+
+_RATES = {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
+_SCALED = _DIGITS + ",rate_scaling="
+
+EXPERIMENTS = [
+    Experiment(
+        key="slimgc-sizes", system="slimgc", measure="shapes", seconds=20, together=("workload",),
+        question="Which share of a model's tensors, and of its bytes, is in small ones?",
+        of=[Ref("SlimGC", "Fig. 1")], fixed={"of": "sizes"}, axes={"workload": ["resnet50", "bert-base", "vgg16",
+                                                                                "gpt2"]},
+        show=[Table([Column("tensors_share", "of the tensors, %", 100, ".0f"), Column("bytes_share", "of the bytes, %",
+                                                                                      100, ".1f")],
+                    rows=("workload",), across="below_bytes")],
+    ),
+    _accuracy("accuracy-short", "Short trainings, in which bare quantisers lose: what do the strategies give back?",
+              "Fig. 9",
+              strategies(), _DIGITS, steps=50, seeds=10, seconds=90),
+    _accuracy("accuracy-long", "The same trained to the end.", "Fig. 9", strategies(), _DIGITS, steps=200, seeds=10,
+              seconds=200),
+    _accuracy("accuracy-gpt", "The same on a small GPT.", "Fig. 9", strategies(), _GPT, steps=200, seeds=3, seconds=60),
+    _accuracy("accuracy-linear", "The same with the learning rate scaled linearly with the batch.", "Fig. 9",
+              strategies(),
+              _SCALED + "linear", steps=50, seeds=2, seconds=90),
+    _accuracy("accuracy-root", "The same with the square root of it.", "Fig. 9", strategies(), _SCALED + "square-root",
+              steps=50,
+              seeds=2, seconds=90),
+    _accuracy("compression", "How much does the compression threshold matter?", "Fig. 10", compression_thresholds(),
+              _DIGITS,
+              steps=50, seeds=1, seconds=150),
+    _accuracy("compression-gpt", "The same on a small GPT.", "Fig. 10", compression_thresholds(), _GPT, steps=200,
+              seeds=3, seconds=90),
+    _accuracy("communication", "How much does the communication threshold matter?", "Fig. 11",
+              communication_thresholds(), _DIGITS,
+              steps=50, seeds=1, seconds=200),
+    _accuracy("communication-gpt", "The same on a small GPT.", "Fig. 11", communication_thresholds(), _GPT, steps=200,
+              seeds=3,
+              seconds=120),
+    _speed("gpt", {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, 150, others=True),
+    _speed("resnet50", _RATES, 300),
+    _speed("resnet50", _RATES, 250, ranks=2, key="slimgc-speed-resnet50-2-ranks"),
+    *(_speed(name, _RATES, 900, measures=False) for name in ("bert-base", "vgg16", "gpt2")),
+    Experiment(
+        key="slimgc-rivals", system="slimgc", measure="train", seconds=200,
+        baseline={"scheme": "slimgc:codec=one-bit,threshold_bytes=0"},
+        question="Is SlimGC ahead of other methods, on ResNet-50 at 1 Gb/s?",
+        of=[Ref("SlimGC", "Table 3")],
+        fixed={"workload": "resnet50", "ranks": 4, "rate": "1gbit", "compute": "emulate", "steps": 5, "warmup": 2},
+        axes={"scheme": {"slimgc, 1 bit": "slimgc:codec=one-bit,threshold_bytes=0",
+                         "slimgc, 2 bit": "slimgc:codec=two-bit,threshold_bytes=0",
+              "one-bit": "one-bit", "two-bit": "two-bit", **_OTHERS}},
+        show=[Table([ITERATION, Column("iteration_s", "x slimgc, 1 bit", kind="ratio"), EXPOSED, SENT])],
+    ),
+]  # fmt: skip

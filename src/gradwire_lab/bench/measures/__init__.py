@@ -1,0 +1,96 @@
+"""What can be measured: each measure takes one run of an experiment and returns a flat record a cell, or several.
+
+To add one: a function of a `Call` in a module here, a line in `_MEASURES`, an experiment in the catalogue that names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import InvalidArgument
+from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.store import Record
+
+# name: "module:function" below this package; only the one that is called is imported.
+_MEASURES: dict[str, str] = {
+    "train": "commands:train",
+    "overlap": "overlap:measure",
+    "allreduce": "commands:allreduce",
+    "codec": "commands:codec",
+    "regret": "commands:regret",
+    "training": "trainings:measure",
+    "hashes": "trainings:measure_hashes",
+    "adaptation": "adaptation:measure",
+    "compression-cost": "compression_cost:measure",
+    "gradient-values": "gradients:measure_values",
+    "gradient-spread": "gradients:measure_spread",
+    "cross-tables": "gradients:measure_cross_tables",
+    "table-refresh": "gradients:measure_table_refresh",
+    "mantissa": "gradients:measure_mantissas",
+    "decoders": "huffman:measure",
+    "float-errors": "float_methods:measure_errors",
+    "float-training": "float_methods:measure_training",
+    "sketch-formulas": "sketches:measure_formulas",
+    "sketch-sizes": "sketches:measure_sizes",
+    "sketch-recovery": "sketches:measure_recovery",
+    "sketch-speed": "sketches:measure_speed",
+    "shapes": "shapes:measure",
+    "netlab": "commands:netlab",
+    "simulate": "simulated:measure",
+    "simulate-rates": "simulated:measure_rates",
+    "stragglers": "simulated:measure_stragglers",
+    "reality": "reality:measure",
+    "simulator-sizes": "reality:measure_sizes",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of an experiment.
+
+    Attributes:
+        key: the experiment's.
+        cells: what is to be measured together.
+        shared: the axes that all cells have the same value of.
+        fixed: the arguments that all cells of the experiment share.
+        folder: for working files.
+    """
+
+    key: str
+    cells: list[Cell]
+    shared: Cell
+    fixed: dict[str, Any]
+    folder: Path
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument that all cells share."""
+        return {**self.fixed, **self.shared}.get(name, default)
+
+    def values(self, axis: str) -> list[Any]:
+        """The cells' values of an axis, each once, in order."""
+        return list(dict.fromkeys(cell[axis] for cell in self.cells))
+
+    def arguments(self, *axes: str) -> dict[str, Any]:
+        """All arguments; those of `axes` as lists of the cells' values."""
+        return {**self.fixed, **self.shared, **{axis: self.values(axis) for axis in axes}}
+
+
+Measure = Callable[[Call], list[tuple[Cell, Record]]]
+
+
+def by_name(name: str) -> Measure:
+    """Raises: InvalidArgument, Unsupported (packages that it needs are missing)."""
+    if name not in _MEASURES:
+        raise InvalidArgument(f"no measure is called {name!r}; there are: {', '.join(_MEASURES)}")
+    module, _, function = _MEASURES[name].partition(":")
+    found: Measure = getattr(importlib.import_module(f"gradwire_lab.bench.measures.{module}"), function)
+    return found
+
+
+def names() -> list[str]:
+    """Every measure."""
+    return list(_MEASURES)

@@ -1,0 +1,91 @@
+"""How AQGB's bits follow a network that changes in mid-run (its Fig. 9), from the step records of a live training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+
+from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures.commands import run_process, to_words
+from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.store import Record
+
+
+def measure(call: Call) -> list[tuple[Cell, Record]]:
+    """`gradwire train` inside `gradwire netlab run --at ...`: a record for each `window_s` seconds of training.
+
+    Arguments: ranks, rate, at ({second: rate of all links}), scheme, workload, steps, bucket_mb, window_s.
+    """
+    (cell,) = call.cells
+    out = (call.folder / "adaptation" / str(cell["scheme"]).replace(":", "-")).resolve()
+    ranks = int(call.get("ranks"))
+    events = [f"{second}:rate:{rank}={rate}" for second, rate in call.get("at").items() for rank in range(ranks)]
+    lab = to_words({"ranks": ranks, "rate": call.get("rate")})
+    train = to_words(
+        {name: call.get(name) for name in ("workload", "steps", "bucket_mb")} | {"scheme": cell["scheme"], "out": out}
+    )
+    words = [
+        *lab,
+        *(word for event in events for word in ("--at", event)),
+        "--",
+        sys.executable,
+        "-m",
+        "gradwire",
+        "train",
+    ]
+    run_process(
+        [sys.executable, "-m", "gradwire", "netlab", "run", *words, *train], call.folder / "logs" / f"{call.key}.txt"
+    )
+    return [(cell, record) for record in in_windows(read_steps(out), float(call.get("window_s", 4.0)))]
+
+
+def read_steps(folder: Path) -> list[Record]:
+    """The steps in which bits were counted, with `q_ratio`, the paper's Q: bits sent / 32.
+
+    Raises: InvalidArgument (no such run, or none of a broadcast scheme), CorruptMessage (a line that is no record).
+    """
+    path = folder / "steps.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read ({error}); give the folder of `gradwire train --out`") from error
+    try:
+        steps = [json.loads(line) for line in lines]
+        records = [
+            {
+                "step": step["step"],
+                "elapsed_s": step["elapsed_s"],
+                "iteration_s": step["iteration_s"],
+                "bits_per_value": step["bits_per_value"],
+                "first_bits_per_value": step["first_bits_per_value"],
+                "q_ratio": step["bits_per_value"] / 32,
+                "acknowledged_bps": step.get("acknowledged_bps", 0.0),
+                "loss": step["loss"],
+            }
+            for step in steps
+            if "bits_per_value" in step
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptMessage(f"{path} is no log of gradwire train ({error!r})") from error
+    if not records:
+        raise InvalidArgument(f"{path} holds no bits: the run must be of --scheme aqgb or broadcast")
+    return records
+
+
+def in_windows(records: list[Record], window_s: float) -> list[Record]:
+    """Means over windows of time, `from_s` on."""
+    windows: dict[int, list[Record]] = {}
+    for record in records:
+        windows.setdefault(int(record["elapsed_s"] / window_s), []).append(record)
+    return [
+        {
+            "from_s": index * window_s,
+            "to_s": (index + 1) * window_s,
+            "n_steps": len(inside),
+            **{key: fmean(record[key] for record in inside) for key in inside[0] if key not in ("step", "elapsed_s")},
+        }
+        for index, inside in sorted(windows.items())
+    ]

@@ -1,0 +1,173 @@
+"""The numbers behind AQGB's Fig. 2: quantisers at equal bits, on gradient files and in training."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire import codecs
+from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.truncated_float import TruncatedFloat
+from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire_lab import workloads
+from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures.gradients import Records, load
+from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.store import Record
+from gradwire_lab.workloads.base import step_generator
+from gradwire_lab.workloads.gradients import GradientFile
+
+
+def measure_errors(call: Call) -> list[tuple[Cell, Record]]:
+    """What is received of a gradient, on files: axes `gradients`, `method`."""
+    files = {cell["gradients"]: file for cell, file in load(call)}
+    return [(cell, describe_errors(files[cell["gradients"]], str(cell["method"]))) for cell in call.cells]
+
+
+def measure_training(call: Call) -> list[tuple[Cell, Record]]:
+    """Where training with each `method` and `seed` ends: `workload`, `workers`, `steps`, `decay_every`."""
+    workers, steps, decay = int(call.get("workers", 4)), int(call.get("steps")), int(call.get("decay_every", 0))
+    if workers < 1 or steps < 1 or decay < 0:
+        raise InvalidArgument("workers and steps count from 1, decay_every from 0")
+    found = []
+    for cell in call.cells:
+        records = train(str(call.get("workload")), str(cell["method"]), workers, steps, int(cell["seed"]), decay)
+        found.append((cell, describe_end(records)))
+    return found
+
+
+class Method:
+    """One way to quantise a worker's gradient.
+
+    Args: spec: a codec as NAME:option=value,...; "none" is 32 bits; `+ef` behind it: with error feedback; A|B: each value
+        through A or B, with equal chance (the paper's "2-8bit": QSGD with 2 bits or 8).
+    Raises: InvalidArgument (no such codec or option).
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.has_error_feedback = spec.endswith("+ef")
+        parts = spec.removesuffix("+ef").split("|")
+        if len(parts) > 2:
+            raise InvalidArgument(f"{spec!r}: two codecs at most, as A|B")
+        self._codecs = [] if parts == ["none"] else [_make_codec(part) for part in parts]
+        self._message = torch.empty(0, dtype=torch.uint8)
+
+    def quantise(self, gradient: torch.Tensor, step: int, worker: int) -> tuple[torch.Tensor, float]:
+        """What the receivers of `gradient` (n,) float32 have, and the bits a value that it took.
+
+        Every step and worker draws numbers of its own; "A|B" costs the mean of A and B.
+        """
+        results, n_bits = [], 0.0
+        for codec in self._codecs:
+            n_max = codec.max_encoded_bytes(gradient.numel(), gradient.dtype)
+            if self._message.numel() < n_max:
+                self._message = torch.empty(n_max, dtype=torch.uint8)
+            if isinstance(codec, Quantised | TruncatedFloat):
+                n_bytes = codec.encode(gradient, self._message, step=step << 16 | worker)
+            else:
+                n_bytes = codec.encode(gradient, self._message)
+            result = torch.empty_like(gradient)
+            codec.decode(self._message[:n_bytes], result)
+            results.append(result)
+            n_bits += 8 * n_bytes / max(1, gradient.numel()) / len(self._codecs)
+        if not results:
+            return gradient.clone(), 32.0
+        if len(results) == 1:
+            return results[0], n_bits
+        generator = step_generator("which codec", step, worker)
+        is_first = torch.rand(gradient.numel(), generator=generator) < 0.5
+        return torch.where(is_first, results[0], results[1]), n_bits
+
+
+def _make_codec(spec: str) -> codecs.Codec:
+    name, options = parse_spec(spec)
+    return codecs.by_name(name, **options)
+
+
+def describe_errors(file: GradientFile, spec: str) -> Record:
+    """How far what is received lies from the gradient, in float64.
+
+    relative_error: |received - gradient| / |gradient|, Euclidean; shrinkage: 1 - <received, gradient> / |gradient|^2, 0
+    for unbiased ones; zeros_share: of the values that were not 0 and are received as 0.
+    """
+    gradient = torch.from_numpy(np.ascontiguousarray(file.gradient))
+    received, n_bits = Method(spec).quantise(gradient, 0, 0)
+    exact, found = gradient.double(), received.double()
+    square = float(exact @ exact)
+    return {
+        "gradients": file.name,
+        "method": spec,
+        "bits_a_value": n_bits,
+        "relative_error": math.sqrt(float((found - exact) @ (found - exact)) / square),
+        "shrinkage": 1 - float(found @ exact) / square,
+        "zeros_share": float(((found == 0) & (exact != 0)).sum()) / max(1, int((exact != 0).sum())),
+    }
+
+
+def train(workload: str, spec: str, n_workers: int, n_steps: int, seed: int, decay_every: int) -> Records:
+    """Train with `n_workers` workers played by this process, as AQGB's sum: every worker's gradient is quantised once, on
+    its whole, and the mean of the quantised copies, in worker order, is what the optimizer gets.
+
+    The learning rate is divided by 10 every `decay_every` steps (0: never), as in the paper. One record a step: loss, the
+    mean over the workers before the step; at the end also what the workload's evaluation gives.
+    """
+    name, options = parse_spec(workload)
+    task = workloads.by_name(name, **options)
+    model, method = task.build_model(seed), Method(spec)
+    optimizer = task.build_optimizer(model)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    n_values = sum(parameter.numel() for parameter in parameters)
+    residuals = [torch.zeros(n_values) if method.has_error_feedback else None for _ in range(n_workers)]
+    batches = [task.batches(worker, n_workers, seed=seed) for worker in range(n_workers)]
+    records: Records = []
+    for step in range(n_steps):
+        if decay_every and step and step % decay_every == 0:
+            for group in optimizer.param_groups:
+                group["lr"] /= 10
+        total, losses, n_bits = torch.zeros(n_values), [], 0.0
+        for worker in range(n_workers):
+            optimizer.zero_grad()
+            loss = task.loss(model, next(batches[worker]))
+            loss.backward()
+            losses.append(task.reported_loss(loss))
+            gradient = torch.cat(
+                [torch.zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in parameters]
+            )
+            residual = residuals[worker]
+            if residual is not None:
+                gradient += residual
+            received, n_bits = method.quantise(gradient, step, worker)
+            if residual is not None:
+                torch.sub(gradient, received, out=residual)
+            total += received
+        total /= n_workers
+        offset = 0
+        for parameter in parameters:
+            parameter.grad = total[offset : offset + parameter.numel()].view_as(parameter).clone()
+            offset += parameter.numel()
+        optimizer.step()
+        record: dict[str, Any] = {
+            "workload": workload,
+            "method": spec,
+            "seed": seed,
+            "workers": n_workers,
+            "step": step,
+            "loss": sum(losses) / n_workers,
+            "bits_a_value": n_bits,
+        }
+        if step == n_steps - 1:
+            record |= task.evaluate(model)
+        records.append(record)
+    return records
+
+
+def describe_end(records: Records) -> Record:
+    """Of one training's steps: the mean loss over the last tenth of them, and the final evaluation."""
+    last = records[-1]
+    late = [record["loss"] for record in records[-max(1, len(records) // 10) :]]
+    return {**last, "end_loss": float(np.mean(late))}

@@ -1,0 +1,76 @@
+"""The simulator against the test network, and the sizes that it predicts with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gradwire.registry import parse_spec
+from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures.commands import run_command, train
+from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.records import write_text
+from gradwire_lab.results.store import Record
+from gradwire_lab.simulator.predictions import predict
+from gradwire_lab.simulator.schemes.measured import FORMAT, TABLE, MeasuredTable
+
+# A reduction of so few bytes takes its hops' latency and nothing else; by a scheme of each kind of lane.
+_LATENCY_BYTES = 1024
+_LANES = {"plain": "backend", "gcomp": "frames"}
+
+
+def measure(call: Call) -> list[tuple[Cell, Record]]:
+    """Predicted and measured iteration times: axes ranks, rate, scheme (`ddp` among them, whose computation all share)."""
+    tiny = {"scheme": list(_LANES), "n_bytes": _LATENCY_BYTES, "rounds": 7, "budget": 1}
+    tiny |= {"ranks": call.get("ranks"), "rate": call.get("rate")}
+    hops = 2 * (int(call.get("ranks")) - 1)
+    latencies_s = {_LANES[one["scheme"]]: one["time_s"] / hops for one in run_command("allreduce", tiny, call)}
+    found = train(call)
+    predicted = predict([record for _, record in found], latencies_s, str(call.get("workload")))
+    records = []
+    for (cell, measured), record in zip(found, predicted, strict=True):
+        kept = {key: measured[key] for key in ("network", "compute")}
+        records.append((cell, {**record, "error_size": abs(record["error"]), **kept}))
+    return records
+
+
+def measure_sizes(call: Call) -> list[tuple[Cell, Record]]:
+    """Bytes and codec times on emulated ranks, which also go into the simulator's table: axes workload, ranks, scheme."""
+    found = train(call)
+    content = _read_table()
+    name, options = parse_spec(str(call.get("workload")))
+    entry = content["workloads"].setdefault(name, {"schemes": {}})
+    for _, record in found:
+        rows = {row["ranks"]: row for row in entry["schemes"].get(record["scheme"], [])}
+        rows[record["ranks"]] = table_row(record)
+        entry["schemes"][record["scheme"]] = [rows[n_ranks] for n_ranks in sorted(rows)]
+    first = found[0][1]
+    words = "".join(f" ({key}={str(value).rpartition('/')[2]})" for key, value in options.items())
+    entry["provenance"] = {
+        "command": f"gradwire bench run {call.key}; {name}{words}",
+        **{key: first.get(key) for key in ("gradients", "cpu", "n_cores", "torch")},
+    }
+    write_text(TABLE, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    return found
+
+
+def table_row(record: Record) -> Record:
+    """What the simulator's table holds of a record of `bench train`."""
+    decode_s = record["decode_s"] or 0.0
+    return {
+        "ranks": record["ranks"],
+        "n_values": record["n_bytes"] // 4,
+        "sent_bytes": record["wire_bytes"],
+        "encode_s": max(0.0, (record["codec_s"] or 0.0) - decode_s),
+        "decode_s": decode_s,
+        "commit": record["commit"],
+        "date": record["date"],
+    }
+
+
+def _read_table() -> dict[str, Any]:
+    if not TABLE.is_file():
+        return {"format": FORMAT, "workloads": {}}
+    MeasuredTable.load(TABLE)  # refuses what is none, before it is written over
+    content: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,128 @@
+"""What low-rank compression makes of real models, from their shapes alone: ACP-SGD's Tables I and II, and Fig. 5."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire.schemes.low_rank.matrices import MatrixShape, matrix_shape
+from gradwire_lab import workloads
+from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures.compression_cost import rank_of
+from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.store import Record
+
+WORLDS = (4, 8, 32, 64)
+_MIN_COMPRESSION_RATE = 2.0  # LowRank's default
+_TOP_K_SHARE = 0.001
+_MIB = 1 << 20
+# Fig. 5 says which share of the tensors is small; the paper's own bounds were lost with its numbers.
+_SMALL_ELEMENTS = 10_000
+_SIZE_LIMITS = (15_000, 2_200_000)  # bytes
+
+Records = list[dict[str, Any]]
+
+
+def measure(call: Call) -> list[tuple[Cell, Record]]:
+    """What `of` says, of each `workload`: "ratios", "traffic" (also by `world`), "small-tensors", or "sizes"."""
+    tables: dict[str, Callable[[str], Records]] = {
+        "ratios": describe_ratios,
+        "traffic": describe_traffic,
+        "small-tensors": describe_small_tensors,
+        "sizes": describe_sizes,
+    }
+    describe = tables[str(call.get("of"))]
+    return [
+        (cell, record)
+        for cell in call.cells
+        for record in describe(cell["workload"])
+        if record.get("world", cell.get("world")) == cell.get("world")
+    ]
+
+
+@functools.cache  # three tables ask for the same models, and a large one takes seconds to make
+def sizes_of(workload: str, rank: int) -> list[tuple[int, MatrixShape | None]]:
+    """Elements of each parameter of a workload, and the matrix that it is compressed as."""
+    with torch.device("meta"):
+        model = workloads.by_name(workload).make_model()
+    return [(p.numel(), matrix_shape(p, rank, _MIN_COMPRESSION_RATE)) for p in model.parameters()]
+
+
+def sent_elements(sizes: Sequence[tuple[int, MatrixShape | None]]) -> dict[str, list[int]]:
+    """Elements of every tensor that is summed: "original", and in steps for P and for Q; uncompressed ones in all."""
+    sent: dict[str, list[int]] = {"original": [], "p": [], "q": []}
+    for n_elements, shape in sizes:
+        sent["original"].append(n_elements)
+        sent["p"].append(n_elements if shape is None else shape.rank * shape.n_rows)
+        sent["q"].append(n_elements if shape is None else shape.rank * shape.n_columns)
+    return sent
+
+
+def _sums_of(workload: str) -> dict[str, int]:
+    return {side: sum(elements) for side, elements in sent_elements(sizes_of(workload, rank_of(workload))).items()}
+
+
+def describe_ratios(workload: str) -> Records:
+    """Table I: parameters, and by how much each method shrinks the gradient; for ACP-SGD also its fused buffers."""
+    sums = _sums_of(workload)
+    n = sums["original"]
+    rates = {side: sums[side] / n for side in ("p", "q")}
+    return [
+        {
+            "workload": workload,
+            "parameters": n,
+            "rank": rank_of(workload),
+            "sign_sgd": 32.0,
+            "top_k": 1 / _TOP_K_SHARE,
+            "top_k_with_indices": 1 / (2 * _TOP_K_SHARE),
+            "power_sgd": n / (sums["p"] + sums["q"]),
+            "acp_sgd": 2 * n / (sums["p"] + sums["q"]),  # one factor a step
+            **{f"rate_{side}": rate for side, rate in rates.items()},
+            **{f"buffer_{side}_mb": 25 * rate for side, rate in rates.items()},
+        }
+    ]
+
+
+def describe_traffic(workload: str) -> Records:
+    """Table II in numbers: MB that a rank sends in a step, by method and world; mean of ACP-SGD's two kinds of step."""
+    sums = _sums_of(workload)
+    n = sums["original"]
+    records: Records = []
+    for world in WORLDS:
+        ring = 2 * (world - 1) / world * 4
+        gathered = float(world - 1)
+        megabytes: Mapping[str, float] = {
+            "s_sgd": ring * n,
+            "sign_sgd": gathered * n / 8,
+            "top_k": gathered * 8 * _TOP_K_SHARE * n,
+            "power_sgd": ring * (sums["p"] + sums["q"]),
+            "acp_sgd": ring * (sums["p"] + sums["q"]) / 2,
+        }
+        records.append({"workload": workload, "world": world, **{key: value / 1e6 for key, value in megabytes.items()}})
+    return records
+
+
+def describe_small_tensors(workload: str) -> Records:
+    """Fig. 5: quartiles of the tensors' sizes before and after compression, and the share of small ones."""
+    records: Records = []
+    for side, elements in sent_elements(sizes_of(workload, rank_of(workload))).items():
+        values = np.array(elements)
+        quartiles = {f"p{q}": int(np.percentile(values, q)) for q in (25, 50, 75)}
+        small = float((values < _SMALL_ELEMENTS).mean())
+        records.append({"workload": workload, "tensors": side, "count": values.size, **quartiles, "share_small": small})
+    return records
+
+
+def describe_sizes(workload: str) -> Records:
+    """SlimGC's Fig. 1: which share of the tensors, and of the bytes, is in tensors of fewer bytes than each limit."""
+    n_bytes = 4 * np.array([n for n, _ in sizes_of(workload, 1)])
+    records: Records = []
+    for limit in _SIZE_LIMITS:
+        small = n_bytes < limit
+        shares = {"tensors_share": float(small.mean()), "bytes_share": float(n_bytes[small].sum() / n_bytes.sum())}
+        records.append({"workload": workload, "below_bytes": limit, **shares})
+    return records

@@ -1,0 +1,105 @@
+"""Simulated training as measures: AQGB's and GComp's figures on networks that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradwire_lab.bench.measures import Call
+from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.store import Record
+from gradwire_lab.simulator import workloads
+from gradwire_lab.simulator.bandwidth import make_trace
+from gradwire_lab.simulator.jitter import Jitter, Stragglers, Uniform
+from gradwire_lab.simulator.runs import SimulatedRun
+from gradwire_lab.simulator.stage import Setting
+
+# What the paper measured on real training (AQGB's Table 2): rounds to converge of full precision over the scheme's.
+_CONVERGENCE = {"broadcast-32": 1.0, "broadcast-4": 0.76, "aqgb": 0.97, "plain": 1.0}
+
+
+def measure(call: Call) -> list[tuple[Cell, Record]]:
+    """One simulation a cell: scheme, workload, workers, gbit_per_s, jitter, sigma, seconds or rounds, seed, codec.
+
+    Fields beside the simulation's: wait_share (T_wait / computation); more_rounds, convergence_x: against `broadcast-32` in
+    the same run, the second times the paper's own convergence rates; samples_per_s where a calibration has a batch size.
+    """
+    found = [(cell, simulate(call, cell)[1]) for cell in call.cells]
+    for cell, record in found:
+        base = next((r for c, r in found if c == {**cell, "scheme": "broadcast-32"}), None)
+        if base is not None:
+            record["more_rounds"] = record["rounds"] / base["rounds"] - 1
+            if cell["scheme"] in _CONVERGENCE:
+                record["convergence_x"] = record["rounds"] / base["rounds"] * _CONVERGENCE[cell["scheme"]]
+    return found
+
+
+def simulate(call: Call, cell: Cell, **changes: Any) -> tuple[Any, Record]:
+    """The simulation of a cell, and its record."""
+    given = {"workload": "resnet50-4blocks", "workers": 16, "gbit_per_s": 2.5, "jitter": "common", "seed": 0, "codec": True,
+             **call.fixed, **cell}  # fmt: skip
+    workload = workloads.by_name(str(given["workload"]))
+    setting = Setting(workload, int(given["workers"]), float(given["gbit_per_s"]) * 1e9, jitter=make_jitter(given))
+    run = SimulatedRun(
+        str(given["scheme"]),
+        setting.replace(**changes),
+        given.get("seconds"),
+        given.get("rounds"),
+        options={"floor": given["floor"]} if "floor" in given else {},
+        measured_on=given.get("measured_on", {}).get(given["workload"]) if "measured_on" in given else None,
+        with_codec_times=bool(given["codec"]),
+    )
+    simulation, record = run.do()
+    record["wait_share"] = None if record["wait_s"] is None else record["wait_s"] / record["compute_s"]
+    samples = _batch_size(str(given["workload"]))
+    if samples is not None and record["round_s"]:
+        record["samples_per_s"] = record["workers"] * samples / record["round_s"]
+    return simulation, record
+
+
+def make_jitter(given: dict[str, Any]) -> Jitter:
+    """By name: common, per-worker, stragglers (with `sigma`)."""
+    if given["jitter"] == "stragglers":
+        return Stragglers(float(given["sigma"]), int(given["seed"]))
+    return Uniform(is_common=given["jitter"] == "common", seed=int(given["seed"]))
+
+
+def _batch_size(workload: str) -> int | None:
+    from gradwire_lab.workloads.calibration import reference_calibration
+
+    calibration = reference_calibration(workload)
+    return None if calibration is None else calibration.batch_size
+
+
+def measure_rates(call: Call) -> list[tuple[Cell, Record]]:
+    """AQGB's Fig. 9: a record for each stretch of one rate; `changes` are {second: Gb/s}.
+
+    The first five seconds of a stretch do not count: its first rounds finish under the old estimate.
+    """
+    (cell,) = call.cells
+    changes = [(float(at_s), float(rate) * 1e9) for at_s, rate in call.get("changes").items()]
+    simulation, record = simulate(call, cell, trace=make_trace(changes))
+    metrics, n_values = simulation.metrics, simulation.setting.workload.n_values
+    shares = [(one.ended_s, one.sent_bits / n_values) for one in metrics.rounds if one.sent_bits is not None]
+    ends_s = [*(at_s for at_s, _ in changes[1:]), float(call.get("seconds"))]
+    found = []
+    for (at_s, rate_bps), end_s in zip(changes, ends_s, strict=True):
+        ratios = [ratio for moment_s, ratio in metrics.ratios if at_s + 5 <= moment_s < end_s]
+        bits = [bits for moment_s, bits in shares if at_s + 5 <= moment_s < end_s]
+        stretch = {"from_s": at_s, "rate_bps": rate_bps, "first_stage_ratio": float(np.mean(ratios))}
+        found.append((cell, {**record, **stretch, "bits_per_value": float(np.mean(bits))}))
+    return found
+
+
+def measure_stragglers(call: Call) -> list[tuple[Cell, Record]]:
+    """AQGB's Fig. 8: how long a round computes, over the axis `sigma`."""
+    found = []
+    for cell in call.cells:
+        jitter = Stragglers(float(cell["sigma"]))
+        rounds = np.stack([jitter.factors(number, 16) * 1.5 for number in range(int(call.get("rounds")))])
+        median, p95, p99 = np.quantile(rounds, [0.5, 0.95, 0.99])
+        slowest = float(rounds.max(axis=1).mean())
+        quantiles = {"median_s": float(median), "p95_s": float(p95), "p99_s": float(p99), "slowest_s": slowest}
+        found.append((cell, {"mean_s": float(rounds.mean()), **quantiles}))
+    return found

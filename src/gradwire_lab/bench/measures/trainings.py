@@ -1,0 +1,304 @@
+"""Trainings to their end, under one scheme after another: where the loss goes, what is sent, how long it takes.
+
+All trainings of a run are done by one set of ranks, started once. Each leaves a run folder as `gradwire train` does;
+one that is finished there, with the code as it is, is not trained again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradwire import schemes
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
+from gradwire.registry import parse_spec
+from gradwire_lab.bench.exponents import entropy_bits, exponent_histogram
+from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.provenance import code_state
+from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.store import Record
+from gradwire_lab.training import TrainConfig, launching
+from gradwire_lab.workloads.gradients import load_gradients
+
+Values = npt.NDArray[np.float64]
+
+# What a scheme's spec may say about the workload, since the best learning rate is not the same for every scheme,
+_WORKLOAD_PREFIX = "workload."
+# and about DDP: its bucket_cap_mb, which schemes that work by block want no larger than a block.
+_BUCKET_MB = "bucket_mb"
+# Options of TrainConfig that a spec may name: pseudo-gradients every so many steps, instead of gradients at every step.
+_LOCAL_SGD: dict[str, Any] = {"local_sgd": 0, "outer": "nesterov", "feedback_decay": 1.0}
+_WINDOW = 10  # steps below a loss before it counts as reached, as in GComp's paper (section 7.6)
+_UNSTEADY_STEPS = 2  # DDP rebuilds its buckets in step 1
+_FIELDS = ("optimizer", "learning_rate", "batch_size", "n_parameters", "ratio", "wire_bytes", "cpu_s", "exposed_s",
+           "loss", "loss_last_10", "held_out_loss", "accuracy", "replicas_equal", "parameters_sha256", "rate_bps",
+           "network")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run folder's content."""
+
+    summary: dict[str, Any]
+    steps: list[dict[str, Any]]
+    folder: Path | None = None
+
+    def column(self, key: str) -> Values:
+        """(n_steps,): one figure of every step's record."""
+        return np.array([step[key] for step in self.steps], np.float64)
+
+
+# ---- measures
+
+
+def measure(call: Call) -> list[tuple[Cell, Record]]:
+    """One training a cell: axes `scheme`, `seed`, `fold`; `baseline`, a scheme, is trained too if it is none of them.
+
+    Fields beside the run's own: `deviation_mean`, `_max`: of |loss - the baseline's loss| over the steps;
+    `seconds_to_loss`, `steps_to_loss`: until the loss stays below what the baseline's does in its last fifth;
+    with `dump_every`, of the baseline, `refreshed_bits` and others (`exponent_bits`) at its last saved gradient.
+    """
+    baseline = call.get("baseline")
+    configs = {_name(cell): configure(call, cell, str(cell["scheme"])) for cell in call.cells}
+    for cell in call.cells:
+        if baseline is not None:
+            configs.setdefault(_name(cell, baseline), configure(call, cell, baseline))
+    runs = train_all(configs, int(call.get("ranks", 4)), str(call.get("rate", "none")), call.folder)
+    records = []
+    for cell in call.cells:
+        run = runs[_name(cell)]
+        reference = runs[_name(cell, baseline)] if baseline is not None else None
+        record = describe_run(run, reference)
+        if run is reference and call.get("dump_every"):
+            record |= exponent_bits(run)
+        records.append((cell, record))
+    return records
+
+
+def measure_hashes(call: Call) -> list[tuple[Cell, Record]]:
+    """Parameters after training, which are to be equal bit by bit on all ranks: axes `topology`, `ranks`."""
+    spec, found = str(call.get("scheme")), []
+    for cell in call.cells:
+        config = configure(call, cell, f"{spec},topology={cell['topology']}")
+        runs = train_all({"run": config}, int(cell["ranks"]), "none", call.folder)
+        kept = ("n_parameters", "replicas_equal", "parameters_sha256")
+        found.append((cell, {key: runs["run"].summary[key] for key in kept}))
+    return found
+
+
+def configure(call: Call, cell: Cell, spec: str) -> TrainConfig:
+    """The training of a cell under the scheme `spec`. Raises: InvalidArgument, Unsupported (what there is not)."""
+    (workload, workload_options), (scheme, options) = parse_spec(str(call.get("workload"))), parse_spec(spec)
+    for key in [key for key in options if key.startswith(_WORKLOAD_PREFIX)]:
+        workload_options[key.removeprefix(_WORKLOAD_PREFIX)] = options.pop(key)
+    if "fold" in cell:
+        workload_options["fold"] = cell["fold"]
+    bucket_mb = options.pop(_BUCKET_MB, call.get(_BUCKET_MB))
+    local = {key: type(value)(options.pop(key, value)) for key, value in _LOCAL_SGD.items()}
+    is_baseline = spec == call.get("baseline")
+    config = TrainConfig(
+        workload=workload,
+        workload_options=workload_options,
+        scheme=scheme,
+        scheme_options=schemes.as_published(scheme, options),
+        steps=int(call.get("steps", 300)),
+        batch_size=call.get("batch_size"),
+        seed=int(cell.get("seed", call.get("seed", 0))),
+        bucket_cap_mb=None if bucket_mb is None else float(bucket_mb),
+        dump_gradients_every=int(call.get("dump_every", 0)) if is_baseline else 0,
+        out=call.folder,
+        **local,
+    )
+    launching.check(config)
+    return config
+
+
+# ---- what is made of a run
+
+
+def describe_run(run: FinishedRun, baseline: FinishedRun | None) -> Record:
+    """One flat record of a training, beside that of the baseline."""
+    record = {key: run.summary.get(key) for key in _FIELDS}
+    iteration_s = run.column("iteration_s")[min(_UNSTEADY_STEPS, len(run.steps) - 1) :]
+    cpu_s = run.column("cpu_s")[min(_UNSTEADY_STEPS, len(run.steps) - 1) :]
+    low, middle, high = np.quantile(iteration_s, [0.25, 0.5, 0.75])
+    record |= {"iteration_s": float(middle), "iteration_s_low": float(low), "iteration_s_high": float(high)}
+    cores = float(cpu_s.sum() / iteration_s.sum())
+    record |= {"cores_per_rank": cores, "machine_load": cores * run.summary["ranks"] / run.summary["n_cores"]}
+    ratio = run.column("ratio")
+    record |= {"ratio_mean": float(ratio.mean()), "ratio_last_10": float(ratio[-10:].mean())}
+    record["share_compressed"] = run.summary.get("stats", {}).get("share_compressed")
+    if baseline is not None:
+        deviation = loss_deviation(run, baseline)
+        record |= {"deviation_mean": float(deviation.mean()), "deviation_max": float(deviation.max())}
+        target = loss_to_reach(baseline.column("loss"))
+        reached = first_below(run.column("loss"), target)
+        record["target_loss"] = target
+        record["steps_to_loss"] = None if reached is None else reached + 1
+        record["seconds_to_loss"] = None if reached is None else float(run.column("elapsed_s")[reached])
+    return record
+
+
+def loss_deviation(run: FinishedRun, baseline: FinishedRun) -> Values:
+    """(n_steps,): |loss - baseline's loss|, the loss being the mean over the ranks."""
+    return np.abs(run.column("loss") - baseline.column("loss"))
+
+
+def loss_to_reach(losses: Values) -> float:
+    """What `losses` stay at or below in their last fifth: the slowest honest choice that is reached."""
+    return float(losses[-max(_WINDOW, losses.size // 5) :].max())
+
+
+def first_below(losses: Values, target: float) -> int | None:
+    """The last of the first ten steps in a row whose losses are at most `target`; None if there are none."""
+    row = 0
+    for step, loss in enumerate(losses):
+        row = row + 1 if loss <= target else 0
+        if row == _WINDOW:
+            return step
+    return None
+
+
+def exponent_bits(run: FinishedRun) -> Record:
+    """GComp's Fig. 13a: the exponent part of its messages under the built-in table for ever, and under refreshed ones.
+
+    The gradients that the run saved are encoded again, as the sums that the ring's last hops carry. A refreshed table is
+    made from the gradient saved before, so it is as old as one in training ever gets if gradients are saved as often as
+    tables are made. Means over the saved gradients but the first.
+    """
+    assert run.folder is not None
+    bits: dict[str, list[float]] = {"static_bits": [], "refreshed_bits": [], "entropy_bits": []}
+    earlier: HuffmanTable | None = None
+    for path in sorted((run.folder / "gradients").glob("step-*.npz")):
+        gradient = load_gradients(path).gradient * np.float32(run.summary["ranks"])
+        histogram = exponent_histogram(gradient)
+        if earlier is not None:
+            bits["static_bits"].append(_exponent_bits(gradient, None))
+            bits["refreshed_bits"].append(_exponent_bits(gradient, earlier))
+            bits["entropy_bits"].append(entropy_bits(histogram))
+        earlier = HuffmanTable.from_histogram(torch.from_numpy(histogram))
+    return {name: float(np.mean(values)) for name, values in bits.items() if values}
+
+
+def _exponent_bits(gradient: npt.NDArray[np.float32], table: HuffmanTable | None) -> float:
+    codec = GCompCodec("none", table=table)
+    out = torch.empty(codec.max_encoded_bytes(gradient.size, torch.float32), dtype=torch.uint8)
+    n_bytes = codec.encode(torch.from_numpy(gradient), out)
+    return float(describe(out[:n_bytes])["exponent_bits"])
+
+
+# ---- trainings
+
+
+def train_all(configs: dict[str, TrainConfig], n_ranks: int, rate: str, folder: Path) -> dict[str, FinishedRun]:
+    """Train what is not finished; every run by its name. `out` of the configurations is replaced.
+
+    Raises: PeerLost (a rank failed; trainings before it stay finished).
+    """
+    placed = {
+        name: dataclasses.replace(config, out=folder / "trainings" / code_state() / _folder_name(config, n_ranks, rate))
+        for name, config in configs.items()
+    }
+    left = {config.out: config for config in placed.values() if find_finished(config) is None}
+    if left:
+        run_in_ranks(list(left.values()), n_ranks, rate, folder)
+    found = {name: find_finished(config) for name, config in placed.items()}
+    missing = [name for name, run in found.items() if run is None]
+    assert not missing, f"trainings ended without a word: {missing}"
+    return {name: run for name, run in found.items() if run is not None}
+
+
+def find_finished(config: TrainConfig) -> FinishedRun | None:
+    """The run if its folder holds one that came to its end, else None. The folder's name tells the configuration."""
+    folder = config.out
+    assert folder is not None
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return None
+    every = config.dump_gradients_every
+    is_dumped = not every or (folder / "gradients" / f"step-{(config.steps - 1) // every * every:08}.npz").exists()
+    if not is_dumped or [step["step"] for step in steps] != list(range(config.steps)):
+        return None
+    return FinishedRun(summary, steps, folder)
+
+
+def run_in_ranks(configs: Sequence[TrainConfig], n_ranks: int, rate: str, folder: Path) -> None:
+    """Train one after another in one set of ranks. Raises: PeerLost (a rank failed)."""
+    from gradwire_lab.ranks.launch import start_ranks
+    from gradwire_lab.ranks.supervisor import end_on_signals
+
+    plan = (folder / f"trainings-{n_ranks}-{re.sub('[^a-z0-9]', '-', rate)}.json").resolve()
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    absolute = [dataclasses.replace(config, out=config.out.resolve()) for config in configs if config.out is not None]
+    plan.write_text(json.dumps([dataclasses.asdict(config) for config in absolute], default=str), encoding="utf-8")
+    command = [sys.executable, "-m", __name__, str(plan)]
+    each: Any = rate.split(",") if "," in rate else rate
+    with (
+        end_on_signals(),
+        start_ranks(command, n_ranks, each, on_line=lambda _, line: print(line, flush=True)) as launch,
+    ):
+        launch.wait().raise_if_failed()
+
+
+def train_plan(plan: Path) -> None:
+    """A rank's side: train every configuration of the plan, in one process group."""
+    import torch.distributed as dist
+
+    from gradwire_lab.training import train_rank
+
+    configs = [
+        TrainConfig(**{**one, "out": Path(one["out"]), "rewrap_at": tuple(one["rewrap_at"])})
+        for one in json.loads(plan.read_text(encoding="utf-8"))
+    ]
+    dist.init_process_group("gloo")
+    try:
+        for number, config in enumerate(configs, start=1):
+            started = time.monotonic()
+            summary = train_rank(config).summary
+            if dist.get_rank() == 0:
+                options = ",".join(f"{key}={value}" for key, value in config.scheme_options.items())
+                took_s = time.monotonic() - started
+                words = f"{config.workload}, {config.scheme}:{options}, seed {config.seed}"
+                print(
+                    f"    {number}/{len(configs)} {words}: loss {summary['loss_last_10']:.4f} ({took_s:.0f} s)",
+                    flush=True,
+                )
+    finally:
+        dist.destroy_process_group()
+
+
+def _name(cell: Cell, scheme: str | None = None) -> str:
+    """The training of a cell, or of its neighbour under another scheme."""
+    return json.dumps({**cell, "scheme": scheme or cell["scheme"]}, default=str, sort_keys=True)
+
+
+def _folder_name(config: TrainConfig, n_ranks: int, rate: str) -> str:
+    """All that sets trainings apart, as a name."""
+
+    def spec(name: str, options: dict[str, Any]) -> str:
+        return "-".join([name, *(f"{key}-{value}" for key, value in options.items())])
+
+    words = [spec(config.workload, config.workload_options), spec(config.scheme, config.scheme_options)]
+    words += [f"seed-{config.seed}", f"{config.steps}-steps", f"{n_ranks}-ranks", rate]
+    words += [f"local-sgd-{config.local_sgd}-{config.outer}-{config.feedback_decay}"] * (config.local_sgd > 0)
+    words += [f"batch-{config.batch_size}"] * (config.batch_size is not None)
+    words += [f"bucket-{config.bucket_cap_mb}"] * (config.bucket_cap_mb is not None)
+    words += [f"dump-{config.dump_gradients_every}"] * (config.dump_gradients_every > 0)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(words))
+
+
+if __name__ == "__main__":
+    train_plan(Path(sys.argv[1]))

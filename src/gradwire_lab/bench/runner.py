@@ -1,0 +1,176 @@
+"""The one runner: measures what the store lacks of some experiments, run by run, and says how long the rest will take."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradwire.errors import GradwireError, PeerLost
+from gradwire_lab.bench import provenance
+from gradwire_lab.bench.measures import Call, Measure, by_name
+from gradwire_lab.results.experiment import Cell, Experiment
+from gradwire_lab.results.store import EARLIER, Record, Store, name_of
+
+
+@dataclass(frozen=True)
+class ExperimentRun:
+    """The cells of an experiment that are measured together."""
+
+    experiment: Experiment
+    cells: list[Cell]
+
+    @property
+    def name(self) -> str:
+        apart = self.experiment.apart(self.cells[0])
+        words = [f"{axis}={self.experiment.label(axis, value)}" for axis, value in apart.items()]
+        return " ".join([self.experiment.key, *words])
+
+    @property
+    def settings(self) -> str:
+        """A digest of all that was asked: a record measured with others is not of this run."""
+        asked = [self.experiment.measure, sorted(self.experiment.fixed.items()), self.cells]
+        return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:12]
+
+
+@dataclass
+class Runner:
+    """Measures into a store.
+
+    Attributes:
+        say: where progress goes.
+        folder: of working files: logs, gradients, trainings.
+        measure: an experiment's measure by name.
+        check_network: a shaped link's real rate as a share of the set one, by (ranks, rate).
+    """
+
+    store: Store
+    say: Callable[[str], None]
+    folder: Path = Path("runs/bench")
+    measure: Callable[[str], Measure] = by_name
+    check_network: Callable[[int, str], float | None] = provenance.check_network
+    _checked: dict[tuple[int, str], float | None] = field(default_factory=dict)
+
+    def plan(
+        self, experiments: Sequence[Experiment], *, fresh: bool = False, missing: bool = False
+    ) -> list[ExperimentRun]:
+        """The runs that are not finished.
+
+        A run is finished if the store holds all of its cells, from one run with these settings and the code as it is.
+        `missing`: whatever code measured them; `fresh`: never.
+        """
+        runs = []
+        for experiment in experiments:
+            known = {name_of(experiment, record): record for record in self.store.read(experiment.key)}
+            for cells in experiment.groups():
+                run = ExperimentRun(experiment, cells)
+                if fresh or not self._is_finished(run, known, missing):
+                    runs.append(run)
+        return runs
+
+    def estimate_s(self, runs: Sequence[ExperimentRun]) -> float:
+        """About how long these take: what the same took before, else what the catalogue says of such runs."""
+        return sum(self._seconds(run) for run in runs)
+
+    def run(self, runs: Sequence[ExperimentRun], n_finished: int = 0) -> int:
+        """Measure; status 1 if a run failed, which keeps what the store had. Raises: GradwireError (the store)."""
+        if n_finished:
+            self.say(f"{n_finished} runs are finished in {self.store.folder / self.store.machine} and are not repeated")
+        if runs:
+            self.say(
+                f"{len(runs)} runs, about {_duration(self.estimate_s(runs))} with nothing else running; what is finished is "
+                "kept when this is stopped, and the same command goes on from there"
+            )
+        expected_s, spent_s = 0.0, 0.0
+        failed = []
+        for number, run in enumerate(runs, start=1):
+            pace = spent_s / expected_s if expected_s else 1.0
+            left_s = pace * self.estimate_s(runs[number - 1 :])
+            mine_s = self._seconds(run)
+            self.say(
+                f"[{number}/{len(runs)}] {run.name}: about {_duration(pace * mine_s)}; {_duration(left_s)} left in all"
+            )
+            took_s = self._measure(run)
+            if took_s is None:
+                failed.append(run.name)
+            else:
+                expected_s, spent_s = expected_s + mine_s, spent_s + took_s
+                self.say(f"    took {_duration(took_s)}")
+        for name in failed:
+            self.say(f"failed: {name}; the same command measures only what is missing")
+        return 1 if failed else 0
+
+    def _is_finished(self, run: ExperimentRun, known: dict[str, Record], missing: bool) -> bool:
+        records = [known.get(name_of(run.experiment, cell)) for cell in run.cells]
+        if any(record is None or str(record.get("commit", "")).startswith(EARLIER) for record in records):
+            return False
+        if missing:
+            return True
+        found = {(record["settings"], record["code"], record["run"]) for record in records if record is not None}
+        return len(found) == 1 and next(iter(found))[:2] == (run.settings, provenance.code_state())
+
+    def _seconds(self, run: ExperimentRun) -> float:
+        wanted = {name_of(run.experiment, cell) for cell in run.cells}
+        took = [
+            float(record["elapsed_s"])
+            for record in self.store.read(run.experiment.key)
+            if record.get("elapsed_s") and name_of(run.experiment, record) in wanted
+        ]
+        return max(took, default=run.experiment.seconds)
+
+    def _measure(self, run: ExperimentRun) -> float | None:
+        """Seconds that it took; None where it failed, and then nothing is written."""
+        experiment = run.experiment
+        call = Call(experiment.key, run.cells, experiment.apart(run.cells[0]), dict(experiment.fixed), self.folder)
+        started = time.monotonic()
+        try:
+            checked = self._check(call)
+            with provenance.Load() as load:
+                measured = self.measure(experiment.measure)(call)
+        except PeerLost as error:
+            self.say(f"    failed: {error}")
+            return None
+        except GradwireError as error:
+            self.say(f"    failed: {type(error).__name__}: {error}")
+            return None
+        elapsed_s = time.monotonic() - started
+        shared = {
+            **provenance.describe_run(),
+            "settings": run.settings,
+            "run": f"{run.settings}-{time.time():.0f}",
+            "elapsed_s": round(elapsed_s, 1),
+            "load_before": round(load.before, 2),
+            "load_during": None if load.during is None else round(load.during, 2),
+            "network_check": None if checked is None else round(checked, 4),
+        }
+        # The measure's own environment is that of the ranks; the date is the run's.
+        records = [{**cell, **record, **cell, **_without(shared, record, "network")} for cell, record in measured]
+        found = {name_of(experiment, record) for record in records}
+        for cell in run.cells:
+            if name_of(experiment, cell) not in found:
+                records.append({**cell, "absent": "the measure leaves it out on this machine", **shared})
+        self.store.replace(experiment, run.cells, records)
+        return elapsed_s
+
+    def _check(self, call: Call) -> float | None:
+        """The network's real rate as a share of the set one, once a session and rate; None where nothing is shaped."""
+        rate, n_ranks = str(call.get("rate", "none")), int(call.get("ranks", 4))
+        if rate == "none" or "," in rate or n_ranks < 2:
+            return None
+        if (n_ranks, rate) not in self._checked:
+            self._checked[n_ranks, rate] = self.check_network(n_ranks, rate)
+        return self._checked[n_ranks, rate]
+
+
+def _without(shared: Record, record: Record, name: str) -> Record:
+    """`shared`, but for a field that the record knows better."""
+    return {key: value for key, value in shared.items() if key != name or key not in record}
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,261 @@
+"""The demo: a small GPT on a slow network, with DDP, with PyTorch's bf16 hook, and with the two lines of gradwire.
+
+All four train in turns, in the same processes, on the same batches from the same weights; every trial that `auto` makes is
+on its own bill. What is not won is not claimed: the summary says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.planning.plan import describe_rate
+
+_SECONDS, _QUICK_SECONDS = 110.0, 25.0
+_MOST_STEPS = 200
+_TURN = 4  # steps
+_FEWEST_STEPS = 16  # after fewer, `auto` has not tried anything
+METHODS = {
+    "ddp": "DDP",
+    "ddp-bf16": "DDP, bf16 hook",
+    "auto": "gradwire",
+    "auto:fidelity=close": 'fidelity="close"',
+}
+_MARK = "@demo "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--workload", default="gpt", metavar="NAME", help="default: gpt")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="default: 2")
+    parser.add_argument(
+        "--rate", default="100mbit", metavar="RATE", help="each rank's link (default: 100mbit; none: not limited)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help=f"approximate training time (default: {_SECONDS:.0f})"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_SECONDS:.0f} seconds of training")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks, show what they found, write DIR/demo.json."""
+    seconds = args.seconds if args.seconds is not None else _QUICK_SECONDS if args.quick else _SECONDS
+    if not seconds > 0:
+        raise InvalidArgument(f"--seconds must be positive, got {seconds}")
+    if args.ranks < 2:
+        raise InvalidArgument(f"--ranks {args.ranks}: with one rank there is nothing to communicate; take 2 or more")
+    if "RANK" in os.environ:
+        _train(args.workload, seconds)
+        return 0
+    result = _start_ranks(args, seconds)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
+    show(result, Console())
+    print(f"\nAll figures: {args.out / 'demo.json'}" + _draw(result, args.out / "demo.svg"))
+    return 0
+
+
+def _start_ranks(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    from gradwire_lab.ranks.launch import start_ranks
+    from gradwire_lab.ranks.supervisor import end_on_signals
+
+    found: dict[str, Any] = {}
+
+    def take_line(rank: int, line: str) -> None:
+        if line.startswith(_MARK):
+            found.update(json.loads(line[len(_MARK) :]))
+        else:
+            print(line, flush=True)
+
+    command = [sys.executable, "-m", "gradwire", "demo", "--workload", args.workload, "--seconds", str(seconds)]
+    print(
+        f"{args.workload} on {args.ranks} local ranks, links of {args.rate}; {seconds:.0f} s of training, in turns.",
+        flush=True,
+    )
+    with end_on_signals(), start_ranks(command, args.ranks, args.rate, on_line=take_line) as launch:
+        found["shaped"] = launch.shaped
+        if args.rate != "none" and not launch.shaped:
+            print(
+                "Links cannot be limited on this machine (docs/netlab.md says what that needs). What follows runs on loopback\n"
+                "without a limit, where almost nothing waits: there is nothing to gain, and auto has to find that out.",
+                flush=True,
+            )
+        launch.wait().raise_if_failed()
+    return found | {"rate": args.rate if found["shaped"] else "none"}
+
+
+def _train(workload_name: str, seconds: float) -> None:
+    """As one rank: all methods in turns until the time is up, then one line of JSON from rank 0."""
+    import torch.distributed as dist
+
+    from gradwire.core.threads import use_fair_share_of_cores
+    from gradwire.registry import parse_spec
+    from gradwire_lab import workloads
+    from gradwire_lab.bench import over_ranks
+    from gradwire_lab.bench.train_methods import TrainMethod
+
+    dist.init_process_group("gloo")
+    use_fair_share_of_cores()
+    name, options = parse_spec(workload_name)
+    workload = workloads.by_name(name, **options)
+    methods = {spec: TrainMethod(spec, workload, 0) for spec in METHODS}
+    for method in methods.values():
+        method.run_step()  # DDP cuts its buckets anew after the first
+    n_done, ends = 0, time.monotonic() + seconds
+    order = list(methods.values())
+    while n_done < _MOST_STEPS:
+        for method in order:
+            dist.barrier()
+            for _ in range(_TURN):
+                method.run_step()
+        order.reverse()
+        n_done += _TURN
+        (late_s,) = over_ranks.largest([time.monotonic() - ends])
+        if late_s > 0 and n_done >= _FEWEST_STEPS:
+            break
+        if dist.get_rank() == 0:
+            print(f"  {n_done} steps of each, {max(0.0, -late_s):.0f} s to go", flush=True)
+    result: dict[str, Any] = {"n_steps": n_done, "ranks": dist.get_world_size(), "workload": workload_name, "runs": {}}
+    for spec, method in methods.items():
+        result["runs"][spec] = {
+            "step_s": over_ranks.largest([times.iteration_s for times in method.times[-n_done:]]),
+            "losses": over_ranks.mean(method.losses[-n_done:]),
+            "sent_bytes_per_step": method.sent_bytes() / (n_done + 1),
+        } | _of_auto(method)
+    if dist.get_rank() == 0:
+        print(_MARK + json.dumps(result), flush=True)
+    for method in methods.values():
+        method.close()
+    dist.destroy_process_group()
+
+
+def _of_auto(method: Any) -> dict[str, Any]:
+    """What it decided and why, and what it would take on faster networks."""
+    if method.name != "auto":
+        return {}
+    scheme = method.scheme
+    plans = {}
+    for rate_bps in (1e9, 10e9):
+        plan = scheme.plan_for(rate_bps)
+        plans[str(int(rate_bps))] = {"plain_s": plan[0], "best": plan[1], "best_s": plan[2]}
+    return {"auto": method.stats()["auto"], "elsewhere": plans}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The table, what was decided, and where it would not help."""
+    baseline = result["runs"]["ddp"]
+    network = "loopback without a limit" if result["rate"] == "none" else f"links of {result['rate']}"
+    title = f"{result['workload']}, {result['ranks']} ranks, {result['n_steps']} steps each, {network}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for spec in result["runs"]:
+        table.add_column(METHODS[spec], justify="right")
+    total = {spec: sum(found["step_s"]) for spec, found in result["runs"].items()}
+    half = {spec: _median(found["step_s"][len(found["step_s"]) // 2 :]) for spec, found in result["runs"].items()}
+    target, reached = seconds_to_the_same_loss(result["runs"])
+    lines = {
+        f"s to a loss of {target:.3f}": [f"{seconds:.1f}" for seconds in reached.values()],
+        "x faster than DDP": ["", *(f"{reached['ddp'] / reached[spec]:.2f}" for spec in reached if spec != "ddp")],
+        "s in all, with trials": [f"{seconds:.1f}" for seconds in total.values()],
+        "a step, second half": [f"{1e3 * seconds:.0f} ms" for seconds in half.values()],
+        "sent a step": [f"{found['sent_bytes_per_step'] / 1e6:.2f} MB" for found in result["runs"].values()],
+        "loss, last 4 steps": [f"{_mean(found['losses'][-4:]):.5f}" for found in result["runs"].values()],
+        "loss strays by": [
+            "", *(f"{strays(found, baseline):.1e}" for spec, found in result["runs"].items() if spec != "ddp")
+        ],
+    }  # fmt: skip
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
+    console.print(table)
+    for spec, found in result["runs"].items():
+        if "auto" not in found:
+            continue
+        words = verdict(reached["ddp"], reached[spec])
+        console.print(f"\n[bold]{METHODS[spec]}[/bold]: {words}", highlight=False)
+        for decision in found["auto"]["decisions"][:8]:
+            console.print(
+                f"  step {decision['step']}: {decision['kind']} {decision['scheme']}: {decision['why']}",
+                highlight=False,
+            )
+        for rate_bps, plan in found["elsewhere"].items():
+            console.print(f"  at {describe_rate(float(rate_bps))}, predicted: {_elsewhere(plan)}", highlight=False)
+
+
+def verdict(ddp_s: float, seconds: float) -> str:
+    """In words how the seconds to a loss compare with DDP's; what is slower is called so."""
+    speed = ddp_s / seconds
+    times = f"{seconds:.1f} s to the loss for which DDP takes {ddp_s:.1f} s, trials included"
+    if speed >= 1.03:
+        return f"{speed:.3g} x faster: {times}."
+    if speed >= 0.98:
+        return f"as fast as DDP: {times}. Nothing was to be won here, and nothing was lost."
+    return f"slower here, {speed:.2f} x: {times}. A run this short, or another program on the machine."
+
+
+def seconds_to_the_same_loss(runs: dict[str, dict[str, Any]]) -> tuple[float, dict[str, float]]:
+    """(a loss that all of `runs` have come down to, {method: the seconds of training after which it had}).
+
+    A loss is the mean over 8 steps, since one batch's is noise, and the lowest so far.
+    """
+    curves = {spec: _falling(found["losses"]) for spec, found in runs.items()}
+    target = max(curve[-1] for curve in curves.values())
+    found = {}
+    for spec, curve in curves.items():
+        n_steps = next(at for at, loss in enumerate(curve, start=1) if loss <= target)
+        found[spec] = sum(runs[spec]["step_s"][:n_steps])
+    return target, found
+
+
+def _falling(losses: list[float]) -> list[float]:
+    means = [_mean(losses[max(0, at - 8) : at]) for at in range(1, len(losses) + 1)]
+    return list(itertools.accumulate(means, min))
+
+
+def _draw(result: dict[str, Any], path: Path) -> str:
+    """Loss over seconds of training, as SVG; what to say of it."""
+    from gradwire_lab.results.experiment import Column, Plot
+    from gradwire_lab.results.plots import to_svg
+    from gradwire_lab.results.summary import Value
+
+    series = {
+        METHODS[spec]: list(
+            zip(itertools.accumulate(found["step_s"]), map(Value, _falling(found["losses"])), strict=True)
+        )
+        for spec, found in result["runs"].items()
+    }
+    plot = Plot("seconds", Column("loss", "loss, lowest mean of 8 steps"), x_title="seconds of training")
+    try:
+        path.write_text(to_svg(plot, series), encoding="utf-8")
+    except Unsupported:  # without matplotlib there is no picture
+        return ""
+    return f"; loss over time: {path}"
+
+
+def _elsewhere(plan: dict[str, Any]) -> str:
+    if plan["best"] == "plain":
+        return f"plain DDP, {1e3 * plan['plain_s']:.0f} ms a step; nothing wins 3 %"
+    return f"{plan['best']} {1e3 * plan['best_s']:.0f} ms a step, DDP {1e3 * plan['plain_s']:.0f}"
+
+
+def strays(found: dict[str, Any], baseline: dict[str, Any]) -> float:
+    """The largest difference of a step's loss from the baseline's."""
+    return max(abs(a - b) for a, b in zip(found["losses"], baseline["losses"], strict=True))
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

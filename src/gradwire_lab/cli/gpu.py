@@ -1,0 +1,189 @@
+"""`gradwire gpu check`: what this machine's GPUs show of gradwire, section by section, in one record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import GradwireError, InvalidArgument
+
+SECTIONS = (
+    "devices",
+    "copies",
+    "staging",
+    "importance",
+    "kernels",
+    "gcomp kernels",
+    "float kernels",
+    "kernel rates",
+    "one rank",
+    "two ranks",
+)
+_RANK = "GRADWIRE_GPU_RANK"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check"], help="check: run every section in turn; takes a few minutes")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the record here; sections that it shows as passed on this device are not repeated",
+    )
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="only this section; repeatable")
+    parser.add_argument("--again", action="store_true", help="repeat sections that have passed")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status: 0 if every section asked for has passed, 1 if one failed or there is no device to check."""
+    from gradwire_lab.bench.device_checks import why_no_device
+
+    if os.environ.get(_RANK):
+        return _run_rank()
+    record = _read(arguments.json)
+    reason = why_no_device()
+    record.update(_describe(reason))
+    if reason is not None:
+        record["sections"] = {name: {"status": "not run", "reason": reason} for name in SECTIONS}
+        _write(arguments.json, record)
+        print(f"gradwire gpu: nothing was checked: {reason}", file=sys.stderr)
+        return 1
+    return run_sections(_sections(), record, arguments)
+
+
+def run_sections(sections: dict[str, Callable[[], dict[str, Any]]], record: dict[str, Any], arguments: Any) -> int:
+    """Run what was asked for, and keep each section's outcome as soon as it is there."""
+    kept = record.setdefault("sections", {})
+    failed = []
+    for name in arguments.section or sections:
+        before = kept.get(name, {})
+        if before.get("status") == "passed" and before.get("key") == record["key"] and not arguments.again:
+            print(f"{name}: passed before")
+            continue
+        print(f"{name}: ...", flush=True)
+        started = time.perf_counter()
+        outcome: dict[str, Any] = {"key": record["key"]}
+        try:
+            outcome |= {"status": "passed", **sections[name]()}
+        except (
+            Exception
+        ) as error:  # whatever it is belongs into the record, and the next section still has something to say
+            outcome |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+            failed.append(name)
+        kept[name] = outcome | {"wall_s": round(time.perf_counter() - started, 3)}
+        _write(arguments.json, record)
+        print(f"{name}: {outcome['status']}{': ' + outcome['error'] if 'error' in outcome else ''}", flush=True)
+    return 1 if failed else 0
+
+
+def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
+    import torch
+
+    from gradwire_lab.bench import device_checks, float_kernel_checks, gcomp_kernel_checks, kernel_checks
+
+    current = torch.accelerator.current_accelerator()
+    assert current is not None
+    device = torch.device(current.type, torch.accelerator.current_device_index())
+    return {
+        "devices": lambda: device_checks.describe_devices(device),
+        "copies": lambda: device_checks.measure_copies(device),
+        "staging": lambda: device_checks.check_staging(device),
+        "importance": lambda: device_checks.check_importance(device),
+        "kernels": lambda: kernel_checks.check_kernels(device),
+        "gcomp kernels": lambda: gcomp_kernel_checks.check_gcomp_kernels(device),
+        "float kernels": lambda: float_kernel_checks.check_float_kernels(device),
+        "kernel rates": lambda: kernel_checks.measure_kernels(device),
+        "one rank": lambda: _check_in_ranks(1),
+        "two ranks": lambda: _check_in_ranks(2),
+    }
+
+
+def _check_in_ranks(n_ranks: int) -> dict[str, Any]:
+    """Every scheme in ranks of their own: on a device each where there are enough, else they share one, over Gloo.
+
+    Over NCCL, those that work on the device do so too.
+    """
+    import torch
+
+    from gradwire_lab.ranks.launch import launch_ranks
+
+    are_enough = torch.accelerator.device_count() >= n_ranks and torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if are_enough else "gloo"
+    status = launch_ranks([sys.executable, "-m", "gradwire", "gpu", "check"], n_ranks, {_RANK: backend}, timeout_s=400)
+    if status != 0:
+        raise GradwireError(f"{n_ranks} ranks over {backend} ended with status {status}; their output is above")
+    return {"backend": backend, "n_ranks": n_ranks}
+
+
+def _run_rank() -> int:
+    import torch
+    import torch.distributed as dist
+
+    from gradwire_lab.bench.device_checks import check_schemes
+
+    rank = int(os.environ["LOCAL_RANK"])
+    current = torch.accelerator.current_accelerator()
+    assert current is not None
+    device = torch.device(current.type, rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(os.environ[_RANK])
+    note = print if rank == 0 else lambda _: None
+    check_schemes(device, note=note)
+    if "nccl" in os.environ[_RANK]:
+        note("on the device itself:")
+        check_schemes(device, note=note, placement="device")
+    dist.destroy_process_group()
+    return 0
+
+
+# ---- the record
+
+
+def _describe(reason: str | None) -> dict[str, Any]:
+    import torch
+
+    from gradwire.telemetry.environment import describe_environment
+
+    environment = describe_environment()
+    name = None
+    if reason is None:
+        current = torch.accelerator.current_accelerator()
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else str(current)
+    # What a section that has passed may be left out for: the same code on the same device.
+    key = f"{environment['commit']} {torch.__version__} {name}"
+    return {
+        "benchmark": "gpu-check",
+        "machine": platform.node(),
+        "device": name,
+        "key": key,
+        "environment": environment,
+    }
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    if path is None or not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or record.get("benchmark") != "gpu-check":
+            raise ValueError("it is none of this command's")
+    except ValueError as error:
+        raise InvalidArgument(
+            f"{path} does not read as a record of `gradwire gpu check`: {error}; name another"
+        ) from error
+    return record
+
+
+def _write(path: Path | None, record: dict[str, Any]) -> None:
+    if path is None:
+        return
+    whole = path.with_name(path.name + ".part")
+    whole.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    whole.replace(path)

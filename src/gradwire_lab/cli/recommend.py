@@ -1,0 +1,212 @@
+"""`gradwire recommend`: which scheme, if any; under torchrun, on this machine, or offline from a saved plan."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.planning.plan import Plan, describe_rate
+
+_WIDTH = 80
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--workload", metavar="NAME", help="one of gradwire's own (default: gpt)")
+    what.add_argument(
+        "--entry",
+        metavar="MODULE:FUNCTION",
+        help="your own training: FUNCTION() returns (ddp, optimizer, step); step() runs one forward and backward pass",
+    )
+    what.add_argument("--profile", type=Path, metavar="FILE", help="a plan saved with --json: nothing is measured")
+    parser.add_argument("--for-ranks", type=int, metavar="N", help="with --profile: the number of ranks to predict for")
+    parser.add_argument("--fidelity", default="any", choices=["exact", "close", "any"], help="default: any")
+    parser.add_argument("--seconds", type=float, default=60, help="approximate time to spend (default: 60)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes to start here (default: 4; torchrun's own)")
+    parser.add_argument(
+        "--rate", default="none", metavar="RATE", help="each rank's link; with --profile the other network's"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan: for --profile, and for attach")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure or read, then say."""
+    if args.profile is not None:
+        plan = _read(args.profile)
+        if args.for_ranks is not None or args.rate != "none":
+            plan = plan.elsewhere(args.for_ranks, _rate_bps(args.rate))
+        _show(plan, args.json)
+        return 0
+    if args.for_ranks is not None:
+        raise InvalidArgument("--for-ranks predicts from a plan: give it with --profile FILE")
+    if "RANK" not in os.environ:
+        return _start_ranks(args)
+    if args.rate != "none" and args.ranks is None:
+        raise InvalidArgument("--rate shapes the links of ranks that this command starts: not under torchrun")
+    plan = _measure(args)
+    if os.environ["RANK"] == "0":
+        _show(plan, args.json)
+    return 0
+
+
+def _start_ranks(args: argparse.Namespace) -> int:
+    from gradwire_lab.ranks.launch import start_ranks
+    from gradwire_lab.ranks.supervisor import end_on_signals
+
+    command = [
+        sys.executable,
+        "-m",
+        "gradwire",
+        "recommend",
+        "--fidelity",
+        args.fidelity,
+        "--seconds",
+        str(args.seconds),
+    ]
+    for flag, value in (("--workload", args.workload), ("--entry", args.entry), ("--json", args.json)):
+        command += [] if value is None else [flag, str(value)]
+    if args.entry is not None:
+        _check_entry(args.entry)
+    n_ranks = args.ranks if args.ranks is not None else 4
+    with (
+        end_on_signals(),
+        start_ranks(command, n_ranks, args.rate, on_line=lambda rank, line: print(line, flush=True)) as launch,
+    ):
+        if args.rate != "none" and not launch.shaped:
+            print(
+                f"Links cannot be limited on this machine: what follows is loopback without a limit, not {args.rate}."
+            )
+        launch.wait().raise_if_failed()
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> Plan:
+    import torch.distributed as dist
+
+    from gradwire.planning.recommend import recommend
+
+    own_group = not dist.is_initialized() and args.entry is None
+    if own_group:
+        dist.init_process_group("gloo")
+    ddp, optimizer, step = _load_entry(args.entry) if args.entry else _load_workload(args.workload or "gpt")
+    plan = recommend(ddp, optimizer, step, seconds=args.seconds, fidelity=args.fidelity)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return plan
+
+
+def _check_entry(entry: str) -> tuple[str, str]:
+    """Module and function, before any rank is started. Raises: InvalidArgument (no such module from here)."""
+    module_path, _, name = entry.partition(":")
+    if not module_path or not name:
+        raise InvalidArgument(f"--entry is MODULE:FUNCTION, got {entry!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(module_path)
+    except ImportError as error:  # a package above it
+        raise InvalidArgument(f"--entry {entry}: {error}") from error
+    if found is None:
+        raise InvalidArgument(
+            f"--entry {entry}: there is no module {module_path!r} here; run this where `import {module_path}` works"
+        )
+    return module_path, name
+
+
+def _load_entry(entry: str) -> Any:
+    module_path, name = _check_entry(entry)
+    module = importlib.import_module(module_path)
+    if not hasattr(module, name):
+        raise InvalidArgument(f"--entry {entry}: module {module_path!r} has no {name!r}")
+    made = getattr(module, name)()
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise InvalidArgument(f"--entry {entry} has to give (ddp, optimizer, step)")
+    return made
+
+
+def _load_workload(spec: str) -> Any:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gradwire.registry import parse_spec
+    from gradwire_lab import workloads
+
+    name, options = parse_spec(spec)
+    workload = workloads.by_name(name, **options)
+    ddp = DistributedDataParallel(workload.build_model(0), **workload.ddp_options())
+    optimizer = workload.build_optimizer(ddp)
+    batch = workload.batch_at(0, dist.get_rank(), dist.get_world_size(), workload.batch_size, 0)
+    return ddp, optimizer, lambda: workload.loss(ddp, batch).backward()
+
+
+def _rate_bps(rate: str) -> float | None:
+    from gradwire_lab.ranks.netlab.rate import parse_rate
+
+    return None if rate == "none" else float(parse_rate(rate) or 0)
+
+
+def _read(path: Path) -> Plan:
+    try:
+        return Plan.from_dict(json.loads(path.read_text()))
+    except OSError as error:
+        raise Unsupported(f"cannot read {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"{path} is not JSON: {error}") from error
+
+
+def _show(plan: Plan, json_path: Path | None) -> None:
+    console = Console(width=_WIDTH)
+    console.print(describe(plan), highlight=False)
+    console.print(make_table(plan))
+    if plan.slow_ranks():
+        names = ", ".join(map(str, plan.slow_ranks()))
+        console.print(f"Slow links: rank {names}; everybody waits for them.", highlight=False)
+    console.print(plan.sentence(), highlight=False)
+    if json_path is not None:
+        json_path.write_text(json.dumps(plan.as_dict(), indent=1) + "\n")
+
+
+def describe(plan: Plan) -> str:
+    """What was measured, in a line."""
+    machine, link = plan.profile.machine, plan.profile.link
+    waits_s = max(0.0, plan.plain_s - plan.compute_s)
+    return (
+        f"{machine.n_ranks} ranks, {machine.n_local} on {machine.n_cores} cores; link {describe_rate(8 * link.rate)}, "
+        f"{1e3 * link.backend_hop_s:.2g} ms a hop; a step computes {1e3 * plan.compute_s:.0f} ms and waits "
+        f"{1e3 * waits_s:.0f} ms"
+    )
+
+
+def make_table(plan: Plan) -> Table:
+    """One line a scheme, 80 columns."""
+    table = Table(width=_WIDTH)
+    for name in ("scheme", "fidelity"):
+        table.add_column(name, overflow="fold")
+    for name in ("ms", "x DDP", "MB"):
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("pays below", justify="right")
+    plain = plan.plain
+    for forecast in plan.forecasts():
+        is_plain = forecast.spec == "plain"
+        name = "DDP" if is_plain else forecast.spec + (" *" if forecast.by_name_only else "")
+        table.add_row(
+            name,
+            "" if is_plain else forecast.level,
+            f"{1e3 * forecast.step_s:.1f}" + (" m" if forecast.is_measured else ""),
+            f"{plain.step_s / forecast.step_s:.2f}" if forecast.step_s else "-",
+            f"{forecast.sent_bytes / 1e6:.3g}",
+            "" if is_plain else describe_rate(forecast.pays_below_bps),
+        )
+    table.caption = "m: measured in steps of this model; the others predicted. *: by name only"
+    return table

@@ -1,0 +1,38 @@
+"""`gradwire report`: one self-contained HTML page from training runs and benchmark results."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gradwire.errors import InvalidArgument
+from gradwire.telemetry.chrome_trace import merge_traces
+from gradwire_lab.report import write_report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `gradwire report`."""
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="run folders of `gradwire train`, JSON files of `gradwire bench`, or folders that hold either",
+    )
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
+    parser.add_argument("--title", default="gradwire report", help="the page's heading")
+    parser.add_argument("--baseline", metavar="LABEL", help="the scheme to compare with (default: ddp, else plain)")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="also merge the ranks' trace*.json of the run folders, for Perfetto"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page, and the merged trace if asked; print where they are."""
+    print(write_report(args.inputs, args.out, args.title, args.baseline))
+    if args.trace is not None:
+        traces = [trace for path in args.inputs if path.is_dir() for trace in sorted(path.glob("**/trace*.json"))]
+        if not traces:
+            raise InvalidArgument("no trace*.json in the run folders; a run writes them when it is traced")
+        print(merge_traces([trace for trace in traces if trace != args.trace], args.trace))
+    return 0

@@ -1,0 +1,84 @@
+"""gradwire switch: the emulation of a programmable switch that sums packets of integers, for tests and experiments.
+
+A process that keeps to what a switch can do (docs/switch.md). It is no faster than the ranks' own all-reduce on one
+machine, and proves nothing about a switch's speed; what it proves is that nothing more than a switch is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from gradwire import _native
+from gradwire.errors import InvalidArgument
+from gradwire_lab.ranks.supervisor import end_on_signals
+
+DEFAULT_PORT = 4790
+DEFAULT_SLOTS = 4096  # x 2 versions x 1 KiB: 8 MiB of registers, what a switch's memory could hold
+DEFAULT_LEASE_S = 300.0
+_SLICE_S = 0.25  # signals are looked at this often
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `gradwire switch`."""
+    parser.add_argument(
+        "--address", default="127.0.0.1", metavar="IP", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, metavar="P", help="UDP port; 0: any free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        default=DEFAULT_SLOTS,
+        metavar="N",
+        help="a power of two, for all jobs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lease",
+        type=float,
+        default=DEFAULT_LEASE_S,
+        metavar="S",
+        help="seconds; a job that is silent for longer loses its slots if another job needs them (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counters at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM, SIGHUP or Ctrl-C; then print the counters."""
+    server = open_switch(args.address, args.port, args.slots, args.lease)
+    print(f"gradwire switch: an emulation, at {args.address}:{server.port}, {args.slots} slots", flush=True)
+    try:
+        with end_on_signals():
+            while True:
+                server.run(_SLICE_S)
+    except (KeyboardInterrupt, SystemExit):
+        pass
+    counters = describe(server)
+    print(json.dumps(counters), flush=True)
+    if args.json:
+        try:
+            args.json.write_text(json.dumps(counters) + "\n")
+        except OSError as error:
+            raise InvalidArgument(f"cannot write {args.json}: {error.strerror}; give another --json") from error
+    return 0
+
+
+def open_switch(
+    address: str, port: int, n_slots: int = DEFAULT_SLOTS, lease_s: float = DEFAULT_LEASE_S
+) -> _native.SwitchServer:
+    """A switch that listens and serves while its `run(seconds)` is called. Raises: InvalidArgument."""
+    if not 0 <= port <= 65535:
+        raise InvalidArgument(f"a port is from 0 to 65535, not {port}")
+    if not 1 <= n_slots <= 1 << 20 or n_slots & (n_slots - 1):
+        raise InvalidArgument(f"slots are a power of two from 1 to 1,048,576, not {n_slots}")
+    if not lease_s > 0:
+        raise InvalidArgument(f"the lease must be positive, got {lease_s}")
+    return _native.SwitchServer(address, port, n_slots, lease_s)
+
+
+def describe(server: _native.SwitchServer) -> dict[str, Any]:
+    """Its counters, flat, with a word that it is an emulation."""
+    return {"switch": "emulation", "epoch": server.epoch, **server.counters()}

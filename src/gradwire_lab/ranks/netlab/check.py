@@ -1,0 +1,68 @@
+"""`gradwire netlab check`: measure what Gloo's all_reduce gets through links of given rates."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gradwire.errors import InvalidArgument
+from gradwire_lab.ranks.launch import start_ranks
+from gradwire_lab.ranks.netlab.rate import parse_rate
+
+__all__ = ["RateCheck", "measure_rate"]
+
+
+@dataclass(frozen=True)
+class RateCheck:
+    """One rate, set and measured. Rates in bits per second."""
+
+    ranks: int
+    set_bps: int
+    payload_bps: float  # median of what all_reduce sent and received per rank: tensor bytes, without any header
+    lowest_bps: float
+    highest_bps: float
+    wire_overhead: float  # frames on rank 0's link, both directions, against the payload: headers and acknowledgements
+    drops: int  # frames, over all links
+
+    @property
+    def deviation(self) -> float:
+        """Measured against set: -0.02 is 2 % too slow."""
+        return self.payload_bps / self.set_bps - 1
+
+    def to_record(self) -> dict[str, float]:
+        """A flat JSON record."""
+        return {**asdict(self), "deviation": self.deviation}
+
+
+def measure_rate(ranks: int, rate: str | float, seconds: float = 1.0, repeats: int = 5) -> RateCheck:
+    """Open a lab at `rate` and time `repeats` all-reduces that should take `seconds` each.
+
+    Raises: InvalidArgument, Unsupported (no shaped network here), PeerLost (a rank failed).
+    """
+    set_bps = parse_rate(rate)
+    if set_bps is None:
+        raise InvalidArgument("a link without a limit has no rate to check: give 100mbit, 1gbit, ...")
+    if ranks < 2:
+        raise InvalidArgument(f"ranks is {ranks}; an all-reduce needs two or more")
+    lines: list[str] = []
+    probe = [sys.executable, str(Path(__file__).with_name("probe.py")), str(seconds), str(repeats), str(set_bps)]
+    with start_ranks(probe, ranks, rate, require_shaping=True, on_line=lambda rank, line: lines.append(line)) as launch:
+        launch.wait(60 + 10 * seconds * (repeats + 1)).raise_if_failed()
+        counters = launch.counters()
+    assert counters is not None
+    found = json.loads(lines[-1])
+    rates = found["rates_bps"]
+    # The probe's warm-up sends a quarter of the tensor; every rank sends and receives 2 (N - 1) / N of each.
+    payload = 2 * 2 * (ranks - 1) / ranks * found["payload_bytes"] * (repeats + 0.25)
+    return RateCheck(
+        ranks=ranks,
+        set_bps=set_bps,
+        payload_bps=statistics.median(rates),
+        lowest_bps=min(rates),
+        highest_bps=max(rates),
+        wire_overhead=(counters[0].sent_bytes + counters[0].received_bytes) / payload - 1,
+        drops=sum(link.sent_drops + link.received_drops for link in counters),
+    )

@@ -1,0 +1,360 @@
+"""`Netlab`: one network namespace a rank, shaped links between them, and what can happen to a network in mid-run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire_lab.ranks.netlab.rate import format_rate, parse_rate
+from gradwire_lab.ranks.netlab.stale import LAB_VARIABLE, lab_identity
+from gradwire_lab.ranks.netlab.switch_host import SWITCH_VARIABLE, SwitchHost, switch_rate_bps
+from gradwire_lab.ranks.network import Network
+from gradwire_lab.ranks.rank_environment import find_free_port, rank_environment
+from gradwire_lab.ranks.supervisor import LaunchResult, RankSet
+
+__all__ = ["LinkCounters", "Netlab"]
+
+_logger = logging.getLogger("gradwire_lab.ranks.netlab")
+
+MAX_RANKS = 250  # the kernel passes at most 253 descriptors at once: the ranks', the switch's, the user namespace's
+# Jumbo frames, as on most clusters: headers are 0.8 % of a full frame (4.6 % at 1,500), and the shared cores, which do
+# for ranks, links and switch at once, handle a sixth of the packets.
+MTU = 9000
+# Per direction. TCP with several senders into one link fills any queue: one that is short makes it wait out time-outs
+# of 200 ms and more, one that is long only adds delay.
+QUEUE_MS = 50.0
+_ANSWER_S = 20.0  # construction takes 0.1 s, a request under 1 ms; a loaded machine may take a hundred times that
+
+
+@dataclass(frozen=True)
+class LinkCounters:
+    """What one rank's link has carried, as the kernel's token buckets counted it, sent by and delivered to the rank.
+
+    Bytes are whole frames: payload with TCP, IP and Ethernet headers (66 B a frame), acknowledgements, connection
+    set-up, ARP and retransmissions. TCP hands over segments of up to 64 KiB (TSO); they count as the frames of the MTU
+    that they stand for, headers included, as a real card would send them (an interface's own counters, /proc/net/dev,
+    count such a segment as one packet with one header). Frames dropped at a full queue are in drops, not in bytes.
+    """
+
+    sent_bytes: int
+    sent_packets: int
+    sent_drops: int
+    received_bytes: int
+    received_packets: int
+    received_drops: int
+
+    def __sub__(self, before: LinkCounters) -> LinkCounters:
+        """What was carried since `before`."""
+        return LinkCounters(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
+
+
+class Netlab:
+    """A lab of `ranks` namespaces, each with a link of its own to one switch; or of one namespace and link a node.
+
+    Without the right to make namespaces it makes them in an unprivileged user namespace; where the kernel refuses that
+    too, the lab falls back to unshaped loopback, logs why, has `shaped` False, and tells its ranks (GRADWIRE_NETWORK).
+
+    Args:
+        ranks: 1 to 250.
+        rate: of every link in both directions, as `parse_rate` takes it, or a sequence with one for each rank (node).
+        mtu: of the links in bytes, 1280 to 65535.
+        queue_ms: what each direction's queue holds at its rate, in milliseconds.
+        require_shaping: raise Unsupported instead of falling back to loopback.
+        switch: put one more host beside the ranks, whose link carries what all of theirs carry together, and start the
+            emulation of an aggregating switch there (`gradwire switch`); ranks find it in GRADWIRE_SWITCH.
+        ranks_per_node: so many ranks, which follow each other, share one link; inside a node nothing is shaped.
+    Raises: InvalidArgument; Unsupported (pyroute2 is missing; not Linux).
+    Cost: 0.5 s, nearly all of it the start of one Python process.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        rate: str | float | Sequence[str | float | None] | None = "1gbit",
+        *,
+        mtu: int = MTU,
+        queue_ms: float = QUEUE_MS,
+        require_shaping: bool = False,
+        switch: bool = False,
+        ranks_per_node: int = 1,
+    ) -> None:
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
+            raise InvalidArgument(f"ranks is {ranks!r}; it must be a whole number from 1 to {MAX_RANKS}")
+        if ranks_per_node < 1 or ranks % ranks_per_node:
+            raise InvalidArgument(f"{ranks} ranks do not make whole nodes of {ranks_per_node}")
+        n_nodes = ranks // ranks_per_node
+        self._ranks_per_node = ranks_per_node
+        rates = [rate] * n_nodes if rate is None or isinstance(rate, str | int | float) else list(rate)
+        if len(rates) != n_nodes:
+            links = "ranks" if ranks_per_node == 1 else "nodes"
+            raise InvalidArgument(f"{len(rates)} rates for {n_nodes} {links}; give one for all or one for each")
+        if not 1280 <= mtu <= 65535:
+            raise InvalidArgument(f"mtu is {mtu}; it must be from 1280 to 65535 bytes")
+        if not 1 <= queue_ms <= 10_000:
+            raise InvalidArgument(f"queue_ms is {queue_ms}; it must be from 1 to 10000 milliseconds")
+        self._n_ranks = ranks
+        self._rates_bps = [parse_rate(one) for one in rates]
+        hosts_bps = [*self._rates_bps, *([switch_rate_bps(self._rates_bps)] if switch else [])]
+        self._settings = {"rates_bps": hosts_bps, "mtu": mtu, "queue_ms": queue_ms}
+        self._has_switch = switch
+        self._switch: SwitchHost | None = None
+        self._require_shaping = require_shaping
+        self._fabric: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._lock = threading.Lock()  # one request at a time: an experiment may change links from another thread
+        self._namespaces: list[int] = []
+        self._enter: list[list[int]] = []
+        self._ranks: RankSet | None = None
+        self._owner = os.getpid()
+        self.shaped = False
+        self.why_unshaped: str | None = "the lab is not open; use it in a with statement"
+
+    def __enter__(self) -> Netlab:
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        if sys.platform != "linux":
+            raise Unsupported("netlab is built on Linux network namespaces; use rate 'none' (loopback) on this system")
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            script = str(Path(__file__).with_name("fabric.py"))
+            self._fabric = subprocess.Popen(
+                [sys.executable, script, str(theirs.fileno()), str(os.getpid()), json.dumps(self._settings)],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, LAB_VARIABLE: lab_identity()},
+                start_new_session=True,  # Ctrl-C goes to the owner, which closes the lab in order
+            )
+        self._channel.settimeout(_ANSWER_S)
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, self._n_nodes + 3)
+        except OSError as error:
+            raise GradwireError(f"the lab's network process did not answer within {_ANSWER_S:.0f} s") from error
+        answer = json.loads(packet or '{"unavailable": "the network process ended; its message is above"}')
+        self._namespaces = descriptors
+        if "missing" in answer:
+            raise Unsupported(f"netlab needs pyroute2 ({answer['missing']}): pip install 'gradwire[bench]'")
+        if "unavailable" in answer:
+            self.why_unshaped = answer["unavailable"]
+            if self._require_shaping:
+                raise Unsupported(f"no shaped network: {self.why_unshaped}")
+            _logger.warning("no shaped network, ranks run on plain loopback and results say so: %s", self.why_unshaped)
+            return
+        user = [descriptors.pop()] if answer["user_namespace"] else []
+        self._enter = [[*user, namespace] for namespace in descriptors[1:]]
+        self._namespaces = [*descriptors, *user]
+        self.shaped, self.why_unshaped = True, None
+
+    def close(self) -> None:
+        """End the ranks and take the network down; the second time does nothing."""
+        if os.getpid() != self._owner:  # a forked child's copy of this object: the lab is its parent's
+            return
+        try:
+            if self._ranks is not None:
+                self._ranks.end()
+                self._ranks = None
+            if self._switch is not None:
+                self._switch.close()
+                self._switch = None
+        finally:
+            self._close_fabric()
+
+    def _close_fabric(self) -> None:
+        if self._channel is not None and self.shaped:
+            try:
+                self._ask("close")
+            except GradwireError as error:  # the namespaces go with their last process all the same
+                _logger.warning("while closing the lab: %s", error)
+        self.shaped, self.why_unshaped = False, "the lab is closed"
+        for descriptor in self._namespaces:
+            os.close(descriptor)
+        self._namespaces = []
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._fabric is not None:
+            try:
+                self._fabric.wait(_ANSWER_S)
+            except subprocess.TimeoutExpired:
+                self._fabric.kill()
+                self._fabric.wait()
+            self._fabric = None
+
+    def _ask(self, operation: str, **arguments: Any) -> Any:
+        if not self.shaped or self._channel is None:
+            raise Unsupported(f"{operation} needs a shaped network: {self.why_unshaped}")
+        try:
+            with self._lock:
+                self._channel.send(json.dumps({"operation": operation, **arguments}).encode())
+                answer = json.loads(self._channel.recv(1 << 20) or '{"error": "it has ended"}')
+        except OSError as error:
+            raise GradwireError(f"the lab's network process does not answer to {operation}: {error}") from error
+        if "error" in answer:
+            raise GradwireError(f"the lab's network process could not {operation}: {answer['error']}")
+        return answer["answer"]
+
+    @property
+    def _n_nodes(self) -> int:
+        return len(self._rates_bps)
+
+    def _check_node(self, node: int) -> None:
+        if self._ranks_per_node == 1:
+            self._check_rank(node)
+        elif not 0 <= node < self._n_nodes:
+            raise InvalidArgument(f"there is no node {node}; this lab has nodes 0 to {self._n_nodes - 1}")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._n_ranks:
+            raise InvalidArgument(f"there is no rank {rank}; this lab has ranks 0 to {self._n_ranks - 1}")
+
+    @property
+    def rates_bps(self) -> tuple[int | None, ...]:
+        """Each rank's (node's) rate as it is set now; None is no limit."""
+        return tuple(self._rates_bps)
+
+    @property
+    def network(self) -> Network:
+        """What the ranks and their results are told."""
+        kind, rates = ("netlab", self.rates_bps) if self.shaped else ("loopback", ())
+        return Network(kind, rates, self._n_ranks, self._ranks_per_node)
+
+    @property
+    def namespace_paths(self) -> list[str]:
+        """A path a rank (node) for `nsenter --net=PATH`, to look inside an open lab; empty without a shaped network."""
+        return [f"/proc/{os.getpid()}/fd/{namespaces[-1]}" for namespaces in self._enter] if self.shaped else []
+
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        grace_s: float = 10.0,
+        on_line: Callable[[int, str], None] | None = None,
+    ) -> RankSet:
+        """Start `command` once a rank, with torchrun's variables; one run at a time.
+
+        Args:
+            env: variables on top of this process's environment; they win over the lab's own.
+            grace_s, on_line: see `RankSet`.
+        Raises: InvalidArgument (no command, or the lab's last run has not ended).
+        """
+
+        if not command:
+            raise InvalidArgument("no command to run in the ranks; give one after --")
+        if self._ranks is not None and self._ranks.running:
+            raise InvalidArgument("the lab's last run has not ended: wait() for it before the next start")
+        self._ranks = RankSet(grace_s, on_line)
+        lab = {LAB_VARIABLE: lab_identity()}
+        # A namespace has all its ports to itself; on loopback one must be sought.
+        address, port, interface = (
+            ("10.77.0.1", 29500, "eth0") if self.shaped else ("127.0.0.1", find_free_port(), "lo")
+        )
+        if self.shaped and "TORCH_CPP_LOG_LEVEL" not in os.environ:
+            lab["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # addresses without names make c10d warn once a rank and connection
+        if self._has_switch:
+            lab[SWITCH_VARIABLE] = self._start_switch(lab).address
+        for rank in range(self._n_ranks):
+            variables = rank_environment(
+                rank,
+                self._n_ranks,
+                self.network,
+                address=address,
+                port=port,
+                interface=interface,
+                ranks_per_node=self._ranks_per_node if self._ranks_per_node > 1 else None,
+            )
+            variables |= {**lab, **(env or {})}
+            self._ranks.start(command, variables, self._enter[rank // self._ranks_per_node] if self.shaped else ())
+        return self._ranks
+
+    def _start_switch(self, variables: Mapping[str, str]) -> SwitchHost:
+        """The lab's switch, started unless it is there from an earlier run. It may come after the ranks: they ask again."""
+        if self._switch is None:
+            number = self._n_nodes + 1  # the host after the last node's
+            if self.shaped:
+                address = f"10.77.{number >> 8}.{number & 255}"
+                self._switch = SwitchHost(address, namespaces=self._enter[-1], env=variables)
+            else:
+                self._switch = SwitchHost("127.0.0.1", find_free_port(), env=variables)
+        return self._switch
+
+    def signal_switch(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the switch: it dies, or with SIGSTOP falls silent. Raises: InvalidArgument (there is none)."""
+        if self._switch is None:
+            raise InvalidArgument("no switch runs: open the lab with switch=True, and start the ranks first")
+        self._switch.send_signal(number)
+
+    def wait(self, timeout_s: float | None = None) -> LaunchResult:
+        """Wait for the ranks that `start` started; see `RankSet.wait`."""
+        return self._running().wait(timeout_s)
+
+    def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> LaunchResult:
+        """`start` and `wait`; `options` are start's, and `timeout_s`."""
+        timeout_s = options.pop("timeout_s", None)
+        self.start(command, env, **options)
+        return self.wait(timeout_s)
+
+    def _running(self) -> RankSet:
+        if self._ranks is None:
+            raise InvalidArgument("no rank was started in this lab: call start(command) first")
+        return self._ranks
+
+    def set_rate(self, rank: int, rate: str | float | None) -> None:
+        """Change one rank's (node's) link, both directions; packets in its queues stay. Raises: Unsupported (loopback)."""
+        self._check_node(rank)
+        rate_bps = parse_rate(rate)
+        self._ask("set_rate", rank=rank, rate_bps=rate_bps)
+        self._rates_bps[rank] = rate_bps
+        _logger.info("rank %d's link is now at %s", rank, format_rate(rate_bps))
+
+    def link_down(self, rank: int) -> None:
+        """Pull the rank's (node's) cable: it keeps its address and loses its carrier. Raises: Unsupported (loopback)."""
+        self._check_node(rank)
+        self._ask("set_link", rank=rank, up=False)
+
+    def link_up(self, rank: int) -> None:
+        """Put the cable back; TCP connections that have not given up go on. Raises: Unsupported (loopback)."""
+        self._check_node(rank)
+        self._ask("set_link", rank=rank, up=True)
+
+    def counters(self) -> list[LinkCounters]:
+        """Each rank's (node's) counters since the lab was opened. Raises: Unsupported (loopback carries all ranks)."""
+        return [LinkCounters(*row) for row in self._ask("counters")][: self._n_nodes]
+
+    def switch_counters(self) -> LinkCounters:
+        """The link counters of the aggregating switch. Raises: Unsupported (loopback), InvalidArgument (there is none)."""
+        if not self._has_switch:
+            raise InvalidArgument("this lab has no switch: open it with switch=True")
+        return LinkCounters(*self._ask("counters")[self._n_nodes])
+
+    def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all processes of a rank."""
+        self._check_rank(rank)
+        self._running().send_signal(rank, number)
+
+    def stop_rank(self, rank: int) -> None:
+        """Freeze a rank (SIGSTOP); its connections stay open and go silent."""
+        self.kill_rank(rank, signal.SIGSTOP)
+
+    def continue_rank(self, rank: int) -> None:
+        """Let a stopped rank go on."""
+        self.kill_rank(rank, signal.SIGCONT)

@@ -1,0 +1,89 @@
+"""Make one self-contained HTML page from training runs and benchmark results."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire_lab.report import benches, inputs, runs
+from gradwire_lab.report.drawing import Palette, css_variables
+from gradwire_lab.report.inputs import Inputs
+from gradwire_lab.report.runs import Section
+
+__all__ = ["write_report"]
+
+
+def write_report(
+    run_dirs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    title: str = "gradwire report",
+    baseline: str | None = None,
+) -> Path:
+    """Write one HTML page with all figures inside; it needs no network, no script and no other file.
+
+    Args:
+        run_dirs: run folders of `gradwire train`, JSON files of `gradwire bench --json`, or folders that hold either.
+        out: the page; its folder is made if need be, and an older page stays as it is if anything fails.
+        baseline: the label (scheme) to compare with; by default `ddp`, else `plain`.
+    Returns: `out` as a path.
+    Raises: InvalidArgument (missing input, unknown baseline, page not writable), CorruptMessage (bad input: file and
+        line), Unsupported (the packages of the extra `report` are missing).
+    """
+    found = inputs.load_inputs(run_dirs)
+    schemes = {run.label for run in found.runs}
+    schemes |= {str(record["scheme"]) for kind in ("allreduce", "train") for record in found.records[kind]}
+    if baseline is not None and baseline not in schemes:
+        there_are = ", ".join(sorted(schemes)) or "none"
+        raise InvalidArgument(f"no run or record is of a scheme called {baseline!r}; there are: {there_are}")
+    # Codecs never share a figure with schemes.
+    palette = Palette.of(schemes, [benches.codec_label(record) for record in found.records["codec"]])
+    sections = runs.make_run_sections(found.runs, palette, baseline)
+    sections += benches.make_bench_sections(found.records, palette, baseline)
+    page = _render(title, sections, found)
+    out = Path(out)
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise InvalidArgument(f"cannot write the report to {out}: {error.strerror}") from error
+    return out
+
+
+def _render(title: str, sections: Sequence[Section], found: Inputs) -> str:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise Unsupported(
+            f"a report needs jinja2 ({error}); install it with: pip install 'gradwire[report]'"
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,  # names come from files that anyone may have written
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        sections=sections,
+        runs=found.runs,
+        environments=found.environments,
+        light=css_variables(dark=False),
+        dark=css_variables(dark=True),
+        dates=_dates(found),
+    )
+
+
+def _dates(found: Inputs) -> str:
+    """`2025-03-01` or `2025-03-01 to 2025-03-04`: when the results were measured."""
+    environments = [run.environment for run in found.runs]
+    sources = [*environments, *(record for batch in found.records.values() for record in batch)]
+    days = sorted({str(source["date"])[:10] for source in sources if source.get("date")})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""

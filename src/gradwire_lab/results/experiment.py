@@ -1,0 +1,167 @@
+"""An experiment as data: what is asked, what is measured, over which axes, and what of it is shown."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+# A point of the axes: {axis: value}.
+Cell = dict[str, Any]
+Kind = Literal["value", "ratio", "speed-up", "difference"]
+
+
+class Ref(NamedTuple):
+    """A figure or table of a paper, such as Ref("GComp", "Fig. 15")."""
+
+    paper: str
+    figure: str
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of the records, as it is shown.
+
+    Attributes:
+        field: its name in the records.
+        title: the heading; the field's name without it.
+        scale: values are multiplied by it (1e3: seconds as ms).
+        form: of the scaled value, as in `format`.
+        kind: the value; a "ratio" to the baseline's (x ddp), how many times smaller ("speed-up"), or the "difference".
+        against: the baseline of this column where it is not the experiment's.
+        spread: beside the value its quartiles, or over seeds its standard deviation; of a difference its 95 % interval.
+    """
+
+    field: str
+    title: str = ""
+    scale: float = 1.0
+    form: str = ".4g"
+    kind: Kind = "value"
+    against: str | None = None
+    spread: bool = False
+
+    @property
+    def heading(self) -> str:
+        return self.title or self.field.replace("_", " ")
+
+
+def ms(field: str, title: str, *, spread: bool = False) -> Column:
+    """Seconds shown as milliseconds."""
+    return Column(field, title, 1e3, ",.0f", spread=spread)
+
+
+def mb(field: str, title: str) -> Column:
+    """Bytes shown as MB."""
+    return Column(field, title, 1e-6, ",.2f")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Records as a table: a row for each value of the `rows` axes or fields, the columns repeated for each of `across`.
+
+    `where`: {field: value or values} of the records that are shown.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[str] = ("scheme",)
+    across: str | None = None
+    where: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Records as a plot: `y` over `x`, a line (or a group of bars) for each value of `series`."""
+
+    x: str
+    y: Column
+    series: str = "scheme"
+    style: Literal["lines", "bars"] = "lines"
+    log: str = ""  # "x", "y", "xy"
+    x_title: str = ""
+    x_scale: float = 1.0
+    where: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound that the records of `where` are held to: `column` is at most, or at least, `bound`. `says`: in words.
+
+    Attributes:
+        by: fields that a cell's records differ in, such as a phase: each is held to it, not their mean.
+    """
+
+    says: str
+    column: Column
+    sign: Literal["<=", ">="]
+    bound: float
+    where: Mapping[str, Any] = field(default_factory=dict)
+    by: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What one file of results answers.
+
+    Attributes:
+        key: name on the command line, and of the file of results.
+        system: the page of the results that it is on.
+        question: one sentence.
+        measure: a name of `gradwire_lab.bench.measures`.
+        fixed: its arguments that every cell shares.
+        axes: {argument: its values, or {label: value}}; their product are the cells.
+        together: axes whose cells are measured in one run, in turns where the measure can: ratios between them hold.
+        over: axes that are averaged over: seeds, folds.
+        baseline: {axis: value} of the cell that ratios and differences are to, all other axes being equal.
+        controls: values of the baseline's axis that do the very same as it; what lies between them is noise.
+        of: the papers' figures and tables that it gives, in kind.
+        show: tables and plots, in order.
+        goals: what was promised.
+        seconds: about how long one run of the `together` cells takes on two cores; the store knows better once it has.
+        quick: part of `make bench`.
+    """
+
+    key: str
+    system: str
+    question: str
+    measure: str
+    axes: Mapping[str, Sequence[Any] | Mapping[str, Any]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    together: Sequence[str] = ("scheme",)
+    over: Sequence[str] = ()
+    baseline: Mapping[str, Any] = field(default_factory=dict)
+    controls: Sequence[Any] = ()
+    of: Sequence[Ref] = ()
+    show: Sequence[Table | Plot] = ()
+    goals: Sequence[Goal] = ()
+    seconds: float = 60.0
+    quick: bool = False
+
+    def values(self, axis: str) -> list[Any]:
+        """The values of an axis, without their labels."""
+        given = self.axes[axis]
+        return list(given.values() if isinstance(given, Mapping) else given)
+
+    def label(self, axis: str, value: Any) -> str:
+        """How a value of an axis is shown."""
+        given = self.axes.get(axis)
+        if isinstance(given, Mapping):
+            return next((label for label, one in given.items() if one == value), str(value))
+        return str(value)
+
+    def cells(self) -> list[Cell]:
+        """Every point of the axes, the last axis changing fastest."""
+        return [dict(zip(self.axes, point, strict=True)) for point in itertools.product(*(map(self.values, self.axes)))]
+
+    def groups(self) -> list[list[Cell]]:
+        """The cells by run: those that differ in `together` axes alone. In the order of the axes."""
+        runs: dict[str, list[Cell]] = {}
+        for cell in self.cells():
+            runs.setdefault(repr(self.apart(cell)), []).append(cell)
+        return list(runs.values())
+
+    def apart(self, cell: Mapping[str, Any]) -> Cell:
+        """What all cells of a run share."""
+        return {axis: cell[axis] for axis in self.axes if axis not in self.together}

@@ -1,0 +1,103 @@
+"""Measured records by machine and experiment: `results/MACHINE/KEY.jsonl`, a flat record a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire_lab.results.experiment import Cell, Experiment
+from gradwire_lab.results.records import write_text
+
+Record = dict[str, Any]
+
+# Records whose commit begins with this were measured by an earlier state of the code, which cannot be run again.
+EARLIER = "before "
+
+
+class Store:
+    """The results of one machine.
+
+    A record belongs to a cell by the values of its experiment's axes. New records of a cell replace all old ones of it;
+    a file is replaced as a whole, so that whatever ends the process leaves either the old or the new one.
+
+    Args:
+        folder: `results` of a checkout.
+        machine: the folder inside; see `machine_name`.
+    """
+
+    def __init__(self, folder: Path, machine: str) -> None:
+        self.folder, self.machine = folder, machine
+
+    def path(self, key: str) -> Path:
+        """The file of an experiment."""
+        return self.folder / self.machine / f"{key}.jsonl"
+
+    def read(self, key: str) -> list[Record]:
+        """Its records, [] without any. Raises: CorruptMessage (file and line)."""
+        return read_lines(self.path(key))
+
+    def replace(self, experiment: Experiment, cells: Sequence[Cell], records: Iterable[Record]) -> None:
+        """Put `records` in the place of all that is known of `cells`. Raises: GradwireError (the old file stays)."""
+        gone = {name_of(experiment, cell) for cell in cells}
+        kept = [record for record in self.read(experiment.key) if name_of(experiment, record) not in gone]
+        order = {name_of(experiment, cell): number for number, cell in enumerate(experiment.cells())}
+        everything = [*kept, *records]
+        everything.sort(key=lambda record: order.get(name_of(experiment, record), len(order)))
+        write_lines(self.path(experiment.key), everything)
+
+
+def name_of(experiment: Experiment, record: Mapping[str, Any]) -> str:
+    """The cell that a record is of; the same for a cell itself."""
+    return json.dumps([str(record.get(axis)) for axis in experiment.axes])
+
+
+def machine_name(cpu: str, n_cores: int) -> str:
+    """`amd-epyc-2-cores`: the folder of a machine's results."""
+    words = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|@.*|cpu|processor", "", cpu.lower())).strip("-")
+    return f"{words or 'unknown'}-{n_cores}-core{'s' if n_cores != 1 else ''}"
+
+
+def machines(folder: Path) -> list[str]:
+    """The machines that have results, in order of name."""
+    return sorted(path.name for path in folder.iterdir() if any(path.glob("*.jsonl"))) if folder.is_dir() else []
+
+
+def find_root(start: Path) -> Path:
+    """The checkout around `start`: the nearest folder that has both `docs` and `results`. Raises: InvalidArgument."""
+    for folder in (start, *start.parents):
+        if (folder / "docs").is_dir() and (folder / "results").is_dir():
+            return folder
+    raise InvalidArgument(f"{start} lies in no checkout of gradwire (a folder with docs and results): pass --root")
+
+
+def read_lines(path: Path) -> list[Record]:
+    """A JSONL file's records, [] if there is no file. Raises: CorruptMessage (a line that is no record)."""
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CorruptMessage(f"{path}:{number}: not a record ({error.msg})") from error
+        if not isinstance(record, dict):
+            raise CorruptMessage(f"{path}:{number}: not a record but {type(record).__name__}")
+        records.append(record)
+    return records
+
+
+def write_lines(path: Path, records: Iterable[Record]) -> None:
+    """Replace a JSONL file. Raises: GradwireError, and the old file stays."""
+    write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in map(_flat, records)))
+
+
+def _flat(record: Record) -> Record:
+    """A record without what a flat one cannot hold: nested values are refused, NaN and infinities become null."""
+    nested = [key for key, value in record.items() if isinstance(value, dict | list | tuple)]
+    if nested:
+        raise InvalidArgument(f"a result is a flat record, but {', '.join(nested)} holds others")
+    return {key: None if isinstance(value, float) and value - value != 0.0 else value for key, value in record.items()}

@@ -1,0 +1,281 @@
+"""Predict training on a network that you do not have: rounds, waiting and utilisation of any scheme."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gradwire.errors import InvalidArgument
+from gradwire.registry import parse_spec, spec_of
+from gradwire_lab.results.experiment import Column, Experiment, Plot
+from gradwire_lab.results.plots import draw_panels, series_of
+from gradwire_lab.results.records import write_csv, write_json
+from gradwire_lab.results.summary import Summary
+from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.simulator import workloads
+from gradwire_lab.simulator.bandwidth import parse_trace
+from gradwire_lab.simulator.jitter import Jitter, Stragglers, Uniform
+from gradwire_lab.simulator.runs import SimulatedRun
+from gradwire_lab.simulator.schemes import registry
+from gradwire_lab.simulator.schemes.measured import MeasuredTable
+from gradwire_lab.simulator.stage import Setting
+from gradwire_lab.simulator.trace import write_trace
+
+_JITTERS = ("common", "per-worker", "stragglers", "none")
+DEFAULT_SCHEMES = ["broadcast-32", "broadcast-4", "aqgb", "plain"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `gradwire simulate`."""
+    parser.add_argument(
+        "--scheme",
+        nargs="+",
+        default=DEFAULT_SCHEMES,
+        metavar="NAME",
+        help="what to simulate, options as NAME:option=value,...; `all` is everything (broadcast-32 broadcast-4 aqgb plain)",
+    )
+    parser.add_argument(
+        "--workers",
+        nargs="+",
+        type=int,
+        default=[16],
+        metavar="N",
+        help="number of workers (16); several: one run each",
+    )
+    parser.add_argument(
+        "--rate",
+        nargs="+",
+        default=["2.5gbit"],
+        metavar="RATE",
+        help="rate of each link (2.5gbit); several: one run each",
+    )
+    parser.add_argument(
+        "--workload",
+        nargs="+",
+        default=["resnet50-4blocks"],
+        metavar="NAME",
+        help=f"{', '.join(workloads.names())}; several: one run each (resnet50-4blocks)",
+    )
+    parser.add_argument(
+        "--step-ms", type=float, metavar="MS", help="time of a forward and backward pass (the workload's own)"
+    )
+    parser.add_argument("--seconds", type=float, metavar="S", help="simulated seconds (200, unless --rounds is given)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="stop after this many synchronised rounds")
+    parser.add_argument("--jitter", choices=_JITTERS, default="common", help="how computation times vary (common)")
+    parser.add_argument("--sigma", type=float, default=1.5, help="tail of the stragglers' distribution (1.5)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the jitter (0)")
+    parser.add_argument(
+        "--racks", type=int, default=1, metavar="N", help="number of racks in a two-level tree (1: one switch)"
+    )
+    parser.add_argument(
+        "--core-rate", metavar="RATE", help="rate of each rack's link to the core (that of its workers' links together)"
+    )
+    parser.add_argument(
+        "--latency-us",
+        type=float,
+        default=0.0,
+        metavar="US",
+        help="latency of every message that a worker waits for (0)",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="rates over time: a file of lines `seconds,rate`, or directly 0=2.5gbit,60=1gbit",
+    )
+    parser.add_argument(
+        "--trace-workers", nargs="+", type=int, metavar="N", help="workers whose links follow the trace (all)"
+    )
+    parser.add_argument(
+        "--measured-on", metavar="NAME", help="workload of the measured sizes (resnet50's, else resnet's)"
+    )
+    parser.add_argument(
+        "--no-codec-times", action="store_true", help="codecs take no time: what the network alone allows"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of flat records")
+    parser.add_argument("--details", type=Path, metavar="FILE", help="write every round, link and worker of every run")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the records as a table")
+    parser.add_argument("--plot", nargs="+", type=Path, metavar="FILE", help="draw the records: PNG or SVG")
+    parser.add_argument("--wide", action="store_true", help="all columns of the table")
+    parser.add_argument(
+        "--chrome-trace", type=Path, metavar="FILE", help="spans of a single run's rounds, for Perfetto"
+    )
+    parser.add_argument("--trace-rounds", type=int, default=5, metavar="N", help="rounds in the Chrome trace (5)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate what was asked and print a table. Raises: InvalidArgument, GradwireError."""
+    runs = make_runs(args)
+    if args.chrome_trace and len(runs) > 1:
+        raise InvalidArgument(
+            f"a Chrome trace shows one run, and these are {len(runs)}: name one scheme, rate and size"
+        )
+    for path in args.plot or ():
+        if path.suffix not in (".png", ".svg"):
+            raise InvalidArgument(f"--plot {path}: expected a name that ends in .png or .svg")
+    records: list[dict[str, Any]] = []
+    details: list[dict[str, Any]] = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, disable=not sys.stdout.isatty(), transient=True) as progress:
+        task = progress.add_task("simulating", total=float(len(runs)))
+        for index, one in enumerate(runs):
+            progress.update(task, description=f"{one.scheme}, {one.setting.n_workers} workers")
+
+            def show(n_rounds: int, now_s: float, one: SimulatedRun = one, index: int = index) -> None:
+                share = now_s / one.seconds if one.seconds else n_rounds / (one.rounds or 1)
+                progress.update(task, completed=index + min(1.0, share))
+
+            simulation, record = one.do(show)
+            records.append(record)
+            details += simulation.metrics.details(record) if args.details else []
+    if args.json:
+        write_json(args.json, records)
+    if args.details:
+        write_json(args.details, details)
+    if args.csv:
+        write_csv(args.csv, records)
+    if args.chrome_trace:
+        n_events = write_trace(args.chrome_trace, simulation, n_rounds=args.trace_rounds)
+        print(f"{n_events} events in {args.chrome_trace}: open it at ui.perfetto.dev")
+    print_grid(make_grid(records), args.wide)
+    for path in args.plot or ():
+        plot_sweep(records, path)
+        print(f"plot: {path}")
+    return 0
+
+
+def make_runs(args: argparse.Namespace) -> list[SimulatedRun]:
+    """Every combination of scheme, workers, rate and workload. Raises: InvalidArgument."""
+    table = MeasuredTable.load()
+    specs = [name for spec in args.scheme for name in (registry.names(table) if spec == "all" else [spec])]
+    trace = parse_trace(args.trace) if args.trace else None
+    seconds = args.seconds if args.seconds is not None or args.rounds is not None else 200.0
+    runs = []
+    for workload_name, n_workers, rate, spec in itertools.product(args.workload, args.workers, args.rate, specs):
+        workload = workloads.by_name(workload_name)
+        if args.step_ms is not None:
+            workload = workload.scaled(args.step_ms / 1e3)
+        name, options = parse_spec(spec)
+        setting = Setting(
+            workload,
+            n_workers,
+            parse_link_rate(rate),
+            trace=trace,
+            traced_workers=tuple(args.trace_workers) if args.trace_workers else None,
+            jitter=make_jitter(args.jitter, args.seed, args.sigma),
+            racks=args.racks,
+            core_bps=parse_link_rate(args.core_rate) if args.core_rate else None,
+            latency_s=args.latency_us / 1e6,
+        )
+        registry.by_name(name, options, args.measured_on, not args.no_codec_times, table)  # a wrong name fails at once
+        runs.append(
+            SimulatedRun(
+                name,
+                setting,
+                seconds,
+                args.rounds,
+                options,
+                args.measured_on,
+                not args.no_codec_times,
+                keep_spans=args.chrome_trace is not None,
+            )
+        )
+    return runs
+
+
+def make_jitter(kind: str, seed: int, sigma: float = 1.5) -> Jitter:
+    """By its name on the command line. Raises: InvalidArgument."""
+    if kind == "stragglers":
+        return Stragglers(sigma, seed)
+    if kind not in _JITTERS:
+        raise InvalidArgument(f"no jitter is called {kind!r}; there are: {', '.join(_JITTERS)}")
+    return Uniform(0.0 if kind == "none" else 0.1, is_common=kind != "per-worker", seed=seed)
+
+
+def parse_link_rate(text: str) -> float:
+    """Bits a second. Raises: InvalidArgument (none: a simulated link has a rate)."""
+    from gradwire_lab.ranks.netlab.rate import parse_rate
+
+    rate_bps = parse_rate(text)
+    if rate_bps is None:
+        raise InvalidArgument(f"--rate {text}: a simulated link needs a rate")
+    return float(rate_bps)
+
+
+def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
+    """The records, for people."""
+    rows = [
+        [
+            spec_of(record),
+            str(record["workers"]),
+            f"{record['rate_bps'] / 1e9:g}",
+            str(record["rounds"]),
+            _number(record["round_s"], 3),
+            f"{100 * record['utilisation']:.1f} %",
+            _number(record["wait_s"], 3),
+            _number(record["row"], 2),
+            _number(record["osf"], 3),
+            _number(record["bits_per_value"], 2),
+            f"{record['seconds']:.0f}",
+            record["workload"],
+        ]
+        for record in records
+    ]
+    return Grid(
+        f"simulated: {records[0]['jitter']} jitter",
+        [
+            "scheme",
+            "workers",
+            "Gb/s",
+            "rounds",
+            "round s",
+            "use",
+            "wait s",
+            "ROW",
+            "OSF",
+            "bits",
+            "seconds",
+            "workload",
+        ],
+        rows,
+        "use: utilisation of the links; wait: mean of a worker and round; ROW, OSF: means over rounds; bits: sent of each "
+        "value, all copies one",
+    )
+
+
+def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Four panels over whatever varies most: rates, workers or schemes. Raises: GradwireError, Unsupported."""
+    if unfinished := [record["scheme"] for record in records if record["compute_s"] is None]:
+        raise InvalidArgument(
+            f"nothing to plot for {', '.join(dict.fromkeys(unfinished))}: no round ended in the time that was simulated; "
+            "raise --seconds, or give --rounds"
+        )
+    varied = {field: len({record[field] for record in records}) for field in ("rate_bps", "workers")}
+    x = max(varied, key=lambda field: varied[field])
+    title, scale = {"rate_bps": ("link rate, Gb/s", 1e-9), "workers": ("workers", 1.0)}[x]
+    shown = [{**record, "wait_share": (record["wait_s"] or 0.0) / record["compute_s"]} for record in records]
+    measures = [Column("rounds"), Column("utilisation", "link utilisation, %", 100), Column("wait_share",
+                                                                                            "T_wait / computation"),
+                Column("row", "ROW")]  # fmt: skip
+    is_line = varied[x] > 1
+    axes: dict[str, list[Any]] = {field: [] for field in ("scheme", "options", "workload", "workers", "rate_bps")}
+    summary = Summary(Experiment("sweep", "", "", "", axes), shown)
+    plots = [
+        Plot(x if is_line else "scheme", one, style="lines" if is_line else "bars", x_title=title if is_line else "scheme",
+             x_scale=scale if is_line else 1.0) for one in measures
+    ]  # fmt: skip
+    draw_panels([(plot, series_of(plot, summary)) for plot in plots], path)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

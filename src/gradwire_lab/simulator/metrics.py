@@ -1,0 +1,280 @@
+"""What came of a simulated run: per round, per worker and per link.
+
+A round's figures cover one cyclic round of computation, its backward pass and the forward pass that uses its gradients:
+all that its synchronisation overlaps with or is waited for in. Definitions: gradwire.control.overlap.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gradwire.control.overlap import Interval, length_s, osf, overlap_s, row, utilisation
+from gradwire_lab.simulator.network import Link
+from gradwire_lab.simulator.stage import Stage, WorkerGroup
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """One round, over all workers.
+
+    Attributes:
+        number: from 0.
+        started_s, ended_s: from the first backward pass to the last forward pass that uses its gradients.
+        compute_s, overlap_s, wait_s: means over the workers.
+        longest_wait_s: of all workers, which ROW divides by.
+        osf: mean over the workers.
+        sent_bits: mean over the workers, of one copy of what each sends; None where a scheme does not tell.
+    """
+
+    number: int
+    started_s: float
+    ended_s: float
+    compute_s: float
+    overlap_s: float
+    wait_s: float
+    longest_wait_s: float
+    row: float
+    osf: float
+    sent_bits: float | None
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """Links that are alike, over the whole run. `utilisation` is their mean; `busy` the share of time with any flow."""
+
+    name: str
+    n_links: int
+    carried_bits: float
+    utilisation: float
+    busy: float
+
+
+@dataclass(frozen=True)
+class WorkerUse:
+    """Workers simulated as one, over the whole run; seconds of each."""
+
+    first_worker: int
+    n_workers: int
+    compute_s: float
+    wait_s: float
+    overlap_s: float
+
+
+@dataclass(frozen=True)
+class TraceSpan:
+    """Something that a group did, for the Chrome trace. `row` is compute, wait or network."""
+
+    group: int
+    row: str
+    name: str
+    start_s: float
+    end_s: float
+    arguments: dict[str, Any]
+
+
+@dataclass
+class _OfGroup:
+    """One group's present round, and its sums."""
+
+    computing: list[Interval] = field(default_factory=list)
+    wait_s: float = 0.0
+    backward_started_s: float = 0.0
+    compute_total_s: float = 0.0
+    wait_total_s: float = 0.0
+    overlap_total_s: float = 0.0
+
+
+@dataclass
+class _OpenRound:
+    n_workers: int = 0
+    started_s: float = math.inf
+    compute_s: float = 0.0
+    overlap_s: float = 0.0
+    wait_s: float = 0.0
+    osf: float = 0.0
+    overlaps_s: list[float] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+
+
+class Metrics:
+    """Collects during a run; read it when the run is over."""
+
+    def __init__(self, simulation: Stage, keep_spans: bool) -> None:
+        self._simulation = simulation
+        self._of_group = [_OfGroup() for _ in simulation.groups]
+        self._open: dict[int, _OpenRound] = {}
+        self._first_gradient_s: dict[int, float] = {}
+        self._sent_bits: dict[int, float] = {}
+        self.rounds: list[RoundTimes] = []
+        self.spans: list[TraceSpan] | None = [] if keep_spans else None
+        # (simulated second, share of its bits that a value is sent with): the first group's decisions.
+        self.ratios: list[tuple[float, float]] = []
+
+    # ---- told by the workers and the scheme
+
+    def add_wait(self, group: WorkerGroup, start_s: float, end_s: float) -> None:
+        """A worker waited for gradients."""
+        self._of_group[group.index].wait_s += end_s - start_s
+        if self.spans is not None and end_s > start_s:
+            self.spans.append(TraceSpan(group.index, "compute", "wait", start_s, end_s, {}))
+
+    def add_compute(self, group: WorkerGroup, start_s: float, end_s: float, kind: str, block: str) -> None:
+        """A worker computed."""
+        computing = self._of_group[group.index].computing
+        if computing and computing[-1][1] == start_s:
+            computing[-1] = (computing[-1][0], end_s)
+        else:
+            computing.append((start_s, end_s))
+        if self.spans is not None:
+            self.spans.append(TraceSpan(group.index, "compute", f"{kind} {block}", start_s, end_s, {}))
+
+    def add_transfer(self, group: WorkerGroup, round_number: int, bits: float, start_s: float, name: str) -> None:
+        """A worker sent `bits` (one copy of them) from `start_s` until now."""
+        self._sent_bits[round_number] = self._sent_bits.get(round_number, 0.0) + bits * group.count
+        if self.spans is not None:
+            now_s = self._simulation.environment.now
+            arguments = {"round": round_number, "bits": bits}
+            self.spans.append(TraceSpan(group.index, "network", name, start_s, now_s, arguments))
+
+    def note_gradient(self, round_number: int) -> None:
+        """A gradient of this round appeared; the first one begins its synchronisation."""
+        self._first_gradient_s.setdefault(round_number, self._simulation.environment.now)
+
+    def start_backward(self, group: WorkerGroup) -> None:
+        """A worker begins a backward pass: what it did so far belongs to the round before."""
+        of_group = self._of_group[group.index]
+        of_group.backward_started_s = self._simulation.environment.now
+        of_group.computing, of_group.wait_s = [], 0.0
+
+    def end_forward(self, group: WorkerGroup, round_number: int, synchronised_s: float) -> None:
+        """A worker has used all gradients of `round_number`, which everybody had at `synchronised_s`."""
+        of_group, now_s = self._of_group[group.index], self._simulation.environment.now
+        computing = of_group.computing
+        communicating = [
+            *_within(group.site.up, of_group.backward_started_s, now_s),
+            *_within(group.site.down, of_group.backward_started_s, now_s),
+        ]
+        overlap = overlap_s(computing, communicating)
+        compute = length_s(computing)
+        update = (self._first_gradient_s[round_number], synchronised_s)
+        of_group.compute_total_s += compute
+        of_group.wait_total_s += of_group.wait_s
+        of_group.overlap_total_s += overlap
+        one = self._open.setdefault(round_number, _OpenRound())
+        one.n_workers += group.count
+        one.started_s = min(one.started_s, of_group.backward_started_s)
+        one.compute_s += group.count * compute
+        one.overlap_s += group.count * overlap
+        one.wait_s += group.count * of_group.wait_s
+        one.osf += group.count * osf(computing, update)
+        one.overlaps_s.append(overlap)
+        one.waits_s.append(of_group.wait_s)
+        if one.n_workers == self._simulation.setting.n_workers:
+            self._close_round(round_number, self._open.pop(round_number))
+
+    def _close_round(self, number: int, one: _OpenRound) -> None:
+        sent_bits = self._sent_bits.pop(number, None)
+        self._first_gradient_s.pop(number)
+        n = one.n_workers
+        self.rounds.append(
+            RoundTimes(
+                number,
+                one.started_s,
+                self._simulation.environment.now,
+                one.compute_s / n,
+                one.overlap_s / n,
+                one.wait_s / n,
+                max(one.waits_s),
+                row(one.overlaps_s, one.waits_s),
+                one.osf / n,
+                None if sent_bits is None else sent_bits / n,
+            )
+        )
+
+    # ---- read when the run is over
+
+    def links(self) -> list[LinkUse]:
+        """Every kind of link."""
+        now_s = self._simulation.environment.now
+        return [
+            LinkUse(
+                link.name,
+                link.n_links,
+                link.carried_bits,
+                utilisation(link.carried_bits, link.offered_bits / now_s, now_s),
+                length_s(link.busy_until(now_s)) / now_s,
+            )
+            for link in self._simulation.network.links
+        ]
+
+    def workers(self) -> list[WorkerUse]:
+        """Every group of workers, in whole rounds."""
+        return [
+            WorkerUse(group.first_worker, group.count, one.compute_total_s, one.wait_total_s, one.overlap_total_s)
+            for group, one in zip(self._simulation.groups, self._of_group, strict=True)
+        ]
+
+    @property
+    def utilisation(self) -> float:
+        """Mean over the workers' down-links, over the whole run."""
+        downs = [site.down for site in self._simulation.topology.sites]
+        now_s = self._simulation.environment.now
+        return utilisation(
+            sum(link.carried_bits for link in downs), sum(link.offered_bits for link in downs) / now_s, now_s
+        )
+
+    def details(self, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A flat record of each round, link and worker, under the run's own fields; ROW is None where it is infinite."""
+        which = {key: run[key] for key in ("scheme", "options", "workers", "rate_bps", "workload")}
+        parts: dict[str, Sequence[Any]] = {"round": self.rounds, "link": self.links(), "worker": self.workers()}
+        found = [{**which, "of": kind, **asdict(one)} for kind, several in parts.items() for one in several]
+        for one in found:
+            if not math.isfinite(one.get("row", 0.0)):
+                one["row"] = None
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """Flat and plain: what a record of this run says. Means are over the rounds; ROW is None without a finite one."""
+        rounds = self.rounds
+        finite_rows = [one.row for one in rounds if math.isfinite(one.row)]
+        sent = [one.sent_bits for one in rounds if one.sent_bits is not None]
+        original_bits = 32 * self._simulation.setting.workload.n_values
+        ends_s = self._simulation.round_ends_s
+        periods_s = [after - before for before, after in itertools.pairwise(ends_s)]
+        return {
+            "seconds": self._simulation.environment.now,
+            "rounds": self._simulation.n_rounds,
+            "utilisation": self.utilisation,
+            "compute_s": _mean([one.compute_s for one in rounds]),
+            "overlap_s": _mean([one.overlap_s for one in rounds]),
+            "wait_s": _mean([one.wait_s for one in rounds]),
+            "longest_wait_s": _mean([one.longest_wait_s for one in rounds]),
+            "row": _mean(finite_rows),
+            "osf": _mean([one.osf for one in rounds]),
+            "round_s": statistics.median(periods_s) if periods_s else None,
+            "bits_per_value": _mean([bits * 32 / original_bits for bits in sent]),
+            "first_stage_ratio": _mean([ratio for _, ratio in self.ratios]),
+        }
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _within(link: Link, start_s: float, end_s: float) -> list[Interval]:
+    """When `link` was busy between two moments. Its stretches are in order and do not overlap."""
+    stretches = link.busy
+    found = []
+    for index in range(bisect.bisect_right(stretches, (start_s, -math.inf)) - 1, len(stretches)):
+        if index >= 0 and stretches[index][1] > start_s:
+            found.append((max(start_s, stretches[index][0]), min(end_s, stretches[index][1])))
+    open_since_s = link.open_since_s
+    if open_since_s is not None and open_since_s < end_s:
+        found.append((max(start_s, open_since_s), end_s))
+    return found

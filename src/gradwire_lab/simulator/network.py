@@ -1,0 +1,289 @@
+"""Flows on shared links in simulated time.
+
+Flows that are alike (the same kind of path over links that are alike) form a class and share one rate. A class counts
+what one flow of it has carried since the beginning, its *progress*; a flow is done when the progress has grown by its
+size. So a change of the rates touches classes and never flows, and the cost of an event does not grow with the workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+from simpy.events import EventPriority
+
+from gradwire.errors import InvalidArgument
+from gradwire_lab.simulator.fairness import share_max_min
+
+# simpy's priorities end at 1 (normal): rates are shared out when everything else of an instant has happened.
+_LAST_OF_INSTANT = EventPriority(2)
+# Bits by which a flow may fall short and be done: rounding of progress, far below any message.
+_DONE_BITS = 1e-3
+# States of which the shares are kept; many sites with workers of their own could make more than memory should hold.
+_KEPT_SHARES = 10_000
+
+
+@dataclass(eq=False)
+class Link:
+    """`n_links` links that are alike; what is said of one holds for the busiest of them.
+
+    Attributes:
+        carried_bits: by all of them together.
+        offered_bits: what all of them together could have carried so far.
+        busy: stretches (start_s, end_s) in which at least one flow was on them.
+    """
+
+    name: str
+    n_links: int
+    capacity_bps: float
+    carried_bits: float = 0.0
+    offered_bits: float = 0.0
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    _n_classes: int = 0
+    _since_s: float = 0.0
+    _offered_until_s: float = 0.0
+
+    def offer(self, now_s: float) -> None:
+        """Count the capacity up to now; before it changes, and before it is read."""
+        self.offered_bits += self.n_links * self.capacity_bps * (now_s - self._offered_until_s)
+        self._offered_until_s = now_s
+
+    def enter(self, now_s: float) -> None:
+        """A class of flows begins to use it."""
+        if self._n_classes == 0:
+            # What ends and begins at the same instant is one stretch.
+            self._since_s = self.busy.pop()[0] if self.busy and self.busy[-1][1] == now_s else now_s
+        self._n_classes += 1
+
+    def leave(self, now_s: float) -> None:
+        """A class of flows has no flow on it any more."""
+        self._n_classes -= 1
+        if self._n_classes == 0 and now_s > self._since_s:
+            self.busy.append((self._since_s, now_s))
+
+    @property
+    def open_since_s(self) -> float | None:
+        """Since when it has been used without a break; None if it is idle."""
+        return self._since_s if self._n_classes else None
+
+    def busy_until(self, now_s: float) -> list[tuple[float, float]]:
+        """Stretches in which it was used, the one that still lasts included."""
+        return [*self.busy, (self._since_s, now_s)] if self._n_classes and now_s > self._since_s else list(self.busy)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """How n flows of a class lie on the links of one kind.
+
+    Attributes:
+        busiest: n -> how many of them are on the busiest link.
+        everywhere: n -> how many of them are on all the links together.
+    """
+
+    link: Link
+    busiest: Callable[[int], float]
+    everywhere: Callable[[int], float]
+
+
+class FlowClass:
+    """Flows that always have the same rate."""
+
+    def __init__(self, name: str, crossings: Sequence[Crossing]) -> None:
+        self.name, self.crossings = name, tuple(crossings)
+        self.n_flows = 0
+        self.rate_bps = 0.0
+        self.carried_bits = 0.0
+        self._progress_bits = 0.0
+        self._until_s = 0.0
+        self._waiting: list[tuple[float, int, Flow]] = []
+
+    def advance(self, now_s: float) -> None:
+        """Carry on at the present rate up to now."""
+        elapsed_s = now_s - self._until_s
+        self._until_s = now_s
+        if not self.n_flows or elapsed_s <= 0:
+            return
+        moved_bits = self.rate_bps * elapsed_s
+        self._progress_bits += moved_bits
+        self.carried_bits += moved_bits * self.n_flows
+        for crossing in self.crossings:
+            crossing.link.carried_bits += moved_bits * crossing.everywhere(self.n_flows)
+
+    def loads(self) -> list[tuple[Link, float]]:
+        """(link, flows on the busiest one), for the present number of flows."""
+        counts = [(crossing.link, crossing.busiest(self.n_flows)) for crossing in self.crossings]
+        return [(link, count) for link, count in counts if count > 0]
+
+    def add(self, flow: Flow, number: int, now_s: float) -> None:
+        """Let `flow` begin; the class has been advanced to now."""
+        if self.n_flows == 0:
+            # Progress starts over where nobody counts on it: it would lose digits over a long run.
+            self._progress_bits = 0.0
+            for crossing in self.crossings:
+                crossing.link.enter(now_s)
+        self.n_flows += flow.weight
+        flow.ends_at_bits = self._progress_bits + flow.bits
+        heapq.heappush(self._waiting, (flow.ends_at_bits, number, flow))
+
+    def remove(self, flow: Flow, now_s: float) -> None:
+        """Let `flow` end, done or not; the class has been advanced to now."""
+        flow.is_over = True
+        self.n_flows -= flow.weight
+        if self.n_flows == 0:
+            self._waiting.clear()
+            for crossing in self.crossings:
+                crossing.link.leave(now_s)
+
+    def first(self) -> Flow | None:
+        """The flow that will be done first."""
+        while self._waiting and self._waiting[0][2].is_over:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None
+
+    def left_bits(self, flow: Flow) -> float:
+        """What `flow` still has to carry, as of the last advance."""
+        return max(0.0, flow.ends_at_bits - self._progress_bits)
+
+
+class Flow:
+    """`weight` equal transfers of `bits` each that begin and end together."""
+
+    __slots__ = ("bits", "done", "ends_at_bits", "flow_class", "is_over", "started_s", "weight")
+
+    def __init__(self, flow_class: FlowClass, bits: float, weight: int, done: simpy.Event, started_s: float) -> None:
+        self.flow_class, self.bits, self.weight, self.done = flow_class, bits, weight, done
+        self.started_s = started_s
+        self.ends_at_bits = 0.0
+        self.is_over = False
+
+
+class SimulatedNetwork:
+    """Links, classes of flows, and the flows under way."""
+
+    def __init__(self, environment: simpy.Environment) -> None:
+        self.environment = environment
+        self.links: list[Link] = []
+        self.classes: list[FlowClass] = []
+        self.n_settlings = 0
+        self._numbers = itertools.count()
+        self._is_settling = False
+        self._timer_number = 0
+        # Shares by how many flows each class has: the same few states come again in every round.
+        self._shares: dict[tuple[int, ...], list[tuple[FlowClass, float]]] = {}
+
+    def add_link(self, name: str, n_links: int, capacity_bps: float) -> Link:
+        """`n_links` new links that are alike. Raises: InvalidArgument (no capacity)."""
+        link = Link(name, n_links, _checked_capacity(capacity_bps))
+        self.links.append(link)
+        return link
+
+    def add_class(self, name: str, crossings: Sequence[Crossing]) -> FlowClass:
+        """A new class of flows, none of them begun."""
+        flow_class = FlowClass(name, crossings)
+        self.classes.append(flow_class)
+        return flow_class
+
+    def start(self, flow_class: FlowClass, bits: float, weight: int = 1) -> Flow:
+        """Begin `weight` transfers of `bits` each; `done` of the result succeeds when they have arrived."""
+        now_s = self.environment.now
+        flow = Flow(flow_class, bits, weight, self.environment.event(), now_s)
+        if bits <= _DONE_BITS:
+            flow.is_over = True
+            flow.done.succeed()
+            return flow
+        flow_class.advance(now_s)
+        flow_class.add(flow, next(self._numbers), now_s)
+        self._settle_later()
+        return flow
+
+    def stop(self, flow: Flow) -> float:
+        """End `flow` before it is done; returns the bits that each of its transfers had left, 0 if it was done."""
+        if flow.is_over:
+            return 0.0
+        now_s = self.environment.now
+        flow.flow_class.advance(now_s)
+        left_bits = flow.flow_class.left_bits(flow)
+        flow.flow_class.remove(flow, now_s)
+        self._settle_later()
+        return left_bits
+
+    def set_capacity(self, link: Link, capacity_bps: float) -> None:
+        """Change the capacity of each of these links. Raises: InvalidArgument."""
+        link.offer(self.environment.now)
+        link.capacity_bps = _checked_capacity(capacity_bps)
+        self._shares.clear()
+        self._settle_later()
+
+    def finish(self) -> None:
+        """Count everything up to now; once, when the simulation is over."""
+        for flow_class in self.classes:
+            flow_class.advance(self.environment.now)
+        for link in self.links:
+            link.offer(self.environment.now)
+
+    def _settle_later(self) -> None:
+        if not self._is_settling:
+            self._is_settling = True
+            self._call_at(0.0, self._settle)
+
+    def _call_at(self, delay_s: float, function: Callable[[], None]) -> None:
+        event = self.environment.event()
+        event._ok, event._value = True, None
+        event.callbacks.append(lambda _: function())
+        self.environment.schedule(event, priority=_LAST_OF_INSTANT, delay=delay_s)
+
+    def _settle(self) -> None:
+        """Share the links out anew among the flows under way, and wake up when the first of them is done."""
+        self._is_settling = False
+        self.n_settlings += 1
+        now_s = self.environment.now
+        first_s = float("inf")
+        for flow_class, rate_bps in self._share_out():
+            flow_class.advance(now_s)
+            flow_class.rate_bps = rate_bps
+            flow = flow_class.first()
+            if flow is not None:
+                first_s = min(first_s, flow_class.left_bits(flow) / rate_bps)
+        self._timer_number += 1
+        if first_s < float("inf"):
+            number = self._timer_number
+            self._call_at(first_s, lambda: self._wake(number))
+
+    def _share_out(self) -> list[tuple[FlowClass, float]]:
+        """(class, rate of each of its flows), for the classes that have any."""
+        state = tuple([flow_class.n_flows for flow_class in self.classes])
+        shares = self._shares.get(state)
+        if shares is None:
+            active = [flow_class for flow_class in self.classes if flow_class.n_flows]
+            indices = {id(link): index for index, link in enumerate(self.links)}
+            loads = [{indices[id(link)]: count for link, count in flow_class.loads()} for flow_class in active]
+            rates_bps = share_max_min([link.capacity_bps for link in self.links], loads)
+            if len(self._shares) >= _KEPT_SHARES:
+                self._shares.clear()
+            shares = self._shares[state] = list(zip(active, rates_bps, strict=True))
+        return shares
+
+    def _wake(self, number: int) -> None:
+        if number != self._timer_number:  # the rates have changed since
+            return
+        now_s = self.environment.now
+        for flow_class in self.classes:
+            if not flow_class.n_flows:
+                continue
+            flow_class.advance(now_s)
+            # What this instant cannot tell apart is done: the next double after `now` may carry more bits than are left.
+            tolerance_bits = max(_DONE_BITS, flow_class.rate_bps * now_s * 4e-16)
+            while (flow := flow_class.first()) is not None and flow_class.left_bits(flow) <= tolerance_bits:
+                flow_class.remove(flow, now_s)
+                flow.done.succeed()
+        self._settle_later()
+
+
+def _checked_capacity(capacity_bps: Any) -> float:
+    if not 0 < capacity_bps < float("inf"):
+        raise InvalidArgument(f"a link of {capacity_bps} bits a second: expected a rate above 0 and finite")
+    return float(capacity_bps)

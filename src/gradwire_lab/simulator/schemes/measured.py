@@ -1,0 +1,157 @@
+"""What gradwire's schemes were measured to send and to compute: measured.json, made by `gradwire bench run simulator-sizes`.
+
+A measurement holds for its world size. What grows with the number of ranks, and how, is fitted to the bytes measured at
+several: as a ring's 2 (N-1)/N of something, or as the N-1 copies of an all-gather.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire import schemes as live
+from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
+from gradwire.schemes.through_codec import ThroughCodec
+from gradwire_lab.simulator.schemes.collective import Cost, Lane
+
+TABLE = Path(__file__).with_name("measured.json")
+FORMAT = 1
+
+# Schemes whose sums run on while the next bucket is compressed (schemes/low_rank/fusion.py, schemes/plain.py).
+_ASYNCHRONOUS = ("plain", "periodic", "acp-sgd")
+
+_SHAPES = {
+    "ring": lambda n_ranks: 2 * (n_ranks - 1) / n_ranks,
+    "gather": lambda n_ranks: float(n_ranks - 1),
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One scheme on one workload at one world size, means over ranks and steps.
+
+    Attributes:
+        sent_bytes: by a rank in a step.
+        encode_s, decode_s: of a rank in a step; encode holds whatever is not decoding (importance, tables).
+        commit, date: of gradwire's sources, and when.
+    """
+
+    ranks: int
+    n_values: int
+    sent_bytes: float
+    encode_s: float
+    decode_s: float
+    commit: str = ""
+    date: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How measurements of one scheme go on to other world sizes.
+
+    Attributes:
+        shape: "ring" or "gather".
+        sent_bits_per_value: what the shape multiplies.
+        error: the largest relative error of the bytes, at the measured world sizes.
+    """
+
+    shape: str
+    sent_bits_per_value: float
+    encode_s_per_value: float
+    decode_s_per_value: float
+    error: float
+
+    def cost(self, n_workers: int, lane: Lane) -> Cost:
+        """What a reduction takes among `n_workers`."""
+        factor = _SHAPES[self.shape](n_workers)
+        # Every value is encoded once whatever the world size; decoded is what arrives.
+        hops = 2 * (n_workers - 1) if self.shape == "ring" else n_workers - 1
+        return Cost(
+            self.sent_bits_per_value * factor,
+            self.encode_s_per_value if n_workers > 1 else 0.0,
+            self.decode_s_per_value * factor,
+            hops,
+            lane,
+        )
+
+
+def lane_of(scheme: str) -> Lane:
+    """How `scheme` goes about its buckets; this is how its code is, and no measurement."""
+    if scheme in _ASYNCHRONOUS or scheme not in live.names():
+        return "asynchronous"
+    # What sends its messages through a ring of frames encodes, sends and decodes side by side, chunk by chunk.
+    return "pipelined" if isinstance(live.by_name(scheme), ThroughCodec) else "in turn"
+
+
+def fit(measurements: Sequence[Measurement]) -> Fit:
+    """The shape that fits the bytes best, and the codec's times at the smallest world, where cores are least contended.
+
+    Raises: InvalidArgument (nothing measured with more than one rank).
+    """
+    useful = [one for one in measurements if one.ranks > 1]
+    if not useful:
+        raise InvalidArgument("a scheme's size needs a measurement with at least 2 ranks")
+    best: Fit | None = None
+    smallest = min(useful, key=lambda one: one.ranks)
+    for shape, factor_of in _SHAPES.items():
+        per_value = [8 * one.sent_bytes / one.n_values / factor_of(one.ranks) for one in useful]
+        bits = sum(per_value) / len(per_value)
+        error = max(abs(value / bits - 1) for value in per_value) if bits else 0.0
+        factor = factor_of(smallest.ranks)
+        found = Fit(
+            shape,
+            bits,
+            smallest.encode_s / smallest.n_values,
+            smallest.decode_s / smallest.n_values / factor,
+            error,
+        )
+        if best is None or found.error < best.error:
+            best = found
+    assert best is not None
+    return best
+
+
+class MeasuredTable:
+    """The measurements of one file, by workload and scheme."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+
+    @classmethod
+    def load(cls, path: Path = TABLE) -> MeasuredTable:
+        """Raises: InvalidArgument (cannot be read), CorruptMessage (is no such table), IncompatibleVersion."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidArgument(f"cannot read the measured sizes in {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise CorruptMessage(f"{path} is not a table of measured sizes: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("workloads"), dict):
+            raise CorruptMessage(f"{path} is not a table of measured sizes: it names no workloads")
+        if content.get("format") != FORMAT:
+            raise IncompatibleVersion(f"{path}: format {content.get('format')}, this gradwire reads {FORMAT}")
+        return cls(content)
+
+    def workloads(self) -> list[str]:
+        """What was measured."""
+        return sorted(self._content["workloads"])
+
+    def schemes(self, workload: str) -> list[str]:
+        """Which schemes were measured on `workload`."""
+        return sorted(self._content["workloads"].get(workload, {}).get("schemes", {}))
+
+    def fit(self, scheme: str, workload: str) -> Fit:
+        """Raises: InvalidArgument (not measured; the message says how to)."""
+        rows = self._content["workloads"].get(workload, {}).get("schemes", {}).get(scheme)
+        if rows is None:
+            raise InvalidArgument(
+                f"scheme {scheme!r} was not measured on {workload!r}; there are: {', '.join(self.schemes(workload))}. "
+                "`gradwire bench run simulator-sizes` measures what is missing"
+            )
+        try:
+            return fit([Measurement(**row) for row in rows])
+        except TypeError as error:
+            raise CorruptMessage(f"the measured sizes of {scheme!r} are not whole: {error}") from error

@@ -1,0 +1,168 @@
+"""Which links the patterns of communication cross: one switch, or racks of workers under a core.
+
+Workers that are alike (the same rack, the same rate) form a *site*: their up-links are one `Link`, their down-links
+another. Every pattern lays the same load on the links of a site, or all but one of them, which is what allows flows to be
+counted instead of listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradwire.errors import InvalidArgument
+from gradwire_lab.simulator.network import Crossing, FlowClass, Link, SimulatedNetwork
+
+
+@dataclass(frozen=True)
+class Site:
+    """Workers that are alike: `n_workers` of them, numbered from `first_worker`, in rack `rack`."""
+
+    first_worker: int
+    n_workers: int
+    rack: int
+    up: Link
+    down: Link
+
+
+def _each(n_flows: int) -> float:
+    return float(n_flows)
+
+
+def _times(factor: float) -> Callable[[int], float]:
+    return lambda n_flows: factor * n_flows
+
+
+class Topology:
+    """Links of workers, and of racks where there are several, on a network.
+
+    Args:
+        rates_bps: of each worker's link, both ways.
+        racks: how many; worker i of m is in rack i * racks // m.
+        core_bps: of each rack's link to the core, both ways; None for as much as all of its workers together.
+        kinds: what else may differ between workers, so that they are not of one site.
+    Raises: InvalidArgument.
+    """
+
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        rates_bps: Sequence[float],
+        racks: int = 1,
+        core_bps: float | None = None,
+        kinds: Sequence[object] | None = None,
+    ) -> None:
+        n_workers = len(rates_bps)
+        if n_workers < 1:
+            raise InvalidArgument("a simulation needs at least 1 worker")
+        if not 1 <= racks <= n_workers:
+            raise InvalidArgument(f"{racks} racks for {n_workers} workers: expected 1 to {n_workers}")
+        self.network, self.n_workers = network, n_workers
+        self.sites: list[Site] = []
+        kinds = kinds if kinds is not None else [None] * n_workers
+        alike = [(worker * racks // n_workers, rate, kinds[worker]) for worker, rate in enumerate(rates_bps)]
+        first = 0
+        for worker in range(1, n_workers + 1):
+            if worker < n_workers and alike[worker] == alike[first]:
+                continue
+            rack, rate_bps, _ = alike[first]
+            name = f"workers {first} to {worker - 1}" if worker - first > 1 else f"worker {first}"
+            up = network.add_link(f"{name} up", worker - first, rate_bps)
+            down = network.add_link(f"{name} down", worker - first, rate_bps)
+            self.sites.append(Site(first, worker - first, rack, up, down))
+            first = worker
+        self.rack_workers = [sum(site.n_workers for site in self.sites if site.rack == rack) for rack in range(racks)]
+        self._rack_up: list[Link] = []
+        self._rack_down: list[Link] = []
+        if racks > 1:
+            for rack in range(racks):
+                total_bps = sum(rate_bps for of_rack, rate_bps, _ in alike if of_rack == rack)
+                self._rack_up.append(network.add_link(f"rack {rack} up", 1, core_bps or total_bps))
+                self._rack_down.append(network.add_link(f"rack {rack} down", 1, core_bps or total_bps))
+        elif core_bps is not None:
+            raise InvalidArgument("a rate of the core needs several racks")
+
+    def site_of(self, worker: int) -> Site:
+        """The site in which `worker` is."""
+        return next(site for site in self.sites if worker < site.first_worker + site.n_workers)
+
+    def broadcasts(self, site: Site, is_fan_out: bool = False) -> FlowClass:
+        """Reliable broadcasts of a site's workers, at most one of each at a time, to all other workers.
+
+        One copy on the sender's link, one up to the core, one down to every other rack, one on every receiver's link.
+
+        Args:
+            is_fan_out: the sender sends a copy to every receiver instead, as point-to-point calls do.
+        """
+        alike = site.n_workers
+        copies = self.n_workers - 1 if is_fan_out else 1
+
+        def on_own_site(n_flows: int) -> float:
+            # A worker does not receive its own broadcast: where all send, every link carries one less.
+            return float(n_flows - (n_flows >= alike))
+
+        def on_whole_own_site(n_flows: int) -> float:
+            return float(n_flows * (alike - 1))
+
+        crossings = [Crossing(site.up, lambda n_flows: copies * float(n_flows > 0), _times(copies))]
+        for other in self.sites:
+            if other is site:
+                crossings.append(Crossing(other.down, on_own_site, on_whole_own_site))
+            else:
+                crossings.append(Crossing(other.down, _each, _times(other.n_workers)))
+        for rack, (up, down) in enumerate(zip(self._rack_up, self._rack_down, strict=True)):
+            if rack == site.rack:
+                leaving = _times(self.n_workers - self.rack_workers[rack] if is_fan_out else 1)
+                crossings.append(Crossing(up, leaving, leaving))
+            else:
+                entering = _times(self.rack_workers[rack] if is_fan_out else 1)
+                crossings.append(Crossing(down, entering, entering))
+        return self.network.add_class(f"broadcasts of {site.up.name.removesuffix(' up')}", crossings)
+
+    def ring(self) -> FlowClass:
+        """One flow: every worker sends to the next and receives from the one before, all at the slowest link's rate.
+
+        Workers follow each other rack by rack, so one stream leaves a rack and one enters it.
+        """
+        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
+        crossings += [Crossing(link, _each, _each) for link in (*self._rack_up, *self._rack_down)]
+        return self.network.add_class("ring", crossings)
+
+    def exchange(self) -> FlowClass:
+        """One flow: every worker sends to all others at once, and receives from them, a bit on each worker's link a bit.
+
+        As in a direct all-reduce or an all-gather without relays; all pairs at the rate of the slowest.
+        """
+        crossings = [Crossing(link, _each, _times(link.n_links)) for link in self._site_links()]
+        peers = max(1, self.n_workers - 1)
+        for rack, inside in enumerate(self.rack_workers if self._rack_up else ()):
+            leaving = inside * (self.n_workers - inside) / peers
+            crossings += [
+                Crossing(link, _times(leaving), _times(leaving))
+                for link in (self._rack_up[rack], self._rack_down[rack])
+            ]
+        return self.network.add_class("exchange", crossings)
+
+    def parameter_server(self, n_servers: int, rate_bps: float) -> tuple[FlowClass, FlowClass]:
+        """(push, pull): one flow is every worker's gradient to the servers, or the sum from them to every worker.
+
+        The servers share the parameters evenly and are hosts of their own, at the core where there are racks.
+        Raises: InvalidArgument.
+        """
+        if n_servers < 1:
+            raise InvalidArgument(f"{n_servers} parameter servers: expected at least 1")
+        classes = []
+        for direction in ("push", "pull"):
+            server = self.network.add_link(f"server {'down' if direction == 'push' else 'up'}", n_servers, rate_bps)
+            crossings = [Crossing(server, _times(self.n_workers / n_servers), _times(self.n_workers))]
+            for site in self.sites:
+                link = site.up if direction == "push" else site.down
+                crossings.append(Crossing(link, _each, _times(link.n_links)))
+            racks = self._rack_up if direction == "push" else self._rack_down
+            for link, inside in zip(racks, self.rack_workers, strict=False):
+                crossings.append(Crossing(link, _times(inside), _times(inside)))
+            classes.append(self.network.add_class(direction, crossings))
+        return classes[0], classes[1]
+
+    def _site_links(self) -> list[Link]:
+        return [link for site in self.sites for link in (site.up, site.down)]

@@ -1,0 +1,148 @@
+"""What a simulated worker computes: a model in blocks, each with its size and the time of its two passes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from gradwire.errors import InvalidArgument
+from gradwire.registry import describe_choices
+
+# The paper's step: 1.5 s, of which forward takes 0.365 (Luo et al., Table 1; times from SCALE-SIM).
+_STEP_S, _FORWARD_SHARE = 1.5, 0.365
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Layers whose gradient is sent as one; times in seconds at jitter 1."""
+
+    name: str
+    n_values: int
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        if self.n_values < 1 or not (0 <= self.forward_s < float("inf") and 0 <= self.backward_s < float("inf")):
+            raise InvalidArgument(
+                f"block {self.name}: {self.n_values} values, forward {self.forward_s} s, backward {self.backward_s} s: "
+                "expected at least 1 value and times of 0 or more"
+            )
+
+
+@dataclass(frozen=True)
+class WorkloadTimes:
+    """Blocks in the order of the forward pass.
+
+    Attributes:
+        origin: where the sizes and times come from, for the records.
+    """
+
+    name: str
+    blocks: tuple[BlockTimes, ...]
+    origin: str
+
+    def __post_init__(self) -> None:
+        if not self.blocks or self.step_s <= 0:
+            raise InvalidArgument(f"workload {self.name}: expected at least one block and some computation")
+
+    @property
+    def n_values(self) -> int:
+        """Of the whole gradient."""
+        return sum(block.n_values for block in self.blocks)
+
+    @property
+    def step_s(self) -> float:
+        """Forward and backward pass at jitter 1."""
+        return sum(block.forward_s + block.backward_s for block in self.blocks)
+
+    def scaled(self, step_s: float) -> WorkloadTimes:
+        """The same model on another machine, where both passes take `step_s`. Raises: InvalidArgument."""
+        if not 0 < step_s < float("inf"):
+            raise InvalidArgument(f"a step of {step_s} s: expected a time above 0")
+        factor = step_s / self.step_s
+        blocks = tuple(
+            replace(block, forward_s=block.forward_s * factor, backward_s=block.backward_s * factor)
+            for block in self.blocks
+        )
+        return replace(self, blocks=blocks, origin=f"{self.origin}; times scaled to {step_s:.6g} s a step")
+
+
+# Table 1 for four blocks: millions of values, forward %, backward %. The other splittings are section 5.2.6's; where they
+# cut through a row of Table 1, sizes are the parameters' own and times follow the multiply-adds: conv5_2 and conv5_3 have
+# as many, conv4_1 has 1.35 times those of each of the five after it, fc1000 next to none.
+_RESNET50_LAYERS = {
+    "conv1-fc1000": (25.6, 100.0, 100.0),
+    "conv1-conv3_4": (1.45, 37.7, 46.7),
+    "conv1-conv4_1": (3.0, 41.9, 50.5),
+    "conv4_1-conv4_3": (3.8, 10.4, 9.5),
+    "conv4_2-conv4_6": (5.6, 15.5, 14.2),
+    "conv4_4-conv4_6": (3.35, 9.3, 8.5),
+    "conv5_1": (6.0, 16.5, 12.9),
+    "conv5_1-fc1000": (17.0, 42.6, 35.3),
+    "conv5_2": (4.5, 13.05, 11.2),
+    "conv5_2-fc1000": (11.0, 26.1, 22.4),
+    "conv5_3-fc1000": (6.5, 13.05, 11.2),
+}
+
+
+def _resnet50(*layers: str) -> tuple[BlockTimes, ...]:
+    blocks = []
+    for name in layers:
+        millions, forward, backward = _RESNET50_LAYERS[name]
+        forward_s = _STEP_S * _FORWARD_SHARE * forward / 100
+        backward_s = _STEP_S * (1 - _FORWARD_SHARE) * backward / 100
+        blocks.append(BlockTimes(name, round(millions * 1e6), forward_s, backward_s))
+    return tuple(blocks)
+
+
+_RESNET50_BLOCKS: dict[int, tuple[BlockTimes, ...]] = {
+    1: _resnet50("conv1-fc1000"),
+    3: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1-fc1000"),
+    4: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1", "conv5_2-fc1000"),
+    5: _resnet50("conv1-conv4_1", "conv4_2-conv4_6", "conv5_1", "conv5_2", "conv5_3-fc1000"),
+    6: _resnet50("conv1-conv3_4", "conv4_1-conv4_3", "conv4_4-conv4_6", "conv5_1", "conv5_2", "conv5_3-fc1000"),
+}
+
+# BERT-base: 12 layers of 7.09 million values in groups of three behind the embeddings (23.8 million, computed by look-up)
+# and before the pooler and the head (0.6 million). A backward pass takes twice a forward pass.
+_BERT_BASE = ((23.8, 0.0), (21.3, 0.25), (21.3, 0.25), (21.3, 0.25), (21.9, 0.25))
+
+
+def _bert_base() -> tuple[BlockTimes, ...]:
+    step_s = _calibrated_step_s("bert-base")
+    return tuple(
+        BlockTimes(f"group {index}", round(millions * 1e6), step_s * share / 3, step_s * share * 2 / 3)
+        for index, (millions, share) in enumerate(_BERT_BASE)
+    )
+
+
+def _calibrated_step_s(name: str) -> float:
+    from gradwire_lab.workloads.calibration import reference_calibration
+
+    reference = reference_calibration(name)
+    assert reference is not None, f"{name} is in the table of calibrations"
+    return reference.step_s
+
+
+def names() -> list[str]:
+    """The workloads that `by_name` knows."""
+    return [*(f"resnet50-{n}blocks" for n in _RESNET50_BLOCKS), "bert-base", "resnet50"]
+
+
+def by_name(name: str) -> WorkloadTimes:
+    """A workload: `resnet50-4blocks` (and 1, 3, 5, 6), the paper's; `resnet50` and `bert-base` on an A100.
+
+    Raises: InvalidArgument.
+    """
+    match = re.fullmatch(r"resnet50-(\d+)blocks", name)
+    if match and int(match[1]) in _RESNET50_BLOCKS:
+        return WorkloadTimes(name, _RESNET50_BLOCKS[int(match[1])], "Luo et al. 2025, Table 1 and section 5.2.6")
+    if name == "resnet50":
+        paper = WorkloadTimes(name, _RESNET50_BLOCKS[4], "blocks of Luo et al. 2025, Table 1")
+        return replace(
+            paper.scaled(_calibrated_step_s(name)),
+            origin="blocks of Luo et al. 2025, Table 1; step of an A100 (gradwire_lab.workloads.calibration)",
+        )
+    if name == "bert-base":
+        return WorkloadTimes(name, _bert_base(), "time by layers; step of an A100 (gradwire_lab.workloads.calibration)")
+    raise InvalidArgument(f"no simulated workload is called {name!r}; {describe_choices(name, names())}")

@@ -1,0 +1,285 @@
+"""The aggregator `switch`: sums in the network, through the packets and slots of a programmable switch.
+
+What answers is gradwire's emulation (`gradwire switch`; docs/switch.md), a process that keeps to a switch's
+restrictions. Each rank opens one UDP socket.
+
+When not to use this: to be fast. Without the hardware an emulated switch is a process that all traffic goes through; it
+is there to prove on the wire that sketches and indices need nothing but integer sums and ORs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradwire import _native
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.exchange.aggregators import Sum
+from gradwire.telemetry.recorder import BucketRecord, Recorder
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.communicator import Communicator
+
+ADDRESS_VARIABLE = "GRADWIRE_SWITCH"
+
+_ADD, _OR, _MAXIMUM = 1, 2, 3
+# int64 as three digits in base 2**22: 32 ranks' digits stay below 2**27, so nothing wraps in a 32-bit register.
+_DIGIT_BITS = 22
+_LOOK_S = 0.5  # how often a waiting rank looks whether a peer has noted a failure
+_EXIT_WAIT_S = 0.5
+
+
+class Switch:
+    """Sums of int32 (int64 at 1.5 times its bytes), ORs and maxima in a switch's registers.
+
+    Args:
+        address: host:port of the switch (IPv4); by default what the environment variable GRADWIRE_SWITCH says.
+        slots: packets of 256 values that this job may have in flight, a power of two; the switch may grant fewer.
+    Raises: InvalidArgument.
+    """
+
+    name = "switch"
+    sums_floats = False
+
+    def __init__(self, address: str | None = None, slots: int = 1024) -> None:
+        if not 1 <= slots <= 1 << 20 or slots & (slots - 1):
+            raise InvalidArgument(f"slots is a power of two from 1 to 1,048,576, not {slots}")
+        self.slots = slots
+        self._address = address
+        self._communicator: Communicator | None = None
+        self._client: _native.SwitchClient | None = None
+        self._worker: _Worker | None = None
+        self._totals: dict[str, Any] = {}
+        self._spare_digits: list[torch.Tensor] = []
+
+    def bind(self, communicator: Communicator, recorder: Recorder) -> None:
+        """Take the ranks. The switch is asked for slots at the first call, which is on the lane.
+
+        Raises: InvalidArgument (no address), Unsupported (more ranks than a bitmap has bits).
+        """
+        if communicator.world_size > _native.SWITCH_MAX_WORKERS:
+            raise Unsupported(
+                f"a switch serves up to {_native.SWITCH_MAX_WORKERS} ranks, one bit each of a register; "
+                f"there are {communicator.world_size}: use the aggregator process-group"
+            )
+        parse_address(self._address)
+        self._communicator = communicator
+
+    def or_words(self, words: torch.Tensor, record: BucketRecord) -> None:
+        """See `Aggregator`."""
+        _check(words, torch.int32)
+        self._start(words, _OR, record).wait()
+
+    def max_int32(self, values: torch.Tensor, record: BucketRecord) -> None:
+        """See `Aggregator`. A signed maximum is one instruction of the switch's register units."""
+        _check(values, torch.int32)
+        self._start(values, _MAXIMUM, record).wait()
+
+    def start_sum(self, values: torch.Tensor, record: BucketRecord) -> Sum:
+        """See `Aggregator`. int64 travels as three int32 digits, and wraps at 64 bits as torch's does."""
+        if values.dtype == torch.int64:
+            _check(values, torch.int64)
+            return _DigitSum(values, self._spare_digits, lambda digits: self._start(digits, _ADD, record))
+        _check(values, torch.int32)
+        return self._start(values, _ADD, record)
+
+    def start_or_and_sum(self, words: torch.Tensor, values: torch.Tensor, record: BucketRecord) -> tuple[Sum, Sum]:
+        """See `Aggregator`: one stream of packets after the other, without a wait between them."""
+        _check(words, torch.int32)
+        return self._start(words, _OR, record), self.start_sum(values, record)
+
+    def stats(self) -> dict[str, Any]:
+        """Packets and bytes of this rank since the start; says that the switch is an emulation."""
+        counters = self._client.counters() if self._client is not None else self._totals
+        return {"switch": "emulation", **counters}
+
+    def close(self) -> None:
+        """Leave the switch, which frees this rank's part of the job."""
+        client, worker = self._client, self._worker
+        self._client = self._worker = None
+        _open_switches.discard(self)
+        if client is None:
+            return
+        if worker is not None:
+            worker.end()
+        client.leave()
+        self._totals = dict(client.counters())
+        self._spare_digits.clear()
+
+    def _abandon(self) -> None:
+        """The interpreter goes down."""
+        if self._client is not None:
+            self._client.stop()
+        if self._worker is not None and self._worker.end(_EXIT_WAIT_S) and self._client is not None:
+            self._client.leave()
+
+    # ---- on the lane
+
+    def _start(self, values: torch.Tensor, operation: int, record: BucketRecord) -> SwitchSum:
+        communicator = self._communicator
+        if communicator is None:
+            raise InvalidArgument("bind the aggregator to a communicator first")
+        if self._client is None:
+            self._client = self._open(communicator)
+            self._worker = _Worker()
+            _open_switches.add(self)
+        assert self._worker is not None
+        task = _Task(self._client, values, operation, communicator.timeout_s)
+        return SwitchSum(self._worker.submit(task), communicator, record)
+
+    def _open(self, communicator: Communicator) -> _native.SwitchClient:
+        host, port = parse_address(self._address)
+        # Rank 0 draws the job's number: who does not know it cannot join in. Two draws never meet by accident.
+        drawn = communicator.all_gather(torch.tensor([secrets.randbits(62) + 1], dtype=torch.int64))
+        job = int(drawn[0, 0])
+        place = (communicator.rank, communicator.world_size)
+        client = _native.SwitchClient(_resolve(host), port, job, *place, self.slots)
+        client.join(communicator.timeout_s)
+        return client
+
+
+class SwitchSum:
+    """A reduction on its way."""
+
+    def __init__(self, task: _Task, communicator: Communicator, record: BucketRecord) -> None:
+        self._task, self._communicator, self._record = task, communicator, record
+
+    def wait(self) -> None:
+        """Return when the reduction lies in the tensor. Raises: PeerLost, RankMismatch."""
+        task = self._task
+        while not task.done.wait(_LOOK_S):
+            try:
+                self._communicator.raise_if_peer_failed()
+            except GradwireError:
+                task.client.stop()
+                raise
+        if task.error is not None:
+            raise task.error
+        if not task.is_counted:
+            task.is_counted = True
+            self._record.add("communicate", task.watch.start_ns, task.watch.end_ns)
+            self._record.count_sent(task.bytes_sent)
+            self._record.count_received(task.bytes_received)
+
+
+class _DigitSum:
+    """A sum of int64 as one of int32: digits in base 2**22, the highest of 20 bits and signed."""
+
+    def __init__(self, values: torch.Tensor, spare: list[torch.Tensor], start: Callable[[torch.Tensor], SwitchSum]):
+        n = values.numel()
+        fitting = next((i for i, one in enumerate(spare) if one.numel() >= 3 * n), None)
+        self._buffer = spare.pop(fitting) if fitting is not None else torch.empty(3 * n, dtype=torch.int32)
+        self._values, self._spare = values, spare
+        self._digits = self._buffer[: 3 * n].view(3, n)
+        for place in range(3):
+            digit = values >> (place * _DIGIT_BITS)
+            self._digits[place].copy_(digit if place == 2 else digit.bitwise_and_((1 << _DIGIT_BITS) - 1))
+        self._sum: SwitchSum | None = start(self._digits.view(-1))
+
+    def wait(self) -> None:
+        if self._sum is None:
+            return
+        self._sum.wait()
+        self._values.copy_(self._digits[2])
+        for place in (1, 0):
+            self._values.bitwise_left_shift_(_DIGIT_BITS).add_(self._digits[place])
+        self._sum = None
+        self._spare.append(self._buffer)
+
+
+class _Task:
+    """One call of the client, for the thread that makes them."""
+
+    def __init__(self, client: _native.SwitchClient, values: torch.Tensor, operation: int, timeout_s: float) -> None:
+        self.client, self._values, self._operation, self._timeout_s = client, values, operation, timeout_s
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.is_counted = False
+        self.watch = Stopwatch()
+        self.bytes_sent = self.bytes_received = 0
+
+    def run(self) -> None:
+        before = self.client.counters()
+        try:
+            with self.watch:
+                self.client.reduce(self._values, self._operation, self._timeout_s)
+        except Exception as error:
+            self.error = error
+        after = self.client.counters()
+        self.bytes_sent = after["bytes_sent"] - before["bytes_sent"]
+        self.bytes_received = after["bytes_received"] - before["bytes_received"]
+        self.done.set()
+
+
+class _Worker:
+    """A thread that makes the client's calls in order, so that the lane can compute while a sum is on its way."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="gradwire-switch", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: _Task) -> _Task:
+        self._tasks.put(task)
+        return task
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.run()
+            del task
+
+    def end(self, wait_s: float | None = None) -> bool:
+        """Finish what is queued; whether the thread has ended."""
+        self._tasks.put(None)
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+
+# Threads that would still wait for packets when the interpreter goes down, and could crash it there.
+_open_switches: weakref.WeakSet[Switch] = weakref.WeakSet()
+
+
+@atexit.register
+def _abandon_switches() -> None:
+    for switch in list(_open_switches):
+        switch._abandon()
+
+
+def parse_address(address: str | None) -> tuple[str, int]:
+    """Host and port of `address`, or of GRADWIRE_SWITCH where that is None. Raises: InvalidArgument."""
+    where = "address" if address is not None else ADDRESS_VARIABLE
+    text = address if address is not None else os.environ.get(ADDRESS_VARIABLE)
+    if text is None:
+        raise InvalidArgument(
+            f"the aggregator switch needs a switch: start one (gradwire switch), and set {ADDRESS_VARIABLE}=host:port on "
+            "every rank or give address='host:port'"
+        )
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise InvalidArgument(f"{where} is {text!r}; write it as host:port, such as 10.77.0.5:4790")
+    return host, int(port)
+
+
+def _resolve(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise InvalidArgument(f"the switch's host {host!r} has no IPv4 address ({error})") from error
+
+
+def _check(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise Unsupported(
+            f"a switch adds integers only: int32, or int64 in sums, not {tensor.dtype}; convert to fixed point first "
+            "(homomorphic: mode='packed' or 'exact'), or use the aggregator process-group"
+        )
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise InvalidArgument(f"an aggregator takes (n,) contiguous CPU tensors, got shape {tuple(tensor.shape)}")

@@ -1,0 +1,159 @@
+"""The moving parts of a run in one rank: model, optimizer, DDP, and the scheme attached to it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire_lab.training.config import TrainConfig
+from gradwire_lab.training.torch_hooks import HOOKS, TorchHook
+from gradwire_lab.workloads import Workload
+
+
+class TrainingSession:
+    """One rank's model under training; `wrap` puts it into DDP and attaches the scheme."""
+
+    def __init__(self, config: TrainConfig, workload: Workload, device: torch.device) -> None:
+        self._config, self._workload, self._device = config, workload, device
+        self.model = workload.build_model(config.seed).to(device)
+        self.optimizer = workload.build_optimizer(self.model)
+        self.scheduler = workload.build_scheduler(self.optimizer)
+        self.attachment: Any = None
+        self._scheme: Any = None
+        self._torch_hook: TorchHook | None = None
+        self._hooks: list[Any] = []
+        self._last_gradient = Stopwatch()
+        self.ddp: nn.Module  # or the model itself, under local SGD
+        self._exchanged_step = -1
+
+    def wrap(self, scheme_state: dict[str, Any] | None = None) -> None:
+        """Put the model into a new DDP and attach the scheme, with the state it had if there was one."""
+        if self._config.local_sgd:
+            self._begin_local_sgd()
+            return
+        options = self._workload.ddp_options()
+        if self._config.bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = self._config.bucket_cap_mb
+        if self._config.scheme in HOOKS:
+            self._torch_hook = TorchHook(self._config.scheme, self._config.scheme_options)
+            options |= self._torch_hook.ddp_options(self.model)
+        devices = [self._device.index] if self._device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(self.model, device_ids=devices, **options)
+        if self._torch_hook is not None:
+            self._torch_hook.register(self.ddp)
+            self._hooks = [p.register_post_accumulate_grad_hook(self._note_gradient) for p in self.model.parameters()]
+            return
+        import gradwire
+        from gradwire import schemes
+
+        self._scheme = schemes.by_name(self._config.scheme, **self._config.scheme_options)
+        self.attachment = gradwire.attach(self.ddp, self.optimizer, self._scheme)
+        if scheme_state is not None:
+            self.attachment.load_state_dict(scheme_state)
+
+    def _begin_local_sgd(self) -> None:
+        from gradwire import LocalSgd, schemes
+        from gradwire.doors.local_sgd import OUTER
+
+        name, options = self._config.scheme, self._config.scheme_options
+        # Only a bare name may be made without error feedback, where momentum forbids it.
+        scheme = schemes.by_name(name, **options) if options else name
+        self.ddp = self.model
+        outer, decay = OUTER[self._config.outer], self._config.feedback_decay
+        every = self._config.local_sgd
+        self.attachment = LocalSgd(self.model, self.optimizer, scheme, every, outer, feedback_decay=decay)
+
+    def rewrap(self) -> None:
+        """Wrap anew, as a resumption does, carrying the scheme's state over."""
+        state = self.scheme_state()
+        self.close()
+        self.wrap(state)
+
+    def close(self) -> None:
+        """Detach the scheme and let go of DDP, so that its hooks leave the parameters."""
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = None
+        for hook in self._hooks:
+            hook.remove()
+        if hasattr(self, "ddp"):
+            del self.ddp
+        self.optimizer.zero_grad(set_to_none=True)  # they may be views of the old DDP's buckets
+        gc.collect()  # DDP's reducer sits in reference cycles
+
+    @property
+    def recorder(self) -> Any:
+        """The scheme's telemetry; None without gradwire."""
+        attachment = self.attachment.reducer if self._config.local_sgd else self.attachment
+        return None if attachment is None else attachment.recorder
+
+    def since_last_gradient_s(self) -> float:
+        """Asked when the backward pass has ended: how long it has waited for plain DDP's buckets, and done nothing else."""
+        return self._last_gradient.elapsed_s
+
+    def step_figures(self, waited_s: float) -> dict[str, float]:
+        """The communication of the last step; `waited_s`: what `since_last_gradient_s` said at the end of its backward pass."""
+        if self._config.local_sgd:
+            steps = self.recorder.steps
+            if steps and steps[-1].step != self._exchanged_step:
+                self._exchanged_step = steps[-1].step
+                exchanged: dict[str, float] = steps[-1].as_dict()
+                return exchanged
+            return {"original_bytes": 4.0 * n_parameters(self.model)}
+        if self.attachment is not None:
+            # The step's record was closed at the end of its backward pass.
+            figures: dict[str, float] = self.attachment.recorder.steps[-1].as_dict()
+            return figures | self.attachment.scheme.step_figures()
+        assert self._torch_hook is not None
+        return {"exposed_s": waited_s} | self._torch_hook.step_bytes()
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        self._last_gradient.begin()
+
+    def update(self) -> None:
+        """The optimizer's step, then the schedule's."""
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def flush(self) -> None:
+        """Let a scheme that owns the optimizer's step finish it, so that the parameters are those of the last step."""
+        flush = getattr(self.attachment, "flush", None)
+        if flush is not None:
+            flush()
+
+    @property
+    def replicas_may_differ(self) -> bool:
+        """Whether replicas may be apart at the end: `periodic`, and local SGD between two exchanges."""
+        if self._config.local_sgd:  # they are equal after an exchange
+            return self._config.steps % self._config.local_sgd != 0
+        return self._scheme is not None and bool(self._scheme.replicas_may_differ)
+
+    def scheme_state(self) -> dict[str, Any] | None:
+        """The attachment's state; None for plain DDP."""
+        return None if self.attachment is None else self.attachment.state_dict()
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is the same on all ranks: model (its buffers are broadcast from rank 0 at every step), optimizer."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Take over what `shared_state` gave; before `wrap`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def n_parameters(model: nn.Module) -> int:
+    """Elements of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())

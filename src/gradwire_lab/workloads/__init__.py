@@ -1,0 +1,69 @@
+"""Workloads: a model, its data, its loss and its optimizer under one name, the same on every rank for the same seed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from gradwire.errors import InvalidArgument
+from gradwire.registry import describe_choices
+from gradwire_lab.workloads.base import Batch, Workload
+
+__all__ = ["Batch", "Workload", "by_name", "check_name", "names"]
+
+# name: ("module:class", options that the name stands for). A new workload is one file and one line here.
+_REGISTRY: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt": ("gradwire_lab.workloads.gpt:GptWorkload", {}),
+    "resnet": ("gradwire_lab.workloads.resnet:ResNetWorkload", {}),
+    "vgg": ("gradwire_lab.workloads.vgg:VggWorkload", {}),
+    "bert": ("gradwire_lab.workloads.bert:SmallBertWorkload", {}),
+    "gpt2": ("gradwire_lab.workloads.language:Gpt2Workload", {}),
+    "bert-base": ("gradwire_lab.workloads.language:BertWorkload", {"size": "base"}),
+    "bert-large": ("gradwire_lab.workloads.language:BertWorkload", {"size": "large"}),
+    "resnet50": ("gradwire_lab.workloads.vision:VisionWorkload", {"shape": "resnet50"}),
+    "resnet152": ("gradwire_lab.workloads.vision:VisionWorkload", {"shape": "resnet152"}),
+    "vgg16": ("gradwire_lab.workloads.vision:VisionWorkload", {"shape": "vgg16"}),
+    "vgg19": ("gradwire_lab.workloads.vision:VisionWorkload", {"shape": "vgg19"}),
+    "lstm": ("gradwire_lab.workloads.lstm:LstmWorkload", {}),
+    "ncf": ("gradwire_lab.workloads.ncf:NcfWorkload", {}),
+    "many-tensors": ("gradwire_lab.workloads.extremes:ManyTensorsWorkload", {}),
+    "huge-embedding": ("gradwire_lab.workloads.extremes:HugeEmbeddingWorkload", {}),
+}
+
+
+def names() -> list[str]:
+    """The registered workloads, sorted."""
+    return sorted(_REGISTRY)
+
+
+def check_name(name: str) -> None:
+    """Raises: InvalidArgument (no such workload)."""
+    if name not in _REGISTRY:
+        raise InvalidArgument(f"no workload is called {name!r}; {describe_choices(name, names())}")
+
+
+def by_name(name: str, *, compute: str = "real", **options: Any) -> Workload:
+    """A new workload by its registry name.
+
+    Args:
+        name: one of `names()`.
+        compute: "real" runs the model; "emulate" replays captured gradients of its shape behind calibrated waits
+            (workloads/replay.py), with `options` then also those of `ReplayWorkload`.
+        options: those of the workload's class, such as `optimizer`, `learning_rate`, `batch_size`, `data_dir`.
+    Raises: InvalidArgument (unknown name, or an option that the workload does not take).
+    """
+    if compute == "emulate":
+        from gradwire_lab.workloads.replay import replay_by_name
+
+        return replay_by_name(name, **options)
+    if compute != "real":
+        raise InvalidArgument(f"compute={compute!r}: expected 'real' or 'emulate'")
+    check_name(name)
+    path, fixed = _REGISTRY[name]
+    module_path, class_name = path.split(":")
+    cls = getattr(importlib.import_module(module_path), class_name)
+    try:
+        workload: Workload = cls(name=name, **fixed, **options)
+    except TypeError as error:
+        raise InvalidArgument(f"workload {name!r}: {error}") from error
+    return workload

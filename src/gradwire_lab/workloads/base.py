@@ -1,0 +1,196 @@
+"""What every workload gives to a training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from gradwire.errors import InvalidArgument
+from gradwire_lab.workloads import optimizers
+
+Batch = tuple[Tensor, Tensor]  # (inputs, targets) of one rank at one step
+
+
+class Workload(ABC):
+    """A model with its data, loss and optimizer.
+
+    Everything is a function of the seed and the step: two ranks, two runs, or a run and its resumption see the same
+    numbers. At each step one *global* batch is drawn and rank r takes its r-th slice, so that 4 ranks of 8 samples
+    train on the same samples as 1 rank of 32.
+
+    Args:
+        optimizer: a name in `optimizers.names()`; default: the workload's own.
+        learning_rate, weight_decay: default: the optimizer's for this workload.
+        schedule: "constant" or "cosine" (with `warmup_steps`, down to 0 at `schedule_steps`).
+        batch_size: samples per rank and step.
+        rate_scaling: "none", "linear" or "square-root": how the learning rate, which is meant for one rank with the
+            workload's own batch, follows the global batch (`optimizers.scale_learning_rate`).
+    """
+
+    default_optimizer: ClassVar[str] = "adamw"
+    default_batch_size: ClassVar[int] = 8
+    # Learning rates that differ from optimizers.py for this workload.
+    learning_rates: ClassVar[dict[str, float]] = {}
+    # The papers' model that the workload stands for.
+    stands_for: str = ""
+    # "real", or "emulate" when waits stand for forward and backward.
+    compute: str = "real"
+
+    # "real": data with something to learn, so that its loss means something. "shape-only": random inputs of the right
+    # shape, for timing alone.
+    data: str = "real"
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        optimizer: str | None = None,
+        learning_rate: float | None = None,
+        weight_decay: float | None = None,
+        schedule: str = "constant",
+        schedule_steps: int = 1000,
+        warmup_steps: int = 0,
+        batch_size: int | None = None,
+        rate_scaling: str = "none",
+    ) -> None:
+        self.name = name
+        optimizers.check_scaling(rate_scaling)
+        self.rate_scaling = rate_scaling
+        self.optimizer = optimizer or self.default_optimizer
+        optimizers.check_name(self.optimizer)
+        self.learning_rate = learning_rate if learning_rate is not None else self.learning_rates.get(self.optimizer)
+        self.weight_decay = weight_decay
+        if schedule not in ("constant", "cosine"):
+            raise InvalidArgument(f"schedule={schedule!r}: expected 'constant' or 'cosine'")
+        if not 0 <= warmup_steps < schedule_steps:
+            raise InvalidArgument(f"warmup_steps={warmup_steps}: expected 0 <= warmup_steps < {schedule_steps=}")
+        self.schedule, self.schedule_steps, self.warmup_steps = schedule, schedule_steps, warmup_steps
+        self.batch_size = batch_size if batch_size is not None else self.default_batch_size
+        if self.batch_size < 1:
+            raise InvalidArgument(f"batch_size={self.batch_size}: expected at least 1")
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """The model, initialised from torch's default generator (which `build_model` seeds)."""
+
+    @abstractmethod
+    def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
+        """The batch of `rank` at `step`, whatever was drawn before."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """() float: the mean loss of `batch`; call it with the DDP module, so that its hooks run."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Figures on held-out data (accuracy, loss), or {} when the data is shape-only; leaves the model's mode as it was."""
+
+    def build_model(self, seed: int) -> nn.Module:
+        """The model with the weights that `seed` stands for; torch's own random state is left alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.make_model()
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer over all of the model's parameters."""
+        return optimizers.build(self.optimizer, model.parameters(), self._scaled_rate(), self.weight_decay)
+
+    def _scaled_rate(self) -> float:
+        given = self.learning_rate
+        rate = optimizers.default_learning_rate(self.optimizer) if given is None else given
+        n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        factor = n_ranks * self.batch_size / self.default_batch_size
+        return optimizers.scale_learning_rate(rate, self.rate_scaling, factor)
+
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """The learning-rate schedule, or None for a constant rate."""
+        if self.schedule == "constant":
+            return None
+        warmup_steps, schedule_steps = self.warmup_steps, self.schedule_steps
+
+        def factor_at(step: int) -> float:
+            if step < warmup_steps:
+                return (step + 1) / warmup_steps
+            share = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))
+            return 0.5 * (1.0 + math.cos(math.pi * share))
+
+        return LambdaLR(optimizer, factor_at)
+
+    def batches(
+        self, rank: int, world_size: int, batch_size: int | None = None, seed: int = 0, start_step: int = 0
+    ) -> Iterator[Batch]:
+        """The batches of `rank` from `start_step` on, without end; the step number is their whole state."""
+        if not 0 <= rank < world_size:
+            raise InvalidArgument(f"rank {rank} is not in a world of {world_size}")
+        step = start_step
+        while True:
+            yield self.batch_at(step, rank, world_size, batch_size or self.batch_size, seed)
+            step += 1
+
+    def ddp_options(self) -> dict[str, Any]:
+        """Keyword arguments that this workload's model wants DistributedDataParallel to have."""
+        return {}
+
+    def reported_loss(self, loss: Tensor) -> float:
+        """The figure to record for a step's loss tensor."""
+        return float(loss.detach())
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for a run's records."""
+        return {
+            "workload": self.name,
+            "data": self.data,
+            "compute": self.compute,
+            "emulated": self.compute == "emulate",
+            "optimizer": self.optimizer,
+            "learning_rate": self._scaled_rate(),
+            "batch_size": self.batch_size,
+            "stands_for": self.stands_for,
+        }
+
+
+def step_generator(*key: int | str) -> torch.Generator:
+    """A CPU generator whose numbers depend on `key` (seed, step, purpose, ...) and nothing else."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    generator = torch.Generator()
+    generator.manual_seed(int.from_bytes(digest[:7], "little"))  # 56 bits: within what manual_seed takes as is
+    return generator
+
+
+def draw_from_epochs(n_samples: int, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Tensor:
+    """(batch_size,) int64: this rank's samples at `step`, when each epoch is one permutation of all samples.
+
+    The global batches follow each other through the epochs without a gap, so no sample is dropped and any step can
+    be reached at once.
+    """
+    first = (step * world_size + rank) * batch_size
+    positions = torch.arange(first, first + batch_size)
+    indices = torch.empty(batch_size, dtype=torch.int64)
+    for epoch in range(first // n_samples, (first + batch_size - 1) // n_samples + 1):
+        chosen = positions // n_samples == epoch
+        permutation = torch.randperm(n_samples, generator=step_generator(seed, "epoch", epoch))
+        indices[chosen] = permutation[positions[chosen] % n_samples]
+    return indices
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients inside the block; every module's own mode comes back after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,150 @@
+"""ResNet-50 and -152, VGG-16 and -19: the papers' convolutional networks, with their exact parameter counts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradwire_lab.workloads.base import Batch, Workload, evaluating
+from gradwire_lab.workloads.images import ImageSource, open_images
+from gradwire_lab.workloads.vgg import start_for_relu
+
+# Blocks per stage (He et al., 2015, table 1).
+_RESNET_STAGES = {"resnet50": (3, 4, 6, 3), "resnet152": (3, 8, 36, 3)}
+# Convolutions per stage, each stage followed by a 2x2 pooling (Simonyan and Zisserman, 2014, columns D and E).
+_VGG_STAGES = {"vgg16": (2, 2, 3, 3, 3), "vgg19": (2, 2, 4, 4, 4)}
+
+_BATCH_SIZES = {"resnet50": 4, "resnet152": 2, "vgg16": 2, "vgg19": 2}  # a few seconds a step on one core
+_STANDS_FOR = {
+    "resnet50": "ResNet-50, 25.6 M parameters: GComp (ImageNet), ACP-SGD (batch 64)",
+    "resnet152": "ResNet-152, 60.2 M parameters: ACP-SGD (batch 32)",
+    "vgg16": "VGG-16, 138 M parameters: ACP-SGD (CIFAR-10)",
+    "vgg19": "VGG-19, 144 M parameters: homomorphic compression (CIFAR-10, batch 128)",
+}
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions and a shortcut; the stride sits on the 3x3 ("v1.5"), as in common use."""
+
+    def __init__(self, n_in: int, n_mid: int, stride: int) -> None:
+        super().__init__()
+        n_out = 4 * n_mid
+        self.conv_1, self.norm_1 = nn.Conv2d(n_in, n_mid, 1, bias=False), nn.BatchNorm2d(n_mid)
+        self.conv_2, self.norm_2 = nn.Conv2d(n_mid, n_mid, 3, stride, 1, bias=False), nn.BatchNorm2d(n_mid)
+        self.conv_3, self.norm_3 = nn.Conv2d(n_mid, n_out, 1, bias=False), nn.BatchNorm2d(n_out)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or n_in != n_out:
+            self.shortcut = nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm_1(self.conv_1(x)))
+        y = F.relu(self.norm_2(self.conv_2(y)))
+        return F.relu(self.norm_3(self.conv_3(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """ResNet of bottleneck blocks; any image size from 32 on."""
+
+    def __init__(self, stages: tuple[int, ...], n_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        blocks: list[nn.Module] = []
+        n_in = 64
+        for stage, n_blocks in enumerate(stages):
+            n_mid = 64 << stage
+            for block in range(n_blocks):
+                blocks.append(Bottleneck(n_in, n_mid, 2 if stage > 0 and block == 0 else 1))
+                n_in = 4 * n_mid
+        self.blocks = nn.Sequential(*blocks)
+        self.classify = nn.Linear(n_in, n_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.classify(self.blocks(self.stem(images)).mean((2, 3)))
+        return out
+
+
+class Vgg(nn.Module):
+    """VGG without batch normalisation; pooled to 7x7 before the three dense layers, so any image size from 32 on."""
+
+    def __init__(self, stages: tuple[int, ...], n_classes: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        n_in = 3
+        for stage, n_layers in enumerate(stages):
+            n_out = min(64 << stage, 512)
+            for _ in range(n_layers):
+                layers += [nn.Conv2d(n_in, n_out, 3, 1, 1), nn.ReLU()]
+                n_in = n_out
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7))
+        self.classify = nn.Sequential(
+            nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, n_classes)
+        )
+        start_for_relu(self, nn.Conv2d)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.classify(self.features(images).flatten(1))
+        return out
+
+
+class VisionWorkload(Workload):
+    """One of the papers' image classifiers.
+
+    Args:
+        shape: "resnet50", "resnet152", "vgg16" or "vgg19" (set by the workload's name).
+        data_dir: CIFAR-10 or an ImageNet-like folder; without it the images are random and the run is shape-only.
+        image_size: pixels a side; default 64 for random images and folders, 32 for CIFAR-10 (the papers: 224).
+        n_classes: outputs of the last layer; 1,000 keeps the published parameter counts with any data.
+    """
+
+    default_optimizer = "momentum"
+
+    def __init__(
+        self,
+        *,
+        shape: str,
+        data_dir: str | None = None,
+        image_size: int | None = None,
+        n_classes: int = 1000,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size=batch_size or _BATCH_SIZES[shape], **options)
+        self.shape, self.data_dir, self.image_size, self.n_classes = shape, data_dir, image_size, n_classes
+        self.stands_for = _STANDS_FOR[shape]
+        self.data = "shape-only" if data_dir is None else "real"
+
+    @functools.cached_property
+    def _images(self) -> ImageSource:
+        return open_images(self.data_dir, self.image_size, self.n_classes)
+
+    def make_model(self) -> nn.Module:
+        if self.shape in _RESNET_STAGES:
+            return ResNet(_RESNET_STAGES[self.shape], self.n_classes)
+        return Vgg(_VGG_STAGES[self.shape], self.n_classes)
+
+    def batch_at(self, step: int, rank: int, world_size: int, batch_size: int, seed: int) -> Batch:
+        return self._images.training_batch(step, rank, world_size, batch_size, seed)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Accuracy and loss on up to 512 held-out images of the user's folder."""
+        held_out = self._images.held_out(512)
+        if held_out is None:
+            return {}
+        device = next(model.parameters()).device
+        images, labels = held_out
+        n_correct, loss_sum = 0, 0.0
+        with evaluating(model):
+            for x, y in zip(images.split(32), labels.to(device).split(32), strict=True):
+                logits = model(x.to(device))
+                n_correct += int((logits.argmax(1) == y).sum())
+                loss_sum += float(F.cross_entropy(logits, y, reduction="sum"))
+        return {"accuracy": n_correct / len(labels), "held_out_loss": loss_sum / len(labels)}

@@ -29,8 +29,8 @@ FLOORS = [
     ["errors", "_native"],
     ["registry"],
     ["telemetry", "control", "ranks", "results"],
-    ["wire", "codecs"],
     ["gpu"],
+    ["wire", "codecs"],
     ["core"],
     ["exchange"],
     ["stepping"],
@@ -46,7 +46,7 @@ FLOORS = [
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-UPWARD_ARROWS: set[tuple[str, str]] = set()
+UPWARD_ARROWS: set[tuple[str, str]] = {("gpu", "codecs")}
 
 # Imports for annotations alone that close a circle.
 ARROWS_IN_A_CIRCLE: set[tuple[str, str]] = set()

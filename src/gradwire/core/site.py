@@ -14,6 +14,7 @@ import torch
 
 from gradwire.core.staging import check_accelerator
 from gradwire.errors import OutOfMemory, Unsupported
+from gradwire.gpu.kernels import upload
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.device_group import DeviceGroup
@@ -89,7 +90,6 @@ class DeviceSite:
         self._on_host = torch.empty(2, dtype=torch.int32, pin_memory=True)
         self._arrival: torch.Event | None = None
         self._read = torch.empty(0, dtype=torch.int64)
-        self._uploads: list[tuple[torch.Event, torch.Tensor]] = []
 
     def scratch(self, name: str, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """(n_elements,) of work space on the device that lives until the next call with this name."""
@@ -124,17 +124,8 @@ class DeviceSite:
         record.count_exchanged(ring_bytes(values.numel() * values.element_size(), self._world_size))
 
     def upload(self, values: torch.Tensor) -> torch.Tensor:
-        """The host's `values` on the device, by an enqueued copy; on the lane, with the stream current.
-
-        The pinned memory that it is made from is kept until the device has read it.
-        """
-        self._uploads = [(read, kept) for read, kept in self._uploads if not read.query()]
-        pinned = values.pin_memory()
-        uploaded = pinned.to(self.device, non_blocking=True)
-        read = torch.Event(device=self.device)
-        read.record(self.stream)
-        self._uploads.append((read, pinned))
-        return uploaded
+        """The host's `values` on the device, by an enqueued copy; with the stream current."""
+        return upload(values, self.device)
 
     def divide(self, values: torch.Tensor, divisor: float) -> torch.Tensor:
         """Divide `values` in place, rounding once as a CPU does: by a scalar, a GPU multiplies by its reciprocal."""
@@ -182,7 +173,6 @@ class DeviceSite:
         """Let go of memory and connections, after the lane has ended."""
         self._memory.clear()
         self.group.close(self.stream)
-        self._uploads.clear()
 
 
 class ResidentBucket:

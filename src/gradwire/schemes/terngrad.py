@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.codecs.ternary import Ternary
+from gradwire.codecs.ternary import Shares, Ternary
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
@@ -32,39 +32,23 @@ class TernaryCounts:
         self.codec, self._per = codec, per
 
     def n_scales(self, bucket: Bucket) -> int:
-        return len(self._spans(bucket))
+        return self._shares(bucket).n_spans
 
     def write_scales(self, values: Values, out: Tensor) -> None:
-        scales = [self.codec.scale_of(values.gradient[start:end]) for start, end in self._spans(values.bucket)]
-        out.copy_(torch.tensor(scales))
+        self.codec.write_scales(values.gradient, self._shares(values.bucket), out)
 
     def encode(self, values: Values, scales: Tensor, wire: Wire) -> Tensor:
         n_bytes = self.codec.count_bytes(values.gradient.numel(), wire.world_size)
-        codes = wire.scratch("ternary counts", n_bytes, torch.uint8)
-        draw = values.bucket.draw(wire.rank)
-        spans = self._spans(values.bucket)
-        if len(spans) == 1:
-            self.codec.write_counts(values.gradient, float(scales[0]), wire.world_size, codes, step=draw)
-            return codes
-        shares = wire.scratch("ternary shares", values.gradient.numel()).copy_(values.gradient)
-        for (start, end), scale in zip(spans, scales.tolist(), strict=True):
-            if scale:  # else all ranks have nothing but zeros
-                shares[start:end].div_(scale)
-        self.codec.write_counts(shares, 1.0, wire.world_size, codes, step=draw)
-        return codes
+        counts = wire.scratch("ternary counts", n_bytes, torch.uint8)
+        shares, draw = self._shares(values.bucket), values.bucket.draw(wire.rank)
+        self.codec.write_counts(values.gradient, shares, scales, wire.world_size, counts, draw)
+        return counts
 
     def decode(self, sums: Tensor, values: Values, scales: Tensor, wire: Wire) -> None:
-        spans = self._spans(values.bucket)
-        if len(spans) == 1:
-            self.codec.read_counts(sums, float(scales[0]), wire.world_size, values.gradient)
-            return
-        means = wire.scratch("ternary shares", values.gradient.numel())
-        self.codec.read_counts(sums, 1.0, wire.world_size, means)
-        for (start, end), scale in zip(spans, scales.tolist(), strict=True):
-            torch.mul(means[start:end], scale, out=values.gradient[start:end])
+        self.codec.read_counts(sums, self._shares(values.bucket), scales, wire.world_size, values.gradient)
 
-    def _spans(self, bucket: Bucket) -> list[tuple[int, int]]:
-        return spans_of_scales(bucket, self._per)
+    def _shares(self, bucket: Bucket) -> Shares:
+        return self.codec.share(bucket.n_elements, spans_of_scales(bucket, self._per), bucket.buffer.device)
 
 
 class TernGrad(Placed):

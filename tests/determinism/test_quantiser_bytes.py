@@ -84,11 +84,12 @@ def test_sums_are_the_same_on_every_instruction_set_and_thread_count() -> None:
             _native.set_thread_count(n_threads)
             kept = []
             for n_ranks in (2, 8):
-                scale = ternary.scale_of(gradient)
+                shares, scales = ternary.share(n, [(0, n)], gradient.device), torch.empty(1)
+                ternary.write_scales(gradient, shares, scales)
                 counts = torch.zeros(ternary.count_bytes(n, n_ranks), dtype=torch.uint8)
-                ternary.write_counts(gradient, scale, n_ranks, counts, step=4)
+                ternary.write_counts(gradient, shares, scales, n_ranks, counts, 4)
                 out = torch.empty(n)
-                ternary.read_counts(counts, scale, n_ranks, out)
+                ternary.read_counts(counts, shares, scales, n_ranks, out)
                 kept += [counts, out]
             norms, codes = torch.empty(thc.n_norms(n)), torch.zeros(thc.n_codes(n), dtype=torch.uint8)
             thc.norms_of(gradient, norms)

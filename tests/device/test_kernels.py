@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.index import DeviceIndex
+from gradwire.gpu.kernels import using
 from gradwire.gpu.quantised import DeviceQuantised
 from gradwire.gpu.signs import DeviceSigns
-from gradwire.gpu.ternary import DeviceTernary
 from gradwire.gpu.thc import DeviceThc
 from gradwire_lab.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
 from gradwire_lab.bench.device_checks import CheckFailed
@@ -63,22 +64,22 @@ def test_ternary_scales_fields_and_means_are_the_cpus(order: int) -> None:
     assert ternary_checks.run(kernels, contents=ternary_checks.CONTENTS[: 1 + 3 * (order == 0)]) in (60, 240)
 
 
-def test_ternary_scales_say_what_is_not_finite() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build())
-    on, values = DeviceTernary(Ternary(), kernels, 2), torch.ones(80)
-    shares = on.share(80, [(0, 10), (10, 80)])
-    scales, work = torch.zeros(2, dtype=torch.int32), torch.empty(on.work_bytes(shares), dtype=torch.uint8)
-    for bad in (float("nan"), float("-inf")):
-        values[12] = bad
-        on.write_scales(values, shares, work, scales)
-        assert scales.view(torch.float32).tolist() == [1.0, float("inf")]
-    counts, out = torch.empty(on.count_bytes(80), dtype=torch.uint8), torch.empty(80)
-    on.write_counts(values, shares, scales, counts, 1)
-    on.read_counts(counts * 2, shares, scales, out)
-    assert out[:10].tolist() == [1.0] * 10
-    assert bool(out[10:].isnan().all())
-    with pytest.raises(InvalidArgument, match="scales"):
-        on.read_counts(counts, shares, scales[:1], out)
+def test_ternary_spans_that_are_not_finite_are_nan_on_both() -> None:
+    codec, values, cpu = Ternary(), torch.ones(80), torch.device("cpu")
+    for kernels in (None, emulated.EmulatedKernels(emulated.build())):
+        with contextlib.nullcontext() if kernels is None else using(kernels):
+            for spans in ([(0, 10), (10, 80)], [(0, 80)]):
+                shares, n_bad = codec.share(80, spans, cpu), spans[-1][1] - spans[-1][0]
+                scales, out = torch.zeros(len(spans)), torch.empty(80)
+                for bad in (float("nan"), float("-inf")):
+                    values[12] = bad
+                    codec.write_scales(values, shares, scales)
+                    assert scales.tolist() == [*[1.0] * (len(spans) - 1), float("inf")]
+                counts = torch.empty(codec.count_bytes(80, 2), dtype=torch.uint8)
+                codec.write_counts(values, shares, scales, 2, counts, 1)
+                codec.read_counts(counts * 2, shares, scales, 2, out)
+                assert out[:-n_bad].tolist() == [1.0] * (80 - n_bad)
+                assert bool(out[-n_bad:].isnan().all())
 
 
 @pytest.mark.parametrize("order", ORDERS)

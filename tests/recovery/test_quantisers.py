@@ -16,6 +16,7 @@ from gradwire.codecs.ternary import Ternary
 from gradwire.errors import BufferTooSmall, Unsupported
 from quantiser_oracles import DTYPES, LENGTHS, decode, encode, make_gradient
 
+CPU = torch.device("cpu")
 SEED, STEP = 0x1234_5678_9ABC_DEF0, (7 << 40) + 3
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("one-bit", {}),
@@ -225,19 +226,21 @@ def test_ternary_counts_sum_to_the_mean_of_what_each_rank_drew(n_ranks: int) -> 
     codec = Ternary(seed=SEED)
     for n in (0, 1, 64, 1_003, 5_000):
         gradients = [make_gradient(n, seed=rank) for rank in range(n_ranks)]
-        scale = max(codec.scale_of(gradient) for gradient in gradients)
-        assert all(np.isclose(codec.scale_of(g), oracle.ternary_scale(g.numpy(), 2.5), rtol=1e-6) for g in gradients)
+        shares, own = codec.share(n, [(0, n)], CPU), torch.empty(n_ranks, 1)
+        for gradient, scales in zip(gradients, own, strict=True):
+            codec.write_scales(gradient, shares, scales)
+            assert np.isclose(float(scales), oracle.ternary_scale(gradient.numpy(), 2.5), rtol=1e-6)
+        scales = own.amax(0)
         sums = torch.zeros(codec.count_bytes(n, n_ranks), dtype=torch.uint8)
         expected = np.zeros(n)
         for rank, gradient in enumerate(gradients):
             counts = torch.full_like(sums, 0xEE)
-            codec.write_counts(gradient, scale, n_ranks, counts, step=rank)
+            codec.write_counts(gradient, shares, scales, n_ranks, counts, rank)
             sums += counts
-            expected += oracle.ternary(gradient.numpy(), np.float32(scale), SEED, rank)
+            expected += oracle.ternary(gradient.numpy(), np.float32(scales), SEED, rank)
         out = torch.empty(n)
-        codec.read_counts(sums, scale, n_ranks, out)
-        np.testing.assert_allclose(out.numpy(), expected * scale / n_ranks, rtol=1e-5)
-    assert codec.scale_of(torch.tensor([1.0, float("nan")])) == float("inf")
+        codec.read_counts(sums, shares, scales, n_ranks, out)
+        np.testing.assert_allclose(out.numpy(), expected * float(scales) / n_ranks, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -302,12 +305,11 @@ def test_ternary_sums_refuse_what_would_overflow() -> None:
     codec = Ternary()
     with pytest.raises(Unsupported, match="127"):
         codec.count_bytes(10, 128)
+    shares, counts = codec.share(65, [(0, 65)], CPU), torch.empty(32, dtype=torch.uint8)
     with pytest.raises(InvalidArgument):
-        codec.write_counts(torch.ones(65), 1.0, 2, torch.empty(32, dtype=torch.uint8))
+        codec.write_counts(torch.ones(65), shares, torch.ones(1), 2, counts, 0)
     with pytest.raises(InvalidArgument):
-        codec.read_counts(torch.empty(32, dtype=torch.uint8), 1.0, 2, torch.empty(65))
-    with pytest.raises(InvalidArgument, match="scale"):
-        codec.write_counts(torch.ones(1), float("inf"), 2, torch.empty(32, dtype=torch.uint8))
+        codec.read_counts(counts, shares, torch.ones(1), 2, torch.empty(65))
 
 
 @pytest.mark.parametrize("n_ranks", [1, 8, 9])

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, dtype_code
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
+from gradwire.errors import Unsupported
+from gradwire.gpu.kernels import kernels_for, upload
+from gradwire.gpu.launching import THREADS, grid, parts
+from gradwire.gpu.structs import fill_struct
 
 _MAX_RANKS = 127  # counts of 2 n_ranks have to fit a byte
+_GROUP = 64
+_BLOCK = 4096  # values that are added up together
+_SUMS_BYTES = 32  # of a block
+
+
+class Shares(NamedTuple):
+    """The parts of n values that have a scale each.
+
+    Attributes:
+        spans: their begins and ends; on a device of those that are not empty, ascending.
+        is_single: one scale serves all, and values are not divided by it before they are drawn.
+        n_blocks: of values that kernels add up together.
+        table: (n_spans, 3) int64 on the device: begin, end and first block; None in host memory.
+    """
+
+    n: int
+    spans: Sequence[tuple[int, int]]
+    is_single: bool
+    n_blocks: int = 0
+    table: Tensor | None = None
+
+    @property
+    def n_spans(self) -> int:
+        return len(self.spans)
 
 
 class Ternary(Quantised):
@@ -19,7 +52,8 @@ class Ternary(Quantised):
     scale is the largest magnitude after clipping, so that without clipping the mean over many steps is the gradient.
     Deviations are taken from zero. Values below 2^-100 count as zero. 1/16 of float32.
 
-    `scale_of`, `write_counts` and `read_counts` are for ranks that share a scale: their fields can be summed.
+    `write_scales`, `write_counts` and `read_counts` are for ranks that share scales: their fields can be summed. They work
+    in host memory and on devices, where they are enqueued on the current stream and wait for nothing.
 
     Args:
         clip: in standard deviations; 2.5 in the paper. It bounds the variance, at the price of a bias in few values.
@@ -35,10 +69,7 @@ class Ternary(Quantised):
         self.clip = check_positive("clip", clip)
         self.seed = check_seed(seed)
         self._parameter = self.clip
-
-    def scale_of(self, gradient: Tensor) -> float:
-        """The scale that `gradient` (n,) would get by itself; infinity if a value is not finite."""
-        return _native.ternary_scale(bytes_of(gradient), dtype_code(gradient.dtype), self.clip)
+        self._shares: dict[tuple[Any, ...], Shares] = {}
 
     @staticmethod
     def field_bits(n_ranks: int) -> int:
@@ -50,36 +81,105 @@ class Ternary(Quantised):
     @staticmethod
     def count_bytes(n_elements: int, n_ranks: int) -> int:
         """Bytes of the fields of `n_elements` values: whole groups of 64."""
-        return -(-n_elements // 64) * 8 * Ternary.field_bits(n_ranks)
+        return parts(n_elements, _GROUP) * 8 * Ternary.field_bits(n_ranks)
 
-    def write_counts(self, gradient: Tensor, scale: float, n_ranks: int, out: Tensor, *, step: int = 0) -> None:
-        """Draw by a shared `scale`, and write fields that can be summed over `n_ranks` as unsigned bytes.
+    def share(self, n_elements: int, spans: Sequence[tuple[int, int]], device: torch.device) -> Shares:
+        """Lay out n values on a device, of which each of `spans`, which do not overlap, has a scale; kept."""
+        kernels = kernels_for(device)
+        key = kernels, n_elements, tuple(spans)
+        if key not in self._shares:
+            is_single = len(spans) == 1
+            if kernels is None:
+                self._shares[key] = Shares(n_elements, tuple(spans), is_single)
+            else:
+                filled = [span for span in sorted(spans) if span[0] < span[1]]
+                ends = list(itertools.accumulate((parts(end - start, _BLOCK) for start, end in filled), initial=0))
+                rows = [[*span, first_block] for span, first_block in zip(filled, ends, strict=False)]
+                table = upload(torch.tensor(rows, dtype=torch.int64).view(-1, 3), device)
+                self._shares[key] = Shares(n_elements, tuple(filled), is_single, ends[-1], table)
+        return self._shares[key]
+
+    def write_scales(self, values: Tensor, shares: Shares, scales: Tensor) -> None:
+        """The scale that each span of `values` would get by itself; infinity if a value is not finite.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, finite; beyond `scale` it counts as `scale`.
-            out: (count_bytes(n, n_ranks),) uint8.
+            values: (n,) float32, bfloat16 or float16.
+            scales: (n_spans,) float32.
+        """
+        kernels = kernels_for(values.device)
+        if kernels is None:
+            code = dtype_code(values.dtype)
+            found = [_native.ternary_scale(bytes_of(values[slice(*span)]), code, self.clip) for span in shares.spans]
+            scales.copy_(torch.tensor(found))
+            return
+        sums = torch.empty(_SUMS_BYTES * shares.n_blocks, dtype=torch.uint8, device=values.device)
+        parameters = self._struct(values, shares, scales, sums=sums)
+        kernels.launch("gw_ternary_measure", parts(8 * shares.n_blocks, THREADS), THREADS, 0, parameters)
+        kernels.launch("gw_ternary_scales", shares.n_spans, THREADS, _SUMS_BYTES * THREADS, parameters)
+
+    def write_counts(
+        self, values: Tensor, shares: Shares, scales: Tensor, n_ranks: int, counts: Tensor, step: int
+    ) -> None:
+        """Draw by scales that ranks share, and write fields that can be summed over `n_ranks` as unsigned bytes.
+
+        Args:
+            values: (n,) as in `write_scales`; beyond its scale a value counts as the scale.
+            scales: (n_spans,) float32: the largest of any rank.
+            counts: (count_bytes(n, n_ranks),) uint8.
             step: as in `encode`; ranks need steps of their own.
         Raises: InvalidArgument, Unsupported.
         """
-        if not 0 <= scale < float("inf"):
-            raise InvalidArgument(f"scale must be finite and not negative, got {scale}")
-        _native.write_ternary_counts(
-            bytes_of(gradient),
-            dtype_code(gradient.dtype),
-            scale,
-            self.seed,
-            check_step(step),
-            self.field_bits(n_ranks),
-            out,
-        )
+        kernels = kernels_for(values.device)
+        if kernels is not None:
+            parameters = self._struct(values, shares, scales, n_ranks, counts=counts, step=check_step(step))
+            kernels.launch("gw_ternary_count", grid(8 * parts(shares.n, _GROUP)), THREADS, 0, parameters)
+            return
+        if not shares.is_single:
+            values = values.to(torch.float32, copy=True)
+            for (start, end), scale in zip(shares.spans, scales.tolist(), strict=True):
+                if scale:  # else all ranks have nothing but zeros
+                    values[start:end].div_(scale)
+        scale = float(scales) if shares.is_single else 1.0
+        code, bits = dtype_code(values.dtype), self.field_bits(n_ranks)
+        _native.write_ternary_counts(bytes_of(values), code, scale, self.seed, check_step(step), bits, counts)
 
-    def read_counts(self, sums: Tensor, scale: float, n_ranks: int, out: Tensor) -> None:
-        """Sums of `n_ranks` fields to the mean of what they stand for, into `out` (n,).
+    def read_counts(self, counts: Tensor, shares: Shares, scales: Tensor, n_ranks: int, out: Tensor) -> None:
+        """Sums of `n_ranks` fields to the mean of what they stand for, in the spans of `out` (n,).
 
-        Raises: InvalidArgument, Unsupported.
+        A span whose scale is not finite becomes NaN. Raises: InvalidArgument, Unsupported.
         """
-        if sums.dtype != torch.uint8:
-            raise InvalidArgument(f"sums are uint8, got {sums.dtype}")
-        _native.read_ternary_counts(
-            sums, self.field_bits(n_ranks), n_ranks, scale, dtype_code(out.dtype), bytes_of(out)
+        kernels = kernels_for(out.device)
+        if kernels is not None:
+            parameters = self._struct(out, shares, scales, n_ranks, counts=counts)
+            kernels.launch("gw_ternary_mean", grid(shares.n), THREADS, 0, parameters)
+            return
+        check_tensor("counts", counts, torch.uint8)
+        means = out if shares.is_single else torch.empty(shares.n)
+        scale = float(scales) if shares.is_single else 1.0
+        bits, code = self.field_bits(n_ranks), dtype_code(means.dtype)
+        _native.read_ternary_counts(counts, bits, n_ranks, scale, code, bytes_of(means))
+        for (start, end), scale in zip(shares.spans, scales.tolist(), strict=True):
+            if not math.isfinite(scale):
+                out[start:end] = math.nan
+            elif not shares.is_single:
+                torch.mul(means[start:end], scale, out=out[start:end])
+
+    def _struct(
+        self, values: Tensor, shares: Shares, scales: Tensor, n_ranks: int = 1, **others: Tensor | int
+    ) -> ctypes.Structure:
+        return fill_struct(
+            "Ternary",
+            values=values,
+            scales=scales,
+            spans=shares.table,
+            n=shares.n,
+            n_spans=shares.n_spans,
+            n_blocks=shares.n_blocks,
+            seed=self.seed,
+            clip=self.clip,
+            dtype=dtype_code(values.dtype),
+            n_ranks=n_ranks,
+            are_nibbles=self.field_bits(n_ranks) == 4,
+            is_single=shares.is_single,
+            **others,
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from gradwire.errors import Unsupported
 from gradwire.gpu.driver import CudaKernels
@@ -31,6 +34,8 @@ class Kernels(Protocol):
 # What makes the kernels of a type of device; tests add theirs.
 MAKERS: dict[str, Callable[[torch.device], Kernels]] = {"cuda": CudaKernels}
 _made: dict[torch.device, Kernels] = {}
+_uploads: list[tuple[torch.Event, Tensor]] = []  # pinned memory, and when the device has read it
+_uploading = threading.Lock()
 
 
 def kernels_on(device: torch.device) -> Kernels:
@@ -43,3 +48,38 @@ def kernels_on(device: torch.device) -> Kernels:
             )
         _made[device] = MAKERS[device.type](device)
     return _made[device]
+
+
+def kernels_for(device: torch.device) -> Kernels | None:
+    """As `kernels_on`; None for host memory, where the native core works."""
+    return _made.get(device) if device.type == "cpu" else kernels_on(device)
+
+
+@contextlib.contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+    """Inside, codecs launch these for tensors on their device, in host memory too: for checks against the native core."""
+    before = _made.get(kernels.device)
+    _made[kernels.device] = kernels
+    try:
+        yield
+    finally:
+        if before is None:
+            del _made[kernels.device]
+        else:
+            _made[kernels.device] = before
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """The host's `values` on the device, by a copy that is enqueued on the current stream.
+
+    The pinned memory that it is made from is kept until the device has read it.
+    """
+    if device.type == "cpu":
+        return values
+    pinned = values.pin_memory()
+    uploaded = pinned.to(device, non_blocking=True)
+    read = torch.Event(device=device)
+    read.record(torch.accelerator.current_stream(device))
+    with _uploading:
+        _uploads[:] = [(event, kept) for event, kept in _uploads if not event.query()] + [(read, pinned)]
+    return uploaded

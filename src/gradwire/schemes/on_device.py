@@ -22,7 +22,6 @@ from gradwire.exchange.device_engine import DeviceMeans
 from gradwire.exchange.device_messages import DeviceMessages
 from gradwire.exchange.on_device import DeviceOwners
 from gradwire.gpu.kernels import kernels_on
-from gradwire.gpu.ternary import DeviceTernary, Shares
 from gradwire.schemes.apart import Apart
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.compressed import Compressed
@@ -197,29 +196,21 @@ class SummedOnDevice(StepsOnDevice):
 
     def __init__(self, session: Session, site: DeviceSite, codec: Ternary, per: str) -> None:
         super().__init__(session, site)
-        self._per = per
-        self._codec = DeviceTernary(codec, kernels_on(site.device), session.communicator.world_size)
-        self._shares: dict[tuple[int, ...], Shares] = {}
+        self._codec, self._per = codec, per
+        kernels_on(site.device)  # raises, where there are none
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
         site, record, codec, values = self._site, bucket.record, self._codec, bucket.buffer
-        shares = self._shares_of(bucket)
-        scales = site.scratch("scales", shares.n_spans, torch.int32)
-        work = site.scratch("work", codec.work_bytes(shares), torch.uint8)
-        codec.write_scales(values, shares, work, scales)
-        site.largest(scales, record)
-        site.note_finite(scales.view(torch.float32))
-        counts = site.scratch("counts", codec.count_bytes(bucket.n_elements), torch.uint8)
-        codec.write_counts(values, shares, scales, counts, bucket.draw(self._session.communicator.rank))
+        rank, world = self._session.communicator.rank, self._session.communicator.world_size
+        shares = codec.share(bucket.n_elements, spans_of_scales(bucket, self._per), site.device)
+        scales = site.scratch("scales", shares.n_spans, torch.float32)
+        codec.write_scales(values, shares, scales)
+        site.largest(scales.view(torch.int32), record)
+        site.note_finite(scales)
+        counts = site.scratch("counts", codec.count_bytes(bucket.n_elements, world), torch.uint8)
+        codec.write_counts(values, shares, scales, world, counts, bucket.draw(rank))
         site.sum(counts, record)
-        codec.read_counts(counts, shares, scales, values)
-
-    def _shares_of(self, bucket: Bucket) -> Shares:
-        spans = spans_of_scales(bucket, self._per)
-        key = bucket.n_elements, *(bound for span in spans for bound in span)
-        if key not in self._shares:
-            self._shares[key] = self._codec.share(bucket.n_elements, spans)
-        return self._shares[key]
+        codec.read_counts(counts, shares, scales, world, values)
 
 
 class CodecOnDevice(StepsOnDevice):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from gradwire.errors import OutOfMemory, Unsupported
+from gradwire.gpu.kernels import upload
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_group import DeviceGroup
 from gradwire.wire.wire import Flag, Outcome, Wire
@@ -51,7 +52,6 @@ class DeviceWire(Wire):
         with self.stream:
             self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._step = _DeviceStep()
-        self._uploads: list[tuple[torch.Event, Tensor]] = []
         self._of_bucket: Tensor | None = None  # (2,) int32, as `flags`, of one bucket's own messages
 
     # ---- a step
@@ -98,17 +98,7 @@ class DeviceWire(Wire):
         return kept[:n_bytes].view(dtype)
 
     def place(self, values: Tensor) -> Tensor:
-        """The host's `values` on the device, by an enqueued copy.
-
-        The pinned memory that it is made from is kept until the device has read it.
-        """
-        self._uploads[:] = [(read, kept) for read, kept in self._uploads if not read.query()]
-        pinned = values.pin_memory()
-        placed = pinned.to(self.device, non_blocking=True)
-        read = torch.Event(device=self.device)
-        read.record(self.stream)
-        self._uploads.append((read, pinned))
-        return placed
+        return upload(values, self.device)
 
     def divide(self, values: Tensor, divisor: float) -> Tensor:
         """As every wire's: by a scalar, a GPU multiplies by its reciprocal."""
@@ -198,7 +188,6 @@ class DeviceWire(Wire):
         """Let go of memory and connections, after the lane has ended."""
         self._memory.clear()
         self.group.close(self.stream)
-        self._uploads.clear()
 
 
 class _DeviceStep:

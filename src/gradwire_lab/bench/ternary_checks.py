@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.ternary import Ternary
-from gradwire.gpu.kernels import Kernels
-from gradwire.gpu.ternary import DeviceTernary
+from gradwire.gpu.kernels import Kernels, using
 from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = tuple(f"gw_ternary_{name}" for name in ("measure", "scales", "count", "mean"))
@@ -34,43 +33,30 @@ def spans_of(n: int) -> list[tuple[int, int]]:
 
 
 def compare(kernels: Kernels, codec: Ternary, values: Tensor, spans: list[tuple[int, int]], n_ranks: int) -> None:
-    """As the scheme reckons on a CPU, rank by rank and summed. Raises: CheckFailed."""
-    n, place, on = values.numel(), kernels.device, DeviceTernary(codec, kernels, n_ranks)
-    shares = on.share(n, spans)
-    scales = torch.zeros(shares.n_spans, dtype=torch.int32, device=place)
-    work = torch.full((on.work_bytes(shares),), 0xA5, dtype=torch.uint8, device=place)
-    on.write_scales(values.to(place), shares, work, scales)
-    filled = [(start, end) for start, end in spans if start < end]
-    expected = torch.tensor([codec.scale_of(values[start:end]) for start, end in filled])
-    _require(torch.equal(scales.cpu(), expected.view(torch.int32)), "other scales")
-    if not bool(expected.isfinite().all()):
-        return
+    """As the native core reckons, rank by rank and summed. Raises: CheckFailed."""
+    n, place = values.numel(), kernels.device
+    filled = torch.tensor([start < end for start, end in spans])  # what is empty has no scale on a device
+    shares = codec.share(n, spans, torch.device("cpu"))
+    expected, counts = torch.empty(len(spans)), torch.empty(codec.count_bytes(n, n_ranks), dtype=torch.uint8)
+    codec.write_scales(values, shares, expected)
+    there, scales = values.to(place, copy=True), torch.zeros(int(filled.sum()), device=place)
+    with using(kernels):
+        on_device = codec.share(n, spans, place)
+        codec.write_scales(there, on_device, scales)
+    _require(torch.equal(scales.cpu(), expected[filled]), "other scales")
     expected *= 1.5  # another rank's are larger
-    scales.copy_(expected.view(torch.int32))
-    n_bytes = codec.count_bytes(n, n_ranks)
-    fenced = torch.full((n_bytes + 8,), 0xEE, dtype=torch.uint8, device=place)
-    on.write_counts(values.to(place), shares, scales, fenced[:n_bytes], _STEP)
-    counts = torch.empty(n_bytes, dtype=torch.uint8)
-    mean, shared, drawn = values.clone(), values.float(), torch.empty(n)
-    if len(spans) == 1:
-        codec.write_counts(values, float(expected[0]), n_ranks, counts, step=_STEP)
-    else:
-        for (start, end), scale in zip(filled, expected.tolist(), strict=True):
-            if scale:
-                shared[start:end].div_(scale)
-        codec.write_counts(shared, 1.0, n_ranks, counts, step=_STEP)
-    _require(torch.equal(fenced[:n_bytes].cpu(), counts), "other fields")
-    _require(bool((fenced[n_bytes:].cpu() == 0xEE).all()), "bytes past the fields were written")
-    sums = counts.mul_(n_ranks)  # all of them drew the same
-    if len(spans) == 1:
-        codec.read_counts(sums, float(expected[0]), n_ranks, mean)
-    else:
-        codec.read_counts(sums, 1.0, n_ranks, drawn)
-        for (start, end), scale in zip(filled, expected.tolist(), strict=True):
-            torch.mul(drawn[start:end], scale, out=mean[start:end])
-    out = values.to(place, copy=True)
-    on.read_counts(sums.to(place), shares, scales, out)
-    _require(torch.equal(out.cpu().view(torch.uint8), mean.view(torch.uint8)), "other means")
+    scales.copy_(expected[filled])
+    codec.write_counts(values, shares, expected, n_ranks, counts, _STEP)
+    fenced = torch.full((counts.numel() + 8,), 0xEE, dtype=torch.uint8, device=place)
+    with using(kernels):
+        codec.write_counts(there, on_device, scales, n_ranks, fenced[:-8], _STEP)
+    _require(torch.equal(fenced[:-8].cpu(), counts), "other fields")
+    _require(bool((fenced[-8:].cpu() == 0xEE).all()), "bytes past the fields were written")
+    sums, mean = counts.mul_(n_ranks), values.clone()  # all of them drew the same
+    codec.read_counts(sums, shares, expected, n_ranks, mean)
+    with using(kernels):
+        codec.read_counts(sums.to(place), on_device, scales, n_ranks, there)
+    _require(torch.equal(there.cpu().view(torch.uint8), mean.view(torch.uint8)), "other means")
 
 
 def run(kernels: Kernels, sizes: Iterable[int] = (1, 63, 65, 4097, 9_000), contents: Iterable[str] = CONTENTS) -> int:

@@ -1,6 +1,6 @@
 // TernGrad's sums (docs/format.md#summed-integers) on a device: the bits of native/quantisers. gw_ternary_measure and
 // gw_ternary_scales find each tensor's scale; by the largest of all ranks gw_ternary_count draws what is summed, and
-// gw_ternary_mean reads the sum. Their grids and threads stand in gradwire/gpu/ternary.py.
+// gw_ternary_mean reads the sum. Their grids and threads stand in gradwire/codecs/ternary.py.
 #pragma once
 
 #include "quantised.hpp"

@@ -23,7 +23,6 @@ from gradwire.gpu.index import DeviceIndex
 from gradwire.gpu.kernels import using
 from gradwire.gpu.quantised import DeviceQuantised
 from gradwire.gpu.signs import DeviceSigns
-from gradwire.gpu.thc import DeviceThc
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -111,25 +110,20 @@ def test_thc_norms_codes_and_means_are_the_cpus(order: int) -> None:
     assert thc_checks.run(kernels, sizes, contents) == 6 * len(sizes) * len(contents)
 
 
-def test_thc_norms_say_what_is_not_finite() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build())
-    on, values = DeviceThc(Thc(), kernels, 2), torch.ones(1100)
-    norms, codes = torch.zeros(2, dtype=torch.int32), torch.empty(on.code_bytes(1100), dtype=torch.uint8)
-    for bad in (float("nan"), float("-inf"), 3e38):  # the sum of the last one's squares is beyond float32
-        values[1050:1060] = bad
-        on.write_norms(values, norms)
-        assert norms.view(torch.float32).tolist() == [32.0, float("inf")]
-    out = torch.empty(1100)
-    on.write_codes(values, norms, codes, sign_step=1, step=2)
-    on.read_sums(codes * 2, norms, out, sign_step=1)
-    assert not bool(out[:1024].isnan().any())
-    assert bool(out[1024:].isnan().all())
-    with pytest.raises(InvalidArgument, match="norms"):
-        on.read_sums(codes, norms[:1], out, sign_step=1)
-    with pytest.raises(InvalidArgument, match="codes"):
-        on.read_sums(codes[1:], norms, out, sign_step=1)
-    with pytest.raises(Unsupported, match="1001"):
-        DeviceThc(Thc(), kernels, 1001)
+def test_thc_blocks_that_are_not_finite_are_nan_on_both() -> None:
+    codec, values = Thc(), torch.ones(1100)
+    norms, codes = torch.zeros(2), torch.empty(codec.code_bytes(1100, 2), dtype=torch.uint8)
+    for kernels in (None, emulated.EmulatedKernels(emulated.build())):
+        with contextlib.nullcontext() if kernels is None else using(kernels):
+            for bad in (float("nan"), float("-inf"), 3e38):  # the sum of the last one's squares is beyond float32
+                values[1050:1060] = bad
+                codec.write_norms(values, norms)
+                assert norms.tolist() == [32.0, float("inf")]
+            out = torch.empty(1100)
+            codec.write_codes(values, norms, codes, n_ranks=2, sign_step=1, step=2)
+            codec.read_sums(codes * 2, norms, 2, out, sign_step=1)
+            assert not bool(out[:1024].isnan().any())
+            assert bool(out[1024:].isnan().all())
 
 
 @pytest.mark.parametrize("order", ORDERS)

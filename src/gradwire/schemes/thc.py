@@ -20,7 +20,6 @@ from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.exchange.patterns import ScaledSum, Values
 from gradwire.gpu.kernels import kernels_on
-from gradwire.gpu.thc import DeviceThc
 from gradwire.schemes.on_device import Placed, StepsOnDevice, refuse_unused_parameters
 from gradwire.wire.wire import Wire
 
@@ -37,27 +36,27 @@ class RotatedLevels:
         return self.codec.n_norms(bucket.n_elements)
 
     def write_scales(self, values: Values, out: Tensor) -> None:
-        self.codec.norms_of(values.gradient, out, values.residual, values.loss_scale)
+        self.codec.write_norms(values.gradient, out, values.residual, values.loss_scale)
 
     def encode(self, values: Values, scales: Tensor, wire: Wire) -> Tensor:
-        codes = wire.scratch("thc codes", self.codec.n_codes(values.gradient.numel()), torch.uint8)
+        n_bytes = self.codec.code_bytes(values.gradient.numel(), wire.world_size)
+        codes = wire.scratch("thc codes", n_bytes, torch.uint8)
         self.codec.write_codes(
             values.gradient,
             scales,
             codes,
+            n_ranks=wire.world_size,
             sign_step=values.bucket.draw(_NO_RANK),
             step=values.bucket.draw(wire.rank),
             residual=values.residual,
             new_residual=values.unsent,
             residual_scale=values.loss_scale,
         )
-        # Two sums to a word, where bytes would overflow: Gloo has no sum of 16-bit integers, and none of these carries.
-        return codes.to(torch.int16).view(torch.int32) if self.codec.sums_are_wide(wire.world_size) else codes
+        return self.codec.summable(codes, wire.world_size)
 
     def decode(self, sums: Tensor, values: Values, scales: Tensor, wire: Wire) -> None:
-        codes = sums.view(torch.int16) if self.codec.sums_are_wide(wire.world_size) else sums
         sign_step = values.bucket.draw(_NO_RANK)
-        self.codec.read_sums(codes, scales, wire.world_size, values.gradient, sign_step=sign_step)
+        self.codec.read_sums(sums.view(torch.uint8), scales, wire.world_size, values.gradient, sign_step=sign_step)
 
 
 class LevelsOnDevice(StepsOnDevice):
@@ -69,31 +68,33 @@ class LevelsOnDevice(StepsOnDevice):
     def __init__(self, session: Session, site: DeviceSite, codec: Thc, error_feedback: bool) -> None:
         refuse_unused_parameters(session)
         super().__init__(session, site)
-        self._error_feedback = error_feedback
-        self._codec = DeviceThc(codec, kernels_on(site.device), session.communicator.world_size)
+        self._codec, self._error_feedback = codec, error_feedback
+        kernels_on(site.device)  # raises, where there are none
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
         site, codec, values, record = self._site, self._codec, bucket.buffer, bucket.record
         feedback, scale = self._session.feedback, self._session.loss_scale()
+        rank, world = self._session.communicator.rank, self._session.communicator.world_size
         residual, unsent = feedback.pair(bucket) if self._error_feedback else (None, None)
-        norms = site.scratch("norms", codec.codec.n_norms(bucket.n_elements), torch.int32)
+        norms = site.scratch("norms", codec.n_norms(bucket.n_elements), torch.float32)
         codec.write_norms(values, norms, residual, scale)
-        site.largest(norms, record)
-        site.note_finite(norms.view(torch.float32))
-        codes = site.scratch("codes", codec.code_bytes(bucket.n_elements), torch.uint8)
+        site.largest(norms.view(torch.int32), record)
+        site.note_finite(norms)
+        codes = site.scratch("codes", codec.code_bytes(bucket.n_elements, world), torch.uint8)
         sign_step = bucket.draw(_NO_RANK)
         codec.write_codes(
             values,
             norms,
             codes,
+            n_ranks=world,
             sign_step=sign_step,
-            step=bucket.draw(self._session.communicator.rank),
+            step=bucket.draw(rank),
             residual=residual,
             new_residual=unsent,
             residual_scale=scale,
         )
-        site.sum(codec.summable(codes), record)
-        codec.read_sums(codes, norms, values, sign_step=sign_step)
+        site.sum(codec.summable(codes, world), record)
+        codec.read_sums(codes, norms, world, values, sign_step=sign_step)
         if unsent is not None:
             feedback.stage_bucket(bucket, unsent)
 

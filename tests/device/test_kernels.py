@@ -22,7 +22,6 @@ from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.index import DeviceIndex
 from gradwire.gpu.kernels import using
 from gradwire.gpu.quantised import DeviceQuantised
-from gradwire.gpu.signs import DeviceSigns
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -85,21 +84,6 @@ def test_ternary_spans_that_are_not_finite_are_nan_on_both() -> None:
 def test_signs_and_their_majority_are_the_cpus(order: int) -> None:
     kernels = emulated.EmulatedKernels(emulated.build(), order)
     assert sign_checks.run(kernels) == 6 * len(sign_checks.SHAPES)
-
-
-def test_signs_refuse_what_they_would_misread() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build())
-    on, values = DeviceSigns(kernels, False), torch.ones(40)
-    flags, words = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
-    for call, says in (
-        (lambda: on.pack(values, words[0, :2]), "words"),
-        (lambda: on.pack(values.view(torch.int32), words[0]), "float32"),
-        (lambda: on.vote(words, values[:20], 1, flags), "words"),
-        (lambda: on.vote(words, values, 1, flags.float()), "not_finite"),
-    ):
-        with pytest.raises(InvalidArgument, match=says):
-            call()
-    assert kernels.launched == []
 
 
 @pytest.mark.parametrize("order", ORDERS)

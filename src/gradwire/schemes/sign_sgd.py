@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire import _native
-from gradwire.codecs.tensors import dtype_code
+from gradwire.codecs.signs import Signs
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
@@ -22,7 +21,6 @@ from gradwire.core.site import DeviceSite
 from gradwire.errors import Unsupported
 from gradwire.exchange.patterns import Gather, Values
 from gradwire.gpu.kernels import kernels_on
-from gradwire.gpu.signs import DeviceSigns
 from gradwire.schemes.on_device import Placed, StepsOnDevice
 from gradwire.wire.wire import Wire
 
@@ -33,25 +31,15 @@ _TIES = ("zero", "positive")
 class SignVotes:
     """Payload: a bit an element. The result is +1, -1 or 0, times the loss scale."""
 
-    def __init__(self, ties: str) -> None:
-        self.ties = ties
+    def __init__(self, signs: Signs) -> None:
+        self._signs = signs
 
     def encode(self, values: Values, wire: Wire) -> tuple[Tensor, bool]:
-        gradient = values.gradient
-        words = torch.empty((gradient.numel() + 31) // 32, dtype=torch.int32)
-        code = dtype_code(gradient.dtype)
-        return words, _native.pack_signs(gradient.view(torch.uint8), code, words.view(torch.uint32))
+        words = torch.empty(self._signs.n_words(values.gradient), dtype=torch.int32)
+        return words, bool(self._signs.pack(values.gradient, words))
 
     def decode(self, payloads: Tensor, values: Values, wire: Wire) -> None:
-        gradient = values.gradient
-        _native.write_majority(
-            payloads.contiguous().view(-1).view(torch.uint32),
-            wire.world_size,
-            dtype_code(gradient.dtype),
-            _bits_of(values.loss_scale, gradient.dtype),
-            self.ties == "positive",
-            gradient.view(torch.uint8),
-        )
+        self._signs.vote(payloads, values.gradient, values.loss_scale)
 
 
 class SignsOnDevice(StepsOnDevice):
@@ -59,19 +47,19 @@ class SignsOnDevice(StepsOnDevice):
 
     acts_alone = True
 
-    def __init__(self, session: Session, site: DeviceSite, ties: str) -> None:
+    def __init__(self, session: Session, site: DeviceSite, signs: Signs) -> None:
         super().__init__(session, site)
-        self._signs = DeviceSigns(kernels_on(site.device), ties == "positive")
+        self._signs = signs
+        kernels_on(site.device)  # raises, where there are none
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
         site, values, world = self._site, bucket.buffer, self._session.communicator.world_size
-        n_words = self._signs.n_words(bucket.n_elements)
+        n_words = self._signs.n_words(values)
         own, words = (site.scratch(name, n * n_words, torch.int32) for name, n in (("own", 1), ("words", world)))
         self._signs.pack(values, own)
         site.group.all_gather(words.view(world, n_words), own)
         bucket.record.count_exchanged((world - 1) * 4 * n_words)
-        unit = _bits_of(self._session.loss_scale(), values.dtype)
-        self._signs.vote(words.view(world, n_words), values, unit, site.flags[1:])
+        self._signs.vote(words.view(world, n_words), values, self._session.loss_scale(), site.flags[1:])
 
 
 class SignSgd(Placed):
@@ -88,8 +76,8 @@ class SignSgd(Placed):
 
     def __init__(self, ties: str = "zero") -> None:
         check_choice("ties", ties, _TIES)
-        super().__init__(SignVotes(ties), Gather())
-        self.ties = ties
+        self.ties, self._signs = ties, Signs(ties_are_positive=ties == "positive")
+        super().__init__(SignVotes(self._signs), Gather())
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -102,9 +90,4 @@ class SignSgd(Placed):
         super().bind(session)
 
     def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        return SignsOnDevice(session, site, self.ties)
-
-
-def _bits_of(value: float, dtype: torch.dtype) -> int:
-    """The value as `dtype`."""
-    return int.from_bytes(bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist()), "little")
+        return SignsOnDevice(session, site, self._signs)

@@ -132,8 +132,14 @@ NEVER = (
     "broadcast",
     "dgc",
     "one-bit-adam",
+    "periodic",
     "power-sgd-overlap",
+    "random-k",
     "slimgc",
+    "top-k-adam",
+    "truncate",
+    "zlib",
+    "zstd",
 )
 
 

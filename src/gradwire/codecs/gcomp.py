@@ -42,7 +42,7 @@ class GCompCodec:
     """
 
     name = "gcomp"
-    decodes_by_importance = True
+    feeds_back = True
 
     def __init__(
         self,

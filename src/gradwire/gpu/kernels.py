@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -43,3 +44,21 @@ def kernels_on(device: torch.device) -> Kernels:
             )
         _made[device] = MAKERS[device.type](device)
     return _made[device]
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels take what lies there; otherwise native functions do, or refuse it."""
+    return device in _made or device.type in MAKERS
+
+
+@contextlib.contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+    """Inside, what lies on the device of these kernels is theirs, in host memory too: for checks of kernels."""
+    before = _made.get(kernels.device)
+    _made[kernels.device] = kernels
+    try:
+        yield
+    finally:
+        del _made[kernels.device]
+        if before is not None:
+            _made[kernels.device] = before

@@ -179,7 +179,7 @@ class _CountingCodec:
     """The codec, which also counts the exponents of what it encodes."""
 
     def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
-        self.name = codec.name
+        self.name, self.feeds_back = codec.name, codec.feeds_back
         self.max_encoded_bytes = codec.max_encoded_bytes
         self.decode = codec.decode
         self._codec = codec

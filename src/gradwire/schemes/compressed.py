@@ -161,15 +161,16 @@ class Compressed(Scheme):
         feedback, unused = self.session.feedback, None
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
         part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
-        if residual is not None:
+        if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
         try:
             self.step(part, wire)
         finally:
             if unused is not None:
                 unused.put_back()
-        if unused is not None and unsent is not None:
-            unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
+        if unsent is not None:
+            if unused is not None:
+                unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
             feedback.stage_bucket(bucket, unsent)
         wire.conclude(bucket.buffer)
         if self.error_feedback and bucket.buffer.dtype == torch.float16:
@@ -212,7 +213,8 @@ class Compressed(Scheme):
         outcome = self.session.wire.outcome()
         if outcome is None:
             return
-        raise_error(outcome.error, self.name, self.session.wire.device)
+        if outcome.error:
+            raise_error(outcome.error, self.name, self.session.wire.device)
         if outcome.is_finite:
             with self.session.wire.at_work():
                 self.commit()

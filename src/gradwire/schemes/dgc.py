@@ -18,13 +18,14 @@ import math
 
 import torch
 
+from gradwire.codecs.selection import add_elements, take_by_sample
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Withheld, holds_nonzero
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.errors import CorruptMessage
 from gradwire.schemes.dgc_on_device import DgcOnDevice
-from gradwire.schemes.dgc_rule import DgcRule, select_by_sample
+from gradwire.schemes.dgc_rule import DgcRule
 from gradwire.schemes.on_device import Placing, StepsOnDevice
 from gradwire.wire.wire import Wire
 
@@ -93,13 +94,12 @@ class Dgc(Placing, DgcRule):
             dense = torch.cat([gradient[start:end] for start, end in whole]) if whole else None
             for start, end in whole:
                 new_sums[start:end] = 0
-            indices, count = self._select(bucket, new_sums, whole, is_finite)
-            values = torch.zeros(indices.numel())
-            values[:count] = new_sums[indices[:count].long()]
+            tensors, counts = self.spans_and_counts(bucket, whole)
+            samples = self.samples(bucket, tensors, counts)
+            count, indices, taken = take_by_sample(new_sums, tensors, counts, samples, new_momenta)
         messages: torch.Tensor | None = None
         if wire.world_size > 1:
-            payload = torch.cat([torch.tensor([count], dtype=torch.int32), indices, values.view(torch.int32)])
-            messages = wire.gather(payload, is_finite)
+            messages = wire.gather(torch.cat([count, indices, taken.view(torch.int32)]), is_finite)
             if messages is None:
                 return False
         elif not is_finite:
@@ -107,8 +107,6 @@ class Dgc(Placing, DgcRule):
         if dense is not None and wire.world_size > 1:
             wire.sum(dense).div_(wire.world_size)
         with wire.timing("decode"):
-            for state in (new_momenta, new_sums):
-                state[indices[:count].long()] = 0
             mean = self._mean_of(bucket, messages, gradient)
             if dense is not None:
                 self._add_whole(bucket, whole, dense, mean, momenta, new_momenta)
@@ -133,23 +131,6 @@ class Dgc(Placing, DgcRule):
                     scratch[start:end].mul_(limit / norm)
         return scratch
 
-    def _select(
-        self, bucket: Bucket, sums: torch.Tensor, whole: list[tuple[int, int]], is_finite: bool
-    ) -> tuple[torch.Tensor, int]:
-        """Room for as many indices as the share allows, and how many of them are used."""
-        spans, counts = self.spans_and_counts(bucket, whole)
-        indices = torch.zeros(sum(counts), dtype=torch.int32)
-        if not is_finite:
-            return indices, 0
-        generator = self._generator(bucket)
-        n_chosen = 0
-        for (start, end), k in zip(spans, counts, strict=True):
-            if k:
-                chosen = select_by_sample(sums[start:end], k, generator)
-                indices[n_chosen : n_chosen + chosen.numel()] = chosen + start
-                n_chosen += chosen.numel()
-        return indices, n_chosen
-
     def _mean_of(self, bucket: Bucket, messages: torch.Tensor | None, scratch: torch.Tensor) -> torch.Tensor:
         """(n,) float32 in `scratch`: the mean of what was sent sparsely."""
         mean = scratch.zero_()
@@ -157,15 +138,13 @@ class Dgc(Placing, DgcRule):
             return mean
         k = (messages.shape[1] - 1) // 2
         for rank, message in enumerate(messages):  # in rank order: the same sum everywhere
-            count = int(message[0])
-            places = message[1 : 1 + k][: max(0, count)].long()
-            outside = count and (int(places.min()) < 0 or int(places.max()) >= bucket.n_elements)
-            if not 0 <= count <= k or outside:
+            error = torch.zeros(1, dtype=torch.int32)
+            add_elements(message[1 : 1 + k], message[1 + k :].view(torch.float32), mean, error, message[:1])
+            if error:
                 raise CorruptMessage(
-                    f"rank {rank} sent {count} of at most {k} elements, or an index outside of bucket {bucket.index} "
-                    f"({bucket.n_elements} elements) in step {bucket.step}; restart from the last checkpoint"
+                    f"rank {rank} sent {int(message[0])} of at most {k} elements, or an index outside of bucket "
+                    f"{bucket.index} ({bucket.n_elements} elements) in step {bucket.step}; restart from the last checkpoint"
                 )
-            mean.index_add_(0, places, message[1 + k :][:count].view(torch.float32))
         return mean.div_(len(messages))
 
     def _add_whole(

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from gradwire.codecs.selection import raise_error, take_by_sample
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
-from gradwire.gpu.selection import raise_error
 from gradwire.schemes.dgc_rule import DgcRule
 from gradwire.schemes.on_device import StepsOnDevice, refuse_unused_parameters
 from gradwire.schemes.sparse_on_device import Elements
@@ -59,8 +59,8 @@ class DgcOnDevice(StepsOnDevice):
         else:
             tensors, counts = scheme.spans_and_counts(bucket, whole)
             samples = scheme.samples(bucket, tensors, counts)
-            segments = elements.selection.lay_out(bucket.n_elements, tensors, counts, site.upload, samples)
-            message = elements.take(new_sums, segments, is_finite, beside=new_momenta)
+            count, indices, taken = take_by_sample(new_sums, tensors, counts, samples, new_momenta)
+            message = elements.seal([count, indices, taken.view(torch.int32)], is_finite)
             gathered = elements.gather(message, bucket)
             if dense is not None:
                 site.sum(dense, bucket.record)

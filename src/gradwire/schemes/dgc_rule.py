@@ -7,23 +7,19 @@ from typing import Any
 
 import torch
 
-from gradwire import _native
+from gradwire.codecs.selection import Sample
 from gradwire.codecs.tensors import check_positive
 from gradwire.control.checks import choice as check_choice
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import InvalidArgument
-from gradwire.gpu.selection import Sample
 from gradwire.schemes.compressed import WithMomenta, count_of
 from gradwire.schemes.plain_first import check_steps
 from gradwire.schemes.selection import Selection, matrices
 
-_MAX_ADAPTATIONS = 10
 _SAMPLED_SHARE = 0.01
 _MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below are selected from exactly
-# A threshold is good enough if it selects between these multiples of what was asked for.
-_FEWEST, _MOST = 0.8, 1.3
 
 
 class DgcRule(WithMomenta):
@@ -122,45 +118,10 @@ class DgcRule(WithMomenta):
         return torch.add(gradient, momenta, alpha=self.momentum, out=out)
 
 
-def select_by_sample(values: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:
-    """(at most k,) int32, ascending: the largest magnitudes of `values` (n,) float32, about k of them.
-
-    A threshold is taken from a sample of 1 % (and at least of 2 n / k elements, so that two of the largest are in it), and
-    moved up to ten times until it selects from 0.8 k to 1.3 k elements; of too many, the k largest stay. A threshold that
-    never settles gives way to an exact one.
-    """
-    n = values.numel()
-    places, n_top = draw_sample(n, k, generator)
-    sample = values if places is None else values[places]
-    threshold = float(sample.abs().topk(n_top).values[-1])
-    found = torch.empty(min(n, 2 * k + 1), dtype=torch.int32)
-    lowest, highest = 0.0, math.inf  # thresholds known to select too many, too few
-    count = _native.select_from(values, threshold, found)
-    for _ in range(_MAX_ADAPTATIONS):
-        if count > _MOST * k:
-            lowest = max(threshold, torch.finfo(torch.float32).tiny)
-        elif count < _FEWEST * k and threshold > 0:
-            highest = threshold
-        else:
-            break
-        # As published by a factor, until it has been passed on both sides.
-        is_bracketed = lowest > 0 and highest < math.inf
-        threshold = (lowest + highest) / 2 if is_bracketed else lowest * _MOST or highest * _FEWEST
-        count = _native.select_from(values, threshold, found)
-    if count > found.numel() or (count < _FEWEST * k and threshold > 0):
-        found = torch.empty(k, dtype=torch.int32)
-        _native.select_largest(values, found)
-        return found[values[found.long()] != 0]
-    found = found[:count]
-    if count > k:  # of equal magnitudes the first
-        kept = torch.empty(k, dtype=torch.int32)
-        _native.select_largest(values[found.long()], kept)
-        found = found[kept.long()]
-    return found
-
-
 def draw_sample(n_elements: int, k: int, generator: torch.Generator) -> Sample:
-    """Which of n values the threshold for the largest k is taken from."""
+    """Draw the values of n that the threshold for the largest k is taken from: 1 % of them, and at least 2 n / k, so that two
+    of the largest are among them.
+    """
     n_samples = max(math.ceil(_SAMPLED_SHARE * n_elements), math.ceil(2 * n_elements / max(k, 1)), _MIN_SAMPLES)
     if n_samples >= n_elements:
         return Sample(None, k)

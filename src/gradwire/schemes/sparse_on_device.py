@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.codecs.selection import CHECKSUM, add_elements, raise_error, take_largest
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.gpu.kernels import kernels_on
-from gradwire.gpu.selection import CHECKSUM, DeviceSelection, Segments, raise_error
 from gradwire.schemes.compressed import count_of
 from gradwire.schemes.on_device import StepsOnDevice, refuse_unused_parameters
 
@@ -103,24 +103,18 @@ class Elements:
     def __init__(self, session: Session, site: DeviceSite, has_count: bool) -> None:
         self._site, self._world_size = site, session.communicator.world_size
         self._has_count = int(has_count)
-        self.selection = DeviceSelection(kernels_on(site.device))
+        kernels_on(site.device)  # raises, where there are none
 
-    def take(self, values: Tensor, segments: Segments, is_finite: Tensor, beside: Tensor | None = None) -> Tensor:
-        """Take the largest of `values` (n,) float32 out of them: this rank's message, (words,) int32.
+    def take(self, values: Tensor, k: int) -> Tensor:
+        """Take the k largest of `values` (n,) float32 out of them: this rank's message, (words,) int32."""
+        indices, taken, is_finite = take_largest(values, k)
+        return self.seal([indices, taken.view(torch.int32)], is_finite)
 
-        Args:
-            is_finite: () bool: whether all of this rank's gradient is.
-            beside: see `DeviceSelection.take`.
-        """
-        n_words = _HEAD_WORDS + self._has_count + 2 * segments.room
-        message = self._site.scratch("message", n_words, torch.int32).zero_()
-        work = self._site.scratch("work", self.selection.work_bytes(segments), torch.uint8)
-        n_taken, indices, taken = self._cut(message[_HEAD_WORDS:])
-        self.selection.take(values, segments, work, indices, taken, beside=beside, n_taken=n_taken)
-        return self._seal(message, is_finite)
-
-    def _seal(self, message: Tensor, is_finite: Tensor) -> Tensor:
-        """Write a message's head."""
+    def seal(self, payload: list[Tensor], is_finite: Tensor) -> Tensor:
+        """A message of int32 words. is_finite: () bool: whether all of this rank's gradient is."""
+        n_words = _HEAD_WORDS + sum(part.numel() for part in payload)
+        message = self._site.scratch("message", n_words, torch.int32)
+        torch.cat(payload, out=message[_HEAD_WORDS:])
         message[1:2].copy_(is_finite.logical_not())
         message[:1].copy_(message[1:].sum(dtype=torch.int64))
         return message
@@ -144,7 +138,7 @@ class Elements:
         """Add every rank's elements to `sums` (n,) float32, in rank order: the same everywhere."""
         for payload in gathered.payloads:
             n_taken, indices, taken = self._cut(payload)
-            self.selection.add(indices, taken, sums, gathered.error, n_taken=n_taken)
+            add_elements(indices, taken, sums, gathered.error, n_taken)
 
     def conclude(self, gathered: Gathered, out: Tensor) -> None:
         """Note what was found, and have `out` be NaN if that is anything."""
@@ -168,20 +162,14 @@ class ShortElements(Elements):
     def __init__(self, session: Session, site: DeviceSite) -> None:
         super().__init__(session, site, has_count=False)
 
-    def take(self, values: Tensor, segments: Segments, is_finite: Tensor, beside: Tensor | None = None) -> Tensor:
-        site, room, n_blocks = self._site, segments.room, _n_blocks(values.numel())
-        indices, taken = site.scratch("places", room, torch.int32), site.scratch("taken", room, torch.float32)
-        work = site.scratch("work", self.selection.work_bytes(segments), torch.uint8)
-        self.selection.take(values, segments, work, indices, taken, beside=beside)
+    def take(self, values: Tensor, k: int) -> Tensor:
+        indices, taken, is_finite = take_largest(values, k)
         short = taken.to(torch.bfloat16)
         values.index_copy_(0, indices.long(), taken - short.float())
-        message = site.scratch("message", _HEAD_WORDS + n_blocks + room, torch.int32).zero_()
-        _, counts, halves = message.tensor_split([_HEAD_WORDS, _HEAD_WORDS + n_blocks])
+        counts = torch.zeros(_n_blocks(values.numel()), dtype=torch.int32, device=values.device)
         counts.index_add_(0, indices >> _BLOCK_BITS, torch.ones_like(indices))
-        places, sent = halves.view(torch.int16).chunk(2)
-        places.copy_(indices & _IN_BLOCK)
-        sent.copy_(short.view(torch.int16))
-        return self._seal(message, is_finite)
+        halves = torch.cat([(indices & _IN_BLOCK).to(torch.int16), short.view(torch.int16)])
+        return self.seal([counts, halves.view(torch.int32)], is_finite)
 
     def add_up(self, gathered: Gathered, sums: Tensor) -> None:
         n_blocks = _n_blocks(sums.numel())
@@ -195,7 +183,7 @@ class ShortElements(Elements):
             element = torch.arange(places.numel(), dtype=torch.int64, device=payload.device)
             blocks = torch.searchsorted(ends, element, right=True).to(torch.int32)
             indices = (places.to(torch.int32) & _IN_BLOCK) + (blocks << _BLOCK_BITS)
-            self.selection.add(indices, sent.view(torch.bfloat16).float(), sums, gathered.error)
+            add_elements(indices, sent.view(torch.bfloat16).float(), sums, gathered.error)
 
 
 def _n_blocks(n_elements: int) -> int:
@@ -222,24 +210,16 @@ class LargestOnDevice(SparseOnDevice):
         super().__init__(session, site, error_feedback)
         self._share = share
         self._elements = Elements(session, site, has_count=False) if elements is None else elements
-        self._segments: dict[int, Segments] = {}
 
     def _enqueue(self, bucket: Bucket, *facts: object) -> None:
         elements, unsent = self._elements, self._summed(bucket)
-        message = elements.take(unsent, self._segments_of(bucket.n_elements), unsent.isfinite().all())
+        message = elements.take(unsent, count_of(self._share, bucket.n_elements))
         self._keep(bucket, unsent)
         gathered = elements.gather(message, bucket)
         mean = self._site.scratch("mean", bucket.n_elements, torch.float32).zero_()
         elements.add_up(gathered, mean)
         bucket.buffer.copy_(self._site.divide(mean, self._session.communicator.world_size))
         elements.conclude(gathered, bucket.buffer)
-
-    def _segments_of(self, n_elements: int) -> Segments:
-        if n_elements not in self._segments:
-            self._segments[n_elements] = self._elements.selection.lay_out(
-                n_elements, [(0, n_elements)], [count_of(self._share, n_elements)], self._site.upload
-            )
-        return self._segments[n_elements]
 
     def _raise_error(self, code: int) -> None:
         raise_error(code)

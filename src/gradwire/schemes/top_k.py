@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradwire import _native
+from gradwire.codecs.selection import add_elements, take_largest
 from gradwire.control.checks import share as check_share
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
@@ -40,25 +40,25 @@ class LargestElements:
 
     def encode(self, values: Values, wire: Wire) -> tuple[Tensor, bool]:
         unsent = values.summed(wire)
-        indices = torch.empty(count_of(self.share, unsent.numel()), dtype=torch.int32)
-        is_finite = _native.select_largest(unsent, indices) == 0
-        places = indices.long()
-        payload, sent = self._pack(indices, unsent[places], unsent.numel())
-        unsent[places] -= sent
+        indices, taken, is_finite = take_largest(unsent, count_of(self.share, unsent.numel()))
+        payload, sent = self._pack(indices, taken, unsent.numel())
+        if sent is not taken:
+            unsent[indices.long()] = taken - sent
         values.keep(unsent)
-        return payload, is_finite
+        return payload, bool(is_finite)
 
     def decode(self, payloads: Tensor, values: Values, wire: Wire) -> None:
         bucket = values.bucket
         mean = wire.scratch("mean", bucket.n_elements).zero_()
         for rank, payload in enumerate(payloads):  # in rank order: the same sum everywhere
-            places, chosen = self._unpack(payload, bucket.n_elements)
-            if not places.numel() or int(places.min()) < 0 or int(places.max()) >= bucket.n_elements:
+            indices, chosen = self._unpack(payload, bucket.n_elements)
+            error = torch.zeros(1, dtype=torch.int32)
+            add_elements(indices, chosen, mean, error)
+            if error or not indices.numel():
                 raise CorruptMessage(
                     f"rank {rank} sent an index outside of bucket {bucket.index} ({bucket.n_elements} elements) in "
                     f"step {bucket.step}; restart from the last checkpoint"
                 )
-            mean.index_add_(0, places, chosen)
         bucket.buffer.copy_(mean.div_(wire.world_size))
 
     def _pack(self, indices: Tensor, chosen: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
@@ -66,9 +66,9 @@ class LargestElements:
         return torch.cat([indices, chosen.view(torch.int32)]), chosen
 
     def _unpack(self, payload: Tensor, n_elements: int) -> tuple[Tensor, Tensor]:
-        """(k,) int64 indices, to be checked, and (k,) float32 values; no index if they cannot be told."""
+        """(k,) int32 indices, to be checked, and (k,) float32 values; no index if they cannot be told."""
         indices, chosen = payload.chunk(2)
-        return indices.long(), chosen.view(torch.float32)
+        return indices, chosen.view(torch.float32)
 
 
 class LargestInShort(LargestElements):
@@ -88,9 +88,9 @@ class LargestInShort(LargestElements):
         places, short = halves.view(torch.int16).chunk(2)
         chosen = short.view(torch.bfloat16).float()
         if int(counts.min()) < 0 or int(counts.sum()) != places.numel():
-            return places.new_empty(0, dtype=torch.int64), chosen
-        blocks = torch.arange(counts.numel()).repeat_interleave(counts) << _BLOCK_BITS
-        return (places.long() & ((1 << _BLOCK_BITS) - 1)) + blocks, chosen
+            return counts[:0], chosen[:0]
+        blocks = torch.arange(counts.numel(), dtype=torch.int32).repeat_interleave(counts) << _BLOCK_BITS
+        return (places.to(torch.int32) & ((1 << _BLOCK_BITS) - 1)) + blocks, chosen
 
 
 def _n_blocks(n_elements: int) -> int:

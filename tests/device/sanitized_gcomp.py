@@ -11,7 +11,6 @@ from gcomp_lies import is_refused, lies, message_of
 
 from gradwire.bench import gcomp_kernel_checks
 from gradwire.bench.kernel_checks import values_of
-from gradwire.gpu.gcomp import DeviceGComp
 
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
 names = ("paper, few codes", "none, every exponent has a code")
@@ -19,9 +18,9 @@ n_cases = gcomp_kernel_checks.run(kernels, names, (0, 33, 1_001), ("nan",), (tor
 n_lies = 0
 for name in names:
     codec, values = gcomp_kernel_checks.CODECS[name], values_of("gradient", 90, torch.float32)
-    on, importance = DeviceGComp(codec, kernels), gcomp_kernel_checks.importance_of(90)
+    importance = gcomp_kernel_checks.importance_of(90)
     message = message_of(codec, values, importance)
     for lie in lies(message, step=3):
-        is_refused(codec, on, message, lie, torch.empty(90), importance)
+        is_refused(kernels, codec, message, lie, torch.empty(90), importance)
         n_lies += 1
 print(f"cases {n_cases}, lies {n_lies}")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
 
 from gradwire import codecs
-from gradwire.codecs import Codec
-from gradwire.codecs.embedded_float import EmbeddedFloat
-from gradwire.codecs.gcomp import Truncate
+from gradwire.codecs import Codec, DeviceCodec
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.device_messages import DeviceMessages, FloatMessages, GCompMessages
+from gradwire.exchange.device_messages import DeviceMessages
 from gradwire.exchange.engine import Importance, direct_mean, ring_mean
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
@@ -81,11 +78,9 @@ class _NamedOnDevices(Placing, _Named):
     """One whose codec has kernels."""
 
     def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        return CodecOnDevice(session, site, self._messages_on(site), self.topology, self.chunk_elements)
-
-    @abstractmethod
-    def _messages_on(self, site: DeviceSite) -> DeviceMessages:
         """Raises: Unsupported (no kernels here, or none for its options)."""
+        assert isinstance(self.codec, DeviceCodec)
+        return CodecOnDevice(session, site, DeviceMessages(site, self.codec), self.topology, self.chunk_elements)
 
     def stats(self) -> dict[str, Any]:
         return {}
@@ -99,10 +94,6 @@ class TruncateScheme(_NamedOnDevices):
 
     name: ClassVar[str] = "truncate"
 
-    def _messages_on(self, site: DeviceSite) -> DeviceMessages:
-        assert isinstance(self.codec, Truncate)
-        return GCompMessages(site, self.codec)
-
 
 class EmbeddedFloatScheme(_NamedOnDevices):
     """`bits` bits (8 by default) of every value, with an exponent shared by a `partition` (256 values).
@@ -112,10 +103,6 @@ class EmbeddedFloatScheme(_NamedOnDevices):
     """
 
     name: ClassVar[str] = "embedded-float"
-
-    def _messages_on(self, site: DeviceSite) -> DeviceMessages:
-        assert isinstance(self.codec, EmbeddedFloat)
-        return FloatMessages(site, self.codec)
 
 
 class TruncatedFloatScheme(_NamedOnDevices):
@@ -131,10 +118,6 @@ class TruncatedFloatScheme(_NamedOnDevices):
     """
 
     name: ClassVar[str] = "truncated-float"
-
-    def _messages_on(self, site: DeviceSite) -> DeviceMessages:
-        assert isinstance(self.codec, TruncatedFloat)
-        return FloatMessages(site, self.codec)
 
     def _reduce_on_lane(self, bucket: Bucket) -> None:
         communicator = self.session.communicator

@@ -19,7 +19,7 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.exchange.device_messages import GCompMessages
+from gradwire.exchange.device_messages import DeviceMessages
 from gradwire.exchange.engine import Importance
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.schemes.gcomp.importance import QuantisationMetric
@@ -91,7 +91,7 @@ class GComp(Placing, ThroughCodec):
         super().bind(session)
 
     def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        messages = GCompMessages(site, self._codec)
+        messages = DeviceMessages(site, self._codec)
         return _OnDevice(
             session, site, messages, self.topology, self.chunk_elements, self._tables, self._metric, self._watch
         )
@@ -164,7 +164,7 @@ class _OnDevice(CodecOnDevice):
         self,
         session: Session,
         site: DeviceSite,
-        messages: GCompMessages,
+        messages: DeviceMessages,
         topology: str,
         chunk_elements: int,
         tables: TableRefresh,

@@ -185,7 +185,9 @@ class _CountingCodec:
         self._codec = codec
         self._counts = counts
 
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+    def encode(
+        self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None
+    ) -> int | torch.Tensor:
         self._codec.histogram(gradient, self._counts_of(gradient.dtype))
         return self._codec.encode(gradient, out, importance)
 

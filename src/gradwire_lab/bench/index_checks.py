@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs import packed_values
-from gradwire.codecs.count_sketch import write_index
 from gradwire.gpu.index import FLAGS_AT, HEAD_WORDS, PAST_THE_END, DeviceIndex
 from gradwire.gpu.kernels import Kernels
-from gradwire.schemes.homomorphic.shared_index import head_of
 from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = tuple(f"gw_index_{name}" for name in ("write", "head", "count", "pack", "unpack"))
@@ -46,7 +44,7 @@ def compare(kernels: Kernels, values: Tensor) -> None:
     n, place, on = values.numel(), kernels.device, DeviceIndex(kernels)
     n_words = on.message_words(n)
     message = torch.empty(n_words, dtype=torch.int32)
-    message[:HEAD_WORDS] = head_of(_FACTS, write_index(values, message[HEAD_WORDS:]))
+    packed_values.write_index(values, message, _FACTS)
     fenced = torch.full((n_words + 2,), -7, dtype=torch.int32, device=place)
     found = fenced[:n_words]
     on.write(values.to(place), found, torch.full((1,), -7, dtype=torch.int32, device=place), _FACTS)
@@ -59,17 +57,18 @@ def compare(kernels: Kernels, values: Tensor) -> None:
     if n % 32:
         index[-1] &= (1 << n % 32) - 1
     found.copy_(message)
-    count = packed_values.count(index, n)
+    own_ends = packed_values.count(message, n)
+    count = int(own_ends[-1])
     counts, ends = (torch.full((on.n_blocks(n),), -7, dtype=torch.int32, device=place) for _ in range(2))
     on.count(found, n, counts, ends)
     _require(int(ends[-1]) == count and int(counts.sum()) == count, "other counts")
     packed, rest = torch.empty(count, dtype=values.dtype), torch.full((4,), 7.0, dtype=values.dtype)
-    packed_values.pack(values, index, packed)
+    packed_values.pack(values, message, own_ends, packed)
     room = torch.cat([torch.zeros(count, dtype=values.dtype), rest]).to(place)
     on.pack(values.to(place), found, ends, room[:count])
     _require(_same(room.cpu(), torch.cat([packed, rest])), "other packed values")
     again = torch.empty(n, dtype=values.dtype)
-    packed_values.unpack(packed, index, again)
+    packed_values.unpack(packed, message, own_ends, again)
     unpacked = torch.cat([values, rest]).to(place)
     on.unpack(packed.to(place), found, ends, unpacked[:n])
     _require(_same(unpacked.cpu(), torch.cat([again, rest])), "other values")

@@ -7,7 +7,6 @@ type, by `close_pass`, where the door's training thread can take it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -346,9 +345,7 @@ class Reducer:
             self.recorder.close()
             self.slots, self._flattener = {}, Flattener({}, 0)
             self._loss_scale, self._staging = LossScale(), Staging()
-            self.session = replace(
-                self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None
-            )
+            self.session = replace(self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None)
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -12,16 +12,16 @@ from unittest import mock
 
 import pytest
 import torch
+from gradwire.core.site import DeviceSite, Reading
+from gradwire.schemes.begun_on_device import BegunOnDevice
+from gradwire.schemes.sparse_on_device import Gathered, ShortElements
 from late_cases import CPU, Place, attach, batch, bits_of
 from test_ddp_on_device import scale_the_loss, stop_and_resume
 from test_on_device import begin_with_kernels, by_name, placement_on
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.core.site import DeviceSite, Reading
 from gradwire.schemes import Scheme
-from gradwire.schemes.begun_on_device import BegunOnDevice
-from gradwire.schemes.sparse_on_device import Gathered, ShortElements
 from gradwire.wire.communicator import Communicator
 from logs import log_of
 from ranks import patience, run_ranks

@@ -22,7 +22,9 @@ from gradwire.codecs.count_sketch import index_words
 from gradwire.gpu.index import FLAGS_AT, HEAD_WORDS, NOT_FINITE, PAST_THE_END, DeviceIndex
 from gradwire.gpu.kernels import kernels_for
 
-__all__ = ["HEAD_WORDS", "Head", "count", "message_words", "pack", "read_head", "unpack", "write_index"]
+__all__ = [
+    "HEAD_WORDS", "Head", "count", "is_finite", "message_words", "pack", "read_head", "unpack", "write_index",
+]  # fmt: skip
 
 # facts, ~facts, flags, then a bit for each exponent
 _HEAD = struct.Struct("<III")

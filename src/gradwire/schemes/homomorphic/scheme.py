@@ -197,8 +197,9 @@ class Homomorphic(Compressed):
         n = part.bucket.n_elements
         with wire.timing("encode"):
             if not self.error_feedback and self.sparsifier is None:
-                is_float16 = part.values.dtype == torch.float16
-                return wire.scratch("values", n).copy_(part.values) if is_float16 and self.mode != "packed" else part.values
+                if self.mode == "packed" or part.values.dtype != torch.float16:
+                    return part.values
+                return wire.scratch("values", n).copy_(part.values)
             total, kept = part.total(), wire.scratch("kept", n)
             if self.sparsifier is None:
                 kept.copy_(total)

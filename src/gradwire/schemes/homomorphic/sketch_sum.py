@@ -47,7 +47,11 @@ class Summand(NamedTuple):
 
 
 class SketchSum:
-    """Sums sketches, bucket by bucket. Args: mode, budget: as of the scheme. aggregator: what sums."""
+    """Sums sketches, bucket by bucket.
+
+    Args:
+        mode, budget: as of the scheme.
+    """
 
     def __init__(self, sketch: CountSketch, mode: str, budget: float, learnt: Learnt, aggregator: Aggregator) -> None:
         self.sketch, self.mode, self.budget = sketch, mode, budget
@@ -168,8 +172,8 @@ class SketchSum:
             bound = wire.world_size * 2.0**union.head.exponent if union.head.exponent is not None else 0.0
             if sketch.recover(cells, scale, out, estimate, bound) is not Outcome.COMPLETE:
                 raise CorruptMessage(
-                    f"the summed sketch of bucket {part.bucket.index} in step {part.bucket.step} is not that of its index: it was "
-                    f"altered on its way through the aggregator {self._aggregator.name!r}; restart from the last checkpoint"
+                    f"the summed sketch of bucket {wire.facts.bucket} in step {wire.facts.step} is not that of its index: it "
+                    f"was altered on its way through the aggregator {self._aggregator.name!r}; restart from the last checkpoint"
                 )
             if core_mean is not None:
                 out[core] = core_mean.float().to(out.dtype)  # rounded as the others are

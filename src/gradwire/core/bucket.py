@@ -30,10 +30,11 @@ class Layout:
         hash: 32 bits over dtype, shapes and offsets; equal on all ranks if their models are.
     """
 
-    __slots__ = ("_key", "_key_hash", "hash", "n_elements", "offsets", "slots", "spans")
+    __slots__ = ("_key", "_key_hash", "dtype", "hash", "n_elements", "offsets", "slots", "spans")
 
     def __init__(self, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]) -> None:
-        self.slots, self.offsets, self.n_elements = tuple(slots), tuple(offsets), buffer.numel()
+        self.slots, self.offsets = tuple(slots), tuple(offsets)
+        self.n_elements, self.dtype = buffer.numel(), buffer.dtype
         self.spans = [(start, start + slot.numel()) for slot, start in zip(slots, offsets, strict=True)]
         self.hash = hash_layout(buffer, self.slots, self.offsets)
         self._key = self.hash, self.slots
@@ -49,6 +50,7 @@ class Layout:
         """Whether these slots lie so in a flat gradient like `buffer`, by the identity of the slots."""
         return (
             buffer.numel() == self.n_elements
+            and buffer.dtype == self.dtype
             and len(slots) == len(self.slots)
             and tuple(offsets) == self.offsets
             and all(map(operator.is_, slots, self.slots))

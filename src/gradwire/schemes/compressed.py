@@ -86,6 +86,7 @@ class Compressed(Scheme):
         self.plain.bind(session)
         self.select.bind(session)
         super().bind(session)
+        self._sends_all = not self.select
         if self.collective is not None:
             self.collective.bind(session.wire)
         self._check = StepCheck(session.communicator)
@@ -160,7 +161,7 @@ class Compressed(Scheme):
         """Replace the bucket by its mean, and stage what was not sent."""
         feedback, unused = self.session.feedback, None
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
-        part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
+        part = Part(bucket, wire, residual, unsent, self.session.loss_scale() if self.session.has_scaler else 1.0)
         if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
         try:
@@ -185,7 +186,7 @@ class Compressed(Scheme):
 
     def choose(self, bucket: Bucket) -> Selection | None:
         """Which of the bucket's tensors are compressed; None: the bucket, as it lies."""
-        chosen = Selection(bucket, self.select) if self.select else None
+        chosen = None if self._sends_all else Selection(bucket, self.select)
         return chosen if chosen is not None and chosen.raw else None
 
     def part_dtype(self, bucket: Bucket) -> torch.dtype:

@@ -17,12 +17,11 @@ from test_staged_schemes import counting_waits_of_hooks
 from torch import Tensor, nn
 
 import gradwire
-from gradwire import _native
+from gradwire.codecs import packed_values
+from gradwire.codecs.packed_values import HEAD_WORDS
 from gradwire.core.site import DeviceSite, Reading
-from gradwire.gpu.index import HEAD_WORDS, DeviceIndex
 from gradwire.schemes import Scheme
 from gradwire.schemes.homomorphic import by_bucket
-from gradwire.schemes.homomorphic.on_device import PackedOnDevice
 from ranks import patience, run_ranks, try_ranks
 
 N_WORDS, N_STEPS = 700, 9
@@ -110,20 +109,6 @@ def test_bits_are_the_cpus(library: Path, world_size: int, dtypes: list[torch.dt
     first, *others = run_ranks(train_on_both, world_size, library, dtypes, timeout_s=170)
     for other in others:
         assert all(torch.equal(other[case], found) for case, found in first.items())
-
-
-def test_the_largest_are_those_of_the_cpu() -> None:
-    """Of equal magnitudes the first; NaN before all numbers."""
-
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randint(-4, 5, (1_000,), generator=generator).float() / 4
-    for count in (1, 7, 100, 500, 999, 1_000):
-        places = torch.empty(count, dtype=torch.int32)
-        assert _native.select_largest(values, places) == 0
-        found = PackedOnDevice._largest(mock.Mock(), values, count)
-        assert torch.equal(found.nonzero().view(-1), places.long())
-    values[500] = float("nan")
-    assert PackedOnDevice._largest(mock.Mock(), values, 1).nonzero().tolist() == [[500]]
 
 
 # ---- bad input
@@ -237,7 +222,7 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
     late.set_lateness_us(int(3_000 * patience()))
     assert torch.equal(train(rank, place, scheme_of("largest"))[0], expected)
     seen = {}
-    read, pack = DeviceSite.read, DeviceIndex.pack
+    read, pack = DeviceSite.read, packed_values.pack
 
     def read_too_soon(site: DeviceSite, numbers: Tensor) -> list[int]:
         with mock.patch.object(Reading, "wait", lambda reading: reading._on_host):
@@ -247,13 +232,13 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
         *others, count = read(site, numbers)
         return [*others, count - (count > 0)]
 
-    def pack_elsewhere(index: DeviceIndex, *tensors: Tensor) -> None:
+    def pack_elsewhere(*tensors: Tensor) -> None:
         with torch.Stream(device=place.device):
-            pack(index, *tensors)
+            pack(*tensors)
 
     for name, patch in {
         "one value less": mock.patch.object(DeviceSite, "read", read_one_less),
-        "another stream": mock.patch.object(DeviceIndex, "pack", pack_elsewhere),
+        "another stream": mock.patch.object(packed_values, "pack", pack_elsewhere),
     }.items():
         with patch:
             seen[name] = not torch.equal(train(rank, place, scheme_of("largest"))[0], expected)

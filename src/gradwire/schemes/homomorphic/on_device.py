@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.codecs import packed_values
+from gradwire.codecs.count_sketch import index_words
+from gradwire.codecs.packed_values import HEAD_WORDS, PAST_THE_END, Head, read_head
+from gradwire.codecs.selection import take_largest
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite
 from gradwire.errors import CorruptMessage
-from gradwire.gpu.index import HEAD_WORDS, PAST_THE_END, DeviceIndex
 from gradwire.gpu.kernels import kernels_on
 from gradwire.schemes.compressed import count_of
 from gradwire.schemes.homomorphic.by_bucket import DenseBuckets, is_too_dense
-from gradwire.schemes.homomorphic.shared_index import Head, read_head
 from gradwire.schemes.on_device import StepsOnDevice, refuse_unused_parameters
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import ring_bytes
@@ -60,7 +62,7 @@ class PackedOnDevice(StepsOnDevice):
             refuse_unused_parameters(session)
         super().__init__(session, site)
         self._policy = policy
-        self._index = DeviceIndex(kernels_on(site.device))
+        kernels_on(site.device)  # raises, where there are none
 
     def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
         """facts: the bucket's key, and its wire, for what ranks have to share."""
@@ -70,14 +72,14 @@ class PackedOnDevice(StepsOnDevice):
             self._send_plainly(bucket)
             return
         kept = self._values_to_send(bucket)
-        message, ends, head, n_values = self._unite(kept.values, bucket, wire)
+        index, ends, head, n_values = self._unite(kept.values, bucket, wire)
         if not head.is_finite:
             self._send_plainly(bucket, is_redone=True)
         elif is_too_dense(bucket, kept.values.element_size(), n_values):
             dense.note(key)
             self._send_plainly(bucket)
         else:
-            self._sum(bucket, kept, message, ends, n_values)
+            self._sum(bucket, kept, index, ends, n_values)
 
     def _values_to_send(self, bucket: Bucket) -> ToSend:
         """As `unsent.values_to_send`; a parameter whose gradient is all zeros sends its residual."""
@@ -89,20 +91,9 @@ class PackedOnDevice(StepsOnDevice):
         if policy.error_feedback:
             residual, unsent = self._session.feedback.pair(bucket)
             corrected.add_(residual, alpha=self._session.loss_scale())
-        is_largest = self._largest(corrected, count_of(policy.density, n))
-        kept = site.scratch("kept", n, torch.float32)
-        kept.copy_(corrected).masked_fill_(is_largest.logical_not(), 0)
-        if unsent is not None:
-            unsent.copy_(corrected).masked_fill_(is_largest, 0)
-        return ToSend(kept, unsent)
-
-    def _largest(self, values: Tensor, count: int) -> Tensor:
-        """(n,) bool: `count` of the largest magnitudes, and of equal ones the first."""
-        magnitudes = values.view(torch.int32).bitwise_and(0x7FFFFFFF)  # in the order of the numbers; NaN above all
-        least = torch.topk(magnitudes, count, sorted=False).values.amin()
-        above, equal = magnitudes > least, magnitudes == least
-        room = count - above.sum()
-        return above.logical_or_(equal.logical_and_(equal.cumsum(0) <= room))
+        largest, taken, _ = take_largest(corrected, count_of(policy.density, n))
+        kept = site.scratch("kept", n, torch.float32).zero_().index_copy_(0, largest.long(), taken)
+        return ToSend(kept, None if unsent is None else unsent.copy_(corrected))
 
     def _unite(self, values: Tensor, bucket: Bucket, wire: Wire) -> tuple[Tensor, Tensor, Head, int]:
         """The ranks' indices ORed, with counts; what their heads say, and how many values are in the union.
@@ -110,17 +101,16 @@ class PackedOnDevice(StepsOnDevice):
         Raises: RankMismatch, CorruptMessage, and what the group has failed of while the lane waited.
         """
         site, n, record = self._site, values.numel(), bucket.record
-        world, n_words = wire.world_size, self._index.message_words(n)
+        world, n_words = wire.world_size, HEAD_WORDS + index_words(n)
         shard = -(-n_words // world)
         whole = site.scratch("index", world * shard, torch.int32)
         whole[n_words:].zero_()
         message = whole[:n_words]
-        self._index.write(values, message, site.scratch("largest", 1, torch.int32), wire.checksum)
+        packed_values.write_index(values, message, wire.checksum)
         self._or_by_shards(whole.view(world, shard), record)
-        n_blocks = self._index.n_blocks(n)
-        counts, ends = (site.scratch(name, n_blocks, torch.int32) for name in ("counts", "ends"))
-        self._index.count(message, n, counts, ends)
-        numbers = torch.cat([message[:HEAD_WORDS], ends[-1:]]).long()
+        index, own_head = message[HEAD_WORDS:], message[:HEAD_WORDS]
+        ends = packed_values.count(index, n, own_head)
+        numbers = torch.cat([own_head, ends[-1:]]).long()
         with record.timing("communicate"):
             *head_words, n_values = site.read(numbers)
         self._session.communicator.raise_if_failed()  # what was read then is not what ranks have sent
@@ -132,7 +122,7 @@ class PackedOnDevice(StepsOnDevice):
                 f"the index of bucket {bucket.index} in step {bucket.step} has bits set past its {n} values: it was altered on "
                 "its way; restart from the last checkpoint"
             )
-        return message, ends, head, n_values
+        return index, ends, head, n_values
 
     def _or_by_shards(self, rows: Tensor, record: BucketRecord) -> None:
         """Replace `rows` (world, n) by its OR over the ranks: each ORs one row, and all gather them. NCCL knows no OR."""
@@ -146,17 +136,17 @@ class PackedOnDevice(StepsOnDevice):
         site.group.all_gather(rows, own)
         record.count_exchanged(ring_bytes(4 * rows.numel(), len(rows)))
 
-    def _sum(self, bucket: Bucket, kept: ToSend, message: Tensor, ends: Tensor, n_values: int) -> None:
+    def _sum(self, bucket: Bucket, kept: ToSend, index: Tensor, ends: Tensor, n_values: int) -> None:
         site, values, buffer = self._site, kept.values, bucket.buffer
         packed = site.scratch("packed", n_values, values.dtype)
         if n_values:
-            self._index.pack(values, message, ends, packed)
+            packed_values.pack(values, index, packed, ends)
             site.mean(packed, bucket.record)
         if values.dtype == buffer.dtype:
-            self._index.unpack(packed, message, ends, buffer)
+            packed_values.unpack(packed, index, buffer, ends)
         else:
             mean = site.scratch("mean", bucket.n_elements, values.dtype)
-            self._index.unpack(packed, message, ends, mean)
+            packed_values.unpack(packed, index, mean, ends)
             buffer.copy_(mean)
         if kept.left_out is not None:
             site.note_finite(buffer)

@@ -206,7 +206,7 @@ class Homomorphic(Placing, Redoing):
             self._index.remember(key, self._sketch.n_nonzeros)
             return True
         if self.mode == "packed":
-            n_cells = n_nonzeros = packed_values.count(union.words, bucket.n_elements)
+            n_cells = n_nonzeros = int(packed_values.count(union.words, bucket.n_elements))
         else:
             n_cells, n_nonzeros = self._sketches.prepare(bucket, key, union), self._sketch.n_nonzeros
             cell_bytes = max(4, cell_bytes)

@@ -1,34 +1,25 @@
 """The index that all ranks end up with: one OR, which also carries what they must agree on before any value is sent.
 
-A message is `_HEADER_WORDS` words, then a bitmap or a Bloom filter. An OR can say more than it seems: it tells that ranks
+A message is `HEAD_WORDS` words, then a bitmap or a Bloom filter. An OR can say more than it seems: it tells that ranks
 differ (a bit and its complement are both set), that one of them has an Inf or NaN, and the largest exponent of all (each
 sets a bit for every exponent up to its own; the longest run survives).
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from gradwire.codecs import bloom_filter
 from gradwire.codecs.bloom_filter import BloomShape, Found
 from gradwire.codecs.count_sketch import IndexFacts, index_words, write_index
+from gradwire.codecs.packed_values import HEAD_WORDS, head_of, read_head
 from gradwire.core.bucket import Bucket
 from gradwire.exchange.aggregators import Aggregator, Sum
 from gradwire.wire.communicator import Communicator
 
-# facts, ~facts, flags, then a bit for each exponent: docs/format.md#count-sketch
-_HEADER_WORDS = 12
-_HEADER = struct.Struct("<III")
-_FLAG_NONFINITE = 1
-_FACTS_MASK = 0x7FFFFFFF
-# A float32 that is not zero is below 2^e for an e from -148 to 128.
-_SMALLEST_EXPONENT = -148
 _MIN_GAIN = 0.9  # a filter is worth its queries where it saves a tenth
 # A filter that is fuller, or lets through more than so many times what was expected, was made for far fewer non-zeros.
 _MAX_SHARE_SET = 0.9
@@ -102,11 +93,11 @@ class SharedIndex:
         if shape is not None:
             message = self._message(communicator, "bloom", facts, found, shape.n_words)
             with bucket.record.timing("encode"):
-                bloom_filter.insert(own, n_elements, shape, self.seed, message[_HEADER_WORDS:])
+                bloom_filter.insert(own, n_elements, shape, self.seed, message[HEAD_WORDS:])
             exchange(message)
             union = communicator.scratch("union", 4 * n_words).view(torch.int32)
             with bucket.record.timing("decode"):
-                body = message[_HEADER_WORDS:]
+                body = message[HEAD_WORDS:]
                 candidates = bloom_filter.query(body, n_elements, shape, self.seed, union)
             result = _read(message, own, union, total)
             if not result.is_finite or not result.ranks_agree:
@@ -119,9 +110,9 @@ class SharedIndex:
             bucket.record.fallbacks.append("more non-zeros than the Bloom filter was made for: the bitmap was sent too")
 
         message = self._message(communicator, "bitmap", facts, found, n_words)
-        message[_HEADER_WORDS:] = own
+        message[HEAD_WORDS:] = own
         exchange(message)
-        return _read(message, own, message[_HEADER_WORDS:], total)
+        return _read(message, own, message[HEAD_WORDS:], total)
 
     def remember(self, key: str, n_nonzeros: int) -> None:
         """Note how many bits a union had that came as a bitmap; a filter's were estimated from the filter."""
@@ -145,41 +136,9 @@ class SharedIndex:
 
     @staticmethod
     def _message(communicator: Communicator, name: str, facts: int, found: IndexFacts, n_words: int) -> torch.Tensor:
-        message = communicator.scratch(f"{name} message", 4 * (_HEADER_WORDS + n_words)).view(torch.int32)
-        message[:_HEADER_WORDS] = head_of(facts, found)
+        message = communicator.scratch(f"{name} message", 4 * (HEAD_WORDS + n_words)).view(torch.int32)
+        message[:HEAD_WORDS] = head_of(facts, found)
         return message
-
-
-def head_of(facts: int, found: IndexFacts) -> torch.Tensor:
-    """(12,) int32: what goes before the index of values of which `found` is known; docs/format.md#count-sketch."""
-    is_finite = math.isfinite(found.max_magnitude)
-    run = 0
-    if is_finite and found.max_magnitude > 0:
-        run = (1 << (math.frexp(found.max_magnitude)[1] - _SMALLEST_EXPONENT + 1)) - 1
-    header = bytearray(_HEADER.pack(facts, ~facts & _FACTS_MASK, 0 if is_finite else _FLAG_NONFINITE))
-    header += run.to_bytes(4 * _HEADER_WORDS - _HEADER.size, "little")
-    return torch.frombuffer(header, dtype=torch.int32)
-
-
-class Head(NamedTuple):
-    """What the ranks' heads say together; see `Union`. `flags`: of any rank."""
-
-    exponent: int | None
-    flags: int
-    ranks_agree: bool
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no rank holds Inf or NaN."""
-        return not self.flags & _FLAG_NONFINITE
-
-
-def read_head(words: Sequence[int]) -> Head:
-    """Of (12,) int32, ORed over the ranks."""
-    header = struct.pack(f"<{_HEADER_WORDS}i", *words)
-    facts, complement, flags = _HEADER.unpack_from(header)
-    run = int.from_bytes(header[_HEADER.size :], "little")
-    return Head(run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None, flags, facts & complement == 0)
 
 
 def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float) -> bool:
@@ -190,5 +149,5 @@ def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float
 
 
 def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor, total: Sum | None) -> Union:
-    head = read_head(message[:_HEADER_WORDS].tolist())
+    head = read_head(message[:HEAD_WORDS].tolist())
     return Union(own, union, head.exponent, head.is_finite, head.ranks_agree, total)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire import _native
 from gradwire.codecs.count_sketch import FixedPoint
+from gradwire.codecs.selection import take_largest
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, Withheld, holds_nonzero
 from gradwire.core.session import Session
@@ -41,14 +41,9 @@ def values_to_send(
             unsent = Unsent(session.feedback, bucket, session.loss_scale(), corrected)
         if density is None:
             return corrected, unsent
-        kept = wire.scratch("kept", n).zero_()
-        largest = torch.empty(count_of(density, n), dtype=torch.int32)
-        if _native.select_largest(corrected, largest) == 0:
-            places = largest.long()
-            kept[places] = corrected[places]
-            corrected[places] = 0
-        else:
-            kept[0] = float("nan")  # not finite: this bucket is going to be redone
+        # What is not finite is among the largest: its bucket is going to be redone.
+        largest, taken, _ = take_largest(corrected, count_of(density, n))
+        kept = wire.scratch("kept", n).zero_().index_copy_(0, largest.long(), taken)
         if unsent is not None:
             unsent.left_out = corrected
         return kept, unsent

@@ -9,7 +9,7 @@ import torch
 
 from gradwire import _native
 from gradwire.codecs import packed_values
-from gradwire.codecs.count_sketch import write_index
+from gradwire.codecs.count_sketch import index_words, write_index
 from gradwire.errors import CorruptMessage, InvalidArgument
 from ranks import run_ranks
 
@@ -18,9 +18,8 @@ SIZES = (1, 15, 16, 17, 31, 32, 33, 1_000, 131_071, 131_072, 131_073, 400_001)
 
 
 def index_of(mask: torch.Tensor) -> torch.Tensor:
-    """As a message, with its head."""
-    index = torch.empty(packed_values.message_words(mask.numel()), dtype=torch.int32)
-    packed_values.write_index(mask.float(), index, 5)
+    index = torch.empty(index_words(mask.numel()), dtype=torch.int32)
+    write_index(mask.float(), index)
     return index
 
 
@@ -35,18 +34,17 @@ def check_all(rank: int, world_size: int) -> tuple[str, str]:
             mask = torch.rand(n, generator=generator) < density
             bits = torch.randint(-(1 << 15), 1 << 15, (2 * n,), dtype=torch.int16, generator=generator)
             index = index_of(mask)
-            ends = packed_values.count(index, n)
-            n_set = int(ends[-1])
+            n_set = int(packed_values.count(index, n))
             assert n_set == int(mask.sum())
             for dtype in DTYPES:
                 values = bits.view(dtype)[:n].clone()  # any bits at all: NaN, Inf, -0
                 kind = torch.int32 if dtype == torch.float32 else torch.int16
                 room = torch.full((n_set + 40,), 7.0, dtype=dtype)
-                packed_values.pack(values, index, ends, room[:n_set])
+                packed_values.pack(values, index, room[:n_set])
                 assert torch.equal(room[:n_set].view(kind), values.view(kind)[mask])
                 assert bool(room[n_set:].eq(7).all())
                 back = torch.full((n + 40,), 7.0, dtype=dtype)
-                packed_values.unpack(room[:n_set], index, ends, back[:n])
+                packed_values.unpack(room[:n_set], index, back[:n])
                 assert torch.equal(back[:n].view(kind), torch.where(mask, values.view(kind), 0))
                 assert bool(back[n:].eq(7).all())
                 seen.update(back.view(torch.uint8).numpy().tobytes())
@@ -62,16 +60,12 @@ def test_packed_values_are_those_under_the_mask_on_every_level() -> None:
 def test_sizes_that_do_not_fit_and_bits_past_the_end_are_refused() -> None:
     values = torch.randn(100)
     index = index_of(torch.ones(100))
-    ends = packed_values.count(index, 100)
     with pytest.raises(InvalidArgument, match="100 bits"):
-        packed_values.pack(values, index, ends, torch.empty(99))
+        packed_values.pack(values, index, torch.empty(99))
     with pytest.raises(InvalidArgument, match="words"):
-        packed_values.unpack(values, index[:-1], ends, torch.empty(100))
-    index[-1] |= 1 << 20
-    for call in (
-        lambda: packed_values.count(index, 100),
-        lambda: packed_values.pack(values, index, ends, torch.empty(101)),
-    ):
+        packed_values.unpack(values, index[:3], torch.empty(100))
+    index[3] |= 1 << 20
+    for call in (lambda: packed_values.count(index, 100), lambda: packed_values.pack(values, index, torch.empty(101))):
         with pytest.raises(CorruptMessage, match="past its 100 values"):
             call()
 

@@ -1,9 +1,8 @@
-"""The index of values that are not zero, which ranks OR, and the values at its bits, one after the other, which they sum.
+"""The index of non-zeros, and the values at its set bits, one after the other: what ranks that hold the same index can sum.
 
-A message is a head of HEAD_WORDS words, then a bit for every value: bit i % 32 of word i / 32 after the head stands for value
-i. An OR can say more than it seems: the head tells that ranks differ (a bit and its complement are both set), that one of
-them has an Inf or NaN, and the largest exponent of all (each sets a bit for every exponent up to its own; the longest run
-survives). Format: docs/format.md#count-sketch. Tensors lie in host memory, or on a device, where nobody waits.
+In host memory, or on a device, enqueued by nobody who waits. An index is (ceil(n / 32),) int32: bit i % 32 of word i / 32
+stands for value i. A head goes before it, which may be ORed over the ranks as the bits may (docs/format.md#count-sketch):
+facts, their complement, flags, then a bit for each exponent up to that of the largest value.
 """
 
 from __future__ import annotations
@@ -18,122 +17,133 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs import count_sketch
-from gradwire.codecs.count_sketch import index_words
-from gradwire.gpu.index import FLAGS_AT, HEAD_WORDS, NOT_FINITE, PAST_THE_END, DeviceIndex
+from gradwire.codecs.count_sketch import IndexFacts, index_words
+from gradwire.codecs.tensors import dtype_code
 from gradwire.gpu.kernels import kernels_for
+from gradwire.gpu.launching import THREADS, grid, parts
+from gradwire.gpu.structs import fill_struct
 
-__all__ = [
-    "HEAD_WORDS", "Head", "count", "is_finite", "message_words", "pack", "read_head", "unpack", "write_index",
-]  # fmt: skip
-
-# facts, ~facts, flags, then a bit for each exponent
+HEAD_WORDS = 12
+FLAGS_AT = 2
+NOT_FINITE, PAST_THE_END = 1, 2
 _HEAD = struct.Struct("<III")
 _FACTS_MASK = 0x7FFFFFFF
-# A float32 that is not zero is below 2^e for an e from -148 to 128.
-_SMALLEST_EXPONENT = -148
+_SMALLEST_EXPONENT = -148  # a float32 that is not zero is below 2^e for an e from here to 128
+_BLOCK = 1024  # values that a device counts together
 
 
 class Head(NamedTuple):
-    """What the heads of all ranks say together.
+    """The ranks' heads together.
 
     Attributes:
         exponent: every value of every rank is below 2^exponent; None if all are zero.
-        is_finite: no rank holds Inf or NaN.
-        is_whole: no bits past the end were found by `count` on a device; in host memory it raises.
-        ranks_agree: on the facts.
+        flags: of any rank.
+        ranks_agree: on their facts.
     """
 
     exponent: int | None
-    is_finite: bool
-    is_whole: bool
+    flags: int
     ranks_agree: bool
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no rank holds Inf or NaN."""
+        return not self.flags & NOT_FINITE
 
-def message_words(n_elements: int) -> int:
-    """Words of head and bits."""
-    return HEAD_WORDS + index_words(n_elements)
 
-
-def write_index(values: Tensor, message: Tensor, facts: int) -> None:
-    """Write where `values` are not zero (-0.0 is), whether all are finite, and the exponent of the largest.
-
-    Args:
-        values: (n,) float32, bfloat16 or float16, contiguous.
-        message: (message_words(n),) int32; overwritten, and bits past the end become 0.
-        facts: 31 bits that ranks have to share.
-    Raises: InvalidArgument (dtype, size).
-    """
-    kernels = kernels_for(values.device)
-    if kernels is not None:
-        largest = torch.empty(1, dtype=torch.int32, device=values.device)
-        DeviceIndex(kernels).write(values, message, largest, facts)
-        return
-    found = count_sketch.write_index(values, message[HEAD_WORDS:])
+def head_of(facts: int, found: IndexFacts) -> Tensor:
+    """(HEAD_WORDS,) int32: the head of an index of which `found` is known. facts: 31 bits that ranks have to share."""
     is_finite = math.isfinite(found.max_magnitude)
     run = 0
     if is_finite and found.max_magnitude > 0:
         run = (1 << (math.frexp(found.max_magnitude)[1] - _SMALLEST_EXPONENT + 1)) - 1
     head = bytearray(_HEAD.pack(facts, ~facts & _FACTS_MASK, 0 if is_finite else NOT_FINITE))
     head += run.to_bytes(4 * HEAD_WORDS - _HEAD.size, "little")
-    message[:HEAD_WORDS] = torch.frombuffer(head, dtype=torch.int32)
+    return torch.frombuffer(head, dtype=torch.int32)
 
 
 def read_head(words: Sequence[int]) -> Head:
-    """Read the (HEAD_WORDS,) int32 before an index, ORed over the ranks."""
+    """Of HEAD_WORDS int32, ORed over the ranks."""
     head = struct.pack(f"<{HEAD_WORDS}i", *words)
     facts, complement, flags = _HEAD.unpack_from(head)
     run = int.from_bytes(head[_HEAD.size :], "little")
-    exponent = run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None
-    return Head(exponent, not flags & NOT_FINITE, not flags & PAST_THE_END, facts & complement == 0)
+    return Head(run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None, flags, facts & complement == 0)
 
 
-def is_finite(message: Tensor) -> Tensor:
-    """() bool, where the message lies: as `Head.is_finite`."""
-    return message[FLAGS_AT].bitwise_and(NOT_FINITE) == 0
+def write_index(values: Tensor, message: Tensor, facts: int) -> None:
+    """Write head and index of `values`.
 
-
-def count(message: Tensor, n_elements: int) -> Tensor:
-    """Count the bits that are set: (m,) int32, of which the last is their number. `pack` and `unpack` take all of it.
-
-    Raises: InvalidArgument (size), CorruptMessage (bits past the end; on a device they are told in the head).
+    Args:
+        values: (n,) float32, bfloat16 or float16; -0.0 is a zero.
+        message: (HEAD_WORDS + index_words(n),) int32.
+        facts: 31 bits that ranks have to share.
     """
-    kernels = kernels_for(message.device)
+    head, index = message[:HEAD_WORDS], message[HEAD_WORDS:]
+    kernels = kernels_for(values.device)
     if kernels is None:
-        n_set = _native.sketch_count_index(_bits(message), n_elements)
-        return torch.tensor([n_set], dtype=torch.int32)
-    n_blocks = DeviceIndex.n_blocks(n_elements)
-    counts, ends = torch.empty((2, n_blocks), dtype=torch.int32, device=message.device)
-    DeviceIndex(kernels).count(message, n_elements, counts, ends)
-    return ends
+        head.copy_(head_of(facts, count_sketch.write_index(values, index)))
+        return
+    largest = torch.zeros(1, dtype=torch.int32, device=values.device)
+    n, code = values.numel(), dtype_code(values.dtype)
+    parameters = fill_struct(
+        "Index", values=values, words=index, head=head, largest=largest, n=n, dtype=code, facts=facts
+    )
+    kernels.launch("gw_index_write", grid(32 * index_words(n)), THREADS, 0, parameters)
+    kernels.launch("gw_index_head", 1, 32, 0, parameters)
 
 
-def pack(values: Tensor, message: Tensor, ends: Tensor, packed: Tensor) -> None:
+def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
+    """How many bits are set, as the last of (m,) integers; of a device, up to the end of each 1,024 values.
+
+    Args:
+        head: (HEAD_WORDS,) int32: on a device it is told of bits past the end, which do not count.
+    Raises: InvalidArgument (size), CorruptMessage (bits past the end), in host memory.
+    """
+    kernels = kernels_for(index.device)
+    if kernels is None:
+        return torch.tensor([_native.sketch_count_index(index.view(torch.uint32), n_elements)])
+    n_blocks = parts(n_elements, _BLOCK)
+    counts = torch.empty(n_blocks, dtype=torch.int32, device=index.device)
+    parameters = fill_struct("Index", words=index, head=head, counts=counts, n=n_elements, n_blocks=n_blocks)
+    kernels.launch("gw_index_count", grid(32 * n_blocks), THREADS, 0, parameters)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def pack(values: Tensor, index: Tensor, packed: Tensor, ends: Tensor | None = None) -> None:
     """Write the values at the set bits, in order.
 
     Args:
         values: (n,) of 2 or 4 bytes each, contiguous.
-        ends: as `count` gave it.
-        packed: (the bits' number,) of the dtype of `values`; overwritten.
-    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end).
+        packed: of the dtype of `values`, as many as bits are set; overwritten.
+        ends: on a device, what `count` gave.
+    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end), in host memory.
     Cost: one pass; multi-threaded; releases the GIL. The same bytes on every machine.
     """
-    kernels = kernels_for(values.device)
-    if kernels is not None:
-        DeviceIndex(kernels).pack(values, message, ends, packed)
-        return
-    size = values.element_size()
-    _native.pack_values(values.view(torch.uint8), size, _bits(message), packed.view(torch.uint8))
+    _copy("pack", values, packed, index, ends)
 
 
-def unpack(packed: Tensor, message: Tensor, ends: Tensor, values: Tensor) -> None:
+def unpack(packed: Tensor, index: Tensor, values: Tensor, ends: Tensor | None = None) -> None:
     """The inverse of `pack`: every one of `values` is written, those without a bit as 0. Raises and costs: as `pack`."""
-    kernels = kernels_for(values.device)
-    if kernels is not None:
-        DeviceIndex(kernels).unpack(packed, message, ends, values)
+    _copy("unpack", packed, values, index, ends)
+
+
+def _copy(name: str, source: Tensor, target: Tensor, index: Tensor, ends: Tensor | None) -> None:
+    kernels = kernels_for(source.device)
+    if kernels is None:
+        copy = _native.pack_values if name == "pack" else _native.unpack_values
+        copy(source.view(torch.uint8), source.element_size(), index.view(torch.uint32), target.view(torch.uint8))
         return
-    size = values.element_size()
-    _native.unpack_values(packed.view(torch.uint8), size, _bits(message), values.view(torch.uint8))
-
-
-def _bits(message: Tensor) -> Tensor:
-    return message[HEAD_WORDS:].view(torch.uint32)
+    values, packed = (source, target) if name == "pack" else (target, source)
+    n_blocks = parts(values.numel(), _BLOCK)
+    parameters = fill_struct(
+        "Index",
+        values=values,
+        packed=packed,
+        words=index,
+        ends=ends,
+        n=values.numel(),
+        n_blocks=n_blocks,
+        n_packed=packed.numel(),
+        dtype=dtype_code(values.dtype),
+    )
+    kernels.launch(f"gw_index_{name}", grid(32 * n_blocks), THREADS, 0, parameters)

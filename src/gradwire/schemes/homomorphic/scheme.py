@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import CountSketch, FixedPoint
+from gradwire.codecs.packed_values import FLAGS_AT, NOT_FINITE
 from gradwire.codecs.selection import take_largest
 from gradwire.control.checks import choice as check_choice
 from gradwire.control.checks import share as check_share
@@ -175,7 +176,7 @@ class Homomorphic(Compressed):
         if union.total is not None and (is_too_large or not union.head.is_finite):
             union.total()
         if not union.head.is_finite:
-            wire.note_message(packed_values.is_finite(union.message))
+            wire.note_message(union.message[FLAGS_AT].bitwise_and(NOT_FINITE) == 0)
         elif is_too_large:
             self._send_plainly(part, wire, _TOO_LARGE)
         elif union.total is not None and self._sketches.take_at_once(summand):
@@ -217,7 +218,7 @@ class Homomorphic(Compressed):
         fixed = self._fixed_point(union)
         packed = wire.scratch("packed", union.n_set, values.dtype)
         with wire.timing("encode"):
-            packed_values.pack(values, union.message, union.ends, packed)
+            packed_values.pack(values, union.words, packed, union.ends)
             # Divided before it is summed, by DDP's own product: with two ranks DDP's bits, and float16 stays in range.
             cells = packed.mul_(1.0 / wire.world_size) if fixed is None else fixed.quantise(packed)
         if union.n_set:
@@ -227,7 +228,7 @@ class Homomorphic(Compressed):
                 packed.copy_(cells.double().mul_(fixed.scale / wire.world_size).float())
             is_direct = values.dtype == part.values.dtype
             out = part.values if is_direct else wire.scratch("mean", values.numel(), values.dtype)
-            packed_values.unpack(packed, union.message, union.ends, out)
+            packed_values.unpack(packed, union.words, out, union.ends)
             if not is_direct:
                 part.values.copy_(out)
 

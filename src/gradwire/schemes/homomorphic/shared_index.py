@@ -1,6 +1,8 @@
 """The index that all ranks end up with: one OR, which also carries what they must agree on before any value is sent.
 
-A message is a head, then a bitmap (`codecs.packed_values`) or a Bloom filter of it.
+A message is a head, then a bitmap or a Bloom filter. An OR can say more than it seems: it tells that ranks differ (a bit and
+its complement are both set), that one of them has an Inf or NaN, and the largest exponent of all (each sets a bit for every
+exponent up to its own; the longest run survives).
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from gradwire.codecs import bloom_filter, packed_values
 from gradwire.codecs.bloom_filter import BloomShape, Found
-from gradwire.codecs.packed_values import HEAD_WORDS, Head
+from gradwire.codecs.count_sketch import index_words
+from gradwire.codecs.packed_values import HEAD_WORDS, PAST_THE_END, Head
 from gradwire.errors import CorruptMessage
 from gradwire.exchange.aggregators import Aggregator, Sum
 from gradwire.schemes.homomorphic.learnt import Learnt
@@ -30,7 +33,7 @@ class Union(NamedTuple):
 
     Attributes:
         own: (words,) int32, scratch: this rank's non-zeros.
-        message: head and (words,) int32, scratch: those of all ranks, and with a Bloom filter some zeros.
+        message: (HEAD_WORDS + words,) int32, scratch: those of all ranks, and with a Bloom filter some zeros.
         head: what the ranks' heads say; if not all is finite, the rest means nothing.
         ends, n_set: if asked for: as `packed_values.count` gives it, and how many bits are set.
         total: the sum that was started along with the index, if one was.
@@ -45,6 +48,7 @@ class Union(NamedTuple):
 
     @property
     def words(self) -> Tensor:
+        """The message without its head."""
         return self.message[HEAD_WORDS:]
 
 
@@ -77,7 +81,7 @@ class SharedIndex:
         Raises: RankMismatch, CorruptMessage.
         """
         n = values.numel()
-        message = wire.scratch("index", packed_values.message_words(n), torch.int32)
+        message = wire.scratch("index", HEAD_WORDS + index_words(n), torch.int32)
         bitmap = message[HEAD_WORDS:]
         with wire.timing("encode"):
             packed_values.write_index(values, message, wire.checksum)
@@ -102,7 +106,7 @@ class SharedIndex:
             unite(filtered)
             with wire.timing("decode"):
                 candidates = bloom_filter.query(bits, n, shape, self._seed, bitmap)
-                message[:HEAD_WORDS].copy_(head)
+                message[:HEAD_WORDS].copy_(head)  # which an OR with the others leaves as it is
             union = self._read(own, message, n, counts, total, wire)
             if not union.head.is_finite:
                 return union
@@ -134,13 +138,14 @@ class SharedIndex:
     @staticmethod
     def _read(own: Tensor, message: Tensor, n_elements: int, counts: bool, total: Sum | None, wire: Wire) -> Union:
         """What the united message says; on a device the lane waits for it. Raises: RankMismatch, CorruptMessage."""
-        ends = packed_values.count(message, n_elements) if counts else message[:0]
+        own_head, index = message[:HEAD_WORDS], message[HEAD_WORDS:]
+        ends = packed_values.count(index, n_elements, own_head) if counts else message[:0]
         with wire.record.timing("communicate"):
-            numbers = wire.read(torch.cat([message[:HEAD_WORDS], ends[-1:]]).long())
+            numbers = wire.read(torch.cat([own_head, ends[-1:]]).long())
         head = packed_values.read_head(numbers[:HEAD_WORDS])
         if not head.ranks_agree:
             wire.name_mismatch()
-        if not head.is_whole:
+        if head.flags & PAST_THE_END:
             raise CorruptMessage(
                 f"the index of bucket {wire.facts.bucket} in step {wire.facts.step} has bits set past its {n_elements} values: "
                 "it was altered on its way; restart from the last checkpoint"

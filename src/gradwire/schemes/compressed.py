@@ -169,10 +169,10 @@ class Compressed(Scheme):
         finally:
             if unused is not None:
                 unused.put_back()
-        if unsent is not None:
+        if part.unsent is not None:
             if unused is not None:
-                unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
-            feedback.stage_bucket(bucket, unsent)
+                unused.keep(part.unsent, part.used_by_any or part.is_used, part.counted)
+            feedback.stage_bucket(bucket, part.unsent)
         wire.conclude(bucket.buffer)
         if self.error_feedback and bucket.buffer.dtype == torch.float16:
             wire.note(wire.all_finite(bucket.buffer))  # a mean may leave float16's range although no message did

@@ -209,9 +209,8 @@ class _SimulatedStep:
 
     def _advance(self, is_computing: bool) -> None:
         """To whatever ends next."""
-        head = self.lane[0] if self.lane else None
-        works = head is not None and head.work_s > _NOTHING
-        lane_waits = head is not None and head.wire_s > _NOTHING
+        head = self.lane[0] if self.lane else _Turn(-1, "idle", 0.0)
+        works, lane_waits = head.work_s > _NOTHING, head.wire_s > _NOTHING
         is_busy = lane_waits or bool(self.wire)
         speed = (self.share if works else 1.0) * (1 - self.drag if is_busy else 1.0)
         lane_speed = self.share if is_computing else 1.0
@@ -221,9 +220,9 @@ class _SimulatedStep:
             ends.append((self.step.compute_s - self.computed) / speed)
             if self.n_handed_over < len(self.loads):
                 ends.append(max(0.0, (self.step.buckets[self.n_handed_over][1] - self.computed) / speed))
-        if head is not None and works:
+        if works:
             ends.append(head.work_s / lane_speed)
-        if head is not None and lane_waits:
+        if lane_waits:
             ends.append(head.wire_s / wire_speed)
         if self.wire:
             ends.append(self.wire[0][0] / wire_speed)
@@ -231,9 +230,9 @@ class _SimulatedStep:
         self.now += passed
         if is_computing:
             self.computed += passed * speed
-        if head is not None and works:
+        if works:
             head.work_s -= passed * lane_speed
-        if head is not None and lane_waits:
+        if lane_waits:
             head.wire_s -= passed * wire_speed
         if self.wire:
             self.wire[0][0] -= passed * wire_speed

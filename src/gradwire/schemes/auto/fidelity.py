@@ -6,7 +6,7 @@ this table; a row that is added needs a run of 200 steps beside DDP with the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -207,17 +207,3 @@ def row_of(spec: str) -> FidelityRow:
             )
     known = sorted({parse_spec(row.spec)[0] for row in TABLE})
     raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
-
-
-def as_markdown(rows: Iterable[FidelityRow] = TABLE) -> list[str]:
-    """The table for the docs, line by line."""
-    lines = ["| level | scheme | optimizers | measured |", "|---|---|---|---|"]
-    for level in LEVELS:
-        for row in rows:
-            if row.level == level:
-                name = f"`{row.spec}`" + (" (by name only)" if row.by_name_only else "")
-                when = {"all": "all", "adam": "Adam and its kin", "sgd": "SGD"}[row.optimizers]
-                if row.not_before:
-                    when += f"; Adam from step {row.not_before} on"
-                lines.append(f"| {level} | {name} | {when} | {row.evidence} |")
-    return lines

@@ -112,7 +112,8 @@ class Auto(Scheme):
         rows_for(self.fidelity, "sgd", self._also, self._only)  # its complaints, now
         self._budget = budget
         self._replay = None if replay is None else sorted((int(step), str(spec)) for step, spec in replay)
-        self._profile: CostProfile | None = None if profile is None else CostProfile.from_dict(profile)
+        self._given = None if profile is None else CostProfile.from_dict(profile)
+        self._profile: CostProfile  # once bound
         self._rows: list[FidelityRow] = []
         self._subs: dict[str, Scheme] = {}
         self._excluded: dict[str, str] = {}
@@ -180,14 +181,13 @@ class Auto(Scheme):
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
         self._compare_candidates()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if self._profile is None:
-            self._profile = measure_profile(session.communicator, self._rows, parameters)
+        self._profile = self._given or measure_profile(session.communicator, self._rows, parameters)
         predicted = self._profile.predict_us(1)
         self._law = Law(
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
             math.ceil(1000 * self._budget),
             self._predict,
-            self._family_of,
+            lambda spec: self._profile.family_of(spec),
             {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and family == "adam"},
         )
 
@@ -201,12 +201,7 @@ class Auto(Scheme):
         mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
         communicator.submit(compare_preambles, communicator, mine, self.session.recorder.open_bucket(0, -1, 0)).wait()
 
-    def _family_of(self, spec: str) -> str:
-        assert self._profile is not None
-        return self._profile.family_of(spec)
-
     def _predict(self, computing_us: int) -> Mapping[str, int]:
-        assert self._profile is not None
         predicted = self._profile.predict_us(computing_us)
         return {row.spec: predicted[row.spec] for row in self._rows if row.spec in predicted}
 
@@ -288,15 +283,14 @@ class Auto(Scheme):
 
     def _lag(self) -> int:
         """How many steps a vote may take; the same on all ranks."""
-        assert self._profile is not None
         vote_us = 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s
         is_long = self._law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
         return 0 if is_long and self._law.state != "run" else _LAG
 
     def _count(self, vote: Vote) -> None:
         """Give the law what the ranks agreed on."""
-        if self._profile is not None:
-            self._profile = replace(self._profile, density=vote.density or self._profile.density)
+        if vote.density:
+            self._profile = replace(self._profile, density=vote.density)
         link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
         for step, took_us, waited_us, fell_back in vote.steps():
             if self._law.wants_probe(step):
@@ -307,7 +301,7 @@ class Auto(Scheme):
 
     def _note_transfer(self, transfer_us: int) -> bool:
         """Whether a probe, if there was one, has found another link than the profile holds."""
-        if not transfer_us or self._profile is None:
+        if not transfer_us:
             return False
         self._law.probe_us = transfer_us
         found = self._probes.found(transfer_us, self._profile)
@@ -316,7 +310,6 @@ class Auto(Scheme):
 
     def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
         """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone."""
-        assert self._profile is not None
         plain_us, best, best_us = self._profile.best_at(rate_bps, self._law.computing_us, list(self._law.candidates))
         return plain_us / 1e6, best, best_us / 1e6
 
@@ -350,7 +343,6 @@ class Auto(Scheme):
     def stats(self) -> dict[str, Any]:
         """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
         law = self._law
-        assert self._profile is not None
         return {
             "auto": {
                 "state": "stay" if self._stays_plain else law.state,

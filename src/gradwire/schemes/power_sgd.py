@@ -18,6 +18,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.schemes.low_rank.base import LowRank
+from gradwire.schemes.low_rank.factors import orthogonalise
 from gradwire.schemes.low_rank.fusion import Work
 from gradwire.schemes.low_rank.matrices import MatrixGroup
 
@@ -63,7 +64,7 @@ class PowerSgd(LowRank):
             return
         with work.bucket.record.timing("encode"):
             for group in work.plan.groups:
-                self._factors.orthogonalise(group.p)
+                orthogonalise(group.p)
                 self._send_factors(work, group.project_to_q(group.new_q), self._cap_bytes("q"))
 
     def _write(self, group: MatrixGroup, bucket: Bucket) -> None:

@@ -18,8 +18,7 @@ from gradwire.core.site import DeviceSite
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import kernels_on
-from gradwire.gpu.low_rank import DeviceFactors
-from gradwire.schemes.low_rank.factors import Factors, HostFactors, redraw_factors
+from gradwire.schemes.low_rank.factors import orthogonalise, redraw_factors
 from gradwire.schemes.low_rank.fusion import Fusion, Parcel, Work, fingerprint_of, ranks_agree
 from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, matrix_shape
 from gradwire.schemes.low_rank.plan import LowRankPlan, Plans
@@ -104,7 +103,6 @@ class LowRank(PlainFirst):
         self._n_redone = 0
         self._n_not_finite = 0
         self._site: DeviceSite | None = None
-        self._factors: Factors = HostFactors()
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -132,13 +130,18 @@ class LowRank(PlainFirst):
                 self.name, ", ".join(whole), 100 * share,
             )  # fmt: skip
         super().bind(session)
-        self._site, self._factors = session.site, HostFactors()
+        self._site = session.site
         if session.site is not None:
             refuse_unused_parameters(session)
-            self._factors = DeviceFactors(kernels_on(session.site.device))
+            kernels_on(session.site.device)  # raises, where there are none
         self._check = StepCheck(communicator)
-        self._plans = Plans(self._shape_of, self._factors)
+        self._plans = Plans(self._shape_of, self._device)
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival, session.site)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where matrices are compressed."""
+        return torch.device("cpu") if self._site is None else self._site.device
 
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
         return matrix_shape(slot, self.rank, self.min_compression_rate) if self.select(slot) else None
@@ -233,7 +236,7 @@ class LowRank(PlainFirst):
     def _send_uncompressed_part(self, work: Work, cap_bytes: float) -> None:
         """The fingerprint and the dense parameters."""
         work.is_sent = False
-        work.dense = torch.empty(work.plan.n_dense, device=self._factors.device)
+        work.dense = torch.empty(work.plan.n_dense, device=self._device)
         if self._site is None:
             work.fingerprint = fingerprint_of(self._facts_of(work))
             self._fusion.add(Parcel(work, work.fingerprint, work.fingerprint, joins_next=True), cap_bytes)
@@ -349,7 +352,7 @@ class LowRank(PlainFirst):
                 are_sums = self.reuse and work.is_finite  # those of a bucket that was sent again hold Inf
                 redraw_factors(factors, group.keys, self.seed, work.bucket.step + 1, only_zero=are_sums)
                 if self.incoming_is_orthogonal:
-                    self._factors.orthogonalise(factors)
+                    orthogonalise(factors)
                 group.commit_factors(factors)
         self._end_of_commit()
         for work in self._works:
@@ -365,7 +368,7 @@ class LowRank(PlainFirst):
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
         self._site = None
-        self._plans = Plans(self._shape_of, HostFactors())
+        self._plans = Plans(self._shape_of, self._device)
         self.session.feedback.clear()
         self._works.clear()
         self._open.clear()

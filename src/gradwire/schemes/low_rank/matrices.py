@@ -12,7 +12,7 @@ import torch
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, Kept, holds_nonzero
 from gradwire.core.slot import Slot
-from gradwire.schemes.low_rank.factors import Factors, draw_factor
+from gradwire.schemes.low_rank.factors import draw_factor, multiply, orthogonalise
 
 
 class MatrixShape(NamedTuple):
@@ -64,14 +64,14 @@ class MatrixGroup:
     """
 
     def __init__(
-        self, shape: MatrixShape, members: Sequence[tuple[Slot, int, str, MatrixState]], factors: Factors
+        self, shape: MatrixShape, members: Sequence[tuple[Slot, int, str, MatrixState]], device: torch.device
     ) -> None:
         """`members`: slot, offset in the bucket, key and state of each matrix."""
-        self.shape, self._factors = shape, factors
+        self.shape, self._device = shape, device
         self.slots, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
         n = len(members)
-        self.p = torch.empty(n, shape.rank, shape.n_rows, device=factors.device)
-        self.q = torch.empty(n, shape.rank, shape.n_columns, device=factors.device)
+        self.p = torch.empty(n, shape.rank, shape.n_rows, device=device)
+        self.q = torch.empty(n, shape.rank, shape.n_columns, device=device)
         self.corrected: torch.Tensor
         self._withheld: list[tuple[int, Kept]] = []
         self._loss_scale = 1.0
@@ -84,7 +84,7 @@ class MatrixGroup:
             else:
                 factor.copy_(draw_factor(seed, key, 0, *factor.shape))
                 if is_orthogonal:
-                    self._factors.orthogonalise(factor[None])
+                    orthogonalise(factor[None])
             state.factor = factor
 
     def correct(self, bucket: Bucket, feedback: Feedback, loss_scale: float) -> None:
@@ -96,7 +96,7 @@ class MatrixGroup:
         """
         self._withheld.clear()
         self._loss_scale = loss_scale
-        n_rows, n_columns, device = self.shape.n_rows, self.shape.n_columns, self._factors.device
+        n_rows, n_columns, device = self.shape.n_rows, self.shape.n_columns, self._device
         room = feedback.room(("matrices", *self.slots), len(self.slots) * self.shape.n_elements, device=device)
         self.corrected = room.view(-1, n_rows, n_columns)
         for i, slot in enumerate(self.slots):
@@ -135,12 +135,12 @@ class MatrixGroup:
         """P Q^T of every matrix to where it lies in the bucket; `q` stands in for the group's own."""
         q = self.q if q is None else q
         for i in range(len(self.slots)):
-            self._factors.multiply(self.p[i], q[i], self.view_in(flat, i))
+            multiply(self.p[i], q[i], self.view_in(flat, i))
 
     def subtract_product(self, feedback: Feedback) -> None:
         """corrected -= P Q^T, which makes it the new residual against the factors as they stand; staged."""
         for i in range(len(self.slots)):
-            self._factors.multiply(self.p[i], self.q[i], self.corrected[i], subtract=True)
+            multiply(self.p[i], self.q[i], self.corrected[i], subtract=True)
         self._stage(feedback)
 
     def subtract_result(self, flat: torch.Tensor, feedback: Feedback) -> None:

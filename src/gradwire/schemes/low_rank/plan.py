@@ -8,7 +8,7 @@ import torch
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.slot import Slot
-from gradwire.schemes.low_rank.factors import Factors
+from gradwire.schemes.low_rank.factors import checksum
 from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, MatrixState
 from gradwire.schemes.selection import Selection, TensorSpan
 
@@ -16,8 +16,7 @@ from gradwire.schemes.selection import Selection, TensorSpan
 class LowRankPlan:
     """The groups of one bucket layout, and the tensors that travel as they are."""
 
-    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[TensorSpan], factors: Factors) -> None:
-        self._factors = factors
+    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[TensorSpan]) -> None:
         self.slots = bucket.slots
         self.layout_hash = bucket.layout_hash
         self.groups = groups
@@ -29,7 +28,7 @@ class LowRankPlan:
         """Note the checksum of what comes in next, for ranks to compare."""
         self.checksum = 0
         for group in self.groups:
-            self.checksum = self._factors.checksum(incoming(group), self.checksum)
+            self.checksum = checksum(incoming(group), self.checksum)
 
 
 class Plans:
@@ -38,8 +37,8 @@ class Plans:
     Also how much the model shrinks, for the size of fused buffers.
     """
 
-    def __init__(self, shape_of: Callable[[Slot], MatrixShape | None], factors: Factors) -> None:
-        self._shape_of, self._factors = shape_of, factors
+    def __init__(self, shape_of: Callable[[Slot], MatrixShape | None], device: torch.device) -> None:
+        self._shape_of, self._device = shape_of, device
         self._plans: list[LowRankPlan] = []
         self._keys: dict[Slot, str] = {}
         self.states: dict[Slot, MatrixState] = {}
@@ -64,8 +63,8 @@ class Plans:
             state = self.states.setdefault(slot, MatrixState())
             groups.setdefault(shape, []).append((slot, span.offset, keys[slot], state))
         dense = [span for span in chosen.raw if span.n_elements]
-        stacked = [MatrixGroup(shape, members, self._factors) for shape, members in groups.items()]
-        plan = LowRankPlan(bucket, stacked, dense, self._factors)
+        stacked = [MatrixGroup(shape, members, self._device) for shape, members in groups.items()]
+        plan = LowRankPlan(bucket, stacked, dense)
         slots = set(plan.slots)
         self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
         self._plans.append(plan)

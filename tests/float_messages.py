@@ -56,21 +56,23 @@ def there_and_back(codec: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 def assert_same_bytes_everywhere(
     compute: Callable[[], Iterable[torch.Tensor]], thread_counts: Iterable[int] = (1, 2, 3)
-) -> None:
-    """`compute()` gives the same bytes on every instruction set with every number of threads."""
-    n_threads, found = _native.thread_count(), {}
+) -> list[torch.Tensor]:
+    """What `compute()` gives, after it gave the same bytes on every instruction set with every number of threads."""
+    n_threads, digests = _native.thread_count(), {}
     try:
         for level in LEVELS:
             for n in thread_counts:
                 _native.set_thread_count(n)
                 with at_level(level):
-                    digest = hashlib.blake2b()
-                    for tensor in compute():
-                        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-                found[level, n] = digest.hexdigest()
+                    found = list(compute())
+                digest = hashlib.blake2b()
+                for tensor in found:
+                    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                digests[level, n] = digest.hexdigest()
     finally:
         _native.set_thread_count(n_threads)
-    assert len(set(found.values())) == 1, found
+    assert len(set(digests.values())) == 1, digests
+    return found
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""CRC32C of every instruction set against a table that is written here: lengths, offsets, joined pieces."""
+"""CRC32C of every instruction set against its table: lengths, offsets, joined pieces."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from float_messages import LEVELS, at_level
+from gcomp_oracle import CRC_TABLE
 from gradwire import _native
 
-POLYNOMIAL = 0x82F63B78
 # Folding begins at 512 bytes and goes on in steps of 256, three lanes side by side at 3,072.
 LENGTHS = [
     *range(301),
@@ -17,21 +17,12 @@ LENGTHS = [
 ]
 
 
-def _advance(state: int) -> int:
-    for _ in range(8):
-        state = state >> 1 ^ POLYNOMIAL * (state & 1)
-    return state
-
-
-TABLE = [_advance(byte) for byte in range(256)]
-
-
 def prefixes(data: bytes, crc: int) -> list[int]:
     """The checksum of each prefix of `data`, from none of it on."""
     state = crc ^ 0xFFFFFFFF
     found = [crc]
     for byte in data:
-        state = state >> 8 ^ TABLE[(state ^ byte) & 0xFF]
+        state = state >> 8 ^ CRC_TABLE[(state ^ byte) & 0xFF]
         found.append(state ^ 0xFFFFFFFF)
     return found
 

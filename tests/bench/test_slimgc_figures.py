@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from gradwire.control.threshold import NEVER
+from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.schemes import by_name

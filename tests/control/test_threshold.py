@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.control.threshold import (
+from gradwire.schemes.slimgc.threshold import (
     NEVER,
     LinearCost,
     SizeTimes,

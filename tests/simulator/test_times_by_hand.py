@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.control.threshold import NEVER
+from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire_lab.simulator.jitter import Uniform

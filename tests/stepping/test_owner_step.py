@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.control.threshold import NEVER
+from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.measuring import Measuring

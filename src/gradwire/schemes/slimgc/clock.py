@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -16,42 +15,25 @@ from gradwire.wire.wire import Wire
 Later = Callable[[], tuple[float, float]]
 
 
-class Clock(ABC):
-    """Times what one attachment sends; used on the lane."""
-
-    @abstractmethod
-    def begin_bucket(self, record: BucketRecord) -> None:
-        """A bucket is about to be reduced."""
-
-    @abstractmethod
-    def take_communicate_s(self) -> float:
-        """Seconds that the buckets of the last step communicated; forgets them."""
-
-    @abstractmethod
-    def time(self, wire: Wire, send: Callable[[], None]) -> Later:
-        """Have all ranks `send` by this end of the wire at the same time: waiting for a slow one is not communication."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Nothing is timed any more."""
-
-
-class HostClock(Clock):
-    """In host memory, where what was sent has arrived when the lane goes on."""
+class HostClock:
+    """Times one attachment in host memory, where what was sent has arrived when the lane goes on."""
 
     def __init__(self) -> None:
         self._records: list[BucketRecord] = []
 
     def begin_bucket(self, record: BucketRecord) -> None:
+        """A bucket is about to be reduced."""
         if self._records and self._records[0].step != record.step:
             self._records.clear()  # of a step that was given up half-way
         self._records.append(record)
 
     def take_communicate_s(self) -> float:
+        """Seconds that the buckets of the last step communicated; forgets them."""
         records, self._records = self._records, []
         return sum(record.busy_ns["communicate"] for record in records) / 1e9
 
     def time(self, wire: Wire, send: Callable[[], None]) -> Later:
+        """Have all ranks `send` by this end of the wire at the same time: waiting for a slow one is not communication."""
         wire.communicator.all_reduce(torch.zeros(1))
         watch = Stopwatch()
         with watch:
@@ -60,24 +42,20 @@ class HostClock(Clock):
         taken = watch.total_ns / 1e9, (busy_ns["encode"] + busy_ns["decode"]) / 1e9
         return lambda: taken
 
-    def close(self) -> None:
-        self._records.clear()
 
-
-class DeviceClock(Clock):
-    """On a device, whose stream is timed from now on until `close`."""
+class DeviceClock:
+    """Times one attachment on a device, all that its stream does from now on until `close`; see `HostClock`."""
 
     def __init__(self, wire: DeviceWire) -> None:
         self._wire, self._of_step = wire, DeviceTimes(wire.device)
         wire.note_times(self._of_step)
 
-    def begin_bucket(self, record: BucketRecord) -> None:
-        """Its times are noted where it is enqueued."""
-
     def take_communicate_s(self) -> float:
+        """As `HostClock`'s, of all that was enqueued."""
         return self._of_step.take().get("communicate", 0.0)
 
     def time(self, wire: Wire, send: Callable[[], None]) -> Later:
+        """As `HostClock`'s; nobody waits before the times are read."""
         self._wire.group.sum(self._wire.scratch("start", 1).zero_())
         times = DeviceTimes(self._wire.device)
         self._wire.note_times(times)
@@ -92,4 +70,5 @@ class DeviceClock(Clock):
         return read
 
     def close(self) -> None:
+        """Times are noted no more."""
         self._wire.note_times(None)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +52,6 @@ class CutSelection(Selection):
         spans = [(span.fused, span.fused + span.n_elements) for span in self.compressed]
         self.cut = Cut(spans, world_size, group_elements)
 
-    @property
-    def part_edges(self) -> tuple[int, ...]:
-        """Where the ranks' parts of a bit_buf without gaps end, 0 first."""
-        assert not self.keeps_places
-        n_parts = len(self.cut.groups)
-        return tuple(self.n_compressed * part // n_parts for part in range(n_parts + 1))
-
 
 class FusedExchange:
     """Means through one codec.
@@ -73,9 +68,8 @@ class FusedExchange:
     """
 
     def __init__(self, wire: Wire, codec: Codec, topology: str, pull: str, group_elements: int) -> None:
-        self._codec, self._topology = codec, topology
-        self._pull_codec = codec if pull == "compressed" else RawCodec()
-        self._group_elements = group_elements
+        self._codec, self._topology, self._group_elements = codec, topology, group_elements
+        self._pulls_raw = pull == "raw"
         self.adds_residual = topology == "server" and isinstance(codec, Quantised)
         self._on_device: DevicePieces | None = None
         if isinstance(wire, DeviceWire):
@@ -118,9 +112,7 @@ class FusedExchange:
         rest: Callable[[], None] | None = None
         if self._topology == "server":
             push = engine_codec(self._codec, torch.float32, importance)
-            pull = (
-                push if self._pull_codec is self._codec else engine_codec(self._pull_codec, torch.float32, importance)
-            )
+            pull = engine_codec(RawCodec(), torch.float32, None) if self._pulls_raw else push
             exchange = _native.PieceExchange(
                 wire.communicator.mesh, wire.communicator.next_stream(), wire.facts, push, pull, cut.native, values,
                 residual, lost, draw, not stays_with_owners, _PULL_BYTES_AHEAD,
@@ -132,7 +124,9 @@ class FusedExchange:
 
             rest = None if stays_with_owners else finish
         else:
-            codec = _Drawing(self._codec, draw) if isinstance(self._codec, Quantised) else self._codec
+            codec: Any = self._codec
+            if isinstance(codec, Quantised):  # each message rounds by random numbers of its own
+                codec = SimpleNamespace(exchange_codec=functools.partial(codec.exchange_codec, first_step=draw))
             mean_through_codec(
                 wire.communicator, codec, values, wire.facts, wire.record, importance,
                 chunk_elements=self._group_elements, left_out=lost.zero_(),
@@ -190,15 +184,6 @@ class DevicePieces(DeviceOwners):
                     chunks.append(Chunk(slice(first, last), slice(at, at + room), ()))
                     at += room
         return chunks
-
-
-class _Drawing:
-    """A quantiser in a ring, each of whose messages rounds by random numbers of its own."""
-
-    def __init__(self, codec: Quantised, first_draw: int) -> None:
-        self.name = codec.name
-        self.max_encoded_bytes, self.encode, self.decode = codec.max_encoded_bytes, codec.encode, codec.decode
-        self.exchange_codec = functools.partial(codec.exchange_codec, first_step=first_draw)
 
 
 def _first_draw(wire: Wire) -> int:

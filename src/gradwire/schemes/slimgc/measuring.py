@@ -45,7 +45,7 @@ _Times = tuple[float | None, float | None, float | None]
 
 
 class Measuring:
-    """Everything that decides the threshold of a run. Used on the lane only, but for `request` and `stats`.
+    """Everything that decides the threshold of a run. Used on the lane only, but for `is_requested` and `stats`.
 
     Args:
         warmup_steps: steps to measure in; even, at least 4.
@@ -57,6 +57,7 @@ class Measuring:
     Attributes:
         table: None as long as none was measured.
         is_due: all sizes are to be measured again.
+        is_requested: have that be so from the next look at the network on; if any rank asks, all measure.
     """
 
     def __init__(self, warmup_steps: int, method: str, drift_every: int, drift_factor: float) -> None:
@@ -67,7 +68,8 @@ class Measuring:
             )
         if drift_every < 0:
             raise InvalidArgument(f"drift_every is 0 (never) or a number of steps, got {drift_every}")
-        has_drifted(1.0, 1.0, drift_factor)  # which checks the factor
+        if not drift_factor > 1:
+            raise InvalidArgument(f"the drift factor is above 1, not {drift_factor!r}")
         self.warmup_steps, self.method = warmup_steps, check_choice("method", method, METHODS)
         self.drift_every, self.drift_factor = drift_every, drift_factor
         self.table: ThresholdTable | None = None
@@ -79,7 +81,7 @@ class Measuring:
         self._times: dict[int, list[_Times]] = {}
         self._communicate_s: deque[float] = deque(maxlen=max(1, drift_every))
         self._reference_s: float | None = None
-        self._is_requested = False
+        self.is_requested = False
         self._ended: int | None = None  # the step that was probed last, until its times are taken
         self._under_way: list[tuple[int, bool, list[Later]]] = []  # its probes: (values, is_compressed, times)
 
@@ -119,10 +121,6 @@ class Measuring:
             if n > self._sample.numel():
                 self._sample = torch.nan_to_num(tensor[:n].clone(), nan=0.0, posinf=0.0, neginf=0.0)
 
-    def request(self) -> None:
-        """Measure again at the next look at the network. Any rank may ask; all ranks then measure."""
-        self._is_requested = True
-
     # ---- after a step, on the lane of every rank
 
     def probe(self, step: int, device: torch.device, send: Send) -> None:
@@ -134,30 +132,29 @@ class Measuring:
                 times = [send(self._sample[:n], is_compressed) for _ in range(repeats)]
                 self._under_way.append((n, is_compressed, times))
 
-    def conclude(self, communicate_s: float, communicator: Communicator) -> bool:
+    def conclude(self, communicate_s: float, communicator: Communicator) -> int | None:
         """Take the times of what was sent after the step that ended last, agree, or look at the network, as that step has it.
 
         Args:
             communicate_s: how long the buckets of that step communicated.
-        Returns: whether there is a new table.
+        Returns: the threshold, if there is a new table.
         """
         step, self._ended = self._ended, None
         under_way, self._under_way = self._under_way, []
         for n, is_compressed, times in under_way:
             self._note(n, is_compressed, [read() for read in times])
         if step is None:  # none has ended since, or it was given up half-way
-            return False
+            return None
         if self.is_warming_up(step):
-            return not self.is_warming_up(step + 1) and self._agree(communicator)
-        if self.table is None:
-            return False
+            return None if self.is_warming_up(step + 1) else self._agree(communicator)
         if self.is_due:
             self.is_due = False
             return self._agree(communicator)
-        self._communicate_s.append(communicate_s)
-        if self.drift_every and not (step + 1) % self.drift_every:
-            self.is_due = self._is_outdated(communicator)
-        return False
+        if self.table is not None:
+            self._communicate_s.append(communicate_s)
+            if self.drift_every and not (step + 1) % self.drift_every:
+                self.is_due = self._is_outdated(communicator)
+        return None
 
     def _modes(self, step: int) -> tuple[bool, ...]:
         """The modes in which sizes are sent after `step`: compressed or not."""
@@ -168,7 +165,7 @@ class Measuring:
 
     def _is_outdated(self, communicator: Communicator) -> bool:
         """Whether the network has changed, or any rank wants to know; the same on all of them."""
-        facts = torch.tensor([statistics.median(self._communicate_s), -float(self._is_requested)], dtype=torch.float64)
+        facts = torch.tensor([statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64)
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
         current_s, is_requested = float(facts[0]), facts[1] < 0
         self._communicate_s.clear()
@@ -176,7 +173,7 @@ class Measuring:
             self._reference_s = current_s
         if not is_requested and not has_drifted(self._reference_s, current_s, self.drift_factor):
             return False
-        self._is_requested = False
+        self.is_requested = False
         self._reference_s = None  # the next look begins anew: what is compressed may change now
         return True
 
@@ -193,11 +190,11 @@ class Measuring:
         times = (None, total_s - codec_s, codec_s) if is_compressed else (total_s, None, None)
         self._times.setdefault(n * self._sample.element_size(), []).append(times)
 
-    def _agree(self, communicator: Communicator) -> bool:
-        """Make the table that all ranks share."""
+    def _agree(self, communicator: Communicator) -> int | None:
+        """Make the table that all ranks share; its threshold."""
         sizes = sorted(self._times)
         if not sizes:
-            return False
+            return None
         rows = torch.tensor([[_mean(self._times[size], i) for i in range(3)] for size in sizes], dtype=torch.float64)
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
@@ -205,7 +202,7 @@ class Measuring:
             SizeTimes(size, *(float(value) for value in row)) for size, row in zip(sizes, rows, strict=True)
         )
         self.n_measured += 1
-        return True
+        return self.table.threshold_bytes(self.method)
 
     # ---- between steps
 
@@ -226,7 +223,7 @@ class Measuring:
             "times": {size: [list(times) for times in rows] for size, rows in self._times.items()},
             "communicate_s": list(self._communicate_s),
             "reference_s": self._reference_s,
-            "is_requested": self._is_requested,
+            "is_requested": self.is_requested,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,7 +242,7 @@ class Measuring:
         self.n_measured, self._first_step, self._reference_s = n_measured, first_step, reference_s
         self._communicate_s.clear()
         self._communicate_s.extend(communicate_s)
-        self._is_requested = is_requested
+        self.is_requested = is_requested
 
 
 def _mean(rows: list[_Times], index: int) -> float:

@@ -31,8 +31,11 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def take_options(given: dict[str, Any]) -> dict[str, Any]:
-    """The scheme's options, taken out of `given` or by default. Raises: InvalidArgument (some do not go together)."""
+def read_options(codec: Any, given: dict[str, Any]) -> tuple[Codec, dict[str, Any]]:
+    """The codec, made by name with its options, given, or what a scheme given works with; and all of the scheme's options.
+
+    Raises: InvalidArgument.
+    """
     options = {name: given.pop(name, default) for name, default in _DEFAULTS.items()}
     is_server = check_choice("topology", options["topology"], ("server", "all-reduce")) == "server"
     is_raw = check_choice("pull", options["pull"], ("compressed", "raw")) == "raw"
@@ -56,11 +59,13 @@ def take_options(given: dict[str, Any]) -> dict[str, Any]:
             'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
             'pull="raw"'
         )
-    return options
+    made = _codec_of(codec, given)
+    if group_elements is None:
+        options["group_elements"] = QUANTISED_CHUNK_ELEMENTS if isinstance(made, Quantised) else CHUNK_ELEMENTS
+    return made, options
 
 
-def codec_of(codec: Any, options: dict[str, Any]) -> Codec:
-    """The codec: made by name, given, or what a scheme given works with. Raises: InvalidArgument."""
+def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
     if isinstance(codec, str):
         return codecs.by_name(codec, **options)
     if options:
@@ -79,11 +84,6 @@ def options_of(codec: Codec) -> dict[str, Any]:
     """A codec's options, as plain values: what ranks compare."""
     plain = (bool, int, float, str, type(None))
     return {k: v for k, v in sorted(vars(codec).items()) if not k.startswith("_") and isinstance(v, plain)}
-
-
-def group_elements_for(codec: Codec) -> int:
-    """How many values are encoded and sent at a time, where the user leaves it open."""
-    return QUANTISED_CHUNK_ELEMENTS if isinstance(codec, Quantised) else CHUNK_ELEMENTS
 
 
 def refuse_on_device(codec: Codec, options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import zlib
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,16 +31,10 @@ from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.selection import tensors_of
-from gradwire.schemes.slimgc.clock import Clock, DeviceClock, HostClock, Later
+from gradwire.schemes.slimgc.clock import DeviceClock, HostClock, Later
 from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import Measuring
-from gradwire.schemes.slimgc.options import (
-    codec_of,
-    group_elements_for,
-    options_of,
-    refuse_on_device,
-    take_options,
-)
+from gradwire.schemes.slimgc.options import options_of, read_options, refuse_on_device
 from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
 from gradwire.stepping.look_ahead import LookAhead
 from gradwire.stepping.owner_step import Owned, OwnerStep
@@ -51,6 +45,9 @@ from gradwire.wire.futures import then
 from gradwire.wire.lane import Continuation
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 from gradwire.wire.wire import Wire
+
+# What a task of the lane's gives back: a future for which the lane need not wait, or the rest of its work, if any is left.
+Begun = torch.futures.Future | Continuation | None
 
 _MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
 _LOOK_AHEAD = ("local", "local_rate", "sync_steps", "max_grad_norm")
@@ -98,21 +95,18 @@ class SlimGC(Compressed):
         **options: Any,
     ) -> None:
         super().__init__(error_feedback=error_feedback)
-        mine = self._options = take_options(options)
-        self.codec = codec_of(codec, options)
+        self.codec, mine = read_options(codec, options)
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
-        if mine["group_elements"] is None:
-            mine["group_elements"] = group_elements_for(self.codec)
         if mine["sync_steps"] is None:
             mine["sync_steps"] = 2 + (mine["warmup_steps"] if threshold_bytes is None else 0)
-        self.group_elements, self.backup, self.update = mine["group_elements"], mine["backup"], mine["update"]
+        self._options, self.backup, self.update = mine, mine["backup"], mine["update"]
         self._look_ahead = LookAheadOptions(**{name: mine[name] for name in _LOOK_AHEAD})
         self.owns_step = self.backup or self.update == "owner"
         self.state_is_per_world = True
         if self.update == "owner":
             self.per_rank_state = None  # its shards of the optimizer's state are cut for so many ranks
         self._stepper: LookAhead | OwnerStep | None = None
-        self._clock: Clock | None = None  # None: no table is measured
+        self._clock: HostClock | DeviceClock | None = None  # None: no table is measured
         self._reset()
 
     def _reset(self) -> None:
@@ -121,7 +115,6 @@ class SlimGC(Compressed):
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
         self._plans: dict[int, tuple[int, int, CutSelection]] = {}  # by bucket: layout, threshold, plan
         self._under_way: list[torch.futures.Future] = []  # sums of raw buckets, which the lane does not wait for
-        self._means: dict[int, Tensor] = {}  # with update="owner": of this rank's parts, by bucket
         self._has_loaded = False
         self._loaded = 0  # what ranks that loaded shards of the optimizer's state must have alike
 
@@ -134,11 +127,8 @@ class SlimGC(Compressed):
     @property
     def is_settled(self) -> bool:
         """Whether there is a threshold: one that was given, or follows from a table. One rank has nothing to measure."""
-        return self.threshold_bytes is not None or self._measuring.table is not None or self._is_alone
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.is_bound and self.session.communicator.world_size == 1
+        is_alone = self.is_bound and self.session.communicator.world_size == 1
+        return self.threshold_bytes is not None or self._measuring.table is not None or is_alone
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -170,8 +160,8 @@ class SlimGC(Compressed):
             refuse_on_device(self.codec, self._options)
         super().bind(session)
         self._reset()
-        topology, pull = self._options["topology"], self._options["pull"]
-        self._metric, self._exchange = metric, FusedExchange(wire, self.codec, topology, pull, self.group_elements)
+        how = (self._options[name] for name in ("topology", "pull", "group_elements"))
+        self._metric, self._exchange = metric, FusedExchange(wire, self.codec, *how)
         # What is encoded where it lies need not lie together; the ring and an owner's step want it so.
         self._keeps_places = self._exchange.adds_residual and self.update == "worker"
         if self.threshold_bytes is None and wire.world_size > 1:
@@ -195,7 +185,7 @@ class SlimGC(Compressed):
     def _begin_on_lane(self) -> None:
         super()._begin_on_lane()
         if isinstance(self._clock, DeviceClock):  # what the step before has measured may make a table
-            self._conclude(self._clock)
+            self._take_times()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
@@ -204,7 +194,7 @@ class SlimGC(Compressed):
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
         return then(self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True), lambda _: None)
 
-    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Continuation | None:
+    def _reduce_on_lane(self, bucket: Bucket) -> Begun:
         wire, preamble = self.wire(bucket), self.preamble(bucket)
         if wire.world_size == 1:
             return None
@@ -215,7 +205,7 @@ class SlimGC(Compressed):
             self._check.start(preamble, bucket.record)
             if wire.on_device:
                 self._check.fail_early()
-        if self._clock is not None:
+        if isinstance(self._clock, HostClock):
             self._clock.begin_bucket(bucket.record)
         with bucket.at_work():
             rest = self._reduce_by_plan(bucket, self._plan_of(bucket), wire) if bucket.n_elements else None
@@ -234,14 +224,12 @@ class SlimGC(Compressed):
             threshold = 0 if self._measuring.is_compressed_warmup(bucket.step) else NEVER
         known = self._plans.get(bucket.index)
         if known is None or known[:2] != (bucket.layout_hash, threshold):
-            world_size = self.session.communicator.world_size
-            plan = CutSelection(bucket, threshold, world_size, self.group_elements, self._keeps_places)
+            world_size, at_a_time = self.session.communicator.world_size, self._options["group_elements"]
+            plan = CutSelection(bucket, threshold, world_size, at_a_time, self._keeps_places)
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 
-    def _reduce_by_plan(
-        self, bucket: Bucket, plan: CutSelection, wire: Wire
-    ) -> torch.futures.Future | Continuation | None:
+    def _reduce_by_plan(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> Begun:
         if not plan.compressed:
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
@@ -254,10 +242,9 @@ class SlimGC(Compressed):
             finish_raw()
         elif plan.n_raw:
             wire.sum(fp_buf)
-        if finish_raw is not None or plan.n_raw:
-            wire.note(wire.all_finite(fp_buf))
-            for run in plan.raw_runs:
-                run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
+        wire.note(wire.all_finite(fp_buf))
+        for run in plan.raw_runs:
+            run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
 
         def finish() -> None:
             if rest is not None:
@@ -270,10 +257,10 @@ class SlimGC(Compressed):
         finish()
         return None
 
-    def _mean_raw(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> torch.futures.Future | None:
+    def _mean_raw(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> Begun:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
-        self._keep_own_mean(bucket, plan, None)
+        self._keep_own_mean(bucket, plan, wire, bucket.buffer[:0])
         if wire.on_device:
             wire.mean(bucket.buffer)
             wire.note(wire.all_finite(bucket.buffer))
@@ -298,16 +285,16 @@ class SlimGC(Compressed):
         )  # fmt: skip
 
     def _fill_fp_buf(self, bucket: Bucket, plan: CutSelection, part: Bucket, wire: Wire) -> Tensor:
-        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0, or NaN for all ranks to see.
+        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0.
 
-        It is NaN if the mean of this rank's large tensors, which is not, stays with its owners.
+        Last is NaN where large tensors are not finite and their means stay with the owners: it tells the other ranks.
         """
         self._flush_residuals(bucket, plan, wire)
         fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, plan.dtype)
         for run in plan.raw_runs:
             run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
-        is_seen = self.update == "worker" or bool(wire.all_finite(part.buffer))
-        fp_buf[-1:].fill_(0.0 if is_seen else math.nan)
+        is_told = self.update == "worker" or bool(wire.all_finite(part.buffer))
+        fp_buf[-1:].fill_(0.0 if is_told else math.nan)
         return fp_buf.mul_(1.0 / wire.world_size)
 
     def _flush_residuals(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> None:
@@ -321,26 +308,23 @@ class SlimGC(Compressed):
             gradient.add_(kept.values.to(gradient.device).view(-1), alpha=self.session.loss_scale())
             feedback.stage(span.slot, None)
 
-    def step(self, part: Part, wire: Wire) -> Any:
-        """Push what was encoded of the large tensors to their owners, and pull the means; or send it round the ring."""
-        plan = self._plans[part.bucket.index][2]
+    def step(self, part: Part, wire: Wire) -> Callable[[], None] | None:
+        """Push the large tensors, encoded, to their owners, and pull the means; or send them round the ring."""
+        plan, importance = self._plans[part.bucket.index][2], None
         part.used_by_any = [True] * len(plan.slots)  # ranks do not ask each other
+        if self._metric is not None and plan.slots:
+            with wire.record.timing("importance"):
+                importance = self._metric.of_bucket(
+                    plan.slots, plan.offsets, part.loss_scale, plan.dtype, part.bucket.staged
+                )
         return self._exchange.mean(
-            wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, self._importance_of(part, plan),
-            self.update == "owner",
-        )  # fmt: skip
-
-    def _importance_of(self, part: Part, plan: CutSelection) -> Importance | None:
-        """Of the large tensors, for a codec that weighs values by the optimizer."""
-        if self._metric is None or not plan.slots:
-            return None
-        with part.bucket.record.timing("importance"):
-            return self._metric.of_bucket(plan.slots, plan.offsets, part.loss_scale, plan.dtype, part.bucket.staged)
+            wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, importance, self.update == "owner"
+        )
 
     def _take_mean(self, bucket: Bucket, plan: CutSelection, part: Bucket, wire: Wire) -> None:
-        """The mean of the large tensors is there."""
-        if self.update == "owner":  # DDP goes on with this rank's own gradient
-            return self._keep_own_mean(bucket, plan, part.buffer)
+        """Write the means of the large tensors to where these lie, unless DDP goes on with this rank's own gradient."""
+        if self.update == "owner":
+            return self._keep_own_mean(bucket, plan, wire, part.buffer)
         for run in plan.compressed_runs:
             mean = run.in_bucket(bucket.buffer)
             if part.buffer is not bucket.buffer:
@@ -348,21 +332,17 @@ class SlimGC(Compressed):
             if not wire.on_device:  # there the messages say so
                 wire.note(wire.all_finite(mean))
 
-    def _keep_own_mean(self, bucket: Bucket, plan: CutSelection, fused: Tensor | None) -> None:
+    def _keep_own_mean(self, bucket: Bucket, plan: CutSelection, wire: Wire, fused: Tensor) -> None:
         """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
         if not isinstance(self._stepper, OwnerStep):
             return
-        rank, edges = self.session.communicator.rank, plan.part_edges
-        n_own = edges[rank + 1] - edges[rank]
-        mean = self._means.get(bucket.index)
-        if mean is None or mean.numel() != n_own:
-            mean = self._means[bucket.index] = torch.empty(n_own)
-        if fused is not None:
-            mean.copy_(fused[edges[rank] : edges[rank + 1]])
+        edges = tuple(fused.numel() * part // wire.world_size for part in range(wire.world_size + 1))
+        own = fused[edges[wire.rank] : edges[wire.rank + 1]]
         raw, cut = (
-            [(span.slot.parameter, span.fused) for span in spans if span.slot and span.slot.parameter is not None]
+            [(slot.parameter, at) for slot, _, _, at, _ in spans if slot is not None and slot.parameter is not None]
             for spans in (plan.raw, plan.compressed)
         )
+        mean = wire.scratch(f"own mean {bucket.index}", own.numel()).copy_(own)
         self._stepper.keep(bucket.index, Owned(tuple(parameter for parameter, _ in raw), tuple(cut), edges, mean))
 
     # ---- the end of a step
@@ -374,44 +354,43 @@ class SlimGC(Compressed):
         super().end_step(step)
         if isinstance(self._clock, HostClock):
             self._probe(step)
-            self._conclude(self._clock)
-            if self._measuring.is_due:
+            self._take_times()
+            if self._measuring.is_due:  # the network has changed
                 self._probe(step)
-                self._conclude(self._clock)
+                self._take_times()
 
     def _probe(self, step: int) -> None:
-        """Send tensors by themselves, as this step has it."""
+        """Send tensors by themselves, if this step has it."""
         if self._clock is not None:
-            send = functools.partial(self._send_probe, self._clock, step)
-            self._measuring.probe(step, self.session.wire.device, send)
+            self._measuring.probe(step, self.session.wire.device, functools.partial(self._send_alone, step))
 
-    def _send_probe(self, clock: Clock, step: int, values: Tensor, is_compressed: bool) -> Later:
-        """Send one tensor by itself; what comes of it is thrown away."""
-        n, recorder, exchange = values.numel(), self.session.recorder, self._exchange
-        record, wire = recorder.open_bucket(step, -1, 0), self.session.wire
+    def _send_alone(self, step: int, values: Tensor, is_compressed: bool) -> Later:
+        """Send one tensor, and throw away what comes of it."""
+        n, recorder, wire = values.numel(), self.session.recorder, self.session.wire
+        record = recorder.open_bucket(step, -1, 0)
         wire = wire.for_bucket(Preamble(FORMAT_VERSION, 0, self.name, self._shared_hash(), n, step, n), record)
         dtype = torch.float32 if is_compressed and not wire.on_device else values.dtype
-        probed, left_out = wire.scratch("probe", n, dtype).copy_(values), wire.scratch("left out of it", n)
+        sent, left_out = wire.scratch("probe", n, dtype).copy_(values), wire.scratch("left out of it", n)
 
         def send() -> None:
             if not is_compressed:
-                return wire.mean(probed)
-            cut, importance = Cut([(0, n)], wire.world_size, self.group_elements), None
-            if self._metric is not None:
-                importance = Importance([])
-            rest = exchange.mean(wire, cut, probed, left_out=left_out, importance=importance)
+                return wire.mean(sent)
+            cut = Cut([(0, n)], wire.world_size, self._options["group_elements"])
+            importance = None if self._metric is None else Importance([])
+            rest = self._exchange.mean(wire, cut, sent, left_out=left_out, importance=importance)
             if rest is not None:
                 rest()
 
-        took = clock.time(wire, send)
+        assert self._clock is not None
+        took = self._clock.time(wire, send)
         recorder.close_bucket(record)
         return took
 
-    def _conclude(self, clock: Clock) -> None:
+    def _take_times(self) -> None:
         """Take the threshold of a new table, if what was measured makes one."""
-        measuring = self._measuring
-        if measuring.conclude(clock.take_communicate_s(), self.session.communicator) and measuring.table is not None:
-            self._threshold = measuring.table.threshold_bytes(measuring.method)
+        assert self._clock is not None
+        threshold = self._measuring.conclude(self._clock.take_communicate_s(), self.session.communicator)
+        self._threshold = self._threshold if threshold is None else threshold
 
     def end_backward(self, step: int) -> int:
         """What a step that measures sends is part of it, so it does not end before its probes; the others wait for nothing."""
@@ -453,21 +432,20 @@ class SlimGC(Compressed):
             raise InvalidArgument(
                 "there is no table to measure again: leave threshold_bytes out, and let drift_every be more than 0"
             )
-        self._measuring.request()
+        self._measuring.is_requested = True
 
     def stats(self) -> dict[str, Any]:
         """The threshold in bytes, its table (Fig. 6), and what the decisions came to at the last step."""
         if self._last_stats is not None:
             return self._last_stats
         plans = [plan for _, _, plan in self._plans.values()]
+        n_compressed, n_raw = sum(plan.n_compressed for plan in plans), sum(plan.n_raw for plan in plans)
         return {
             "threshold_bytes": self._threshold,
             **self._measuring.stats(),
             "n_tensors_compressed": sum(len(plan.compressed) for plan in plans),
             "n_tensors_raw": sum(len(plan.raw) for plan in plans),
-            "share_compressed": _share(
-                sum(p.n_compressed for p in plans), sum(p.n_compressed + p.n_raw for p in plans)
-            ),
+            "share_compressed": n_compressed / max(1, n_compressed + n_raw),
             **super().stats(),
             **({} if self._stepper is None else self._stepper.stats()),
         }
@@ -501,16 +479,11 @@ class SlimGC(Compressed):
         stepper, clock = self._stepper, self._clock
         self._last_stats, self._stepper, self._clock = self.stats(), None, None
         self._plans.clear()
-        self._means.clear()
         self._metric = None  # which holds the optimizer
         try:
             if stepper is not None:
                 stepper.close()
         finally:
-            if clock is not None:
+            if isinstance(clock, DeviceClock):
                 clock.close()
             super().close()
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

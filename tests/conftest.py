@@ -10,6 +10,8 @@ import hypothesis
 import pytest
 import torch
 
+import gradwire_lab  # noqa: F401  # registers the schemes that are baselines
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Where the tests run in the background of a script, SIGINT is ignored, and processes that a test starts inherit that.

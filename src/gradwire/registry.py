@@ -13,6 +13,19 @@ from gradwire.errors import InvalidArgument
 Made = TypeVar("Made")
 
 
+# What was registered from outside of the library, by kind: name -> "module:class".
+_REGISTERED: dict[str, dict[str, str]] = {}
+
+
+def register(kind: str, name: str, place: str) -> None:
+    """Make the class at `place`, "module:class", known by name; it is imported when it is first asked for.
+
+    Args:
+        kind: "scheme", "codec" or "aggregator".
+    """
+    _REGISTERED.setdefault(kind, {})[name] = place
+
+
 class Registry(Generic[Made]):
     """Classes by name, imported when they are first asked for.
 
@@ -22,11 +35,11 @@ class Registry(Generic[Made]):
     """
 
     def __init__(self, kind: str, places: Mapping[str, str]) -> None:
-        self._kind, self._places = kind, dict(places)
+        self._kind, self._own = kind, places
 
-    def add(self, name: str, place: str) -> None:
-        """One more: `place` is "module:class"."""
-        self._places[name] = place
+    @property
+    def _places(self) -> dict[str, str]:
+        return {**self._own, **_REGISTERED.get(self._kind, {})}
 
     def names(self) -> list[str]:
         return sorted(self._places)

@@ -91,12 +91,12 @@ def test_sums_are_the_same_on_every_instruction_set_and_thread_count() -> None:
                 out = torch.empty(n)
                 ternary.read_counts(counts, shares, scales, n_ranks, out)
                 kept += [counts, out]
-            norms, codes = torch.empty(thc.n_norms(n)), torch.zeros(thc.n_codes(n), dtype=torch.uint8)
-            thc.norms_of(gradient, norms)
-            thc.write_codes(gradient, norms, codes, sign_step=1, step=2)
-            for n_ranks, sums in ((5, codes), (9, codes.to(torch.int16) * 3)):
-                out = torch.empty(n)
-                thc.read_sums(sums, norms, n_ranks, out, sign_step=1)
-                kept.append(out)
-            found.add(digest(norms, codes, *kept))
+            norms = torch.empty(thc.n_norms(n))
+            thc.write_norms(gradient, norms)
+            for n_ranks in (5, 9):
+                codes, out = torch.zeros(thc.code_bytes(n, n_ranks), dtype=torch.uint8), torch.empty(n)
+                thc.write_codes(gradient, norms, codes, n_ranks=n_ranks, sign_step=1, step=2)
+                thc.read_sums(codes, norms, n_ranks, out, sign_step=1)
+                kept += [codes, out]
+            found.add(digest(norms, *kept))
         assert len(found) == 1, n

@@ -7,7 +7,8 @@ import torch
 
 from buckets import Driver
 from gradwire.errors import CorruptMessage
-from gradwire.schemes.through_codec import ThroughCodec
+from gradwire.exchange.ring import Ring
+from gradwire.schemes.compressed import Compressed
 from ranks import run_ranks
 
 _DROPPED = 32 - 12  # sign, 8 bits of exponent and 3 of the mantissa stay
@@ -42,12 +43,20 @@ class ThreeBits:
         out.copy_((words << _DROPPED).view(torch.float32))
 
 
-class ThreeBitsScheme(ThroughCodec):
+class ThreeBitsScheme(Compressed):
     name = "three-bits"
+
+    def __init__(self, topology: str) -> None:
+        super().__init__(collective=Ring(ThreeBits(), topology))
+
+    @property
+    def configuration(self) -> dict[str, object]:
+        assert self.collective is not None
+        return self.collective.configuration
 
 
 def reduce_on(rank: int, world_size: int, topology: str) -> tuple[list[float], int]:
-    driver = Driver(ThreeBitsScheme(ThreeBits(), topology), [torch.zeros(N)], [1])
+    driver = Driver(ThreeBitsScheme(topology), [torch.zeros(N)], [1])
     (result,) = driver.reduce([gradient_of(rank)])
     driver.close()
     return result.tolist(), driver.last_buckets[0].record.bytes_sent

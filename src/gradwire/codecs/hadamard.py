@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,8 +12,12 @@ from gradwire import _native
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
 from gradwire.errors import Unsupported
+from gradwire.gpu.kernels import kernels_for
+from gradwire.gpu.launching import THREADS, parts
+from gradwire.gpu.structs import fill_struct
 
 TRANSFORM_ELEMENTS = 1_024
+_SHARED_BYTES = 4 * (TRANSFORM_ELEMENTS + 32)  # values and signs of a block
 _MAX_RANKS_IN_BYTES = 8  # sums of table values up to 30
 _MAX_RANKS = 1_000  # two bytes, and the sign bit left alone
 
@@ -20,7 +27,8 @@ class Thc(Quantised):
     look Gaussian; rotated values are clamped at `clip` standard deviations, mapped to 0 ... 30 and rounded by chance to
     {0, 3, 5, 7, 9, 11, 13, 14, 16, 17, 19, 21, 23, 25, 27, 30}. 0.126 of float32.
 
-    `norms_of`, `write_codes` and `read_sums` are for ranks that share norms: table values can be summed as integers.
+    `write_norms`, `write_codes` and `read_sums` are for ranks that share norms: table values can be summed as integers. They
+    work in host memory and on devices, where they are enqueued on the current stream and wait for nothing.
 
     Fused form for error feedback: `encode_with_residual(gradient, residual, out, step)`. In a message, `step` gives both
     the signs and the rounding, and the signs' share of it travels along.
@@ -49,7 +57,7 @@ class Thc(Quantised):
     @staticmethod
     def n_norms(n_elements: int) -> int:
         """How many blocks `n_elements` make."""
-        return -(-n_elements // TRANSFORM_ELEMENTS)
+        return parts(n_elements, TRANSFORM_ELEMENTS)
 
     @staticmethod
     def n_codes(n_elements: int) -> int:
@@ -63,72 +71,137 @@ class Thc(Quantised):
             raise Unsupported(f"thc's sums take 1 to {_MAX_RANKS} ranks, not {n_ranks}; use two-bit")
         return n_ranks > _MAX_RANKS_IN_BYTES
 
-    def norms_of(
-        self, gradient: Tensor, out: Tensor, residual: Tensor | None = None, residual_scale: float = 1.0
+    @staticmethod
+    def code_bytes(n_elements: int, n_ranks: int) -> int:
+        """Bytes of one rank's codes, which the sum over `n_ranks` takes too. Raises: Unsupported."""
+        return Thc.n_codes(n_elements) * (2 if Thc.sums_are_wide(n_ranks) else 1)
+
+    @staticmethod
+    def summable(codes: Tensor, n_ranks: int) -> Tensor:
+        """`codes` in a dtype that backends sum: of two bytes, two to a word, as none of the sums carries."""
+        return codes.view(torch.int32) if Thc.sums_are_wide(n_ranks) else codes
+
+    def write_norms(
+        self, values: Tensor, norms: Tensor, residual: Tensor | None = None, residual_scale: float = 1.0
     ) -> None:
-        """out (n_norms(n),) float32: the norm of each block of gradient + residual; infinity where not finite."""
-        check_tensor("gradient", gradient)
-        check_tensor("out", out, torch.float32, self.n_norms(gradient.numel()))
-        _native.thc_write_norms(bytes_of(gradient), dtype_code(gradient.dtype), residual, residual_scale, out)
+        """The norm of each block of values + residual; infinity if it is not finite.
+
+        Args:
+            values: (n,) float32, bfloat16 or float16.
+            norms: (n_norms(n),) float32.
+            residual, residual_scale: as in `encode_with_residual`.
+        """
+        kernels = kernels_for(values.device)
+        if kernels is not None:
+            parameters = self._struct(values, norms, residual=residual, residual_scale=residual_scale)
+            kernels.launch("gw_thc_norms", parts(8 * norms.numel(), THREADS), THREADS, 0, parameters)
+            return
+        check_tensor("values", values)
+        check_tensor("norms", norms, torch.float32, self.n_norms(values.numel()))
+        _native.thc_write_norms(bytes_of(values), dtype_code(values.dtype), residual, residual_scale, norms)
 
     def write_codes(
         self,
-        gradient: Tensor,
+        values: Tensor,
         norms: Tensor,
-        out: Tensor,
+        codes: Tensor,
         *,
+        n_ranks: int,
         sign_step: int,
         step: int,
         residual: Tensor | None = None,
         new_residual: Tensor | None = None,
         residual_scale: float = 1.0,
     ) -> None:
-        """Table values of gradient + residual by `norms` that the ranks share, to be summed.
+        """Table values of values + residual by `norms` that ranks share, to be summed over `n_ranks`.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, finite.
+            values: (n,) as in `write_norms`.
             norms: (n_norms(n),) float32: the largest of any rank, for each block.
-            out: (n_codes(n),) uint8.
+            codes: (code_bytes(n, n_ranks),) uint8.
             sign_step: what signs are drawn by: the same on all ranks.
             step: what rounding is drawn by: another on each rank.
             residual, new_residual, residual_scale: as in `encode_with_residual`.
-        Raises: InvalidArgument.
+        Raises: InvalidArgument, Unsupported.
         """
-        check_tensor("gradient", gradient)
-        check_tensor("out", out, torch.uint8)
+        check_step(sign_step)
+        check_step(step)
+        kernels = kernels_for(values.device)
+        if kernels is not None:
+            parameters = self._struct(
+                values,
+                norms,
+                n_ranks,
+                codes=codes,
+                sign_step=sign_step,
+                step=step,
+                residual=residual,
+                left_out=new_residual,
+                residual_scale=residual_scale,
+            )
+            kernels.launch("gw_thc_write", norms.numel(), THREADS, _SHARED_BYTES, parameters)
+            return
+        check_tensor("values", values)
+        check_tensor("codes", codes, torch.uint8, self.code_bytes(values.numel(), n_ranks))
+        narrow = torch.empty(codes.numel() // 2, dtype=torch.uint8) if self.sums_are_wide(n_ranks) else codes
         _native.thc_write_codes(
-            bytes_of(gradient),
-            dtype_code(gradient.dtype),
+            bytes_of(values),
+            dtype_code(values.dtype),
             residual,
             residual_scale,
             new_residual,
             norms,
             self.clip,
             self.sign_seed,
-            check_step(sign_step),
+            sign_step,
             self.seed,
-            check_step(step),
-            out,
+            step,
+            narrow,
         )
+        if narrow is not codes:
+            codes.view(torch.int16).copy_(narrow)
 
     def read_sums(self, sums: Tensor, norms: Tensor, n_ranks: int, out: Tensor, *, sign_step: int) -> None:
         """Sums of `n_ranks` codes to the mean of what they stand for, into out (n,).
 
-        Args:
-            sums: (n_codes(n),) uint8, or int16 where `sums_are_wide`.
+        A block whose norm is not finite becomes NaN. sums: (code_bytes(n, n_ranks),) uint8.
         Raises: InvalidArgument, Unsupported.
         """
-        wide = self.sums_are_wide(n_ranks)
-        check_tensor("sums", sums, torch.int16 if wide else torch.uint8)
+        check_step(sign_step)
+        kernels = kernels_for(out.device)
+        if kernels is not None:
+            parameters = self._struct(out, norms, n_ranks, codes=sums, sign_step=sign_step)
+            kernels.launch("gw_thc_read", norms.numel(), THREADS, _SHARED_BYTES, parameters)
+            return
+        check_tensor("sums", sums, torch.uint8)
         check_tensor("out", out)
         _native.thc_read_sums(
-            bytes_of(sums),
-            wide,
+            sums,
+            self.sums_are_wide(n_ranks),
             n_ranks,
             norms,
             self.clip,
             self.sign_seed,
-            check_step(sign_step),
+            sign_step,
             dtype_code(out.dtype),
             bytes_of(out),
+        )
+        for block in norms.isfinite().logical_not_().nonzero().view(-1).tolist():
+            out[TRANSFORM_ELEMENTS * block :][:TRANSFORM_ELEMENTS] = math.nan
+
+    def _struct(
+        self, values: Tensor, norms: Tensor, n_ranks: int = 1, **others: Tensor | float | None
+    ) -> ctypes.Structure:
+        return fill_struct(
+            "Rotated",
+            values=values,
+            norms=norms,
+            n=values.numel(),
+            sign_seed=self.sign_seed,
+            seed=self.seed,
+            clip=self.clip,
+            dtype=dtype_code(values.dtype),
+            n_ranks=n_ranks,
+            are_wide=self.sums_are_wide(n_ranks),
+            **others,
         )

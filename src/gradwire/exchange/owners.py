@@ -26,14 +26,17 @@ class Owners:
     """Each rank owns a part of the bucket, and adds what the others pushed of it to its own, unquantised share.
 
     Args:
+        codec: the quantiser; another may take its place before `bind`.
         pull: how sums travel back: "compressed", quantised again, where what the message leaves out goes into the owner's
             residual; or "raw", in the bucket's dtype.
         chunk_elements: values to a message; each message has its own scales.
     Raises: InvalidArgument.
     """
 
-    def __init__(self, pull: str = "compressed", chunk_elements: int = QUANTISED_CHUNK_ELEMENTS) -> None:
-        self.pull = check_choice("pull", pull, _PULLS)
+    def __init__(
+        self, codec: Quantised, pull: str = "compressed", chunk_elements: int = QUANTISED_CHUNK_ELEMENTS
+    ) -> None:
+        self.codec, self.pull = codec, check_choice("pull", pull, _PULLS)
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
         self.chunk_elements = chunk_elements
@@ -44,11 +47,11 @@ class Owners:
         """What ranks must share."""
         return {"pull": self.pull, "chunk_elements": self.chunk_elements}
 
-    def bind(self, codec: Quantised, wire: Wire) -> None:
-        """Take the codec and the place. Raises: Unsupported (a codec without kernels, or none here)."""
-        self._codec, self._on_device = codec, None
+    def bind(self, wire: Wire) -> None:
+        """Take the wire. Raises: Unsupported (a codec without kernels, or no kernels on its device)."""
+        self._on_device = None
         if isinstance(wire, DeviceWire):
-            self._on_device = DeviceOwners(wire, codec, wire.communicator, self.chunk_elements, self.pull == "raw")
+            self._on_device = DeviceOwners(wire, self.codec, wire.communicator, self.chunk_elements, self.pull == "raw")
 
     def mean(self, part: Part, wire: Wire) -> None:
         """Replace `part.values` by their mean, on the lane.
@@ -65,7 +68,7 @@ class Owners:
             wire.communicator.mesh,
             wire.communicator.next_stream(),
             wire.facts,
-            self._codec.native_options,
+            self.codec.native_options,
             bytes_of(part.values),
             dtype_code(part.values.dtype),
             part.residual,

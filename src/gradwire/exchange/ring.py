@@ -20,7 +20,7 @@ from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.control.checks import choice as check_choice
-from gradwire.core.bucket import Bucket
+from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.device_engine import DeviceMeans
 from gradwire.exchange.device_messages import FloatMessages, GCompMessages
@@ -67,21 +67,22 @@ class Ring:
         return {"topology": self.topology, "chunk_elements": self.chunk_elements}
 
     def bind(self, wire: Wire) -> None:
-        """Take the place. Raises: Unsupported (no kernels for the codec's options, or none here)."""
+        """Take the wire. Raises: Unsupported (no kernels for the codec's options, or none on its device)."""
         self._messages = None
         if isinstance(wire, DeviceWire):
             kind = GCompMessages if isinstance(self.codec, GCompCodec) else FloatMessages
             self._messages = kind(wire, self.codec)  # type: ignore[arg-type]  # whichever is not GComp's is of floats
             self._means = DeviceMeans(wire, self._messages, wire.communicator, self.topology, self.chunk_elements)
 
-    def mean(self, bucket: Bucket, wire: Wire, importance: Any = None, counts: torch.Tensor | None = None) -> None:
-        """Replace the bucket by its mean, on the lane.
+    def mean(self, part: Part, wire: Wire, importance: Any = None, counts: torch.Tensor | None = None) -> None:
+        """Replace `part.values` by their mean, on the lane; without error feedback.
 
         Args:
             importance: of the bucket's values, for codecs that weigh them: an `Importance`, or on a device (n,) uint8.
             counts: int64: gets the exponents of all that GComp's codec encodes; None: they are not counted.
         Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
         """
+        bucket = part.bucket
         if self._messages is not None:
             if isinstance(self._messages, GCompMessages):
                 self._messages.weigh(importance, counts)

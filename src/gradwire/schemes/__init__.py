@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradwire.core.session import Session
+from gradwire.errors import InvalidArgument
 from gradwire.registry import Registry
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain_steps import BESIDE_ADAM
@@ -23,30 +24,28 @@ _REGISTRY: Registry[Scheme] = Registry(
         "bf16": "gradwire.schemes.bf16:Bf16",
         "broadcast": "gradwire.schemes.aqgb.scheme:Broadcast",
         "dgc": "gradwire.schemes.dgc:Dgc",
-        "embedded-float": "gradwire.schemes.through_codec:EmbeddedFloatScheme",
+        "embedded-float": "gradwire.schemes.floats:EmbeddedFloatScheme",
         "gcomp": "gradwire.schemes.gcomp.scheme:GComp",
         "homomorphic": "gradwire.schemes.homomorphic.scheme:Homomorphic",
         "one-bit": "gradwire.schemes.quantisers:OneBitScheme",
         "one-bit-adam": "gradwire.schemes.one_bit_adam:OneBitAdam",
-        "periodic": "gradwire.schemes.periodic:Periodic",
         "plain": "gradwire.schemes.plain:Plain",
         "power-sgd": "gradwire.schemes.power_sgd:PowerSgd",
         "power-sgd-overlap": "gradwire.schemes.power_sgd:PowerSgdOverlap",
         "qsgd": "gradwire.schemes.quantisers:QsgdScheme",
-        "random-k": "gradwire.schemes.random_k:RandomK",
         "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
         "slimgc": "gradwire.schemes.slimgc:SlimGC",
         "terngrad": "gradwire.schemes.terngrad:TernGrad",
         "thc": "gradwire.schemes.thc:ThcScheme",
         "top-k": "gradwire.schemes.top_k:TopK",
-        "top-k-adam": "gradwire.schemes.top_k_adam:TopKAdam",
-        "truncate": "gradwire.schemes.through_codec:TruncateScheme",
-        "truncated-float": "gradwire.schemes.through_codec:TruncatedFloatScheme",
+        "truncated-float": "gradwire.schemes.floats:TruncatedFloatScheme",
         "two-bit": "gradwire.schemes.quantisers:TwoBitScheme",
-        "zlib": "gradwire.schemes.through_codec:ZlibScheme",
-        "zstd": "gradwire.schemes.through_codec:ZstdScheme",
     },
 )
+
+
+# Baselines that the laboratory registers when it is imported.
+_OF_THE_LABORATORY = ("periodic", "random-k", "top-k-adam", "truncate", "zlib", "zstd")
 
 
 def names() -> list[str]:
@@ -74,4 +73,6 @@ def by_name(name: str, **options: Any) -> Scheme:
 
     Raises: InvalidArgument (unknown name, or an option that the scheme does not take or whose value is out of range).
     """
+    if name in _OF_THE_LABORATORY and name not in names():
+        raise InvalidArgument(f"the scheme {name!r} is a baseline for experiments: `import gradwire_lab` registers it")
     return _REGISTRY.make(name, options)

@@ -15,13 +15,12 @@ models of few or small matrices, or where every step's gradient has to be exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.schemes.low_rank.fusion import Work
@@ -35,52 +34,39 @@ class AcpSgd(LowRank):
     """
 
     name = "acp-sgd"
-    published: ClassVar[Mapping[str, Any]] = MappingProxyType({"start_step": 0})
-    plain_beside_adam = 100
-    behind_plain = "0.04"
     incoming_is_orthogonal = True
 
-    _is_step_for_p = True
+    def steps(self, work: Work) -> Iterator[None]:
+        groups, turn = work.plan.groups, self.turn
+        self.send_dense(work, turn)
+        for group in groups:
+            group.correct(work.bucket.buffer, work.wire, work.loss_scale)
+            if turn == "p":
+                torch.bmm(group.q, group.corrected.mT, out=group.p)
+            else:
+                torch.bmm(group.p, group.corrected, out=group.q)
+            self.send_factors(work, self.next_factors(group), turn)
+        if work.bucket.is_last:
+            self._fusion.flush()
+        if self.error_feedback:
+            for group in groups:  # with this rank's own factor, while its sum is under way
+                group.subtract_product()
+        yield
+        for group in groups:
+            group.write_product(work.bucket.buffer, group.q)
 
-    def _compress(self, works: list[Work], is_last: bool) -> None:
-        cap_bytes = self._cap_bytes("p" if self._is_step_for_p else "q")
-        loss_scale = self.session.loss_scale()
-        for work in works:
-            with work.bucket.record.timing("encode"):
-                self._send_uncompressed_part(work, cap_bytes)
-                for group in work.plan.groups:
-                    group.correct(work.bucket, self.session.feedback, loss_scale)
-                    sent = group.project_to_p() if self._is_step_for_p else group.project_to_q(group.q)
-                    self._send_factors(work, sent, cap_bytes)
-                work.is_sent = True
-                if is_last and work is works[-1]:
-                    self._fusion.flush()
-                if self.error_feedback:
-                    for group in work.plan.groups:  # with the local factor, while its sum is under way
-                        group.subtract_product(self.session.feedback)
-        if is_last:
-            self._fusion.finish_all()
+    def next_factors(self, group: MatrixGroup) -> Tensor:
+        return group.p if self.turn == "p" else group.q
 
-    def _write(self, group: MatrixGroup, bucket: Bucket) -> None:
-        group.write_product(bucket.buffer)
-
-    def _incoming(self, group: MatrixGroup) -> torch.Tensor:
-        return group.q if self._is_step_for_p else group.p
-
-    def _next_factors(self, group: MatrixGroup) -> torch.Tensor:
-        return group.p if self._is_step_for_p else group.q
-
-    def _end_of_commit(self) -> None:
-        self._is_step_for_p = not self._is_step_for_p
+    def commit(self) -> None:
+        super().commit()
+        if self._works:
+            self.turn = "q" if self.turn == "p" else "p"
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "is_step_for_p": self._is_step_for_p}
+        return {**super().state_dict(), "is_step_for_p": self.turn == "p"}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._is_step_for_p = state["is_step_for_p"]
-
-    def _sides_in(self, state: dict[str, Any]) -> str:
+    def turn_in(self, state: dict[str, Any]) -> str:
         if not isinstance(state.get("is_step_for_p"), bool):
             raise not_the_state("scheme acp-sgd", "it lacks is_step_for_p")
-        return "q" if state["is_step_for_p"] else "p"
+        return "p" if state["is_step_for_p"] else "q"

@@ -9,18 +9,18 @@ it was in, and residuals and momenta of the step are dropped.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Feedback, Part, Unused
 from gradwire.core.session import Session
 from gradwire.errors import Unsupported
+from gradwire.exchange.owners import Owners
+from gradwire.exchange.ring import Ring
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain_steps import PlainSteps
@@ -35,6 +35,7 @@ class Compressed(Scheme):
     """A scheme that reduces bucket by bucket on the lane. With one rank the mean is the gradient: nothing is sent.
 
     Args:
+        collective: what takes the mean of a part through a codec; None: the scheme's own `step` does.
         error_feedback: add what was not sent to the next gradient.
         momenta: keep a momentum of every slot, each rank its own, as residuals are kept.
         plain: the first steps, which are reduced plainly.
@@ -49,11 +50,13 @@ class Compressed(Scheme):
     def __init__(
         self,
         *,
+        collective: Owners | Ring | None = None,
         error_feedback: bool = False,
         momenta: bool = False,
         plain: PlainSteps | None = None,
         select: ByName | None = None,
     ) -> None:
+        self.collective = collective
         self.error_feedback = bool(error_feedback)
         self.momenta = Feedback() if momenta else None
         self.state_is_per_world = self.error_feedback or momenta
@@ -78,13 +81,16 @@ class Compressed(Scheme):
         return self.plain.last + 1 >= self.plain.n
 
     def bind(self, session: Session) -> None:
-        """Raises: InvalidArgument (names of no tensor), Unsupported (error feedback on a device, where DDP looks for
-        unused parameters)."""
+        """Raises: InvalidArgument (names of no tensor), Unsupported (on a device: error feedback where DDP looks for unused
+        parameters; no kernels for the codec)."""
         if session.wire.on_device and (self.error_feedback or self.momenta is not None):
             refuse_unused_parameters(session)
         self.plain.bind(session)
         self.select.bind(session)
         super().bind(session)
+        self._sends_all = not self.select
+        if self.collective is not None:
+            self.collective.bind(session.wire)
         self._check = StepCheck(session.communicator)
         self.n_not_finite = 0
         if self.settles_plainly:
@@ -159,16 +165,17 @@ class Compressed(Scheme):
         """Replace the bucket by its mean, and stage what was not sent; returns as `step`."""
         feedback, unused = self.session.feedback, None
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
-        part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
-        if residual is not None:
+        part = Part(bucket, wire, residual, unsent, self.session.loss_scale() if self.session.has_scaler else 1.0)
+        if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
         try:
             rest = self.step(part, wire)
         finally:
             if unused is not None:
                 unused.put_back()
-        if unused is not None and unsent is not None:
-            unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
+        if unsent is not None:
+            if unused is not None:
+                unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
             feedback.stage_bucket(bucket, unsent)
         if rest is not None:
             return rest
@@ -177,18 +184,20 @@ class Compressed(Scheme):
             wire.note(wire.all_finite(bucket.buffer))  # a mean may leave float16's range although no message did
         return None
 
-    @abstractmethod
     def step(self, part: Part, wire: Wire) -> Callable[[], None] | None:
         """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`.
 
         Returns: what is left to do until the values are replaced, for a scheme that sees to it; None: nothing.
         """
+        assert self.collective is not None, "a scheme without a collective has a step of its own"
+        self.collective.mean(part, wire)
+        return None
 
     # ---- which tensors are compressed, and what is sent of them
 
     def choose(self, bucket: Bucket) -> Selection | None:
         """Which of the bucket's tensors are compressed; None: the bucket, as it lies."""
-        chosen = Selection(bucket, self.select) if self.select else None
+        chosen = None if self._sends_all else Selection(bucket, self.select)
         return chosen if chosen is not None and chosen.raw else None
 
     def part_dtype(self, bucket: Bucket) -> torch.dtype:
@@ -216,7 +225,8 @@ class Compressed(Scheme):
         outcome = self.session.wire.outcome()
         if outcome is None:
             return
-        raise_error(outcome.error, self.name, self.session.wire.device)
+        if outcome.error:
+            raise_error(outcome.error, self.name, self.session.wire.device)
         if outcome.is_finite:
             with self.session.wire.at_work():
                 self.commit()
@@ -250,8 +260,8 @@ class Compressed(Scheme):
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """Steps in which something was not finite."""
-        return {"n_steps_not_finite": self.n_not_finite}
+        """Steps in which something was not finite; through a ring it travels as any value does."""
+        return {} if isinstance(self.collective, Ring) else {"n_steps_not_finite": self.n_not_finite}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: kept.state_by_name(self.session.slots) for name, kept in self._kept.items()}

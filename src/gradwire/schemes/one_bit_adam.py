@@ -24,7 +24,6 @@ from gradwire.codecs.qsgd import Qsgd
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.core.bucket import Bucket
-from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.owners import Owners
@@ -33,7 +32,6 @@ from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.frozen_adam import Freezing
 from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.schemes.selection import ByName, Names, Selection
-from gradwire.wire.wire import Wire
 
 _CODECS = ("one-bit", "two-bit", "four-level", "qsgd")
 
@@ -51,6 +49,7 @@ class OneBitAdam(Compressed):
 
     name = "one-bit-adam"
     needs_adam = True
+    collective: Owners
 
     def __init__(
         self,
@@ -64,10 +63,16 @@ class OneBitAdam(Compressed):
         only: Names = (),
     ) -> None:
         self._freezing = Freezing(self.name, "one-bit or two-bit", freeze_step, correction)
-        plain = PlainSteps(self.name, "freeze_step")  # none by their number: a variance that is not frozen travels plainly
-        super().__init__(error_feedback=True, plain=plain, select=ByName(exempt, only))
-        self.codec = _codec_of(codec, None if scale_values == "none" else scale_values)
-        self._codec_name, self._owners = codec, Owners(pull, chunk_elements)
+        plain = PlainSteps(
+            self.name, "freeze_step"
+        )  # none by their number: a variance that is not frozen travels plainly
+        self.codec, self._codec_name = _codec_of(codec, None if scale_values == "none" else scale_values), codec
+        super().__init__(
+            collective=Owners(self.codec, pull, chunk_elements),
+            error_feedback=True,
+            plain=plain,
+            select=ByName(exempt, only),
+        )
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -75,7 +80,7 @@ class OneBitAdam(Compressed):
             {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
         )
         shared = {"error_feedback": self.error_feedback, **self._freezing.configuration}
-        return {**shared, **self.select.configuration, **codec, **self._owners.configuration}
+        return {**shared, **self.select.configuration, **codec, **self.collective.configuration}
 
     @property
     def settling_steps(self) -> int:
@@ -91,7 +96,6 @@ class OneBitAdam(Compressed):
         """Raises: Unsupported (an optimizer that is no Adam, or with options it cannot do; no kernels on the device)."""
         with self._freezing.binding(session):
             super().bind(session)
-            self._owners.bind(self.codec, session.wire)
 
     def close(self) -> None:
         super().close()
@@ -119,9 +123,6 @@ class OneBitAdam(Compressed):
             momentum, beta1 = self._freezing.adam.momentum(slot)
             old, new = momentum.mul(loss_scale), span.in_fused(part.buffer)
             span.in_bucket(bucket.buffer).copy_(new.sub_(old).div_(1 - beta1).add_(old))
-
-    def step(self, part: Part, wire: Wire) -> None:
-        self._owners.mean(part, wire)
 
     # ---- between steps
 

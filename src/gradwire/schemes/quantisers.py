@@ -11,7 +11,6 @@ from typing import Any
 from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.qsgd import Qsgd
 from gradwire.codecs.two_bit import TwoBit
-from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.owners import Owners
@@ -19,7 +18,6 @@ from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.plain_steps import BESIDE_ADAM, PlainSteps, is_beside_adam
 from gradwire.schemes.selection import ByName, Names
-from gradwire.wire.wire import Wire
 
 
 class OneBitScheme(Compressed):
@@ -39,6 +37,7 @@ class OneBitScheme(Compressed):
     """
 
     name = "one-bit"
+    collective: Owners
 
     def __init__(
         self,
@@ -52,11 +51,14 @@ class OneBitScheme(Compressed):
         exempt: Names = (),
         only: Names = (),
     ) -> None:
-        plain = PlainSteps(self.name, asked=warmup_steps)
-        super().__init__(error_feedback=error_feedback, plain=plain, select=ByName(exempt, only))
-        self._owners = Owners(pull, chunk_elements)
         self._asked = scale, threshold, scale_values
         self.codec = self._make_codec(None)
+        super().__init__(
+            collective=Owners(self.codec, pull, chunk_elements),
+            error_feedback=error_feedback,
+            plain=PlainSteps(self.name, asked=warmup_steps),
+            select=ByName(exempt, only),
+        )
 
     def _make_codec(self, session: Session | None) -> OneBit:
         scale, threshold, asked = self._asked
@@ -65,18 +67,19 @@ class OneBitScheme(Compressed):
     @property
     def configuration(self) -> dict[str, Any]:
         codec = {"scale": self.codec.scale, "threshold": self.codec.threshold, **_scales_of(self.codec)}
-        return {"error_feedback": self.error_feedback, **self._owners.configuration, **self.frame_configuration, **codec}
+        return {
+            "error_feedback": self.error_feedback,
+            **self.collective.configuration,
+            **self.frame_configuration,
+            **codec,
+        }
 
     def bind(self, session: Session) -> None:
-        self.codec = self._make_codec(session)
+        self.codec = self.collective.codec = self._make_codec(session)
         super().bind(session)
-        self._owners.bind(self.codec, session.wire)
 
     def _chosen_beside_adam(self) -> dict[str, Any]:
         return {**super()._chosen_beside_adam(), "scale_values": self.codec.scale_values or "message"}
-
-    def step(self, part: Part, wire: Wire) -> None:
-        self._owners.mean(part, wire)
 
 
 class TwoBitScheme(Compressed):
@@ -95,6 +98,7 @@ class TwoBitScheme(Compressed):
     """
 
     name = "two-bit"
+    collective: Owners
     options_of = ByName
 
     def __init__(
@@ -113,12 +117,15 @@ class TwoBitScheme(Compressed):
             raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
         if levels == 4 and not isinstance(scale_values, int):
             raise InvalidArgument("levels=4 is for scales by group: give scale_values=64 too")
-        plain = PlainSteps(self.name, asked=warmup_steps)
-        super().__init__(error_feedback=error_feedback, plain=plain, select=ByName(**names))
-        self._owners = Owners(pull, chunk_elements)
         self._levels_in_groups = levels or (4 if scale_values is None and threshold is None else 3)
         self._asked = threshold, relative, scale_values
         self.codec = self._make_codec(None)
+        super().__init__(
+            collective=Owners(self.codec, pull, chunk_elements),
+            error_feedback=error_feedback,
+            plain=PlainSteps(self.name, asked=warmup_steps),
+            select=ByName(**names),
+        )
 
     def _make_codec(self, session: Session | None) -> TwoBit:
         threshold, relative, asked = self._asked
@@ -128,20 +135,25 @@ class TwoBitScheme(Compressed):
     @property
     def configuration(self) -> dict[str, Any]:
         threshold, relative, _ = self._asked
-        codec = {"threshold": TwoBit(threshold, relative).threshold, "relative": bool(relative), **_scales_of(self.codec)}
+        codec = {
+            "threshold": TwoBit(threshold, relative).threshold,
+            "relative": bool(relative),
+            **_scales_of(self.codec),
+        }
         codec |= {"levels": 4} if self.codec.levels == 4 else {}
-        return {"error_feedback": self.error_feedback, **self._owners.configuration, **self.frame_configuration, **codec}
+        return {
+            "error_feedback": self.error_feedback,
+            **self.collective.configuration,
+            **self.frame_configuration,
+            **codec,
+        }
 
     def bind(self, session: Session) -> None:
-        self.codec = self._make_codec(session)
+        self.codec = self.collective.codec = self._make_codec(session)
         super().bind(session)
-        self._owners.bind(self.codec, session.wire)
 
     def _chosen_beside_adam(self) -> dict[str, Any]:
         return {**super()._chosen_beside_adam(), "scale_values": self.codec.scale_values or "message"}
-
-    def step(self, part: Part, wire: Wire) -> None:
-        self._owners.mean(part, wire)
 
 
 class QsgdScheme(Compressed):
@@ -159,6 +171,7 @@ class QsgdScheme(Compressed):
     """
 
     name = "qsgd"
+    collective: Owners
 
     def __init__(
         self,
@@ -168,20 +181,13 @@ class QsgdScheme(Compressed):
         pull: str = "compressed",
         chunk_elements: int = QUANTISED_CHUNK_ELEMENTS,
     ) -> None:
-        super().__init__()
-        self.codec, self._owners = Qsgd(levels, block, seed), Owners(pull, chunk_elements)
+        self.codec = Qsgd(levels, block, seed)
+        super().__init__(collective=Owners(self.codec, pull, chunk_elements))
 
     @property
     def configuration(self) -> dict[str, Any]:
         codec = {"levels": self.codec.levels, "block": self.codec.block, "seed": self.codec.seed}
-        return {"error_feedback": self.error_feedback, **self._owners.configuration, **codec}
-
-    def bind(self, session: Session) -> None:
-        super().bind(session)
-        self._owners.bind(self.codec, session.wire)
-
-    def step(self, part: Part, wire: Wire) -> None:
-        self._owners.mean(part, wire)
+        return {"error_feedback": self.error_feedback, **self.collective.configuration, **codec}
 
 
 def scale_values_for(scheme: str, asked: int | str | None, session: Session | None) -> Any:

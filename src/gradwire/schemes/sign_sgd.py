@@ -55,7 +55,7 @@ class SignSgd(Compressed):
     def step(self, part: Part, wire: Wire) -> None:
         """Gather a bit a value from every rank, and count."""
         with wire.timing("encode"):
-            words = wire.scratch("signs", self._signs.n_words(part.values.numel()), torch.int32)
+            words = wire.scratch("signs", self._signs.n_words(part.values), torch.int32)
             is_finite = self._signs.pack(part.values, words)
         gathered = wire.gather(words, is_finite)
         with wire.timing("decode"):

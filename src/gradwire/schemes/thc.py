@@ -72,5 +72,5 @@ class ThcScheme(Compressed):
             )
         sums = wire.sum(codec.summable(codes, n_ranks))
         with wire.timing("decode"):
-            codec.read_sums(sums, norms, n_ranks, values, sign_step=sign_step)
+            codec.read_sums(sums.view(torch.uint8), norms, n_ranks, values, sign_step=sign_step)
             part.zero_unused()

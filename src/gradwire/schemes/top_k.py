@@ -23,8 +23,6 @@ from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.wire.wire import Wire
 
-_BLOCK_BITS, _IN_BLOCK = 16, 0xFFFF
-
 
 class TopK(Compressed):
     """Mean over the ranks of each rank's largest elements: (index int32, value float32) of each, with error feedback.
@@ -67,31 +65,6 @@ class Elements:
         return indices, taken.view(torch.float32)
 
 
-class ShortElements(Elements):
-    """How elements travel in 4 bytes each: half of its index, and its value as bfloat16; what that loses stays.
-
-    A payload: how many are in each block of 65,536 elements, int32; places in their block, int16; values, bfloat16.
-    """
-
-    def pack(self, indices: Tensor, taken: Tensor, total: Tensor) -> Tensor:
-        short = taken.bfloat16()
-        total.index_copy_(0, indices.long(), taken - short.float())
-        counts = indices.new_zeros(_n_blocks(total.numel()))
-        counts.index_add_(0, indices >> _BLOCK_BITS, torch.ones_like(indices))
-        halves = torch.cat([(indices & _IN_BLOCK).to(torch.int16), short.view(torch.int16)])
-        return torch.cat([counts, halves.view(torch.int32)])
-
-    def unpack(self, payload: Tensor, n_elements: int, wire: Wire) -> tuple[Tensor, Tensor]:
-        counts, halves = payload.tensor_split([_n_blocks(n_elements)])
-        places, short = halves.view(torch.int16).chunk(2)
-        ends = counts.cumsum(0)
-        wire.note_error((counts < 0).any().logical_or(ends[-1] != places.numel()))
-        # Whatever the counts are: nothing is written outside.
-        element = torch.arange(places.numel(), dtype=torch.int64, device=payload.device)
-        blocks = torch.searchsorted(ends, element, right=True).to(torch.int32)
-        return (places.to(torch.int32) & _IN_BLOCK) + (blocks << _BLOCK_BITS), short.view(torch.bfloat16).float()
-
-
 def send_largest(part: Part, wire: Wire, share: float, elements: Elements) -> None:
     """Replace `part.values` by the mean of every rank's `share` of largest values; what is not sent stays."""
     n = part.bucket.n_elements
@@ -107,7 +80,3 @@ def send_largest(part: Part, wire: Wire, share: float, elements: Elements) -> No
             add_elements(*elements.unpack(received, n, wire), mean, wire.error)
             wire.check(rank)
         part.values.copy_(wire.divide(mean, wire.world_size))
-
-
-def _n_blocks(n_elements: int) -> int:
-    return -(-n_elements >> _BLOCK_BITS)

@@ -121,7 +121,9 @@ class TwoLevel(Scheme):
         self._n_begun = self._n_gathered = self._bytes_in_node = 0
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_groups)
-            self.inner.bind(replace(session, communicator=self._between, wire=HostWire(self._between), slots=self._inner_slots))
+            self.inner.bind(
+                replace(session, communicator=self._between, wire=HostWire(self._between), slots=self._inner_slots)
+            )
             undo.pop_all()
 
     # ---- one bucket

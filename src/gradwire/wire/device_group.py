@@ -37,7 +37,7 @@ class DeviceGroup:
         self.start_reduce(values)()
 
     def start_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Callable[[], None]:
-        """Replace `values` by their reduction over all ranks, beside what the current stream does until the result is called."""
+        """Start to reduce `values` over all ranks; the current stream goes on until it waits by the result."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         wait: Callable[[], None] = self._group.allreduce([values], options).wait  # which has the current stream wait

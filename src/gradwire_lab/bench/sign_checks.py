@@ -7,16 +7,14 @@ from collections.abc import Iterable
 
 import torch
 
-from gradwire import _native
-from gradwire.codecs.tensors import dtype_code
-from gradwire.gpu.kernels import Kernels
-from gradwire.gpu.signs import DeviceSigns
+from gradwire.codecs.signs import Signs
+from gradwire.gpu.kernels import Kernels, using
 from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = ("gw_signs_pack", "gw_signs_vote")
 SHAPES = ((1, 1), (31, 2), (32, 3), (33, 255), (255, 4), (257, 2), (9_000, 3), (9_001, 4))  # values, ranks
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_UNIT = 512.0  # the loss scale
+_SCALE = 512.0  # the loss scale
 
 
 def run(kernels: Kernels, shapes: Iterable[tuple[int, int]] = SHAPES) -> int:
@@ -41,39 +39,34 @@ def values_of(n: int, n_ranks: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _compare(kernels: Kernels, n: int, n_ranks: int, dtype: torch.dtype, ties: bool) -> None:
-    place, on, values = kernels.device, DeviceSigns(kernels, ties), values_of(n, n_ranks, dtype)
-    n_words = on.n_words(n)
-    expected = torch.empty(n_ranks, n_words - 1, dtype=torch.int32)
-    found = torch.full((n_ranks, n_words + 1), -1, dtype=torch.int32, device=place)
-    for rank in range(n_ranks):
-        raw = values[rank].contiguous().view(torch.uint8)
-        _native.pack_signs(raw, dtype_code(dtype), expected[rank].view(torch.uint32))
-        on.pack(values[rank].to(place), found[rank, :n_words])
-    packed = found.cpu()
-    _require(torch.equal(packed[:, 1:n_words], expected), "other signs")
-    _require(bool((packed[:, 0] == 0).all()), "finite values were called others")
-    _require(bool((packed[:, n_words] == -1).all()), "words past the message were written")
-    unit = torch.tensor([_UNIT], dtype=dtype)
-    bits = int.from_bytes(bytes(unit.view(torch.uint8).tolist()), "little")
-    voted = torch.empty(n, dtype=dtype)
-    _native.write_majority(
-        expected.view(-1).view(torch.uint32), n_ranks, dtype_code(dtype), bits, ties, voted.view(torch.uint8)
-    )
+    place, signs, values = kernels.device, Signs(ties), values_of(n, n_ranks, dtype)
+    n_words = signs.n_words(values[0])
+    expected, voted = torch.empty(n_ranks, n_words, dtype=torch.int32), torch.empty(n, dtype=dtype)
+    for words, own in zip(expected, values, strict=True):
+        _require(bool(signs.pack(own, words)), "finite values were called others")
+    signs.vote(expected, voted, _SCALE)
+    # A word before them, and one that stays as it is.
+    found = torch.full((n_ranks, n_words + 2), -1, dtype=torch.int32, device=place)
     flags, out = torch.zeros(1, dtype=torch.int32, device=place), torch.full((n + 1,), 7.0, dtype=dtype, device=place)
-    messages = found[:, :n_words].contiguous()
-    on.vote(messages, out[:n], bits, flags)
-    written = out.cpu()
+    with using(kernels):
+        for words, own in zip(found, values.to(place), strict=True):
+            _require(bool(signs.pack(own, words[:-1])), "finite values were called others")
+        signs.vote(found[:, :-1], out[:n], _SCALE, flags)
+    packed, written = found.cpu(), out.cpu()
+    _require(torch.equal(packed[:, 1:-1], expected), "other signs")
+    _require(bool((packed[:, 0] == 0).all()), "finite values were noted as others")
+    _require(bool((packed[:, -1] == -1).all()), "words past the message were written")
     _require(torch.equal(written[:n].view(torch.uint8), voted.view(torch.uint8)), "another majority")
     _require(float(written[n]) == 7.0, "values past the end were written")
     _require(int(flags) == 0, "finite values were noted as others")
     # One rank's value that is not finite: all are NaN.
-    bad = values[-1].clone()
+    bad = values[-1].to(place, copy=True)
     bad[n // 2] = float("-inf") if n % 2 else float("nan")
-    last = torch.empty(n_words, dtype=torch.int32, device=place)
-    on.pack(bad.to(place), last)
-    messages[-1].copy_(last)
-    on.vote(messages, out[:n], bits, flags)
-    _require(bool(out[:n].isnan().all()) and int(flags) == 1, "a value that is not finite was not told")
+    with using(kernels):
+        is_finite = signs.pack(bad, found[-1, :-1])
+        signs.vote(found[:, :-1], out[:n], _SCALE, flags)
+    is_told = not bool(is_finite) and int(flags) == 1
+    _require(bool(out[:n].isnan().all()) and is_told, "a value that is not finite was not told")
 
 
 def _require(is_right: bool, what: str) -> None:

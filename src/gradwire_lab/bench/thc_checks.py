@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.hadamard import Thc
-from gradwire.gpu.kernels import Kernels
-from gradwire.gpu.thc import DeviceThc
+from gradwire.gpu.kernels import Kernels, using
 from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = ("gw_thc_norms", "gw_thc_write", "gw_thc_read")
@@ -32,37 +31,35 @@ def values_of(content: str, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def compare(kernels: Kernels, codec: Thc, values: Tensor, residual: Tensor | None, n_ranks: int) -> None:
-    """As the scheme reckons on a CPU. Raises: CheckFailed."""
-    n, place, on = values.numel(), kernels.device, DeviceThc(codec, kernels, n_ranks)
+    """As the native core reckons. Raises: CheckFailed."""
+    n, place = values.numel(), kernels.device
     there, old = values.to(place), None if residual is None else residual.to(place)
-    expected = torch.empty(codec.n_norms(n))
-    codec.norms_of(values, expected, residual, _SCALE)
-    norms = torch.zeros(codec.n_norms(n), dtype=torch.int32, device=place)
-    on.write_norms(there, norms, old, _SCALE)
-    _require(torch.equal(norms.cpu(), expected.view(torch.int32)), "other norms")
+    expected, norms = torch.empty(codec.n_norms(n)), torch.zeros(codec.n_norms(n), device=place)
+    codec.write_norms(values, expected, residual, _SCALE)
+    with using(kernels):
+        codec.write_norms(there, norms, old, _SCALE)
+    _require(torch.equal(norms.cpu(), expected), "other norms")
     expected *= 1.5  # another rank's are larger
-    norms.copy_(expected.view(torch.int32))
-    codes, unsent = torch.empty(codec.n_codes(n), dtype=torch.uint8), None if residual is None else torch.empty(n)
-    draws: dict[str, Any] = {"sign_step": _SIGN_STEP, "step": _STEP, "residual_scale": _SCALE}
+    norms.copy_(expected)
+    codes = torch.empty(codec.code_bytes(n, n_ranks), dtype=torch.uint8)
+    unsent = None if residual is None else torch.empty(n)
+    draws: dict[str, Any] = {"n_ranks": n_ranks, "sign_step": _SIGN_STEP, "step": _STEP, "residual_scale": _SCALE}
     codec.write_codes(values, expected, codes, residual=residual, new_residual=unsent, **draws)
-    n_bytes = on.code_bytes(n)
-    fenced = torch.full((n_bytes + 8,), 0xEE, dtype=torch.uint8, device=place)
+    fenced = torch.full((codes.numel() + 8,), 0xEE, dtype=torch.uint8, device=place)
     left = None if residual is None else torch.full((n + 1,), 7.0, device=place)
-    on.write_codes(
-        there, norms, fenced[:n_bytes], residual=old, new_residual=None if left is None else left[:n], **draws
-    )
-    is_wide = codec.sums_are_wide(n_ranks)
-    wanted = codes.to(torch.int16).view(torch.uint8) if is_wide else codes
-    _require(torch.equal(fenced[:n_bytes].cpu(), wanted), "other codes")
-    _require(bool((fenced[n_bytes:].cpu() == 0xEE).all()), "bytes past the codes were written")
+    with using(kernels):
+        new = None if left is None else left[:n]
+        codec.write_codes(there, norms, fenced[:-8], residual=old, new_residual=new, **draws)
+    _require(torch.equal(fenced[:-8].cpu(), codes), "other codes")
+    _require(bool((fenced[-8:].cpu() == 0xEE).all()), "bytes past the codes were written")
     if left is not None and unsent is not None:
         _require(torch.equal(left[:n].cpu().view(torch.int32), unsent.view(torch.int32)), "other residuals")
         _require(float(left[n]) == 7.0, "values past the residuals were written")
-    sums = codes.to(torch.int16).mul_(n_ranks) if is_wide else codes.mul_(n_ranks)  # all of them drew the same
-    mean = torch.empty_like(values)
-    codec.read_sums(sums, expected, n_ranks, mean, sign_step=_SIGN_STEP)
-    out = torch.full((n + 1,), 7.0, dtype=values.dtype, device=place)
-    on.read_sums(sums.view(torch.uint8).to(place), norms, out[:n], sign_step=_SIGN_STEP)
+    codec.summable(codes, n_ranks).mul_(n_ranks)  # all of them drew the same
+    mean, out = torch.empty_like(values), torch.full((n + 1,), 7.0, dtype=values.dtype, device=place)
+    codec.read_sums(codes, expected, n_ranks, mean, sign_step=_SIGN_STEP)
+    with using(kernels):
+        codec.read_sums(codes.to(place), norms, n_ranks, out[:n], sign_step=_SIGN_STEP)
     _require(torch.equal(out[:n].cpu().view(torch.uint8), mean.view(torch.uint8)), "other means")
     _require(float(out[n]) == 7.0, "values past the means were written")
 

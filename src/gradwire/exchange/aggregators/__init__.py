@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # whoever registers an aggregator does not wait for torch
     from gradwire.telemetry.recorder import BucketRecord, Recorder
     from gradwire.wire.communicator import Communicator
 
-__all__ = ["Aggregator", "Sum", "by_name", "names", "register"]
+__all__ = ["Aggregator", "Sum", "by_name", "names"]
 
 
 class Sum(Protocol):
@@ -77,11 +77,6 @@ class Aggregator(Protocol):
 _REGISTRY: Registry[Aggregator] = Registry(
     "aggregator", {"process-group": "gradwire.exchange.aggregators.process_group:ProcessGroup"}
 )
-
-
-def register(name: str, place: str) -> None:
-    """Make the class at `place`, "module:class", known to `by_name`; it is imported when it is first asked for."""
-    _REGISTRY.add(name, place)
 
 
 def names() -> list[str]:

@@ -1,5 +1,5 @@
 // Signs and their majority on a device: the bits of native/signs. A rank's message is a word that is not 0 where one of
-// its values is not finite, then a bit a value. Grids and threads stand in gradwire/gpu/signs.py.
+// its values is not finite, then a bit a value. Grids and threads stand in gradwire/codecs/signs.py.
 #pragma once
 
 #include "values.hpp"
@@ -9,7 +9,7 @@ namespace gradwire::gpu {
 struct Signs {
   void* values;  // (n,) of `dtype`
   u32* words;    // messages of 1 + parts_of(n, 32) words, one after the other: this rank's own, or those of all
-  u32* flags;    // to read: not 0 from then on if a rank's values were not finite
+  u32* flags;    // to read, or null: not 0 from then on if a rank's values were not finite
   u64 n;
   u32 dtype, n_ranks;
   u32 unit;  // what is written where most are not below zero, as bits of `dtype`
@@ -35,7 +35,7 @@ GW_KERNEL(gw_signs_vote, Signs) {
   const u32 nan = p.dtype == kFloat32 ? kNan : p.dtype == kBfloat16 ? kNan >> 16 : 0x7E00u;
   u32 not_finite = 0;
   for (u32 rank = 0; rank < p.n_ranks; ++rank) not_finite |= p.words[rank * stride];
-  if (not_finite != 0 && thread_number() == 0) atomicOr(p.flags, 1u);
+  if (not_finite != 0 && p.flags != nullptr && thread_number() == 0) atomicOr(p.flags, 1u);
   for (u64 i = thread_number(); i < p.n; i += thread_count()) {
     u32 n_negative = 0;
     for (u32 rank = 0; rank < p.n_ranks; ++rank) n_negative += p.words[rank * stride + 1 + i / kWarp] >> i % kWarp & 1;

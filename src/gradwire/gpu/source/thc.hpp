@@ -1,6 +1,6 @@
 // THC's sums (docs/format.md#summed-integers) on a device: the bits of native/quantisers. gw_thc_norms finds the norm
 // of each 1,024 values; by the largest of all ranks gw_thc_write rounds rotated values to what is summed, and
-// gw_thc_read rotates the sum back. Their grids and threads stand in gradwire/gpu/thc.py.
+// gw_thc_read rotates the sum back. Their grids and threads stand in gradwire/codecs/hadamard.py.
 #pragma once
 
 #include "quantised.hpp"

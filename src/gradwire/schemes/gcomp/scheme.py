@@ -52,6 +52,7 @@ class GComp(Compressed):
     """
 
     name = "gcomp"
+    collective: Ring
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class GComp(Compressed):
         codec = GCompCodec(importance, bits, rounding=rounding, format=format)
         options = {"importance": importance, "bits": bits, "refresh_every": refresh_every, "rounding": rounding}
         options["format"] = format
-        super().__init__()
-        self.codec, self._ring, self._options = codec, Ring(codec, topology, chunk_elements), options
+        super().__init__(collective=Ring(codec, topology, chunk_elements))
+        self.codec, self._options = codec, options
         self._importance, self._format = importance, format
         self._refresh_every = refresh_every
         self._tables = TableRefresh(codec, refresh_every)
@@ -77,7 +78,7 @@ class GComp(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {**self._ring.configuration, **self._options}
+        return {**self.collective.configuration, **self._options}
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no optimizer), Unsupported (an optimizer that the paper's table does not hold)."""
@@ -92,7 +93,6 @@ class GComp(Compressed):
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
         self._tables = TableRefresh(self.codec, self._refresh_every, session.wire)
         super().bind(session)
-        self._ring.bind(session.wire)
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
@@ -112,7 +112,7 @@ class GComp(Compressed):
         # A rank that ran out of input (ddp.join) makes no steps: what it would derive is not what the others do.
         self.codec.format = 1 if self._importance == "paper" and self._is_joining() else self._format
         importance = self._importance_of(part, wire)
-        self._ring.mean(bucket, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
+        self.collective.mean(part, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
         if self._watch is not None:
             self._watch.after_reduction(bucket, part.loss_scale)
 

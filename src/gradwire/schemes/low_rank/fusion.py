@@ -1,71 +1,87 @@
-"""Tensor fusion: what is to be summed is collected into buffers and summed by one all-reduce each, while work goes on."""
+"""Tensor fusion and overlap: tensors of several buckets in one all-reduce, and several of these under way.
+
+A bucket's algorithm (`LowRank.step`) is run up to where it waits for its sums; the last part of it, which sends nothing, runs
+as soon as these are there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from gradwire.core.bucket import Bucket
-from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.low_rank.plan import LowRankPlan
-from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.schemes.low_rank.matrices import Plan
 from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.device_wire import DeviceWire
+from gradwire.wire.wire import Wire
 
 _FINGERPRINT_BITS = 32
 
 
+@dataclass(eq=False)
 class Work:
-    """One bucket on its way through compression, sums and decompression.
+    """One bucket on its way through the algorithm.
 
     Attributes:
+        wire: the bucket's end of it.
         done: what DDP waits for.
-        dense: (n,) float32, the means of what is not compressed, until it is known that all of the bucket is finite.
-        n_awaited: parcels that have not been summed yet.
-        is_finite: no sum so far held Inf or NaN.
+        n_waits: how often the algorithm will still wait for sums.
+        steps: the algorithm, which stops where it waits.
+        n_awaited: tensors that are still to be summed.
+        fingerprint: in host memory, the mean over the ranks of what they must share.
     """
 
-    def __init__(self, bucket: Bucket, done: torch.futures.Future) -> None:
-        self.bucket = bucket
-        self.done = done
-        self.plan: LowRankPlan
-        self.dense = torch.empty(0)
-        self.n_awaited = 0
-        self.is_finite = True
-        self.is_sent = False
-        self.fingerprint = torch.empty(0)
+    bucket: Bucket
+    wire: Wire
+    plan: Plan
+    loss_scale: float
+    done: torch.futures.Future
+    n_waits: int
+    n_awaited: int = 0
+    steps: Iterator[None] = field(init=False)
+    fingerprint: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def send(self) -> None:
+        """Go on until the sums are to be waited for."""
+        with self.wire.timing("encode"):
+            next(self.steps)
+        self.n_waits -= 1
+        self.finish_if_summed()
+
+    def finish_if_summed(self) -> None:
+        """Go on to the end, and let DDP have the bucket, once nothing more is sent or awaited; the last one's end waits."""
+        if self.n_waits or self.n_awaited:
+            return
+        mean = self.bucket.buffer
+        with self.wire.timing("decode"):
+            next(self.steps, None)
+        self.wire.conclude(mean)
+        if mean.dtype == torch.float16:
+            self.wire.note(self.wire.all_finite(mean))  # it may leave float16's range although no sum did
+        if not self.bucket.is_last:
+            self.done.set_result(mean)
 
 
-class Parcel:
-    """Values of one tensor on their way; their mean is written to `target`."""
-
-    __slots__ = ("joins_next", "target", "values", "work")
-
-    def __init__(self, work: Work, values: torch.Tensor, target: torch.Tensor, joins_next: bool = False) -> None:
-        self.work, self.values, self.target, self.joins_next = work, values, target, joins_next
-
-
+@dataclass
 class _FusedBuffer:
-    """Parcels that share one all-reduce."""
+    """Tensors that share one all-reduce, and `values`, all of them.
 
-    def __init__(self, parcels: list[Parcel], dtype: torch.dtype) -> None:
-        self.parcels = parcels
-        n_elements = sum(parcel.values.numel() for parcel in parcels)
-        self.data = torch.empty(n_elements, dtype=dtype, device=parcels[0].values.device)
-        for parcel, part in self.parts(self.data):
-            part.copy_(parcel.values)
-        self.wait: Callable[[], object]  # until it is summed; on a device: has the stream wait
-        self.is_summed: Callable[[], bool]
-        self.watch = Stopwatch()
-        self.is_taken = False
+    Attributes:
+        wait: until it is summed; on a device: has the stream wait.
+    """
 
-    def parts(self, flat: torch.Tensor) -> list[tuple[Parcel, torch.Tensor]]:
-        pieces = flat.split([parcel.values.numel() for parcel in self.parcels])
-        return list(zip(self.parcels, pieces, strict=True))
+    tensors: list[tuple[Work, Tensor]]
+    values: Tensor
+    wait: Callable[[], None]
+    is_summed: Callable[[], bool] = lambda: True
+    is_taken: bool = False
 
 
 class Fusion:
@@ -73,104 +89,116 @@ class Fusion:
 
     Args:
         dtype: of the sums: float32 or bfloat16.
-        on_arrival: called with a work whose last awaited parcel has been summed.
-        site: where parcels are on a device, its stream being current: sums are enqueued, and what is not finite is noted
-            in its flags instead of the works.
+        overlaps: buckets are compressed inside the backward pass; otherwise at its end, so that nothing competes with it.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        dtype: torch.dtype,
-        on_arrival: Callable[[Work], None],
-        site: DeviceSite | None = None,
-    ) -> None:
-        self._communicator, self._dtype, self._on_arrival, self._site = communicator, dtype, on_arrival, site
-        self._pending: list[Parcel] = []
-        self._pending_bytes = 0
-        self._started: deque[_FusedBuffer] = deque()
+    def __init__(self, communicator: Communicator, wire: Wire, dtype: torch.dtype, overlaps: bool) -> None:
+        self._communicator, self._wire, self._dtype, self._overlaps = communicator, wire, dtype, overlaps
+        self.drop()
         self.n_buffers = 0
 
-    def add(self, parcel: Parcel, cap_bytes: float) -> None:
-        """Take a parcel; a buffer that has `cap_bytes` is summed."""
-        parcel.work.n_awaited += 1
-        self._pending.append(parcel)
-        self._pending_bytes += parcel.values.numel() * self._dtype.itemsize
-        if self._pending_bytes >= cap_bytes and not parcel.joins_next:
+    def drop(self) -> None:
+        """Forget everything, after a failure."""
+        self._held: list[Work] = []  # for the end of the backward pass
+        self._half_sent: list[Work] = []  # they have sums to wait for before they send the rest
+        self._filling: list[tuple[Work, Tensor]] = []
+        self._filling_bytes = 0
+        self._started: deque[_FusedBuffer] = deque()
+
+    def take(self, work: Work) -> None:
+        """Have a bucket send what it has, now or at the end of the backward pass; with the last one all of the step ends.
+
+        What waits for a first sum goes on when the next bucket has come, so that all ranks keep one order of sums.
+        """
+        is_last = work.bucket.is_last
+        self._held.append(work)
+        if not (self._overlaps or is_last):
+            return
+        before, self._half_sent = self._half_sent, []
+        for held in self._held:
+            held.send()
+            if held.n_waits:
+                self._half_sent.append(held)
+        self._held = []
+        if self._half_sent:
+            self.flush()
+        for works in [before, self._half_sent] if is_last else [before]:
+            for half_sent in works:
+                self._finish_for(half_sent)
+                half_sent.send()
+            if works:
+                self.flush()
+        if is_last:
+            self.flush()
+            while self._started:
+                self._finish_first()
+        elif self._wire.on_device:
+            self._finish_summed()
+
+    def add(self, work: Work, tensor: Tensor, cap_bytes: float) -> None:
+        """Replace `tensor` (n,) by its mean over the ranks; a buffer that has `cap_bytes` is summed."""
+        work.n_awaited += 1
+        self._filling.append((work, tensor))
+        self._filling_bytes += tensor.numel() * self._dtype.itemsize
+        if self._filling_bytes >= cap_bytes:
             self.flush()
 
     def flush(self) -> None:
         """Start to sum what is left."""
-        if not self._pending:
+        if not self._filling:
             return
-        buffer = _FusedBuffer(self._pending, self._dtype)
-        self._pending, self._pending_bytes = [], 0
-        self._started.append(buffer)
+        n = self._filling_bytes // self._dtype.itemsize
+        values = torch.empty(n, dtype=self._dtype, device=self._wire.device)
+        torch.cat([tensor for _, tensor in self._filling], out=values)
+        tensors = self._filling
+        self._filling, self._filling_bytes = [], 0
         self.n_buffers += 1
-        if self._site is not None:
-            buffer.wait, buffer.is_summed = self._site.group.start_sum(buffer.data), lambda: True
+        if isinstance(self._wire, DeviceWire):
+            self._started.append(_FusedBuffer(tensors, values, self._wire.group.start_reduce(values)))
             return
-        buffer.watch.begin()
-        summed = self._communicator.start_all_reduce(buffer.data)
-        buffer.wait, buffer.is_summed = functools.partial(self._communicator.finish, summed), summed.done
+        timing = tensors[-1][0].bucket.record.timing("communicate")
+        summed = self._communicator.start_all_reduce(values)
+        buffer = _FusedBuffer(tensors, values, functools.partial(self._communicator.finish, summed), summed.done)
+        self._started.append(buffer)
 
         def note_end(_: torch.futures.Future) -> None:
-            buffer.watch.end()
+            timing.end()
             if not buffer.is_taken:  # the lane may have waited for it, and even be closed since
                 with contextlib.suppress(InvalidArgument):
-                    self._communicator.submit(self.finish_summed)
+                    self._communicator.submit(self._finish_summed)
 
         summed.add_done_callback(note_end)
 
-    def finish_summed(self) -> None:
+    def _finish_summed(self) -> None:
         """Hand out the buffers, from the first on, that are summed already."""
         while self._started and self._started[0].is_summed():
             self._finish_first()
 
-    def finish_for(self, work: Work) -> None:
+    def _finish_for(self, work: Work) -> None:
         """Hand out buffers, from the first on, until nothing of `work` is awaited."""
         while work.n_awaited:
             self._finish_first()
-
-    def finish_all(self) -> None:
-        """Hand out all started buffers."""
-        while self._started:
-            self._finish_first()
-
-    def drop(self) -> None:
-        """Forget everything, after a failure."""
-        self._pending, self._pending_bytes = [], 0
-        self._started.clear()
 
     def _finish_first(self) -> None:
         buffer = self._started.popleft()
         buffer.is_taken = True
         buffer.wait()
-        self._count(buffer)
-        mean = buffer.data.to(torch.float32).div_(self._communicator.world_size)
-        # The same bits on all ranks, so all ranks come to the same verdict.
-        all_finite = self._site.note_finite(mean) if self._site is not None else bool(mean.isfinite().all())
-        for parcel, part in buffer.parts(mean):
-            parcel.target.copy_(part)
-            work = parcel.work
-            work.is_finite = work.is_finite and (all_finite or bool(part.isfinite().all()))
+        mean = self._wire.divide(buffer.values.to(torch.float32), self._wire.world_size)
+        is_finite = self._wire.all_finite(mean)  # the same bits on all ranks, so all come to the same verdict
+        n_bytes: dict[Work, int] = {}
+        for (work, tensor), part in zip(
+            buffer.tensors, mean.split([tensor.numel() for _, tensor in buffer.tensors]), strict=True
+        ):
+            tensor.copy_(part)
             work.n_awaited -= 1
-            if work.n_awaited == 0 and work.is_sent:
-                self._on_arrival(work)
-
-    def _count(self, buffer: _FusedBuffer) -> None:
-        record = buffer.parcels[-1].work.bucket.record
-        if self._site is None:
-            record.add("communicate", buffer.watch.start_ns, max(buffer.watch.end_ns, buffer.watch.start_ns))
-        sizes: dict[Work, int] = {}
-        for parcel in buffer.parcels:
-            sizes[parcel.work] = sizes.get(parcel.work, 0) + parcel.values.numel() * self._dtype.itemsize
-        for work, n_bytes in sizes.items():
-            n_ring_bytes = ring_bytes(n_bytes, self._communicator.world_size)
-            work.bucket.record.count_exchanged(n_ring_bytes)
+            n_bytes[work] = n_bytes.get(work, 0) + part.numel() * self._dtype.itemsize
+        for work, own in n_bytes.items():
+            work.bucket.record.count_exchanged(ring_bytes(own, self._wire.world_size))
+            work.wire.note_message(is_finite)
+            work.finish_if_summed()
 
 
-def fingerprint_of(facts: int) -> torch.Tensor:
+def fingerprint_of(facts: int) -> Tensor:
     """(32,) float32: the bits of `facts`, which ranks sum along with their gradients.
 
     A mean of 0 or 1 says that all ranks have the same bit; anything else, on all ranks, that they have not. Counts up
@@ -179,6 +207,6 @@ def fingerprint_of(facts: int) -> torch.Tensor:
     return torch.tensor([float(facts >> bit & 1) for bit in range(_FINGERPRINT_BITS)])
 
 
-def ranks_agree(mean_fingerprint: torch.Tensor) -> bool:
+def ranks_agree(mean_fingerprint: Tensor) -> bool:
     """Whether the mean of the ranks' fingerprints is that of equal ones."""
     return bool(((mean_fingerprint == 0) | (mean_fingerprint == 1)).all())

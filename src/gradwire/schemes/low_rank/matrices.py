@@ -1,18 +1,19 @@
-"""Parameters as matrices, and what outlasts a step for each beside its residual: the factor that comes in next."""
+"""Parameters as matrices: which are compressed, those of one shape together, and how a bucket is divided into them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from gradwire.core.bucket import Bucket
-from gradwire.core.feedback import Feedback, Kept, holds_nonzero
+from gradwire.core.feedback import Feedback
 from gradwire.core.slot import Slot
-from gradwire.schemes.low_rank.factors import Factors, draw_factor
+from gradwire.schemes.low_rank.factors import checksum, draw_factor, multiply, orthogonalise
+from gradwire.wire.wire import Wire
 
 
 class MatrixShape(NamedTuple):
@@ -22,12 +23,8 @@ class MatrixShape(NamedTuple):
     n_columns: int
     rank: int
 
-    @property
-    def n_elements(self) -> int:
-        return self.n_rows * self.n_columns
 
-
-def matrix_shape(parameter: Slot | torch.Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
+def matrix_shape(parameter: Slot | Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
     """The matrix that `parameter` is compressed as, or None if it travels as it is.
 
     The rate is n m / ((n + m) r): what both factors together save, as in PyTorch's powerSGD_hook.
@@ -42,15 +39,12 @@ def matrix_shape(parameter: Slot | torch.Tensor, rank: int, min_compression_rate
     return MatrixShape(n_rows, n_columns, rank)
 
 
-@dataclass
-class MatrixState:
-    """What one matrix keeps between steps.
+class Member(NamedTuple):
+    """One matrix of a group: its factors are drawn from `key`; it lies in `span` of the bucket, first and past-the-last."""
 
-    Attributes:
-        factor: (rank, n_rows or n_columns) float32, the incoming factor transposed; None: not drawn yet.
-    """
-
-    factor: torch.Tensor | None = None
+    slot: Slot
+    key: str
+    span: tuple[int, int]
 
 
 class MatrixGroup:
@@ -63,100 +57,169 @@ class MatrixGroup:
             `subtract_...` the new residual.
     """
 
-    def __init__(
-        self, shape: MatrixShape, members: Sequence[tuple[Slot, int, str, MatrixState]], factors: Factors
-    ) -> None:
-        """`members`: slot, offset in the bucket, key and state of each matrix."""
-        self.shape, self._factors = shape, factors
-        self.slots, self.offsets, self.keys, self.states = (list(column) for column in zip(*members, strict=True))
-        n = len(members)
-        self.p = torch.empty(n, shape.rank, shape.n_rows, device=factors.device)
-        self.q = torch.empty(n, shape.rank, shape.n_columns, device=factors.device)
-        self.corrected: torch.Tensor
-        self._withheld: list[tuple[int, Kept]] = []
+    corrected: Tensor
+
+    def __init__(self, shape: MatrixShape, members: Sequence[Member], feedback: Feedback, device: torch.device) -> None:
+        self.shape, self._feedback = shape, feedback
+        self.slots, self.keys, self._spans = (list(column) for column in zip(*members, strict=True))
+        # Zeros, so that ranks agree on the other factors even where their turn comes before they were ever summed.
+        self.p = torch.zeros(len(members), shape.rank, shape.n_rows, device=device)
+        self.q = torch.zeros(len(members), shape.rank, shape.n_columns, device=device)
+        self._withheld: list[tuple[Tensor, Tensor, float]] = []
         self._loss_scale = 1.0
 
-    def begin_with(self, incoming: torch.Tensor, seed: int, is_orthogonal: bool) -> None:
-        """Fill `incoming`, p or q, with the factors of the states, or with drawn ones, and let the states have them."""
-        for state, key, factor in zip(self.states, self.keys, incoming, strict=True):
-            if state.factor is not None:
-                factor.copy_(state.factor)
-            else:
-                factor.copy_(draw_factor(seed, key, 0, *factor.shape))
-                if is_orthogonal:
-                    self._factors.orthogonalise(factor[None])
-            state.factor = factor
+    @functools.cached_property
+    def new_q(self) -> Tensor:
+        return torch.empty_like(self.q)
 
-    def correct(self, bucket: Bucket, feedback: Feedback, loss_scale: float) -> None:
-        """corrected = gradient + residual, both multiplied by `loss_scale`; `bucket` stays as it is.
+    def in_bucket(self, flat: Tensor) -> list[Tensor]:
+        """k times (n_rows, n_columns): the matrices in a tensor that is laid out as the bucket."""
+        return [flat[start:end].view(self.shape.n_rows, self.shape.n_columns) for start, end in self._spans]
+
+    def correct(self, gradient: Tensor, wire: Wire, loss_scale: float) -> None:
+        """corrected = gradient + residual, both multiplied by `loss_scale`; `gradient`, the bucket's, stays as it is.
 
         A matrix whose gradient is all zero on this rank (an unused parameter) sends nothing and keeps its residual: if
         it is unused everywhere, DDP throws the result away, and the residual would go with it. On a device, which would have
         to be asked, it sends its residual.
         """
-        self._withheld.clear()
         self._loss_scale = loss_scale
-        n_rows, n_columns, device = self.shape.n_rows, self.shape.n_columns, self._factors.device
-        room = feedback.room(("matrices", *self.slots), len(self.slots) * self.shape.n_elements, device=device)
-        self.corrected = room.view(-1, n_rows, n_columns)
-        for i, slot in enumerate(self.slots):
-            gradient, corrected, kept = self.view_in(bucket.buffer, i), self.corrected[i], feedback.of(slot)
+        self._withheld.clear()
+        matrices, is_used = self.in_bucket(gradient), wire.used(gradient, self._spans)
+        room = self._feedback.room(self, sum(map(torch.numel, matrices)), device=wire.device)
+        self.corrected = room.view(-1, self.shape.n_rows, self.shape.n_columns)
+        residuals = [self._feedback.of(slot) for slot in self.slots]
+        for corrected, matrix, kept, used in zip(self.corrected, matrices, residuals, is_used, strict=True):
             if kept is None:
-                corrected.copy_(gradient)
+                corrected.copy_(matrix)
                 continue
-            residual = kept.values.view(n_rows, n_columns).to(device)
-            if device.type == "cpu" and not holds_nonzero(gradient):
-                self._withheld.append((i, kept))
+            residual, scale = kept.values.view(matrix.shape).to(wire.device), loss_scale / kept.scale
+            if not used:
+                self._withheld.append((corrected, residual, scale))
                 corrected.zero_()
-            elif gradient.dtype == torch.float32:
-                torch.add(gradient, residual, alpha=loss_scale / kept.scale, out=corrected)
+            elif matrix.dtype == torch.float32:
+                torch.add(matrix, residual, alpha=scale, out=corrected)
             else:
-                corrected.copy_(gradient).add_(residual, alpha=loss_scale / kept.scale)
+                corrected.copy_(matrix).add_(residual, alpha=scale)
 
-    @functools.cached_property
-    def new_q(self) -> torch.Tensor:
-        return torch.empty_like(self.q)
+    def write_product(self, flat: Tensor, q: Tensor) -> None:
+        """P Q^T of every matrix to where it lies in the bucket."""
+        for left, right, matrix in zip(self.p, q, self.in_bucket(flat), strict=True):
+            multiply(left, right, matrix)
 
-    def project_to_p(self) -> torch.Tensor:
-        """P <- (M + E) Q; P."""
-        return torch.bmm(self.q, self.corrected.mT, out=self.p)
-
-    def project_to_q(self, out: torch.Tensor) -> torch.Tensor:
-        """Q <- (M + E)^T P into `out`, q or new_q."""
-        return torch.bmm(self.p, self.corrected, out=out)
-
-    def view_in(self, flat: torch.Tensor, i: int) -> torch.Tensor:
-        """(n_rows, n_columns): matrix i in a tensor that is laid out as the bucket."""
-        return flat[self.offsets[i] : self.offsets[i] + self.shape.n_elements].view(
-            self.shape.n_rows, self.shape.n_columns
-        )
-
-    def write_product(self, flat: torch.Tensor, q: torch.Tensor | None = None) -> None:
-        """P Q^T of every matrix to where it lies in the bucket; `q` stands in for the group's own."""
-        q = self.q if q is None else q
-        for i in range(len(self.slots)):
-            self._factors.multiply(self.p[i], q[i], self.view_in(flat, i))
-
-    def subtract_product(self, feedback: Feedback) -> None:
+    def subtract_product(self) -> None:
         """corrected -= P Q^T, which makes it the new residual against the factors as they stand; staged."""
-        for i in range(len(self.slots)):
-            self._factors.multiply(self.p[i], self.q[i], self.corrected[i], subtract=True)
-        self._stage(feedback)
+        for left, right, corrected in zip(self.p, self.q, self.corrected, strict=True):
+            multiply(left, right, corrected, subtract=True)
+        self._stage()
 
-    def subtract_result(self, flat: torch.Tensor, feedback: Feedback) -> None:
+    def subtract_result(self, flat: Tensor) -> None:
         """corrected -= what lies in the bucket, which makes it the new residual against the aggregate; staged."""
-        for i in range(len(self.slots)):
-            self.corrected[i].sub_(self.view_in(flat, i))
-        self._stage(feedback)
+        for corrected, matrix in zip(self.corrected, self.in_bucket(flat), strict=True):
+            corrected.sub_(matrix)
+        self._stage()
 
-    def _stage(self, feedback: Feedback) -> None:
-        for i, kept in self._withheld:
-            residual = kept.values.view(self.shape.n_rows, self.shape.n_columns)
-            self.corrected[i].add_(residual, alpha=self._loss_scale / kept.scale)
+    def _stage(self) -> None:
+        for corrected, residual, scale in self._withheld:
+            corrected.add_(residual, alpha=scale)
         for slot, unsent in zip(self.slots, self.corrected, strict=True):
-            feedback.stage(slot, unsent, self._loss_scale)
+            self._feedback.stage(slot, unsent, self._loss_scale)
 
-    def commit_factors(self, factors: torch.Tensor) -> None:
-        """Make `factors` (k, rank, n) what comes in next."""
-        for state, factor in zip(self.states, factors, strict=True):
-            state.factor = factor
+
+class Plan:
+    """How one bucket layout is compressed.
+
+    Attributes:
+        groups: its matrices by shape.
+        dense: where the tensors lie that travel as they are.
+        checksum: of the factors that come in next, for ranks to compare.
+    """
+
+    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[tuple[int, int]]) -> None:
+        self.slots, self.layout_hash = bucket.slots, bucket.layout_hash
+        self.groups, self.dense, self.checksum = groups, dense, 0
+
+
+class Plans:
+    """A plan for every bucket layout in use, and the factors that come in next: by slot, as buckets are rebuilt.
+
+    Also how much the model shrinks, for the size of fused buffers.
+
+    Args:
+        seed: of factors that are drawn.
+        are_orthogonal: factors come in with orthonormal rows.
+    """
+
+    def __init__(
+        self, shape_of: Callable[[Slot], MatrixShape | None], feedback: Feedback, seed: int, are_orthogonal: bool
+    ) -> None:
+        self._shape_of, self._feedback, self._seed, self._are_orthogonal = shape_of, feedback, seed, are_orthogonal
+        self._plans: list[Plan] = []
+        self._keys: dict[Slot, str] = {}
+        self.factors: dict[Slot, Tensor] = {}
+        self.n_elements = 0
+        self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
+
+    def find(self, bucket: Bucket, turn: str) -> Plan:
+        """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
+        for plan in self._plans:
+            if plan.slots == bucket.slots and plan.layout_hash == bucket.layout_hash:
+                return plan
+        plan = self._make(bucket)
+        incoming = [group.q if turn == "p" else group.p for group in plan.groups]
+        for group, factors in zip(plan.groups, incoming, strict=True):
+            for slot, key, factor in zip(group.slots, group.keys, factors, strict=True):
+                if slot in self.factors:
+                    factor.copy_(self.factors[slot])
+                    continue
+                factor.copy_(draw_factor(self._seed, key, 0, *factor.shape))
+                if self._are_orthogonal:
+                    orthogonalise(factor[None])
+        self.keep(plan, incoming)
+        return plan
+
+    def keep(self, plan: Plan, incoming: Sequence[Tensor]) -> None:
+        """`incoming`, by group (k, rank, n), is what comes in next."""
+        plan.checksum = 0
+        for group, factors in zip(plan.groups, incoming, strict=True):
+            self.factors.update(zip(group.slots, factors, strict=True))
+            plan.checksum = checksum(factors, plan.checksum)
+
+    def load(self, factors: dict[Slot, Tensor]) -> None:
+        """Begin with these."""
+        self.factors = factors
+        self._plans.clear()
+
+    def rate_of(self, side: str) -> float:
+        """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
+        return self.n_factor_elements[side] / self.n_elements if self.n_elements else 1.0
+
+    def _make(self, bucket: Bucket) -> Plan:
+        """A new plan; those that share a slot with it are of an old layout, and go."""
+        dense = [] if bucket.slots else [(0, bucket.n_elements)]
+        members: dict[MatrixShape, list[Member]] = {}
+        for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
+            key, shape = self._count(slot), self._shape_of(slot)
+            if shape is not None:
+                members.setdefault(shape, []).append(Member(slot, key, (start, end)))
+            elif start < end:
+                dense.append((start, end))
+        device = bucket.buffer.device
+        plan = Plan(bucket, [MatrixGroup(*group, self._feedback, device) for group in members.items()], dense)
+        slots = set(plan.slots)
+        self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
+        self._plans.append(plan)
+        return plan
+
+    def _count(self, slot: Slot) -> str:
+        """Its key; at first sight its values are added to the model's."""
+        key = self._keys.get(slot)
+        if key is None:
+            shape = self._shape_of(slot)
+            # Without names: the order in which slots first appear, which is the same on all ranks.
+            key = self._keys[slot] = slot.name or f"#{len(self._keys)}"
+            n = slot.numel()
+            self.n_elements += n
+            self.n_factor_elements["p"] += shape.rank * shape.n_rows if shape else n
+            self.n_factor_elements["q"] += shape.rank * shape.n_columns if shape else n
+        return key

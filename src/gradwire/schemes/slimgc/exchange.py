@@ -20,9 +20,9 @@ from gradwire import _native
 from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
 from gradwire.codecs.quantised import Quantised
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Layout
 from gradwire.exchange.groups import Cut
-from gradwire.exchange.on_device import Chunk, DeviceOwners
+from gradwire.exchange.on_device import Chunk, DeviceOwners, Left
 from gradwire.exchange.ring import Importance, engine_codec, mean_through_codec
 from gradwire.schemes.selection import AtLeast, Selection
 from gradwire.wire.device_wire import DeviceWire
@@ -40,6 +40,8 @@ class CutSelection(Selection):
 
     Attributes:
         dtype: the bucket's.
+        part_layout: of the compressed tensors as a bucket of their own; None: not made yet.
+        is_flushed: nothing that was left out of the raw tensors waits any more.
         n_bit_buf: values that bit_buf extends over: the compressed ones, and the gaps.
     """
 
@@ -51,6 +53,8 @@ class CutSelection(Selection):
         self.n_bit_buf = bucket.n_elements if keeps_places else self.n_compressed
         spans = [(span.fused, span.fused + span.n_elements) for span in self.compressed]
         self.cut = Cut(spans, world_size, group_elements)
+        self.part_layout: Layout | None = None
+        self.is_flushed = False
 
 
 class FusedExchange:
@@ -155,17 +159,8 @@ class DevicePieces(DeviceOwners):
         def encode(chunk_values: Tensor, part: int, index: int, row: Tensor) -> None:
             chunk = parts[part][index]
             # Of the own part the residual is in the sum already.
-            old = None if residual is None or part == rank else residual[chunk.values]
-            self._codec.encode(
-                chunk_values,
-                row[chunk.room],
-                self._n_bytes,
-                self._work(chunk_values.numel(), ()),
-                residual=old,
-                new_residual=None if left_out is None else left_out[chunk.values],
-                residual_scale=scale,
-                step=first_draw + chunk.values.start,
-            )
+            left = Left(None if part == rank else residual, left_out, scale)
+            self._encode(chunk_values, chunk, row, first_draw + chunk.values.start, left)
 
         def own(chunk: Chunk) -> Tensor:
             mine = values[chunk.values]
@@ -180,7 +175,7 @@ class DevicePieces(DeviceOwners):
             edges = itertools.pairwise(itertools.accumulate(map(abs, group.sizes), initial=group.start))
             for (first, last), size in zip(edges, group.sizes, strict=True):
                 if size > 0:
-                    room = self._codec.message_bytes(last - first)
+                    room = self._codec.message_room(last - first)
                     chunks.append(Chunk(slice(first, last), slice(at, at + room), ()))
                     at += room
         return chunks

@@ -36,9 +36,8 @@ from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import Measuring
 from gradwire.schemes.slimgc.options import options_of, read_options, refuse_on_device
 from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
-from gradwire.stepping.look_ahead import LookAhead
+from gradwire.stepping.look_ahead import LookAhead, LookAheadOptions
 from gradwire.stepping.owner_step import Owned, OwnerStep
-from gradwire.stepping.peeking import LookAheadOptions
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.futures import then
@@ -279,10 +278,12 @@ class SlimGC(Compressed):
             for span in plan.compressed:
                 bucket.wait_for(span.position)
                 span.in_fused(buffer).copy_(span.in_bucket(bucket.buffer))
-        return Bucket(
+        part = Bucket(
             buffer, plan.slots, plan.offsets, index=bucket.index, step=bucket.step, record=bucket.record,
-            staged=bucket.staged, resident=bucket.resident,
+            staged=bucket.staged, resident=bucket.resident, layout=plan.part_layout,
         )  # fmt: skip
+        plan.part_layout = part.layout
+        return part
 
     def _fill_fp_buf(self, bucket: Bucket, plan: CutSelection, part: Bucket, wire: Wire) -> Tensor:
         """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0.
@@ -299,14 +300,18 @@ class SlimGC(Compressed):
 
     def _flush_residuals(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> None:
         """What was left out of tensors that travel raw now goes out with their gradients, where this rank has one."""
-        feedback = self.session.feedback
+        feedback, was_flushed = self.session.feedback, plan.is_flushed
+        plan.is_flushed = True
         for span in plan.raw:
             bucket.wait_for(span.position)
-            gradient, kept = span.in_bucket(bucket.buffer), feedback.of(span.slot)
-            if kept is None or span.slot is None or not all(wire.used(gradient, [(0, span.n_elements)])):
+            kept = None if was_flushed else feedback.of(span.slot)
+            if kept is None or span.slot is None:
                 continue
-            gradient.add_(kept.values.to(gradient.device).view(-1), alpha=self.session.loss_scale())
-            feedback.stage(span.slot, None)
+            plan.is_flushed = False  # it counts at the end of the step, or not at all
+            gradient = span.in_bucket(bucket.buffer)
+            if all(wire.used(gradient, [(0, span.n_elements)])):
+                gradient.add_(kept.values.to(gradient.device).view(-1), alpha=self.session.loss_scale())
+                feedback.stage(span.slot, None)
 
     def step(self, part: Part, wire: Wire) -> Callable[[], None] | None:
         """Push the large tensors, encoded, to their owners, and pull the means; or send them round the ring."""

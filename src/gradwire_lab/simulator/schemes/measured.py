@@ -14,7 +14,7 @@ from typing import Any
 
 from gradwire import schemes as live
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
-from gradwire.schemes.through_codec import ThroughCodec
+from gradwire.exchange.ring import Ring
 from gradwire_lab.simulator.schemes.collective import Cost, Lane
 
 TABLE = Path(__file__).with_name("measured.json")
@@ -83,7 +83,7 @@ def lane_of(scheme: str) -> Lane:
     if scheme in _ASYNCHRONOUS or scheme not in live.names():
         return "asynchronous"
     # What sends its messages through a ring of frames encodes, sends and decodes side by side, chunk by chunk.
-    return "pipelined" if isinstance(live.by_name(scheme), ThroughCodec) else "in turn"
+    return "pipelined" if isinstance(getattr(live.by_name(scheme), "collective", None), Ring) else "in turn"
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:

@@ -33,6 +33,7 @@ class RandomK(Compressed):
     """
 
     name = "random-k"
+    works_on_device = False
 
     def __init__(
         self, share: float = 0.01, error_feedback: bool = True, seed: int = 0, warmup_steps: int | None = None

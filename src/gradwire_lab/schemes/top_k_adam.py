@@ -20,18 +20,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.frozen_adam import Freezing
 from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.schemes.selection import ByName, Names, Selection
-from gradwire.schemes.top_k import ShortElements, send_largest
+from gradwire.schemes.top_k import Elements, send_largest
 from gradwire.wire.wire import Wire
+
+_BLOCK_BITS, _IN_BLOCK = 16, 0xFFFF
 
 
 class TopKAdam(Compressed):
@@ -45,6 +47,7 @@ class TopKAdam(Compressed):
 
     name = "top-k-adam"
     needs_adam = True
+    works_on_device = False
 
     def __init__(
         self,
@@ -55,7 +58,9 @@ class TopKAdam(Compressed):
         only: Names = (),
     ) -> None:
         self._freezing = Freezing(self.name, "top-k", freeze_step, correction)
-        plain = PlainSteps(self.name, "freeze_step")  # none by their number: a variance that is not frozen travels plainly
+        plain = PlainSteps(
+            self.name, "freeze_step"
+        )  # none by their number: a variance that is not frozen travels plainly
         super().__init__(error_feedback=True, momenta=True, plain=plain, select=ByName(exempt, only))
         self.share = check_share("share", share)
 
@@ -78,7 +83,6 @@ class TopKAdam(Compressed):
         """Raises: Unsupported (an optimizer that is no Adam, or with options it cannot do; no kernels on the device)."""
         with self._freezing.binding(session):
             super().bind(session)
-            kernels_for(session.wire.device)
 
     def close(self) -> None:
         super().close()
@@ -131,3 +135,32 @@ class TopKAdam(Compressed):
         """Raises: InvalidArgument."""
         super().load_state_dict(state)
         self._freezing.adam.load_by_name(state, self.session.slots)
+
+
+class ShortElements(Elements):
+    """How elements travel in 4 bytes each: half of its index, and its value as bfloat16; what that loses stays.
+
+    A payload: how many are in each block of 65,536 elements, int32; places in their block, int16; values, bfloat16.
+    """
+
+    def pack(self, indices: Tensor, taken: Tensor, total: Tensor) -> Tensor:
+        short = taken.bfloat16()
+        total.index_copy_(0, indices.long(), taken - short.float())
+        counts = indices.new_zeros(_n_blocks(total.numel()))
+        counts.index_add_(0, indices >> _BLOCK_BITS, torch.ones_like(indices))
+        halves = torch.cat([(indices & _IN_BLOCK).to(torch.int16), short.view(torch.int16)])
+        return torch.cat([counts, halves.view(torch.int32)])
+
+    def unpack(self, payload: Tensor, n_elements: int, wire: Wire) -> tuple[Tensor, Tensor]:
+        counts, halves = payload.tensor_split([_n_blocks(n_elements)])
+        places, short = halves.view(torch.int16).chunk(2)
+        ends = counts.cumsum(0)
+        wire.note_error((counts < 0).any().logical_or(ends[-1] != places.numel()))
+        # Whatever the counts are: nothing is written outside.
+        element = torch.arange(places.numel(), dtype=torch.int64, device=payload.device)
+        blocks = torch.searchsorted(ends, element, right=True).to(torch.int32)
+        return (places.to(torch.int32) & _IN_BLOCK) + (blocks << _BLOCK_BITS), short.view(torch.bfloat16).float()
+
+
+def _n_blocks(n_elements: int) -> int:
+    return -(-n_elements >> _BLOCK_BITS)

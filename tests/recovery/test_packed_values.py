@@ -34,7 +34,7 @@ def check_all(rank: int, world_size: int) -> tuple[str, str]:
             mask = torch.rand(n, generator=generator) < density
             bits = torch.randint(-(1 << 15), 1 << 15, (2 * n,), dtype=torch.int16, generator=generator)
             index = index_of(mask)
-            n_set = packed_values.count(index, n)
+            n_set = int(packed_values.count(index, n))
             assert n_set == int(mask.sum())
             for dtype in DTYPES:
                 values = bits.view(dtype)[:n].clone()  # any bits at all: NaN, Inf, -0

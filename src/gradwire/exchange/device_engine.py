@@ -149,9 +149,10 @@ class DeviceMeans:
 
     def _encode(self, values: Tensor, part: _Part, row: Tensor, place: int, numbers: Sequence[int]) -> None:
         """`place`: of the row among those of this hop. `numbers`: of the messages, chunk by chunk."""
-        n_bytes = self._n_bytes[place : place + 1]
         for chunk, number in zip(part.chunks, numbers, strict=True):
-            self._messages.encode(values[chunk.own], chunk.values.start, row[chunk.room], n_bytes, number)
+            n_bytes = self._messages.encode(values[chunk.own], chunk.values.start, row[chunk.room], number)
+            if not self._messages.is_fixed:
+                self._n_bytes[place : place + 1].copy_(n_bytes)
 
     def _decode(self, row: Tensor, part: _Part, out: Tensor, *, divisor: float = 1.0, adds: bool = False) -> None:
         for chunk in part.chunks:
@@ -190,7 +191,7 @@ class DeviceMeans:
         n, dtype = bucket.n_elements, bucket.buffer.dtype
         if (n, dtype) not in self._cuts:
             largest = -(-n // self._world)
-            n_chunks = count_chunks(largest, self._chunk_elements) if self._messages.cuts_parts else 1
+            n_chunks = count_chunks(largest, self._chunk_elements) if self._messages.is_fixed else 1
             self._cuts[n, dtype] = [self._part(n, part, n_chunks, dtype) for part in range(self._world)]
         return self._cuts[n, dtype]
 

@@ -23,7 +23,7 @@ from gradwire.control.checks import choice as check_choice
 from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.device_engine import DeviceMeans
-from gradwire.exchange.device_messages import FloatMessages, GCompMessages
+from gradwire.exchange.device_messages import DeviceMessages
 from gradwire.exchange.parts import CHUNK_ELEMENTS, MESSAGES_AHEAD, count_chunks
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
@@ -59,7 +59,7 @@ class Ring:
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
         self.chunk_elements = chunk_elements
-        self._messages: FloatMessages | GCompMessages | None = None
+        self._messages: DeviceMessages | None = None
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -70,8 +70,7 @@ class Ring:
         """Take the wire. Raises: Unsupported (no kernels for the codec's options, or none on its device)."""
         self._messages = None
         if isinstance(wire, DeviceWire):
-            kind = GCompMessages if isinstance(self.codec, GCompCodec) else FloatMessages
-            self._messages = kind(wire, self.codec)  # type: ignore[arg-type]  # whichever is not GComp's is of floats
+            self._messages = DeviceMessages(wire, self.codec)
             self._means = DeviceMeans(wire, self._messages, wire.communicator, self.topology, self.chunk_elements)
 
     def mean(self, part: Part, wire: Wire, importance: Any = None, counts: torch.Tensor | None = None) -> None:
@@ -84,8 +83,7 @@ class Ring:
         """
         bucket = part.bucket
         if self._messages is not None:
-            if isinstance(self._messages, GCompMessages):
-                self._messages.weigh(importance, counts)
+            self._messages.weigh(importance, counts)
             self._means.mean(bucket)
             return
         codec = self.codec

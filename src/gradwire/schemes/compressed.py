@@ -173,10 +173,10 @@ class Compressed(Scheme):
         finally:
             if unused is not None:
                 unused.put_back()
-        if unsent is not None:
+        if part.unsent is not None:
             if unused is not None:
-                unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
-            feedback.stage_bucket(bucket, unsent)
+                unused.keep(part.unsent, part.used_by_any or part.is_used, part.counted)
+            feedback.stage_bucket(bucket, part.unsent)
         if rest is not None:
             return rest
         wire.conclude(bucket.buffer)

@@ -278,7 +278,8 @@ class Interceptor:
             for inner in module.modules()
             if inner is not module
         }
-        for read in (*module.modules(), optimizer):
+        reads: list[nn.Module | torch.optim.Optimizer] = [*module.modules(), optimizer]
+        for read in reads:
             self._handles += [read.register_state_dict_pre_hook(flush), read.register_load_state_dict_pre_hook(flush)]
         self._trained = [wrapper, module]
         for one in self._trained:

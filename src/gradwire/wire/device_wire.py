@@ -118,10 +118,10 @@ class DeviceWire(Wire):
         return [True] * len(spans)
 
     def read(self, values: Tensor) -> list[int]:
-        """(n,) int64 values on the host, behind all that was enqueued; the lane waits."""
         if self._step.read.numel() < values.numel():
             self._step.read = torch.empty(values.numel(), dtype=torch.int64, pin_memory=True)
         found: list[int] = Reading(values, self._step.read[: values.numel()]).wait().tolist()
+        self.communicator.raise_if_failed()  # what was read then is not what ranks have sent
         return found
 
     # ---- what is not finite, and what is not whole
@@ -163,14 +163,22 @@ class DeviceWire(Wire):
         self.record.count_exchanged(self._ring_bytes(values))
         return wait
 
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        theirs = self.scratch("theirs", rows.numel(), rows.dtype).view(rows.shape)
+        self.group.all_to_all(theirs, rows)
+        return theirs
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        received = self.scratch("received", self.world_size * values.numel(), values.dtype).view(self.world_size, -1)
+        self.group.all_gather(received, values)
+        return received
+
     def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
         message = torch.cat([payload.new_zeros(_HEAD_WORDS), payload])
         message[1:2].copy_(is_finite.logical_not())
         message[:1].copy_(message[1:].sum(dtype=torch.int64))
-        n_words = message.numel()
-        received = self.scratch("received", self.world_size * n_words, torch.int32).view(self.world_size, n_words)
-        self.group.all_gather(received, message)
-        self.record.count_exchanged((self.world_size - 1) * 4 * n_words)
+        received = self._all_gather(message)
+        self.record.count_exchanged((self.world_size - 1) * 4 * message.numel())
         self.note_error((received[:, 1:].sum(1, dtype=torch.int64).to(torch.int32) != received[:, 0]).any())
         self.note_message((received[:, 1] == 0).all())
         return received[:, _HEAD_WORDS:]

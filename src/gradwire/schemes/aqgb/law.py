@@ -54,13 +54,6 @@ def first_stage_ratio(
     return max(floor, _share_in_time(rate_bps, remaining_s, undelivered_bits))
 
 
-def first_stage_bits(
-    rate_bps: float, remaining_s: float | None, undelivered_bits: float, floor: float = DEFAULT_FLOOR
-) -> int:
-    """L_F = ceil(32 q1), in MIN_BITS..WORD_BITS. Arguments: as `first_stage_ratio`."""
-    return bits_of_ratio(first_stage_ratio(rate_bps, remaining_s, undelivered_bits, floor))
-
-
 def second_stage_ratio(rate_bps: float, remaining_s: float, remaining_bits: float) -> float:
     """q2: the share of a block's remaining bits that is sent before its forward pass (section 4.3.2).
 
@@ -77,7 +70,7 @@ def second_stage_bits(rate_bps: float, remaining_s: float, n_values: int, sent_b
 
 
 def bits_of_ratio(ratio: float) -> int:
-    """ceil(32 ratio), at least MIN_BITS."""
+    """L_F = ceil(32 ratio), at least MIN_BITS."""
     return max(MIN_BITS, math.ceil(WORD_BITS * ratio))
 
 

@@ -26,7 +26,7 @@ from gradwire.schemes.aqgb.law import (
     RateEstimate,
     Timetable,
     bits_of_ratio,
-    first_stage_bits,
+    first_stage_ratio,
     second_stage_bits,
 )
 
@@ -292,8 +292,8 @@ class Pacing:
             if remaining_s is not None:
                 remaining_s -= max(0.0, self._busy_until_s - now_s)
             rate = self._limits.confidence * self.rate_bps
-            bits = first_stage_bits(rate, remaining_s, WORD_BITS * unsent_elements, self._limits.floor)
-            return min(bits, self.ceiling_bits)
+            ratio = first_stage_ratio(rate, remaining_s, WORD_BITS * unsent_elements, self._limits.floor)
+            return min(bits_of_ratio(ratio), self.ceiling_bits)
 
     def more_bits(self, block: int, sent_bits: int, extra_bytes: int = 0) -> int:
         """How many bits more of `block` pass until it is needed, after `extra_bytes` that are about to be sent."""

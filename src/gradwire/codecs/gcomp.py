@@ -361,11 +361,11 @@ class GCompCodec:
 class CountingCodec:
     """See `GCompCodec.counting`."""
 
-    def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
+    def __init__(self, codec: GCompCodec, counts: Tensor) -> None:
         self.name, self.feeds_back, self._codec, self._counts = codec.name, codec.feeds_back, codec, counts
         self.max_encoded_bytes, self.decode = codec.max_encoded_bytes, codec.decode
 
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int | Tensor:
         """As `GCompCodec.encode`."""
         self._codec.histogram(gradient, self._counts)
         return self._codec.encode(gradient, out, importance)

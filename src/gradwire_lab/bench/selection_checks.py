@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
-from gradwire.schemes.dgc_rule import draw_sample
 from torch import Tensor
 
 from gradwire.codecs.selection import add_elements, raise_error, take_by_sample, take_largest
 from gradwire.gpu.kernels import Kernels, using
 from gradwire.schemes.compressed import count_of
+from gradwire.schemes.dgc import draw_sample
 from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = tuple(

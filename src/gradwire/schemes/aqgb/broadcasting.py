@@ -76,7 +76,7 @@ class OpenBlock:
 
 
 class Heard(NamedTuple):
-    """What a head of a peer said, and what became of the body behind it, if one was.
+    """A head of a peer, and the fate of the body behind it, if there was one.
 
     Attributes:
         origin: the rank whose gradient the body held.
@@ -234,7 +234,7 @@ class BlockExchange:
             return current.unsent.pop(), n_unsent, not current.unsent and current.has_all
 
     def _end_where_nothing_follows(self, current: Round, last: int, last_bits: int) -> None:
-        """With the last message of the first stage, say already which blocks get no second: a message less."""
+        """Say with the last message of the first stage already which blocks get no second: a message less."""
         extra_bytes = self._native.max_body_bytes(last, last_bits)
         for index in self._pacing.order:
             sent_bits = last_bits if index == last else current.sent_bits[index]
@@ -268,7 +268,7 @@ class BlockExchange:
             self._end_block(current, block)
 
     def _record_of(self, current: Round, index: int | None) -> BucketRecord:
-        """Where traffic of a block is noted; what belongs to none, or comes when its block is over, goes to one left."""
+        """The record that counts a block's traffic; one that is left, for what belongs to no block or comes after its end."""
         record = None if index is None else current.records[index]
         return record or next((one for one in current.records if one is not None), self._spare)
 

@@ -64,7 +64,7 @@ def second_stage_ratio(rate_bps: float, remaining_s: float, remaining_bits: floa
 
 
 def second_stage_bits(rate_bps: float, remaining_s: float, n_values: int, sent_bits: int) -> int:
-    """ceil(q2 (32 - L_F)): how many more bits of each of a block's `n_values` to send, in 0..32 - sent_bits."""
+    """ceil(q2 (32 - L_F)): the number of bits more of each of a block's `n_values` to send, in 0..32 - sent_bits."""
     left_bits = WORD_BITS - sent_bits
     return math.ceil(second_stage_ratio(rate_bps, remaining_s, n_values * left_bits) * left_bits)
 
@@ -108,7 +108,7 @@ class RateEstimate:
 
 @dataclass(frozen=True)
 class Timetable:
-    """How long a rank computes from one event of a round to the next; waiting for communication is not in it.
+    """The times that a rank computes from one event of a round to the next; waiting for communication is not in them.
 
     Attributes:
         backward_s: [k] until the k-th block's gradient appears, from the one before; [0] from the start of the backward
@@ -183,7 +183,7 @@ class Deadlines:
 
 
 class BitCeiling:
-    """How many bits of a value the ranks' processors have time for; the paper has no such bound.
+    """Bounds the bits of a value to those that the ranks' processors have time for; the paper has no such bound.
 
     AQGB fills the network and takes bytes to cost nothing else. Where ranks share cores, encoding, adding and copying them
     takes time away from the training itself. The sign of it is threads that could run and wait for a core, which the operating
@@ -205,7 +205,7 @@ class BitCeiling:
 
     @property
     def contention(self) -> float:
-        """Of the time in which threads could run, the share that they waited for a core; 0 as long as nothing is known."""
+        """The share of the time in which threads could run that they waited for a core; 0 as long as nothing is known."""
         return self._contention or 0.0
 
     def observe(self, running_s: float, waiting_s: float, agreed_bits: int) -> None:

@@ -1,4 +1,4 @@
-"""How well communication hides behind computation: ROW, T_wait, OSF and utilisation, from recorded intervals.
+"""Measures of how well communication hides behind computation: ROW, T_wait, OSF, utilisation, from recorded intervals.
 
 Luo et al., section 3. An interval is (start_s, end_s) on the clock of the rank that recorded it; they may overlap each
 other and come in any order.
@@ -18,7 +18,7 @@ _N_ROUNDS = 1000
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in disjoint intervals, sorted."""
+    """Merge intervals to disjoint ones, sorted."""
     merged: list[Interval] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:

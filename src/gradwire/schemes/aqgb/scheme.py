@@ -216,7 +216,7 @@ class BlockBroadcast(Scheme):
             one.frozen = frozen
 
     def drop_step(self) -> None:
-        """Under AMP: the reduction goes on, and its result is not used."""
+        """Do nothing, under AMP: the reduction goes on, and its result is not used."""
 
     def begin_forward(self) -> None:
         """A forward pass in training begins."""

@@ -1,4 +1,4 @@
-"""How long a step takes under a scheme that has not run on this network, from what this machine and link cost.
+"""Predicts the time of a step under a scheme that has not run on this network, from the costs of machine, link and codec.
 
 A step is three activities that share what there is. The computation hands over buckets at known times. The lane encodes
 and decodes, one bucket after another; the wire is one link, whoever uses it. Computation and lane share cores where ranks
@@ -208,7 +208,7 @@ class _SimulatedStep:
             self.n_handed_over += 1
 
     def _advance(self, is_computing: bool) -> None:
-        """To whatever ends next."""
+        """Go on to whatever ends next."""
         head = self.lane[0] if self.lane else _Turn(-1, "idle", 0.0)
         works, lane_waits = head.work_s > _NOTHING, head.wire_s > _NOTHING
         is_busy = lane_waits or bool(self.wire)
@@ -238,7 +238,7 @@ class _SimulatedStep:
             self.wire[0][0] -= passed * wire_speed
 
     def _pass_on(self) -> None:
-        """Whatever has ended makes room for what follows it."""
+        """Replace whatever has ended by what follows it."""
         while self.wire and self.wire[0][0] <= _NOTHING:
             bucket = int(self.wire.popleft()[1])
             self.lane.append(_Turn(bucket, "after", self.loads[bucket].after_s))
@@ -258,7 +258,7 @@ class _SimulatedStep:
 
 
 def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores) -> float:
-    """How long the step takes under a scheme of this shape and codec. Raises: InvalidArgument (no such shape)."""
+    """Predict the time of a step under a scheme of this shape and codec. Raises: InvalidArgument (no such shape)."""
     loads = [bucket_load(shape, n_values, codec, link, machine) for n_values, _ in step.buckets]
     return _SimulatedStep(step, loads, link, machine).run()
 
@@ -357,7 +357,7 @@ class CostProfile:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> CostProfile:
-        """What `as_dict` gave. Raises: KeyError, TypeError (not that)."""
+        """Read what `as_dict` gave. Raises: KeyError, TypeError (not that)."""
         return cls(
             SharedCores(**saved["machine"]),
             LinkCost(**saved["link"]),
@@ -418,7 +418,7 @@ def codec_speed(spec: str) -> tuple[float, float]:
 
 
 def _machine_of(communicator: Communicator) -> SharedCores:
-    """How many ranks share how many cores, where it is worst; on the lane, every rank."""
+    """Find how many ranks share how many cores, where it is worst; on the lane, every rank."""
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if communicator.world_size == 1:
         return SharedCores(1, 1, n_cores)

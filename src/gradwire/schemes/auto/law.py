@@ -75,12 +75,12 @@ def _noise_of(*groups: Sequence[int]) -> int:
 
 
 def _is_beyond_noise(difference: int, noise: int) -> bool:
-    """Whether a difference is more than two standard errors, the square of which is `noise`."""
+    """Return whether a difference is more than two standard errors, the square of which is `noise`."""
     return difference * difference > _SURE_ABOVE * noise
 
 
 def _is_off(now_us: int, was_us: int, samples: Sequence[int]) -> bool:
-    """Whether `now_us`, of `samples`, is too far from `was_us` for one network, and not by chance."""
+    """Return whether `now_us`, of `samples`, is too far from `was_us` for one network, and not by chance."""
     off_us = abs(now_us - was_us)
     return off_us * 1000 > DRIFT * was_us and _is_beyond_noise(off_us, _noise_of(samples))
 
@@ -113,11 +113,11 @@ class Candidate:
 
     @property
     def expected_us(self) -> int:
-        """How long a step under it takes, by all that is known."""
+        """The time of a step under it, by all that is known."""
         return self.measured_us or self.predicted_us * self.bias // 1000
 
     def as_dict(self) -> dict[str, Any]:
-        """For people: milliseconds, and None for what was not measured."""
+        """Tell people what is known: milliseconds, and None for what was not measured."""
         return {
             "spec": self.name,
             "predicted_ms": self.predicted_us / 1000,
@@ -200,25 +200,25 @@ class Race:
 
     @property
     def base_us(self) -> int:
-        """How long the incumbent takes, by its turns if it has had any."""
+        """The time of a step of the incumbent, by its turns if it has had any."""
         return median(self.base) if self.base else self.reference_us
 
     @property
     def excess_us(self) -> int:
-        """How much longer the challenger's steps took than the incumbent's would; below 0 where they take less."""
+        """The time of the challenger's steps beyond the incumbent's; below 0 where they take less."""
         return self.took_us - self.n_taken * self.base_us
 
     def is_hopeless(self) -> bool:
-        """Whether one turn is enough to see that the challenger loses."""
+        """Return whether one turn is enough to see that the challenger loses."""
         return bool(self.mine) and median(self.mine) * 1000 > self.base_us * HOPELESS
 
     def is_overwhelming(self) -> bool:
-        """Whether every step of the challenger says that it wins: steps may differ in length."""
+        """Return whether every step of the challenger says that it wins: steps may differ in length."""
         knows_both = bool(self.mine) and (self.is_sure or bool(self.base))
         return knows_both and max(self.mine) * 1000 < self.base_us * OVERWHELMING
 
     def verdict(self) -> bool | None:
-        """Whether the challenger is better, None as long as the noise decides."""
+        """Return whether the challenger is better, None as long as the noise decides."""
         noise = _noise_of(self.base, self.mine)
         gain, goal = self.base_us - median(self.mine), MARGIN * self.base_us // 1000
         if gain > goal // 2 and _is_beyond_noise(gain - goal // 2, noise):
@@ -226,7 +226,7 @@ class Race:
         return False if gain < goal and _is_beyond_noise(goal - gain, noise) else None
 
     def looks_better(self) -> bool:
-        """The best guess where no verdict can be waited for: a gain by the margin, beyond one standard error."""
+        """Guess where no verdict can be waited for: a gain by the margin, beyond one standard error."""
         gain = self.base_us - median(self.mine)
         return gain > MARGIN * self.base_us // 1000 and gain * gain > _noise_of(self.base, self.mine)
 
@@ -290,7 +290,7 @@ class Drift:
         return Look(now_us, was_us, JUMP if is_sudden else WINDOW, is_off, has_drifted)
 
     def _has_jumped(self, time_us: int) -> bool:
-        """Whether this is the third step in a row that is slower, or faster, than any of the last window."""
+        """Return whether this is the third step in a row that is slower, or faster, than any of the last window."""
         reference_us, last = self.reference_us, self._last_window
         up = reference_us and time_us * 1000 > SUDDEN * reference_us and time_us > max(last, default=0)
         down = reference_us and time_us * SUDDEN < 1000 * reference_us and time_us < min(last, default=time_us + 1)
@@ -357,16 +357,16 @@ class Law:
         return self._planned(step).scheme
 
     def role_of(self, step: int) -> str:
-        """What `step` is for: warmup, baseline, run, settle (first of a turn) or race; asked after `scheme_of`."""
+        """The purpose of `step`: warmup, baseline, run, settle (first of a turn) or race; asked after `scheme_of`."""
         return self._planned(step).role
 
     def wants_probe(self, step: int) -> bool:
-        """Whether the link is to be probed after `step`: when a step's time has moved, and now and then under compression."""
+        """Ask for a probe of the link after `step`: when a step's time has moved, and now and then under compression."""
         return self.state == "run" and step == self._next_probe
 
     @property
     def computing_us(self) -> int:
-        """How long a step computes, without waiting, as plain steps showed it last; 0 before the first."""
+        """The time that a step computes, without waiting, as plain steps showed it last; 0 before the first."""
         return median(self._computing) if self._computing else 0
 
     @property
@@ -376,12 +376,12 @@ class Law:
 
     @property
     def spent_us(self) -> int:
-        """How much races have cost beyond the incumbent; one that wins costs nothing."""
+        """The time that races have cost beyond the incumbent; one that wins costs nothing."""
         return self._spent_before_us + max(0, self._race.excess_us)
 
     @property
     def allowed_us(self) -> int:
-        """How much races may still cost beyond the incumbent."""
+        """The time that races may still cost beyond the incumbent."""
         earned_us = (self._budget * self.elapsed_us + SAVINGS * max(0, self.saved_us)) // 1000
         return CREDIT * self.candidates[PLAIN].expected_us + earned_us - self.spent_us
 
@@ -631,7 +631,7 @@ class Law:
         self._end_race(step)
 
     def _set_next_probe(self, step: int) -> None:
-        """As soon after `step` as probes cost no more than they may; never under plain: a faster network shows by itself."""
+        """Probe as soon after `step` as probes cost no more than they may; under plain never: a faster link shows by itself."""
         self._next_probe = _NEVER
         if self.incumbent != PLAIN:
             step_us = max(1, self.candidates[self.incumbent].expected_us)

@@ -144,7 +144,7 @@ class Auto(Scheme):
 
     @property
     def is_transparent(self) -> bool:
-        """Whether DDP's own all-reduce does this step, as without gradwire."""
+        """True where DDP's own all-reduce does this step, as without gradwire."""
         return self._active == PLAIN
 
     @property
@@ -282,7 +282,7 @@ class Auto(Scheme):
             self._wants_to_reconsider = False
 
     def _lag(self) -> int:
-        """How many steps a vote may take; the same on all ranks."""
+        """The steps that a vote may take; the same on all ranks."""
         vote_us = 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s
         is_long = self._law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
         return 0 if is_long and self._law.state != "run" else _LAG
@@ -300,7 +300,7 @@ class Auto(Scheme):
         self._tell()
 
     def _note_transfer(self, transfer_us: int) -> bool:
-        """Whether a probe, if there was one, has found another link than the profile holds."""
+        """Return whether a probe, if there was one, has found another link than the profile holds."""
         if not transfer_us:
             return False
         self._law.probe_us = transfer_us
@@ -367,7 +367,7 @@ class Auto(Scheme):
     # ---- between runs
 
     def _is_state_its_own(self, spec: str) -> bool:
-        """What is not sent yet belongs to the run and so to whoever is at work; tables and the like to each scheme."""
+        """Return whether a scheme's state is kept with it: residuals belong to the run, and so to whoever is at work."""
         return spec == self._active or not self._subs[spec].state_is_per_world
 
     def take_residuals(self) -> dict[Slot, torch.Tensor]:

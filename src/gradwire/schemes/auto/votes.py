@@ -41,12 +41,12 @@ class Vote:
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether all ranks voted on the same steps."""
+        """True if all ranks voted on the same steps."""
         return bool(self.numbers[0] == -self.numbers[1])
 
     @property
     def reconsider(self) -> bool:
-        """Whether any rank asks to think again."""
+        """True if any rank asks to think again."""
         return bool(self.numbers[2])
 
     @property
@@ -142,7 +142,7 @@ class LinkProbes:
         self._n_to_come = _N_PROBES if is_urgent else 1
 
     def take(self) -> bool:
-        """Whether this step is followed by a probe; asked once a step."""
+        """Return whether this step is followed by a probe; asked once a step."""
         is_due = self._n_to_come > 0
         self._n_to_come -= is_due
         return is_due

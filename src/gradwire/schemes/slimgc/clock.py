@@ -1,4 +1,4 @@
-"""How long what SlimGC sends takes: by a stopwatch and the buckets' records in host memory, by events on a device's stream."""
+"""The clocks of what SlimGC sends: a stopwatch and the buckets' records in host memory, events on a device's stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensors of one buffer become their mean over the ranks, compressed: by push and pull, or round a ring.
+"""The mean over the ranks of tensors in one buffer, compressed: by push and pull, or round a ring.
 
 Both write what this rank's encodings lost into `left_out`. Every value is encoded once by every rank: what it pushes to
 an owner, or, at the owner, the sum; in the ring, the partial sum that it hands on. What is not finite travels as the codec
@@ -182,6 +182,6 @@ class DevicePieces(DeviceOwners):
 
 
 def _first_draw(wire: Wire) -> int:
-    """Where this rank's random numbers of this bucket and step begin: no other rank's, step's or bucket's are the same."""
+    """Choose where this rank's random numbers of this bucket and step begin: those of no other are the same."""
     of_step = (wire.record.step * wire.world_size + wire.rank) & 0xFFFFFF
     return (of_step << 40) | ((wire.record.bucket & 0x3F) << 34)  # below that, 2^34 pieces or values of one bucket

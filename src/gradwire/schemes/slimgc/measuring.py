@@ -87,14 +87,18 @@ class Measuring:
 
     # ---- what a step asks
 
-    def is_warming_up(self, step: int) -> bool:
-        """Whether `step` belongs to the warm-up, which begins with the first step that is asked about."""
+    def warmup_mode(self, step: int) -> bool | None:
+        """Say if `step` sends everything compressed, as the first and every other step of the warm-up, or everything raw.
+
+        None: it is after the warm-up, which begins with the first step that is asked about.
+        """
         if self._first_step is None:
             self._first_step = step
-        return self.table is None and step < self._first_step + self.warmup_steps
+        n_before = step - self._first_step
+        return None if self.table is not None or n_before >= self.warmup_steps else n_before % 2 == 0
 
     def may_probe(self, step: int, is_ahead: bool) -> bool:
-        """Whether tensors may be sent by themselves at the end of `step`; asked by the training thread after its buckets.
+        """Say if tensors may be sent by themselves at the end of `step`; also on the training thread after its buckets.
 
         `is_ahead`: the training does not wait for the aggregation. Then a look at the network does not make it wait
         either, and what a look measures counts to the step in which it ends.
@@ -105,11 +109,6 @@ class Measuring:
         if step < self._first_step + self.warmup_steps:
             return step >= self._first_step + COLD_STEPS
         return not is_ahead and self.drift_every > 0 and (step + 1) % self.drift_every == 0
-
-    def is_compressed_warmup(self, step: int) -> bool:
-        """In the warm-up: whether this step sends everything compressed; the first does, and every other one."""
-        assert self._first_step is not None
-        return (step - self._first_step) % 2 == 0
 
     def see(self, tensors: list[torch.Tensor]) -> None:
         """Note the sizes of a bucket's tensors, and keep the largest as what is sent in probes."""
@@ -145,8 +144,8 @@ class Measuring:
             self._note(n, is_compressed, [read() for read in times])
         if step is None:  # none has ended since, or it was given up half-way
             return None
-        if self.is_warming_up(step):
-            return None if self.is_warming_up(step + 1) else self._agree(communicator)
+        if self.warmup_mode(step) is not None:
+            return self._agree(communicator) if self.warmup_mode(step + 1) is None else None
         if self.is_due:
             self.is_due = False
             return self._agree(communicator)
@@ -157,14 +156,14 @@ class Measuring:
         return None
 
     def _modes(self, step: int) -> tuple[bool, ...]:
-        """The modes in which sizes are sent after `step`: compressed or not."""
-        if self._first_step is not None and self.is_warming_up(step):
-            is_typical = step - self._first_step >= COLD_STEPS
-            return (self.is_compressed_warmup(step),) if is_typical else ()
-        return (True, False) if self.is_due else ()
+        """Find the modes in which sizes are sent after `step`: compressed or not."""
+        mode = self.warmup_mode(step)
+        if mode is None:
+            return (True, False) if self.is_due else ()
+        return (mode,) if self.may_probe(step, is_ahead=False) else ()
 
     def _is_outdated(self, communicator: Communicator) -> bool:
-        """Whether the network has changed, or any rank wants to know; the same on all of them."""
+        """Say if the network has changed, or any rank wants to know: the same on all of them."""
         facts = torch.tensor([statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64)
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
         current_s, is_requested = float(facts[0]), facts[1] < 0
@@ -178,7 +177,7 @@ class Measuring:
         return True
 
     def _probes(self) -> list[tuple[int, int]]:
-        """How many values are sent by themselves, and how often, for each size that gets a row."""
+        """Choose how many values are sent by themselves, and how often, for each size that gets a row."""
         largest, element_bytes = self._sample.numel(), self._sample.element_size()
         sizes = log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES)
         return [(n, _SMALL_REPEATS if n * element_bytes < _SMALL_BYTES else _LARGE_REPEATS) for n in sizes]

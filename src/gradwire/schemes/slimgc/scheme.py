@@ -45,8 +45,8 @@ from gradwire.wire.lane import Continuation
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 from gradwire.wire.wire import Wire
 
-# What a task of the lane's gives back: a future for which the lane need not wait, or the rest of its work, if any is left.
-Begun = torch.futures.Future | Continuation | None
+# Of a task of the lane's: a future for which the lane need not wait, or the rest of its work, if any is left.
+LaneResult = torch.futures.Future | Continuation | None
 
 _MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
 _LOOK_AHEAD = ("local", "local_rate", "sync_steps", "max_grad_norm")
@@ -125,7 +125,7 @@ class SlimGC(Compressed):
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is a threshold: one that was given, or follows from a table. One rank has nothing to measure."""
+        """True once there is a threshold: given, or from a table. One rank has nothing to measure."""
         is_alone = self.is_bound and self.session.communicator.world_size == 1
         return self.threshold_bytes is not None or self._measuring.table is not None or is_alone
 
@@ -193,7 +193,7 @@ class SlimGC(Compressed):
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
         return then(self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True), lambda _: None)
 
-    def _reduce_on_lane(self, bucket: Bucket) -> Begun:
+    def _reduce_on_lane(self, bucket: Bucket) -> LaneResult:
         wire, preamble = self.wire(bucket), self.preamble(bucket)
         if wire.world_size == 1:
             return None
@@ -217,10 +217,11 @@ class SlimGC(Compressed):
     def _plan_of(self, bucket: Bucket) -> CutSelection:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
-        if self.threshold_bytes is None and self._measuring.is_warming_up(bucket.step):
+        mode = None if self.threshold_bytes is not None else self._measuring.warmup_mode(bucket.step)
+        if mode is not None:
             bucket.wait_for_all()
             self._measuring.see([bucket.buffer[offset : offset + n] for _, offset, n in tensors_of(bucket)])
-            threshold = 0 if self._measuring.is_compressed_warmup(bucket.step) else NEVER
+            threshold = 0 if mode else NEVER
         known = self._plans.get(bucket.index)
         if known is None or known[:2] != (bucket.layout_hash, threshold):
             world_size, at_a_time = self.session.communicator.world_size, self._options["group_elements"]
@@ -228,7 +229,7 @@ class SlimGC(Compressed):
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 
-    def _reduce_by_plan(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> Begun:
+    def _reduce_by_plan(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> LaneResult:
         if not plan.compressed:
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
@@ -256,7 +257,7 @@ class SlimGC(Compressed):
         finish()
         return None
 
-    def _mean_raw(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> Begun:
+    def _mean_raw(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> LaneResult:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
         self._keep_own_mean(bucket, plan, wire, bucket.buffer[:0])
@@ -299,7 +300,7 @@ class SlimGC(Compressed):
         return fp_buf.mul_(1.0 / wire.world_size)
 
     def _flush_residuals(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> None:
-        """What was left out of tensors that travel raw now goes out with their gradients, where this rank has one."""
+        """Add to tensors that travel raw what was left out of them, where this rank has a gradient."""
         feedback, was_flushed = self.session.feedback, plan.is_flushed
         plan.is_flushed = True
         for span in plan.raw:
@@ -398,7 +399,7 @@ class SlimGC(Compressed):
         self._threshold = self._threshold if threshold is None else threshold
 
     def end_backward(self, step: int) -> int:
-        """What a step that measures sends is part of it, so it does not end before its probes; the others wait for nothing."""
+        """Wait for the probes of a step that measures, which are part of it; after other steps for nothing."""
         waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
         if isinstance(self._clock, HostClock) and self._measuring.may_probe(step, is_ahead=self.backup):
             watch = Stopwatch()

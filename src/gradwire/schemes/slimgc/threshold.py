@@ -23,7 +23,7 @@ METHODS = ("fit", "measured")
 
 @dataclass(frozen=True)
 class SizeTimes:
-    """What one size costs, in seconds.
+    """The costs of one size, in seconds.
 
     Attributes:
         size_bytes: of the tensor, uncompressed.
@@ -190,7 +190,7 @@ def check_threshold(threshold_bytes: Any) -> int:
 
 
 def has_drifted(reference_s: float, current_s: float, factor: float) -> bool:
-    """Whether a step's communication has become `factor` times slower or faster than when the table was measured.
+    """Say if a step's communication has become `factor` times slower or faster than when the table was measured.
 
     Args:
         reference_s, current_s: typical communication of a step, then and now; both of the quickest rank, the one that

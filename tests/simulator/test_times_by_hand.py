@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS
+from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.base import SchemeModel

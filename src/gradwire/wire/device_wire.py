@@ -89,7 +89,12 @@ class DeviceWire(Wire):
     # ---- values
 
     def timing(self, kind: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        times = self._step.times
+        return contextlib.nullcontext() if times is None else times.timing(kind)
+
+    def note_times(self, times: DeviceTimes | None) -> None:
+        """Have the times of all that is enqueued from now on be noted there, or nowhere."""
+        self._step.times = times
 
     def scratch(self, name: str, n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         n_bytes = n_elements * dtype.itemsize
@@ -149,7 +154,8 @@ class DeviceWire(Wire):
     # ---- collectives
 
     def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
-        self.start_sum(values, op)()
+        with self.timing("communicate"):
+            self.start_sum(values, op)()
         return values
 
     def start_sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Callable[[], None]:
@@ -206,6 +212,36 @@ class _DeviceStep:
         self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True)
         self.arrival: Reading | None = None
         self.read = torch.empty(0, dtype=torch.int64)
+        self.times: DeviceTimes | None = None
+
+
+class DeviceTimes:
+    """Durations by kind, of work on the streams that are current: known to the host when it has passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[str, torch.Event, torch.Event]] = []
+
+    @contextlib.contextmanager
+    def timing(self, kind: str) -> Iterator[None]:
+        """Note how long the device takes for what is enqueued inside."""
+        begun = self._now()
+        yield
+        self._spans.append((kind, begun, self._now()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds by kind, once all of them are over: the host waits. Forgets them."""
+        spans, self._spans = self._spans, []
+        taken: dict[str, float] = {}
+        for kind, begun, ended in spans:
+            ended.synchronize()
+            taken[kind] = taken.get(kind, 0.0) + begun.elapsed_time(ended) / 1e3
+        return taken
+
+    def _now(self) -> torch.Event:
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
 
 
 class Reading:

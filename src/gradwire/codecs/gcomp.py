@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.huffman import HuffmanTable, exponent_bits_of
 from gradwire.codecs.tensors import bytes_of, check_size, check_tensor
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument
 
 __all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe", "message_holds_nonfinite"]

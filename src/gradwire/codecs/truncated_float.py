@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.tensors import (
     bytes_of,
     check_partition,
@@ -17,7 +18,6 @@ from gradwire.codecs.tensors import (
     check_tensor,
     dtype_code,
 )
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 __all__ = ["RandomStreams", "TruncatedFloat", "describe"]

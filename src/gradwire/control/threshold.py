@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.errors import CorruptMessage
 from gradwire.exchange.device_messages import DeviceMessages

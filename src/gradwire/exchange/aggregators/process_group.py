@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.telemetry.recorder import BucketRecord, Recorder
 from gradwire.wire.communicator import Communicator, ring_bytes

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from gradwire.checks import choice as check_choice
+from gradwire.checks import share as check_share
 from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import CountSketch, FixedPoint
-from gradwire.control.checks import choice as check_choice
-from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from gradwire import codecs
+from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec
 from gradwire.codecs.quantised import Quantised
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme

@@ -19,7 +19,6 @@ from gradwire.codecs.tensors import (
     check_tensor,
     dtype_code,
 )
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.launching import THREADS, WARP, grid, parts
 

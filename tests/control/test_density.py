@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.control.cost_model import CodecCost, LinkCost, SharedCores
-from gradwire.schemes.auto.profile import CostProfile, density_of
+from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, density_of
 from ranks import run_ranks
 
 

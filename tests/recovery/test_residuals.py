@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from gradwire import codecs
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, redistribute
 from gradwire.core.slot import slot_of, slots_by_name
@@ -181,3 +182,7 @@ def test_what_is_staged_for_some_is_committed_for_these_alone_and_none_leaves_no
     feedback.stage(first, None)
     feedback.commit()
     assert feedback.of(first) is None
+
+
+def test_codecs_say_whether_their_error_may_be_fed_back() -> None:
+    assert {name for name in codecs.names() if not codecs.by_name(name).feeds_back} == {"qsgd", "ternary"}

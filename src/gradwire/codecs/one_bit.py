@@ -30,6 +30,7 @@ class OneBit(Quantised):
 
     name = "one-bit"
     _kind = 0
+    _per_word = 32
     _has_kernels = True
 
     def __init__(self, scale: str = "mean", threshold: float | None = None, scale_values: int | None = None) -> None:

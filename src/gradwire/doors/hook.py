@@ -93,7 +93,7 @@ class HookState(Reducer):
             if not self.closed:
                 self._look_from_outside()
                 slots = [slot_of(parameter) for parameter in bucket.parameters()]
-                self.scheme.add_carried(slots, bucket.gradients())
+                self.scheme.add_residuals(slots, bucket.gradients())
                 return self._start_ddp_mean(bucket)
             return self._all_reduce_as_ddp_does(bucket)
         in_backward = torch._C._current_graph_task_id() != -1

@@ -18,8 +18,6 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.errors import Unsupported
-from gradwire.exchange.device_engine import DeviceMeans
-from gradwire.exchange.device_messages import DeviceMessages
 from gradwire.exchange.on_device import DeviceOwners
 from gradwire.gpu.kernels import kernels_on
 from gradwire.schemes.apart import Apart
@@ -211,23 +209,6 @@ class SummedOnDevice(StepsOnDevice):
         codec.write_counts(values, shares, scales, world, counts, bucket.draw(rank))
         site.sum(counts, record)
         codec.read_counts(counts, shares, scales, world, values)
-
-
-class CodecOnDevice(StepsOnDevice):
-    """Steps in which every message goes through one codec, NaN and Inf too: it has no steps that do not count."""
-
-    def __init__(
-        self, session: Session, site: DeviceSite, messages: DeviceMessages, topology: str, chunk_elements: int
-    ) -> None:
-        super().__init__(session, site)
-        self._messages = messages
-        self._means = DeviceMeans(site, messages, session.communicator, topology, chunk_elements)
-
-    def _enqueue(self, bucket: Bucket, *facts: Any) -> None:
-        self._means.mean(bucket)
-
-    def _raise_error(self, code: int) -> None:
-        self._messages.raise_error(code)
 
 
 class Placing(Scheme):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.floats import Floats
 from gradwire.codecs.tensors import (
     bytes_of,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec, DeviceCodec
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import bytes_of, dtype_code

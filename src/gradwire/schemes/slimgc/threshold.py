@@ -12,10 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-<<<<<<< HEAD:src/gradwire/schemes/slimgc/threshold.py
-=======
-from gradwire.checks import choice as check_choice
->>>>>>> h-control:src/gradwire/control/threshold.py
 from gradwire.errors import InvalidArgument
 
 # The threshold where compression never pays: larger than any tensor, and still an exact int64 and float64.

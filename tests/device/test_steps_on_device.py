@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.core.site import DeviceSite
+from gradwire.gpu import kernels
 from gradwire.schemes.on_device import StepsOnDevice
 from gradwire.wire.communicator import Communicator
 from ranks import patience, run_ranks
@@ -105,12 +106,12 @@ def upload_late(rank: int, world_size: int, library: Path) -> None:
     late.set_stream_lateness_us(0, site.stream.stream_id, int(50_000 * patience()))
     with site.stream:
         first = site.upload(torch.arange(3))
-        assert len(site._uploads) == 1
+        assert len(kernels._uploads) == 1
         site.upload(torch.arange(4))
-        assert len(site._uploads) == 2, "memory was given up that the device has not read yet"
+        assert len(kernels._uploads) == 2, "memory was given up that the device has not read yet"
         site.stream.synchronize()
         site.upload(torch.arange(5))
-    assert len(site._uploads) == 1
+    assert len(kernels._uploads) == 1
     site.stream.synchronize()
     assert first.tolist() == [0, 1, 2]
 

@@ -28,7 +28,7 @@ MODULES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.
 # From the ground up. A room may use those before it, and no others; files loose in a package are rooms of their own.
 FLOORS_OF_THE_LIBRARY = [
     ["errors", "_native"],
-    ["registry"],
+    ["registry", "checks"],
     ["telemetry", "control"],
     ["gpu"],
     ["wire", "codecs"],

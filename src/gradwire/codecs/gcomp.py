@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.huffman import LOOK_UP_BITS, HuffmanTable, exponent_bits_of
 from gradwire.codecs.tensors import DTYPE_CODES, bytes_of, check_size, check_tensor
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts

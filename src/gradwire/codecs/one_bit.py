@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.quantised import Quantised, check_scale_values
 from gradwire.codecs.tensors import check_positive
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 _RULES = {"fixed": 0, "mean": 1, "two-means": 2}

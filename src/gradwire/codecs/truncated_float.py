@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.floats import Floats
 from gradwire.codecs.tensors import (
     bytes_of,
@@ -19,7 +20,6 @@ from gradwire.codecs.tensors import (
     check_tensor,
     dtype_code,
 )
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.launching import THREADS, WARP, grid, parts
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.checks import choice as check_choice
 from gradwire.codecs import DeviceCodec
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.truncated_float import draw_after, first_draw
-from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.errors import CorruptMessage
 from gradwire.exchange.parts import MESSAGES_AHEAD, count_chunks

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec, DeviceCodec
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.codecs.truncated_float import TruncatedFloat
-from gradwire.control.checks import choice as check_choice
 from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.device_engine import DeviceMeans

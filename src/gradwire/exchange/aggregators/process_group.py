@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire.exchange.aggregators import Sum
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator

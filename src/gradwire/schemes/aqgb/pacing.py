@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradwire.control.checks import share
+from gradwire.checks import share
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.aqgb.law import (
     DEFAULT_FLOOR,

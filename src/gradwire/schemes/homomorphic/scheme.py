@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.checks import choice as check_choice
+from gradwire.checks import share as check_share
 from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import CountSketch, FixedPoint
 from gradwire.codecs.packed_values import FLAGS_AT, NOT_FINITE
 from gradwire.codecs.selection import take_largest
-from gradwire.control.checks import choice as check_choice
-from gradwire.control.checks import share as check_share
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported

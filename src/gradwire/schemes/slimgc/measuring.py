@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire.core.checkpoint import not_the_state
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.slimgc.clock import Later

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire import codecs
+from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec
 from gradwire.codecs.quantised import Quantised
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme

@@ -295,8 +295,8 @@ class SlimGC(Compressed):
         fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, plan.dtype)
         for run in plan.raw_runs:
             run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
-        is_told = self.update == "worker" or bool(wire.all_finite(part.buffer))
-        fp_buf[-1:].fill_(0.0 if is_told else math.nan)
+        is_untold = self.update == "owner" and not wire.all_finite(part.buffer)
+        fp_buf[-1:].fill_(math.nan if is_untold else 0.0)
         return fp_buf.mul_(1.0 / wire.world_size)
 
     def _flush_residuals(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> None:

@@ -12,45 +12,33 @@ from gradwire.schemes.aqgb.pacing import Pacing
 FREE, CROWDED = (1.0, 0.0), (1.0, 1.0)  # running and waiting seconds of a round
 
 
-def run(ceiling: BitCeiling, times: tuple[float, float], n_rounds: int) -> list[int]:
-    seen = []
-    for _ in range(n_rounds):
+@pytest.mark.parametrize(
+    ("limits", "rounds", "seen"),
+    [
+        ((4, 32), [FREE] * 4, [8, 16, 32, 32]),  # free processors let the bits double up to the most
+        ((4, 20), [FREE] * 4, [8, 16, 20, 20]),
+        # Crowded ones halve them every second round down to the floor. Half of the runnable time is waited from the first
+        # round on: 0.25 on average, then 0.375, ...
+        ((4, 32), [FREE] * 3 + [CROWDED] * 9, [8, 16, 32] + [32, 16, 16, 8, 8, 4, 4, 4, 4]),
+        # After a decrease they settle for a round and rise by addition.
+        ((4, 32), [FREE] * 3 + [CROWDED] * 2 + [FREE] * 4, [8, 16, 32] + [32, 16] + [16, 18, 20, 22]),
+        ((4, 32, 1.0), [(0.0, 1.0)] * 5, [8, 16, 32, 32, 32]),  # a limit of one never lowers them
+    ],
+)
+def test_bits_follow_the_processors(limits, rounds, seen):
+    ceiling, found = BitCeiling(*limits), []
+    for times in rounds:
         ceiling.observe(*times, agreed_bits=ceiling.bits)
-        seen.append(ceiling.bits)
-    return seen
-
-
-def test_free_processors_let_the_bits_double_up_to_the_most():
-    assert run(BitCeiling(4, 32), FREE, 4) == [8, 16, 32, 32]
-    assert run(BitCeiling(4, 20), FREE, 4) == [8, 16, 20, 20]
-
-
-def test_crowded_processors_halve_the_bits_every_second_round_down_to_the_floor():
-    ceiling = BitCeiling(4, 32)
-    run(ceiling, FREE, 3)
-    # Half of the runnable time is waited from the first round on: 0.25 on average, then 0.375, ...
-    assert run(ceiling, CROWDED, 9) == [32, 16, 16, 8, 8, 4, 4, 4, 4]
-
-
-def test_after_a_decrease_bits_rise_by_addition():
-    ceiling = BitCeiling(4, 32)
-    run(ceiling, FREE, 3)
-    run(ceiling, CROWDED, 2)
-    assert ceiling.bits == 16
-    ceiling.observe(*FREE, agreed_bits=16)  # settles
-    assert run(ceiling, FREE, 3) == [18, 20, 22]
+        found.append(ceiling.bits)
+    assert found == seen
 
 
 def test_a_rank_with_free_processors_follows_the_one_without():
     ceiling = BitCeiling(4, 32)
-    run(ceiling, FREE, 3)
+    for agreed in (4, 8, 16):
+        ceiling.observe(*FREE, agreed_bits=agreed)
     ceiling.observe(*FREE, agreed_bits=8)
     assert ceiling.bits == 10
-
-
-def test_a_limit_of_one_never_lowers_the_bits():
-    ceiling = BitCeiling(4, 32, max_contention=1.0)
-    assert run(ceiling, (0.0, 1.0), 5)[-1] == 32
 
 
 @pytest.mark.parametrize("times", [(-1.0, 0.0), (0.0, float("nan")), (float("inf"), 0.0)])

@@ -28,25 +28,21 @@ def test_overlap_counts_every_moment_that_both_cover_once(first, second):
     assert overlap_s(first, second) == overlap_s(second, first) <= min(length_s(first), length_s(second))
 
 
-def test_union_sorts_and_joins():
-    assert union([(3.0, 4.0), (0.0, 1.0), (1.0, 2.0), (3.5, 3.6)]) == [(0.0, 2.0), (3.0, 4.0)]
-
-
-def test_row_is_the_least_overlap_by_the_longest_wait():
-    assert row([2.0, 3.0], [0.5, 1.0]) == 2.0  # Eq. 2
-    assert row([2.0], [0.0]) == math.inf
-    assert row([0.0, 1.0], [0.0, 0.0]) == 0.0
-
-
-def test_osf_of_a_round_without_overlap_into_the_forward_pass():
-    # Fig. 3(b) in form: 6 s of backward and forward, synchronised from 1 s to 5 s, of which 2 s wait.
-    compute, update = [(0.0, 3.0), (5.0, 8.0)], (1.0, 5.0)
-    assert osf(compute, update) == pytest.approx(6 / (6 + 4 - 2))
-    assert osf(compute, update) == pytest.approx(6 / (6 + 2))  # = T_comp / (T_comp + T_wait), as the paper derives
-
-
-def test_utilisation_is_a_share_of_capacity():
-    assert utilisation(5e8, 1e9, 1.0) == 0.5
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (union([(3.0, 4.0), (0.0, 1.0), (1.0, 2.0), (3.5, 3.6)]), [(0.0, 2.0), (3.0, 4.0)]),  # sorted and joined
+        (row([2.0, 3.0], [0.5, 1.0]), 2.0),  # Eq. 2: the least overlap by the longest wait
+        (row([2.0], [0.0]), math.inf),
+        (row([0.0, 1.0], [0.0, 0.0]), 0.0),
+        # Fig. 3(b) in form: 6 s of backward and forward, synchronised from 1 s to 5 s, of which 2 s wait, in a round without
+        # overlap into the forward pass: T_comp / (T_comp + T_wait), as the paper derives.
+        (osf([(0.0, 3.0), (5.0, 8.0)], (1.0, 5.0)), pytest.approx(6 / (6 + 2))),
+        (utilisation(5e8, 1e9, 1.0), 0.5),
+    ],
+)
+def test_metrics_are_those_worked_out_by_hand(found, expected):
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,19 @@ def test_fit_finds_the_crossing_of_two_lines_from_their_points(
         assert raw.at(below) - compressed.at(below) <= 1e-6 * raw.at(below) + 1e-15  # s: below what a sum keeps
 
 
-def test_crossing_at_the_edges() -> None:
-    assert crossing_bytes(LinearCost(1.0, 1.0), LinearCost(0.5, 0.5)) == 0
-    assert crossing_bytes(LinearCost(1.0, 1.0), LinearCost(0.5, 1.0)) == 0
-    assert crossing_bytes(LinearCost(1.0, 1.0), LinearCost(1.0, 1.0)) == NEVER
-    assert crossing_bytes(LinearCost(1.0, 0.5), LinearCost(0.5, 1.0)) == NEVER  # wins for small sizes only
-    assert crossing_bytes(LinearCost(0.0, 1.0), LinearCost(10.0, 0.5)) == 21  # at 20 bytes both cost the same
-    assert crossing_bytes(LinearCost(0.0, 1e-300), LinearCost(1.0, 0.0)) == NEVER
+@pytest.mark.parametrize(
+    ("raw", "compressed", "expected"),
+    [
+        ((1.0, 1.0), (0.5, 0.5), 0),
+        ((1.0, 1.0), (0.5, 1.0), 0),
+        ((1.0, 1.0), (1.0, 1.0), NEVER),
+        ((1.0, 0.5), (0.5, 1.0), NEVER),  # wins for small sizes only
+        ((0.0, 1.0), (10.0, 0.5), 21),  # at 20 bytes both cost the same
+        ((0.0, 1e-300), (1.0, 0.0), NEVER),
+    ],
+)
+def test_crossing_at_the_edges(raw: tuple[float, float], compressed: tuple[float, float], expected: int) -> None:
+    assert crossing_bytes(LinearCost(*raw), LinearCost(*compressed)) == expected
 
 
 def test_fit_keeps_both_coefficients_from_being_negative() -> None:
@@ -114,58 +120,45 @@ def test_measurements_of_one_size_are_averaged_and_sorted() -> None:
 def test_table_survives_its_plain_values() -> None:
     table = figure_6()
     assert ThresholdTable.from_rows(table.as_rows()).rows == table.rows
-    with pytest.raises(InvalidArgument):
-        ThresholdTable.from_rows([{"size_bytes": 4}])
-    with pytest.raises(InvalidArgument):
-        ThresholdTable.from_rows([3])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
-    ("size", "raw", "compressed", "codec"),
+    "call",
     [
-        (0, 1.0, 1.0, 1.0),
-        (-4, 1.0, 1.0, 1.0),
-        (4.5, 1.0, 1.0, 1.0),
-        (True, 1.0, 1.0, 1.0),
-        (4, 0.0, 1.0, 1.0),
-        (4, -1.0, 1.0, 1.0),
-        (4, 1.0, math.nan, 1.0),
-        (4, 1.0, 1.0, math.inf),
-        (4, 1.0, "1", 1.0),
+        *(lambda size=size: SizeTimes(size, 1.0, 1.0, 1.0) for size in (0, -4, 4.5, True)),
+        *(lambda raw=raw: SizeTimes(4, raw, 1.0, 1.0) for raw in (0.0, -1.0)),
+        lambda: SizeTimes(4, 1.0, math.nan, 1.0),
+        lambda: SizeTimes(4, 1.0, 1.0, math.inf),
+        lambda: SizeTimes(4, 1.0, "1", 1.0),
+        lambda: ThresholdTable([]),
+        lambda: ThresholdTable.from_rows([{"size_bytes": 4}]),
+        lambda: ThresholdTable.from_rows([3]),
+        lambda: figure_6().threshold_bytes("best"),
+        *(lambda bad=bad: check_threshold(bad) for bad in (-1, 0.5, math.nan, math.inf, "4096", True, None, NEVER + 1)),
+        lambda: LinearCost.fit([], []),
+        lambda: LinearCost.fit([1], [1.0, 2.0]),
+        lambda: LinearCost.fit([0], [1.0]),
+        lambda: LinearCost.fit([1], [-1.0]),
+        lambda: LinearCost.fit([math.nan], [1.0]),
+        lambda: has_drifted(1.0, 1.0, 1.0),
+        lambda: has_drifted(-1.0, 1.0, 2.0),
+        lambda: has_drifted(1.0, math.nan, 2.0),
+        lambda: log_spaced([4, 8], 1),
+        lambda: log_spaced([0, 8], 4),
     ],
 )
-def test_impossible_measurements_are_refused(size: Any, raw: Any, compressed: Any, codec: Any) -> None:
+def test_impossible_measurements_and_settings_are_refused(call: Any) -> None:
     with pytest.raises(InvalidArgument):
-        SizeTimes(size, raw, compressed, codec)
+        call()
 
 
-def test_other_bad_input_is_refused() -> None:
-    with pytest.raises(InvalidArgument):
-        ThresholdTable([])
-    with pytest.raises(InvalidArgument):
-        figure_6().threshold_bytes("best")
-    for bad in (-1, 0.5, math.nan, math.inf, "4096", True, None, NEVER + 1):
-        with pytest.raises(InvalidArgument):
-            check_threshold(bad)
+def test_thresholds_are_whole_bytes() -> None:
     assert [check_threshold(good) for good in (0, 1500, 2e6, NEVER)] == [0, 1500, 2_000_000, NEVER]
-    for sizes, seconds in (([], []), ([1], [1.0, 2.0]), ([0], [1.0]), ([1], [-1.0]), ([math.nan], [1.0])):
-        with pytest.raises(InvalidArgument):
-            LinearCost.fit(sizes, seconds)
-    for reference, current, factor in ((1.0, 1.0, 1.0), (-1.0, 1.0, 2.0), (1.0, math.nan, 2.0)):
-        with pytest.raises(InvalidArgument):
-            has_drifted(reference, current, factor)
-    with pytest.raises(InvalidArgument):
-        log_spaced([4, 8], 1)
-    with pytest.raises(InvalidArgument):
-        log_spaced([0, 8], 4)
 
 
 def test_drift_is_a_change_in_either_direction_beyond_the_factor() -> None:
-    assert not has_drifted(1.0, 1.5, 1.5)
-    assert has_drifted(1.0, 1.51, 1.5)
-    assert not has_drifted(1.5, 1.0, 1.5)
-    assert has_drifted(1.52, 1.0, 1.5)
-    assert not has_drifted(0.0, 5.0, 1.5)
+    pairs = [(1.0, 1.5), (1.0, 1.51), (1.5, 1.0), (1.52, 1.0), (0.0, 5.0)]
+    assert [has_drifted(before, after, 1.5) for before, after in pairs] == [False, True, False, True, False]
 
 
 def test_chosen_sizes_span_all_of_them_evenly_in_logarithm() -> None:

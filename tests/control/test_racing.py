@@ -118,141 +118,142 @@ def test_the_order_in_which_candidates_are_named_and_the_lag_change_nothing_in_w
 # ---- case by case
 
 
-def run(law: Law, world: World, n_steps: int, waiting: float = 0.5, first: int = 0) -> list[str]:
-    schemes = []
-    for step in range(first, first + n_steps):
-        schemes.append(law.scheme_of(step))
-        law.observe(step, world[schemes[-1]], int(waiting * world[schemes[-1]]))
-    return schemes
+class Run:
+    """A law, step after step; what a step took is observed `lag` steps later, as votes are."""
+
+    def __init__(self, law: Law, first: int = 0, lag: int = 0) -> None:
+        self.law, self.first, self.lag = law, first, lag
+        self.took: list[tuple[str, int]] = []  # scheme, microseconds
+
+    @property
+    def step(self) -> int:
+        return self.first + len(self.took)
+
+    def go(
+        self, times: World | Callable[[int, str], int], n_steps: int = 1, waiting: float = 0.5, **told: bool
+    ) -> list[str]:
+        """The schemes of the next steps, which take what `times` says and wait for this share of it."""
+        for _ in range(n_steps):
+            scheme = self.law.scheme_of(self.step)
+            self.took.append((scheme, times(self.step, scheme) if callable(times) else times[scheme]))
+            if len(self.took) > self.lag:
+                us = self.took[-1 - self.lag][1]
+                self.law.observe(self.step - 1 - self.lag, us, int(waiting * us), **told)
+        return [scheme for scheme, _ in self.took[-n_steps:]]
+
+    def go_until(self, holds: Callable[[], bool], times: World) -> None:
+        while not holds():
+            self.go(times)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [decision.kind for decision in self.law.decisions]
 
 
 def test_where_nothing_waits_nothing_is_tried():
-    law = Law({PLAIN: 100_000, "gcomp": 10_000})
-    assert set(run(law, {PLAIN: 100_000, "gcomp": 10_000}, 2000, waiting=0.02)) == {PLAIN}
-    assert [decision.kind for decision in law.decisions] == ["stay"]
+    world = {PLAIN: 100_000, "gcomp": 10_000}
+    run = Run(Law(world))
+    assert set(run.go(world, 2000, waiting=0.02)) == {PLAIN}
+    assert run.kinds == ["stay"]
 
 
 def test_what_waits_bounds_what_a_scheme_is_believed_to_win():
-    law = Law({PLAIN: 100_000, "gcomp": 10_000})
-    run(law, {PLAIN: 100_000, "gcomp": 99_000}, 30, waiting=0.2)
-    tried = next(decision for decision in law.decisions if decision.kind == "try")
-    assert "expected to take 80.0 ms" in tried.why
+    run = Run(Law({PLAIN: 100_000, "gcomp": 10_000}))
+    run.go({PLAIN: 100_000, "gcomp": 99_000}, 30, waiting=0.2)
+    assert "expected to take 80.0 ms" in run.law.decisions[run.kinds.index("try")].why
 
 
 def test_what_the_family_has_shown_to_be_slow_is_not_tried_out_of_curiosity():
     """The model may misjudge a family that never ran by 40 %; of one that did it errs by its doubt."""
     world = {PLAIN: 500_000, "embedded-float": 150_000, "gcomp": 230_000, "qsgd": 230_000}
-    law = Law(dict(world), family_of=family_of)
-    tried = set(run(law, world, 600))
+    law = Law(world, family_of=family_of)
+    assert set(Run(law).go(world, 600)) == {PLAIN, "embedded-float", "qsgd"}
     assert law.incumbent == "embedded-float"
-    assert tried == {PLAIN, "embedded-float", "qsgd"}
 
 
 def test_a_candidate_that_raised_or_may_not_run_yet_does_not_run():
-    law = Law({PLAIN: 100_000, "a": 10_000, "b": 20_000}, not_before={"b": 100})
+    world = {PLAIN: 100_000, "a": 10_000, "b": 20_000}
+    law = Law(world, not_before={"b": 100})
     law.exclude("a", "this optimizer has no such state")
-    schemes = run(law, {PLAIN: 100_000, "a": 10_000, "b": 20_000}, 200)
+    schemes = Run(law).go(world, 200)
     assert "a" not in schemes
     assert "b" not in schemes[:100]
     assert schemes[-1] == "b"
 
 
 def test_steps_that_say_nothing_end_no_race_and_do_not_count():
+    world = {PLAIN: 100_000, "a": 100_000}
     law = Law({PLAIN: 100_000, "a": 50_000})
-    for step in range(800):
-        law.scheme_of(step)
-        law.observe(step, 100_000, 50_000, is_typical=False)
-    assert law.incumbent == PLAIN
-    assert law.state == "baseline"
+    Run(law).go(world, 800, is_typical=False)
+    assert (law.incumbent, law.state) == (PLAIN, "baseline")
     law = Law({PLAIN: 100_000, "a": 50_000})
-    for step in range(1000):
-        is_tried = law.scheme_of(step) == "a"
-        law.observe(step, 100_000, 50_000, is_typical=not is_tried)
+    run = Run(law)
+    for _ in range(1000):
+        run.go(world, is_typical=law.scheme_of(run.step) != "a")
     assert law.incumbent == PLAIN
     assert any("no step of its race" in decision.why for decision in law.decisions)
-
-
-def run_with_lag(law: Law, lag: int, n_steps: int, took_us: Callable[[int, str], int]) -> list[tuple[str, int]]:
-    """Steps are observed `lag` steps after they began, as votes are."""
-    done = []
-    for step in range(n_steps):
-        scheme = law.scheme_of(step)
-        done.append((scheme, took_us(step, scheme)))
-        if step >= lag:
-            us = done[step - lag][1]
-            law.observe(step - lag, us, us // 2)
-    return done
 
 
 # As it was on a busy machine: many small tensors at 100 Mb/s. Plain steps took 65 ms, and while another program ran the first
 # steps of a scheme that was expected to take 45 took 245 each: a whole turn of it cost 0.72 s of a run of 30 steps.
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_trial_that_costs_more_than_its_budget_ends_in_the_middle_of_a_turn(lag):
-    law = Law({PLAIN: 65_000, "a": 45_000})
-    done = run_with_lag(law, lag, 30, lambda step, scheme: 65_000 if scheme == PLAIN else 245_000)
-    excess_us = sum(us - 65_000 for scheme, us in done if scheme != PLAIN)
-    assert excess_us == law.spent_us
-    budget_us = law.limits.credit * 65_000 + law.elapsed_us // 100
-    assert excess_us <= budget_us + (1 + lag) * 180_000
-    assert sum(scheme != PLAIN for scheme, _ in done) <= 1 + lag
-    assert [decision.kind for decision in law.decisions] == ["try", "reject"]
+    run = Run(Law({PLAIN: 65_000, "a": 45_000}), lag=lag)
+    n_tried = run.go({PLAIN: 65_000, "a": 245_000}, 30).count("a")
+    assert run.law.spent_us == n_tried * 180_000
+    budget_us = run.law.limits.credit * 65_000 + run.law.elapsed_us // 100
+    assert n_tried * 180_000 <= budget_us + (1 + lag) * 180_000
+    assert n_tried <= 1 + lag
+    assert run.kinds == ["try", "reject"]
 
 
 def test_what_was_broken_off_while_the_machine_was_busy_wins_when_it_is_not():
-    law = Law({PLAIN: 65_000, "a": 45_000})
-    done = run_with_lag(
-        law, 0, 200, lambda step, scheme: 65_000 if scheme == PLAIN else 245_000 if step < 30 else 45_000
-    )
-    assert "which is all that it may" in law.decisions[1].why
-    assert law.incumbent == "a"
-    assert sum(us for _, us in done) < 200 * 65_000
+    run = Run(Law({PLAIN: 65_000, "a": 45_000}))
+    run.go({PLAIN: 65_000, "a": 245_000}, 30)
+    run.go({PLAIN: 65_000, "a": 45_000}, 170)
+    assert "which is all that it may" in run.law.decisions[1].why
+    assert run.law.incumbent == "a"
+    assert sum(us for _, us in run.took) < 200 * 65_000
 
 
 def test_without_a_budget_nothing_is_ever_tried():
-    law = Law({PLAIN: 100_000, "a": 10_000}, Limits(budget=0))
-    assert set(run(law, {PLAIN: 100_000, "a": 10_000}, 1000)) == {PLAIN}
-    assert not law.decisions
+    world = {PLAIN: 100_000, "a": 10_000}
+    run = Run(Law(world, Limits(budget=0)))
+    assert set(run.go(world, 1000)) == {PLAIN}
+    assert not run.kinds
 
 
 def test_races_do_not_put_off_the_probe_of_the_link():
-    world = {PLAIN: 400_000, "z": 100_000} | {f"a{i}": 95_000 for i in range(12)}
-    true = {PLAIN: 400_000, "z": 100_000} | {f"a{i}": 130_000 for i in range(12)}
-    law = Law(world)
-    probes = []
+    law = Law({PLAIN: 400_000, "z": 100_000} | {f"a{i}": 95_000 for i in range(12)})
+    run, probes = Run(law), []
     for step in range(400):
-        scheme = law.scheme_of(step)
+        law.scheme_of(step)
         if law.wants_probe(step):
             probes.append(step)
-        law.observe(step, true[scheme], true[scheme] // 2)
-    switched = next(decision.step for decision in law.decisions if decision.kind == "switch")
+        run.go({PLAIN: 400_000, "z": 100_000} | {f"a{i}": 130_000 for i in range(12)})
+    switched = law.decisions[run.kinds.index("switch")].step
     assert any(0 < probe - law.limits.probe_every - switched <= law.limits.longest_block * 2 for probe in probes)
 
 
 def test_steps_of_very_different_length_leave_the_incumbent():
     rng = random.Random(5)
-    law = Law({PLAIN: 100_000, "a": 95_000})
-    for step in range(3000):
-        law.scheme_of(step)
-        us = rng.choice([30_000, 100_000, 400_000])
-        law.observe(step, us, us // 2)
-    assert sum(decision.kind == "switch" for decision in law.decisions) <= 8
-    assert law.spent_us <= law.limits.credit * 200_000 + law.elapsed_us // 50
+    run = Run(Law({PLAIN: 100_000, "a": 95_000}))
+    run.go(lambda step, scheme: rng.choice([30_000, 100_000, 400_000]), 3000)
+    assert run.kinds.count("switch") <= 8
+    assert run.law.spent_us <= run.law.limits.credit * 200_000 + run.law.elapsed_us // 50
 
 
 def test_a_probe_that_finds_another_link_starts_again():
     slow, fast = {PLAIN: 400_000, "a": 100_000}, {PLAIN: 50_000, "a": 99_000}
     world = dict(slow)
     law = Law(slow, predict_again=lambda _: world)
-    run(law, slow, 60)
+    run = Run(law)
+    run.go(slow, 60)
     assert law.incumbent == "a"
     world.update(fast)
-    step = 60
-    while not law.wants_probe(step):
-        run(law, {PLAIN: 50_000, "a": 99_000}, 1, first=step)
-        step += 1
-    law.scheme_of(step)
-    law.observe(step, 99_000, 50_000, link_changed=True)
-    run(law, {PLAIN: 50_000, "a": 99_000}, 40, first=step + 1)
+    run.go_until(lambda: law.wants_probe(run.step), fast)
+    run.go(fast, link_changed=True)
+    run.go(fast, 40)
     assert law.incumbent == PLAIN
 
 
@@ -260,57 +261,51 @@ def test_a_step_that_moves_asks_for_a_probe_before_anything_is_tried_on_old_pred
     """Under plain too: what it waits shows that the network is slower, and not by how much others would be."""
     for world, incumbent in (({PLAIN: 50_000, "a": 80_000}, PLAIN), ({PLAIN: 100_000, "a": 50_000}, "a")):
         law = Law(world)
-        run(law, world, 40)
+        run = Run(law)
+        run.go(world, 40)
         assert law.incumbent == incumbent
-        slower = {name: 3 * us for name, us in world.items()}
-        step, n_decisions = 40, len(law.decisions)
-        while not law.wants_probe(step):
-            run(law, slower, 1, first=step)
-            step += 1
-        assert step < 50
+        n_decisions = len(law.decisions)
+        run.go_until(lambda law=law, run=run: law.wants_probe(run.step), {name: 3 * us for name, us in world.items()})
+        assert run.step < 50
         assert not law.is_settled
-        assert [decision.kind for decision in law.decisions[n_decisions:]] == ["drift"]
+        assert run.kinds[n_decisions:] == ["drift"]
 
 
 def test_a_link_that_changes_in_a_race_ends_it():
     """Turns before and after say nothing of each other."""
     world = {PLAIN: 100_000, "a": 90_000}
-    law = Law(world)
-    step = 0
-    while law.state != "race":
-        run(law, world, 1, first=step)
-        step += 1
-    law.scheme_of(step)
-    law.observe(step, 300_000, 200_000, link_changed=True)
-    assert [d.kind for d in law.decisions[:2]] == ["try", "drift"]
-    assert "the link has changed" in law.decisions[1].why
+    run = Run(Law(world))
+    run.go_until(lambda: run.law.state == "race", world)
+    run.go(lambda step, scheme: 300_000, waiting=2 / 3, link_changed=True)
+    assert run.kinds[:2] == ["try", "drift"]
+    assert "the link has changed" in run.law.decisions[1].why
 
 
 def test_an_incumbent_whose_turn_is_far_from_what_it_took_ends_the_race_too():
-    law = Law({PLAIN: 100_000, "a": 80_000, "b": 79_000})
-    run(law, {PLAIN: 100_000, "a": 80_000, "b": 79_000}, 9)
+    world = {PLAIN: 100_000, "a": 80_000, "b": 79_000}
+    law = Law(world)
+    run = Run(law)
+    run.go(world, 9)
     assert law.state == "race"
-    challenger, step = law.challenger, 9
     # The challenger's turn is over before the network is slower, the incumbent's is not: it seems to lose.
-    while (scheme := law.scheme_of(step)) == challenger:
-        law.observe(step, 79_000, 20_000)
-        step += 1
+    challenger = law.challenger
+    while (scheme := law.scheme_of(run.step)) == challenger:
+        run.go(world, waiting=0.25)
     while law.state == "race":
-        assert law.scheme_of(step) == scheme
-        law.observe(step, 200_000, 150_000)
-        step += 1
-    assert [d.kind for d in law.decisions if d.kind != "try"] == ["drift"]
+        assert run.go(lambda step, scheme: 200_000, waiting=0.75) == [scheme]
+    assert [kind for kind in run.kinds if kind != "try"] == ["drift"]
 
 
 def test_probes_are_as_far_apart_as_their_cost_demands():
     world = {PLAIN: 100_000, "a": 50_000}
     for probe_us, apart in ((0, 100), (1_000, 100), (60_000, 400)):  # 60 ms are 3 permille of 400 steps of 50 ms
         law, probes = Law(world), []
+        run = Run(law)
         for step in range(1500):
             if law.wants_probe(step):
                 probes.append(step)
                 law.probing.took_us = probe_us
-            run(law, world, 1, first=step)
+            run.go(world)
         gaps = [after - before for before, after in itertools.pairwise(probes)]
         assert gaps
         assert all(apart <= gap <= apart + law.limits.window for gap in gaps)
@@ -318,15 +313,23 @@ def test_probes_are_as_far_apart_as_their_cost_demands():
 
 def test_a_resumed_run_begins_with_what_was_at_work_and_looks_at_plain():
     world = {PLAIN: 100_000, "a": 50_000}
-    law = Law(dict(world))
-    run(law, world, 100)
-    resumed = Law(dict(world))
+    law, resumed, narrower = Law(world), Law(world), Law({PLAIN: 100_000, "b": 50_000})
+    Run(law).go(world, 100)
     resumed.load_state_dict(law.state_dict(), 100)
-    assert resumed.scheme_of(100) == "a"
-    assert set(run(resumed, world, 100, first=100)) == {"a"}
-    narrower = Law({PLAIN: 100_000, "b": 50_000})
+    assert set(Run(resumed, first=100).go(world, 100)) == {"a"}
     narrower.load_state_dict(law.state_dict(), 100)
     assert narrower.scheme_of(100) == PLAIN
+
+
+@pytest.mark.parametrize("n_slow", [3, 4, 6])
+def test_a_few_slow_steps_do_not_make_a_slower_scheme_win(n_slow: int):
+    """Another process took the cores for a moment: the steps before a race say little, so plain has a turn in it."""
+    run = Run(Law({PLAIN: 22_000, "a": 22_000}))
+    for n_steps, times in ((20, None), (n_slow, 55_000), (180 - n_slow, None)):
+        run.go({PLAIN: times or 22_000, "a": times or 30_000}, n_steps, waiting=0.25)
+    assert "drift" in run.kinds, "nothing was disturbed"
+    assert "switch" not in run.kinds
+    assert run.law.incumbent == PLAIN
 
 
 def test_observing_out_of_order_is_refused():
@@ -346,17 +349,3 @@ def test_the_median_is_the_median(values):
 @given(st.integers(1, 10**6), st.integers(1, 60))
 def test_equal_samples_still_have_a_variance(value, n):
     assert variance([value] * n) == value * value // (200 if n < 8 else 2500)
-
-
-@pytest.mark.parametrize("n_steps", [3, 4, 6])
-def test_a_few_slow_steps_do_not_make_a_slower_scheme_win(n_steps: int):
-    """Another process took the cores for a moment: the steps before a race say little, so plain has a turn in it."""
-    law = Law({PLAIN: 22_000, "a": 22_000})
-    for step in range(200):
-        us = {PLAIN: 22_000, "a": 30_000}[law.scheme_of(step)]
-        if 20 <= step < 20 + n_steps:
-            us = 55_000
-        law.observe(step, us, us // 4)
-    assert any(decision.kind == "drift" for decision in law.decisions), "nothing was disturbed"
-    assert not any(decision.kind == "switch" for decision in law.decisions)
-    assert law.incumbent == PLAIN

@@ -182,20 +182,20 @@ class Reducer:
     def _bucket(self, buffer: torch.Tensor, layout: Layout, **place: Any) -> Bucket:
         """What the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
         if buffer.device.type == "cpu":
-            return Bucket(buffer, layout=layout, **place)
+            return Bucket(buffer, layout, **place)
         is_first, wire = place["index"] == 0, self.session.wire
         if isinstance(wire, DeviceWire):
             if is_first:
                 self._staging.begin_step()
                 self._loss_scale.note(self._staging)
-            return Bucket(buffer, layout=layout, resident=ResidentBucket(wire, buffer), **place)
+            return Bucket(buffer, layout, resident=ResidentBucket(wire, buffer), **place)
         bounds = [(0, buffer.numel())]
         if self.scheme.waits_by_tensor:
             bounds = layout.spans
         staged = self._staging.stage(place["index"], buffer, bounds)
         if is_first:
             self._loss_scale.note(self._staging)
-        return Bucket(staged.on_host, layout=layout, staged=staged, **place)
+        return Bucket(staged.on_host, layout, staged=staged, **place)
 
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""

@@ -80,7 +80,7 @@ class Bucket:
     def __init__(
         self,
         buffer: torch.Tensor,
-        slots: Sequence[Slot | torch.Tensor] = (),
+        slots: Sequence[Slot | torch.Tensor] | Layout = (),
         offsets: Sequence[int] = (),
         *,
         index: int = 0,
@@ -89,10 +89,11 @@ class Bucket:
         record: BucketRecord | None = None,
         staged: StagedBucket | None = None,
         resident: ResidentBucket | None = None,
-        layout: Layout | None = None,
     ) -> None:
-        """`slots`: of a parameter that is given, its own. `layout`: of a bucket that was made before with the same ones."""
-        if layout is None:
+        """`slots`: of a parameter that is given, its own; or the layout of a bucket that lies alike, which is not looked at."""
+        if isinstance(slots, Layout):
+            layout = slots
+        else:
             check_gradient(buffer, on_any_device=resident is not None)
             layout = Layout(buffer, tuple(map(slot_of, slots)), offsets)
         self.buffer, self.layout, self.n_elements = buffer, layout, layout.n_elements

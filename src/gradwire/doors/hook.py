@@ -7,7 +7,6 @@ at the very end of the same backward pass, so no optimizer step can follow.
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
 import operator
-import time
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
+from gradwire.telemetry.stopwatch import now_ns
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.futures import completed
@@ -158,12 +158,12 @@ class HookState(Reducer):
 
     def _before_ddp_waits(self) -> None:
         """Runs when the gradients are computed, just before DDP waits for the buckets."""
-        self._waits_from_ns = time.perf_counter_ns()
+        self._waits_from_ns = now_ns()
         torch.autograd.Variable._execution_engine.queue_callback(self._after_ddp_waited)
 
     def _after_ddp_waited(self) -> None:
         """Runs when DDP has put all means into `.grad`: the one place where errors reach the training thread."""
-        self.close_pass(self.step - 1, time.perf_counter_ns() - self._waits_from_ns)
+        self.close_pass(self.step - 1, now_ns() - self._waits_from_ns)
 
     # ---- after close
 

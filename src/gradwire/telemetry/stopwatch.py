@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 now_s = time.perf_counter
+now_ns = time.perf_counter_ns
 
 
 class Stopwatch:

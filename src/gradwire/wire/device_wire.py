@@ -19,7 +19,7 @@ from gradwire.errors import OutOfMemory, Unsupported
 from gradwire.gpu.kernels import upload
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_group import DeviceGroup
-from gradwire.wire.wire import Flag, Outcome, Wire
+from gradwire.wire.wire import Flag, StepOutcome, Wire
 
 _HEAD_WORDS = 2  # int32: the sum of all other words, 1 if the gradient is not finite
 
@@ -67,12 +67,12 @@ class DeviceWire(Wire):
         with self.stream:
             self._step.arrival = Reading(self.flags, self._step.pinned)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StepOutcome | None:
         arrival, self._step.arrival = self._step.arrival, None
         if arrival is None:
             return None
         error, not_finite = arrival.wait().tolist()
-        return Outcome(not not_finite, error)
+        return StepOutcome(not not_finite, error)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

@@ -38,7 +38,7 @@ _INFINITY = 0x7F80_0000  # float32: patterns from here on are not finite
 Flag = Any
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """A step that is over, the same on all ranks.
 
     Attributes:
@@ -96,7 +96,7 @@ class Wire(ABC):
         """All messages of the step are sent."""
 
     @abstractmethod
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StepOutcome | None:
         """The outcome of the step that ended last, once; None: none has ended since. On a device, waits for its end."""
 
     @abstractmethod
@@ -260,11 +260,11 @@ class HostWire(Wire):
     def end_step(self) -> None:
         self._step.is_over = True
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> StepOutcome | None:
         if not self._step.is_over:
             return None
         self._step.is_over = False
-        return Outcome(self._step.is_finite)
+        return StepOutcome(self._step.is_finite)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

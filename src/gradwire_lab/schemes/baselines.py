@@ -39,7 +39,7 @@ class Periodic(Compressed):
             super().step(part, wire)
 
 
-class Truncate(Compressed):
+class TruncateRing(Compressed):
     """The `bits` lowest mantissa bits always cut off (18 by default), in a ring: the quantisation of GComp's Fig. 18.
 
     When not to use this: for training; it is the comparator that GComp's levels are measured against.
@@ -58,7 +58,7 @@ class Truncate(Compressed):
         return {**self.collective.configuration, **self._codec_options}
 
 
-class Zlib(Truncate):
+class ZlibRing(TruncateRing):
     """Lossless: zlib on the bytes (`level`, 1 by default), in a ring.
 
     When not to use this: wherever zstd is to be had.
@@ -67,7 +67,7 @@ class Zlib(Truncate):
     name = "zlib"
 
 
-class Zstd(Truncate):
+class ZstdRing(TruncateRing):
     """Lossless: zstd on the bytes (`level`, 1 by default), in a ring.
 
     When not to use this: on any network faster than about 0.3 Gb/s a core; it gains 7 % and takes longer than it saves.

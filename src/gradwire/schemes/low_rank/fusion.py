@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.low_rank.matrices import Plan
+from gradwire.schemes.low_rank.matrices import BucketPlan
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
@@ -40,7 +40,7 @@ class Work:
 
     bucket: Bucket
     wire: Wire
-    plan: Plan
+    plan: BucketPlan
     loss_scale: float
     done: torch.futures.Future
     n_waits: int

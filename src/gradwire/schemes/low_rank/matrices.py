@@ -126,7 +126,7 @@ class MatrixGroup:
             self._feedback.stage(slot, unsent, self._loss_scale)
 
 
-class Plan:
+class BucketPlan:
     """How one bucket layout is compressed.
 
     Attributes:
@@ -154,13 +154,13 @@ class Plans:
         self, shape_of: Callable[[Slot], MatrixShape | None], feedback: Feedback, seed: int, are_orthogonal: bool
     ) -> None:
         self._shape_of, self._feedback, self._seed, self._are_orthogonal = shape_of, feedback, seed, are_orthogonal
-        self._plans: list[Plan] = []
+        self._plans: list[BucketPlan] = []
         self._keys: dict[Slot, str] = {}
         self.factors: dict[Slot, Tensor] = {}
         self.n_elements = 0
         self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
 
-    def find(self, bucket: Bucket, turn: str) -> Plan:
+    def find(self, bucket: Bucket, turn: str) -> BucketPlan:
         """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
         for plan in self._plans:
             if plan.slots == bucket.slots and plan.layout_hash == bucket.layout_hash:
@@ -178,7 +178,7 @@ class Plans:
         self.keep(plan, incoming)
         return plan
 
-    def keep(self, plan: Plan, incoming: Sequence[Tensor]) -> None:
+    def keep(self, plan: BucketPlan, incoming: Sequence[Tensor]) -> None:
         """`incoming`, by group (k, rank, n), is what comes in next."""
         plan.checksum = 0
         for group, factors in zip(plan.groups, incoming, strict=True):
@@ -194,7 +194,7 @@ class Plans:
         """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
         return self.n_factor_elements[side] / self.n_elements if self.n_elements else 1.0
 
-    def _make(self, bucket: Bucket) -> Plan:
+    def _make(self, bucket: Bucket) -> BucketPlan:
         """A new plan; those that share a slot with it are of an old layout, and go."""
         dense = [] if bucket.slots else [(0, bucket.n_elements)]
         members: dict[MatrixShape, list[Member]] = {}
@@ -205,7 +205,7 @@ class Plans:
             elif start < end:
                 dense.append((start, end))
         device = bucket.buffer.device
-        plan = Plan(bucket, [MatrixGroup(*group, self._feedback, device) for group in members.items()], dense)
+        plan = BucketPlan(bucket, [MatrixGroup(*group, self._feedback, device) for group in members.items()], dense)
         slots = set(plan.slots)
         self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
         self._plans.append(plan)

@@ -280,8 +280,8 @@ class SlimGC(Compressed):
                 bucket.wait_for(span.position)
                 span.in_fused(buffer).copy_(span.in_bucket(bucket.buffer))
         part = Bucket(
-            buffer, plan.slots, plan.offsets, index=bucket.index, step=bucket.step, record=bucket.record,
-            staged=bucket.staged, resident=bucket.resident, layout=plan.part_layout,
+            buffer, plan.part_layout or plan.slots, plan.offsets, index=bucket.index, step=bucket.step,
+            record=bucket.record, staged=bucket.staged, resident=bucket.resident,
         )  # fmt: skip
         plan.part_layout = part.layout
         return part

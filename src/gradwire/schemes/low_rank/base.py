@@ -22,9 +22,8 @@ from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.low_rank.factors import orthogonalise, redraw_factors
-from gradwire.schemes.low_rank.fusion import Fusion, Work, fingerprint_of, ranks_agree
-from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, Plans, matrix_shape
+from gradwire.schemes.low_rank.fusion import Fusion, Work
+from gradwire.schemes.low_rank.matrices import MatrixShape, Plans, matrix_shape
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
 from gradwire.wire.preamble import compare_preambles
@@ -58,6 +57,7 @@ class LowRank(Compressed):
 
     options_of = ByName
     n_waits: ClassVar[int] = 1  # how often `steps` waits for sums
+    takes_turns: ClassVar[bool] = False  # whether a step sends the one or the other factor
     incoming_is_orthogonal: ClassVar[bool]  # whether factors are made orthonormal before they come in
 
     def __init__(
@@ -114,12 +114,16 @@ class LowRank(Compressed):
                 f'{n_ranks}; use factor_dtype="float32"'
             )
         super().bind(session)
-        self.turn = "p"
         if self._exempts_words and is_beside_adam(session):
             self._exempt_words(session)
         kernels_for(session.wire.device)
-        self._plans = Plans(self._shape_of, session.feedback, self.seed, self.incoming_is_orthogonal)
-        self._fusion = Fusion(session.communicator, session.wire, self._wire_dtype, self.overlap)
+        self._begin_anew(session)
+
+    def _begin_anew(self, session: Session) -> None:
+        self.turn = "p"
+        buffer_bytes = self.buffer_mb * _MIB * (self._wire_dtype.itemsize / 4)
+        self._plans = Plans(self._shape_of, session.feedback, self.seed, self.incoming_is_orthogonal, buffer_bytes)
+        self.fusion = Fusion(session.communicator, session.wire, self._plans, self._wire_dtype, self.overlap)
 
     def _exempt_words(self, session: Session) -> None:
         words = embeddings_and_heads(session.module)
@@ -135,36 +139,13 @@ class LowRank(Compressed):
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
         return matrix_shape(slot, self.rank, self.min_compression_rate) if self.select(slot) else None
 
-    # ---- the algorithm, and what it sends
-
     @abstractmethod
     def steps(self, work: Work) -> Iterator[None]:
-        """Replace a bucket by its mean; `yield` where it waits for what it has sent: then that is the mean over the ranks."""
+        """The algorithm for one bucket, which is to hold its mean in the end.
 
-    @abstractmethod
-    def next_factors(self, group: MatrixGroup) -> Tensor:
-        """(k, rank, n): which of this step's factors come in next."""
-
-    def send_dense(self, work: Work, side: str) -> None:
-        """Send what is not compressed, and in host memory, before it, what ranks must share."""
-        if not work.wire.on_device:  # where no host would read it: see `_start_check`
-            facts = (self.configuration_hash, work.bucket.layout_hash, work.bucket.step, work.plan.checksum)
-            work.fingerprint = fingerprint_of(zlib.crc32(repr(facts).encode()))
-            self._fusion.add(work, work.fingerprint, math.inf)
-        for start, end in work.plan.dense:
-            self._fusion.add(work, work.bucket.buffer[start:end], self._cap_bytes(side))
-
-    def send_factors(self, work: Work, factors: Tensor, side: str) -> None:
-        """Send (k, rank, n), first rounded to what the wire carries."""
-        if self._wire_dtype != torch.float32:
-            factors.copy_(factors.to(self._wire_dtype))
-        cap_bytes = self._cap_bytes(side)
-        for factor in factors:
-            self._fusion.add(work, factor.view(-1), cap_bytes)
-
-    def _cap_bytes(self, side: str) -> float:
-        """The size of a fused buffer: buffer_mb of gradient, times how much of it this side's factors are."""
-        return self.buffer_mb * _MIB * self._plans.rate_of(side) * (self._wire_dtype.itemsize / 4)
+        It yields `n_waits` times for what it has sent, which then is the mean over the ranks; and when the bucket is written,
+        until all of the step counts.
+        """
 
     # ---- a step
 
@@ -182,7 +163,7 @@ class LowRank(Compressed):
             try:
                 taken.wait()
             except Exception as error:
-                self._fusion.drop()
+                self.fusion.drop()
                 for _, waiting in self._open:
                     if not waiting.done():
                         waiting.set_exception(error)
@@ -203,12 +184,16 @@ class LowRank(Compressed):
                 done.set_result(bucket.buffer)
                 return
             plan = self._plans.find(bucket, self.turn)
-            work = Work(bucket, wire, plan, self.session.loss_scale(), done, self.n_waits)
+            fingerprint = None
+            if not wire.on_device:  # where no host would read it: see `_start_check`
+                facts = (self.configuration_hash, bucket.layout_hash, bucket.step, plan.checksum)
+                fingerprint = _bits_of(zlib.crc32(repr(facts).encode()))
+            work = Work(bucket, wire, plan, self.session.loss_scale(), done, fingerprint, self.n_waits)
             work.steps = self.steps(work)
             self._works.append(work)
             if bucket.is_last and wire.on_device:
                 self._start_check(work)
-            self._fusion.take(work)
+            self.fusion.take(work)
             if bucket.is_last:
                 self._compare_fingerprints()
                 done.set_result(bucket.buffer)
@@ -222,7 +207,8 @@ class LowRank(Compressed):
     def _compare_fingerprints(self) -> None:
         """After the last sum, at a point that all ranks share. Raises: RankMismatch."""
         for work in self._works:
-            if not ranks_agree(work.fingerprint):
+            shares = work.fingerprint
+            if shares is not None and not bool(((shares == 0) | (shares == 1)).all()):
                 mine = self.preamble(work.bucket)
                 compare_preambles(self.session.communicator, mine, work.bucket.record)
                 name_other_factors(self.session.communicator, mine, work.plan.checksum)
@@ -231,28 +217,27 @@ class LowRank(Compressed):
         """Residuals and factors of the step are those of the next."""
         if not self._works:  # in plain steps, and with one rank
             return
-        on_device, step = self.session.wire.on_device, self._works[0].bucket.step
-        record = self.session.recorder.open_bucket(step, -1, 0)
+        on_device = self.session.wire.on_device
+        record = self.session.recorder.open_bucket(self._works[0].bucket.step, -1, 0)
         with contextlib.nullcontext() if on_device else record.timing("encode"):
             super().commit()
             for work in self._works:
-                incoming = [self.next_factors(group) for group in work.plan.groups]
-                for group, factors in zip(work.plan.groups, incoming, strict=True):
-                    redraw_factors(factors, group.keys, self.seed, step + 1, only_zero=self.reuse)
-                    if self.incoming_is_orthogonal:
-                        orthogonalise(factors)
-                self._plans.keep(work.plan, incoming)
+                next(work.steps, None)
+            if self.takes_turns:
+                self.turn = "q" if self.turn == "p" else "p"
+            for work in self._works:
+                self._plans.keep(work.plan, self.turn)
         self.session.recorder.close_bucket(record)
 
     def discard(self) -> None:
         super().discard()
         self._works.clear()
-        self._fusion.drop()
+        self.fusion.drop()
 
     def close(self) -> None:
         super().close()
-        self._plans = Plans(self._shape_of, self.session.feedback, self.seed, self.incoming_is_orthogonal)
         self.session.feedback.clear()
+        self._begin_anew(self.session)
         self._works.clear()
         self._open.clear()
 
@@ -264,7 +249,7 @@ class LowRank(Compressed):
             "n_matrices": len(self._plans.factors),
             "compression_rate_p": self._plans.rate_of("p"),
             "compression_rate_q": self._plans.rate_of("q"),
-            "n_fused_buffers": self._fusion.n_buffers,
+            "n_fused_buffers": self.fusion.n_buffers,
             **super().stats(),
         }
 
@@ -309,6 +294,15 @@ class LowRank(Compressed):
     def turn_in(self, state: dict[str, Any]) -> str:
         """Whose turn it is in a state. Raises: InvalidArgument."""
         return "p"
+
+
+def _bits_of(facts: int) -> Tensor:
+    """(32,) float32: what ranks sum along with their gradients to compare 32 bits.
+
+    A mean of 0 or 1 says that all ranks have the same bit; anything else, on all ranks, that they have not. Counts up
+    to 256 are exact even in bfloat16.
+    """
+    return torch.tensor([float(facts >> bit & 1) for bit in range(32)])
 
 
 def _check_saved(tensor: Any, expected: tuple[int, int], name: str, what: str) -> None:

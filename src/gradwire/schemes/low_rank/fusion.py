@@ -1,13 +1,13 @@
 """Tensor fusion and overlap: tensors of several buckets in one all-reduce, and several of these under way.
 
-A bucket's algorithm (`LowRank.step`) is run up to where it waits for its sums; the last part of it, which sends nothing, runs
-as soon as these are there.
+A bucket's algorithm (`LowRank.steps`) is run up to where it waits for its sums, and goes on when they are there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from gradwire.core.bucket import Bucket
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.low_rank.matrices import Plan
+from gradwire.schemes.low_rank.matrices import Plan, Plans
 from gradwire.wire.communicator import Communicator, ring_bytes
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
-
-_FINGERPRINT_BITS = 32
 
 
 @dataclass(eq=False)
@@ -32,10 +30,10 @@ class Work:
     Attributes:
         wire: the bucket's end of it.
         done: what DDP waits for.
+        fingerprint: what ranks must share, then its mean over them; None: not sent.
         n_waits: how often the algorithm will still wait for sums.
         steps: the algorithm, which stops where it waits.
         n_awaited: tensors that are still to be summed.
-        fingerprint: in host memory, the mean over the ranks of what they must share.
     """
 
     bucket: Bucket
@@ -43,25 +41,25 @@ class Work:
     plan: Plan
     loss_scale: float
     done: torch.futures.Future
+    fingerprint: Tensor | None
     n_waits: int
-    n_awaited: int = 0
     steps: Iterator[None] = field(init=False)
-    fingerprint: Tensor = field(default_factory=lambda: torch.empty(0))
+    n_awaited: int = 0
 
     def send(self) -> None:
-        """Go on until the sums are to be waited for."""
+        """Go on until sums are to be waited for."""
         with self.wire.timing("encode"):
             next(self.steps)
         self.n_waits -= 1
         self.finish_if_summed()
 
     def finish_if_summed(self) -> None:
-        """Go on to the end, and let DDP have the bucket, once nothing more is sent or awaited; the last one's end waits."""
+        """Write the mean, and let DDP have it, once nothing more is sent or awaited; the last bucket's stands for the step."""
         if self.n_waits or self.n_awaited:
             return
         mean = self.bucket.buffer
         with self.wire.timing("decode"):
-            next(self.steps, None)
+            next(self.steps)
         self.wire.conclude(mean)
         if mean.dtype == torch.float16:
             self.wire.note(self.wire.all_finite(mean))  # it may leave float16's range although no sum did
@@ -92,8 +90,11 @@ class Fusion:
         overlaps: buckets are compressed inside the backward pass; otherwise at its end, so that nothing competes with it.
     """
 
-    def __init__(self, communicator: Communicator, wire: Wire, dtype: torch.dtype, overlaps: bool) -> None:
-        self._communicator, self._wire, self._dtype, self._overlaps = communicator, wire, dtype, overlaps
+    def __init__(
+        self, communicator: Communicator, wire: Wire, plans: Plans, dtype: torch.dtype, overlaps: bool
+    ) -> None:
+        self._communicator, self._wire, self._plans = communicator, wire, plans
+        self._dtype, self._overlaps = dtype, overlaps
         self.drop()
         self.n_buffers = 0
 
@@ -104,13 +105,14 @@ class Fusion:
         self._filling: list[tuple[Work, Tensor]] = []
         self._filling_bytes = 0
         self._started: deque[_FusedBuffer] = deque()
+        self._is_end = False  # the last bucket has come: the lane waits for all sums that are started
 
     def take(self, work: Work) -> None:
         """Have a bucket send what it has, now or at the end of the backward pass; with the last one all of the step ends.
 
         What waits for a first sum goes on when the next bucket has come, so that all ranks keep one order of sums.
         """
-        is_last = work.bucket.is_last
+        self._is_end = is_last = work.bucket.is_last
         self._held.append(work)
         if not (self._overlaps or is_last):
             return
@@ -135,8 +137,22 @@ class Fusion:
         elif self._wire.on_device:
             self._finish_summed()
 
-    def add(self, work: Work, tensor: Tensor, cap_bytes: float) -> None:
-        """Replace `tensor` (n,) by its mean over the ranks; a buffer that has `cap_bytes` is summed."""
+    def send_dense(self, work: Work, side: str) -> None:
+        """Have what is not compressed replaced by its mean over the ranks. `side`: whose buffers it shares, "p" or "q"."""
+        if work.fingerprint is not None:
+            self._add(work, work.fingerprint, math.inf)  # it joins what follows
+        for start, end in work.plan.dense:
+            self._add(work, work.bucket.buffer[start:end], self._plans.cap_bytes[side])
+
+    def send(self, work: Work, factors: Tensor, side: str) -> None:
+        """Round (k, rank, n) to what the wire carries, and have it replaced by its mean over the ranks."""
+        if self._dtype != torch.float32:
+            factors.copy_(factors.to(self._dtype))
+        for factor in factors:
+            self._add(work, factor.view(-1), self._plans.cap_bytes[side])
+
+    def _add(self, work: Work, tensor: Tensor, cap_bytes: float) -> None:
+        """Sum (n,), in a buffer with others; one that has `cap_bytes` is on its way."""
         work.n_awaited += 1
         self._filling.append((work, tensor))
         self._filling_bytes += tensor.numel() * self._dtype.itemsize
@@ -163,8 +179,8 @@ class Fusion:
 
         def note_end(_: torch.futures.Future) -> None:
             timing.end()
-            if not buffer.is_taken:  # the lane may have waited for it, and even be closed since
-                with contextlib.suppress(InvalidArgument):
+            if not (buffer.is_taken or self._is_end):
+                with contextlib.suppress(InvalidArgument):  # closed since
                     self._communicator.submit(self._finish_summed)
 
         summed.add_done_callback(note_end)
@@ -196,17 +212,3 @@ class Fusion:
             work.bucket.record.count_exchanged(ring_bytes(own, self._wire.world_size))
             work.wire.note_message(is_finite)
             work.finish_if_summed()
-
-
-def fingerprint_of(facts: int) -> Tensor:
-    """(32,) float32: the bits of `facts`, which ranks sum along with their gradients.
-
-    A mean of 0 or 1 says that all ranks have the same bit; anything else, on all ranks, that they have not. Counts up
-    to 256 are exact even in bfloat16.
-    """
-    return torch.tensor([float(facts >> bit & 1) for bit in range(_FINGERPRINT_BITS)])
-
-
-def ranks_agree(mean_fingerprint: Tensor) -> bool:
-    """Whether the mean of the ranks' fingerprints is that of equal ones."""
-    return bool(((mean_fingerprint == 0) | (mean_fingerprint == 1)).all())

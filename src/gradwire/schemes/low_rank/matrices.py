@@ -72,6 +72,10 @@ class MatrixGroup:
     def new_q(self) -> Tensor:
         return torch.empty_like(self.q)
 
+    def incoming(self, turn: str) -> Tensor:
+        """(k, rank, n): the factors that come in when `turn`, "p" or "q", is computed."""
+        return self.q if turn == "p" else self.p
+
     def in_bucket(self, flat: Tensor) -> list[Tensor]:
         """k times (n_rows, n_columns): the matrices in a tensor that is laid out as the bucket."""
         return [flat[start:end].view(self.shape.n_rows, self.shape.n_columns) for start, end in self._spans]
@@ -85,10 +89,10 @@ class MatrixGroup:
         """
         self._loss_scale = loss_scale
         self._withheld.clear()
-        matrices, is_used = self.in_bucket(gradient), wire.used(gradient, self._spans)
+        matrices, residuals = self.in_bucket(gradient), list(map(self._feedback.of, self.slots))
         room = self._feedback.room(self, sum(map(torch.numel, matrices)), device=wire.device)
         self.corrected = room.view(-1, self.shape.n_rows, self.shape.n_columns)
-        residuals = [self._feedback.of(slot) for slot in self.slots]
+        is_used = wire.used(gradient, self._spans)
         for corrected, matrix, kept, used in zip(self.corrected, matrices, residuals, is_used, strict=True):
             if kept is None:
                 corrected.copy_(matrix)
@@ -102,9 +106,9 @@ class MatrixGroup:
             else:
                 corrected.copy_(matrix).add_(residual, alpha=scale)
 
-    def write_product(self, flat: Tensor, q: Tensor) -> None:
+    def write_product(self, flat: Tensor, p: Tensor, q: Tensor) -> None:
         """P Q^T of every matrix to where it lies in the bucket."""
-        for left, right, matrix in zip(self.p, q, self.in_bucket(flat), strict=True):
+        for left, right, matrix in zip(p, q, self.in_bucket(flat), strict=True):
             multiply(left, right, matrix)
 
     def subtract_product(self) -> None:
@@ -143,22 +147,30 @@ class Plan:
 class Plans:
     """A plan for every bucket layout in use, and the factors that come in next: by slot, as buckets are rebuilt.
 
-    Also how much the model shrinks, for the size of fused buffers.
-
     Args:
         seed: of factors that are drawn.
         are_orthogonal: factors come in with orthonormal rows.
+        buffer_bytes: of a fused buffer, were nothing compressed.
+
+    Attributes:
+        cap_bytes: the size of a fused buffer of P and of Q: `buffer_bytes` times how much the model shrinks to.
     """
 
     def __init__(
-        self, shape_of: Callable[[Slot], MatrixShape | None], feedback: Feedback, seed: int, are_orthogonal: bool
+        self,
+        shape_of: Callable[[Slot], MatrixShape | None],
+        feedback: Feedback,
+        seed: int,
+        are_orthogonal: bool,
+        buffer_bytes: float,
     ) -> None:
         self._shape_of, self._feedback, self._seed, self._are_orthogonal = shape_of, feedback, seed, are_orthogonal
+        self._buffer_bytes = buffer_bytes
         self._plans: list[Plan] = []
         self._keys: dict[Slot, str] = {}
+        self._n_elements = {"p": 0, "q": 0, "": 0}  # sent of the model so far, dense tensors included, and in all
         self.factors: dict[Slot, Tensor] = {}
-        self.n_elements = 0
-        self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
+        self.cap_bytes = {"p": buffer_bytes, "q": buffer_bytes}
 
     def find(self, bucket: Bucket, turn: str) -> Plan:
         """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
@@ -166,22 +178,22 @@ class Plans:
             if plan.slots == bucket.slots and plan.layout_hash == bucket.layout_hash:
                 return plan
         plan = self._make(bucket)
-        incoming = [group.q if turn == "p" else group.p for group in plan.groups]
-        for group, factors in zip(plan.groups, incoming, strict=True):
-            for slot, key, factor in zip(group.slots, group.keys, factors, strict=True):
+        for group in plan.groups:
+            for slot, key, factor in zip(group.slots, group.keys, group.incoming(turn), strict=True):
                 if slot in self.factors:
                     factor.copy_(self.factors[slot])
                     continue
                 factor.copy_(draw_factor(self._seed, key, 0, *factor.shape))
                 if self._are_orthogonal:
                     orthogonalise(factor[None])
-        self.keep(plan, incoming)
+        self.keep(plan, turn)
         return plan
 
-    def keep(self, plan: Plan, incoming: Sequence[Tensor]) -> None:
-        """`incoming`, by group (k, rank, n), is what comes in next."""
+    def keep(self, plan: Plan, turn: str) -> None:
+        """The factors that come in for `turn` are those of the next step."""
         plan.checksum = 0
-        for group, factors in zip(plan.groups, incoming, strict=True):
+        for group in plan.groups:
+            factors = group.incoming(turn)
             self.factors.update(zip(group.slots, factors, strict=True))
             plan.checksum = checksum(factors, plan.checksum)
 
@@ -192,7 +204,7 @@ class Plans:
 
     def rate_of(self, side: str) -> float:
         """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
-        return self.n_factor_elements[side] / self.n_elements if self.n_elements else 1.0
+        return self._n_elements[side] / self._n_elements[""] if self._n_elements[""] else 1.0
 
     def _make(self, bucket: Bucket) -> Plan:
         """A new plan; those that share a slot with it are of an old layout, and go."""
@@ -213,13 +225,12 @@ class Plans:
 
     def _count(self, slot: Slot) -> str:
         """Its key; at first sight its values are added to the model's."""
-        key = self._keys.get(slot)
-        if key is None:
-            shape = self._shape_of(slot)
+        if slot not in self._keys:
             # Without names: the order in which slots first appear, which is the same on all ranks.
-            key = self._keys[slot] = slot.name or f"#{len(self._keys)}"
-            n = slot.numel()
-            self.n_elements += n
-            self.n_factor_elements["p"] += shape.rank * shape.n_rows if shape else n
-            self.n_factor_elements["q"] += shape.rank * shape.n_columns if shape else n
-        return key
+            self._keys[slot] = slot.name or f"#{len(self._keys)}"
+            n, shape = slot.numel(), self._shape_of(slot)
+            n_p, n_q = (shape.rank * shape.n_rows, shape.rank * shape.n_columns) if shape else (n, n)
+            for side, n_sent in (("", n), ("p", n_p), ("q", n_q)):
+                self._n_elements[side] += n_sent
+            self.cap_bytes = {side: self._buffer_bytes * self.rate_of(side) for side in ("p", "q")}
+        return self._keys[slot]

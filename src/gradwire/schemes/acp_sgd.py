@@ -33,7 +33,6 @@ class AcpSgd(LowRank):
     """
 
     name = "acp-sgd"
-    incoming_is_orthogonal = True
 
     takes_turns = True
 

@@ -29,7 +29,6 @@ class PowerSgd(LowRank):
     """
 
     name = "power-sgd"
-    incoming_is_orthogonal = False
     n_waits = 2
 
     def __init__(self, rank: int = 4, buffer_mb: float = float("inf"), **options: Any) -> None:

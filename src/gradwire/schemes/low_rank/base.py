@@ -26,6 +26,7 @@ from gradwire.schemes.low_rank.fusion import Fusion, Work
 from gradwire.schemes.low_rank.matrices import MatrixShape, Plans, matrix_shape
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
+from gradwire.wire.futures import then
 from gradwire.wire.preamble import compare_preambles
 from gradwire.wire.step_check import name_other_factors
 
@@ -57,8 +58,8 @@ class LowRank(Compressed):
 
     options_of = ByName
     n_waits: ClassVar[int] = 1  # how often `steps` waits for sums
-    takes_turns: ClassVar[bool] = False  # whether a step sends the one or the other factor
-    incoming_is_orthogonal: ClassVar[bool]  # whether factors are made orthonormal before they come in
+    # Whether a step sends the one or the other factor; what comes in was summed a step ago, and is orthonormal.
+    takes_turns: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -85,17 +86,11 @@ class LowRank(Compressed):
             plain=PlainSteps(self.name, "start_step", start_step),
             select=ByName(**{key: value for key, value in names.items() if value is not None}),
         )
-        self.rank = rank
-        self.min_compression_rate = float(min_compression_rate)
-        self.reuse = reuse
-        self.overlap = overlap
-        self.buffer_mb = float(buffer_mb)
-        self.factor_dtype = factor_dtype
-        self.seed = seed
+        self.rank, self.min_compression_rate, self.reuse, self.seed = rank, float(min_compression_rate), reuse, seed
+        self.overlap, self.buffer_mb, self.factor_dtype = overlap, float(buffer_mb), factor_dtype
         self.turn = "p"  # the factor that a step computes first; the other one comes in
         self._exempts_words = names.get("exempt") is None
         self._wire_dtype = _WIRE_DTYPES[factor_dtype]
-        self._open: list[tuple[int, Future]] = []  # of buckets by step, those done too
         self._works: list[Work] = []  # all compressed buckets of this step, in order
 
     @property
@@ -122,8 +117,8 @@ class LowRank(Compressed):
     def _begin_anew(self, session: Session) -> None:
         self.turn = "p"
         buffer_bytes = self.buffer_mb * _MIB * (self._wire_dtype.itemsize / 4)
-        self._plans = Plans(self._shape_of, session.feedback, self.seed, self.incoming_is_orthogonal, buffer_bytes)
-        self.fusion = Fusion(session.communicator, session.wire, self._plans, self._wire_dtype, self.overlap)
+        self._plans = Plans(self._shape_of, session.feedback, self.seed, self.takes_turns)
+        self.fusion = Fusion(session, self._plans, self._wire_dtype, buffer_bytes, self.overlap)
 
     def _exempt_words(self, session: Session) -> None:
         words = embeddings_and_heads(session.module)
@@ -149,54 +144,45 @@ class LowRank(Compressed):
 
     # ---- a step
 
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)
-        # Nobody waits for those of a backward pass that was given up half-way; for the step before someone may.
-        self._open = [(begun, done) for begun, done in self._open if begun >= step - 1]
-
     def reduce(self, bucket: Bucket) -> Future:
         """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
-        done: Future = Future()
-        self._open.append((bucket.step, done))
+        taken = self.session.communicator.submit(self._take, bucket)
+        taken.add_done_callback(self._fail_open)
+        return then(taken, lambda _: bucket.buffer)
 
-        def fail_all_open(taken: Future) -> None:
-            try:
-                taken.wait()
-            except Exception as error:
-                self.fusion.drop()
-                for _, waiting in self._open:
-                    if not waiting.done():
-                        waiting.set_exception(error)
+    def _fail_open(self, taken: Future) -> None:
+        """If a bucket has failed, no other of the step is waited for any longer."""
+        try:
+            taken.wait()
+        except Exception as error:
+            for work in self._works:
+                if not work.done.done():
+                    work.done.set_exception(error)
 
-        self.session.communicator.submit(self._take, bucket, done).add_done_callback(fail_all_open)
-        return done
-
-    def _take(self, bucket: Bucket, done: Future) -> None:
+    def _take(self, bucket: Bucket) -> Future | None:
         wire = self.wire(bucket)
+        on_device = wire.on_device
         if wire.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
-            done.set_result(bucket.buffer)
-            return
-        if not wire.on_device:
+            return None
+        if not on_device:
             self._agree_while_settling(bucket)
         with bucket.at_work():
             if bucket.step < self.plain.n:
                 wire.mean(bucket.buffer)
-                done.set_result(bucket.buffer)
-                return
-            plan = self._plans.find(bucket, self.turn)
-            fingerprint = None
-            if not wire.on_device:  # where no host would read it: see `_start_check`
-                facts = (self.configuration_hash, bucket.layout_hash, bucket.step, plan.checksum)
-                fingerprint = _bits_of(zlib.crc32(repr(facts).encode()))
-            work = Work(bucket, wire, plan, self.session.loss_scale(), done, fingerprint, self.n_waits)
+                return None
+            work = Work(bucket, wire, self._plans.find(bucket, self.turn), self.session.loss_scale(), self.n_waits)
             work.steps = self.steps(work)
             self._works.append(work)
-            if bucket.is_last and wire.on_device:
+            if not on_device:
+                facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
+                work.fingerprint = _bits_of(zlib.crc32(repr(facts).encode()))
+            elif bucket.is_last:
                 self._start_check(work)
             self.fusion.take(work)
-            if bucket.is_last:
-                self._compare_fingerprints()
-                done.set_result(bucket.buffer)
+            if not bucket.is_last:
+                return work.done
+            self._compare_fingerprints()
+            return None
 
     def _start_check(self, work: Work) -> None:
         """On a device, where no host reads a fingerprint: compare, one step behind, what all ranks must share."""
@@ -239,7 +225,6 @@ class LowRank(Compressed):
         self.session.feedback.clear()
         self._begin_anew(self.session)
         self._works.clear()
-        self._open.clear()
 
     # ---- between steps
 

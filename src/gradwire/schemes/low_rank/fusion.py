@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.low_rank.matrices import Plan, Plans
-from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.communicator import ring_bytes
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
 
@@ -29,22 +30,22 @@ class Work:
 
     Attributes:
         wire: the bucket's end of it.
-        done: what DDP waits for.
-        fingerprint: what ranks must share, then its mean over them; None: not sent.
         n_waits: how often the algorithm will still wait for sums.
         steps: the algorithm, which stops where it waits.
+        fingerprint: what ranks must share, then its mean over them; None: not sent.
         n_awaited: tensors that are still to be summed.
+        done: that the mean is there.
     """
 
     bucket: Bucket
     wire: Wire
     plan: Plan
     loss_scale: float
-    done: torch.futures.Future
-    fingerprint: Tensor | None
     n_waits: int
     steps: Iterator[None] = field(init=False)
+    fingerprint: Tensor | None = None
     n_awaited: int = 0
+    done: torch.futures.Future = field(default_factory=torch.futures.Future)
 
     def send(self) -> None:
         """Go on until sums are to be waited for."""
@@ -54,7 +55,7 @@ class Work:
         self.finish_if_summed()
 
     def finish_if_summed(self) -> None:
-        """Write the mean, and let DDP have it, once nothing more is sent or awaited; the last bucket's stands for the step."""
+        """Write the mean once nothing more is sent or awaited."""
         if self.n_waits or self.n_awaited:
             return
         mean = self.bucket.buffer
@@ -63,8 +64,7 @@ class Work:
         self.wire.conclude(mean)
         if mean.dtype == torch.float16:
             self.wire.note(self.wire.all_finite(mean))  # it may leave float16's range although no sum did
-        if not self.bucket.is_last:
-            self.done.set_result(mean)
+        self.done.set_result(mean)
 
 
 @dataclass
@@ -87,14 +87,13 @@ class Fusion:
 
     Args:
         dtype: of the sums: float32 or bfloat16.
+        buffer_bytes: of a fused buffer, if nothing were compressed.
         overlaps: buckets are compressed inside the backward pass; otherwise at its end, so that nothing competes with it.
     """
 
-    def __init__(
-        self, communicator: Communicator, wire: Wire, plans: Plans, dtype: torch.dtype, overlaps: bool
-    ) -> None:
-        self._communicator, self._wire, self._plans = communicator, wire, plans
-        self._dtype, self._overlaps = dtype, overlaps
+    def __init__(self, session: Session, plans: Plans, dtype: torch.dtype, buffer_bytes: float, overlaps: bool) -> None:
+        self._communicator, self._wire, self._plans = session.communicator, session.wire, plans
+        self._dtype, self._buffer_bytes, self._overlaps = dtype, buffer_bytes, overlaps
         self.drop()
         self.n_buffers = 0
 
@@ -139,17 +138,19 @@ class Fusion:
 
     def send_dense(self, work: Work, side: str) -> None:
         """Have what is not compressed replaced by its mean over the ranks. `side`: whose buffers it shares, "p" or "q"."""
+        cap_bytes = self._buffer_bytes * self._plans.rate_of(side)
         if work.fingerprint is not None:
             self._add(work, work.fingerprint, math.inf)  # it joins what follows
         for start, end in work.plan.dense:
-            self._add(work, work.bucket.buffer[start:end], self._plans.cap_bytes[side])
+            self._add(work, work.bucket.buffer[start:end], cap_bytes)
 
     def send(self, work: Work, factors: Tensor, side: str) -> None:
         """Round (k, rank, n) to what the wire carries, and have it replaced by its mean over the ranks."""
         if self._dtype != torch.float32:
             factors.copy_(factors.to(self._dtype))
+        cap_bytes = self._buffer_bytes * self._plans.rate_of(side)
         for factor in factors:
-            self._add(work, factor.view(-1), self._plans.cap_bytes[side])
+            self._add(work, factor.view(-1), cap_bytes)
 
     def _add(self, work: Work, tensor: Tensor, cap_bytes: float) -> None:
         """Sum (n,), in a buffer with others; one that has `cap_bytes` is on its way."""

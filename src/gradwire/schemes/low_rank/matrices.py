@@ -39,14 +39,6 @@ def matrix_shape(parameter: Slot | Tensor, rank: int, min_compression_rate: floa
     return MatrixShape(n_rows, n_columns, rank)
 
 
-class Member(NamedTuple):
-    """One matrix of a group: its factors are drawn from `key`; it lies in `span` of the bucket, first and past-the-last."""
-
-    slot: Slot
-    key: str
-    span: tuple[int, int]
-
-
 class MatrixGroup:
     """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all.
 
@@ -59,7 +51,14 @@ class MatrixGroup:
 
     corrected: Tensor
 
-    def __init__(self, shape: MatrixShape, members: Sequence[Member], feedback: Feedback, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: MatrixShape,
+        members: Sequence[tuple[Slot, str, tuple[int, int]]],
+        feedback: Feedback,
+        device: torch.device,
+    ) -> None:
+        """`members`: the slot of each matrix, the key that its factors are drawn from, and where it lies in the bucket."""
         self.shape, self._feedback = shape, feedback
         self.slots, self.keys, self._spans = (list(column) for column in zip(*members, strict=True))
         # Zeros, so that ranks agree on the other factors even where their turn comes before they were ever summed.
@@ -150,27 +149,16 @@ class Plans:
     Args:
         seed: of factors that are drawn.
         are_orthogonal: factors come in with orthonormal rows.
-        buffer_bytes: of a fused buffer, were nothing compressed.
-
-    Attributes:
-        cap_bytes: the size of a fused buffer of P and of Q: `buffer_bytes` times how much the model shrinks to.
     """
 
     def __init__(
-        self,
-        shape_of: Callable[[Slot], MatrixShape | None],
-        feedback: Feedback,
-        seed: int,
-        are_orthogonal: bool,
-        buffer_bytes: float,
+        self, shape_of: Callable[[Slot], MatrixShape | None], feedback: Feedback, seed: int, are_orthogonal: bool
     ) -> None:
         self._shape_of, self._feedback, self._seed, self._are_orthogonal = shape_of, feedback, seed, are_orthogonal
-        self._buffer_bytes = buffer_bytes
         self._plans: list[Plan] = []
         self._keys: dict[Slot, str] = {}
         self._n_elements = {"p": 0, "q": 0, "": 0}  # sent of the model so far, dense tensors included, and in all
         self.factors: dict[Slot, Tensor] = {}
-        self.cap_bytes = {"p": buffer_bytes, "q": buffer_bytes}
 
     def find(self, bucket: Bucket, turn: str) -> Plan:
         """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
@@ -209,11 +197,11 @@ class Plans:
     def _make(self, bucket: Bucket) -> Plan:
         """A new plan; those that share a slot with it are of an old layout, and go."""
         dense = [] if bucket.slots else [(0, bucket.n_elements)]
-        members: dict[MatrixShape, list[Member]] = {}
+        members: dict[MatrixShape, list[tuple[Slot, str, tuple[int, int]]]] = {}
         for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
             key, shape = self._count(slot), self._shape_of(slot)
             if shape is not None:
-                members.setdefault(shape, []).append(Member(slot, key, (start, end)))
+                members.setdefault(shape, []).append((slot, key, (start, end)))
             elif start < end:
                 dense.append((start, end))
         device = bucket.buffer.device
@@ -232,5 +220,4 @@ class Plans:
             n_p, n_q = (shape.rank * shape.n_rows, shape.rank * shape.n_columns) if shape else (n, n)
             for side, n_sent in (("", n), ("p", n_p), ("q", n_q)):
                 self._n_elements[side] += n_sent
-            self.cap_bytes = {side: self._buffer_bytes * self.rate_of(side) for side in ("p", "q")}
         return self._keys[slot]

@@ -16,11 +16,9 @@ models of few or small matrices, or where every step's gradient has to be exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from gradwire.core.checkpoint import not_the_state
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.schemes.low_rank.factors import orthogonalise, redraw_factors
 from gradwire.schemes.low_rank.fusion import Work
@@ -38,13 +36,14 @@ class AcpSgd(LowRank):
 
     def steps(self, work: Work) -> Iterator[None]:
         groups, turn = work.plan.groups, self.turn
-        self.fusion.send_dense(work, turn)
+        self.fusion.send(work, work.dense, turn)
         for group in groups:
             group.correct(work.bucket.buffer, work.wire, work.loss_scale)
             if turn == "p":
                 factors = torch.bmm(group.q, group.corrected.mT, out=group.p)
             else:
                 factors = torch.bmm(group.p, group.corrected, out=group.q)
+            factors.copy_(factors.to(self.wire_dtype))  # what is sent of them
             self.fusion.send(work, factors, turn)
         if work.bucket.is_last:
             self.fusion.flush()
@@ -59,11 +58,3 @@ class AcpSgd(LowRank):
             factors = group.p if turn == "p" else group.q
             redraw_factors(factors, group.keys, self.seed, work.bucket.step + 1, only_zero=self.reuse)
             orthogonalise(factors)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "is_step_for_p": self.turn == "p"}
-
-    def turn_in(self, state: dict[str, Any]) -> str:
-        if not isinstance(state.get("is_step_for_p"), bool):
-            raise not_the_state("scheme acp-sgd", "it lacks is_step_for_p")
-        return "p" if state["is_step_for_p"] else "q"

@@ -38,7 +38,7 @@ class PowerSgd(LowRank):
 
     def steps(self, work: Work) -> Iterator[None]:
         groups = work.plan.groups
-        self.fusion.send_dense(work, "p")
+        self.fusion.send(work, work.dense, "p")
         for group in groups:
             group.correct(work.bucket.buffer, work.wire, work.loss_scale)
             self.fusion.send(work, torch.bmm(group.q, group.corrected.mT, out=group.p), "p")

@@ -6,9 +6,8 @@ import itertools
 
 import torch
 
-from gradwire.gpu.kernels import Kernels
-from gradwire.gpu.low_rank import DeviceFactors
-from gradwire.schemes.low_rank.factors import HostFactors
+from gradwire.gpu.kernels import Kernels, using
+from gradwire.schemes.low_rank.factors import multiply, orthogonalise
 from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = ("gw_multiply_factors", "gw_orthogonalise_factors")
@@ -17,14 +16,14 @@ SHAPES = ((1, 1, 1), (1, 7, 300), (2, 16, 17), (4, 33, 65), (4, 257, 31), (9, 40
 
 def run(kernels: Kernels) -> int:
     """How many cases there were. Raises: CheckFailed (the first that differs)."""
-    host, on = HostFactors(), DeviceFactors(kernels)
     n_cases = 0
     for (rank, n, m), dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16, torch.float16)):
         left, right, matrix = (_drawn(shape) for shape in ((rank, n), (rank, m), (n, m)))
         for subtract in (False, True) if dtype == torch.float32 else (False,):
             expected, found = matrix.to(dtype), matrix.to(kernels.device, dtype)
-            host.multiply(left, right, expected, subtract)
-            on.multiply(left.to(kernels.device), right.to(kernels.device), found, subtract)
+            multiply(left, right, expected, subtract)
+            with using(kernels):
+                multiply(left.to(kernels.device), right.to(kernels.device), found, subtract)
             _compare(f"a product of rank {rank}, {n} x {m}, {dtype}", expected, found)
             n_cases += 1
     for rank, n in {(rank, n) for rank, n, _ in SHAPES if rank <= n}:
@@ -35,8 +34,9 @@ def run(kernels: Kernels) -> int:
         for place, size in enumerate((1e15, 1e34, 1e-25, 1e-38, 1e-43), 4):
             factors[place] *= size
         expected, found = factors.clone(), factors.to(kernels.device)
-        host.orthogonalise(expected)
-        on.orthogonalise(found)
+        orthogonalise(expected)
+        with using(kernels):
+            orthogonalise(found)
         _compare(f"orthogonal factors of rank {rank}, {n}", expected, found)
         n_cases += 1
     return n_cases

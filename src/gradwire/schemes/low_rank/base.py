@@ -88,10 +88,8 @@ class LowRank(Compressed):
         )
         self.rank, self.min_compression_rate, self.reuse, self.seed = rank, float(min_compression_rate), reuse, seed
         self.overlap, self.buffer_mb, self.factor_dtype = overlap, float(buffer_mb), factor_dtype
-        self.turn = "p"  # the factor that a step computes first; the other one comes in
         self._exempts_words = names.get("exempt") is None
-        self._wire_dtype = _WIRE_DTYPES[factor_dtype]
-        self._works: list[Work] = []  # all compressed buckets of this step, in order
+        self.wire_dtype = _WIRE_DTYPES[factor_dtype]
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -103,7 +101,7 @@ class LowRank(Compressed):
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than bfloat16 can count), InvalidArgument (names of no tensor)."""
         n_ranks = session.communicator.world_size
-        if self._wire_dtype == torch.bfloat16 and n_ranks > _MAX_RANKS_BFLOAT16:
+        if self.wire_dtype == torch.bfloat16 and n_ranks > _MAX_RANKS_BFLOAT16:
             raise Unsupported(
                 f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks, this run has '
                 f'{n_ranks}; use factor_dtype="float32"'
@@ -115,10 +113,11 @@ class LowRank(Compressed):
         self._begin_anew(session)
 
     def _begin_anew(self, session: Session) -> None:
-        self.turn = "p"
-        buffer_bytes = self.buffer_mb * _MIB * (self._wire_dtype.itemsize / 4)
+        self.turn = "p"  # the factor that a step computes first; the other one comes in
+        self._works: list[Work] = []  # all compressed buckets of this step, in order
+        buffer_bytes = self.buffer_mb * _MIB * (self.wire_dtype.itemsize / 4)
         self._plans = Plans(self._shape_of, session.feedback, self.seed, self.takes_turns)
-        self.fusion = Fusion(session, self._plans, self._wire_dtype, buffer_bytes, self.overlap)
+        self.fusion = Fusion(session, self._plans, self.wire_dtype, buffer_bytes, self.overlap)
 
     def _exempt_words(self, session: Session) -> None:
         words = embeddings_and_heads(session.module)
@@ -173,9 +172,13 @@ class LowRank(Compressed):
             work = Work(bucket, wire, self._plans.find(bucket, self.turn), self.session.loss_scale(), self.n_waits)
             work.steps = self.steps(work)
             self._works.append(work)
+            work.dense = [bucket.buffer[start:end] for start, end in work.plan.dense]
             if not on_device:
+                # 32 bits as floats: their means are 0 or 1 if ranks share them. bfloat16 counts up to 256 exactly.
                 facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
-                work.fingerprint = _bits_of(zlib.crc32(repr(facts).encode()))
+                bits = zlib.crc32(repr(facts).encode())
+                work.fingerprint = torch.tensor([float(bits >> place & 1) for place in range(32)])
+                work.dense.insert(0, work.fingerprint)
             elif bucket.is_last:
                 self._start_check(work)
             self.fusion.take(work)
@@ -224,7 +227,6 @@ class LowRank(Compressed):
         super().close()
         self.session.feedback.clear()
         self._begin_anew(self.session)
-        self._works.clear()
 
     # ---- between steps
 
@@ -248,11 +250,14 @@ class LowRank(Compressed):
             if (shape := self._shape_of(slots[name])) is not None
         }
         factors = {names[slot]: factor.to("cpu", copy=True) for slot, factor in self._plans.factors.items()}
-        return {"residuals": residuals, "factors": factors}
+        turn = {"is_step_for_p": self.turn == "p"} if self.takes_turns else {}
+        return {"residuals": residuals, "factors": factors, **turn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument (another model or rank, fields missing)."""
-        turn = self.turn_in(state)
+        is_step_for_p = state.get("is_step_for_p") if self.takes_turns else True
+        if not isinstance(is_step_for_p, bool):
+            raise not_the_state(f"scheme {self.name}", "it lacks is_step_for_p")
         residuals, saved = state.get("residuals"), state.get("factors")
         if not isinstance(residuals, Mapping) or not isinstance(saved, Mapping):
             raise not_the_state("a low-rank scheme", "it lacks residuals or factors")
@@ -268,33 +273,17 @@ class LowRank(Compressed):
                         "the model that wrote it"
                     )
                 n_rows, n_columns, rank = shape
-                expected = (n_rows, n_columns) if kind == "residual" else (rank, n_columns if turn == "p" else n_rows)
-                _check_saved(tensor, expected, name, kind)
+                expected = (n_rows, n_columns) if kind == "residual" else (rank, n_columns if is_step_for_p else n_rows)
+                if not isinstance(tensor, Tensor) or tensor.shape != expected or tensor.dtype != torch.float32:
+                    found = (
+                        f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                    )
+                    raise InvalidArgument(
+                        f"the checkpoint's {kind} of {name!r} is {found}, expected {expected} torch.float32; attach the "
+                        "scheme with the rank, and load into the model, of the saved run"
+                    )
                 if kind == "factor":
                     factors[slot] = tensor.clone()
         self.session.feedback.load_by_name(residuals, self.session.slots)
         self._plans.load(factors)
-        self.turn = turn
-
-    def turn_in(self, state: dict[str, Any]) -> str:
-        """Whose turn it is in a state. Raises: InvalidArgument."""
-        return "p"
-
-
-def _bits_of(facts: int) -> Tensor:
-    """(32,) float32: what ranks sum along with their gradients to compare 32 bits.
-
-    A mean of 0 or 1 says that all ranks have the same bit; anything else, on all ranks, that they have not. Counts up
-    to 256 are exact even in bfloat16.
-    """
-    return torch.tensor([float(facts >> bit & 1) for bit in range(32)])
-
-
-def _check_saved(tensor: Any, expected: tuple[int, int], name: str, what: str) -> None:
-    """Raises: InvalidArgument."""
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != expected or tensor.dtype != torch.float32:
-        found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise InvalidArgument(
-            f"the checkpoint's {what} of {name!r} is {found}, expected {expected} torch.float32; attach the scheme with "
-            "the rank, and load into the model, of the saved run"
-        )
+        self.turn = "p" if is_step_for_p else "q"

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +31,8 @@ class Work:
         wire: the bucket's end of it.
         n_waits: how often the algorithm will still wait for sums.
         steps: the algorithm, which stops where it waits.
-        fingerprint: what ranks must share, then its mean over them; None: not sent.
+        dense: the tensors that travel as they are.
+        fingerprint: of these, what ranks must share; None on a device, where no host would read its mean.
         n_awaited: tensors that are still to be summed.
         done: that the mean is there.
     """
@@ -43,6 +43,7 @@ class Work:
     loss_scale: float
     n_waits: int
     steps: Iterator[None] = field(init=False)
+    dense: list[Tensor] = field(init=False)
     fingerprint: Tensor | None = None
     n_awaited: int = 0
     done: torch.futures.Future = field(default_factory=torch.futures.Future)
@@ -125,7 +126,8 @@ class Fusion:
             self.flush()
         for works in [before, self._half_sent] if is_last else [before]:
             for half_sent in works:
-                self._finish_for(half_sent)
+                while half_sent.n_awaited:
+                    self._finish_first()
                 half_sent.send()
             if works:
                 self.flush()
@@ -136,29 +138,15 @@ class Fusion:
         elif self._wire.on_device:
             self._finish_summed()
 
-    def send_dense(self, work: Work, side: str) -> None:
-        """Have what is not compressed replaced by its mean over the ranks. `side`: whose buffers it shares, "p" or "q"."""
+    def send(self, work: Work, tensors: Iterable[Tensor], side: str) -> None:
+        """Have tensors replaced by their means over the ranks, in buffers of the size for `side`, "p" or "q"."""
         cap_bytes = self._buffer_bytes * self._plans.rate_of(side)
-        if work.fingerprint is not None:
-            self._add(work, work.fingerprint, math.inf)  # it joins what follows
-        for start, end in work.plan.dense:
-            self._add(work, work.bucket.buffer[start:end], cap_bytes)
-
-    def send(self, work: Work, factors: Tensor, side: str) -> None:
-        """Round (k, rank, n) to what the wire carries, and have it replaced by its mean over the ranks."""
-        if self._dtype != torch.float32:
-            factors.copy_(factors.to(self._dtype))
-        cap_bytes = self._buffer_bytes * self._plans.rate_of(side)
-        for factor in factors:
-            self._add(work, factor.view(-1), cap_bytes)
-
-    def _add(self, work: Work, tensor: Tensor, cap_bytes: float) -> None:
-        """Sum (n,), in a buffer with others; one that has `cap_bytes` is on its way."""
-        work.n_awaited += 1
-        self._filling.append((work, tensor))
-        self._filling_bytes += tensor.numel() * self._dtype.itemsize
-        if self._filling_bytes >= cap_bytes:
-            self.flush()
+        for tensor in tensors:
+            work.n_awaited += 1
+            self._filling.append((work, tensor.view(-1)))
+            self._filling_bytes += tensor.numel() * self._dtype.itemsize
+            if self._filling_bytes >= cap_bytes and tensor is not work.fingerprint:
+                self.flush()
 
     def flush(self) -> None:
         """Start to sum what is left."""
@@ -189,11 +177,6 @@ class Fusion:
     def _finish_summed(self) -> None:
         """Hand out the buffers, from the first on, that are summed already."""
         while self._started and self._started[0].is_summed():
-            self._finish_first()
-
-    def _finish_for(self, work: Work) -> None:
-        """Hand out buffers, from the first on, until nothing of `work` is awaited."""
-        while work.n_awaited:
             self._finish_first()
 
     def _finish_first(self) -> None:

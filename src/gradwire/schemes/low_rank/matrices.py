@@ -15,6 +15,10 @@ from gradwire.core.slot import Slot
 from gradwire.schemes.low_rank.factors import checksum, draw_factor, multiply, orthogonalise
 from gradwire.wire.wire import Wire
 
+Member = tuple[
+    Slot, str, tuple[int, int]
+]  # a matrix, the key that its factors are drawn from, and its place in the bucket
+
 
 class MatrixShape(NamedTuple):
     """A parameter as a matrix, first dimension by the rest, and the rank it is approximated with."""
@@ -51,16 +55,9 @@ class MatrixGroup:
 
     corrected: Tensor
 
-    def __init__(
-        self,
-        shape: MatrixShape,
-        members: Sequence[tuple[Slot, str, tuple[int, int]]],
-        feedback: Feedback,
-        device: torch.device,
-    ) -> None:
-        """`members`: the slot of each matrix, the key that its factors are drawn from, and where it lies in the bucket."""
+    def __init__(self, shape: MatrixShape, members: Sequence[Member], feedback: Feedback, device: torch.device) -> None:
         self.shape, self._feedback = shape, feedback
-        self.slots, self.keys, self._spans = (list(column) for column in zip(*members, strict=True))
+        self.slots, self.keys, self._spans = map(list, zip(*members, strict=True))
         # Zeros, so that ranks agree on the other factors even where their turn comes before they were ever summed.
         self.p = torch.zeros(len(members), shape.rank, shape.n_rows, device=device)
         self.q = torch.zeros(len(members), shape.rank, shape.n_columns, device=device)
@@ -197,7 +194,7 @@ class Plans:
     def _make(self, bucket: Bucket) -> Plan:
         """A new plan; those that share a slot with it are of an old layout, and go."""
         dense = [] if bucket.slots else [(0, bucket.n_elements)]
-        members: dict[MatrixShape, list[tuple[Slot, str, tuple[int, int]]]] = {}
+        members: dict[MatrixShape, list[Member]] = {}
         for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
             key, shape = self._count(slot), self._shape_of(slot)
             if shape is not None:

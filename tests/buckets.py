@@ -29,7 +29,8 @@ class Driver:
         self.bucket_sizes = list(bucket_sizes or [len(self.parameters)])
         slots = slots_by_name({f"p{i}": parameter for i, parameter in enumerate(self.parameters)})
         self.slots = list(slots.values())
-        scheme.bind(Session(self.communicator, HostWire(self.communicator), self.recorder, None, slots, lambda: self.loss_scale))
+        wire = HostWire(self.communicator)
+        scheme.bind(Session(self.communicator, wire, self.recorder, None, slots, lambda: self.loss_scale))
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the means of `gradients`, one per parameter, in its shape."""

@@ -18,10 +18,10 @@ from torch import nn
 
 from gradwire.control.checks import choice as check_choice
 from gradwire.core import checkpoint, gathering
-from gradwire.core.bucket import Bucket, check_gradient
+from gradwire.core.bucket import Bucket, Layout, check_gradient
 from gradwire.core.named_tensors import AllReduceWork, Flattener
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot, named_parameters, slots_by_name
+from gradwire.core.slot import Slot, named_parameters, slot_of, slots_by_name
 from gradwire.core.staging import LossScale, Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
@@ -82,7 +82,8 @@ class Reducer:
         self._closed = False
         self._op = op
         self._error: GradwireError | None = None
-        self._layouts: set[tuple[int, int]] = set()  # bucket index and layout hash of what was compared
+        self._layouts: dict[int, Layout] = {}  # the last one of each bucket index
+        self._compared: set[tuple[int, int]] = set()  # bucket index and layout hash
         module = names if isinstance(names, nn.Module) else None
         self.slots = slots_by_name(named_parameters(names) if isinstance(names, nn.Module) else names or {})
         self._flattener = Flattener(self.slots, bucket_mb * (1 << 20))
@@ -153,9 +154,14 @@ class Reducer:
         try:
             if index == 0:
                 self.scheme.begin_step(step)
-            bucket = self._bucket(buffer, slots, offsets, index=index, step=step, is_last=is_last, record=record)
-            if (index, bucket.layout_hash) not in self._layouts:
-                self._layouts.add((index, bucket.layout_hash))
+            layout, is_known = self._layouts.get(index), True
+            if layout is None or not layout.is_of(buffer, slots, offsets):
+                check_gradient(buffer, on_any_device=True)
+                layout = self._layouts[index] = Layout(buffer, tuple(map(slot_of, slots)), offsets)
+                is_known = (index, layout.hash) in self._compared
+            bucket = self._bucket(buffer, layout, index=index, step=step, is_last=is_last, record=record)
+            if not is_known:
+                self._compared.add((index, layout.hash))
                 self.communicator.submit(self._compare_layout, bucket)
             if bucket.staged is not None and not self.scheme.waits_by_tensor:
                 self.communicator.submit(bucket.staged.wait_for_all)
@@ -173,24 +179,23 @@ class Reducer:
             self.communicator.submit(self._end_step, step)
         return reduced
 
-    def _bucket(self, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int], **place: Any) -> Bucket:
+    def _bucket(self, buffer: torch.Tensor, layout: Layout, **place: Any) -> Bucket:
         """What the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
         if buffer.device.type == "cpu":
-            return Bucket(buffer, slots, offsets, **place)
-        check_gradient(buffer, on_any_device=True)
+            return Bucket(buffer, layout=layout, **place)
         is_first, wire = place["index"] == 0, self.session.wire
         if isinstance(wire, DeviceWire):
             if is_first:
                 self._staging.begin_step()
                 self._loss_scale.note(self._staging)
-            return Bucket(buffer, slots, offsets, resident=ResidentBucket(wire, buffer), **place)
+            return Bucket(buffer, layout=layout, resident=ResidentBucket(wire, buffer), **place)
         bounds = [(0, buffer.numel())]
         if self.scheme.waits_by_tensor:
-            bounds = [(offset, offset + slot.numel()) for slot, offset in zip(slots, offsets, strict=True)]
+            bounds = layout.spans
         staged = self._staging.stage(place["index"], buffer, bounds)
         if is_first:
             self._loss_scale.note(self._staging)
-        return Bucket(staged.on_host, slots, offsets, staged=staged, **place)
+        return Bucket(staged.on_host, layout=layout, staged=staged, **place)
 
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
         """Those whose gradients come as buckets: memory to stage them is pinned beforehand. None are known here."""
@@ -323,6 +328,7 @@ class Reducer:
         self.scheme = successor
         successor.take_over()
         self._layouts.clear()
+        self._compared.clear()
 
     def close(self) -> None:
         """Stop, and release the model and the optimizer. Every rank calls it.
@@ -343,7 +349,7 @@ class Reducer:
             if isinstance(self.session.wire, DeviceWire):
                 self.session.wire.close()
             self.recorder.close()
-            self.slots, self._flattener = {}, Flattener({}, 0)
+            self.slots, self._flattener, self._layouts = {}, Flattener({}, 0), {}
             self._loss_scale, self._staging = LossScale(), Staging()
             self.session = replace(self.session, optimizer=None, slots={}, loss_scale=self._loss_scale, module=None)
 

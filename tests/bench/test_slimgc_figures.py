@@ -9,9 +9,10 @@ from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.schemes import by_name
+from gradwire.schemes.aqgb.overlap import without
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures.overlap import add_bounds
-from gradwire_lab.bench.overlap import Timeline, without
+from gradwire_lab.bench.overlap import Timeline
 from gradwire_lab.report.inputs import LoggedRun
 from gradwire_lab.report.thresholds import make_threshold_table
 from gradwire_lab.workloads.optimizers import scale_learning_rate

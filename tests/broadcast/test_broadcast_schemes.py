@@ -106,18 +106,18 @@ def test_ranks_hold_the_same_bits_after_300_steps_under_random_delays(world_size
 # ---- features
 
 
+# With one rank nothing is exchanged: a case of each kind is enough.
+FEW = {name: options for name, options in CASES.items() if name.startswith(("adamw", "unused", "amp", "clip", "load"))}
+
+
 def compare_with_ddp(rank: int, world_size: int) -> list[str]:
-    names = (
-        "momentum, one cycle", "adamw, cosine", "schedule before attach", "unused", "bucket views", "static graph",
-        "accumulation", "amp", "clipped", "evaluation", "state_dict", "flush", "automatic blocks",
-    )  # fmt: skip
-    return find_differences(
-        rank, {name: CASES[name] for name in names}, lambda blocks, norm: Broadcast(32, blocks, norm)
-    )
+    return find_differences(rank, CASES if world_size > 1 else FEW, lambda blocks, norm: Broadcast(32, blocks, norm))
 
 
-def test_all_32_bits_train_as_ddp_does():
-    for wrong in run_ranks(compare_with_ddp, 2):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_32_bits_train_as_ddp_does(world_size: int) -> None:
+    """Bit for bit, whatever the optimizer and the script around it."""
+    for wrong in run_ranks(compare_with_ddp, world_size):
         assert wrong == []
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.aqgb.core_times import CoreTimes
-from gradwire.schemes.aqgb.pacing import Pacing, PacingLimits
+from gradwire.schemes.aqgb.pacing import CoreTimes, Pacing, PacingLimits
 
 N = 100_000  # values of each of two blocks
 
@@ -23,9 +22,9 @@ class Rig:
     """One rank of two: gradients of block 1 and 0 appear 0.1 s apart, then 0.1 s pass until the forward pass, in which
     block 0 takes 0.2 s."""
 
-    def __init__(self, initial_bps: float | None = None, core_times: CoreTimes | None = None, **limits: float) -> None:
+    def __init__(self, core_times: CoreTimes | None = None, **limits: float) -> None:
         self.clock = Clock()
-        self.pacing = Pacing(0, 2, [N, N], self.clock, PacingLimits(confidence=1.0, **limits), initial_bps, core_times)
+        self.pacing = Pacing(0, 2, [N, N], self.clock, PacingLimits(confidence=1.0, **limits), core_times)
         self.acknowledged = [0, 0]
 
     def at(self, seconds: float) -> None:
@@ -40,9 +39,9 @@ class Rig:
         """Both blocks appear and are sent; their bits."""
         self.pacing.begin_step()
         bits = []
-        for block in (1, 0):
-            self.pacing.note_gradient(block)
-            bits.append(self.pacing.bits_now(N))
+        for _ in range(2):
+            self.pacing.note_gradient()
+            bits.append(self.pacing.first_bits(N))
             self.at(0.1)
         return bits
 
@@ -125,7 +124,8 @@ def test_nothing_acknowledged_means_the_floor_and_no_second_stage():
 
 
 def test_floor_and_ceiling_bound_the_bits():
-    rig = Rig(floor=0.375, ceiling=0.5, initial_bps=1e12)
+    rig = Rig(floor=0.375, ceiling=0.5)
+    rig.acknowledge(1e12)
     for _ in range(2):
         rig.run_backward()
         rig.run_forward()
@@ -152,7 +152,8 @@ def test_rounds_that_cores_bound_are_counted_and_the_first_is_told(caplog: pytes
             return times[0], times[1]
 
         caplog.clear()
-        rig = Rig(core_times=core_times, initial_bps=1e12)
+        rig = Rig(core_times=core_times)
+        rig.acknowledge(1e12)
         for _ in range(6):
             rig.run_backward()
             rig.run_forward()

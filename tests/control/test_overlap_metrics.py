@@ -1,4 +1,4 @@
-"""ROW, T_wait, OSF and utilisation, from intervals: worked examples and bounds."""
+"""ROW, T_wait and OSF, from intervals: worked examples and bounds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.control.overlap import length_s, osf, overlap_s, row, union, utilisation
-from gradwire.errors import InvalidArgument
+from gradwire.schemes.aqgb.overlap import length_s, osf, overlap_s, row, union, without
 
 intervals = st.lists(
     st.tuples(st.integers(0, 100), st.integers(0, 20)).map(lambda pair: (float(pair[0]), float(sum(pair)))), max_size=12
@@ -25,6 +24,7 @@ def test_overlap_counts_every_moment_that_both_cover_once(first, second):
     seconds = [moment + 0.5 for moment in range(121)]
     assert overlap_s(first, second) == sum(covers(first, at) and covers(second, at) for at in seconds)
     assert length_s(first) == sum(covers(first, at) for at in seconds)
+    assert length_s(without(first, second)) == length_s(first) - overlap_s(first, second)
     assert overlap_s(first, second) == overlap_s(second, first) <= min(length_s(first), length_s(second))
 
 
@@ -43,27 +43,3 @@ def test_osf_of_a_round_without_overlap_into_the_forward_pass():
     compute, update = [(0.0, 3.0), (5.0, 8.0)], (1.0, 5.0)
     assert osf(compute, update) == pytest.approx(6 / (6 + 4 - 2))
     assert osf(compute, update) == pytest.approx(6 / (6 + 2))  # = T_comp / (T_comp + T_wait), as the paper derives
-
-
-def test_utilisation_is_a_share_of_capacity():
-    assert utilisation(5e8, 1e9, 1.0) == 0.5
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: union([(1.0, 0.5)]),
-        lambda: union([(math.nan, 1.0)]),
-        lambda: union([(0.0, math.inf)]),
-        lambda: row([], []),
-        lambda: row([-1.0], [1.0]),
-        lambda: row([1.0], [math.nan]),
-        lambda: osf([], (0.0, 1.0)),
-        lambda: utilisation(1.0, 0.0, 1.0),
-        lambda: utilisation(1.0, 1.0, 0.0),
-        lambda: utilisation(-1.0, 1.0, 1.0),
-    ],
-)
-def test_bad_intervals_and_rates_are_refused(call):
-    with pytest.raises(InvalidArgument):
-        call()

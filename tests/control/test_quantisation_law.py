@@ -1,14 +1,12 @@
-"""AQGB's control law: the paper's worked examples, its bounds for every input, and what it refuses."""
+"""AQGB's control law: the paper's worked examples, and its bounds for every input."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.control.quantisation import (
+from gradwire.schemes.aqgb.law import (
     WORD_BITS,
     Deadlines,
     Profile,
@@ -20,7 +18,6 @@ from gradwire.control.quantisation import (
     second_stage_bits,
     second_stage_ratio,
 )
-from gradwire.errors import InvalidArgument
 
 rates = st.floats(0, 1e12)
 times = st.floats(-1e4, 1e4)
@@ -98,9 +95,7 @@ def test_a_steady_rate_is_estimated_exactly(rate_bps, durations):
 
 
 def test_a_rate_that_changes_is_followed():
-    estimate = RateEstimate(initial_bps=1e6)
-    assert estimate.is_known
-    assert estimate.rate_bps == 1e6
+    estimate = RateEstimate()
     for _ in range(20):
         estimate.observe(1e9 * 0.1, 0.1)
     assert estimate.rate_bps == pytest.approx(1e9)
@@ -111,7 +106,6 @@ def test_a_rate_that_changes_is_followed():
 
 def test_nothing_arriving_falls_to_the_floor():
     estimate = RateEstimate()
-    assert not estimate.is_known
     assert estimate.rate_bps == 0
     estimate.observe(0, 3.0)
     assert first_stage_bits(estimate.rate_bps, 1.0, 1e6) == 4
@@ -133,16 +127,16 @@ def test_times_until_events_count_down_from_the_last_gradient():
 
 
 def test_one_odd_round_does_not_move_the_profile():
-    profile = Profile(3)
-    assert profile.timetable() is None
+    profile = Profile()
+    assert profile.timetable is None
     for _ in range(4):
         profile.add(_TIMES)
     profile.add(Timetable((9.0, 9.0, 9.0), 9.0, (9.0, 9.0, 9.0)))  # a host that was suspended
-    assert profile.timetable() == _TIMES
+    assert profile.timetable == _TIMES
 
 
 def test_a_deadline_is_the_latest_of_all_ranks_on_whatever_clock():
-    deadlines = Deadlines(n_blocks=2, n_ranks=3)
+    deadlines = Deadlines(n_ranks=3)
     assert deadlines.remaining_s(0, 0.0) is None
     deadlines.tell(0, [1.0, 2.0], now_s=100.0)
     deadlines.tell(2, [0.5, 3.0], now_s=100.1)
@@ -150,54 +144,3 @@ def test_a_deadline_is_the_latest_of_all_ranks_on_whatever_clock():
     assert deadlines.remaining_s(1, 100.5) == pytest.approx(2.6)
     deadlines.tell(0, [0.1, 0.2], now_s=100.6)
     assert deadlines.remaining_s(0, 101.0) == pytest.approx(-0.3)
-
-
-# ---- bad input
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_non_finite_numbers_are_refused(bad):
-    for call in (
-        lambda: first_stage_ratio(bad, 1.0, 1.0),
-        lambda: first_stage_ratio(1.0, bad, 1.0),
-        lambda: first_stage_ratio(1.0, 1.0, bad),
-        lambda: first_stage_ratio(1.0, 1.0, 1.0, floor=bad),
-        lambda: second_stage_ratio(1.0, bad, 1.0),
-        lambda: second_stage_ratio(bad, 1.0, 1.0),
-        lambda: RateEstimate().observe(1.0, bad),
-        lambda: RateEstimate().observe(bad, 1.0),
-        lambda: Deadlines(1, 1).tell(0, [bad], 0.0),
-        lambda: Deadlines(1, 1).tell(0, [1.0], bad),
-        lambda: Timetable((bad,), 0.0, (0.0,)),
-        lambda: _TIMES.until_forward(0, bad),
-    ):
-        with pytest.raises(InvalidArgument):
-            call()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: first_stage_ratio(-1.0, 1.0, 1.0),
-        lambda: first_stage_ratio(1.0, 1.0, -1.0),
-        lambda: first_stage_ratio(1.0, 1.0, 1.0, floor=0.0),
-        lambda: first_stage_ratio(1.0, 1.0, 1.0, floor=1.01),
-        lambda: second_stage_bits(1.0, 1.0, 10, sent_bits=33),
-        lambda: second_stage_bits(1.0, 1.0, -1, sent_bits=3),
-        lambda: bits_of_ratio(0.0),
-        lambda: RateEstimate(initial_bps=0.0),
-        lambda: RateEstimate(horizon_s=0.0),
-        lambda: RateEstimate().observe(1.0, -0.1),  # a clock that ran backwards
-        lambda: Timetable((0.1, -0.1), 0.0, (0.1, 0.1)),
-        lambda: Profile(0),
-        lambda: Profile(2, n_rounds=0),
-        lambda: Profile(2).add(_TIMES),
-        lambda: Deadlines(2, 1).tell(0, [1.0], 0.0),
-        lambda: Deadlines(2, 1).tell(1, [1.0, 1.0], 0.0),
-        lambda: Deadlines(2, 1).remaining_s(2, 0.0),
-        lambda: _TIMES.until_next_gradient(4, 0.0),
-    ],
-)
-def test_out_of_range_arguments_are_refused(call):
-    with pytest.raises(InvalidArgument):
-        call()

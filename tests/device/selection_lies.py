@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.gpu.kernels import Kernels
-from gradwire.gpu.selection import OUTSIDE, DeviceSelection
+from gradwire.codecs.selection import OUTSIDE, add_elements
+from gradwire.gpu.kernels import Kernels, using
 
 
 class Lie(NamedTuple):
@@ -30,10 +31,11 @@ LIES = {
 }
 
 
-def is_refused(kernels: Kernels, lie: Lie, sums: Tensor) -> None:
-    """Add it to `sums` (n,) float32. Raises: AssertionError (it was not reported)."""
+def is_refused(kernels: Kernels | None, lie: Lie, sums: Tensor) -> None:
+    """Add it to `sums` (n,) float32, on the CPU without kernels. Raises: AssertionError (it was not reported)."""
     indices = torch.tensor(lie.indices, dtype=torch.int32)
     error = torch.zeros(1, dtype=torch.int32)
     n_taken = None if lie.n_taken is None else torch.tensor([lie.n_taken], dtype=torch.int32)
-    DeviceSelection(kernels).add(indices, torch.ones(len(lie.indices)), sums, error, n_taken=n_taken)
+    with contextlib.nullcontext() if kernels is None else using(kernels):
+        add_elements(indices, torch.ones(len(lie.indices)), sums, error, n_taken)
     assert int(error) == OUTSIDE

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gradwire.core.site import DeviceSite
 from late import LikeNccl
 from late_cases import CPU, Place, adamw, attach, batch, build_model
 from test_ddp_on_device import (
@@ -26,7 +27,6 @@ from test_staged_schemes import counting_waits_of_hooks
 
 import gradwire
 from gradwire import schemes
-from gradwire.core.site import DeviceSite
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_group import DeviceGroup
 from ranks import run_ranks

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from gradwire.core.site import DeviceSite, Reading
 from late import LikeNccl
 from late_cases import CPU, Place, attach, bits_of
 from test_on_device import begin_with_kernels, by_name, placement_on
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire import _native
-from gradwire.core.site import DeviceSite, Reading
 from gradwire.gpu.index import HEAD_WORDS, DeviceIndex
 from gradwire.schemes import Scheme
 from gradwire.schemes.homomorphic import by_bucket

@@ -9,16 +9,17 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
+from emulated import EmulatedKernels
 from sanitizing import run_sanitized
 
 from gradwire.codecs.hadamard import Thc
+from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
-from gradwire.gpu.grouped import on_kernels
 from gradwire.gpu.index import DeviceIndex
 from gradwire.gpu.kernels import using
-from gradwire.gpu.quantised import DeviceQuantised
+from gradwire.gpu.launching import raise_error
 from gradwire_lab.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
 from gradwire_lab.bench.device_checks import CheckFailed
 from gradwire_lab.bench.kernel_checks import CODECS
@@ -29,7 +30,7 @@ ORDERS = (0, 1, 5, 6)
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_messages_residuals_and_values_are_the_cpus(order: int) -> None:
-    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    kernels = EmulatedKernels(emulated.build(), order)
     sizes = kernel_checks.SIZES if order == 0 else (0, 33, 4097)
     names = (
         ("one-bit", "two-bit", "one-bit two-means by group", "two-bit by group", "four levels by group", "qsgd")
@@ -41,30 +42,30 @@ def test_messages_residuals_and_values_are_the_cpus(order: int) -> None:
 
 
 def test_every_content_is_the_cpus() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build(), 7)
+    kernels = EmulatedKernels(emulated.build(), 7)
     assert kernel_checks.run(kernels, CODECS, (65,), kernel_checks.CONTENTS) == 6 * len(CODECS) * 8
 
 
 def test_a_payload_of_many_pieces_is_the_cpus() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build())
+    kernels = EmulatedKernels(emulated.build())
     values = kernel_checks.values_of("gradient", 70_001, torch.float32)
     kernel_checks.compare(kernels, CODECS["qsgd"], values, None, 1.0, step=9)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_products_and_orthogonal_factors_are_the_cpus(order: int) -> None:
-    assert factor_checks.run(emulated.EmulatedKernels(emulated.build(), order)) == 28 + 7
+    assert factor_checks.run(EmulatedKernels(emulated.build(), order)) == 28 + 7
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_ternary_scales_fields_and_means_are_the_cpus(order: int) -> None:
-    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    kernels = EmulatedKernels(emulated.build(), order)
     assert ternary_checks.run(kernels, contents=ternary_checks.CONTENTS[: 1 + 3 * (order == 0)]) in (60, 240)
 
 
 def test_ternary_spans_that_are_not_finite_are_nan_on_both() -> None:
     codec, values, cpu = Ternary(), torch.ones(80), torch.device("cpu")
-    for kernels in (None, emulated.EmulatedKernels(emulated.build())):
+    for kernels in (None, EmulatedKernels(emulated.build())):
         with contextlib.nullcontext() if kernels is None else using(kernels):
             for spans in ([(0, 10), (10, 80)], [(0, 80)]):
                 shares, n_bad = codec.share(80, spans, cpu), spans[-1][1] - spans[-1][0]
@@ -82,13 +83,13 @@ def test_ternary_spans_that_are_not_finite_are_nan_on_both() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_signs_and_their_majority_are_the_cpus(order: int) -> None:
-    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    kernels = EmulatedKernels(emulated.build(), order)
     assert sign_checks.run(kernels) == 6 * len(sign_checks.SHAPES)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_thc_norms_codes_and_means_are_the_cpus(order: int) -> None:
-    kernels = emulated.EmulatedKernels(emulated.build(), order)
+    kernels = EmulatedKernels(emulated.build(), order)
     sizes = thc_checks.SIZES if order == 0 else (63, 1025)
     contents = thc_checks.CONTENTS if order == 0 else ("gradient",)
     assert thc_checks.run(kernels, sizes, contents) == 6 * len(sizes) * len(contents)
@@ -97,7 +98,7 @@ def test_thc_norms_codes_and_means_are_the_cpus(order: int) -> None:
 def test_thc_blocks_that_are_not_finite_are_nan_on_both() -> None:
     codec, values = Thc(), torch.ones(1100)
     norms, codes = torch.zeros(2), torch.empty(codec.code_bytes(1100, 2), dtype=torch.uint8)
-    for kernels in (None, emulated.EmulatedKernels(emulated.build())):
+    for kernels in (None, EmulatedKernels(emulated.build())):
         with contextlib.nullcontext() if kernels is None else using(kernels):
             for bad in (float("nan"), float("-inf"), 3e38):  # the sum of the last one's squares is beyond float32
                 values[1050:1060] = bad
@@ -112,11 +113,11 @@ def test_thc_blocks_that_are_not_finite_are_nan_on_both() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_indices_and_packed_values_are_the_cpus(order: int) -> None:
-    assert index_checks.run(emulated.EmulatedKernels(emulated.build(), order)) == 8 * 7 * 3
+    assert index_checks.run(EmulatedKernels(emulated.build(), order)) == 8 * 7 * 3
 
 
 def test_what_an_index_would_misread_is_refused() -> None:
-    on, values = DeviceIndex(emulated.EmulatedKernels(emulated.build())), torch.ones(70)
+    on, values = DeviceIndex(EmulatedKernels(emulated.build())), torch.ones(70)
     message, ends = (torch.zeros(n, dtype=torch.int32) for n in (on.message_words(70), on.n_blocks(70)))
     on.write(values, message, torch.zeros(1, dtype=torch.int32), 5)
     on.count(message, 70, torch.zeros_like(ends), ends)
@@ -211,7 +212,7 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
 
     def run_in_all_orders() -> None:
         for order in ORDERS:
-            kernels = emulated.EmulatedKernels(library, order)
+            kernels = EmulatedKernels(library, order)
             kernel_checks.run(kernels, ["one-bit"], (777, 3001, 4097, 9000), ("gradient",))
             factor_checks.run(kernels)
             sign_checks.run(kernels)
@@ -222,16 +223,21 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
         run_in_all_orders()
 
 
-def message_of(on: DeviceQuantised, n: int) -> torch.Tensor:
-    message = torch.empty(on.message_bytes(n), dtype=torch.uint8)
-    work = torch.empty(on.work_bytes(n), dtype=torch.uint8)
-    on.encode(kernel_checks.values_of("gradient", n, torch.float32), message, torch.zeros(1, dtype=torch.int64), work)
+def message_of(kernels: EmulatedKernels, codec: Quantised, n: int, cuts: tuple[int, ...] = ()) -> torch.Tensor:
+    message = torch.empty(codec.message_room(n, cuts), dtype=torch.uint8)
+    with using(kernels):
+        codec.encode(kernel_checks.values_of("gradient", n, torch.float32), message, cuts=cuts)
     return message
 
 
-def error_of(on: DeviceQuantised, message: torch.Tensor, n: int) -> tuple[int, torch.Tensor]:
+def error_of(
+    kernels: EmulatedKernels, codec: Quantised, message: torch.Tensor, n: int, cuts: tuple[int, ...] = ()
+) -> tuple[int, torch.Tensor]:
     error, out = torch.zeros(1, dtype=torch.int32), torch.full((n,), 7.0)
-    on.decode(message, out, error, torch.empty(on.work_bytes(n), dtype=torch.uint8))
+    with using(kernels):
+        codec.decode(message, out, cuts=cuts, error=error)
+        codec.decode(message, again := torch.full((n,), 7.0), cuts=cuts)
+    assert torch.equal(out.isnan(), again.isnan())
     return int(error), out
 
 
@@ -239,86 +245,62 @@ def error_of(on: DeviceQuantised, message: torch.Tensor, n: int) -> tuple[int, t
     "name", ["one-bit", "two-bit", "one-bit by group", "two-bit by group", "four levels by group", "qsgd"]
 )
 def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
-    on = on_kernels(CODECS[name], emulated.EmulatedKernels(emulated.build()))
-    n = 200
-    message = message_of(on, n)
-    assert error_of(on, message, n)[0] == 0
+    kernels, codec, n = EmulatedKernels(emulated.build()), CODECS[name], 200
+    message = message_of(kernels, codec, n)
+    assert error_of(kernels, codec, message, n)[0] == 0
     for byte in (0, 4, 5, 6, 7, 8, 16, 20, 28, 31, 32, 40, message.numel() - 1):
         changed = message.clone()
         changed[byte] ^= 0x10
-        code, out = error_of(on, changed, n)
+        code, out = error_of(kernels, codec, changed, n)
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
-            on.raise_error(code)
+            raise_error(code, name, kernels.device)
         assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
-            on.codec.decode(changed, torch.empty(n))
+            codec.decode(changed, torch.empty(n))
 
 
 def test_a_code_that_no_encoder_writes_is_reported_though_the_checksum_is_right() -> None:
-    on = DeviceQuantised(CODECS["two-bit"], emulated.EmulatedKernels(emulated.build()))
-    message = message_of(on, 16)
+    kernels, codec = EmulatedKernels(emulated.build()), CODECS["two-bit"]
+    message = message_of(kernels, codec, 16)
     message[32] |= 3
     _seal(message)
     with pytest.raises(CorruptMessage, match="no encoder writes"):
-        on.raise_error(error_of(on, message, 16)[0])
+        raise_error(error_of(kernels, codec, message, 16)[0], "two-bit", kernels.device)
     with pytest.raises(CorruptMessage, match="no encoder writes"):
-        on.codec.decode(message, torch.empty(16))
+        codec.decode(message, torch.empty(16))
 
 
 def test_groups_that_no_encoder_writes_are_reported_though_the_checksum_is_right() -> None:
-    n, cuts = 200, (130,)
-    on = on_kernels(CODECS["two-bit by group"], emulated.EmulatedKernels(emulated.build()))
-    message, work = (torch.zeros(of(n, cuts), dtype=torch.uint8) for of in (on.message_bytes, on.work_bytes))
-    on.encode(
-        kernel_checks.values_of("gradient", n, torch.float32),
-        message,
-        torch.zeros(1, dtype=torch.int64),
-        work,
-        cuts=cuts,
-    )
+    kernels, codec, n, cuts = EmulatedKernels(emulated.build()), CODECS["two-bit by group"], 200, (130,)
+    message = message_of(kernels, codec, n, cuts)
     # The number of cuts, the cut, the first group's scale (Inf), the first code (3).
     for byte, to, says in ((32, 2, "flags"), (36, 1, "flags"), (41, 0xFF, "no encoder"), (48, 3, "no encoder")):
-        lie, error = message.clone(), torch.zeros(1, dtype=torch.int32)
+        lie = message.clone()
         lie[byte] |= to
         _seal(lie)
-        on.decode(lie, torch.empty(n), error, work, cuts=cuts)
         with pytest.raises(CorruptMessage, match=says):
-            on.raise_error(int(error))
+            raise_error(error_of(kernels, codec, lie, n, cuts)[0], codec.name, kernels.device)
     # All codes of four levels mean something; a scale that is not finite does not.
-    four = on_kernels(CODECS["four levels by group"], on._kernels)
-    lie = message_of(four, n)
+    four = CODECS["four levels by group"]
+    lie = message_of(kernels, four, n)
     lie[36:38] = torch.tensor([0x80, 0x7F])
     _seal(lie)
     with pytest.raises(CorruptMessage, match="no encoder"):
-        on.raise_error(error_of(four, lie, n)[0])
+        raise_error(error_of(kernels, four, lie, n)[0], four.name, kernels.device)
     with pytest.raises(InvalidArgument, match="cuts ascend"):
-        on.message_bytes(n, (130, 130))
-    with pytest.raises(Unsupported, match="scale_values=128"):
-        DeviceQuantised(CODECS["two-bit by group"], on._kernels)
+        codec.message_room(n, (130, 130))
 
 
-def test_arguments_that_kernels_would_misread_are_refused() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build())
-    on = DeviceQuantised(CODECS["one-bit"], kernels)
-    message, work = message_of(on, 64), torch.empty(on.work_bytes(64), dtype=torch.uint8)
-    error, out = torch.zeros(1, dtype=torch.int32), torch.empty(64)
-    n_launched = len(kernels.launched)
-    elsewhere = torch.empty(64, device="meta")
-    for arguments, says in (
-        ((message[:-1], out, error, work), "message"),
-        ((message, torch.empty(128)[::2], error, work), "contiguous"),
-        ((message, elsewhere, error, work), "meta"),
-        ((message, out, error.double(), work), "int32"),
-        ((message, out, error, work[:8]), "work has"),
-        ((torch.empty(41, dtype=torch.uint8)[1:], out, error, work), "multiple of 4"),
-    ):
-        with pytest.raises(InvalidArgument, match=says):
-            on.decode(*arguments)
-    with pytest.raises(InvalidArgument, match="float32 only"):
-        on.decode(message, out.half(), error, work, adds=True)
-    assert len(kernels.launched) == n_launched
-    with pytest.raises(Unsupported, match="ternary"):
-        DeviceQuantised(Ternary(), kernels)
+def test_what_kernels_do_not_do_is_refused() -> None:
+    kernels = EmulatedKernels(emulated.build())
+    with pytest.raises(InvalidArgument, match="float32 only"), using(kernels):
+        CODECS["one-bit"].decode(torch.empty(40, dtype=torch.uint8), torch.empty(64).half(), adds=True)
+    assert kernels.launched == []
+    for codec in (Ternary(), Thc()):
+        with pytest.raises(Unsupported, match=f"{codec.name} has no kernels"), using(kernels):
+            codec.encode(torch.empty(64), torch.empty(64, dtype=torch.uint8))
+    with pytest.raises(Unsupported, match="none for 'meta'"):
+        CODECS["one-bit"].check_device(torch.device("meta"))
 
 
 def _seal(message: torch.Tensor) -> None:

@@ -11,13 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+from gradwire.core.site import DeviceSite, ResidentBucket
 from late import LikeNccl
 from late_cases import CPU, Place, adamw, attach, batch, bits_of, build_model
 from test_on_device import SCHEMES, begin_with_kernels, train
 from torch import Tensor
 
 import gradwire
-from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_group import DeviceGroup

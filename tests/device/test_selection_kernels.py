@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import torch
 from sanitizing import run_sanitized
 from selection_lies import LIES, is_refused
 
-from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.gpu.compiler import SOURCES
-from gradwire.gpu.selection import CHECKSUM, OUTSIDE, DeviceSelection, Sample, raise_error
 from gradwire_lab.bench import selection_checks
 from gradwire_lab.bench.device_checks import CheckFailed
+from gradwire.codecs.selection import CHECKSUM, OUTSIDE, Sample, raise_error, take_by_sample, take_largest
+from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.gpu.compiler import SOURCES
+from gradwire.gpu.kernels import using
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -52,10 +54,11 @@ def test_more_tensors_than_a_block_adds_up_at_once() -> None:
 @pytest.mark.parametrize("name", LIES)
 def test_what_no_rank_sends_is_reported_and_not_written_outside(name: str) -> None:
     lie = LIES[name]
-    fenced = torch.zeros(lie.n_elements + 16)
-    is_refused(emulated.EmulatedKernels(emulated.build()), lie, fenced[8:-8])
-    assert not fenced[:8].any()
-    assert not fenced[-8:].any()
+    for kernels in (None, emulated.EmulatedKernels(emulated.build())):
+        fenced = torch.zeros(lie.n_elements + 16)
+        is_refused(kernels, lie, fenced[8:-8])
+        assert not fenced[:8].any()
+        assert not fenced[-8:].any()
 
 
 def test_error_words_are_told() -> None:
@@ -65,42 +68,20 @@ def test_error_words_are_told() -> None:
             raise_error(code)
 
 
-def test_arguments_that_kernels_would_misread_are_refused() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build())
-    on = DeviceSelection(kernels)
-    for spans, counts in (([(0, 5)], [6]), ([(3, 12)], [1]), ([(5, 3)], [0]), ([(0, 5)], [-1])):
-        with pytest.raises(InvalidArgument, match="cannot be taken"):
-            on.lay_out(10, spans, counts, torch.clone)
-    with pytest.raises(InvalidArgument, match="at most"):
-        on.lay_out(1 << 31, [], [], torch.clone)
-    segments = on.lay_out(10, [(0, 10)], [4], torch.clone)
-    work = torch.empty(on.work_bytes(segments), dtype=torch.uint8)
-    indices, taken = torch.empty(4, dtype=torch.int32), torch.empty(4)
-    for arguments, beside, says in (
-        ((torch.empty(9), segments, work, indices, taken), None, "values"),
-        ((torch.empty(10).half(), segments, work, indices, taken), None, "values"),
-        ((torch.empty(10), segments, work, indices[:3], taken), None, "indices"),
-        ((torch.empty(10), segments, work, indices, taken.double()), None, "taken"),
-        ((torch.empty(10), segments, work[:-8], indices, taken), None, "work"),
-        ((torch.empty(10), segments, work, indices, taken), torch.empty(9), "beside"),
-        ((torch.empty(10, device="meta"), segments, work, indices, taken), None, "meta"),
-    ):
-        with pytest.raises(InvalidArgument, match=says):
-            on.take(*arguments, beside=beside)
-    with pytest.raises(InvalidArgument, match="n_taken"):
-        on.add(indices, taken, torch.empty(10), torch.zeros(1, dtype=torch.int32), n_taken=taken[:1])
-    assert kernels.launched == []
+def test_more_values_than_indices_can_tell_are_refused() -> None:
+    values = torch.empty(1 << 31, device="meta")
+    for take in (lambda: take_largest(values, 1), lambda: take_by_sample(values, [], [], [])):
+        with pytest.raises(InvalidArgument, match="at most 2147483647"):
+            take()
 
 
 def test_nothing_is_taken_of_no_tensors() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build())
-    on, values = DeviceSelection(kernels), torch.ones(7)
-    segments = on.lay_out(7, [(0, 0), (7, 7)], [0, 0], torch.clone, [Sample(None, 0)] * 2)
-    n_taken = torch.full((1,), 5, dtype=torch.int32)
-    work = torch.empty(on.work_bytes(segments), dtype=torch.uint8)
-    on.take(values, segments, work, torch.empty(0, dtype=torch.int32), torch.empty(0), n_taken=n_taken)
-    assert int(n_taken) == 0
-    assert bool((values == 1).all())
+    for kernels in (None, emulated.EmulatedKernels(emulated.build())):
+        values = torch.ones(7)
+        with contextlib.nullcontext() if kernels is None else using(kernels):
+            n_taken, indices, taken = take_by_sample(values, [(0, 0), (7, 7)], [0, 0], [Sample(None, 0)] * 2)
+        assert (int(n_taken), indices.numel(), taken.numel()) == (0, 0, 0)
+        assert bool((values == 1).all())
 
 
 def test_kernels_are_clean_under_the_sanitizers() -> None:

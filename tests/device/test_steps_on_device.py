@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gradwire.core.site import DeviceSite
 from late import LikeNccl
 from late_cases import CPU, Place, adamw, attach, batch, build_model
 from test_on_device import SCHEMES, begin_with_kernels, placement_on, train
@@ -14,7 +15,6 @@ from test_staged_schemes import counting_waits_of_hooks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.core.site import DeviceSite
 from gradwire.schemes.on_device import StepsOnDevice
 from gradwire.wire.communicator import Communicator
 from ranks import patience, run_ranks

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from ddp_cases import agree, attach, batches, build_model, finish, sgd, take_step, wrap
+from gradwire.schemes.through_codec import ZlibScheme
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -15,7 +16,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import gradwire
 from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
-from gradwire.schemes.through_codec import ZlibScheme
 from ranks import run_ranks, try_ranks
 
 

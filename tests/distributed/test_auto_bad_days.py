@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.errors import GradwireError, InvalidArgument, RankMismatch
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.telemetry.step_clock import StepClock
+from gradwire.telemetry.stopwatch import StepClock
 from ranks import run_ranks, try_ranks
 
 

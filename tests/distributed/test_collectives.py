@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from gradwire.errors import CorruptMessage
-from gradwire.exchange.engine import direct_mean, ring_mean
+from gradwire.exchange.ring import mean_through_codec
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.facts import Facts
 from ranks import run_ranks
 
-COLLECTIVES = {"ring": ring_mean, "direct": direct_mean}
+COLLECTIVES = {topology: functools.partial(mean_through_codec, topology=topology) for topology in ("ring", "direct")}
 LENGTHS = [0, 1, 2, 3, 5, 7, 64, 65, 1_000, 20_011]
 FACTS = Facts(1, 2, 3, 4)
 
@@ -75,7 +77,12 @@ def reduce_everything(rank: int, world_size: int, which: str, chunk_elements: in
             buffer = gradient_of(rank, n, dtype)
             record = recorder.open_bucket(0, 0, buffer.numel() * buffer.element_size())
             communicator.submit(
-                COLLECTIVES[which], communicator, TrailingZeros(), buffer, FACTS, record, None, chunk_elements
+                functools.partial(COLLECTIVES[which], chunk_elements=chunk_elements),
+                communicator,
+                TrailingZeros(),
+                buffer,
+                FACTS,
+                record,
             ).wait()
             expected = expected_mean(which, world_size, n, dtype)
             assert torch.equal(buffer, expected), (which, world_size, n, dtype)

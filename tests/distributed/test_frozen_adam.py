@@ -281,7 +281,7 @@ def test_gradients_that_outgrow_the_variance_are_told_once(scheme: str) -> None:
 
 
 def end_early(rank: int, world_size: int, freeze_step: int) -> list[str]:
-    texts = log_of("gradwire.schemes.plain_first")
+    texts = log_of("gradwire.schemes.plain_steps")
     ddp = DistributedDataParallel(model())
     optimizer = adamw(ddp)
     attachment = attach(ddp, optimizer, freeze_step=freeze_step)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from gradwire.exchange.patterns import Values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from frozen_adam_oracle import FREEZE, SHARE, adamw, attach, loss_of, model
 from gradwire import CorruptMessage
 from gradwire.core.bucket import Bucket
-from gradwire.exchange.patterns import Values
 from gradwire.schemes.top_k import LargestInShort
 from ranks import run_ranks
 

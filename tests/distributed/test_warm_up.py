@@ -14,6 +14,7 @@ import gradwire
 from buckets import Driver
 from gradwire import InvalidArgument, schemes
 from gradwire.registry import parse_spec
+from gradwire.schemes import plain_steps
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, TABLE
 from logs import log_of
 from ranks import run_ranks
@@ -62,7 +63,7 @@ def test_plain_steps_count_as_settling_and_without_an_optimizer_there_are_none(n
 
 
 def end_early(rank: int, world_size: int, name: str) -> list[str]:
-    texts = log_of("gradwire.schemes.plain_first")
+    texts = log_of("gradwire.schemes.plain_steps")
     driver = Driver(schemes.by_name(name, **{OPTION[name]: 9}), [torch.zeros(SHAPE)])
     driver.reduce([gradient_of(rank, 0).view(SHAPE)])
     driver.close()
@@ -83,7 +84,7 @@ Beside = tuple[dict[str, Any], list[str], int]
 
 def beside(rank: int, world_size: int, name: str, options: dict[str, Any], optimizer: str) -> Beside:
     """What is chosen beside an optimizer, what the log says of it, and what a bind beside another chooses afterwards."""
-    texts = log_of("gradwire.schemes.plain_first", logging.WARNING)
+    texts = log_of("gradwire.schemes.plain_steps", logging.WARNING)
     parameter = torch.nn.Parameter(torch.zeros(N))
     stepping = getattr(torch.optim, optimizer)([parameter], lr=0.1)
     scheme = schemes.by_name(name, **options)
@@ -117,7 +118,7 @@ def test_only_the_plain_steps_are_chosen_where_scales_are_not_by_group(name: str
 
     first, other = run_ranks(beside, 2, name, {}, "AdamW")
     assert (first[0], other[0], other[1]) == (chosen(steps), chosen(steps), [])
-    said = [f"gradwire {name} beside AdamW: {option}={steps} (as published: {option}=0). A small GPT"] if steps else []
+    said = [f"gradwire {name} beside AdamW: {option}={steps} (as published: {option}=0). Its loss"] if steps else []
     assert [text[: len(said[0])] for text in first[1]] == said
     assert first[2] == 0, "bound again beside SGD, it is as published"
     assert run_ranks(beside, 1, name, {}, "SGD") == [(chosen(0), [], 0)]
@@ -130,8 +131,10 @@ def test_where_schemes_take_turns_none_is_plain_when_its_turn_may_come() -> None
     """`auto` lets coarse schemes race from `FIRST_ADAM_STEP` on; one that was plain then would look slow."""
     assert max(BESIDE_ADAM.values()) <= FIRST_ADAM_STEP
     for row in TABLE:
-        n_plain = getattr(schemes.by_name(parse_spec(row.spec)[0]), "plain_beside_adam", 0)
-        assert n_plain == 0 or row.not_before == FIRST_ADAM_STEP, row.spec
+        chosen = plain_steps.BESIDE_ADAM.get(parse_spec(row.spec)[0], {})
+        assert (
+            not any(option in ("warmup_steps", "start_step") for option in chosen) or row.not_before == FIRST_ADAM_STEP
+        ), row.spec
 
 
 @pytest.mark.parametrize(("name", "options"), [("one-bit", {"scale": "fixed"}), ("two-bit", {"relative": False})])

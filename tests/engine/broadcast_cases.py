@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.schemes.aqgb.pacing import FixedPacing, Pacing
 from gradwire.schemes.aqgb.scheme import Aqgb, Broadcast
 
 SIZES = [(150, 151), (7,), (40_003,), (64, 33)]
@@ -20,11 +21,16 @@ N_STEPS = 4
 class InTwoStages(Broadcast):
     """Of every block `bits` first and then 5 more: what aqgb does when it has the time, at any speed."""
 
-    def _more_bits(self, block: int, sent_bits: int, extra_bytes: int) -> int:
-        return self.bits + 5 - sent_bits
+    def _make_pacing(self, *arguments: Any) -> Pacing:
+        return PacingInTwoStages(self.bits, *arguments, self._clock)
 
-    def _more_bits_ever(self, sent_bits: int) -> int:
-        return self.bits + 5 - sent_bits
+
+class PacingInTwoStages(FixedPacing):
+    def more_bits(self, block: int, sent_bits: int, extra_bytes: int = 0) -> int:
+        return self._n_bits + 5 - sent_bits
+
+    def may_add(self, sent_bits: int) -> bool:
+        return sent_bits < self._n_bits + 5
 
 
 # name: (scheme, options, dtype, ranks)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire import _native, codecs
 from gradwire.errors import BufferTooSmall, CorruptMessage, GradwireError, InvalidArgument
-from gradwire.exchange.engine import engine_codec
+from gradwire.exchange.ring import engine_codec
 from quantiser_oracles import make_gradient
 
 SIZES = (1, 300, 64, 1_025, 7, 65_537, 2)

@@ -10,7 +10,7 @@ import torch
 
 from gradwire import CorruptMessage, IncompatibleVersion, InvalidArgument, _native, codecs
 from gradwire.codecs.quantised import describe
-from gradwire.exchange.engine import engine_codec
+from gradwire.exchange.ring import engine_codec
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("one-bit", {"scale_values": 512}),

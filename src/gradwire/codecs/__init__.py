@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from gradwire.gpu.kernels import Kernels
 from gradwire.registry import Registry
 
-__all__ = ["Codec", "WeighingCodec", "by_name", "names"]
+__all__ = ["Codec", "DeviceCodec", "by_name", "names"]
 
 
 class Codec(Protocol):
-    """Floats to one self-contained message and back; thread-safe; the same bytes for every thread count and SIMD."""
+    """Floats to one self-contained message and back; thread-safe; the same bytes for every thread count and SIMD.
+
+    Attributes:
+        feeds_back: whether what a message leaves out may be added to the next gradient (error feedback). Not of codecs that
+            are right on average, but whose error may be larger than the values: what is left out would grow.
+    """
 
     name: str
+    feeds_back: bool
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Bytes that no message of `n_elements` values of `dtype` exceeds."""
         ...
 
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int | Tensor:
         """Write `gradient` (n,) into `out` (>= max_encoded_bytes,) uint8; returns the bytes written."""
         ...
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, message: Tensor, out: Tensor) -> None:
         """Read `message` (exactly one message, uint8) into `out` (n,), whose size and dtype the caller knows."""
         ...
 
 
-@runtime_checkable
-class WeighingCodec(Protocol):
-    """A codec whose decoder may need the importance bytes that the sender encoded by."""
+class DeviceCodec(Codec, Protocol):
+    """A codec that also takes tensors on a device: the same bytes and values, made by kernels.
 
-    decodes_by_importance: bool
+    Calls with such tensors enqueue kernels on the current stream, and wait for nothing. What they are given is trusted:
+    tensors of one device, contiguous, as long as said, messages at a multiple of 4 bytes.
+    """
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> None:
-        """As `Codec.decode`; `importance`: as in `encode`."""
+    def check_device(self, device: torch.device) -> Kernels:
+        """The kernels that run there. Raises: Unsupported (none for this device, this codec or these options)."""
+        ...
+
+    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
+        """As `Codec.encode`; on a device it returns (1,) int64 there. `step`: what is drawn by, where anything is."""
+        ...
+
+    def decode(
+        self,
+        message: Tensor,
+        out: Tensor,
+        importance: Tensor | None = None,
+        *,
+        divisor: float = 1.0,
+        adds: bool = False,
+        error: Tensor | None = None,
+    ) -> None:
+        """As `Codec.decode`; `out` gets the values / divisor, or has them added.
+
+        A message on a device was written with this codec's options. If it is not whole, `out` becomes NaN, and `error`,
+        (1,) int32 there, keeps the worst of what was wrong since it was 0 (`gpu.launching.raise_error` says it). No message
+        counts as whole beside one that was not. None: NaN alone tells.
+        """
         ...
 
 

@@ -37,6 +37,7 @@ class EmbeddedFloat:
     """
 
     name = "embedded-float"
+    feeds_back = True
 
     def __init__(self, bits: int = 8, partition: int = DEFAULT_PARTITION) -> None:
         """

@@ -42,7 +42,7 @@ class GCompCodec:
     """
 
     name = "gcomp"
-    decodes_by_importance = True
+    feeds_back = True
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class CountingCodec:
     """See `GCompCodec.counting`."""
 
     def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
-        self.name, self._codec, self._counts = codec.name, codec, counts
+        self.name, self.feeds_back, self._codec, self._counts = codec.name, codec.feeds_back, codec, counts
         self.max_encoded_bytes, self.decode = codec.max_encoded_bytes, codec.decode
 
     def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:

@@ -36,6 +36,7 @@ class RawCodec:
     """
 
     name = "raw"
+    feeds_back = True
     _method = _STORED
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:

@@ -30,8 +30,10 @@ class OneBit(Quantised):
 
     name = "one-bit"
     _kind = 0
+    _has_kernels = True
 
     def __init__(self, scale: str = "mean", threshold: float | None = None, scale_values: int | None = None) -> None:
+        super().__init__()
         check_choice("scale", scale, _RULES)
         if threshold is not None and scale != "fixed":
             raise InvalidArgument(f'threshold={threshold} means nothing with scale="{scale}": use scale="fixed"')

@@ -26,8 +26,11 @@ class Qsgd(Quantised):
 
     name = "qsgd"
     _kind = 3
+    _has_kernels = True
+    feeds_back = False
 
     def __init__(self, levels: int = 7, block: int = 512, seed: int = 0) -> None:
+        super().__init__()
         if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
             raise InvalidArgument(f"levels must be an integer from 1 to 127, got {levels!r}")
         check_choice("block", block, _BLOCKS)

@@ -29,19 +29,20 @@ class Signs:
         """Words of the message of `values`."""
         return parts(values.numel(), 32) + (kernels_for(values.device) is not None)
 
-    def pack(self, values: Tensor, words: Tensor) -> bool | Tensor:
+    def pack(self, values: Tensor, words: Tensor) -> Tensor:
         """Write the signs of `values` (n,) float32, bfloat16 or float16 into `words` (n_words(values),) int32.
 
-        Returns: whether all values are finite; of a device, (1,) bool.
+        Returns: () bool, whether all values are finite.
         """
         kernels = kernels_for(values.device)
         if kernels is None:
-            return _native.pack_signs(bytes_of(values), dtype_code(values.dtype), words.view(torch.uint32))
+            code, bits = dtype_code(values.dtype), words.view(torch.uint32)
+            return torch.tensor(_native.pack_signs(bytes_of(values), code, bits))
         words[:1].zero_()
         n, code = values.numel(), dtype_code(values.dtype)
         parameters = fill_struct("Signs", values=values, words=words, n=n, dtype=code)
         kernels.launch("gw_signs_pack", grid(n), THREADS, 0, parameters)
-        return words[:1] == 0
+        return words[0] == 0
 
     def vote(self, words: Tensor, values: Tensor, loss_scale: float, not_finite: Tensor | None = None) -> None:
         """Write into `values` (n,) what most messages say: +1, -1 or 0, times the loss scale.

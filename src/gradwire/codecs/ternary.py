@@ -63,6 +63,7 @@ class Ternary(Quantised):
     """
 
     name = "ternary"
+    feeds_back = False
     _kind = 2
 
     def __init__(self, clip: float = 2.5, seed: int = 0) -> None:

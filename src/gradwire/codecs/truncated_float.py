@@ -56,6 +56,7 @@ class TruncatedFloat:
     """
 
     name = "truncated-float"
+    feeds_back = True
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class RandomStreams:
 
     def __init__(self, codec: TruncatedFloat, *key: int) -> None:
         """See `TruncatedFloat.streams`."""
-        self.name = codec.name
+        self.name, self.feeds_back = codec.name, codec.feeds_back
         self._codec = codec
         self._next = first_draw(*key)
         self.max_encoded_bytes = codec.max_encoded_bytes

@@ -37,6 +37,7 @@ class TwoBit(Quantised):
 
     name = "two-bit"
     _kind = 1
+    _has_kernels = True
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class TwoBit(Quantised):
         scale_values: int | None = None,
         levels: int = 3,
     ) -> None:
+        super().__init__()
         if levels not in (3, 4):
             raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
         if levels == 4 and (threshold is not None or not relative or scale_values is None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,25 +20,61 @@ from gradwire.wire.device_wire import ResidentBucket
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Layout:
+    """Where slots lie in a flat gradient: made once, for all steps whose buckets lie alike. Equal layouts are one key.
+
+    Attributes:
+        slots: in their order.
+        offsets: the first element of each.
+        spans: the first and the past-the-last element of each.
+        hash: 32 bits over dtype, shapes and offsets; equal on all ranks if their models are.
+    """
+
+    __slots__ = ("_key", "_key_hash", "dtype", "hash", "n_elements", "offsets", "slots", "spans")
+
+    def __init__(self, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]) -> None:
+        self.slots, self.offsets = tuple(slots), tuple(offsets)
+        self.n_elements, self.dtype = buffer.numel(), buffer.dtype
+        self.spans = [(start, start + slot.numel()) for slot, start in zip(slots, offsets, strict=True)]
+        self.hash = hash_layout(buffer, self.slots, self.offsets)
+        self._key = self.hash, self.slots
+        self._key_hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._key_hash
+
+    def is_of(self, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]) -> bool:
+        """Whether these slots lie so in a flat gradient like `buffer`, by the identity of the slots."""
+        return (
+            buffer.numel() == self.n_elements
+            and buffer.dtype == self.dtype
+            and len(slots) == len(self.slots)
+            and tuple(offsets) == self.offsets
+            and all(map(operator.is_, slots, self.slots))
+        )
+
+
 class Bucket:
     """A flat gradient, its slots, and where it stands in training.
 
     Attributes:
         buffer: (n,) float32, bfloat16 or float16, contiguous: this rank's gradient; schemes write the mean here. On the CPU,
             but for a bucket that is reduced where it is.
-        slots: whose gradients lie in `buffer`, in order; for a parameter that is given, its own.
-        offsets: element offset of each slot in `buffer`.
+        layout: whose gradients lie where in `buffer`; `slots`, `offsets`, `spans` and `layout_hash` are its.
         index: position in this backward pass, 0 first.
         step: number of this reduction since attaching (or since the resumed checkpoint's start), 0 first.
         is_last: no bucket of this backward pass follows.
-        layout_hash: 32 bits over dtype, shapes and offsets; equal on all ranks if their models are.
         record: where times and bytes of this bucket are noted.
         staged: if the gradient comes from a device, its copy under way to `buffer`; see `wait_for`.
         resident: if it is reduced on its device, how work gets behind it there.
     """
 
     __slots__ = (
-        "buffer", "index", "is_last", "layout_hash", "offsets", "record", "resident", "slots", "staged", "step",
+        "buffer", "index", "is_last", "layout", "layout_hash", "n_elements", "offsets", "record", "resident", "slots", "spans",
+        "staged", "step",
     )  # fmt: skip
 
     def __init__(
@@ -52,11 +89,14 @@ class Bucket:
         record: BucketRecord | None = None,
         staged: StagedBucket | None = None,
         resident: ResidentBucket | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        check_gradient(buffer, on_any_device=resident is not None)
-        self.buffer = buffer
-        self.slots = tuple(map(slot_of, slots))
-        self.offsets = tuple(offsets)
+        """`slots`: of a parameter that is given, its own. `layout`: of a bucket that was made before with the same ones."""
+        if layout is None:
+            check_gradient(buffer, on_any_device=resident is not None)
+            layout = Layout(buffer, tuple(map(slot_of, slots)), offsets)
+        self.buffer, self.layout, self.n_elements = buffer, layout, layout.n_elements
+        self.slots, self.offsets, self.spans, self.layout_hash = layout.slots, layout.offsets, layout.spans, layout.hash
         self.index = index
         self.step = step
         self.is_last = is_last
@@ -64,7 +104,6 @@ class Bucket:
             step, index, buffer.numel() * buffer.element_size(), trace=False, lock=threading.Lock()
         )
         self.staged, self.resident = staged, resident
-        self.layout_hash = hash_layout(buffer, self.slots, self.offsets)
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, step: int = 0) -> Bucket:
@@ -93,19 +132,10 @@ class Bucket:
         """The parameters of the slots, for schemes that step them."""
         return tuple(slot.parameter for slot in self.slots if slot.parameter is not None)
 
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """Where each slot lies: first and past-the-last element."""
-        return [(start, start + slot.numel()) for slot, start in zip(self.slots, self.offsets, strict=True)]
-
     def draw(self, *place: object) -> int:
         """64 bits to draw by, different for every step, bucket and place in it (rank, part, ...)."""
         text = repr((self.step, self.index, *place))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-    @property
-    def n_elements(self) -> int:
-        return self.buffer.numel()
 
     @property
     def original_bytes(self) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Layout
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 from gradwire.wire.wire import Wire
@@ -33,7 +33,8 @@ class Feedback:
     """One residual for every slot that has been compressed: float32, free of the loss scale.
 
     Residuals are views of rooms, flat tensors that codecs write in their own sweep. Two rooms change places from step to
-    step: what is staged never overwrites what counts, and nothing is allocated once warm.
+    step: what is staged never overwrites what counts, and nothing is allocated once warm. A room in which the residuals of a
+    whole bucket lie is kept by the bucket's layout, and its slots are not looked at as long as buckets stay as they are.
 
     Attributes:
         decay: what is left of a residual when it is kept; 1: all of it. Below, old residuals fade (SparseLoCo's beta).
@@ -45,21 +46,27 @@ class Feedback:
 
     def clear(self) -> None:
         """Forget everything: the model is let go."""
-        self._current: dict[Slot, Kept] = {}
+        self._current: dict[Slot, Kept] = {}  # of slots that are in no whole room
+        self._whole: dict[Layout, Tensor] = {}
         self._staged: dict[Slot, Kept | None] = {}  # None: the residual went out, nothing is left
+        self._staged_whole: dict[Layout, Tensor] = {}
         self._rooms: dict[Hashable, list[Tensor]] = {}
 
     # ---- what counts
 
     def of(self, slot: Slot | None) -> Kept | None:
         """The residual of `slot`, if it has one."""
-        return None if slot is None else self._current.get(slot)
+        if slot is None:
+            return None
+        for layout in [layout for layout in self._whole if slot in layout.slots]:
+            self._part(layout)
+        return self._current.get(slot)
 
     def lying_at(self, slots: Sequence[Slot], offsets: Sequence[int], n_elements: int) -> Tensor | None:
         """(n_elements,) the room in which the residuals of all `slots` lie at `offsets`, if they do."""
         room: Tensor | None = None
         for slot, offset in zip(slots, offsets, strict=True):
-            kept = self._current.get(slot)
+            kept = self.of(slot)
             if kept is None or kept.scale != 1.0 or kept.values.storage_offset() != offset:
                 return None
             room = kept.values._base if room is None else room
@@ -72,16 +79,44 @@ class Feedback:
 
         What is written into `unsent` counts after `stage_bucket` and `commit`. Without slots nothing is kept.
         """
-        n, key, device = bucket.n_elements, (bucket.layout_hash, *bucket.slots), bucket.buffer.device
-        residual = self.lying_at(bucket.slots, bucket.offsets, n)
+        layout, device = bucket.layout, bucket.buffer.device
+        residual = self._whole.get(layout)
         if residual is None or residual.device != device:
-            residual = self.room(key, n, device=device).zero_()
-            for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
-                old, part = self._current.get(slot), residual[start:end]
+            residual = self._join(layout, device)
+        rooms = self._rooms.get(layout, ())
+        if len(rooms) == 2 and layout in self._whole:  # the residuals lie in one of them: the other is free
+            if residual is rooms[0]:
+                return residual, rooms[1]
+            if residual is rooms[1]:
+                return residual, rooms[0]
+        return residual, self.room(layout, layout.n_elements, other_than=residual, device=device)
+
+    def _join(self, layout: Layout, device: torch.device) -> Tensor:
+        """The residuals of all slots of a layout, zeros where there are none, as one room; it counts from now on."""
+        residual = self.lying_at(layout.slots, layout.offsets, layout.n_elements)
+        if residual is None or residual.device != device:
+            residual = self.room(layout, layout.n_elements, device=device).zero_()
+            for slot, (start, end) in zip(layout.slots, layout.spans, strict=True):
+                old = self.of(slot)
                 if old is not None:
-                    part.copy_(old.values.view(-1)).div_(old.scale)
-                self._current[slot] = Kept(part)
-        return residual, self.room(key, n, other_than=residual, device=device)
+                    residual[start:end].copy_(old.values.view(-1)).div_(old.scale)
+        for slot in layout.slots:
+            self._current.pop(slot, None)
+        if layout.slots:
+            self._whole[layout] = residual
+        return residual
+
+    def _part(self, layout: Layout) -> None:
+        """Keep the residuals of a whole room by their slots again."""
+        residual = self._whole.pop(layout)
+        for slot, (start, end) in zip(layout.slots, layout.spans, strict=True):
+            self._current[slot] = Kept(residual[start:end])
+
+    def _by_slot(self) -> dict[Slot, Kept]:
+        """All residuals that count, by slot."""
+        for layout in list(self._whole):
+            self._part(layout)
+        return self._current
 
     # ---- what a step stages
 
@@ -95,16 +130,26 @@ class Feedback:
     ) -> Tensor:
         """(n_elements,) to write into, in which no residual lies that counts; `key`: whose, to be found again."""
         rooms = [room for room in self._rooms.get(key, ()) if room.numel() == n_elements and room.device == device]
-        free = next((room for room in rooms if room is not other_than and not self._holds(room, self._current)), None)
+        free = next((room for room in rooms if room is not other_than and not self._counts_in(room)), None)
         if free is None:
             free = torch.zeros(n_elements, dtype=dtype, device=device)
             self._rooms = {  # those of earlier layouts go as soon as no slot lies in them
                 key: kept
                 for key, kept in self._rooms.items()
-                if any(self._holds(room, self._current) or self._holds(room, self._staged) for room in kept)
+                if any(self._counts_in(room) or self._is_staged_in(room) for room in kept)
             }
         self._rooms[key] = [free, *(room for room in rooms if room is not free)][:2]
         return free
+
+    def _counts_in(self, room: Tensor) -> bool:
+        return any(whole is room for whole in self._whole.values()) or any(
+            kept.values._base is room for kept in self._current.values()
+        )
+
+    def _is_staged_in(self, room: Tensor) -> bool:
+        return any(whole is room for whole in self._staged_whole.values()) or any(
+            kept is not None and kept.values._base is room for kept in self._staged.values()
+        )
 
     def stage(self, slot: Slot, unsent: Tensor | None, scale: float = 1.0) -> None:
         """Keep `unsent` / `scale`, a view of a room, from the next `commit` on; None: nothing is left."""
@@ -112,14 +157,21 @@ class Feedback:
 
     def stage_bucket(self, bucket: Bucket, unsent: Tensor) -> None:
         """Keep what `unsent` of `pair` holds, from the next `commit` on."""
-        for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
-            self._staged[slot] = Kept(unsent[start:end])
+        if bucket.slots:
+            self._staged_whole[bucket.layout] = unsent
 
     def commit(self, slots: Iterable[Slot] | None = None) -> None:
-        """Make what was staged (for `slots`, or for all) the residual."""
+        """Make what was staged (for `slots`, one by one, or for all) the residual."""
+        if slots is None:
+            whole, self._staged_whole = self._staged_whole, {}
+            for layout, unsent in whole.items():
+                if layout not in self._whole:
+                    self._join(layout, unsent.device)
+                self._whole[layout] = unsent if self.decay == 1 else unsent.mul_(self.decay)
         for slot in list(self._staged) if slots is None else slots:
             if slot in self._staged:
                 staged = self._staged.pop(slot)
+                self.of(slot)  # it is in no whole room from now on
                 if staged is None:
                     self._current.pop(slot, None)
                 else:
@@ -128,19 +180,22 @@ class Feedback:
                     self._current[slot] = staged
 
     def discard(self, slots: Iterable[Slot] | None = None) -> None:
-        """Forget what was staged in this step (for `slots`, or for all)."""
-        for slot in list(self._staged) if slots is None else slots:
+        """Forget what was staged in this step (for `slots`, one by one, or for all)."""
+        if slots is None:
+            self._staged.clear()
+            self._staged_whole.clear()
+        for slot in slots or ():
             self._staged.pop(slot, None)
 
     def forget_nonfinite(self) -> None:
         """Forget residuals that have grown beyond float32: no gradient could be sent with them any more."""
-        for slot, kept in list(self._current.items()):
+        for slot, kept in list(self._by_slot().items()):
             if not kept.values.isfinite().all():
                 del self._current[slot]
 
     def take(self) -> dict[Slot, Tensor]:
         """Give all residuals away, flat, as copies: this begins anew without."""
-        taken = {slot: (kept.values.reshape(-1) / kept.scale).clone() for slot, kept in self._current.items()}
+        taken = {slot: (kept.values.reshape(-1) / kept.scale).clone() for slot, kept in self._by_slot().items()}
         self.clear()
         return taken
 
@@ -149,7 +204,7 @@ class Feedback:
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
         """Copies of the residuals, by name, on the CPU."""
         names = {slot: name for name, slot in slots.items()}
-        return {names[slot]: kept.values.to(_CPU, copy=True).div_(kept.scale) for slot, kept in self._current.items()}
+        return {names[slot]: kept.values.to(_CPU, copy=True).div_(kept.scale) for slot, kept in self._by_slot().items()}
 
     def load_by_name(self, state: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
         """Take residuals back. Raises: InvalidArgument (a name that the model lacks, another size)."""
@@ -167,10 +222,6 @@ class Feedback:
             loaded[slot] = Kept(residual.detach().clone().view(-1))
         self.clear()
         self._current = loaded
-
-    @staticmethod
-    def _holds(room: Tensor, kept: Mapping[Slot, Kept | None]) -> bool:
-        return any(one is not None and one.values._base is room for one in list(kept.values()))
 
 
 class Unused:

@@ -1,13 +1,13 @@
 """`attach`: picks the door for a model, and puts a scheme to work behind it."""
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
+from __future__ import annotations
+
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,12 +23,16 @@ from gradwire.schemes.auto.scheme import Auto
 
 
 class _Door:
-    """What is registered with DDP, which takes one hook and never gives it back: holds whichever state is attached."""
+    """What is registered with DDP, which takes one hook and never gives it back: for whichever state is attached."""
 
     def __init__(self, state: HookState, model: DistributedDataParallel) -> None:
-        self.state = state
+        self.take(state)
         self._model = weakref.ref(model)
         self._is_registered = False
+
+    def take(self, state: HookState) -> None:
+        """Hand buckets to `state` from now on."""
+        self.state, self.reduce_bucket = state, state.reduce_bucket
 
     def register(self) -> None:
         """Put the hook in, between two steps, if it is not in yet. Raises: Unsupported (there is another)."""
@@ -36,7 +40,7 @@ class _Door:
         if self._is_registered or model is None:
             return
         try:
-            model.register_comm_hook(self, _door_hook)
+            model.register_comm_hook(self, ddp_hook)
         except RuntimeError as error:
             raise Unsupported(_TAKEN) from error
         self._is_registered = True
@@ -52,10 +56,6 @@ _TAKEN = (
 _doors: weakref.WeakKeyDictionary[DistributedDataParallel, _Door] = weakref.WeakKeyDictionary()
 
 
-def _door_hook(door: _Door, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return ddp_hook(door.state, bucket)
-
-
 # What `attach` returns: the door itself.
 Attachment = Reducer
 
@@ -64,19 +64,26 @@ class _Attached(HookState):
     """A HookState that puts its own hook in, when it is needed: from the start, or late under `auto`."""
 
     _door: _Door
+    _called: torch.nn.Module
 
     def connect(self, door: _Door, model: DistributedDataParallel, called: torch.nn.Module) -> None:
         """Take the model's door. Raises: Unsupported (it has another hook)."""
-        self._door = door
+        self._door, self._called = door, called
         if not self.scheme.is_transparent:
             door.register()
-        self._watch = Watch(self, model, called, door.register)
+        self._watch_steps()
+
+    def _watch_steps(self) -> None:
+        """`auto` sees steps from outside; no other scheme does."""
+        if self._watch is None and isinstance(self.scheme, Auto):
+            self._watch = Watch(self, self.session.module, self._called, self._door.register)
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""
         if isinstance(self.scheme, Auto) and not self.closed:
             self.step = self.scheme.agree_on_step(self.step)
         super().switch(scheme)
+        self._watch_steps()
         if not self.scheme.is_transparent:
             self._door.register()
 
@@ -147,7 +154,7 @@ def attach(
     state = _Attached(scheme, model, optimizer, scaler, model.process_group, timeout_s, trace, placement)
     door = door or _Door(state, model)
     try:
-        door.state = state
+        door.take(state)
         state.connect(door, model, module)
     except Unsupported:
         state.close()

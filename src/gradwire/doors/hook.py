@@ -6,7 +6,9 @@ at the very end of the same backward pass, so no optimizer step can follow.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects, not as strings.
-from typing import Any
+import operator
+import time
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,6 @@ from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
-from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.futures import completed
@@ -29,6 +30,18 @@ PLACEMENTS = ("staged", "device")
 
 class Copied:
     """What a copied or saved DDP model has in the place of its hook's state. DDP gives the copy no hook, so none asks."""
+
+
+class _Places(NamedTuple):
+    """Whose gradients lie where in a bucket of DDP's."""
+
+    parameters: list[torch.Tensor]
+    slots: list[Slot]
+    offsets: list[int]
+
+
+def _are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class HookState(Reducer):
@@ -64,11 +77,12 @@ class HookState(Reducer):
         self._watch: Watch | None = None
         self._shadows: list[torch.futures.Future[torch.Tensor]] = []
         self._closed_by_all = False
-        self._waiting = Stopwatch()
+        self._waits_from_ns = 0
         super().__init__(scheme, group, module, optimizer, scaler, timeout_s=timeout_s, trace=trace)
         self._slot_of: dict[torch.Tensor, Slot] = {
             slot.parameter: slot for slot in self.slots.values() if slot.parameter is not None
         }
+        self._places: dict[int, _Places] = {}
 
     def __reduce__(self) -> Any:
         return (Copied, ())  # connections and threads stay with the model that they serve
@@ -91,12 +105,11 @@ class HookState(Reducer):
             self._check_divisor()
         except Unsupported as error:
             self.fail(error)
-        step, buffer = self.step, bucket.buffer()
-        slots = [self._slot_of.get(parameter) or slot_of(parameter) for parameter in bucket.parameters()]
-        # As long as nobody asks for its buffer, a sparse bucket has no storage.
-        start = 0 if buffer.is_sparse else buffer.storage_offset()
-        offsets = [0 if g.is_sparse else int(g.storage_offset() - start) for g in bucket.gradients()]
-        reduced = self.reduce(buffer, slots, offsets, bucket.index(), bucket.is_last())
+        step, buffer, index = self.step, bucket.buffer(), bucket.index()
+        parameters, places = bucket.parameters(), self._places.get(index)
+        if places is None or not _are_same(parameters, places.parameters):
+            places = self._places[index] = self._find_places(bucket, buffer, parameters)
+        reduced = self.reduce(buffer, places.slots, places.offsets, index, bucket.is_last())
         if not in_backward:  # the shadow of a rank that has left `ddp.join` early: nothing else would raise here
             self._shadows.append(reduced)
             if bucket.is_last():
@@ -104,6 +117,14 @@ class HookState(Reducer):
                     self._shadows.pop().wait()
                 self.close_pass(step, 0)
         return reduced
+
+    def _find_places(self, bucket: GradBucket, buffer: torch.Tensor, parameters: list[torch.Tensor]) -> "_Places":
+        """Where DDP has put these parameters' gradients: there they stay, as long as it puts the same ones together."""
+        slots = [self._slot_of.setdefault(parameter, slot_of(parameter)) for parameter in parameters]
+        # As long as nobody asks for its buffer, a sparse bucket has no storage.
+        start = 0 if buffer.is_sparse else buffer.storage_offset()
+        offsets = [0 if g.is_sparse else int(g.storage_offset() - start) for g in bucket.gradients()]
+        return _Places(parameters, slots, offsets)
 
     def _look_from_outside(self) -> None:
         """Where a framework has put the hook in by itself, `auto` sees its first step here."""
@@ -137,18 +158,18 @@ class HookState(Reducer):
 
     def _before_ddp_waits(self) -> None:
         """Runs when the gradients are computed, just before DDP waits for the buckets."""
-        self._waiting = Stopwatch()
+        self._waits_from_ns = time.perf_counter_ns()
         torch.autograd.Variable._execution_engine.queue_callback(self._after_ddp_waited)
 
     def _after_ddp_waited(self) -> None:
         """Runs when DDP has put all means into `.grad`: the one place where errors reach the training thread."""
-        self.close_pass(self.step - 1, self._waiting.elapsed_ns)
+        self.close_pass(self.step - 1, time.perf_counter_ns() - self._waits_from_ns)
 
     # ---- after close
 
     def close(self) -> None:
         """Stop compressing; a hook that stays registered then reduces as DDP does by itself. Every rank calls it."""
-        self._slot_of = {}
+        self._slot_of, self._places = {}, {}
         if self._watch is not None:  # which holds the model
             self._watch.close()
             self._watch = None
@@ -186,9 +207,10 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch
 
     Raises: InvalidArgument (`state` is no HookState).
     """
-    if not isinstance(state, HookState):
+    reduce_bucket = getattr(state, "reduce_bucket", None)
+    if reduce_bucket is None:
         raise InvalidArgument(
             f"gradwire.ddp_hook needs a gradwire.HookState, got {type(state).__name__}: "
             'ddp.register_comm_hook(gradwire.HookState("gcomp", module=ddp, optimizer=optimizer, group=...), gradwire.ddp_hook)'
         )
-    return state.reduce_bucket(bucket)
+    return reduce_bucket(bucket)

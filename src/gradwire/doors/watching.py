@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.errors import Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes.auto.scheme import Auto
-from gradwire.telemetry.step_clock import StepClock
+from gradwire.telemetry.stopwatch import StepClock
 from gradwire.wire.communicator import ring_bytes
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket
 from gradwire.exchange.parts import QUANTISED_MIN_CHUNKS, count_chunks
-from gradwire.gpu.grouped import on_kernels
-from gradwire.gpu.kernels import kernels_on
+from gradwire.gpu.launching import raise_error
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire
 
@@ -38,7 +37,7 @@ _Parts = list[list[Chunk]]  # for each rank, the chunks of the part that it owns
 _Encode = Callable[[Tensor, int, int, Tensor], None]
 
 
-class _Left(NamedTuple):
+class Left(NamedTuple):
     """What earlier messages left out and what these do, (n,) float32 in units of the gradient / `scale`; None: nothing."""
 
     residual: Tensor | None
@@ -64,11 +63,9 @@ class DeviceOwners:
         chunk_elements: int,
         pulls_raw: bool = False,
     ) -> None:
-        self._site, self._rank, self._world = site, communicator.rank, communicator.world_size
-        self._codec, self._has_groups = on_kernels(codec, kernels_on(site.device)), codec.scale_values is not None
+        codec.check_device(site.device)
+        self._site, self._codec, self._rank, self._world = site, codec, communicator.rank, communicator.world_size
         self._chunk_elements, self._pulls_raw = chunk_elements, pulls_raw
-        with site.stream:
-            self._n_bytes = torch.empty(1, dtype=torch.int64, device=site.device)
         self._cuts: dict[tuple[int, ...], _Parts] = {}
 
     def mean(self, bucket: Bucket, residual: Tensor | None, unsent: Tensor | None, loss_scale: float) -> int:
@@ -78,21 +75,11 @@ class DeviceOwners:
             residual, unsent: (n,) float32 on the device, of which the second is written; None: no error feedback.
         Returns: bytes sent, which are those received.
         """
-        parts, left = self._parts(bucket), _Left(residual, unsent, loss_scale)
+        parts, left = self._parts(bucket), Left(residual, unsent, loss_scale)
 
         def encode(values: Tensor, part: int, index: int, row: Tensor) -> None:
-            chunk = parts[part][index]
-            self._codec.encode(
-                values,
-                row[chunk.room],
-                self._n_bytes,
-                self._work(values.numel(), chunk.cuts),
-                residual=None if residual is None else residual[chunk.values],
-                new_residual=None if unsent is None else unsent[chunk.values],
-                residual_scale=loss_scale,
-                step=bucket.draw(self._rank, part, index, part == self._rank),
-                cuts=chunk.cuts,
-            )
+            draw = bucket.draw(self._rank, part, index, part == self._rank)
+            self._encode(values, parts[part][index], row, draw, left)
 
         def own(chunk: Chunk) -> Tensor:
             return bucket.buffer[chunk.values]
@@ -152,7 +139,7 @@ class DeviceOwners:
                 self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
         return total
 
-    def _pull_raw(self, buffer: Tensor, parts: _Parts, totals: Iterable[Tensor], left: _Left) -> int:
+    def _pull_raw(self, buffer: Tensor, parts: _Parts, totals: Iterable[Tensor], left: Left) -> int:
         """Sums in the bucket's dtype; what they were rounded by is left. Returns: the bytes of a part's."""
         site = self._site
         bounds = [(chunks[0].values.start, chunks[-1].values.stop) for chunks in parts]
@@ -191,21 +178,28 @@ class DeviceOwners:
 
     def raise_error(self, code: int) -> None:
         """Raise what an error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""
-        self._codec.raise_error(code)
+        raise_error(code, f"{self._codec.name} message", self._site.device)
+
+    def _encode(self, values: Tensor, chunk: Chunk, row: Tensor, draw: int, left: Left) -> None:
+        """Write a chunk's message into its row, and what it leaves out into `left`."""
+        room, cuts = row[chunk.room], chunk.cuts
+        if left.unsent is None:
+            self._codec.encode(values, room, step=draw, cuts=cuts)
+            return
+        residual, unsent = (None if part is None else part[chunk.values] for part in (left.residual, left.unsent))
+        self._codec.encode_with_residual(
+            values, residual, room, draw, new_residual=unsent, residual_scale=left.scale, cuts=cuts
+        )
 
     def _decode(
         self, message: Tensor, out: Tensor, cuts: tuple[int, ...], *, divisor: float = 1.0, adds: bool = False
     ) -> None:
-        work = self._work(out.numel(), cuts)
-        self._codec.decode(message, out, self._site.flags[:1], work, divisor=divisor, adds=adds, cuts=cuts)
-
-    def _work(self, n_elements: int, cuts: tuple[int, ...]) -> Tensor:
-        return self._site.scratch("work", self._codec.work_bytes(n_elements, cuts), torch.uint8)
+        self._codec.decode(message, out, divisor=divisor, adds=adds, cuts=cuts, error=self._site.flags[:1])
 
     def _parts(self, bucket: Bucket) -> _Parts:
         """For each rank, the chunks of the part that it owns."""
         n = bucket.n_elements
-        starts = sorted({start for start, _ in bucket.spans}) if self._has_groups else []
+        starts = sorted({start for start, _ in bucket.spans}) if self._codec.scale_values else []
         key = n, *starts
         if key not in self._cuts:
             n_chunks = count_chunks(-(-n // self._world), self._chunk_elements, QUANTISED_MIN_CHUNKS)
@@ -218,7 +212,7 @@ class DeviceOwners:
         for index in range(n_chunks):
             first, last = (begin + (end - begin) * bound // n_chunks for bound in (index, index + 1))
             cuts = tuple(start - first for start in starts if first < start < last)
-            room = self._codec.message_bytes(last - first, cuts)
+            room = self._codec.message_room(last - first, cuts)
             chunks.append(Chunk(slice(first, last), slice(at, at + room), cuts))
             at += room
         return chunks

@@ -55,6 +55,11 @@ def kernels_for(device: torch.device) -> Kernels | None:
     return _made.get(device) if device.type == "cpu" else kernels_on(device)
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels take what lies there; otherwise native functions do, or refuse it."""
+    return device in _made or device.type in MAKERS
+
+
 @contextlib.contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
     """Inside, codecs launch these for tensors on their device, in host memory too: for checks against the native core."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import InvalidArgument
+from gradwire.gpu.launching import THREADS, grid, parts
 
-THREADS = 256
-MOST_BLOCKS = 2112  # 16 for each of an H100's 132 multiprocessors: more threads than that run one after another
+__all__ = ["THREADS", "address", "check_on_device", "check_work", "grid", "parts"]
 
 
 def check_on_device(
@@ -36,13 +36,3 @@ def check_work(work: Tensor, n_bytes: int, device: torch.device) -> None:
 def address(tensor: Tensor | None) -> int | None:
     """Where it lies; None for none."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def parts(n: int, size: int) -> int:
-    """n / size, rounded up."""
-    return -(-n // size)
-
-
-def grid(n_threads: int) -> int:
-    """Blocks for so many threads, or fewer: each thread then works more than once."""
-    return min(parts(n_threads, THREADS), MOST_BLOCKS)

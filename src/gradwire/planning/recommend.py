@@ -16,8 +16,7 @@ from gradwire.planning.plan import Plan
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.fidelity import TABLE, check_level, family_of_optimizer
 from gradwire.schemes.auto.profile import measure_profile
-from gradwire.telemetry.step_clock import StepClock
-from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.telemetry.stopwatch import StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_pairs
 

@@ -86,6 +86,7 @@ class Compressed(Scheme):
         self.plain.bind(session)
         self.select.bind(session)
         super().bind(session)
+        self._sends_all = not self.select
         if self.collective is not None:
             self.collective.bind(session.wire)
         self._check = StepCheck(session.communicator)
@@ -160,16 +161,17 @@ class Compressed(Scheme):
         """Replace the bucket by its mean, and stage what was not sent."""
         feedback, unused = self.session.feedback, None
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
-        part = Part(bucket, wire, residual, unsent, self.session.loss_scale())
-        if residual is not None:
+        part = Part(bucket, wire, residual, unsent, self.session.loss_scale() if self.session.has_scaler else 1.0)
+        if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
         try:
             self.step(part, wire)
         finally:
             if unused is not None:
                 unused.put_back()
-        if unused is not None and unsent is not None:
-            unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
+        if unsent is not None:
+            if unused is not None:
+                unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
             feedback.stage_bucket(bucket, unsent)
         wire.conclude(bucket.buffer)
         if self.error_feedback and bucket.buffer.dtype == torch.float16:
@@ -184,7 +186,7 @@ class Compressed(Scheme):
 
     def choose(self, bucket: Bucket) -> Selection | None:
         """Which of the bucket's tensors are compressed; None: the bucket, as it lies."""
-        chosen = Selection(bucket, self.select) if self.select else None
+        chosen = None if self._sends_all else Selection(bucket, self.select)
         return chosen if chosen is not None and chosen.raw else None
 
     def part_dtype(self, bucket: Bucket) -> torch.dtype:
@@ -212,7 +214,8 @@ class Compressed(Scheme):
         outcome = self.session.wire.outcome()
         if outcome is None:
             return
-        raise_error(outcome.error, self.name, self.session.wire.device)
+        if outcome.error:
+            raise_error(outcome.error, self.name, self.session.wire.device)
         if outcome.is_finite:
             with self.session.wire.at_work():
                 self.commit()

@@ -15,23 +15,33 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from gradwire.codecs.selection import Sample, add_elements, take_by_sample
+from gradwire.codecs.tensors import check_positive
+from gradwire.control.checks import choice as check_choice
+from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
-from gradwire.core.feedback import Withheld, holds_nonzero
+from gradwire.core.feedback import Part, Unused
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
-from gradwire.errors import CorruptMessage
-from gradwire.schemes.dgc_on_device import DgcOnDevice
-from gradwire.schemes.dgc_rule import DgcRule, select_by_sample
-from gradwire.schemes.on_device import Placing, StepsOnDevice
+from gradwire.core.slot import Slot, flatten_like, local_of
+from gradwire.errors import InvalidArgument
+from gradwire.gpu.kernels import kernels_for
+from gradwire.schemes.compressed import Compressed, count_of
+from gradwire.schemes.plain_steps import check_steps
+from gradwire.schemes.selection import Selection, matrices
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
+_SAMPLED_SHARE = 0.01
+_MIN_SAMPLES = 4_096  # fewer are no faster to look through, and buckets below are selected from exactly
+_Spans = list[tuple[int, int]]
 
 
-class Dgc(Placing, DgcRule):
+class Dgc(Compressed):
     """Mean over the ranks of each rank's largest accumulated updates. Its own state, u and v, is its error feedback.
 
     With one rank nothing is left out: the result is the gradient with momentum.
@@ -50,9 +60,61 @@ class Dgc(Placing, DgcRule):
     """
 
     name = "dgc"
+    acts_alone = True
+
+    def __init__(
+        self,
+        share: float = 0.001,
+        momentum: float = 0.9,
+        warmup_steps: int = 0,
+        max_norm: float | None = None,
+        seed: int = 0,
+        per: str = "layer",
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(error_feedback=True, momenta=True)
+        self.share = check_share("share", share)
+        if not 0 <= momentum < 1:
+            raise InvalidArgument(f"momentum must be from 0 to less than 1, got {momentum}")
+        if not isinstance(seed, int):
+            raise InvalidArgument(f"seed must be an integer, got {seed!r}")
+        if nesterov and not momentum:
+            raise InvalidArgument("nesterov=True needs a momentum above 0")
+        if isinstance(weight_decay, bool) or not (weight_decay >= 0 and math.isfinite(weight_decay)):
+            raise InvalidArgument(f"weight_decay must be finite and not negative, got {weight_decay!r}")
+        self.momentum, self.nesterov, self.weight_decay = float(momentum), bool(nesterov), float(weight_decay)
+        self.per = check_choice("per", per, ("layer", "bucket"))
+        self.warmup_steps = check_steps("warmup_steps", warmup_steps)
+        self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
+        self.seed = seed
+
+    @property
+    def settling_steps(self) -> int:
+        """The steps in which the share falls."""
+        return self.warmup_steps
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {
+            "share": self.share,
+            "momentum": self.momentum,
+            "warmup_steps": self.warmup_steps,
+            "max_norm": self.max_norm,
+            "seed": self.seed,
+            "per": self.per,
+            "nesterov": self.nesterov,
+            "weight_decay": self.weight_decay,
+        }
+
+    def share_at(self, step: int) -> float:
+        """The share that is sent in `step`: share^((step + 1) / (warmup_steps + 1)) while it warms up."""
+        return self.share ** min(1.0, (step + 1) / (self.warmup_steps + 1))
 
     def bind(self, session: Session) -> None:
+        """Raises: Unsupported (no kernels on the device)."""
         super().bind(session)
+        kernels_for(session.wire.device)
         groups = session.optimizer.param_groups if session.optimizer is not None else []
         if self.momentum and any(group.get("momentum") or "betas" in group for group in groups):
             _log.warning(
@@ -68,128 +130,124 @@ class Dgc(Placing, DgcRule):
                 self.momentum,
             )
 
-    def _send(self, bucket: Bucket, wire: Wire) -> bool:
-        scale = self.session.loss_scale()
+    # ---- one bucket
+
+    def step(self, part: Part, wire: Wire) -> None:
+        """u and v move on, the largest of v are sent, and tensors that travel whole get their momentum after the mean."""
+        bucket, spans, sums, new_sums = part.bucket, part.bucket.spans, part.residual, part.unsent
+        assert self.momenta is not None
+        assert sums is not None
+        assert new_sums is not None
         with wire.timing("encode"):
-            momenta, new_momenta = self._momenta.pair(bucket)
-            sums, new_sums = self.session.feedback.pair(bucket)
-            spans = bucket.spans
-            whole = self.whole_spans(bucket, spans)
-            # What this rank did not use waits; the momentum of parameters that are sent whole is the same on all ranks.
-            is_used = [span in whole or holds_nonzero(bucket.buffer[slice(*span)]) for span in spans]
-            waiting = [Withheld(spans, is_used, state) for state in (momenta, sums)]
-            gradient = self._clipped(bucket, spans, scale)
+            momenta, new_momenta = self.momenta.pair(bucket)
+            whole = self._whole_spans(bucket)
+            # What this rank did not use waits; the momentum of tensors that are sent whole is the same on all ranks.
+            is_used = [used or span in whole for used, span in zip(part.is_used, spans, strict=True)]
+            waiting = Unused(spans, is_used, momenta)
+            gradient = self._clipped(part, wire)
             for slot, span, used in zip(bucket.slots, spans, is_used, strict=True):
                 if used and span not in whole:
-                    self.decay(slot, gradient[slice(*span)])
-            torch.add(gradient, momenta, alpha=self.momentum, out=new_momenta)
-            self.update(gradient, new_momenta, new_sums).add_(sums)
-            for withheld in waiting:
-                withheld.put_back()
-            # One pass without a copy: the largest magnitude is NaN or Inf if anything is.
-            is_finite = all(
-                math.isfinite(float(torch.linalg.vector_norm(values, float("inf")))) for values in (gradient, new_sums)
-            )
+                    self._decay(slot, gradient[slice(*span)])
+            torch.add(gradient, momenta, alpha=self.momentum, out=new_momenta)  # u, momentum correction
+            self._update(gradient, new_momenta, new_sums).add_(sums)  # v
+            waiting.put_back()
+            is_finite = wire.all_finite(gradient) & wire.all_finite(new_sums)
             dense = torch.cat([gradient[start:end] for start, end in whole]) if whole else None
             for start, end in whole:
-                new_sums[start:end] = 0
-            indices, count = self._select(bucket, new_sums, whole, is_finite)
-            values = torch.zeros(indices.numel())
-            values[:count] = new_sums[indices[:count].long()]
-        messages: torch.Tensor | None = None
-        if wire.world_size > 1:
-            payload = torch.cat([torch.tensor([count], dtype=torch.int32), indices, values.view(torch.int32)])
-            messages = wire.gather(payload, is_finite)
-            if messages is None:
-                return False
-        elif not is_finite:
-            return False
+                new_sums[start:end].zero_()
+        payloads = self._gather(bucket, wire, new_sums, new_momenta, whole, is_finite)
         if dense is not None and wire.world_size > 1:
-            wire.sum(dense).div_(wire.world_size)
+            wire.divide(wire.sum(dense), wire.world_size)
         with wire.timing("decode"):
-            for state in (new_momenta, new_sums):
-                state[indices[:count].long()] = 0
-            mean = self._mean_of(bucket, messages, gradient)
+            mean = gradient.zero_()
+            for rank, received in enumerate(payloads):  # in rank order: the same sum everywhere
+                n_taken, indices, taken = received.tensor_split([1, (1 + received.numel()) // 2])
+                add_elements(indices, taken.view(torch.float32), mean, wire.error, n_taken)
+                wire.check(rank)
+            wire.divide(mean, wire.world_size)
             if dense is not None:
-                self._add_whole(bucket, whole, dense, mean, momenta, new_momenta)
-            for withheld, new in zip(waiting, (new_momenta, new_sums), strict=True):
-                withheld.keep(new, [False] * len(spans))
-            self._momenta.stage_bucket(bucket, new_momenta)
-            self.session.feedback.stage_bucket(bucket, new_sums)
-            bucket.buffer.copy_(mean.mul_(scale))
-        return True
+                self._add_whole(part, wire, whole, dense, mean, (momenta, new_momenta))
+            waiting.keep(new_momenta, is_used)
+            self.momenta.stage_bucket(bucket, new_momenta)
+            part.values.copy_(mean.mul_(part.loss_scale))
 
-    def _clipped(self, bucket: Bucket, spans: list[tuple[int, int]], scale: float) -> torch.Tensor:
+    def _gather(
+        self, bucket: Bucket, wire: Wire, sums: Tensor, momenta: Tensor, whole: _Spans, is_finite: Any
+    ) -> list[Tensor]:
+        """Every rank's largest of `sums`, where zeros are left, as in `momenta` (factor masking); none with one rank."""
+        if wire.world_size == 1:
+            wire.note_message(is_finite)
+            return []
+        with wire.timing("encode"):
+            tensors, counts = self._spans_and_counts(bucket, whole)
+            generator = torch.Generator().manual_seed(bucket.draw(wire.rank, self.seed) & 0x7FFF_FFFF_FFFF_FFFF)
+            samples = [
+                draw_sample(end - start, k, generator) if k else Sample(None, 0)
+                for (start, end), k in zip(tensors, counts, strict=True)
+            ]
+            n_taken, indices, taken = take_by_sample(sums, tensors, counts, samples, beside=momenta)
+        return list(wire.gather(torch.cat([n_taken, indices, taken.view(torch.int32)]), is_finite))
+
+    def _spans_and_counts(self, bucket: Bucket, whole: _Spans) -> tuple[_Spans, list[int]]:
+        """The spans that the largest are taken of, and how many at most of each."""
+        spans, share = [(0, bucket.n_elements)], self.share_at(bucket.step)
+        counts = [bucket.n_elements - sum(end - start for start, end in whole)]  # what is whole holds zeros by now
+        if self.per == "layer" and bucket.slots:
+            spans = [span for span in bucket.spans if span not in whole and span[1] > span[0]]
+            counts = [end - start for start, end in spans]
+        return spans, [count_of(share, n) if n else 0 for n in counts]
+
+    def _whole_spans(self, bucket: Bucket) -> _Spans:
+        """The spans of tensors that are sent whole: everything, with one rank."""
+        if self.session.communicator.world_size == 1:
+            return bucket.spans or [(0, bucket.n_elements)]
+        return [(span.offset, span.offset + span.n_elements) for span in Selection(bucket, matrices).raw]
+
+    def _clipped(self, part: Part, wire: Wire) -> Tensor:
         """(n,) float32, scratch: the gradient without the loss scale, each parameter's clipped."""
-        scratch = self.session.communicator.scratch("dgc gradient", 4 * bucket.n_elements).view(torch.float32)
-        torch.div(bucket.buffer, scale, out=scratch) if bucket.buffer.dtype == torch.float32 else scratch.copy_(
-            bucket.buffer
-        ).div_(scale)
+        gradient = wire.scratch("dgc gradient", part.bucket.n_elements).copy_(part.values)
+        wire.divide(gradient, part.loss_scale)
         if self.max_norm is not None:
-            limit = self.max_norm / math.sqrt(self.session.communicator.world_size)
-            for start, end in spans:
-                norm = float(torch.linalg.vector_norm(scratch[start:end]))
-                if norm > limit:
-                    scratch[start:end].mul_(limit / norm)
-        return scratch
-
-    def _select(
-        self, bucket: Bucket, sums: torch.Tensor, whole: list[tuple[int, int]], is_finite: bool
-    ) -> tuple[torch.Tensor, int]:
-        """Room for as many indices as the share allows, and how many of them are used."""
-        spans, counts = self.spans_and_counts(bucket, whole)
-        indices = torch.zeros(sum(counts), dtype=torch.int32)
-        if not is_finite:
-            return indices, 0
-        generator = self._generator(bucket)
-        n_chosen = 0
-        for (start, end), k in zip(spans, counts, strict=True):
-            if k:
-                chosen = select_by_sample(sums[start:end], k, generator)
-                indices[n_chosen : n_chosen + chosen.numel()] = chosen + start
-                n_chosen += chosen.numel()
-        return indices, n_chosen
-
-    def _mean_of(self, bucket: Bucket, messages: torch.Tensor | None, scratch: torch.Tensor) -> torch.Tensor:
-        """(n,) float32 in `scratch`: the mean of what was sent sparsely."""
-        mean = scratch.zero_()
-        if messages is None:
-            return mean
-        k = (messages.shape[1] - 1) // 2
-        for rank, message in enumerate(messages):  # in rank order: the same sum everywhere
-            count = int(message[0])
-            places = message[1 : 1 + k][: max(0, count)].long()
-            outside = count and (int(places.min()) < 0 or int(places.max()) >= bucket.n_elements)
-            if not 0 <= count <= k or outside:
-                raise CorruptMessage(
-                    f"rank {rank} sent {count} of at most {k} elements, or an index outside of bucket {bucket.index} "
-                    f"({bucket.n_elements} elements) in step {bucket.step}; restart from the last checkpoint"
-                )
-            mean.index_add_(0, places, message[1 + k :][:count].view(torch.float32))
-        return mean.div_(len(messages))
+            limit = self.max_norm / math.sqrt(wire.world_size)
+            for start, end in part.bucket.spans:
+                norm = torch.linalg.vector_norm(gradient[start:end]).double()
+                gradient[start:end].mul_(torch.where(norm > limit, limit / norm, 1.0).float())
+        return gradient
 
     def _add_whole(
-        self,
-        bucket: Bucket,
-        whole: list[tuple[int, int]],
-        dense: torch.Tensor,
-        mean: torch.Tensor,
-        momenta: torch.Tensor,
-        new_momenta: torch.Tensor,
+        self, part: Part, wire: Wire, whole: _Spans, dense: Tensor, mean: Tensor, momenta: tuple[Tensor, Tensor]
     ) -> None:
-        """Parameters that are sent whole: their mean, `dense`, then their momentum, alike on all ranks."""
-        first, slots = 0, dict(zip(bucket.spans, bucket.slots, strict=True))
+        """Tensors that are sent whole: their mean, `dense`, then their momentum, alike on all ranks."""
+        first, (old, new), slots = 0, momenta, dict(zip(part.bucket.spans, part.bucket.slots, strict=True))
         for start, end in whole:
-            part = dense[first : first + end - start]
+            gradient = dense[first : first + end - start]
             first += end - start
-            if not part.any():  # unused on all ranks: DDP throws the result away, so its momentum waits
-                new_momenta[start:end], mean[start:end] = momenta[start:end], part
+            # Unused on all ranks, DDP throws the result away, so the momentum waits; a device would have to be asked.
+            if not wire.on_device and not gradient.any():
+                new[start:end], mean[start:end] = old[start:end], gradient
                 continue
-            self.decay(slots.get((start, end)), part)
-            torch.add(part, momenta[start:end], alpha=self.momentum, out=new_momenta[start:end])
-            self.update(part, new_momenta[start:end], mean[start:end])
+            self._decay(slots.get((start, end)), gradient)
+            torch.add(gradient, old[start:end], alpha=self.momentum, out=new[start:end])
+            self._update(gradient, new[start:end], mean[start:end])
 
-    # ---- on a device
+    def _decay(self, slot: Slot | None, gradient: torch.Tensor) -> None:
+        """Add weight decay to the gradient (n,) of a slot."""
+        if self.weight_decay and slot is not None and slot.parameter is not None:
+            parameter = local_of(slot.parameter.detach())
+            flat = flatten_like(parameter, parameter)[slot.start : slot.start + slot.numel()]
+            gradient.add_(flat.to(device=gradient.device, dtype=torch.float32), alpha=self.weight_decay)
 
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        return DgcOnDevice(session, site, self, self._momenta)
+    def _update(self, gradient: torch.Tensor, momenta: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write what SGD with momentum takes off the parameters to `out`."""
+        if not self.nesterov:
+            return out.copy_(momenta)
+        return torch.add(gradient, momenta, alpha=self.momentum, out=out)
+
+
+def draw_sample(n_elements: int, k: int, generator: torch.Generator) -> Sample:
+    """Draw the values that the threshold for the largest k of n is taken from."""
+    n_samples = max(math.ceil(_SAMPLED_SHARE * n_elements), math.ceil(2 * n_elements / max(k, 1)), _MIN_SAMPLES)
+    if n_samples >= n_elements:
+        return Sample(None, k)
+    places = torch.randint(n_elements, (n_samples,), generator=generator)
+    return Sample(places, max(1, round(n_samples * k / n_elements)))

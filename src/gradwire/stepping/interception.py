@@ -5,66 +5,262 @@ Reading a parameter directly between two steps sees it as it was before the pend
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
-from gradwire.errors import Unsupported
+from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.stepping.blocks import Block, ObservedUse
-from gradwire.stepping.frozen_step import FrozenStep
-from gradwire.stepping.guard import GradientGuard
+from gradwire.wire.futures import completed
+
+# ---- the model and the optimizer
+
+
+def inner_of(module: nn.Module) -> nn.Module:
+    """The model inside DDP, or the model itself."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def model_and_optimizer(session: Session, what: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The session's model and optimizer, which `what` steps.
+
+    Raises: InvalidArgument (the session was not given both), Unsupported (an optimizer in a wrapper without torch's hooks).
+    """
+    if session.module is None or session.optimizer is None:
+        raise InvalidArgument(
+            f"{what} takes the optimizer's step itself and needs the model and the optimizer: use "
+            "gradwire.attach(ddp, optimizer, scheme), or HookState(scheme, module=ddp, optimizer=optimizer)"
+        )
+    if not hasattr(session.optimizer, "_optimizer_state_dict_pre_hooks"):
+        inner = type(getattr(session.optimizer, "optimizer", None)).__name__
+        raise Unsupported(
+            f"{what} needs an optimizer with torch's hooks, and {type(session.optimizer).__name__} has none: attach the "
+            f"optimizer inside it ({inner}), if its step is all that changes parameters"
+        )
+    return session.module, session.optimizer
+
+
+def stepped_parameters(session: Session, what: str) -> list[torch.Tensor]:
+    """The parameters whose gradients DDP reduces, in the model's order.
+
+    Raises: InvalidArgument; Unsupported if the optimizer that was attached lacks one: `what` keeps its mean gradient
+    from `.grad`.
+    """
+    module, optimizer = model_and_optimizer(session, what)
+    ignored: set[str] = getattr(module, "parameters_to_ignore", set())
+    named = inner_of(module).named_parameters()
+    reduced: list[torch.Tensor] = [p for name, p in named if p.requires_grad and name not in ignored]
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    strays = [session.names.get(p, "?") for p in reduced if p not in stepped]
+    if strays:
+        raise Unsupported(
+            f"{what} keeps the mean gradient from .grad, and parameter {strays[0]} ({len(strays)} in all) is not in the "
+            "optimizer that was attached: attach the one that has all trainable parameters, or freeze the others with "
+            "requires_grad_(False) before DDP"
+        )
+    return reduced
+
+
+def refuse_join(module: nn.Module | None, what: str, instead: str) -> None:
+    """Raises: Unsupported while `ddp.join` is in force; `what` cannot serve it, `instead` can."""
+    if isinstance(module, DistributedDataParallel) and module._join_config.enable:
+        raise Unsupported(
+            f"{what} cannot stand in for ranks that ran out of input (ddp.join): give every rank equally many batches, or "
+            f"use {instead}"
+        )
+
+
+# ---- gradients
+
+
+class FiniteFlag:
+    """Has every rank skip the same steps under AMP: one rank's Inf is put into all ranks' `.grad`.
+
+    Without a GradScaler it does nothing. It travels on connections of its own, so that it waits for no gradient.
+    """
+
+    def __init__(self, session: Session) -> None:
+        """Collective."""
+        self._communicator = session.communicator.subgroup() if session.has_scaler else None
+        self._is_finite = True
+
+    def begin_step(self) -> None:
+        """No gradient of the step has been seen yet."""
+        self._is_finite = True
+
+    def own_gradient(self, bucket: Bucket) -> torch.futures.Future:
+        """Give DDP this rank's own gradient to go on with, at once; the last bucket's when all ranks have told each other."""
+        if self._communicator is None:
+            return completed(bucket.buffer)
+        self._is_finite = self._is_finite and bool(torch.isfinite(bucket.buffer).all())
+        return self._communicator.submit(self._share, bucket.buffer) if bucket.is_last else completed(bucket.buffer)
+
+    def _share(self, buffer: torch.Tensor) -> None:
+        assert self._communicator is not None
+        flag = torch.tensor([float(not self._is_finite)])
+        self._communicator.all_reduce(flag)
+        if flag.item() > 0 and buffer.numel():
+            buffer[0] = torch.inf
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        if self._communicator is not None:
+            self._communicator.close()
+
+
+def clip_factor(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """The factor that brings the norm of all `gradients` down to `max_norm`; computed as clip_grad_norm_ does."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+# ---- the step
+
+
+def raw_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The optimizer's own step, without the hooks that users registered and that torch wraps around it."""
+    function: Any = type(optimizer).step
+    return function.__wrapped__ if getattr(function, "hooked", False) else function
+
+
+def takes_step_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> bool:
+    """Whether the optimizer's step is the very one of a class of torch.optim that is called one of `names`."""
+    known, step = (
+        [getattr(torch.optim, name).step for name in names if hasattr(torch.optim, name)],
+        type(optimizer).step,
+    )
+    return any(step is one or step is getattr(one, "__wrapped__", None) for one in known)
+
+
+class FrozenStep:
+    """One call of `optimizer.step()`, kept as it was meant, to be carried out later and for a few parameters at a time.
+
+    Holds the hyper-parameters of every group at the user's call, and which parameters had a gradient then.
+
+    Attributes:
+        step: the reduction that it belongs to.
+        parameters: those that had a gradient: the optimizer leaves all others alone, their state too.
+        inverse_scale: 1 / the loss scale under AMP, (1,) float32 as GradScaler computes it; None without.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step: int, scale: torch.Tensor | None = None) -> None:
+        self.step = step
+        self.parameters = frozenset(
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        )
+        self.inverse_scale = None if scale is None else scale.detach().cpu().double().reciprocal().float()
+        self._optimizer = optimizer
+        self._groups = [
+            {  # a learning rate may be a tensor that schedulers change in place
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in optimizer.param_groups
+        ]
+
+    def apply(
+        self,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        pieces: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Step those parameters of `gradients` that had a gradient, with these gradients in the place of `.grad`.
+
+        The gradients are free of the loss scale. `.grad`, groups and hyper-parameters are as before afterwards; the
+        user's step hooks are not called.
+
+        `pieces`: what is stepped instead of a parameter, a part of its memory; the gradient and the optimizer's state are
+        then the piece's.
+        """
+        stepped = pieces or {}
+        chosen = {p: gradient for p, gradient in gradients.items() if p in self.parameters}
+        if not chosen:
+            return
+        optimizer = self._optimizer
+        groups = [dict(group) for group in optimizer.param_groups]
+        kept = {parameter: parameter.grad for parameter in (stepped.get(p, p) for p in chosen)}
+        # A GradScaler in its `step` lays these on the optimizer, whose step would unscale, or refuse them.
+        laid = [name for name in ("grad_scale", "found_inf") if name in vars(optimizer)]
+        told: dict[str, Any] = {name: vars(optimizer).pop(name) for name in laid}
+        try:
+            # Groups that came after the call took no part in it.
+            for group, frozen in zip(optimizer.param_groups, self._groups, strict=False):
+                group.update(frozen)
+            for group in optimizer.param_groups:
+                group["params"] = [stepped.get(p, p) for p in group["params"] if p in chosen]
+            for parameter, gradient in chosen.items():
+                stepped.get(parameter, parameter).grad = gradient.to(parameter.device)
+            raw_step(optimizer)(optimizer)
+        finally:
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.update(before)
+            vars(optimizer).update(told)
+            for parameter, own in kept.items():
+                parameter.grad = own
 
 
 class StepOwner(Protocol):
-    """What a scheme that owns the step is asked to do, all on the training thread."""
-
-    def begin_forward(self) -> None:
-        """The model's forward pass begins, in training."""
-
-    def before_forward(self, block: Block) -> None:
-        """A module that uses `block` begins its forward pass."""
+    """What an owner of the step is asked to do, all on the training thread; nothing, unless it says otherwise."""
 
     def take_step(self, frozen: FrozenStep) -> None:
         """The user called for the step of the last reduction."""
 
     def drop_step(self) -> None:
         """The step of the last reduction is not to be taken (AMP: a gradient was not finite)."""
+        return
+
+    def begin_forward(self) -> None:
+        """The model's forward pass begins, in training."""
+        return
+
+    def before_forward(self, block: Block) -> None:
+        """A module that uses `block` begins its forward pass."""
+        return
 
     def flush(self) -> None:
         """Take every step that was called for: parameters and optimizer state are read next."""
+        return
 
 
 class Interceptor:
     """Everything that is hung into a model and its optimizer for one owner, and taken out again by `remove`.
 
+    It remembers which gradients a backward pass left in `.grad` and how often each was changed, because the owner steps from
+    gradients of its own: a clipping of `.grad` would be lost without a word.
+
     Args:
-        module: the model inside DDP; `wrapper`: the DDP model.
+        session: with model and optimizer.
+        parameters: those that the owner steps.
         blocks: `before_forward` is called for each before a module of its `users` runs.
-        has_scaler: whether `attach` was given a GradScaler.
+        remedy: told to whoever changes a gradient: what to do instead.
     Raises: Unsupported (somebody else has replaced `optimizer.step`).
     """
 
     def __init__(
         self,
-        wrapper: nn.Module,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        blocks: Sequence[Block],
+        session: Session,
+        parameters: Sequence[torch.Tensor],
         owner: StepOwner,
-        names: dict[torch.Tensor, str],
-        has_scaler: bool,
+        blocks: Sequence[Block] = (),
+        remedy: str = "pass max_grad_norm=... to the scheme instead of clipping, and leave unscale_ to GradScaler",
     ) -> None:
-        self._optimizer, self._owner, self._names, self._has_scaler = optimizer, owner, names, has_scaler
-        self._module = module
+        wrapper, optimizer = model_and_optimizer(session, "an owner of the step")
+        module = inner_of(wrapper)
+        self._module, self._optimizer, self._owner = module, optimizer, owner
+        self._names, self._has_scaler, self._remedy = session.names, session.has_scaler, remedy
+        self._parameters = dict.fromkeys(parameters)
+        self._noted: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}  # .grad after the backward pass
         self._is_accumulating = False
-        self._in_blocks = {parameter for block in blocks for parameter in block.parameters}
-        self.guard = GradientGuard(self._in_blocks)
         self._n_reductions = 0  # begun since attaching; the step of the last one may be called for once
         self._n_stepped = 0
         self._previous_step: Any = vars(optimizer).get("step")
@@ -75,17 +271,15 @@ class Interceptor:
         self._is_active = True
         self._replace_step()
         self._uses = ObservedUse(module, blocks)
+        flush = _Link(self, "_flush")
         self._handles: list[Any] = [module.register_forward_pre_hook(_Link(self, "_before_root"))]
         self._module_handles: dict[nn.Module, Any] = {
             inner: inner.register_forward_pre_hook(_Link(self, "_before_module"))
             for inner in module.modules()
             if inner is not module
         }
-        for inner in module.modules():
-            self._handles.append(inner.register_state_dict_pre_hook(_Link(self, "_flush")))
-            self._handles.append(inner.register_load_state_dict_pre_hook(_Link(self, "_flush")))
-        self._handles.append(optimizer.register_state_dict_pre_hook(_Link(self, "_flush")))
-        self._handles.append(optimizer.register_load_state_dict_pre_hook(_Link(self, "_flush")))
+        for read in (*module.modules(), optimizer):
+            self._handles += [read.register_state_dict_pre_hook(flush), read.register_load_state_dict_pre_hook(flush)]
         self._trained = [wrapper, module]
         for one in self._trained:
             vars(one)["train"] = _TrainLink(one, self)
@@ -103,12 +297,16 @@ class Interceptor:
 
     def end_backward(self) -> None:
         """The gradients are in `.grad`."""
-        self.guard.note()
+        self._noted = {p: (weakref.ref(p.grad), p.grad._version) for p in self._parameters if p.grad is not None}
+
+    def _is_as_noted(self, parameter: torch.Tensor) -> bool:
+        gradient, version = self._noted[parameter]
+        return parameter.grad is not None and gradient() is parameter.grad and parameter.grad._version == version
 
     # ---- hooks
 
     def _before_root(self, *_: Any) -> None:
-        self._is_accumulating = self.guard.is_untouched
+        self._is_accumulating = any(map(self._is_as_noted, self._noted))  # one more pass would add to it
         if not self._module.training or not torch.is_grad_enabled():
             self._owner.flush()
             return
@@ -169,16 +367,15 @@ class Interceptor:
     def _take(self) -> None:
         optimizer = self._optimizer
         if self._n_stepped == self._n_reductions:
-            if all(parameter.grad is None for parameter in self._in_blocks):
+            if all(parameter.grad is None for parameter in self._parameters):
                 return  # nothing to step, as without gradwire
             raise Unsupported(
                 "step() was called without a backward pass through DDP since the last one: this scheme steps once for "
                 "each reduction; call backward() outside of no_sync() first"
             )
         scale = self._read_scaler()
-        self.guard.check(self._names)
-        self._n_stepped = self._n_reductions
-        self.guard.forget()
+        self._refuse_changed_gradients()
+        self._n_stepped, self._noted = self._n_reductions, {}
         if scale is not None and float(vars(optimizer)["found_inf"]) > 0:  # GradScaler has set it
             self._owner.drop_step()
             return
@@ -201,9 +398,20 @@ class Interceptor:
             )
         return scale
 
+    def _refuse_changed_gradients(self) -> None:
+        """Raises: Unsupported if a gradient was replaced or changed since; one that was cleared is left alone."""
+        for parameter in self._noted:
+            if parameter.grad is not None and not self._is_as_noted(parameter):
+                name = self._names.get(parameter, f"of shape {tuple(parameter.shape)}")
+                raise Unsupported(
+                    f"the gradient of parameter {name} was changed between backward() and step() (clip_grad_norm_, "
+                    "unscale_, zero_grad?), but this scheme takes the step from gradients of its own, which are still on "
+                    f"their way: {self._remedy}"
+                )
+
     def _step_others(self, frozen: FrozenStep) -> None:
         """Parameters of the optimizer that DDP does not reduce are stepped at once, from their own `.grad`."""
-        others = {p: p.grad for p in frozen.parameters if p not in self._in_blocks and p.grad is not None}
+        others = {p: p.grad for p in frozen.parameters if p not in self._parameters and p.grad is not None}
         if others and frozen.inverse_scale is not None:
             torch._foreach_mul_(list(others.values()), float(frozen.inverse_scale))
         frozen.apply(others)
@@ -211,9 +419,7 @@ class Interceptor:
     def remove(self) -> None:
         """Give the model and the optimizer back as they were; after a flush."""
         self._is_active = False
-        for handle in self._handles:
-            handle.remove()
-        for handle in self._module_handles.values():
+        for handle in (*self._handles, *self._module_handles.values()):
             handle.remove()
         self._handles.clear()
         self._module_handles.clear()

@@ -13,23 +13,152 @@ the global step are the same step, and training is bit for bit synchronous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument
-from gradwire.stepping.blocks import Block
-from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
-from gradwire.stepping.finiteness import FiniteFlag, clip_factor, own_gradient
-from gradwire.stepping.frozen_step import FrozenStep
-from gradwire.stepping.interception import Interceptor
-from gradwire.stepping.loc_buf import LocBuf
-from gradwire.stepping.peeking import LookAheadOptions, ThrownAwayState, check_peekable
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.stepping.interception import (
+    FiniteFlag,
+    FrozenStep,
+    Interceptor,
+    StepOwner,
+    clip_factor,
+    model_and_optimizer,
+    refuse_join,
+    stepped_parameters,
+    takes_step_of,
+)
 from gradwire.telemetry.stopwatch import Stopwatch
+
+LOCALS = ("peek", "sgd")
+# Optimizers whose whole state lies in `optimizer.state[parameter]`, elementwise: it can be copied and thrown away.
+_PEEKABLE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LookAheadOptions:
+    """How a step starts before the one before it is complete.
+
+    Attributes:
+        local: "peek": the user's own rule, on a copy of its state that is thrown away; "sgd": weights - local_rate x
+            gradient.
+        local_rate: of "sgd"; None: each group's own learning rate.
+        sync_steps: steps from the beginning that wait for their aggregate, as without backup.
+        max_grad_norm: clip the norm of the mean gradient, as clip_grad_norm_ does; and of the local one for its step.
+    Raises: InvalidArgument.
+    """
+
+    local: str = "peek"
+    local_rate: float | None = None
+    sync_steps: int = 2
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        local, rate = check_choice("local", self.local, LOCALS), self.local_rate
+        if rate is not None and (local != "sgd" or not (math.isfinite(rate) and rate > 0)):
+            raise InvalidArgument(
+                f'local_rate is a positive learning rate for local="sgd", got {rate!r} with {local!r}'
+            )
+        if self.sync_steps < 0:
+            raise InvalidArgument(f"sync_steps is 0 or more, got {self.sync_steps}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InvalidArgument(f"max_grad_norm must be positive, got {self.max_grad_norm}")
+
+
+@contextlib.contextmanager
+def on_copies_of_the_state(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have the optimizer work on copies of these parameters' state; afterwards it is as it was."""
+    state = optimizer.state
+    kept = {parameter: state[parameter] for parameter in parameters if parameter in state}
+    for parameter, own in kept.items():
+        state[parameter] = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in own.items()}
+    try:
+        yield
+    finally:
+        state.update(kept)
+        for parameter in parameters:
+            if parameter not in kept:
+                state.pop(parameter, None)
+
+
+def check_peekable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: Unsupported for an optimizer whose step cannot be tried and thrown away."""
+    if not takes_step_of(optimizer, _PEEKABLE):
+        raise Unsupported(
+            f'{type(optimizer).__name__} cannot be peeked: local="peek" tries its step on a copy of its state, which it '
+            f'knows how to copy for torch.optim\'s {", ".join(_PEEKABLE)}; use local="sgd", or backup=False'
+        )
+    for group in optimizer.param_groups:
+        for option in ("differentiable", "capturable"):
+            if group.get(option):
+                raise Unsupported(f'local="peek" does not serve {option}=True: use local="sgd", or backup=False')
+
+
+class LocBuf:
+    """loc_buf: the last complete global weights, from which every local step departs (SlimGC, section 3.6).
+
+    `is_local` is the paper's flag: 1 after a local update, when the parameters hold this rank's own weights and the
+    global ones lie here; 0 after the global weights were put back. Every read and write asserts it, so that neither can
+    be taken for the other. While local weights are in place, nobody else may write to the parameters: their versions
+    are noted, and a change is an error instead of a loss.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = tuple(parameters)
+        self._backup: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self.is_local = False
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory held by the backup."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._backup)
+
+    def back_up(self) -> None:
+        """Copy the global weights, which the parameters hold, to the backup."""
+        assert not self.is_local, "the parameters hold local weights"
+        if not self._backup:
+            self._backup = [torch.empty_like(parameter) for parameter in self._parameters]
+        torch._foreach_copy_(self._backup, [parameter.detach() for parameter in self._parameters])
+
+    def note_local(self) -> None:
+        """The parameters have been moved by this rank's own gradient."""
+        assert not self.is_local, "a local update on top of a local update"
+        self.is_local = True
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def put_back(self) -> None:
+        """Put the global weights into the parameters again, unless they are there."""
+        if not self.is_local:
+            return
+        self.check_untouched()
+        torch._foreach_copy_([parameter.detach() for parameter in self._parameters], self._backup)
+        self.is_local = False
+
+    def check_untouched(self) -> None:
+        """Raises: Unsupported if somebody wrote to the parameters while they hold local weights."""
+        if not self.is_local:
+            return
+        for parameter, version in zip(self._parameters, self._versions, strict=True):
+            if parameter._version != version:
+                # Without this the error would come up again when what is pending is settled.
+                self._versions = [parameter._version for parameter in self._parameters]
+                raise Unsupported(
+                    f"a parameter of shape {tuple(parameter.shape)} was changed while it held this rank's local weights, "
+                    "which the next step throws away: call attachment.flush() first (load_state_dict of the module does "
+                    "so by itself), then change it on every rank"
+                )
+
 
 # Parameters whose state is copied at a time: 16 MB of float32 a moment, instead of the whole optimizer's state again.
 _CHUNK_ELEMENTS = 1 << 22
@@ -53,7 +182,7 @@ class Aggregate:
     frozen: FrozenStep | None = None
 
 
-class LookAhead:
+class LookAhead(StepOwner):
     """Stands between the user and the optimizer; all of it on the training thread.
 
     Args:
@@ -64,8 +193,7 @@ class LookAhead:
 
     def __init__(self, session: Session, start_mean: Mean, options: LookAheadOptions) -> None:
         self._wrapper, self._optimizer = model_and_optimizer(session, "backup=True")
-        self._session, self._start_mean = session, start_mean
-        self._options = options
+        self._session, self._start_mean, self._options = session, start_mean, options
         if options.local == "peek":
             check_peekable(self._optimizer)
         self._parameters = stepped_parameters(session, "backup=True")
@@ -77,12 +205,8 @@ class LookAhead:
         self._n_taken = 0
         self._waited = Stopwatch()
         self._n_ahead = 0
-        self._flag = FiniteFlag(session.communicator) if session.has_scaler else None
-        inner = inner_of(self._wrapper)
-        block = Block(0, type(inner).__name__, tuple(self._parameters), ())
-        self._interceptor = Interceptor(
-            self._wrapper, inner, self._optimizer, [block], self, dict(session.names), session.has_scaler
-        )
+        self._flag = FiniteFlag(session)
+        self._interceptor = Interceptor(session, self._parameters, self)
 
     # ---- the backward pass
 
@@ -90,19 +214,16 @@ class LookAhead:
         """Copy the bucket to grad_buf and send that; DDP goes on with this rank's own gradient."""
         assert self._arriving is not None
         bucket.wait_for_all()
-        if self._flag is not None:
-            self._flag.see(bucket.buffer)
         copied = self._copy(bucket)
         self._arriving.buckets.append(copied)
         self._arriving.done.append(self._send(copied))
-        return own_gradient(bucket, self._flag)
+        return self._flag.own_gradient(bucket)
 
     def begin_step(self, step: int) -> None:
         """A backward pass has its first gradients."""
         refuse_join(self._wrapper, "backup=True", "backup=False")
         self._interceptor.begin_reduction()
-        if self._flag is not None:
-            self._flag.begin_step()
+        self._flag.begin_step()
         if self._arriving is not None:
             _wait(self._arriving)  # the user never called for its step; its memory is used again
         self._arriving = Aggregate(step, [], [])
@@ -135,9 +256,6 @@ class LookAhead:
 
     def begin_forward(self) -> None:
         self.loc_buf.check_untouched()
-
-    def before_forward(self, block: Block) -> None:
-        """No part of the model has to wait for anything."""
 
     @torch.no_grad()
     def take_step(self, frozen: FrozenStep) -> None:
@@ -217,19 +335,14 @@ class LookAhead:
         own = {p: p.grad for p in self._parameters if p.grad is not None and p in frozen.parameters}
         gradients = self._prepare(own, frozen, in_place=False)
         if self._options.local == "sgd":
-            rates = self._rates()
+            rates = {p: float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}
             for parameter, gradient in gradients.items():
-                parameter.add_(gradient, alpha=-rates[parameter])
+                parameter.add_(gradient, alpha=-(self._options.local_rate or rates[parameter]))
             return
         for chunk in self._chunks:
             chosen = {p: gradients[p] for p in chunk if p in gradients}
-            with ThrownAwayState(self._optimizer, chosen):
+            with on_copies_of_the_state(self._optimizer, chosen):
                 frozen.apply(chosen)
-
-    def _rates(self) -> dict[torch.Tensor, float]:
-        if self._options.local_rate is not None:
-            return dict.fromkeys(self._parameters, self._options.local_rate)
-        return {p: float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}
 
     # ---- beginning and end
 
@@ -254,8 +367,7 @@ class LookAhead:
             self.flush()
         finally:
             self._interceptor.remove()
-            if self._flag is not None:
-                self._flag.close()
+            self._flag.close()
 
 
 def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -2,12 +2,16 @@
 
 A parameter server's "update on the server" (SlimGC, section 3.2, steps 6 to 8), with a server beside every worker. The
 backward pass pushes gradients; the user's call of `step` has every owner step its values and then pulls them.
+
+The optimizer's state is shared out with them. What a rank owns is said by edges: rank r has values edges[r] to edges[r + 1]
+of the flattened parameter. They follow the buckets, so they change when DDP rebuilds those or a threshold moves; the state
+then moves too, whole parameters at a time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +20,211 @@ import torch
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
-from gradwire.errors import Unsupported
-from gradwire.stepping.blocks import Block
-from gradwire.stepping.demands import inner_of, model_and_optimizer, refuse_join, stepped_parameters
-from gradwire.stepping.frozen_step import FrozenStep
-from gradwire.stepping.interception import Interceptor
-from gradwire.stepping.sharded_state import Edges, ShardedState
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.stepping.interception import (
+    FrozenStep,
+    Interceptor,
+    StepOwner,
+    model_and_optimizer,
+    refuse_join,
+    stepped_parameters,
+    takes_step_of,
+)
+from gradwire.telemetry.recorder import BucketRecord
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import ring_bytes
 
 _log = logging.getLogger(__name__)
+
+# Optimizers that treat every value by itself, so that a slice of a parameter is stepped as it would be within the whole.
+_ELEMENTWISE = ("Adam", "AdamW", "SGD")
+
+Edges = tuple[int, ...]
+# (n,) int32 in place: the sum over all ranks. Every rank calls it for the same tensors in the same order.
+AddUp = Callable[[torch.Tensor], None]
+
+
+@dataclass
+class _Shard:
+    edges: Edges
+    state: dict[str, Any]
+
+
+class ShardedState:
+    """This rank's share of an optimizer's state. A parameter without a shard has its whole state in the optimizer.
+
+    Args:
+        names: for errors and `state_dict`.
+    Raises: Unsupported (an optimizer that is not element-wise, fused, or a parameter that cannot be cut).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[torch.Tensor],
+        names: Mapping[torch.Tensor, str],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        check_elementwise(optimizer)
+        for parameter in parameters:
+            if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not parameter.is_contiguous():
+                raise Unsupported(
+                    f'update="owner" steps slices of contiguous float32 parameters on the CPU; {names.get(parameter, "one")} '
+                    f'is {parameter.dtype} on {parameter.device}, strides {parameter.stride()}: use update="worker"'
+                )
+        self._optimizer, self._names, self._rank, self._world_size = optimizer, names, rank, world_size
+        self._shards: dict[torch.Tensor, _Shard] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the state that lies here and not in the optimizer."""
+        return sum(_bytes_of(shard.state) for shard in self._shards.values())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether any parameter's state lies here."""
+        return bool(self._shards)
+
+    # ---- ownership
+
+    def move(self, owned: Mapping[torch.Tensor, Edges | None], add_up: AddUp) -> None:
+        """Have each parameter's state where it is needed; None: whole, on every rank.
+
+        Collective where edges change, which ranks decide alike: edges are the same on all of them.
+        """
+        for parameter, edges in owned.items():
+            shard = self._shards.get(parameter)
+            if (shard is None and edges is None) or (shard is not None and shard.edges == edges):
+                continue
+            if shard is None:
+                whole = dict(self._optimizer.state.pop(parameter, {}))
+            else:
+                whole = self._gather(parameter, shard, add_up)
+                del self._shards[parameter]
+            if edges is None:
+                if whole:
+                    self._optimizer.state[parameter] = whole
+            else:
+                start, end = edges[self._rank], edges[self._rank + 1]
+                cut = {
+                    key: value.reshape(-1)[start:end].clone() if _is_cut(key, value) else value
+                    for key, value in whole.items()
+                }
+                self._shards[parameter] = _Shard(edges, cut)
+
+    def _gather(self, parameter: torch.Tensor, shard: _Shard, add_up: AddUp) -> dict[str, Any]:
+        start, end = shard.edges[self._rank], shard.edges[self._rank + 1]
+        whole = dict(shard.state)
+        for key in sorted(whole):
+            if _is_cut(key, whole[key]):
+                # As integers: each value is one rank's bits and the others' zeros, whatever the bits mean as a float.
+                bits = torch.zeros(parameter.numel(), dtype=torch.int32)
+                bits[start:end] = whole[key].view(torch.int32)
+                add_up(bits)
+                whole[key] = bits.view(torch.float32).view(parameter.shape)
+        return whole
+
+    def forget_loaded(self) -> None:
+        """The user loaded a state into the optimizer: what is whole there counts, and shards of it are void."""
+        for parameter in list(self._shards):
+            if self._optimizer.state.get(parameter):
+                del self._shards[parameter]
+
+    # ---- the step
+
+    def step(self, frozen: FrozenStep, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take the user's step, for a parameter with a shard on the values that this rank owns.
+
+        `gradients`: in the parameter's shape, or with a shard (n_owned,) float32.
+        """
+        state = self._optimizer.state
+        pieces: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter in gradients:
+            shard = self._shards.get(parameter)
+            if shard is not None and parameter in frozen.parameters:
+                start, end = shard.edges[self._rank], shard.edges[self._rank + 1]
+                # Memory of the parameter's own: the step writes into it. Empty ones are stepped too, for their counters.
+                piece = pieces[parameter] = parameter.detach().view(-1)[start:end]
+                state[piece] = shard.state
+        try:
+            frozen.apply(gradients, pieces)
+        finally:
+            for parameter, piece in pieces.items():
+                self._shards[parameter].state = dict(state.pop(piece, {}))
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter name: the edges of all ranks, and this rank's part of the state."""
+        return {
+            self._names[parameter]: {
+                "edges": list(shard.edges),
+                "state": {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in shard.state.items()},
+            }
+            for parameter, shard in self._shards.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take shards back; nothing is changed if it raises. Raises: InvalidArgument."""
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        loaded: dict[torch.Tensor, _Shard] = {}
+        for name, entry in state.items():
+            parameter = parameters.get(name)
+            try:
+                edges, own = tuple(int(edge) for edge in entry["edges"]), dict(entry["state"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidArgument(
+                    f"the checkpoint's optimizer state of {name!r} does not read: {error!r}"
+                ) from error
+            fits = (
+                parameter is not None
+                and len(edges) == self._world_size + 1
+                and list(edges) == sorted(edges)
+                and (edges[0], edges[-1]) == (0, parameter.numel())
+                and all(
+                    value.dtype == torch.float32 and value.shape == (edges[self._rank + 1] - edges[self._rank],)
+                    for key, value in own.items()
+                    if _is_cut(key, value)
+                )
+            )
+            if not fits or parameter is None:
+                raise InvalidArgument(
+                    f"the checkpoint's optimizer state of {name!r} does not fit this model and rank: load into the model "
+                    "and with as many ranks as wrote it, each rank its own"
+                )
+            own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+            loaded[parameter] = _Shard(edges, own)
+        self._shards = loaded
+        for parameter in loaded:
+            self._optimizer.state.pop(parameter, None)
+
+    def describe(self) -> list[tuple[str, Edges, list[str]]]:
+        """What must be the same on all ranks."""
+        return sorted((self._names[p], shard.edges, sorted(shard.state)) for p, shard in self._shards.items())
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: Unsupported for an optimizer whose step on a slice is not that slice of its step, bit for bit."""
+    if not takes_step_of(optimizer, _ELEMENTWISE):
+        raise Unsupported(
+            f'{type(optimizer).__name__} cannot be stepped at the owner: update="owner" cuts parameters, which it knows to '
+            f'be right for torch.optim\'s {", ".join(_ELEMENTWISE)}; use update="worker"'
+        )
+    for group in optimizer.param_groups:
+        for option in ("capturable", "differentiable", "fused"):
+            if group.get(option):
+                # Fused steps round a value by whether it lies in a full vector: measured, torch 2.13.
+                raise Unsupported(f'update="owner" does not serve {option}=True: leave it out, or use update="worker"')
+
+
+def _is_cut(key: str, value: Any) -> bool:
+    """Whether it has a value for each of the parameter's; the others count steps."""
+    return isinstance(value, torch.Tensor) and key != "step"
+
+
+def _bytes_of(state: Mapping[str, Any]) -> int:
+    return sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -49,7 +248,7 @@ class Owned:
         return tuple(min(max(edge - fused, 0), parameter.numel()) for edge in self.part_edges)
 
 
-class OwnerStep:
+class OwnerStep(StepOwner):
     """Stands between the user and the optimizer, on the training thread; `keep` and pulling run on the lane.
 
     Args:
@@ -66,7 +265,6 @@ class OwnerStep:
         if session.has_scaler:
             raise Unsupported('update="owner" does not serve a GradScaler: train in bfloat16, or use update="worker"')
         self._session, self._start_mean, self._max_grad_value = session, start_mean, max_grad_value
-        inner = inner_of(self._wrapper)
         parameters = stepped_parameters(session, 'update="owner"')
         communicator = session.communicator
         self.state = ShardedState(optimizer, parameters, session.names, communicator.rank, communicator.world_size)
@@ -75,11 +273,8 @@ class OwnerStep:
         self._step = 0
         self._waited = Stopwatch()
         self._has_told = False
-        block = Block(0, type(inner).__name__, tuple(parameters), ())
-        self._interceptor = Interceptor(self._wrapper, inner, optimizer, [block], self, dict(session.names), False)
-        self._interceptor.guard.remedy = (
-            'pass max_grad_value=... to the scheme instead of clipping, or use update="worker"'
-        )
+        remedy = 'pass max_grad_value=... to the scheme instead of clipping, or use update="worker"'
+        self._interceptor = Interceptor(session, parameters, self, remedy=remedy)
         self._handles = [
             optimizer.register_state_dict_post_hook(self._tell_where_the_state_is),
             optimizer.register_load_state_dict_post_hook(lambda _: self.state.forget_loaded()),
@@ -107,19 +302,7 @@ class OwnerStep:
         self._interceptor.end_backward()
         return self._waited.take_ns()
 
-    # ---- what the interceptor asks (StepOwner)
-
-    def begin_forward(self) -> None:
-        """Parameters are up to date after every step."""
-
-    def before_forward(self, block: Block) -> None:
-        """Parameters are up to date after every step."""
-
-    def drop_step(self) -> None:
-        """Only a GradScaler drops steps, and it is refused."""
-
-    def flush(self) -> None:
-        """Nothing is put off."""
+    # ---- what the interceptor asks (StepOwner): parameters are up to date after every step
 
     @torch.no_grad()
     def take_step(self, frozen: FrozenStep) -> None:
@@ -172,7 +355,7 @@ class OwnerStep:
             slices.append((parameter, slice(at, at + end - start), slice(start, end)))
         return slices
 
-    def _pull(self, bucket: Owned, record: Any) -> None:
+    def _pull(self, bucket: Owned, record: BucketRecord) -> None:
         """Everyone's values of every parameter of the bucket that is cut; on the lane."""
         communicator, world_size = self._session.communicator, self._session.communicator.world_size
         largest = max(b - a for a, b in zip(bucket.part_edges, bucket.part_edges[1:], strict=False))

@@ -108,8 +108,11 @@ class BucketRecord:
             self.bytes_sent += bytes_sent
             self.bytes_received += bytes_received
             self.n_messages += n_messages
-        for kind, start_ns, end_ns in spans:
-            self.add(KINDS[kind], start_ns, end_ns)
+            for kind, start_ns, end_ns in spans:
+                self.busy_ns[KINDS[kind]] += end_ns - start_ns
+        if self.spans is not None:
+            thread = threading.get_ident()
+            self.spans += [Span(KINDS[kind], start_ns, end_ns, thread) for kind, start_ns, end_ns in spans]
 
     def count_sent(self, n_bytes: int) -> None:
         """Count one message of `n_bytes`, headers included, that this rank sent; after the step's end too."""
@@ -292,16 +295,24 @@ class Recorder:
         """
         now_ns = time.perf_counter_ns()
         with self._lock:
-            buckets = [record for record in self._closed if record.step <= step]
-            self._closed = [record for record in self._closed if record.step > step]
-            first_ns = min((record.started_ns for record in buckets), default=now_ns)
+            closed, self._closed = self._closed, []
+            buckets: list[BucketRecord] = []
+            first_ns, busy_ns = now_ns, dict.fromkeys(KINDS, 0)
+            for record in closed:
+                if record.step > step:
+                    self._closed.append(record)
+                    continue
+                buckets.append(record)
+                first_ns = min(first_ns, record.started_ns)
+                for kind, ns in record.busy_ns.items():
+                    busy_ns[kind] += ns
             started_ns, self._last_step_ns = self._last_step_ns or first_ns, now_ns
             sums = _sum(buckets)
             step_record = StepRecord(
                 step=step,
                 **sums,
                 reference_bytes=2 * (self.world_size - 1) / self.world_size * sums["original_bytes"],
-                busy_ns={kind: sum(record.busy_ns[kind] for record in buckets) for kind in KINDS},
+                busy_ns=busy_ns,
                 exposed_ns=exposed_ns,
                 iteration_ns=now_ns - started_ns,
                 first_ns=first_ns,
@@ -385,11 +396,13 @@ def _seconds_of(busy_ns: dict[str, int]) -> dict[str, float]:
 
 
 def _sum(buckets: Sequence[BucketRecord]) -> dict[str, Any]:
-    return {
-        "n_buckets": sum(record.bucket >= 0 for record in buckets),
-        "n_fallbacks": sum(len(record.fallbacks) for record in buckets),
-        **{name: sum(getattr(record, name) for record in buckets) for name in _SUMMED},
-    }
+    sums = dict.fromkeys(("n_buckets", "n_fallbacks", *_SUMMED), 0)
+    for record in buckets:
+        sums["n_buckets"] += record.bucket >= 0
+        sums["n_fallbacks"] += len(record.fallbacks)
+        for name in _SUMMED:
+            sums[name] += getattr(record, name)
+    return sums
 
 
 def _name(sink: Sink) -> str:

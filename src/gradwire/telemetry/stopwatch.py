@@ -1,9 +1,13 @@
-"""The one clock. What takes time is timed by a `Stopwatch`, or counted as busy time by a record's `timing`."""
+"""The one clock: `Stopwatch` times laps, `StepClock` the steps of a DDP model; a record's `timing` counts busy time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 now_s = time.perf_counter
 
@@ -46,7 +50,7 @@ class Stopwatch:
         return self.elapsed_ns / 1e9
 
     def take_ns(self) -> int:
-        """The total, which begins anew."""
+        """Return the total and begin it anew."""
         taken, self.total_ns = self.total_ns, 0
         return taken
 
@@ -59,5 +63,83 @@ class Stopwatch:
 
 
 def processor_watch() -> Stopwatch:
-    """Times what all threads of this process compute."""
+    """A stopwatch of what all threads of this process compute."""
     return Stopwatch(time.process_time_ns)
+
+
+class StepClock:
+    """Calls `begin` before every step and `end(took_ns, waited_ns)` after it, on the training thread.
+
+    It sees a DDP model from outside, without a communication hook or a wrapper. A step is from the start of its first forward
+    pass to the end of its backward pass. What lies between steps (loading, evaluation, the optimizer) counts for nobody: no
+    scheme changes it. Waiting is from the last gradient to the moment at which DDP has all means: autograd runs what is queued
+    on it in order, so one callback comes before DDP's own and one after.
+
+    Only passes in which DDP synchronises end a step; under `no_sync` the passes before it are part of it. What `begin` and
+    `end` raise comes out of the forward and the backward pass.
+
+    Args:
+        ddp: the model; `called`: what the user calls, the same or what torch.compile made of it.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        called: torch.nn.Module,
+        begin: Callable[[], None],
+        end: Callable[[int, int], None],
+    ) -> None:
+        self._ddp, self._begin, self._end = ddp, begin, end
+        self._began_ns = self._computed_ns = 0
+        self._is_queued = False
+        self._handles: list[Any] = [called.register_forward_pre_hook(_BeforeForward(self._before_forward))]
+        parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        if not (ddp.find_unused_parameters or ddp.static_graph):
+            parameters = parameters[-1:]  # each has a gradient in every pass; the last is ready early
+        self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters]
+
+    def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        self._is_queued = False
+        if self._began_ns:
+            return
+        self._begin()
+        self._began_ns = time.perf_counter_ns()
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        if self._is_queued or not self._began_ns or not self._ddp.require_backward_grad_sync:
+            return
+        self._is_queued = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._before_ddp_waits)
+
+    def _before_ddp_waits(self) -> None:
+        self._computed_ns = time.perf_counter_ns()
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_ddp_waited)
+
+    def _after_ddp_waited(self) -> None:
+        now_ns, began_ns = time.perf_counter_ns(), self._began_ns
+        self._began_ns = 0
+        if began_ns:
+            self._end(now_ns - began_ns, now_ns - self._computed_ns)
+
+    def close(self) -> None:
+        """Take the hooks back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _BeforeForward:
+    """The hook on the model. A copy of the model, and one that is saved and loaded, has one that does nothing."""
+
+    def __init__(self, call: Callable[[torch.nn.Module, Any], None] | None = None) -> None:
+        # torch.compile would trace a hook into the model, and its clock with it.
+        self._call = None if call is None else torch.compiler.disable(call)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._call is not None:
+            self._call(module, inputs)
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return _BeforeForward, ()

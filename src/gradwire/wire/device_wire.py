@@ -37,6 +37,8 @@ class DeviceWire(Wire):
         flags: (2,) int32 on the device, of the step: error word, and not 0 if something was not finite.
     """
 
+    on_device = True
+
     def __init__(self, communicator: Communicator, devices: Sequence[torch.device]) -> None:
         super().__init__(communicator)
         if len(set(devices)) != 1 or devices[0].type == "cpu":

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,11 +58,13 @@ class Wire(ABC):
 
     Attributes:
         device: where the tensors lie.
+        on_device: whether that is a device, where work is enqueued and the host waits for nothing.
         record: where bytes and times of the bucket are noted.
         facts: what ranks must share, for streams whose frames compare it.
     """
 
     device: torch.device
+    on_device: ClassVar[bool]
     record: BucketRecord
     facts: Facts
     _preamble: Preamble
@@ -77,11 +79,6 @@ class Wire(ABC):
         end.record, end._preamble = record, preamble
         end.facts = Facts(preamble.configuration, preamble.layout, preamble.step & 0xFFFFFFFF, preamble.bucket)
         return end
-
-    @property
-    def on_device(self) -> bool:
-        """Whether tensors lie on a device, where work is enqueued and the host waits for nothing."""
-        return self.device.type != "cpu"
 
     @property
     def checksum(self) -> int:
@@ -218,6 +215,7 @@ class HostWire(Wire):
     """Collectives in host memory: Gloo here, the native engine in `gradwire.exchange`."""
 
     device = torch.device("cpu")
+    on_device = False
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
@@ -352,11 +350,11 @@ class _HostStep:
 
 def holds_nonzero(gradient: Tensor) -> bool:
     """Whether a parameter with this gradient was used."""
+    if not gradient.numel():
+        return False
     # A used parameter shows at its first values, and spares the sweep. The norm allocates nothing, as any() would.
-    flat = gradient.view(-1)
-    return any(
-        part.numel() > 0 and float(torch.linalg.vector_norm(part, float("inf"))) != 0 for part in (flat[:64], flat)
-    )
+    flat, norm = gradient.view(-1), torch.linalg.vector_norm
+    return float(norm(flat[:64], math.inf)) != 0 or float(norm(flat, math.inf)) != 0
 
 
 def _crc_of(payload: Tensor) -> int:

@@ -122,7 +122,7 @@ class CodecMethod(TimedMethod):
         self._once: torch.Tensor | None = None
 
     def encode(self) -> None:
-        self.encoded_bytes = self.codec.encode(self.gradient, self._message)
+        self.encoded_bytes = int(self.codec.encode(self.gradient, self._message))
 
     def decode(self) -> None:
         self.codec.decode(self.message(), self._values)

@@ -16,9 +16,8 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.errors import GradwireError
 from gradwire.gpu.driver import CudaKernels
-from gradwire.gpu.grouped import on_kernels
-from gradwire.gpu.kernels import Kernels
-from gradwire.gpu.quantised import DeviceQuantised
+from gradwire.gpu.kernels import Kernels, using
+from gradwire.gpu.launching import raise_error
 from gradwire_lab.bench import factor_checks, index_checks, selection_checks, sign_checks, ternary_checks, thc_checks
 from gradwire_lab.bench.device_checks import CheckFailed
 
@@ -85,46 +84,38 @@ def compare(
     kernels: Kernels, codec: Quantised, values: Tensor, residual: Tensor | None, scale: float, step: int
 ) -> None:
     """Message, residual and decoded values of the kernels are the CPU's, and nothing beside them is written."""
-    n, on = values.numel(), on_kernels(codec, kernels)
-    place = kernels.device
+    n, place = values.numel(), kernels.device
     cuts = _cuts_of(n) if codec.scale_values else []
-    expected = torch.empty(codec.max_encoded_bytes(n, values.dtype, len(cuts)), dtype=torch.uint8)
-    if residual is None:
-        expected_left = None
-        n_expected = codec.encode(values, expected, step=step, cuts=cuts)
-    else:
-        expected_left = torch.empty(n)
-        n_expected = codec.encode_with_residual(
-            values, residual, expected, step, new_residual=expected_left, residual_scale=scale, cuts=cuts
+    room = codec.message_room(n, cuts)
+    expected, fenced = torch.empty(room + 8, dtype=torch.uint8), torch.full((room + 8,), 0xEE, dtype=torch.uint8)
+    left, expected_left = (None, None) if residual is None else (torch.empty(n, device=place), torch.empty(n))
+
+    def encode(values: Tensor, residual: Tensor | None, out: Tensor, left: Tensor | None) -> int:
+        if left is None:
+            return int(codec.encode(values, out, step=step, cuts=cuts))
+        return int(
+            codec.encode_with_residual(values, residual, out, step, new_residual=left, residual_scale=scale, cuts=cuts)
         )
-    room = on.message_bytes(n, cuts)
-    fenced = torch.full((room + 8,), 0xEE, dtype=torch.uint8, device=place)
-    n_bytes = torch.zeros(1, dtype=torch.int64, device=place)
-    work = torch.full((on.work_bytes(n, cuts),), 0xA5, dtype=torch.uint8, device=place)
-    old = None if residual is None else residual.to(place)
-    new = None if residual is None else torch.empty(n, device=place)
-    on.encode(
-        values.to(place), fenced[:room], n_bytes, work,
-        residual=old, new_residual=new, residual_scale=scale, step=step, cuts=cuts,
-    )  # fmt: skip
-    found = fenced.cpu()
-    require(int(n_bytes) == n_expected, f"{int(n_bytes)} bytes, not {n_expected}")
+
+    n_expected = encode(values, residual, expected, expected_left)
+    written = fenced.to(place)
+    with using(kernels):
+        old = None if residual is None else residual.to(place)
+        n_bytes = encode(values.to(place), old, written[:room], left)
+    found = written.cpu()
+    require(n_bytes == n_expected, f"{n_bytes} bytes, not {n_expected}")
     require(torch.equal(found[:n_expected], expected[:n_expected]), difference(found, expected))
     require(bool((found[room:] == 0xEE).all()), "bytes past the message were written")
-    if new is not None and expected_left is not None:
-        require(torch.equal(new.cpu().view(torch.int32), expected_left.view(torch.int32)), "other residuals")
+    if left is not None and expected_left is not None:
+        require(torch.equal(left.cpu().view(torch.int32), expected_left.view(torch.int32)), "other residuals")
     for dtype, divisor, adds in ((values.dtype, 1.0, False), (torch.float32, 3.0, False), (torch.float32, 3.0, True)):
         error = torch.zeros(1, dtype=torch.int32, device=place)
-        start = torch.linspace(-1, 1, n).to(dtype)
-        out = start.clone().to(place)
-        on.decode(fenced[:room], out, error, work, divisor=divisor, adds=adds, cuts=cuts)
-        on.raise_error(int(error))
-        wanted = torch.empty(n, dtype=dtype)
-        codec.decode(expected[:n_expected], wanted)
-        if divisor != 1:
-            wanted = wanted / divisor
-        if adds:
-            wanted = start + wanted
+        wanted = torch.linspace(-1, 1, n).to(dtype)
+        out = wanted.clone().to(place)
+        codec.decode(expected[:n_expected], wanted, divisor=divisor, adds=adds)
+        with using(kernels):
+            codec.decode(written[:room], out, divisor=divisor, adds=adds, cuts=cuts, error=error)
+        raise_error(int(error), codec.name, place)
         require(_same(out.cpu(), wanted), f"other values ({dtype}, / {divisor}, adds: {adds})")
 
 
@@ -225,25 +216,25 @@ def measure_kernels(device: torch.device, kernels: Kernels | None = None) -> dic
     copied = torch.empty_like(inputs[0])
     rates = {"copy": _rate(device, lambda turn: copied.copy_(inputs[turn % 4]))}
     residual, sums = torch.zeros_like(copied), torch.zeros_like(copied)
-    n_bytes, error = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    error = torch.zeros(1, dtype=torch.int32, device=device)
     for name in ("one-bit", "two-bit", "qsgd"):
-        on = DeviceQuantised(CODECS[name], kernels)
-        message = torch.empty(on.message_bytes(_MEASURED), dtype=torch.uint8, device=device)
-        work = torch.empty(on.work_bytes(_MEASURED), dtype=torch.uint8, device=device)
+        codec = CODECS[name]
+        message = torch.empty(codec.message_room(_MEASURED), dtype=torch.uint8, device=device)
 
-        def encode(turn: int, on: DeviceQuantised = on, message: Tensor = message, work: Tensor = work) -> None:
-            on.encode(inputs[turn % 4], message, n_bytes, work, residual=residual, new_residual=residual)
+        def encode(turn: int, codec: Quantised = codec, message: Tensor = message) -> None:
+            codec.encode_with_residual(inputs[turn % 4], residual, message)
 
-        def decode(turn: int, on: DeviceQuantised = on, message: Tensor = message, work: Tensor = work) -> None:
-            on.decode(message, sums, error, work)
+        def decode(turn: int, codec: Quantised = codec, message: Tensor = message) -> None:
+            codec.decode(message, sums, error=error)
 
-        def add(turn: int, on: DeviceQuantised = on, message: Tensor = message, work: Tensor = work) -> None:
-            on.decode(message, sums, error, work, adds=True)
+        def add(turn: int, codec: Quantised = codec, message: Tensor = message) -> None:
+            codec.decode(message, sums, adds=True, error=error)
 
-        rates[f"{name} encode"] = _rate(device, encode)
-        rates[f"{name} decode"] = _rate(device, decode)
-        rates[f"{name} decode and add"] = _rate(device, add)
-        on.raise_error(int(error))
+        with using(kernels):
+            rates[f"{name} encode"] = _rate(device, encode)
+            rates[f"{name} decode"] = _rate(device, decode)
+            rates[f"{name} decode and add"] = _rate(device, add)
+        raise_error(int(error), name, device)
     return {"n_elements": _MEASURED, "gb_s": rates}
 
 

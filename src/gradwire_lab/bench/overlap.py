@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gradwire.control.overlap import Interval, length_s, overlap_s, union
+from gradwire.schemes.aqgb.overlap import Interval, length_s, overlap_s, without
 from gradwire.telemetry.recorder import BucketRecord, StepRecord
 
 _CODEC_KINDS = ("encode", "decode", "importance", "table")
@@ -77,23 +77,6 @@ class Timeline:
             "overlap_s": overlap_s(computed, self.communicating),
             "exposed_codec_s": length_s(training_codec) + overlap_s(waiting, self.other_codec),
         }
-
-
-def without(intervals: Iterable[Interval], removed: Iterable[Interval]) -> list[Interval]:
-    """The time of `intervals` that lies in none of `removed`, in disjoint intervals."""
-    left: list[Interval] = []
-    holes = union(removed)
-    for start_s, end_s in union(intervals):
-        at = start_s
-        for hole_start, hole_end in holes:
-            if hole_end <= at or hole_start >= end_s:
-                continue
-            if hole_start > at:
-                left.append((at, hole_start))
-            at = max(at, hole_end)
-        if at < end_s:
-            left.append((at, end_s))
-    return left
 
 
 def _within(intervals: Sequence[Interval], since_s: float, until_s: float) -> list[Interval]:

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gradwire import _native
-from gradwire.gpu.kernels import Kernels
-from gradwire.gpu.selection import DeviceSelection, Segments, raise_error
-from gradwire.schemes.compressed import count_of
-from gradwire.schemes.dgc_rule import draw_sample, select_by_sample
 from gradwire_lab.bench.device_checks import CheckFailed
+from gradwire.codecs.selection import add_elements, raise_error, take_by_sample, take_largest
+from gradwire.gpu.kernels import Kernels, using
+from gradwire.schemes.compressed import count_of
+from gradwire.schemes.dgc_rule import draw_sample
 
 KERNELS = tuple(
     f"gw_select_{name}"
@@ -49,50 +48,41 @@ def values_of(content: str, n: int) -> Tensor:
 
 
 def compare_exact(kernels: Kernels, values: Tensor, k: int) -> None:
-    """The k largest are the CPU's, and are added alike. Raises: CheckFailed."""
-    n, on = values.numel(), DeviceSelection(kernels)
-    expected = torch.empty(k, dtype=torch.int32)
-    _native.select_largest(values, expected)
-    segments = on.lay_out(n, [(0, n)], [k], lambda tensor: tensor.to(kernels.device))
-    _compare(kernels, on, segments, values, expected)
+    """The k largest are those of the native core, and are added alike. Raises: CheckFailed."""
+    left, on_device = values.clone(), values.to(kernels.device, copy=True)
+    indices, taken, is_finite = take_largest(left, k)
+    with using(kernels):
+        found = take_largest(on_device, k)
+    _require(bool(found[2]) == bool(is_finite), "values are finite, or not")
+    count = torch.tensor([k], dtype=torch.int32)
+    _compare(kernels, (count, indices, taken, left), (count.to(kernels.device), *found[:2], on_device))
 
 
 def compare_sampled(kernels: Kernels, values: Tensor, spans: Sequence[tuple[int, int]], share: float) -> None:
-    """What thresholds from samples select of each span is the CPU's. Raises: CheckFailed."""
-    n, on = values.numel(), DeviceSelection(kernels)
-    counts = [count_of(share, end - start) for start, end in spans]
-    generators = [torch.Generator().manual_seed(_SEED) for _ in range(2)]
-    chosen, samples = [], []
-    for (start, end), k in zip(spans, counts, strict=True):
-        if k:
-            chosen.append(select_by_sample(values[start:end], k, generators[0]) + start)
-        samples.append(draw_sample(end - start, k, generators[1]))
-    segments = on.lay_out(n, spans, counts, lambda tensor: tensor.to(kernels.device), samples)
-    _compare(kernels, on, segments, values, torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int32))
-
-
-def _compare(kernels: Kernels, on: DeviceSelection, segments: Segments, values: Tensor, expected: Tensor) -> None:
-    place, room, n = kernels.device, segments.room, expected.numel()
-    left, beside = values.to(place, copy=True), torch.ones_like(values, device=place)
-    work = torch.full((on.work_bytes(segments),), 0xA5, dtype=torch.uint8, device=place)
-    indices = torch.full((room + 2,), -7, dtype=torch.int32, device=place)
-    taken = torch.full((room + 2,), 7.0, device=place)
-    n_taken = torch.full((1,), -1, dtype=torch.int32, device=place)
-    on.take(left, segments, work, indices[:room], taken[:room], beside=beside, n_taken=n_taken)
-    _require(int(n_taken) == n, f"{int(n_taken)} elements, not {n}")
-    _require(torch.equal(indices[:n].cpu(), expected), "other elements")
-    _require(bool((indices[n:] == -7).all()) and bool((taken[n:] == 7).all()), "more was written")
-    places, emptied, zeroed = expected.long(), values.clone(), torch.ones_like(values)
-    _require(torch.equal(_bits(taken[:n]), _bits(values[places])), "other values")
-    emptied[places], zeroed[places] = 0, 0
-    _require(torch.equal(_bits(left), _bits(emptied)), "other values are left")
+    """The elements that thresholds from samples select of each span are those of the native core. Raises: CheckFailed."""
+    counts, generator = [count_of(share, end - start) for start, end in spans], torch.Generator().manual_seed(_SEED)
+    samples = [draw_sample(end - start, k, generator) for (start, end), k in zip(spans, counts, strict=True)]
+    left, zeroed = values.clone(), torch.ones_like(values)
+    on_device, beside = values.to(kernels.device, copy=True), zeroed.to(kernels.device, copy=True)
+    expected = take_by_sample(left, spans, counts, samples, zeroed)
+    with using(kernels):
+        found = take_by_sample(on_device, spans, counts, samples, beside)
     _require(torch.equal(beside.cpu(), zeroed), "other places beside them are zero")
-    sums, error = torch.linspace(-1, 1, values.numel()), torch.zeros(1, dtype=torch.int32, device=place)
-    found = sums.to(place)
-    on.add(indices[:room], taken[:room], found, error, n_taken=n_taken)
-    raise_error(int(error))
-    sums.index_add_(0, places, values[places])
-    _require(torch.equal(found.cpu().nan_to_num(9.0), sums.nan_to_num(9.0)), "other sums")
+    _compare(kernels, (*expected, left), (*found, on_device))
+
+
+def _compare(kernels: Kernels, expected: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> None:
+    """Elements, as (count, indices, taken, what is left), and their sums."""
+    for what, own, other in zip(("numbers", "elements", "values", "values left"), expected, found, strict=True):
+        _require(torch.equal(_bits(own), _bits(other)), f"other {what}")
+    (count, indices, taken, left), error = expected, torch.zeros(1, dtype=torch.int32)
+    sums = torch.linspace(-1, 1, left.numel())
+    summed, noted = sums.to(kernels.device, copy=True), error.to(kernels.device, copy=True)
+    add_elements(indices, taken, sums, error, count)
+    with using(kernels):
+        add_elements(found[1], found[2], summed, noted, found[0])
+    raise_error(max(int(error), int(noted)))
+    _require(torch.equal(summed.cpu().nan_to_num(9.0), sums.nan_to_num(9.0)), "other sums")
 
 
 def _bits(values: Tensor) -> Tensor:

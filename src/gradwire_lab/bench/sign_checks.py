@@ -43,7 +43,7 @@ def _compare(kernels: Kernels, n: int, n_ranks: int, dtype: torch.dtype, ties: b
     n_words = signs.n_words(values[0])
     expected, voted = torch.empty(n_ranks, n_words, dtype=torch.int32), torch.empty(n, dtype=dtype)
     for words, own in zip(expected, values, strict=True):
-        _require(signs.pack(own, words) is True, "finite values were called others")
+        _require(bool(signs.pack(own, words)), "finite values were called others")
     signs.vote(expected, voted, _SCALE)
     # A word before them, and one that stays as it is.
     found = torch.full((n_ranks, n_words + 2), -1, dtype=torch.int32, device=place)

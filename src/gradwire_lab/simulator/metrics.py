@@ -1,7 +1,7 @@
 """What came of a simulated run: per round, per worker and per link.
 
 A round's figures cover one cyclic round of computation, its backward pass and the forward pass that uses its gradients:
-all that its synchronisation overlaps with or is waited for in. Definitions: gradwire.control.overlap.
+all that its synchronisation overlaps with or is waited for in. Definitions: gradwire.schemes.aqgb.overlap.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradwire.control.overlap import Interval, length_s, osf, overlap_s, row, utilisation
+from gradwire.schemes.aqgb.overlap import Interval, length_s, osf, overlap_s, row
 from gradwire_lab.simulator.network import Link
 from gradwire_lab.simulator.stage import Stage, WorkerGroup
 
@@ -207,7 +207,7 @@ class Metrics:
                 link.name,
                 link.n_links,
                 link.carried_bits,
-                utilisation(link.carried_bits, link.offered_bits / now_s, now_s),
+                link.carried_bits / link.offered_bits,
                 length_s(link.busy_until(now_s)) / now_s,
             )
             for link in self._simulation.network.links
@@ -224,10 +224,7 @@ class Metrics:
     def utilisation(self) -> float:
         """Mean over the workers' down-links, over the whole run."""
         downs = [site.down for site in self._simulation.topology.sites]
-        now_s = self._simulation.environment.now
-        return utilisation(
-            sum(link.carried_bits for link in downs), sum(link.offered_bits for link in downs) / now_s, now_s
-        )
+        return sum(link.carried_bits for link in downs) / sum(link.offered_bits for link in downs)
 
     def details(self, run: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A flat record of each round, link and worker, under the run's own fields; ROW is None where it is infinite."""

@@ -1,6 +1,6 @@
 // One-bit, two-bit and QSGD messages (docs/format.md#quantised) on a device: the bytes of native/quantisers, with error
 // feedback. A message takes five launches (measure, choose, pack, pieces, seal), to read it three (pieces, check,
-// unpack); their grids and threads stand in gradwire/gpu/quantised.py.
+// unpack); their grids and threads stand in gradwire/codecs/quantised.py.
 #pragma once
 
 #include "checksum.hpp"

@@ -1,7 +1,7 @@
 // The largest magnitudes of segments of values, on a device: the elements of native/top_k and of DGC's thresholds, of
 // equal magnitudes the first. gw_select_begin; from a sample a threshold (count and narrow three times, then try and
 // adapt by turns), or the exact one (count and narrow over the values); then measure, place, bases and write.
-// gw_select_add reads. Grids and threads stand in gradwire/gpu/selection.py.
+// gw_select_add reads. Grids and threads stand in gradwire/codecs/selection.py.
 #pragma once
 
 #include "values.hpp"

@@ -1,227 +1,244 @@
-"""What both schemes share: blocks go out last come first served, and are summed when all ranks have ended them.
+"""One rank's blocks on their way: the last that came goes out first, and each is summed when all ranks have ended it.
 
-Messages, copies and sums are native/exchange/broadcast.hpp's; here is when what is sent, and what it is noted as.
+Messages, copies and sums are native/exchange/broadcast.hpp's; here is when what is sent, and where it is counted.
 """
 
 from __future__ import annotations
 
-import contextlib
+import queue
 import threading
-from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from gradwire import _native
-from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
 from gradwire.codecs.tensors import bytes_of, dtype_code
-from gradwire.core.checkpoint import not_the_state
+from gradwire.core.feedback import Feedback
 from gradwire.core.session import Session
-from gradwire.errors import GradwireError, InvalidArgument
-from gradwire.schemes.aqgb.block_feedback import BlockFeedback
-from gradwire.schemes.aqgb.figures import Figures
-from gradwire.schemes.aqgb.pacing import Clock, Pacing
-from gradwire.schemes.aqgb.receiver import Heard, Receiver
-from gradwire.schemes.aqgb.round import Round
-from gradwire.schemes.deferred import DeferredScheme, OpenBlock
-from gradwire.stepping.blocks import Block, Division
+from gradwire.core.slot import Slot, slot_of
+from gradwire.errors import GradwireError
+from gradwire.schemes.aqgb.overlap import OverlapFigures
+from gradwire.schemes.aqgb.pacing import Pacing
+from gradwire.stepping.blocks import Block
+from gradwire.stepping.interception import FrozenStep
 from gradwire.telemetry.recorder import BucketRecord
-from gradwire.telemetry.stopwatch import now_s
-from gradwire.wire.communicator import Communicator
-from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
-_TOPOLOGIES = ("fan-out", "ring")
 # Ahead of what the network has taken by our estimate: a newer block should not queue behind much, and the network never
 # run dry while the lane wakes up (some ms among busy ranks).
 _LEAD_S = 0.05
 
 
-class BlockBroadcast(DeferredScheme):
-    """Every rank broadcasts its quantised blocks, every rank adds all copies in rank order, its own quantised one too.
+@dataclass
+class OpenBlock:
+    """One block under way.
 
-    A subclass says how many bits a block is sent with first, and how many are added to it later.
+    Attributes:
+        gradient: (n,) this rank's gradient of the block, copied out of DDP's buckets; then the mean over the ranks.
+        parts: each parameter's part of `gradient`, in its shape.
+        n_missing: how many of them are not there yet.
+        step: the reduction that `gradient` belongs to.
+        done: completed when `gradient` holds the mean; None if nothing is under way.
+        frozen: the user's call for this step; None as long as there was none.
+        loss_scale: that the gradient was multiplied by; it may have changed when the block has been sent.
+    """
+
+    block: Block
+    gradient: torch.Tensor
+    parts: dict[torch.Tensor, torch.Tensor]
+    n_missing: int
+    step: int = -1
+    done: torch.futures.Future | None = None
+    frozen: FrozenStep | None = None
+    loss_scale: float = 1.0
+
+    def slots(self, flat: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """Each parameter's slot with its part of `flat` (n,)."""
+        offset = 0
+        for parameter in self.parts:
+            yield slot_of(parameter), flat[offset : offset + parameter.numel()]
+            offset += parameter.numel()
+
+
+class BlockFeedback:
+    """Error feedback by block: what was never sent of a gradient, in the gradient's dtype, kept for the next one.
+
+    A step that is not taken changes no residual.
+    """
+
+    def __init__(self, feedback: Feedback) -> None:
+        self._feedback = feedback
+
+    def add_to(self, one: OpenBlock, loss_scale: float) -> None:
+        """gradient += residual x loss_scale."""
+        one.loss_scale = loss_scale
+        for slot, part in one.slots(one.gradient):
+            self._feedback.discard([slot])
+            kept = self._feedback.of(slot)
+            if kept is not None:
+                part.add_(kept.values, alpha=loss_scale)
+
+    def room(self, one: OpenBlock) -> torch.Tensor:
+        """(n,) of the gradient's dtype, for what `stage` takes."""
+        return self._feedback.room(one.block.index, one.gradient.numel(), one.gradient.dtype)
+
+    def stage(self, one: OpenBlock, unsent: torch.Tensor) -> None:
+        """Keep `unsent` (n,), in units of the scaled loss, from the next `commit` on; nothing if it is not finite."""
+        unsent.div_(one.loss_scale)
+        if bool(torch.isfinite(unsent).all()):
+            for slot, part in one.slots(unsent):
+                self._feedback.stage(slot, part)
+
+    def commit(self, one: OpenBlock) -> None:
+        """The block's step was taken."""
+        self._feedback.commit(map(slot_of, one.parts))
+
+
+class Heard(NamedTuple):
+    """What a head of a peer said, and what became of the body behind it, if one was.
+
+    Attributes:
+        origin: the rank whose gradient the body held.
+        block: its block; None: the head came alone.
+        body_bytes, forwarded_bytes: of the body, and of what was passed on to the right neighbour.
+        received_bytes, receiving_us: of bodies of this rank that the origin has received since it was attached, and how
+            long those transfers took: acknowledgements, which carry both b and u of the control law.
+        remaining_s: [block] from now until the origin's next forward pass needs it; None if it cannot tell yet.
+        ceiling_bits: of a value, that the origin's processors have time for (BitCeiling).
+        newly_ended: blocks of which the origin sends no more in this step.
+        duration_ns, arrived_ns, decoded_ns: of the transfer; when the body was there, and when it was decoded.
+    """
+
+    origin: int
+    block: int | None
+    body_bytes: int
+    forwarded_bytes: int
+    received_bytes: int
+    receiving_us: int
+    remaining_s: list[float] | None
+    ceiling_bits: int
+    newly_ended: list[int]
+    duration_ns: int
+    arrived_ns: int
+    decoded_ns: int
+
+
+class Round:
+    """One step under way: what waits to be sent, what was sent of it, and who waits for it."""
+
+    def __init__(self, n_blocks: int, world_size: int, records: list[BucketRecord | None]) -> None:
+        self.n_blocks, self.records = n_blocks, records
+        self.n_appeared = self.n_summed = 0
+        self.unsent: list[OpenBlock] = []  # in the order in which they appeared
+        self.awaited: dict[int, torch.futures.Future] = {}  # of blocks that appeared and are not summed yet
+        self.sent_bits = [0] * n_blocks  # of a value of each block
+        self.n_open = [world_size] * n_blocks  # ranks that may still send of each block
+        self.ended = [False] * n_blocks  # own blocks of which nothing follows
+        self.ending: list[int] = []  # those of which the next head says so
+
+    @property
+    def is_complete(self) -> bool:
+        return self.n_summed == self.n_blocks
+
+    @property
+    def has_all(self) -> bool:
+        return self.n_appeared == self.n_blocks
+
+
+class BlockExchange:
+    """Sends this rank's blocks on the lane, and takes in what peers send on a thread of its own.
 
     Args:
-        blocks: how many, or lists of module names, as in `find_blocks`.
-        max_grad_norm: clips the mean; every forward pass then waits for all blocks.
-        partition: values that share an exponent.
-        topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
-        error_feedback: keep what was never sent for the next step (off in the paper).
-        clock: seconds, for the control law; must not run backwards.
+        native: connected; closed when nobody holds it.
+        blocks: what `native` was told of, in its order.
+        feedback: None: what was never sent is lost.
     """
 
     def __init__(
-        self, blocks: Division = 4, max_grad_norm: float | None = None, partition: int = DEFAULT_PARTITION,
-        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s,
-    ) -> None:  # fmt: skip
-        super().__init__(blocks, max_grad_norm)
-        if topology not in _TOPOLOGIES:
-            raise InvalidArgument(f"topology is one of {', '.join(_TOPOLOGIES)}, not {topology!r}")
-        self._partition = EmbeddedFloat(partition=partition).partition
-        self.topology = topology
-        self.error_feedback = self.state_is_per_world = error_feedback
-        self._clock = clock
-        self._broadcast: _native.Broadcast | None = None
-        self._receiver: Receiver | None = None
-        self._changed = threading.Condition()
-        self._failure: GradwireError | None = None
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        return super().configuration | {
-            "partition": self._partition,
-            "topology": self.topology,
-            "error_feedback": self.error_feedback,
-        }
-
-    def bind(self, session: Session) -> None:
-        super().bind(session)
-        self._unsent = BlockFeedback(session.feedback)
-        communicator = session.communicator
-        world_size = self._world_size = communicator.world_size
-        sizes = [slot.block.n_elements for slot in self._slots]
-        self.pacing = self._make_pacing(communicator.rank, world_size, sizes)
-        self.figures = Figures([slot.block.name for slot in self._slots], sizes, self._clock)
-        self._dtypes = [dtype_code(slot.gradient.dtype) for slot in self._slots]
+        self,
+        session: Session,
+        native: _native.Broadcast,
+        blocks: Sequence[OpenBlock],
+        pacing: Pacing,
+        figures: OverlapFigures,
+        feedback: BlockFeedback | None,
+    ) -> None:
+        self._session, self._native, self._blocks = session, native, blocks
+        self._pacing, self._figures, self._feedback = pacing, figures, feedback
+        self._dtypes = [dtype_code(one.gradient.dtype) for one in blocks]
         self._round: Round | None = None
         self._spare = session.recorder.open_apart()
-        self._failure = None
-        if world_size > 1:
-            # Before ranks connect: one with another scheme compares first what it is, and has to meet the like. It counts
-            # as little as the connections' own making.
-            mine = Preamble(FORMAT_VERSION, 0, self.name, self.configuration_hash, 0, 0, 0)
-            never_closed = session.recorder.open_bucket(0, -1, 0)
-            communicator.submit(compare_preambles, communicator, mine, never_closed).wait()
-            self._broadcast = communicator.submit(self._connect, communicator).wait()
-            self._receiver = Receiver(self._broadcast, communicator.rank, self._take, self.fail)
-
-    def _connect(self, communicator: Communicator) -> _native.Broadcast:
-        names = (slot.block.name for slot in self._slots)
-        sizes = (slot.block.n_elements for slot in self._slots)
-        return _native.Broadcast(
-            communicator.mesh, communicator.next_stream(), self.topology == "ring",
-            list(zip(names, sizes, self._dtypes, strict=True)), self._partition, self.configuration_hash,
-            self.blocks_hash,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            if self._receiver is not None:
-                self._receiver.close()
-            self._receiver = self._broadcast = None
-            self.session.feedback.clear()
-
-    @abstractmethod
-    def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
-        """The keeper of time, rates and deadlines."""
-
-    @abstractmethod
-    def _first_bits(self, block: int, unsent_elements: int) -> int:
-        """How many bits of each value to send first."""
-
-    @abstractmethod
-    def _more_bits(self, block: int, sent_bits: int, extra_bytes: int) -> int:
-        """How many more to send once every block has been sent, and `extra_bytes` of what is not handed over yet."""
+        self._changed = threading.Condition()
+        self._failure: GradwireError | None = None
+        self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._receiver = threading.Thread(target=self._receive, name="gradwire-receiver", daemon=True)
+        self._receiver.start()
 
     # ---- the training thread and DDP's hook
 
-    def _begin_round(self, step: int) -> None:
-        broadcast, receiver = self._broadcast, self._receiver
-        if broadcast is None or receiver is None:
-            return
+    def begin(self, step: int) -> None:
+        """The first gradient of `step` is about to appear."""
         with self._changed:  # the round before is over, but where its step was dropped
             self._changed.wait_for(lambda: self._round is None or self._round.is_complete or self._failure)
             self._raise_failure()
-            self.pacing.begin_step()
-            broadcast.begin(step & 0xFFFFFFFF)
-            recorder, n_blocks = self.session.recorder, len(self._slots)
+            self._pacing.begin_step()
+            self._native.begin(step & 0xFFFFFFFF)
+            communicator, recorder, n_blocks = self._session.communicator, self._session.recorder, len(self._blocks)
             records: list[BucketRecord | None] = [recorder.open_bucket(step, -1, 0) for _ in range(n_blocks)]
-            current = self._round = Round(step, n_blocks, self._world_size, records)
-        receiver.begin(step)
-        self.session.communicator.submit(self._run_round, current).add_done_callback(self._hear_of_lane)
+            current = self._round = Round(n_blocks, communicator.world_size, records)
+        self._steps.put(step)
+        communicator.submit(self._send_round, current).add_done_callback(self._hear_of_lane)
 
-    def _start_block(self, slot: OpenBlock) -> torch.futures.Future:
+    def start(self, one: OpenBlock) -> torch.futures.Future:
+        """Start replacing the block's gradient by its mean over the ranks; done when it is. Never blocks."""
         done: torch.futures.Future = torch.futures.Future()
-        if self._broadcast is None:
-            done.set_result(None)
-            return done
-        index = slot.block.index
-        if self.error_feedback:
-            self._unsent.add_to(slot, self.session.loss_scale())
-        self.pacing.note_gradient(index)
+        if self._feedback is not None:
+            self._feedback.add_to(one, self._session.loss_scale())
+        self._pacing.note_gradient()
         with self._changed:
             if self._failure is not None:
                 done.set_exception(self._failure)
                 return done
             current = self._round
             assert current is not None
-            slot.done = current.awaited[index] = done
+            one.done = current.awaited[one.block.index] = done
             current.n_appeared += 1
-            current.unsent.append(slot)
+            current.unsent.append(one)
             self._changed.notify_all()
         return done
 
-    def begin_forward(self) -> None:
-        with self._failing_everywhere():
-            self.pacing.begin_forward()
-        self.figures.begin_forward()
-
-    def before_forward(self, block: Block) -> None:
-        with self._failing_everywhere():
-            arrived_s, waited_before_ns = self.pacing.now(), self._waited.total_ns
-            super().before_forward(block)
-            self.pacing.note_forward(block.index, arrived_s, (self._waited.total_ns - waited_before_ns) / 1e9)
-
-    @contextlib.contextmanager
-    def _failing_everywhere(self) -> Iterator[None]:
-        """What goes wrong on this training thread is told to the other ranks, which would wait for it."""
-        try:
-            yield
-        except GradwireError as error:
-            self.fail(error)
-            raise
-
-    def _note_wait(self, slot: OpenBlock) -> None:
-        self.figures.note_wait(self._waited.end_ns - self._waited.start_ns)
-
-    def end_backward(self, step: int) -> int:
-        self.figures.end_backward()
-        return super().end_backward(step)
-
-    def _settle(self, slot: OpenBlock) -> None:
-        super()._settle(slot)
-        if self.error_feedback:
-            self._unsent.commit(slot)
+    def close(self) -> None:
+        """End the receiving thread; between rounds, or after a failure."""
+        self._steps.put(None)
+        if self._receiver is not threading.current_thread():
+            self._receiver.join()
 
     # ---- the lane: what to send, and how much of it
 
-    def _run_round(self, current: Round) -> None:
-        broadcast = self._broadcast
-        assert broadcast is not None
+    def _send_round(self, current: Round) -> None:
+        pacing = self._pacing
         for _ in range(current.n_blocks):
-            slot, n_unsent, is_last = self._next_to_send(current)
-            index = slot.block.index
-            n_bits = self._first_bits(index, n_unsent)
-            if self._more_bits_ever(n_bits) == 0:
+            one, n_unsent, is_last = self._next_to_send(current)
+            index = one.block.index
+            n_bits = pacing.first_bits(n_unsent)
+            if not pacing.may_add(n_bits):
                 current.ending.append(index)
             if is_last:
-                self._end_where_nothing_follows(current, broadcast.max_body_bytes(index, n_bits), (index, n_bits))
-            self._send_bits(broadcast, current, index, n_bits)
-        for index in list(self.pacing.order):
+                self._end_where_nothing_follows(current, index, n_bits)
+            self._send_bits(current, index, n_bits)
+        for index in list(pacing.order):
             if not current.ended[index]:
-                n_bits = self._more_bits(index, current.sent_bits[index], 0)
+                n_bits = pacing.more_bits(index, current.sent_bits[index])
                 current.ending.append(index)
                 if n_bits:
-                    self._send_bits(broadcast, current, index, n_bits)
+                    self._send_bits(current, index, n_bits)
         if current.ending:
-            self._send(broadcast, current, None, 0)
+            self._send(current, None, 0)
         with self._changed:
             self._changed.wait_for(lambda: current.is_complete or self._failure)
             self._raise_failure()
-        self.session.communicator.mesh.wait_until_all_sent()
+        self._session.communicator.mesh.wait_until_all_sent()
 
     def _next_to_send(self, current: Round) -> tuple[OpenBlock, int, bool]:
         """The block that came last, how many values wait with it, and whether it is the last of all."""
@@ -229,48 +246,44 @@ class BlockBroadcast(DeferredScheme):
             while True:
                 self._changed.wait_for(lambda: current.unsent or self._failure)
                 self._raise_failure()
-                ahead_s = self.pacing.ahead_s()
+                ahead_s = self._pacing.ahead_s()
                 if ahead_s <= _LEAD_S or current.has_all:  # when everything has appeared, what is left goes at once
                     break
                 self._changed.wait(ahead_s - _LEAD_S)  # a newer block may come meanwhile, and goes first
-            n_unsent = sum(slot.block.n_elements for slot in current.unsent)
-            slot = current.unsent.pop()
-            return slot, n_unsent, not current.unsent and current.has_all
+            n_unsent = sum(one.block.n_elements for one in current.unsent)
+            return current.unsent.pop(), n_unsent, not current.unsent and current.has_all
 
-    def _more_bits_ever(self, sent_bits: int) -> int:
-        """How many bits could follow in the second stage at most; 0 where there is none."""
-        return 0
-
-    def _end_where_nothing_follows(self, current: Round, extra_bytes: int, last: tuple[int, int]) -> None:
+    def _end_where_nothing_follows(self, current: Round, last: int, last_bits: int) -> None:
         """With the last message of the first stage, say already which blocks get no second: a message less."""
-        for index in self.pacing.order:
-            sent_bits = last[1] if index == last[0] else current.sent_bits[index]
+        extra_bytes = self._native.max_body_bytes(last, last_bits)
+        for index in self._pacing.order:
+            sent_bits = last_bits if index == last else current.sent_bits[index]
             if current.ended[index] or index in current.ending:
                 continue
-            if self._more_bits(index, sent_bits, extra_bytes):
+            if self._pacing.more_bits(index, sent_bits, extra_bytes):
                 return
             current.ending.append(index)
 
-    def _send_bits(self, broadcast: _native.Broadcast, current: Round, index: int, n_bits: int) -> None:
-        record, gradient = current.records[index], self._slots[index].gradient
+    def _send_bits(self, current: Round, index: int, n_bits: int) -> None:
+        record, gradient = current.records[index], self._blocks[index].gradient
         assert record is not None
         with record.timing("encode"):
-            n_bytes = broadcast.encode(index, bytes_of(gradient), self._dtypes[index], n_bits)
+            n_bytes = self._native.encode(index, bytes_of(gradient), self._dtypes[index], n_bits)
         # Noted first: sent, it may end the step before this thread goes on.
-        self.figures.note_sent(index, n_bits, current.sent_bits[index] == 0)
+        self._figures.note_sent(index, n_bits, current.sent_bits[index] == 0)
         current.sent_bits[index] += n_bits
-        self._send(broadcast, current, index, n_bytes)
-        self.pacing.sent(n_bytes)
+        self._send(current, index, n_bytes)
+        self._pacing.sent(n_bytes)
 
-    def _send(self, broadcast: _native.Broadcast, current: Round, index: int | None, body_bytes: int) -> None:
-        """What was encoded of a block, or a head alone; noted before what it says can end the step."""
+    def _send(self, current: Round, index: int | None, body_bytes: int) -> None:
+        """Send what was encoded of a block, or a head alone; it is noted before what it says can end the step."""
         record = self._record_of(current, index)
-        for _ in range(broadcast.n_copies):
-            record.count_sent(broadcast.head_bytes + body_bytes)
+        for _ in range(self._native.n_copies):
+            record.count_sent(self._native.head_bytes + body_bytes)
         newly, current.ending = current.ending, []
         for block in newly:
             current.ended[block] = True
-        broadcast.send(newly, self.pacing.own_ceiling_bits, self.pacing.told_remaining_s())
+        self._native.send(newly, self._pacing.own_ceiling_bits, self._pacing.told_remaining_s())
         for block in newly:
             self._end_block(current, block)
 
@@ -279,17 +292,26 @@ class BlockBroadcast(DeferredScheme):
         record = None if index is None else current.records[index]
         return record or next((one for one in current.records if one is not None), self._spare)
 
-    # ---- the receiver
+    # ---- the receiving thread
+
+    def _receive(self) -> None:
+        torch.get_num_threads()  # a new thread takes the process's count over when it first asks (communicator.py)
+        try:
+            while (step := self._steps.get()) is not None:  # from its first head to its last
+                while (heard := self._native.receive(step & 0xFFFFFFFF, self._session.communicator.rank)) is not None:
+                    self._take(Heard(*heard))
+        except Exception as error:
+            self.fail(error)
 
     def _take(self, heard: Heard) -> None:
         current = self._round
         assert current is not None
-        self.pacing.hear(heard.origin, heard.received_bytes, heard.receiving_us, heard.remaining_s, heard.ceiling_bits)
+        self._pacing.hear(heard.origin, heard.received_bytes, heard.receiving_us, heard.remaining_s, heard.ceiling_bits)
         record = self._record_of(current, heard.block)
         if heard.forwarded_bytes:
             record.count_sent(heard.forwarded_bytes)
         if heard.block is not None:
-            self.figures.note_received(heard.duration_ns)
+            self._figures.note_received(heard.duration_ns)
             record.add("communicate", heard.arrived_ns - heard.duration_ns, heard.arrived_ns)
             record.add("decode", heard.arrived_ns, heard.decoded_ns)
             record.count_received(heard.body_bytes)
@@ -298,8 +320,7 @@ class BlockBroadcast(DeferredScheme):
 
     def _end_block(self, current: Round, index: int) -> None:
         """One rank more has ended a block; after the last one it is summed."""
-        slot, broadcast = self._slots[index], self._broadcast
-        assert broadcast is not None
+        one = self._blocks[index]
         with self._changed:
             current.n_open[index] -= 1
             record = current.records[index]
@@ -307,12 +328,12 @@ class BlockBroadcast(DeferredScheme):
                 return
             current.records[index] = None
         with record.timing("decode"):
-            unsent = self._unsent.room(slot) if self.error_feedback else None
+            unsent = None if self._feedback is None else self._feedback.room(one)
             left_out = None if unsent is None else bytes_of(unsent)
-            broadcast.mean(index, bytes_of(slot.gradient), self._dtypes[index], left_out)
-            if unsent is not None:
-                self._unsent.stage(slot, unsent)
-        self.session.recorder.close_bucket(record)
+            self._native.mean(index, bytes_of(one.gradient), self._dtypes[index], left_out)
+            if self._feedback is not None and unsent is not None:
+                self._feedback.stage(one, unsent)
+        self._session.recorder.close_bucket(record)
         with self._changed:
             current.n_summed += 1
             self._changed.notify_all()
@@ -323,12 +344,14 @@ class BlockBroadcast(DeferredScheme):
     # ---- failure
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits for a block gets the error."""
-        failure = self.session.communicator.fail(error)
+        """Give the error to whoever waits for a block, here and on the other ranks."""
+        failure = self._session.communicator.fail(error)
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
-            waiting = [] if self._round is None else self._round.give_up()
+            waiting: list[torch.futures.Future] = []
+            if self._round is not None:
+                waiting, self._round.awaited = list(self._round.awaited.values()), {}
         for done in waiting:
             done.set_exception(failure)
 
@@ -341,27 +364,3 @@ class BlockBroadcast(DeferredScheme):
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    # ---- between steps
-
-    def stats(self) -> dict[str, Any]:
-        """Bits per value and block, b, rounds whose bits cores bound (`rounds_held`), and how well communication hides
-        (this rank's ROW, T_wait, OSF, utilisation)."""
-        if not hasattr(self, "figures"):
-            return {}
-        held = int(self.pacing.figures()["rounds_held"])
-        return {"rate_bps": self.pacing.rate_bps, "rounds_held": held, **self.figures.as_dict()}
-
-    def step_figures(self) -> dict[str, float]:
-        """Bits sent of each value in the last step, all of them and in the first stage, and what bounds them."""
-        return self.figures.last_bits() | self.pacing.figures()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"residuals": self.session.feedback.state_by_name(self.session.slots)} if self.error_feedback else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InvalidArgument."""
-        if self.error_feedback:
-            if not isinstance(state.get("residuals"), dict):
-                raise not_the_state(f"scheme {self.name}", "it lacks residuals")
-            self.session.feedback.load_by_name(state["residuals"], self.session.slots)

@@ -1,21 +1,332 @@
-"""The schemes `aqgb` and `broadcast`.
+"""The schemes `aqgb` and `broadcast`: every rank broadcasts its quantised gradients, block by block, to all others.
 
 Luo et al., "Approximate gradient synchronization with adaptive quantized gradient broadcast". The paper simulates; here
-the control law of gradwire.control.quantisation runs live.
+its control law (law.py) runs live. A block's step is taken just before the block's next forward pass, so that communication
+may go on until then.
 """
 
 from __future__ import annotations
 
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from gradwire.control.checks import share
-from gradwire.control.contention import DEFAULT_MAX_CONTENTION
-from gradwire.control.quantisation import DEFAULT_FLOOR, MIN_BITS, PROFILED_ROUNDS, WORD_BITS
-from gradwire.errors import InvalidArgument
-from gradwire.schemes.aqgb.broadcasting import BlockBroadcast
-from gradwire.schemes.aqgb.core_times import CoreTimes, read_core_times
-from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Pacing, PacingLimits
-from gradwire.stepping.blocks import Division
+import torch
+
+from gradwire import _native
+from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
+from gradwire.codecs.tensors import dtype_code
+from gradwire.control.checks import choice as check_choice
+from gradwire.core.bucket import Bucket
+from gradwire.core.checkpoint import not_the_state
+from gradwire.core.session import Session
+from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.schemes.aqgb.broadcasting import BlockExchange, BlockFeedback, OpenBlock
+from gradwire.schemes.aqgb.law import DEFAULT_FLOOR, DEFAULT_MAX_CONTENTION, MIN_BITS, PROFILED_ROUNDS, WORD_BITS
+from gradwire.schemes.aqgb.overlap import OverlapFigures
+from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, FixedPacing, Pacing, PacingLimits, read_core_times
+from gradwire.schemes.base import Scheme
+from gradwire.stepping.blocks import Block, Division, check_division, find_blocks, hash_blocks
+from gradwire.stepping.interception import (
+    FiniteFlag,
+    FrozenStep,
+    Interceptor,
+    clip_factor,
+    inner_of,
+    refuse_join,
+    stepped_parameters,
+)
+from gradwire.telemetry.stopwatch import Stopwatch, now_s
+from gradwire.wire.futures import completed
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
+
+_TOPOLOGIES = ("fan-out", "ring")
+
+
+class BlockBroadcast(Scheme):
+    """Every rank broadcasts its quantised blocks, every rank adds all copies in rank order, its own quantised one too.
+
+    A subclass says by its pacing how many bits a block is sent with first, and how many are added to it later.
+
+    Args:
+        blocks: how many, or lists of module names, as in `find_blocks`.
+        max_grad_norm: clip the norm of the mean gradient, as clip_grad_norm_ does. Its norm is known only when all blocks
+            have arrived, so the next forward pass then waits for all of them.
+        partition: values that share an exponent.
+        topology: "fan-out" to all peers, or "ring": each passes on what comes from the left.
+        error_feedback: keep what was never sent for the next step (off in the paper).
+        clock: seconds, for the control law; must not run backwards.
+    """
+
+    owns_step: bool = True
+
+    def __init__(
+        self, blocks: Division = 4, max_grad_norm: float | None = None, partition: int = DEFAULT_PARTITION,
+        topology: str = "fan-out", error_feedback: bool = False, clock: Clock = now_s,
+    ) -> None:  # fmt: skip
+        self._division = check_division(blocks)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise InvalidArgument(f"max_grad_norm must be positive, got {max_grad_norm}")
+        self.max_grad_norm = max_grad_norm
+        self._partition = EmbeddedFloat(partition=partition).partition
+        self.topology = check_choice("topology", topology, _TOPOLOGIES)
+        self.error_feedback = self.state_is_per_world = error_feedback
+        self._clock = clock
+        self._open: list[OpenBlock] = []
+        self._home: dict[torch.Tensor, OpenBlock] = {}  # of each parameter
+        self._exchange: BlockExchange | None = None  # None with one rank
+        self._interceptor: Interceptor | None = None
+        self._flag: FiniteFlag | None = None
+        self._waited = Stopwatch()
+        self._is_told = False  # whether what failed was raised to the user
+        self._clip: tuple[int, torch.Tensor] | None = None  # step, factor
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {
+            "blocks": self._division,
+            "max_grad_norm": self.max_grad_norm,
+            "partition": self._partition,
+            "topology": self.topology,
+            "error_feedback": self.error_feedback,
+        }
+
+    @abstractmethod
+    def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
+        """Make the keeper of time, rates and deadlines, which says how many bits are sent."""
+
+    # ---- beginning and end
+
+    def bind(self, session: Session) -> None:
+        """Raises: InvalidArgument (no model or optimizer), Unsupported (parameters that the optimizer does not step)."""
+        self._in_order = stepped_parameters(session, f"scheme {self.name!r}")
+        super().bind(session)
+        assert session.module is not None
+        blocks = find_blocks(inner_of(session.module), self._in_order, self._division)
+        self.blocks_hash = hash_blocks(blocks)
+        self._open = [_make_open_block(block) for block in blocks]
+        self._home = {parameter: one for one in self._open for parameter in one.parts}
+        self._flag = FiniteFlag(session)
+        self._unsent = BlockFeedback(session.feedback) if self.error_feedback else None
+        communicator, sizes = session.communicator, [block.n_elements for block in blocks]
+        self.pacing = self._make_pacing(communicator.rank, communicator.world_size, sizes)
+        self.figures = OverlapFigures([block.name for block in blocks], sizes, self._clock)
+        if communicator.world_size > 1:
+            # Before ranks connect: one with another scheme compares first what it is, and has to meet the like. It counts
+            # as little as the connections' own making.
+            mine = Preamble(FORMAT_VERSION, 0, self.name, self.configuration_hash, 0, 0, 0)
+            never_closed = session.recorder.open_bucket(0, -1, 0)
+            communicator.submit(compare_preambles, communicator, mine, never_closed).wait()
+            native = communicator.submit(self._connect).wait()
+            self._exchange = BlockExchange(session, native, self._open, self.pacing, self.figures, self._unsent)
+
+    def _connect(self) -> _native.Broadcast:
+        communicator = self.session.communicator
+        shapes = [(one.block.name, one.block.n_elements, dtype_code(one.gradient.dtype)) for one in self._open]
+        return _native.Broadcast(
+            communicator.mesh, communicator.next_stream(), self.topology == "ring", shapes, self._partition,
+            self.configuration_hash, self.blocks_hash,
+        )  # fmt: skip
+
+    def take_over(self) -> None:
+        """Put this scheme between the user and the optimizer; after `bind`. Raises: Unsupported."""
+        self._interceptor = Interceptor(self.session, self._in_order, self, [one.block for one in self._open])
+
+    def close(self) -> None:
+        """Take the steps that were called for, then let the model and the optimizer go."""
+        interceptor, self._interceptor = self._interceptor, None
+        was_told = self._is_told  # then the user may be closing for that reason; what this flush fails of is news
+        try:
+            if interceptor is not None:
+                self.flush()
+        except GradwireError:
+            if not was_told:
+                raise
+        finally:
+            if interceptor is not None:
+                interceptor.remove()
+            if self._flag is not None:
+                self._flag.close()
+            if self._exchange is not None:
+                self._exchange.close()
+            self._open, self._home, self._flag, self._exchange = [], {}, None, None
+            self.session.feedback.clear()
+
+    # ---- the backward pass
+
+    def preamble(self, bucket: Bucket) -> Preamble:
+        """The blocks belong to the layout: ranks that cut the model differently find out before the first payload."""
+        return super().preamble(bucket)._replace(layout=bucket.layout_hash ^ self.blocks_hash)
+
+    def begin_step(self, step: int) -> None:
+        """Raises: Unsupported (ddp.join)."""
+        assert self._interceptor is not None
+        assert self._flag is not None
+        refuse_join(self.session.module, f"scheme {self.name!r}", "a scheme that leaves the step to the optimizer")
+        self._interceptor.begin_reduction()
+        self._flag.begin_step()
+        if self._exchange is not None:
+            self._exchange.begin(step)
+
+    def reduce(self, bucket: Bucket) -> torch.futures.Future:
+        """Copy the bucket into its blocks, start those that are complete; DDP goes on with this rank's own gradient."""
+        assert self._flag is not None
+        bucket.wait_for_all()
+        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            part = bucket.buffer[offset : offset + parameter.numel()]
+            one = self._home[parameter]
+            if one.n_missing == len(one.parts):
+                self._vacate(one, part, bucket.step)
+            one.parts[parameter].copy_(part.view(parameter.shape))
+            one.n_missing -= 1
+            if one.n_missing == 0:
+                one.n_missing = len(one.parts)
+                one.done = completed(None) if self._exchange is None else self._exchange.start(one)
+        return self._flag.own_gradient(bucket)
+
+    def _vacate(self, one: OpenBlock, coming: torch.Tensor, step: int) -> None:
+        """Make room for the next gradient: the step before is taken, or was not called for."""
+        if one.frozen is not None:
+            # Nothing called for it in this forward pass. That is fine for a block that nothing used.
+            if bool(coming.any()):
+                raise Unsupported(
+                    f"block {one.block.name!r} was used in the forward pass of step {step} without a forward call of its "
+                    "modules, so its last step was missed: name its modules' common parent in one block "
+                    "(blocks=[[...], ...]), or attach a scheme that leaves the step to the optimizer"
+                )
+            self._settle(one)
+        elif one.done is not None:
+            one.done.wait()
+        one.step, one.done = step, None
+
+    def end_backward(self, step: int) -> int:
+        """Called when DDP has ended its part; returns how long the forward pass before waited for blocks, in ns."""
+        self.figures.end_backward()
+        if self._interceptor is not None:
+            self._interceptor.end_backward()
+        return self._waited.take_ns()
+
+    # ---- what the interceptor asks (StepOwner)
+
+    def take_step(self, frozen: FrozenStep) -> None:
+        """Keep the user's call until each block's next forward pass."""
+        for one in self._open:
+            one.frozen = frozen
+
+    def drop_step(self) -> None:
+        """Under AMP: the reduction goes on, and its result is not used."""
+
+    def begin_forward(self) -> None:
+        """A forward pass in training begins."""
+        with self._failing_everywhere():
+            self.pacing.begin_forward()
+        self.figures.begin_forward()
+
+    def before_forward(self, block: Block) -> None:
+        """Have the block's step taken: a module that uses it begins its forward pass."""
+        with self._failing_everywhere():
+            arrived_s, waited_before_ns = self.pacing.now(), self._waited.total_ns
+            if self._open[block.index].frozen is not None:
+                self._settle(self._open[block.index])
+            self.pacing.note_forward(block.index, arrived_s, (self._waited.total_ns - waited_before_ns) / 1e9)
+
+    def flush(self) -> None:
+        """Take every step that was called for. Raises: what the reduction failed of."""
+        for one in self._open:
+            if one.frozen is not None:
+                self._settle(one)
+
+    @contextlib.contextmanager
+    def _failing_everywhere(self) -> Iterator[None]:
+        """Tell the other ranks what goes wrong on this training thread: they would wait for it."""
+        try:
+            yield
+        except GradwireError as error:
+            (self._exchange or self.session.communicator).fail(error)
+            raise
+
+    # ---- one block's step
+
+    def _settle(self, one: OpenBlock) -> None:
+        frozen = one.frozen
+        assert frozen is not None
+        factor = frozen.inverse_scale if self.max_grad_norm is None else self._clip_factor(frozen, self.max_grad_norm)
+        self._wait(one)
+        if factor is not None:
+            one.gradient.mul_(factor.to(one.gradient.dtype))
+        one.frozen = one.done = None
+        frozen.apply(one.parts)
+        if self._unsent is not None:
+            self._unsent.commit(one)
+
+    def _wait(self, one: OpenBlock) -> None:
+        """Raises: what the reduction failed of."""
+        if one.done is None:
+            return
+        was_done = one.done.done()
+        try:
+            if was_done:
+                one.done.wait()
+            else:
+                with self._waited:
+                    one.done.wait()
+        except GradwireError:
+            self._is_told = True
+            raise
+        if not was_done:
+            self.figures.note_wait(self._waited.end_ns - self._waited.start_ns)
+
+    def _clip_factor(self, frozen: FrozenStep, max_norm: float) -> torch.Tensor:
+        """The factor that brings the norm of the mean down to `max_norm`; takes the loss scale off the mean before."""
+        if self._clip is None or self._clip[0] != frozen.step:
+            for one in self._open:
+                self._wait(one)
+                if frozen.inverse_scale is not None:
+                    one.gradient.mul_(frozen.inverse_scale.to(one.gradient.dtype))
+            gradients = [self._home[p].parts[p] for p in self._in_order if p in frozen.parameters]
+            if not gradients:
+                return torch.ones(())
+            self._clip = (frozen.step, clip_factor(gradients, max_norm))
+        return self._clip[1]
+
+    # ---- between steps
+
+    def stats(self) -> dict[str, Any]:
+        """Bits per value and block, b, rounds whose bits cores bound (`rounds_held`), and how well communication hides
+        (this rank's ROW, T_wait, OSF, utilisation)."""
+        if not hasattr(self, "figures"):
+            return {}
+        held = int(self.pacing.figures()["rounds_held"])
+        return {"rate_bps": self.pacing.rate_bps, "rounds_held": held, **self.figures.as_dict()}
+
+    def step_figures(self) -> dict[str, float]:
+        """Bits sent of each value in the last step, all of them and in the first stage, and what bounds them."""
+        return self.figures.last_bits() | self.pacing.figures()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residuals": self.session.feedback.state_by_name(self.session.slots)} if self.error_feedback else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument."""
+        if self.error_feedback:
+            if not isinstance(state.get("residuals"), dict):
+                raise not_the_state(f"scheme {self.name}", "it lacks residuals")
+            self.session.feedback.load_by_name(state["residuals"], self.session.slots)
+
+
+def _make_open_block(block: Block) -> OpenBlock:
+    """Make room for a block's gradient. Raises: Unsupported (parameters of several dtypes)."""
+    dtypes = {parameter.dtype for parameter in block.parameters}
+    if len(dtypes) > 1:
+        raise Unsupported(
+            f"block {block.name!r} holds parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))}): name the "
+            "modules of each dtype in blocks of their own (blocks=[[...], ...])"
+        )
+    gradient = torch.zeros(block.n_elements, dtype=dtypes.pop())
+    parts = gradient.split([parameter.numel() for parameter in block.parameters])
+    views = {p: part.view(p.shape) for p, part in zip(block.parameters, parts, strict=True)}
+    return OpenBlock(block, gradient, views, len(views))
 
 
 class Aqgb(BlockBroadcast):
@@ -33,10 +344,8 @@ class Aqgb(BlockBroadcast):
         floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
         blocks: how many, or lists of module names; DDP's buckets (`bucket_cap_mb`) should be no larger than a block.
         confidence: the share of the estimated rate that is planned with.
-        initial_bps: the rate to begin with; without it, the first steps are sent at the floor.
         max_contention: of the time in which threads could run, the share that they may wait for a core before fewer bits
             are sent; 1: bits are bounded by the network alone, as in the paper.
-        core_times: how long threads ran and waited for a core.
         options: see BlockBroadcast.
     """
 
@@ -44,14 +353,10 @@ class Aqgb(BlockBroadcast):
 
     def __init__(
         self, floor: float = DEFAULT_FLOOR, ceiling: float = 1.0, blocks: Division = 4,
-        confidence: float = DEFAULT_CONFIDENCE, initial_bps: float | None = None,
-        max_contention: float = DEFAULT_MAX_CONTENTION, core_times: CoreTimes = read_core_times, **options: Any,
+        confidence: float = DEFAULT_CONFIDENCE, max_contention: float = DEFAULT_MAX_CONTENTION, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(blocks, **options)
-        self.limits = PacingLimits(share("floor", floor), share("ceiling", ceiling), confidence, max_contention)
-        self.initial_bps = initial_bps
-        self._core_times = core_times if max_contention < 1 else None
-        Pacing(0, 2, [1], self._clock, initial_bps=initial_bps)  # refuses a rate of zero here, where it was given
+        self.limits = PacingLimits(floor, ceiling, confidence, max_contention)
 
     @property
     def settling_steps(self) -> int:
@@ -60,19 +365,14 @@ class Aqgb(BlockBroadcast):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return super().configuration | {"floor": self.limits.floor, "ceiling": self.limits.ceiling}
+        return super().configuration | {
+            "floor": float(self.limits.floor),
+            "ceiling": float(self.limits.ceiling),
+        }
 
     def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
-        return Pacing(rank, world_size, block_elements, self._clock, self.limits, self.initial_bps, self._core_times)
-
-    def _first_bits(self, block: int, unsent_elements: int) -> int:
-        return self.pacing.bits_now(unsent_elements)
-
-    def _more_bits(self, block: int, sent_bits: int, extra_bytes: int) -> int:
-        return self.pacing.more_bits(block, sent_bits, extra_bytes)
-
-    def _more_bits_ever(self, sent_bits: int) -> int:
-        return max(0, self.pacing.ceiling_bits - sent_bits)
+        core_times = read_core_times if self.limits.max_contention < 1 else None
+        return Pacing(rank, world_size, block_elements, self._clock, self.limits, core_times)
 
 
 class Broadcast(BlockBroadcast):
@@ -97,10 +397,4 @@ class Broadcast(BlockBroadcast):
         return super().configuration | {"bits": self.bits}
 
     def _make_pacing(self, rank: int, world_size: int, block_elements: list[int]) -> Pacing:
-        return Pacing(rank, world_size, block_elements, self._clock)
-
-    def _first_bits(self, block: int, unsent_elements: int) -> int:
-        return self.bits
-
-    def _more_bits(self, block: int, sent_bits: int, extra_bytes: int) -> int:
-        return 0
+        return FixedPacing(self.bits, rank, world_size, block_elements, self._clock)

@@ -146,7 +146,7 @@ class _Drawing:
     """A quantiser in a ring, each of whose messages rounds by random numbers of its own."""
 
     def __init__(self, codec: Quantised, first_draw: int) -> None:
-        self.name = codec.name
+        self.name, self.feeds_back = codec.name, codec.feeds_back
         self.max_encoded_bytes, self.encode, self.decode = codec.max_encoded_bytes, codec.encode, codec.decode
         self.exchange_codec = functools.partial(codec.exchange_codec, first_step=first_draw)
 

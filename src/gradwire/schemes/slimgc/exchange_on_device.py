@@ -17,7 +17,7 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.core.device_times import DeviceTimes
 from gradwire.core.site import DeviceSite
 from gradwire.exchange.groups import Cut
-from gradwire.exchange.on_device import Chunk, DeviceOwners
+from gradwire.exchange.on_device import Chunk, DeviceOwners, Left
 from gradwire.wire.communicator import Communicator
 
 
@@ -53,17 +53,8 @@ class DevicePieces(DeviceOwners):
         def encode(chunk_values: Tensor, part: int, index: int, row: Tensor) -> None:
             chunk = parts[part][index]
             # Of the own part the residual is in the sum already.
-            old = None if residual is None or part == rank else residual[chunk.values]
-            self._codec.encode(
-                chunk_values,
-                row[chunk.room],
-                self._n_bytes,
-                self._work(chunk_values.numel(), ()),
-                residual=old,
-                new_residual=None if unsent is None else unsent[chunk.values],
-                residual_scale=loss_scale,
-                step=first_draw + chunk.values.start,
-            )
+            left = Left(None if part == rank else residual, unsent, loss_scale)
+            self._encode(chunk_values, chunk, row, first_draw + chunk.values.start, left)
 
         def own(chunk: Chunk) -> Tensor:
             mine = values[chunk.values]
@@ -82,7 +73,7 @@ class DevicePieces(DeviceOwners):
             spans += [edge for edge, size in zip(edges, group.sizes, strict=True) if size > 0]
         chunks, at = [], 0
         for first, last in spans:
-            room = self._codec.message_bytes(last - first)
+            room = self._codec.message_room(last - first)
             chunks.append(Chunk(slice(first, last), slice(at, at + room), ()))
             at += room
         return chunks

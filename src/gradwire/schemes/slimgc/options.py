@@ -12,7 +12,7 @@ from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
-from gradwire.stepping.peeking import LookAheadOptions
+from gradwire.stepping.look_ahead import LookAheadOptions
 
 TOPOLOGIES = ("server", "all-reduce")
 PULLS = ("compressed", "raw")

@@ -68,9 +68,9 @@ class Method:
             if self._message.numel() < n_max:
                 self._message = torch.empty(n_max, dtype=torch.uint8)
             if isinstance(codec, Quantised | TruncatedFloat):
-                n_bytes = codec.encode(gradient, self._message, step=step << 16 | worker)
+                n_bytes = int(codec.encode(gradient, self._message, step=step << 16 | worker))
             else:
-                n_bytes = codec.encode(gradient, self._message)
+                n_bytes = int(codec.encode(gradient, self._message))
             result = torch.empty_like(gradient)
             codec.decode(self._message[:n_bytes], result)
             results.append(result)

@@ -1,6 +1,6 @@
 """AQGB: two stages of broadcast whose bits follow from gradwire's own control law.
 
-The law is gradwire.control.quantisation, which the live scheme calls too; here are only the clock and the network.
+The law is gradwire.schemes.aqgb.law, which the live scheme calls too; here are only the clock and the network.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import simpy
 
 from gradwire.control.checks import share, whole
-from gradwire.control.quantisation import (
+from gradwire.schemes.aqgb.law import (
     DEFAULT_FLOOR,
     WORD_BITS,
     Deadlines,
@@ -55,7 +55,7 @@ class AqgbModel(SchemeModel):
         self.overhead_bits_per_value = overhead_bits_per_value
         self.exchange_s = exchange_s
         self.blocks = simulation.setting.workload.blocks
-        self.deadlines = Deadlines(len(self.blocks), len(simulation.groups))
+        self.deadlines = Deadlines(len(simulation.groups))
         classes = {id(site): simulation.topology.broadcasts(site, is_fan_out) for site in simulation.topology.sites}
         self._workers = [_Worker(self, group, classes[id(group.site)]) for group in simulation.groups]
         self._board: list[tuple[float, float | None]] = [(-1.0, None)] * len(self.blocks)
@@ -108,8 +108,7 @@ class _Worker:
         self._scheme, self._group, self._flow_class = scheme, group, flow_class
         self._n_blocks = len(scheme.blocks)
         self._rate = RateEstimate()
-        self._profile = Profile(self._n_blocks)
-        self._timetable: Timetable | None = None  # the profile's, as of the last round
+        self._profile = Profile()
         self._stack: list[_Sending] = []  # the newest gradient last, and sent first
         self._sent: dict[int, _Sending] = {}
         self._is_sending = False
@@ -138,12 +137,11 @@ class _Worker:
         self._backward_s.append(now_s - self._last_s)
         self._last_s = now_s
         self._n_appeared += 1
-        timetable = self._timetable
+        timetable = self._profile.timetable
         if timetable is not None:
             self._scheme.deadlines.tell(self._group.index, timetable.until_forward(self._n_appeared, 0.0), now_s)
         if self._n_appeared == self._n_blocks:
             self._profile.add(Timetable(tuple(self._backward_s), 0.0, tuple(self._forward_s)))
-            self._timetable = self._profile.timetable()
             self._backward_s, self._forward_s = [], []
         n_values = self._scheme.blocks[block].n_values
         self._stack.append(_Sending(round_number, block, n_values, n_values / self._scheme.messages_per_block))
@@ -153,7 +151,7 @@ class _Worker:
 
     def _tell_from(self, block: int) -> None:
         """Tell when each block is needed, if the forward pass of `block` begins now."""
-        timetable = self._timetable
+        timetable = self._profile.timetable
         if timetable is not None:
             ahead_s = [0.0] * (block + 1)
             for index in range(block, self._n_blocks - 1):
@@ -188,7 +186,7 @@ class _Worker:
 
     def _first_stage_bits(self) -> int:
         scheme, now_s = self._scheme, self._scheme.environment.now
-        timetable = self._timetable
+        timetable = self._profile.timetable
         until_next_s = (
             None if timetable is None else timetable.until_next_gradient(self._n_appeared, now_s - self._last_s)
         )

@@ -1,0 +1,134 @@
+"""One rule for what is not finite: all ranks get NaN for the message that it was in, and the step leaves no state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from buckets import Driver
+from gradwire import schemes
+from ranks import run_ranks
+
+SHAPE = 20, 30
+# With options that make them compress within few steps; whether NaN travels like any value, without a rule of the scheme's.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "acp-sgd": {"rank": 2, "min_compression_rate": 0},
+    "dgc": {"share": 0.1},
+    "homomorphic": {"sparsifier": "top-k", "density": 0.1},
+    "one-bit": {},
+    "power-sgd": {"rank": 2, "min_compression_rate": 0},
+    "power-sgd-overlap": {"rank": 2, "min_compression_rate": 0},
+    "qsgd": {},
+    "random-k": {"share": 0.2},
+    "sign-sgd": {},
+    "slimgc": {"threshold_bytes": 0},
+    "terngrad": {},
+    "thc": {},
+    "top-k": {"share": 0.1},
+    "two-bit": {},
+}
+BUCKETS, BAD_STEP, N_STEPS = 2, 2, 5
+
+
+def make(name: str) -> Driver:
+    scheme = schemes.by_name(name, **schemes.as_published(name, SCHEMES[name]))
+    return Driver(scheme, [torch.zeros(SHAPE) for _ in range(BUCKETS)], [1] * BUCKETS)
+
+
+def train(rank: int, name: str, bad: float | None) -> tuple[list[list[torch.Tensor]], dict[str, Any]]:
+    """The results of each step, of which the bad one has such a value on rank 1 or, None, is left out; and the stats."""
+    driver, results = make(name), []
+    for step in range(N_STEPS):
+        if step == BAD_STEP and bad is None:
+            driver.step += 1  # what is drawn by it goes on
+            continue
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        gradients = [torch.randn(SHAPE, generator=generator) for _ in range(BUCKETS)]
+        if step == BAD_STEP and rank == 1 and bad is not None:
+            gradients[0][3, 4] = bad
+        results.append(driver.reduce(gradients))
+    stats = driver.scheme.stats()
+    driver.close()
+    return results, stats
+
+
+def compare(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]]:
+    expected, _ = train(rank, name, None)
+    for bad in (math.nan, math.inf):
+        found, stats = train(rank, name, bad)
+        met = found.pop(BAD_STEP)
+        assert not met[0][3, 4].isfinite(), "the training does not see it"
+        assert met[1].isfinite().all(), "another message is NaN too"
+        assert stats["n_steps_not_finite"] == 1
+        assert stats.get("n_fallbacks", 0) == 0
+        for before, after in zip(expected, found, strict=True):
+            for one, other in zip(before, after, strict=True):
+                assert torch.equal(one, other), "the step has left something"
+        found.insert(BAD_STEP, met)
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_step_that_is_not_finite_is_nan_on_all_ranks_and_as_if_it_had_not_been(name: str) -> None:
+    first, *others = run_ranks(compare, 3, name)
+    for other in others:
+        for step, expected in zip(other, first, strict=True):
+            for one, two in zip(step, expected, strict=True):
+                assert torch.equal(one.nan_to_num(7e30), two.nan_to_num(7e30)), "ranks do not agree"
+
+
+def overflow_what_is_kept(rank: int, world_size: int, name: str) -> list[int]:
+    """Steps that were not finite, after each of three steps that begin with an infinite residual."""
+    driver = make(name)
+    feedback = driver.scheme.session.feedback
+    feedback.stage(driver.slots[0], torch.full((math.prod(SHAPE),), math.inf).view(SHAPE))
+    feedback.commit()
+    counts = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        driver.reduce([torch.randn(SHAPE, generator=generator) for _ in range(BUCKETS)])
+        counts.append(driver.scheme.stats()["n_steps_not_finite"])
+    assert feedback.state_by_name(driver.scheme.session.slots)["p0"].isfinite().all()
+    driver.close()
+    return counts
+
+
+@pytest.mark.parametrize("name", ["acp-sgd", "power-sgd", "one-bit", "top-k", "thc"])
+def test_a_residual_beyond_float32_costs_one_step(name: str) -> None:
+    """The products of a low rank can be larger than what they stand for."""
+    assert run_ranks(overflow_what_is_kept, 2, name) == [[1, 1, 1]] * 2
+
+
+IN_FLOAT16: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {}),
+    ("gcomp", {"importance": "none"}),
+    ("gcomp", {"importance": "uniform", "bits": 8, "topology": "direct"}),
+    ("truncated-float", {"bits": 16}),
+    ("embedded-float", {"bits": 16, "topology": "direct"}),
+    ("homomorphic", {}),
+    ("one-bit", {}),
+    ("one-bit", {"pull": "raw"}),
+    ("top-k", {"share": 1.0}),
+    ("slimgc", {"threshold_bytes": 0}),
+    ("slimgc", {"threshold_bytes": 0, "pull": "raw"}),
+    ("acp-sgd", {"rank": 1, "min_compression_rate": 0}),
+    ("power-sgd", {"rank": 1, "min_compression_rate": 0}),
+]
+
+
+def fill_float16(rank: int, world_size: int, name: str, options: dict[str, Any]) -> torch.Tensor:
+    scheme = schemes.by_name(name, **schemes.as_published(name, options))
+    driver = Driver(scheme, [torch.zeros(SHAPE, dtype=torch.float16)])
+    (result,) = driver.reduce([torch.full(SHAPE, 50_000.0, dtype=torch.float16)])
+    driver.close()
+    return result
+
+
+@pytest.mark.parametrize(("name", "options"), IN_FLOAT16, ids=str)
+def test_a_mean_that_float16_holds_is_finite_although_the_sum_is_not(name: str, options: dict[str, Any]) -> None:
+    """As DDP's own, which divides before it sums."""
+    for result in run_ranks(fill_float16, 3, name, options):
+        torch.testing.assert_close(result, torch.full(SHAPE, 50_000.0, dtype=torch.float16), rtol=0.02, atol=0)

@@ -160,20 +160,20 @@ class LowRank(Compressed):
 
     def _take(self, bucket: Bucket) -> Future | None:
         wire = self.wire(bucket)
-        on_device = wire.on_device
         if wire.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
             return None
-        if not on_device:
+        if not wire.on_device:
             self._agree_while_settling(bucket)
         with bucket.at_work():
             if bucket.step < self.plain.n:
                 wire.mean(bucket.buffer)
                 return None
-            work = Work(bucket, wire, self._plans.find(bucket, self.turn), self.session.loss_scale(), self.n_waits)
+            loss_scale = self.session.loss_scale() if self.session.has_scaler else 1.0
+            work = Work(bucket, wire, self._plans.find(bucket, self.turn), loss_scale, self.n_waits)
             work.steps = self.steps(work)
             self._works.append(work)
             work.dense = [bucket.buffer[start:end] for start, end in work.plan.dense]
-            if not on_device:
+            if not wire.on_device:
                 # 32 bits as floats: their means are 0 or 1 if ranks share them. bfloat16 counts up to 256 exactly.
                 facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
                 bits = zlib.crc32(repr(facts).encode())

@@ -184,15 +184,14 @@ class Fusion:
         buffer.is_taken = True
         buffer.wait()
         mean = self._wire.divide(buffer.values.to(torch.float32), self._wire.world_size)
-        is_finite = self._wire.all_finite(mean)  # the same bits on all ranks, so all come to the same verdict
-        n_bytes: dict[Work, int] = {}
-        for (work, tensor), part in zip(
-            buffer.tensors, mean.split([tensor.numel() for _, tensor in buffer.tensors]), strict=True
-        ):
+        sizes: dict[Work, int] = {}  # of what each has in it, one after the other
+        parts = mean.split([tensor.numel() for _, tensor in buffer.tensors])
+        for (work, tensor), part in zip(buffer.tensors, parts, strict=True):
             tensor.copy_(part)
             work.n_awaited -= 1
-            n_bytes[work] = n_bytes.get(work, 0) + part.numel() * self._dtype.itemsize
-        for work, own in n_bytes.items():
-            work.bucket.record.count_exchanged(ring_bytes(own, self._wire.world_size))
-            work.wire.note_message(is_finite)
+            sizes[work] = sizes.get(work, 0) + part.numel()
+        for work, part in zip(sizes, mean.split(list(sizes.values())), strict=True):
+            n_bytes = part.numel() * self._dtype.itemsize
+            work.bucket.record.count_exchanged(ring_bytes(n_bytes, self._wire.world_size))
+            work.wire.note_message(self._wire.all_finite(part))  # the same bits, and so the same verdict, on all ranks
             work.finish_if_summed()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Layout
 from gradwire.core.feedback import Feedback
 from gradwire.core.slot import Slot
 from gradwire.schemes.low_rank.factors import checksum, draw_factor, multiply, orthogonalise
@@ -126,6 +127,7 @@ class MatrixGroup:
             self._feedback.stage(slot, unsent, self._loss_scale)
 
 
+@dataclass
 class Plan:
     """How one bucket layout is compressed.
 
@@ -135,9 +137,9 @@ class Plan:
         checksum: of the factors that come in next, for ranks to compare.
     """
 
-    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[tuple[int, int]]) -> None:
-        self.slots, self.layout_hash = bucket.slots, bucket.layout_hash
-        self.groups, self.dense, self.checksum = groups, dense, 0
+    groups: list[MatrixGroup]
+    dense: list[tuple[int, int]]
+    checksum: int = 0
 
 
 class Plans:
@@ -152,16 +154,16 @@ class Plans:
         self, shape_of: Callable[[Slot], MatrixShape | None], feedback: Feedback, seed: int, are_orthogonal: bool
     ) -> None:
         self._shape_of, self._feedback, self._seed, self._are_orthogonal = shape_of, feedback, seed, are_orthogonal
-        self._plans: list[Plan] = []
+        self._plans: dict[Layout, Plan] = {}
         self._keys: dict[Slot, str] = {}
         self._n_elements = {"p": 0, "q": 0, "": 0}  # sent of the model so far, dense tensors included, and in all
         self.factors: dict[Slot, Tensor] = {}
 
     def find(self, bucket: Bucket, turn: str) -> Plan:
         """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
-        for plan in self._plans:
-            if plan.slots == bucket.slots and plan.layout_hash == bucket.layout_hash:
-                return plan
+        plan = self._plans.get(bucket.layout)
+        if plan is not None:
+            return plan
         plan = self._make(bucket)
         for group in plan.groups:
             for slot, key, factor in zip(group.slots, group.keys, group.incoming(turn), strict=True):
@@ -201,11 +203,12 @@ class Plans:
                 members.setdefault(shape, []).append((slot, key, (start, end)))
             elif start < end:
                 dense.append((start, end))
-        device = bucket.buffer.device
-        plan = Plan(bucket, [MatrixGroup(*group, self._feedback, device) for group in members.items()], dense)
-        slots = set(plan.slots)
-        self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
-        self._plans.append(plan)
+        device, slots = bucket.buffer.device, set(bucket.slots)
+        plan = Plan([MatrixGroup(*group, self._feedback, device) for group in members.items()], dense)
+        self._plans = {
+            layout: old for layout, old in self._plans.items() if layout.slots and slots.isdisjoint(layout.slots)
+        }
+        self._plans[bucket.layout] = plan
         return plan
 
     def _count(self, slot: Slot) -> str:

@@ -168,8 +168,7 @@ class LowRank(Compressed):
             if bucket.step < self.plain.n:
                 wire.mean(bucket.buffer)
                 return None
-            loss_scale = self.session.loss_scale() if self.session.has_scaler else 1.0
-            work = Work(bucket, wire, self._plans.find(bucket, self.turn), loss_scale, self.n_waits)
+            work = Work(bucket, wire, self._plans.find(bucket, self.turn), self.session.loss_scale(), self.n_waits)
             work.steps = self.steps(work)
             self._works.append(work)
             work.dense = [bucket.buffer[start:end] for start, end in work.plan.dense]

@@ -166,6 +166,7 @@ class LowRank(Compressed):
             self._agree_while_settling(bucket)
         with bucket.at_work():
             if bucket.step < self.plain.n:
+                self._start_check(bucket)
                 wire.mean(bucket.buffer)
                 return None
             work = Work(bucket, wire, self._plans.find(bucket, self.turn), self.session.loss_scale(), self.n_waits)
@@ -178,19 +179,19 @@ class LowRank(Compressed):
                 bits = zlib.crc32(repr(facts).encode())
                 work.fingerprint = torch.tensor([float(bits >> place & 1) for place in range(32)])
                 work.dense.insert(0, work.fingerprint)
-            elif bucket.is_last:
-                self._start_check(work)
+            self._start_check(bucket)
             self.fusion.take(work)
             if not bucket.is_last:
                 return work.done
             self._compare_fingerprints()
             return None
 
-    def _start_check(self, work: Work) -> None:
+    def _start_check(self, bucket: Bucket) -> None:
         """On a device, where no host reads a fingerprint: compare, one step behind, what all ranks must share."""
-        held = zlib.crc32(repr([other.plan.checksum for other in self._works]).encode())
-        self._check.start(self.preamble(work.bucket), work.bucket.record, held)
-        self._check.fail_early()
+        if bucket.is_last and self.session.wire.on_device:
+            held = zlib.crc32(repr([work.plan.checksum for work in self._works]).encode())
+            self._check.start(self.preamble(bucket), bucket.record, held)
+            self._check.fail_early()
 
     def _compare_fingerprints(self) -> None:
         """After the last sum, at a point that all ranks share. Raises: RankMismatch."""

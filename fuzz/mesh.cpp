@@ -180,8 +180,7 @@ void check_pieces(Meshes& meshes, std::uint32_t stream, std::size_t n, unsigned 
     Trimmed trimmed;
     exchange::Codec& codec = seed % 2 == 0 ? static_cast<exchange::Codec&>(one_bit) : trimmed;
     exchange::Account account;
-    exchange::PieceEnds ends(mesh, codec, codec, groups, {values, values, {}, left_out, 1, true, [] { return false; }},
-                             account);
+    exchange::PieceEnds ends(mesh, codec, codec, groups, {values, {}, left_out, 1, true}, account);
     exchange::OwnersExchange exchange(mesh, {stream, {1, 2, 3, 4}}, ends, n_groups, true, 50'000, account);
     exchange.run();
     exchange.finish();

@@ -145,23 +145,16 @@ struct PieceGroups {
 class PieceExchange {
  public:
   PieceExchange(wire::Mesh& mesh, std::uint32_t stream, const FactsArray& facts, exchange::Codec& push,
-                exchange::Codec& pull, const PieceGroups& groups, Floats values, Floats gradient,
-                std::optional<Floats> residual, Floats left_out, std::uint64_t first_draw, bool has_pull,
-                std::size_t pull_bytes_ahead, nb::object is_void)
-      : kept_{std::move(values), std::move(gradient), std::move(left_out)},
-        residual_(std::move(residual)),
-        is_void_(std::move(is_void)) {
+                exchange::Codec& pull, const PieceGroups& groups, Floats values, std::optional<Floats> residual,
+                Floats left_out, std::uint64_t first_draw, bool has_pull, std::size_t pull_bytes_ahead)
+      : values_(std::move(values)), residual_(std::move(residual)), left_out_(std::move(left_out)) {
     if (groups.by_part.size() != static_cast<std::size_t>(mesh.world_size()))
       throw InvalidArgument("an exchange needs the groups of every part");
-    exchange::PieceBucket bucket{
-        span_of(kept_[0]), span_of(kept_[1]), span_of(residual_), span_of(kept_[2]), first_draw, has_pull, [this] {
-          const nb::gil_scoped_acquire locked;
-          return nb::cast<bool>(is_void_());
-        }};
+    const exchange::PieceBucket bucket{span_of(values_), span_of(residual_), span_of(left_out_), first_draw, has_pull};
     std::vector<std::size_t> n_groups;
     for (const auto& part : groups.by_part) n_groups.push_back(part.size());
     const nb::gil_scoped_release unlocked;
-    ends_.emplace(mesh, push, pull, groups.by_part, std::move(bucket), account_);
+    ends_.emplace(mesh, push, pull, groups.by_part, bucket, account_);
     exchange_.emplace(mesh, exchange::Ticket{stream, facts_of(facts)}, *ends_, std::move(n_groups), has_pull,
                       pull_bytes_ahead, account_);
   }
@@ -176,9 +169,9 @@ class PieceExchange {
     }
     return ::account_of(std::exchange(account_, {}));
   }
-  const std::array<Floats, 3> kept_;
+  const Floats values_;
   const std::optional<Floats> residual_;
-  const nb::object is_void_;
+  const Floats left_out_;
   exchange::Account account_;
   std::optional<exchange::PieceEnds> ends_;
   std::optional<exchange::OwnersExchange> exchange_;
@@ -317,12 +310,11 @@ void bind_pieces(nb::module_& m) {
           nb::arg("groups"));
   nb::class_<PieceExchange>(m, "PieceExchange")
       .def(nb::init<wire::Mesh&, std::uint32_t, const FactsArray&, exchange::Codec&, exchange::Codec&,
-                    const PieceGroups&, Floats, Floats, std::optional<Floats>, Floats, std::uint64_t, bool, std::size_t,
-                    nb::object>(),
+                    const PieceGroups&, Floats, std::optional<Floats>, Floats, std::uint64_t, bool, std::size_t>(),
            nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("push"), nb::arg("pull"), nb::arg("groups"),
-           nb::arg("values"), nb::arg("gradient"), nb::arg("residual").none(), nb::arg("left_out"),
-           nb::arg("first_draw"), nb::arg("has_pull"), nb::arg("pull_bytes_ahead"), nb::arg("is_void"),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
+           nb::arg("values"), nb::arg("residual").none(), nb::arg("left_out"), nb::arg("first_draw"),
+           nb::arg("has_pull"), nb::arg("pull_bytes_ahead"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
       .def("run", &PieceExchange::run)
       .def("finish", &PieceExchange::finish);
 }

@@ -30,7 +30,9 @@ class Driver:
         slots = slots_by_name({f"p{i}": parameter for i, parameter in enumerate(self.parameters)})
         self.slots = list(slots.values())
         wire = HostWire(self.communicator)
-        scheme.bind(Session(self.communicator, wire, self.recorder, None, slots, lambda: self.loss_scale))
+        scheme.bind(
+            Session(self.communicator, wire, self.recorder, None, slots, lambda: self.loss_scale, has_scaler=True)
+        )
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One step: the means of `gradients`, one per parameter, in its shape."""

@@ -1,31 +1,83 @@
-"""There and back through a float codec, and gradients that show it every kind of value."""
+"""What any codec writes and reads, on every instruction set; and values that show it every kind of float."""
 
 from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
-from gradwire.codecs import Codec
+from gradwire import _native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = {"portable": (False, False), "avx2": (True, False), "avx512": (True, True)}
 
 
-def encode(codec: Codec, gradient: torch.Tensor) -> torch.Tensor:
-    out = torch.full((codec.max_encoded_bytes(gradient.numel(), gradient.dtype),), 0xA5, dtype=torch.uint8)
-    n_bytes = codec.encode(gradient, out)
-    assert (out[n_bytes:] == 0xA5).all() or codec.name == "truncated-float", "written past the message"
-    return out[:n_bytes].clone()
+@contextlib.contextmanager
+def at_level(level: str) -> Iterator[None]:
+    """On this instruction set at most; a machine that lacks it takes the one below."""
+    _native.limit_simd_level(*LEVELS[level])
+    try:
+        yield
+    finally:
+        _native.limit_simd_level(True, True)
 
 
-def decode(codec: Codec, message: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    out = torch.full_like(like, -12345.0)
-    codec.decode(message, out)
-    return out
+def encode(codec: Any, gradient: torch.Tensor, **options: Any) -> torch.Tensor:
+    """One message; nothing is written past what it may take."""
+    most = [gradient.numel(), gradient.dtype, *([len(options["cuts"])] if "cuts" in options else [])]
+    n_most = codec.max_encoded_bytes(*most)
+    room = torch.full((n_most + 512,), 0xA5, dtype=torch.uint8)
+    n_bytes = codec.encode(gradient, room[:n_most], **options)
+    assert 0 < n_bytes <= n_most
+    assert (room[n_most:] == 0xA5).all(), "written past its end"
+    return room[:n_bytes].clone()
 
 
-def there_and_back(codec: Codec, gradient: torch.Tensor) -> torch.Tensor:
-    return decode(codec, encode(codec, gradient), gradient)
+def decode(
+    codec: Any, message: torch.Tensor, n: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> torch.Tensor:
+    """(n,) values; whatever becomes of the message, nothing is written beside them."""
+    around = torch.full((n + 512,), -7.0, dtype=dtype)
+    values = around[256 : 256 + n]
+    try:
+        codec.decode(message, values, **options)
+    finally:
+        assert (torch.cat([around[:256], around[256 + n :]]) == -7).all(), "written beside the values"
+    return values
+
+
+def there_and_back(codec: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return decode(codec, encode(codec, gradient), gradient.numel(), gradient.dtype)
+
+
+def assert_same_bytes_everywhere(
+    compute: Callable[[], Iterable[torch.Tensor]], thread_counts: Iterable[int] = (1, 2, 3)
+) -> list[torch.Tensor]:
+    """What `compute()` gives, after it gave the same bytes on every instruction set with every number of threads."""
+    n_threads, digests = _native.thread_count(), {}
+    try:
+        for level in LEVELS:
+            for n in thread_counts:
+                _native.set_thread_count(n)
+                with at_level(level):
+                    found = list(compute())
+                digest = hashlib.blake2b()
+                for tensor in found:
+                    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                digests[level, n] = digest.hexdigest()
+    finally:
+        _native.set_thread_count(n_threads)
+    assert len(set(digests.values())) == 1, digests
+    return found
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    words = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.view(words), b.view(words))
 
 
 def finite_gradient(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -38,11 +90,6 @@ def finite_gradient(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     for start in range(n // 2, n, 9):  # the first half stays free of what would dwarf all other values
         gradient[start] = special[start % len(special)]
     return gradient
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    words = {4: torch.int32, 2: torch.int16}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.view(words), b.view(words))
 
 
 def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""GComp messages written and read one bit at a time, from docs/format.md alone: what the codec is compared with."""
+"""GComp messages written one bit and one value at a time, from docs/format.md alone: what the codec is compared with."""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,8 +11,12 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 MODES = {"none": 0, "paper": 1, "uniform": 2, "truncate": 3}
 EXPONENT_BITS = {"float32": 8, "bfloat16": 8, "float16": 5}
 MANTISSA_BITS = {"float32": 23, "bfloat16": 7, "float16": 10}
-DROPPED = {"float32": (0, 6, 12, 18), "bfloat16": (0, 2, 4, 6), "float16": (0, 3, 5, 8)}
+DROPPED = {"float32": (0, 6, 12, 18), "bfloat16": (0, 2, 4, 6), "float16": (0, 3, 5, 8)}  # by level, in format 1
 WORDS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
+LANES = 16
+HIGHEST = {"float32": 254, "bfloat16": 254, "float16": 142}  # exponents of finite values, in format 2
+
+# ---- bits, checksums and tables
 
 
 def _crc_table() -> list[int]:
@@ -25,13 +28,13 @@ def _crc_table() -> list[int]:
     return table
 
 
-_CRC = _crc_table()
+CRC_TABLE = _crc_table()
 
 
 def crc32c(data: bytes) -> int:
     state = 0xFFFFFFFF
     for byte in data:
-        state = state >> 8 ^ _CRC[(state ^ byte) & 0xFF]
+        state = state >> 8 ^ CRC_TABLE[(state ^ byte) & 0xFF]
     return state ^ 0xFFFFFFFF
 
 
@@ -39,10 +42,6 @@ def bytes_of(bits: list[int]) -> bytes:
     """Bit i of the stream is bit i % 8 of byte i // 8."""
     bits = bits + [0] * (-len(bits) % 8)
     return bytes(sum(bit << k for k, bit in enumerate(bits[i : i + 8])) for i in range(0, len(bits), 8))
-
-
-def bits_of(data: bytes) -> list[int]:
-    return [byte >> k & 1 for byte in data for k in range(8)]
 
 
 def number_bits(number: int, n_bits: int) -> list[int]:
@@ -76,39 +75,134 @@ def canonical_codes(lengths: tuple[int, ...]) -> dict[int, list[int]]:
     return codes
 
 
-@dataclass
-class Value:
-    """One float taken apart, after uniform rounding."""
-
-    exponent: int
-    mantissa: int
-    sign: int
-
-
-def take_apart(word: int, dtype: str, mode: str, kept_bits: int, importance: int | None = None) -> Value:
-    """`importance`: given where mode paper rounds to nearest."""
-    n_mantissa, max_exponent = MANTISSA_BITS[dtype], 2 ** EXPONENT_BITS[dtype] - 1
-    value = Value(word >> n_mantissa & max_exponent, word % 2**n_mantissa, word >> (n_mantissa + EXPONENT_BITS[dtype]))
-    if mode == "paper" and importance is not None:
-        kept_bits = n_mantissa - DROPPED[dtype][level(value, dtype, importance)]
-    if (mode == "uniform" or importance is not None) and 0 < value.exponent < max_exponent:
-        step = 2 ** (n_mantissa - kept_bits)
-        magnitude = value.exponent * 2**n_mantissa + value.mantissa
-        below, rest = divmod(magnitude, step)
-        up = 2 * rest > step or (2 * rest == step and below % 2 == 1)
-        magnitude = (below + up) * step
-        if magnitude >= max_exponent * 2**n_mantissa:
-            magnitude = max_exponent * 2**n_mantissa - step
-        value.exponent, value.mantissa = divmod(magnitude, 2**n_mantissa)
-    return value
+def encode_exponents(exponents: list[int], lengths: tuple[int, ...]) -> tuple[bytes, bool]:
+    """The segment, and whether it holds them raw."""
+    codes, quarter = canonical_codes(lengths), -(-len(exponents) // 4)
+    escape = codes.get(len(lengths) - 1)
+    streams = [
+        bytes_of([bit for e in exponents[j * quarter : (j + 1) * quarter] for bit in codes.get(e) or escape or []])
+        for j in range(4)
+    ]
+    escapes = bytes(e for e in exponents if e not in codes)
+    segment = struct.pack("<5H", *map(len, streams), len(escapes)) + b"".join(streams) + escapes
+    return (bytes(exponents), True) if len(segment) >= len(exponents) else (segment, False)
 
 
-def level(value: Value, dtype: str, importance: int) -> int:
-    if importance == 0 or value.exponent == 2 ** EXPONENT_BITS[dtype] - 1:
+# ---- values: how many bits travel, and their rounding
+
+
+def nearest(magnitude: int, n_dropped: int, infinity: int) -> int:
+    """The nearest multiple of 2^n_dropped, ties to even; where that would be infinity, the one before."""
+    below, rest = divmod(magnitude, 2**n_dropped)
+    up = 2 * rest > 2**n_dropped or (2 * rest == 2**n_dropped and below % 2 == 1)
+    rounded = (below + up) * 2**n_dropped
+    return rounded if rounded < infinity else infinity - 2**n_dropped
+
+
+def level_of(magnitude: int, dtype: str, importance: int) -> int:
+    """In format 1."""
+    exponent, mantissa = divmod(magnitude, 2 ** MANTISSA_BITS[dtype])
+    if importance == 0 or exponent == 2 ** EXPONENT_BITS[dtype] - 1:
         return 0
-    exponent = value.exponent + (112 if dtype == "float16" else 0)
-    code = 4 * exponent + (value.mantissa >> (MANTISSA_BITS[dtype] - 2))
+    code = 4 * (exponent + (112 if dtype == "float16" else 0)) + (mantissa >> (MANTISSA_BITS[dtype] - 2))
     return sum(importance + 348 > code + 4 * n for n in DROPPED[dtype][1:])
+
+
+def kept_bits_of(exponent: int, importance: int, dtype: str, mode: str, cap: int) -> int:
+    """In format 2."""
+    if exponent == 255:
+        return MANTISSA_BITS[dtype]
+    kept = cap
+    if mode == "paper" and importance > 0:
+        kept = min(kept, max(0, exponent - importance // 4 + MANTISSA_BITS[dtype] - 86))
+    return min(kept, exponent - 103) if dtype == "float16" else kept
+
+
+def widen(words: np.ndarray, dtype: str) -> np.ndarray:
+    """(n,) uint32: the float32 that each value equals; every bit of a NaN."""
+    if dtype == "float32":
+        return words.astype(np.uint32)
+    if dtype == "bfloat16":
+        return words.astype(np.uint32) << 16
+    with np.errstate(invalid="ignore"):
+        wide = words.view(np.float16).astype(np.float32).view(np.uint32)
+    special = (words.astype(np.uint32) & 0x8000) << 16 | 255 << 23 | (words.astype(np.uint32) & 0x3FF) << 13
+    return np.where((words & 0x7C00) == 0x7C00, special, wide)
+
+
+def narrow(words: np.ndarray, dtype: str) -> np.ndarray:
+    """The reverse, for words that are values of the dtype."""
+    if dtype == "float32":
+        return words
+    if dtype == "bfloat16":
+        return (words >> 16).astype(np.uint16)
+    with np.errstate(invalid="ignore", over="ignore"):
+        half = words.view(np.float32).astype(np.float16).view(np.uint16)
+    special = (words >> 16 & 0x8000 | 0x7C00 | words >> 13 & 0x3FF).astype(np.uint16)
+    return np.where((words >> 23 & 255) == 255, special, half)
+
+
+# ---- chunks
+
+
+def chunk_1(
+    words: np.ndarray, dtype: str, mode: str, kept_bits: int, importance: np.ndarray, rounds: bool
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Exponents, bits of levels, bits of mantissas and signs, and the words that these decode to."""
+    n_mantissa, infinite = MANTISSA_BITS[dtype], 2 ** EXPONENT_BITS[dtype] - 1
+    exponents, level_bits, mantissa_bits, decoded = [], [], [], []
+    for word, byte in zip(words.tolist(), importance.tolist(), strict=True):
+        sign, magnitude = divmod(word, 2 ** (n_mantissa + EXPONENT_BITS[dtype]))
+
+        def n_dropped(magnitude: int, byte: int = byte) -> int:
+            if magnitude >> n_mantissa == infinite:
+                return 0
+            return DROPPED[dtype][level_of(magnitude, dtype, byte)] if mode == "paper" else n_mantissa - kept_bits
+
+        if rounds and 0 < magnitude >> n_mantissa < infinite:
+            magnitude = nearest(magnitude, n_dropped(magnitude), infinite << n_mantissa)
+        exponent, mantissa = divmod(magnitude, 2**n_mantissa)
+        exponents.append(exponent)
+        if exponent == 0:
+            decoded.append(0)
+            continue
+        if mode == "paper":
+            level_bits += number_bits(level_of(magnitude, dtype, byte), 2)
+        n = n_dropped(magnitude)
+        mantissa_bits += [*number_bits(mantissa >> n, n_mantissa - n), sign]
+        decoded.append(magnitude >> n << n | sign << (n_mantissa + EXPONENT_BITS[dtype]))
+    return exponents, level_bits, mantissa_bits, decoded
+
+
+def chunk_2(
+    words: np.ndarray, dtype: str, mode: str, cap: int, importance: np.ndarray, rounds: bool
+) -> tuple[list[int], bytes, list[int]]:
+    """Exponents, the run of 32-bit words that the lanes of signs and mantissas make, and the words that these decode to."""
+    exponents, lanes, run, decoded = [], [(0, 0)] * LANES, b"", []
+    for i, (word, byte) in enumerate(zip(widen(words, dtype).tolist(), importance.tolist(), strict=True)):
+        sign, magnitude = divmod(word, 2**31)
+        if magnitude >> 23 not in (0, 255):
+            n_dropped = 23 - kept_bits_of(magnitude >> 23, byte, dtype, mode, cap)
+            infinity = (HIGHEST[dtype] + 1) << 23
+            magnitude = nearest(magnitude, n_dropped, infinity) if rounds else magnitude >> n_dropped << n_dropped
+        exponents.append(magnitude >> 23)
+        if exponents[-1] == 0:
+            decoded.append(0)
+            continue
+        kept = kept_bits_of(exponents[-1], byte, dtype, mode, cap)
+        field = magnitude % 2**23 >> (23 - kept) | sign << kept
+        bits, n_bits = lanes[i % LANES]
+        bits, n_bits = bits << (kept + 1) | field, n_bits + kept + 1
+        if n_bits >= 32:
+            n_bits -= 32
+            run += struct.pack("<I", bits >> n_bits)
+            bits %= 1 << n_bits
+        lanes[i % LANES] = (bits, n_bits)
+        decoded.append(magnitude >> (23 - kept) << (23 - kept) | sign << 31)
+    return exponents, run + b"".join(struct.pack("<I", bits | 1 << n_bits) for bits, n_bits in lanes), decoded
+
+
+# ---- messages
 
 
 def encode(
@@ -119,94 +213,34 @@ def encode(
     importance: np.ndarray,
     lengths: tuple[int, ...],
     rounding: str = "nearest",
-) -> bytes:
-    """`words`: bit patterns; `lengths`: of the Huffman table."""
-    codes, escape = canonical_codes(lengths), len(lengths) - 1
-    n_mantissa, max_exponent = MANTISSA_BITS[dtype], 2 ** EXPONENT_BITS[dtype] - 1
+    format: int = 2,
+) -> tuple[bytes, np.ndarray]:
+    """The message of `words` (bit patterns) by a Huffman table of these `lengths`, and the words that it decodes to."""
+    rounds = mode == "uniform" or (mode == "paper" and rounding == "nearest")
+    infinite = 2 ** EXPONENT_BITS[dtype] - 1 if format == 1 else 255
     n_chunks = -(-len(words) // CHUNK)
-    offset, headers, body, nonfinite = 48 + 32 * n_chunks, b"", b"", False
+    offset, headers, body, nonfinite, decoded = 48 + 32 * n_chunks, b"", b"", False, []
     for first in range(0, len(words), CHUNK):
-        values = []
-        for word, byte in zip(words[first : first + CHUNK], importance[first : first + CHUNK], strict=True):
-            rounds = mode == "paper" and rounding == "nearest"
-            values.append(take_apart(int(word), dtype, mode, kept_bits, int(byte) if rounds else None))
-        nonfinite = nonfinite or any(value.exponent == max_exponent for value in values)
-        quarter = -(-len(values) // 4)
-        streams = []
-        for j in range(4):
-            bits: list[int] = []
-            for value in values[j * quarter : (j + 1) * quarter]:
-                bits += codes.get(value.exponent) or codes[escape]
-            streams.append(bytes_of(bits))
-        escapes = bytes(value.exponent for value in values if value.exponent not in codes)
-        segment = struct.pack("<5H", *map(len, streams), len(escapes)) + b"".join(streams) + escapes
-        is_raw = len(segment) >= len(values)
-        if is_raw:
-            segment = bytes(value.exponent for value in values)
-        level_bits: list[int] = []
-        mantissa_bits: list[int] = []
-        for i, value in enumerate(values):
-            if value.exponent == 0:
-                continue
-            dropped = 0 if value.exponent == max_exponent else n_mantissa - kept_bits
-            if mode == "paper":
-                own_level = level(value, dtype, int(importance[first + i]))
-                level_bits += number_bits(own_level, 2)
-                dropped = DROPPED[dtype][own_level]
-            mantissa_bits += [*number_bits(value.mantissa >> dropped, n_mantissa - dropped), value.sign]
-        segments = segment + bytes_of(level_bits) + bytes_of(mantissa_bits)
-        headers += struct.pack("<Q4I", offset, len(segment), len(level_bits), len(mantissa_bits), len(values))
+        chunk = words[first : first + CHUNK], dtype, mode, kept_bits, importance[first : first + CHUNK], rounds
+        if format == 1:
+            exponents, level_bits, mantissa_bits, of_chunk = chunk_1(*chunk)
+            segment, is_raw = encode_exponents(exponents, lengths)
+            segments = segment + bytes_of(level_bits) + bytes_of(mantissa_bits)
+            numbers = len(level_bits), len(mantissa_bits)
+        else:
+            exponents, run, of_chunk = chunk_2(*chunk)
+            segment, is_raw = encode_exponents(exponents, lengths)
+            segments = run + segment
+            numbers = crc32c(chunk[4].tobytes()) if mode == "paper" else 0, 8 * len(run)
+        headers += struct.pack("<Q4I", offset, len(segment), *numbers, len(exponents))
         headers += struct.pack("<2I", int(is_raw), crc32c(segments))
         body += segments
         offset += len(segments)
+        nonfinite = nonfinite or infinite in exponents
+        decoded += of_chunk
     start = struct.pack(
-        "<4s4BQQQ", b"GWGC", 1, DTYPES[dtype], MODES[mode], kept_bits, table_id(lengths), len(words), offset
+        "<4s4BQQQ", b"GWGC", format, DTYPES[dtype], MODES[mode], kept_bits, table_id(lengths), len(words), offset
     )
     start += struct.pack("<3I", n_chunks, int(nonfinite), 0)
-    return start + struct.pack("<I", crc32c(start + headers)) + headers + body
-
-
-def decode(message: bytes, lengths: tuple[int, ...]) -> np.ndarray:
-    """The values' bit patterns."""
-    _, _, dtype_code, mode_code, kept_bits, _, _, _, n_chunks = struct.unpack_from("<4s4BQQQI", message)
-    dtype = {code: name for name, code in DTYPES.items()}[dtype_code]
-    mode = {code: name for name, code in MODES.items()}[mode_code]
-    symbols = {tuple(code): symbol for symbol, code in canonical_codes(lengths).items()}
-    n_mantissa, max_exponent = MANTISSA_BITS[dtype], 2 ** EXPONENT_BITS[dtype] - 1
-    words = []
-    for chunk in range(n_chunks):
-        offset, n_bytes, n_level_bits, n_mantissa_bits, n_values, is_raw, _ = struct.unpack_from(
-            "<Q6I", message, 48 + 32 * chunk
-        )
-        segment = message[offset : offset + n_bytes]
-        exponents = list(segment) if is_raw else _decode_exponents(segment, n_values, symbols, len(lengths) - 1)
-        at_levels = offset + n_bytes
-        at_mantissas = at_levels + -(-n_level_bits // 8)
-        levels = iter(bits_of(message[at_levels:at_mantissas]))
-        bits = iter(bits_of(message[at_mantissas : at_mantissas + -(-n_mantissa_bits // 8)]))
-        for exponent in exponents:
-            if exponent == 0:
-                words.append(0)
-                continue
-            dropped = 0 if exponent == max_exponent else n_mantissa - kept_bits
-            if mode == "paper":
-                dropped = DROPPED[dtype][next(levels) + 2 * next(levels)]
-            mantissa = sum(next(bits) << k for k in range(dropped, n_mantissa))
-            sign = next(bits)
-            words.append(mantissa | exponent << n_mantissa | sign << (n_mantissa + EXPONENT_BITS[dtype]))
-    return np.array(words, WORDS[dtype])
-
-
-def _decode_exponents(segment: bytes, n_values: int, symbols: dict[tuple[int, ...], int], escape: int) -> list[int]:
-    *n_bytes, n_escapes = struct.unpack_from("<5H", segment)
-    escapes = iter(segment[len(segment) - n_escapes :])
-    quarter, at, exponents = -(-n_values // 4), 10, []
-    for j in range(4):
-        bits = iter(bits_of(segment[at : at + n_bytes[j]]))
-        at += n_bytes[j]
-        for _ in range(min(n_values, (j + 1) * quarter) - min(n_values, j * quarter)):
-            code: tuple[int, ...] = ()
-            while code not in symbols:
-                code += (next(bits),)
-            exponents.append(symbols[code])
-    return [next(escapes) if exponent == escape else exponent for exponent in exponents]
+    values = np.array(decoded, WORDS[dtype]) if format == 1 else narrow(np.array(decoded, np.uint32), dtype)
+    return start + struct.pack("<I", crc32c(start + headers)) + headers + body, values.astype(WORDS[dtype])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-HEADER_BYTES = 32
+from float_messages import decode as decode
+from float_messages import encode as encode
+
 GROUP = 64
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Rounding = Callable[[float], np.float32]
 # None, one, odd ones, both sides of groups, blocks and tasks.
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 1_000, 4_095, 4_097, 65_535, 65_537, 140_001)
 
@@ -46,10 +49,12 @@ def uniform(seed: int, step: int, n: int) -> np.ndarray:
     return (numbers(seed, step, n) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def one_bit(x: np.ndarray, scale: str, threshold: float = 0.5) -> np.ndarray:
-    """What a one-bit message of `x` (float32) decodes to."""
-    negative = x < 0
-    wide = x.astype(np.float64)
+def to_bfloat16(value: float) -> np.float32:
+    return np.float32(torch.tensor(value, dtype=torch.float64).to(torch.float32).to(torch.bfloat16).item())
+
+
+def one_bit(x: np.ndarray, scale: str = "mean", threshold: float = 0.5, rounded: Rounding = np.float32) -> np.ndarray:
+    negative, wide = x < 0, x.astype(np.float64)
     if scale == "fixed":
         above = below = threshold
     elif scale == "mean":
@@ -57,18 +62,38 @@ def one_bit(x: np.ndarray, scale: str, threshold: float = 0.5) -> np.ndarray:
     else:
         above = float(wide[~negative].mean()) if (~negative).any() else 0.0
         below = float(-wide[negative].mean()) if negative.any() else 0.0
-    return np.where(negative, np.float32(-below), np.float32(above)).astype(np.float32)
+    return np.where(negative, -rounded(below), rounded(above)).astype(np.float32)
 
 
-def two_bit(x: np.ndarray, threshold: float, relative: bool) -> np.ndarray:
-    t = np.float32(threshold)
-    if relative:
-        t = (
-            np.float32(float(np.float32(threshold)) * float(np.float32(np.abs(x.astype(np.float64)).mean())))
-            if x.size
-            else t
-        )
+def two_bit(
+    x: np.ndarray, threshold: float = 1.25, relative: bool = True, levels: int = 3, rounded: Rounding = np.float32
+) -> np.ndarray:
+    mean = np.abs(x.astype(np.float64)).mean() if x.size else 0.0
+    if levels == 4:
+        inner, outer = (rounded(factor * mean) for factor in (0.5675, 1.893))
+        is_outer = np.abs(np.abs(x) - float(outer)) <= np.abs(np.abs(x) - float(inner))
+        return np.where(is_outer, outer, inner) * np.where(x < 0, np.float32(-1), np.float32(1))
+    t = rounded(float(np.float32(threshold)) * mean) if relative else np.float32(threshold)
     return np.where((x >= t) & (x > 0), t, np.where((x <= -t) & (x < 0), -t, np.float32(0))).astype(np.float32)
+
+
+def decoded(name: str, options: dict[str, Any], x: np.ndarray, step: int, cuts: Sequence[int] = ()) -> np.ndarray:
+    """What a message of `x` (float32) decodes to; thc's rotated values apart, whose rounding is compared by `thc_codes`."""
+    settings = {key: value for key, value in options.items() if key not in ("seed", "scale_values")}
+    if name == "ternary":
+        scale = ternary_scale(x, 2.5)
+        return (ternary(x, scale, options["seed"], step) * scale).astype(np.float32)
+    if name == "qsgd":
+        return qsgd(x, **{"levels": 7, "block": 512} | settings, seed=options["seed"], step=step)
+    definition = {"one-bit": one_bit, "two-bit": two_bit}[name]
+    if "scale_values" not in options:
+        return definition(x, **settings)
+    out, n_group = np.empty_like(x), options["scale_values"]
+    for start, end in zip([0, *cuts], [*cuts, x.size], strict=True):
+        for first in range(start, end, n_group):
+            mine = slice(first, min(end, first + n_group))
+            out[mine] = definition(x[mine], **settings, rounded=to_bfloat16)
+    return out
 
 
 def ternary_scale(x: np.ndarray, clip: float) -> np.float32:
@@ -172,15 +197,3 @@ def make_gradient(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     values[::11] = 0.0
     values[5::13] = -0.0
     return values.to(dtype)
-
-
-def encode(codec: Any, gradient: torch.Tensor, **options: Any) -> torch.Tensor:
-    """One message, exactly."""
-    out = torch.full((codec.max_encoded_bytes(gradient.numel(), gradient.dtype),), 0xAB, dtype=torch.uint8)
-    return out[: codec.encode(gradient, out, **options)].clone()
-
-
-def decode(codec: Any, message: torch.Tensor, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    out = torch.full((n,), torch.nan, dtype=dtype)
-    codec.decode(message, out)
-    return out

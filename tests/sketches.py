@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,19 +67,20 @@ class Sketches:
     n_attempts: int
 
 
+def index_of(gradient: torch.Tensor) -> torch.Tensor:
+    index = torch.empty(index_words(gradient.numel()), dtype=torch.int32)
+    write_index(gradient, index)
+    return index
+
+
 def sum_sketches(
     gradients: Sequence[torch.Tensor], fixed: FixedPoint | None = None, sketch: CountSketch | None = None
 ) -> Sketches:
     """The sum of all ranks' sketches, planned as the scheme plans it: another salt until at most MAX_CORE are left."""
     sketch = sketch or CountSketch()
     n_elements = gradients[0].numel()
-    own_indices = []
-    for gradient in gradients:
-        own_indices.append(torch.empty(index_words(n_elements), dtype=torch.int32))
-        write_index(gradient, own_indices[-1])
-    index = torch.zeros_like(own_indices[0])
-    for own in own_indices:
-        index |= own
+    own_indices = [index_of(gradient) for gradient in gradients]
+    index = functools.reduce(torch.bitwise_or, own_indices).clone()
     for attempt in range(MAX_ATTEMPTS + 1):
         sketch.prepare(index, n_elements, attempt)
         n_core = sketch.peel(index)

@@ -105,9 +105,8 @@ PieceEnds::PieceEnds(wire::Mesh& mesh, Codec& push, Codec& pull, const Groups& g
       rank_(static_cast<std::size_t>(mesh.rank())),
       account_(account) {
   const std::size_t n = bucket_.values.size();
-  if (bucket_.gradient.size() != n || bucket_.left_out.size() != n ||
-      (!bucket_.residual.empty() && bucket_.residual.size() != n))
-    throw InvalidArgument("values, gradient, residual and left_out have to be of one size");
+  if (bucket_.left_out.size() != n || (!bucket_.residual.empty() && bucket_.residual.size() != n))
+    throw InvalidArgument("values, residual and left_out have to be of one size");
   std::size_t largest = 0;
   for (const auto& part : groups)
     for (const Group& group : part) {
@@ -148,7 +147,7 @@ Feedback PieceEnds::feedback_of(const Group& group, bool has_residual) const {
 std::size_t PieceEnds::encode_push(std::size_t part, std::size_t number, std::span<std::uint8_t> out) {
   const Group& group = groups_[part][number];
   const std::int64_t started = weigh(push_, group);
-  const std::span<float> values = bucket_.gradient.subspan(group.start, group.end - group.start);
+  const std::span<float> values = bucket_.values.subspan(group.start, group.end - group.start);
   const std::size_t n_bytes = encode_group(push_, values, group.start, group.sizes, feedback_of(group, true), out);
   account_.add(Kind::encode, started);
   return n_bytes;
@@ -168,7 +167,7 @@ void PieceEnds::add_pushed(std::size_t source, std::size_t number, Bytes message
 void PieceEnds::add_own(std::size_t number) {
   const std::int64_t started = now_ns();
   const Group& group = groups_[rank_][number];
-  const std::span<float> total = total_of(group), own = bucket_.gradient.subspan(group.start, total.size());
+  const std::span<float> total = total_of(group), own = bucket_.values.subspan(group.start, total.size());
   float* __restrict sum = total.data();
   const float* __restrict mine = own.data();
   if (bucket_.residual.empty()) {
@@ -202,9 +201,6 @@ std::size_t PieceEnds::encode_pull(std::size_t number, std::span<std::uint8_t> o
 }
 
 void PieceEnds::adopt(std::size_t part, std::size_t number, const wire::Message& message) {
-  if (!has_asked_) is_void_ = bucket_.is_void();
-  has_asked_ = true;
-  if (is_void_) return;
   const Group& group = groups_[part][number];
   const std::int64_t started = weigh(pull_, group);
   const std::span<float> values = bucket_.values.subspan(group.start, group.end - group.start);

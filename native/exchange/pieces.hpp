@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -40,15 +39,12 @@ using Groups = std::vector<std::vector<Group>>;  // by part, in order
 
 // What one rank brings in; all are of one size.
 struct PieceBucket {
-  std::span<float> values;  // where means go; may be the gradient
-  std::span<float> gradient;
+  std::span<float> values;          // the gradient, over which the mean is written
   std::span<const float> residual;  // empty for none
   std::span<float> left_out;        // what this rank's messages lost of gradient + residual
   std::uint64_t first_draw;
   // Without, only this rank's part of `values` is replaced, and nothing of it is left out.
   bool has_pull;
-  // Asked once, before the first value is replaced by a pulled one; if it says so, on every rank, none is.
-  std::function<bool()> is_void;
 };
 
 // A rank as a worker, which pushes and pulls, and as the server of its own part.
@@ -78,7 +74,6 @@ class PieceEnds final : public Ends {
   const std::size_t world_, rank_;
   std::size_t max_push_bytes_ = 0, max_pull_bytes_ = 0;
   wire::Message total_, scratch_;
-  bool is_void_ = false, has_asked_ = false;
   Account& account_;
 };
 

@@ -1,6 +1,6 @@
 """The native core (C++20, no torch). Arrays: one-dimensional, contiguous, on the CPU; every call releases the GIL."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 def set_thread_count(n_threads: int) -> None: ...
@@ -355,8 +355,8 @@ class PieceExchange:
 
     def __init__(
         self, mesh: Mesh, stream: int, facts: Sequence[int], push: ExchangeCodec, pull: ExchangeCodec,
-        groups: PieceGroups, values: Any, gradient: Any, residual: Any | None, left_out: Any, first_draw: int,
-        has_pull: bool, pull_bytes_ahead: int, is_void: Callable[[], bool],
+        groups: PieceGroups, values: Any, residual: Any | None, left_out: Any, first_draw: int, has_pull: bool,
+        pull_bytes_ahead: int,
     ) -> None: ...  # fmt: skip
     def run(self) -> _Account: ...
     def finish(self) -> _Account: ...

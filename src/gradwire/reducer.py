@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire.core import checkpoint, gathering
 from gradwire.core.bucket import Bucket, Layout, check_gradient
 from gradwire.core.named_tensors import AllReduceWork, Flattener

@@ -27,6 +27,7 @@ from gradwire.exchange.aggregators import Sum
 from gradwire.telemetry.recorder import BucketRecord, Recorder
 from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.wire import Wire
 
 ADDRESS_VARIABLE = "GRADWIRE_SWITCH"
 
@@ -73,28 +74,28 @@ class Switch:
         parse_address(self._address)
         self._communicator = communicator
 
-    def or_words(self, words: torch.Tensor, record: BucketRecord) -> None:
+    def or_words(self, words: torch.Tensor, wire: Wire) -> None:
         """See `Aggregator`."""
         _check(words, torch.int32)
-        self._start(words, _OR, record).wait()
+        self._start(words, _OR, wire)()
 
-    def max_int32(self, values: torch.Tensor, record: BucketRecord) -> None:
-        """See `Aggregator`. A signed maximum is one instruction of the switch's register units."""
+    def max_int32(self, values: torch.Tensor, wire: Wire) -> None:
+        """Replace `values` (n,) int32 by their largest over the ranks: one instruction of the switch's register units."""
         _check(values, torch.int32)
-        self._start(values, _MAXIMUM, record).wait()
+        self._start(values, _MAXIMUM, wire)()
 
-    def start_sum(self, values: torch.Tensor, record: BucketRecord) -> Sum:
+    def start_sum(self, values: torch.Tensor, wire: Wire) -> Sum:
         """See `Aggregator`. int64 travels as three int32 digits, and wraps at 64 bits as torch's does."""
         if values.dtype == torch.int64:
             _check(values, torch.int64)
-            return _DigitSum(values, self._spare_digits, lambda digits: self._start(digits, _ADD, record))
+            return _DigitSum(values, self._spare_digits, lambda digits: self._start(digits, _ADD, wire)).wait
         _check(values, torch.int32)
-        return self._start(values, _ADD, record)
+        return self._start(values, _ADD, wire)
 
-    def start_or_and_sum(self, words: torch.Tensor, values: torch.Tensor, record: BucketRecord) -> tuple[Sum, Sum]:
+    def start_or_and_sum(self, words: torch.Tensor, values: torch.Tensor, wire: Wire) -> tuple[Sum, Sum]:
         """See `Aggregator`: one stream of packets after the other, without a wait between them."""
         _check(words, torch.int32)
-        return self._start(words, _OR, record), self.start_sum(values, record)
+        return self._start(words, _OR, wire), self.start_sum(values, wire)
 
     def stats(self) -> dict[str, Any]:
         """Packets and bytes of this rank since the start; says that the switch is an emulation."""
@@ -123,7 +124,7 @@ class Switch:
 
     # ---- on the lane
 
-    def _start(self, values: torch.Tensor, operation: int, record: BucketRecord) -> SwitchSum:
+    def _start(self, values: torch.Tensor, operation: int, wire: Wire) -> Sum:
         communicator = self._communicator
         if communicator is None:
             raise InvalidArgument("bind the aggregator to a communicator first")
@@ -133,7 +134,7 @@ class Switch:
             _open_switches.add(self)
         assert self._worker is not None
         task = _Task(self._client, values, operation, communicator.timeout_s)
-        return SwitchSum(self._worker.submit(task), communicator, record)
+        return SwitchSum(self._worker.submit(task), communicator, wire.record).wait
 
     def _open(self, communicator: Communicator) -> _native.SwitchClient:
         host, port = parse_address(self._address)
@@ -173,7 +174,7 @@ class SwitchSum:
 class _DigitSum:
     """A sum of int64 as one of int32: digits in base 2**22, the highest of 20 bits and signed."""
 
-    def __init__(self, values: torch.Tensor, spare: list[torch.Tensor], start: Callable[[torch.Tensor], SwitchSum]):
+    def __init__(self, values: torch.Tensor, spare: list[torch.Tensor], start: Callable[[torch.Tensor], Sum]):
         n = values.numel()
         fitting = next((i for i, one in enumerate(spare) if one.numel() >= 3 * n), None)
         self._buffer = spare.pop(fitting) if fitting is not None else torch.empty(3 * n, dtype=torch.int32)
@@ -182,12 +183,12 @@ class _DigitSum:
         for place in range(3):
             digit = values >> (place * _DIGIT_BITS)
             self._digits[place].copy_(digit if place == 2 else digit.bitwise_and_((1 << _DIGIT_BITS) - 1))
-        self._sum: SwitchSum | None = start(self._digits.view(-1))
+        self._sum: Sum | None = start(self._digits.view(-1))
 
     def wait(self) -> None:
         if self._sum is None:
             return
-        self._sum.wait()
+        self._sum()
         self._values.copy_(self._digits[2])
         for place in (1, 0):
             self._values.bitwise_left_shift_(_DIGIT_BITS).add_(self._digits[place])

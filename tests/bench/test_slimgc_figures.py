@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire.schemes import by_name
 from gradwire.schemes.aqgb.overlap import without
+from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures.overlap import add_bounds
 from gradwire_lab.bench.overlap import Timeline

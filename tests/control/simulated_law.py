@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import measured
 
-from gradwire.control.racing import PLAIN, Law, Limits
+from gradwire.schemes.auto.law import PLAIN, Law
 
 World = dict[str, int]  # microseconds a step of each scheme
 
@@ -65,7 +65,6 @@ def simulate(
     seed: int,
     sigma: float = 0.10,
     bias: float = 0.20,
-    limits: Limits | None = None,
 ) -> Outcome:
     """The law as ranks run it: votes come late and in batches, of another link only probes tell, the model errs by family,
     steps are noisy, one in a hundred is double."""
@@ -83,7 +82,7 @@ def simulate(
     def predict(_: int = 0) -> dict[str, int]:
         return {name: int(known[name] * wrong[name]) for name in names}
 
-    law = Law(predict(), limits, predict, family_of)
+    law = Law(predict(), predict_again=predict, family_of=family_of)
 
     def count(rows: list[tuple[int, int, int]], is_probe: bool, world: World) -> None:
         nonlocal known, n_to_probe, n_probed

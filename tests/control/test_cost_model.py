@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.control.cost_model import (
+from gradwire.errors import InvalidArgument
+from gradwire.exchange.parts import CHUNK_ELEMENTS, count_chunks
+from gradwire.schemes.auto.costs import (
     SHAPES,
     CodecCost,
     LinkCost,
@@ -21,8 +23,6 @@ from gradwire.control.cost_model import (
     bucket_load,
     predict_s,
 )
-from gradwire.errors import InvalidArgument
-from gradwire.exchange.parts import CHUNK_ELEMENTS, count_chunks
 
 FOUR = SharedCores(4, 1, 8)
 FREE = LinkCost(1e18, 0, 0, 0, 0)

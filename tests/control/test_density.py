@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.control.cost_model import CodecCost, LinkCost, SharedCores
-from gradwire.schemes.auto.profile import CostProfile, density_of
+from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, density_of
 from ranks import run_ranks
 
 
@@ -22,15 +21,11 @@ def test_a_sample_finds_the_share(share: float) -> None:
     assert density_of([*gradients, None]) == pytest.approx(share, abs=0.03)
 
 
-def test_where_there_is_nothing_to_look_at_all_is_dense() -> None:
+def test_rows_of_zeros_are_seen_and_nothing_to_look_at_all_is_dense() -> None:
+    embedding = torch.zeros(100_000, 32)
+    embedding[:5_000] = 1  # in a run
+    assert density_of([embedding]) == pytest.approx(0.05, abs=0.01)
     assert density_of([None, torch.zeros(0), torch.zeros(4, 4).t()[:, :2]]) == 1.0
-
-
-def test_few_zeros_of_a_large_tensor_are_seen_by_rows() -> None:
-    """An embedding: whole rows are zero, in runs."""
-    gradient = torch.zeros(100_000, 32)
-    gradient[:5_000] = 1
-    assert density_of([gradient]) == pytest.approx(0.05, abs=0.01)
 
 
 def profile(density: float) -> CostProfile:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.schemes.auto.link_probes import LinkProbes
+from gradwire.schemes.auto.votes import LinkProbes
 
 
 def profile(rate: float) -> Any:

@@ -13,11 +13,15 @@ from gradwire.schemes.aqgb.law import (
     RateEstimate,
     Timetable,
     bits_of_ratio,
-    first_stage_bits,
     first_stage_ratio,
     second_stage_bits,
     second_stage_ratio,
 )
+
+
+def first_stage_bits(*arguments, **options) -> int:
+    return bits_of_ratio(first_stage_ratio(*arguments, **options))
+
 
 rates = st.floats(0, 1e12)
 times = st.floats(-1e4, 1e4)

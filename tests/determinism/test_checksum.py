@@ -1,16 +1,14 @@
-"""CRC32C of every instruction set against a table that is written here: lengths, offsets, joined pieces."""
+"""CRC32C of every instruction set against its table: lengths, offsets, joined pieces."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
+from float_messages import LEVELS, at_level
+from gcomp_oracle import CRC_TABLE
 from gradwire import _native
 
-LEVELS = {"portable": (False, False), "avx2": (True, False), "avx512": (True, True)}
-POLYNOMIAL = 0x82F63B78
 # Folding begins at 512 bytes and goes on in steps of 256, three lanes side by side at 3,072.
 LENGTHS = [
     *range(301),
@@ -19,56 +17,34 @@ LENGTHS = [
 ]
 
 
-def _advance(state: int) -> int:
-    for _ in range(8):
-        state = state >> 1 ^ POLYNOMIAL * (state & 1)
-    return state
-
-
-TABLE = [_advance(byte) for byte in range(256)]
-
-
 def prefixes(data: bytes, crc: int) -> list[int]:
     """The checksum of each prefix of `data`, from none of it on."""
     state = crc ^ 0xFFFFFFFF
     found = [crc]
     for byte in data:
-        state = state >> 8 ^ TABLE[(state ^ byte) & 0xFF]
+        state = state >> 8 ^ CRC_TABLE[(state ^ byte) & 0xFF]
         found.append(state ^ 0xFFFFFFFF)
     return found
 
 
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    yield
-    _native.limit_simd_level(True, True)
-
-
-def at_level(name: str) -> None:
-    _native.limit_simd_level(*LEVELS[name])
-    if _native.simd_level() != name:
-        pytest.skip(f"this machine has no {name}")
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_checksum_is_the_table_s_at_all_lengths_and_offsets(level: str) -> None:
-    at_level(level)
-    assert _native.crc32c(b"123456789") == 0xE3069283  # RFC 3720
     data = torch.randint(0, 256, (101_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    for offset in (0, 1, 2, 3, 5, 7, 8, 13, 31, 33, 63):
-        for crc in (0, 0xDEADBEEF):
-            expected = prefixes(
-                data[offset : offset + (LENGTHS[-1] if offset in (0, 13) else 7_000)].numpy().tobytes(), crc
-            )
-            for n in LENGTHS:
-                if n < len(expected):
-                    assert _native.crc32c(data[offset : offset + n], crc) == expected[n], (offset, n)
+    with at_level(level):
+        assert _native.crc32c(b"123456789") == 0xE3069283  # RFC 3720
+        for offset in (0, 1, 2, 3, 5, 7, 8, 13, 31, 33, 63):
+            length = LENGTHS[-1] if offset in (0, 13) else 7_000
+            for crc in (0, 0xDEADBEEF):
+                expected = prefixes(data[offset : offset + length].numpy().tobytes(), crc)
+                for n in LENGTHS:
+                    if n < len(expected):
+                        assert _native.crc32c(data[offset : offset + n], crc) == expected[n], (offset, n)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_checksums_of_neighbours_join(level: str) -> None:
-    at_level(level)
     data = torch.randint(0, 256, (5_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(4))
     whole = prefixes(data.numpy().tobytes(), 0)[-1]
-    for cut in (0, 1, 255, 511, 512, 513, 1_000, 3_071, 4_999, 5_000):
-        assert _native.crc32c(data[cut:], _native.crc32c(data[:cut])) == whole, cut
+    with at_level(level):
+        for cut in (0, 1, 255, 511, 512, 513, 1_000, 3_071, 4_999, 5_000):
+            assert _native.crc32c(data[cut:], _native.crc32c(data[:cut])) == whole, cut

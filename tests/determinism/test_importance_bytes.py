@@ -1,14 +1,13 @@
-"""The importance kernel gives the same bytes for every thread count and SIMD level."""
+"""The importance kernel: the formula's bytes, for every thread count and instruction set."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from float_messages import LEVELS, assert_same_bytes_everywhere, at_level
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
@@ -16,14 +15,6 @@ N_ELEMENTS = 3 * 65536 + 45  # several tiles, a last one that is no multiple of 
 
 # Zeros, subnormals, the ends of the byte's range, Inf and NaN.
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 2.0**-40, 2.0**-41, 2.0**24, 3.4e38, -1.0, np.inf, -np.inf, np.nan]
-
-
-@pytest.fixture(autouse=True)
-def restore_native_settings() -> Iterator[None]:
-    n_threads = _native.thread_count()
-    yield
-    _native.set_thread_count(n_threads)
-    _native.limit_simd_level(True)
 
 
 def importance(
@@ -58,20 +49,13 @@ def test_bytes_do_not_depend_on_threads_or_instruction_set(floats, has_second: b
     parameter = floats(N_ELEMENTS, 1)
     second = floats(N_ELEMENTS, 2) if has_second else None
     first = floats(N_ELEMENTS, 3) if has_first else None
-    found = []
-    for allow_avx2 in (False, True):
-        for n_threads in (1, 2, 5):
-            _native.limit_simd_level(allow_avx2)
-            _native.set_thread_count(n_threads)
-            found.append(importance(parameter, second, first))
-    assert len(torch.unique(found[0])) > 10
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    (found,) = assert_same_bytes_everywhere(lambda: [importance(parameter, second, first)], (1, 2, 5))
+    assert len(torch.unique(found)) > 10
 
 
-@pytest.mark.parametrize("allow_avx2", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("n_elements", [0, 1, 7, 8, 31, 32, 33, 65535, 65536, 65537])
-def test_bytes_are_the_formula_in_float32_rounded_operation_by_operation(allow_avx2: bool, n_elements: int) -> None:
-    _native.limit_simd_level(allow_avx2)
+def test_bytes_are_the_formula_in_float32_rounded_operation_by_operation(level: str, n_elements: int) -> None:
     parameter, second, first = (any_floats(n_elements, seed).numpy() for seed in (4, 5, 6))
     a, b, c = np.float32(0.7), np.float32(1e-3), np.float32(-9)
     with np.errstate(all="ignore"):
@@ -79,28 +63,28 @@ def test_bytes_are_the_formula_in_float32_rounded_operation_by_operation(allow_a
     magnitude = (scale.view(np.uint32) & 0x7FFFFFFF).astype(np.int64)
     expected = np.clip((magnitude >> 21) - 348, 0, 255)
     expected[np.isnan(scale) | ~(second > 0)] = 0
-    found = importance(*map(torch.from_numpy, (parameter, second, first)), (float(a), float(b), float(c)))
+    with at_level(level):
+        found = importance(*map(torch.from_numpy, (parameter, second, first)), (float(a), float(b), float(c)))
     np.testing.assert_array_equal(found.numpy(), expected)
 
 
-@pytest.mark.parametrize("allow_avx2", [False, True])
-def test_the_byte_spans_2_to_the_minus_40_to_2_to_the_24_in_quarter_octaves(allow_avx2: bool) -> None:
-    _native.limit_simd_level(allow_avx2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_byte_spans_2_to_the_minus_40_to_2_to_the_24_in_quarter_octaves(level: str) -> None:
     quarters = torch.tensor([2.0**octave * (1 + quarter / 4) for octave in range(-45, 30) for quarter in range(4)])
-    found = importance(quarters, None, None, (0.0, 1.0, 0.0))
     expected = torch.arange(4 * (-45 + 40), 4 * (30 + 40)).clamp(0, 255).to(torch.uint8)
-    assert torch.equal(found, expected)
-    assert torch.equal(importance(-quarters, None, None, (0.0, 1.0, 0.0)), expected)
+    with at_level(level):
+        for sign in (1, -1):
+            assert torch.equal(importance(sign * quarters, None, None, (0.0, 1.0, 0.0)), expected)
 
 
-@pytest.mark.parametrize("allow_avx2", [False, True])
-def test_nan_and_a_second_moment_that_is_not_positive_give_zero(allow_avx2: bool) -> None:
-    _native.limit_simd_level(allow_avx2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_nan_and_a_second_moment_that_is_not_positive_give_zero(level: str) -> None:
     ones = torch.ones(64)
-    assert importance(torch.full((64,), torch.nan), ones, None, (1.0, 1.0, 0.0)).count_nonzero() == 0
-    for second in (0.0, -0.0, -1.0, torch.nan):
-        assert importance(ones, torch.full((64,), second), ones, (1.0, 1.0, 1.0)).count_nonzero() == 0
-    assert importance(ones, torch.full((64,), 1e-45), None, (0.0, 1.0, 0.0)).count_nonzero() == 64
+    with at_level(level):
+        assert not importance(torch.full((64,), torch.nan), ones, None, (1.0, 1.0, 0.0)).any()
+        for second in (0.0, -0.0, -1.0, torch.nan):
+            assert not importance(ones, torch.full((64,), second), ones, (1.0, 1.0, 1.0)).any()
+        assert importance(ones, torch.full((64,), 1e-45), None, (0.0, 1.0, 0.0)).all()
 
 
 @pytest.mark.parametrize("lengths", [(8, 7, 8, 8), (8, 8, 0, 8), (8, 8, 8, 9), (0, 8, 8, 8)])

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from float_messages import assert_same_bytes_everywhere
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
 SHAPES = [(1, 1, 1), (1, 1, 9), (1, 7, 1), (2, 3, 5), (4, 64, 16), (5, 67, 33), (32, 300, 129), (40, 40, 41)]
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads() -> Iterator[None]:
-    threads = _native.thread_count()
-    yield
-    _native.set_thread_count(threads)
-
-
-def in_every_way(compute) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
-    """The result of compute() with one thread and with three; test_instruction_sets.py compares AVX2 with portable."""
-    results = []
-    for n_threads in (1, 3):
-        _native.set_thread_count(n_threads)
-        results.append(compute())
-    return results
 
 
 def product(left: torch.Tensor, right: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,18 +40,17 @@ def test_product_is_summed_in_ascending_order_bit_by_bit(rank: int, n_rows: int,
     left = torch.randn(rank, n_rows, generator=generator)
     right = torch.randn(rank, n_columns, generator=generator)
     start = torch.randn(n_rows, n_columns, generator=generator)
-    for result in in_every_way(lambda: product(left, right)):
-        assert torch.equal(result, expected_product(left, right))
-    for result in in_every_way(lambda: product(left, right, start)):
-        assert torch.equal(result, start - expected_product(left, right))
+    expected = expected_product(left, right)
+    (plain, less) = assert_same_bytes_everywhere(lambda: [product(left, right), product(left, right, start)], (1, 3))
+    assert torch.equal(plain, expected)
+    assert torch.equal(less, start - expected)
 
 
 @pytest.mark.parametrize(("rank", "n"), [(1, 1), (1, 50), (3, 3), (4, 4), (5, 77), (32, 768), (33, 200)])
 @pytest.mark.parametrize("magnitude", [1.0, 1e-30, 1e30, 1e-41])
 def test_rows_become_orthonormal_and_keep_their_span(rank: int, n: int, magnitude: float) -> None:
     factors = torch.randn(3, rank, n, generator=torch.Generator().manual_seed(n)) * magnitude
-    first, second = in_every_way(lambda: orthogonal(factors))
-    assert torch.equal(first, second)
+    (first,) = assert_same_bytes_everywhere(lambda: [orthogonal(factors)], (1, 3))
     gram = first.double() @ first.double().mT
     assert torch.allclose(gram, torch.eye(rank, dtype=torch.float64).expand_as(gram), atol=2e-6)
     exact = factors.double() / factors.double().norm()
@@ -83,10 +67,14 @@ def test_factor_that_is_zero_or_short_of_rank_gives_orthonormal_rows_without_nan
         assert torch.allclose(gram, torch.eye(4, dtype=torch.float64), atol=1e-6)
 
 
-def test_sizes_that_do_not_fit_raise_invalid_argument() -> None:
-    with pytest.raises(InvalidArgument, match="another size"):
-        _native.multiply_factors(torch.ones(4), torch.ones(6), 2, False, torch.ones(5))
-    with pytest.raises(InvalidArgument, match="rank at least 1"):
-        _native.multiply_factors(torch.ones(4), torch.ones(6), 0, False, torch.ones(5))
-    with pytest.raises(InvalidArgument, match="1 <= rank <= n"):
-        _native.orthogonalise_factors(torch.ones(6), 1, 3)
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: _native.multiply_factors(torch.ones(4), torch.ones(6), 2, False, torch.ones(5)), "another size"),
+        (lambda: _native.multiply_factors(torch.ones(4), torch.ones(6), 0, False, torch.ones(5)), "rank at least 1"),
+        (lambda: _native.orthogonalise_factors(torch.ones(6), 1, 3), "1 <= rank <= n"),
+    ],
+)
+def test_sizes_that_do_not_fit_raise_invalid_argument(call: Callable[[], None], match: str) -> None:
+    with pytest.raises(InvalidArgument, match=match):
+        call()

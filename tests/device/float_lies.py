@@ -10,8 +10,9 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import GradwireError
-from gradwire.gpu.kernels import Kernels
-from gradwire_lab.bench.float_kernel_checks import Codec, on_kernels
+from gradwire.gpu.kernels import Kernels, using
+from gradwire.gpu.launching import raise_error
+from gradwire_lab.bench.float_kernel_checks import Codec
 
 
 def message_of(codec: Codec, values: Tensor) -> Tensor:
@@ -19,6 +20,14 @@ def message_of(codec: Codec, values: Tensor) -> Tensor:
     room = torch.zeros(codec.max_encoded_bytes(values.numel(), values.dtype), dtype=torch.uint8)
     codec.encode(values, room)
     return room
+
+
+def error_of(kernels: Kernels, codec: Codec, message: Tensor, out: Tensor) -> int:
+    """The error word after decoding into `out`."""
+    error = torch.zeros(1, dtype=torch.int32)
+    with using(kernels):
+        codec.decode(message, out, error=error)
+    return int(error)
 
 
 def lies(codec: Codec, message: Tensor, n_bytes: int) -> Iterator[Tensor]:
@@ -35,9 +44,8 @@ def is_refused(kernels: Kernels, codec: Codec, lie: Tensor, n_bytes: int, out: T
 
     A device codec also refuses options that are not its own.
     """
-    on, error = on_kernels(codec, kernels), torch.zeros(1, dtype=torch.int32)
-    on.decode(lie, out, error)
-    answer = _error_of(lambda: on.raise_error(int(error)))
+    code = error_of(kernels, codec, lie, out)
+    answer = _error_of(lambda: raise_error(code, codec.name, kernels.device))
     expected = torch.empty_like(out)
     on_cpu = _error_of(lambda: codec.decode(lie[:n_bytes].clone(), expected))
     if on_cpu is not None or answer is not None:

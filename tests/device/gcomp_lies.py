@@ -10,7 +10,8 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.errors import GradwireError
-from gradwire.gpu.gcomp import DeviceGComp
+from gradwire.gpu.kernels import Kernels, using
+from gradwire.gpu.launching import raise_error
 
 
 def message_of(codec: GCompCodec, values: Tensor, importance: Tensor) -> Tensor:
@@ -19,11 +20,11 @@ def message_of(codec: GCompCodec, values: Tensor, importance: Tensor) -> Tensor:
     return out[: codec.encode(values, out, importance)].clone()
 
 
-def error_of(on: DeviceGComp, message: Tensor, out: Tensor, importance: Tensor | None = None) -> int:
+def error_of(kernels: Kernels, codec: GCompCodec, message: Tensor, out: Tensor, importance: Tensor) -> int:
     """The error word after decoding into `out`."""
     error = torch.zeros(1, dtype=torch.int32)
-    work = torch.full((on.work_bytes(out.numel()),), 0xA5, dtype=torch.uint8)
-    on.decode(message, out, error, work, importance=importance)
+    with using(kernels):
+        codec.decode(message, out, importance, error=error)
     return int(error)
 
 
@@ -62,18 +63,18 @@ def lies(message: Tensor, step: int = 1) -> Iterator[Tensor]:
 
 
 def is_refused(
-    codec: GCompCodec, on: DeviceGComp, message: Tensor, lie: Tensor, out: Tensor, importance: Tensor
+    kernels: Kernels, codec: GCompCodec, message: Tensor, lie: Tensor, out: Tensor, importance: Tensor
 ) -> bool:
     """Whether kernels refuse what became of `message`: as the CPU's codec does, by the same error; or both read the same.
 
     A device codec also refuses options that are not its own.
     """
     expected = torch.empty_like(out)
-    code = error_of(on, lie, out, importance)
+    code = error_of(kernels, codec, lie, out, importance)
     answer: GradwireError | None = None
     on_cpu: GradwireError | None = None
     try:
-        on.raise_error(code)
+        raise_error(code, codec.name, kernels.device)
     except GradwireError as error:
         answer = error
     if not torch.equal(lie[4:8], message[4:8]):

@@ -9,7 +9,6 @@ import torch
 from emulated import EmulatedKernels
 from gcomp_lies import is_refused, lies, message_of
 
-from gradwire.gpu.gcomp import DeviceGComp
 from gradwire_lab.bench import gcomp_kernel_checks
 from gradwire_lab.bench.kernel_checks import values_of
 
@@ -19,9 +18,9 @@ n_cases = gcomp_kernel_checks.run(kernels, names, (0, 33, 1_001), ("nan",), (tor
 n_lies = 0
 for name in names:
     codec, values = gcomp_kernel_checks.CODECS[name], values_of("gradient", 90, torch.float32)
-    on, importance = DeviceGComp(codec, kernels), gcomp_kernel_checks.importance_of(90)
+    importance = gcomp_kernel_checks.importance_of(90)
     message = message_of(codec, values, importance)
     for lie in lies(message, step=3):
-        is_refused(codec, on, message, lie, torch.empty(90), importance)
+        is_refused(kernels, codec, message, lie, torch.empty(90), importance)
         n_lies += 1
 print(f"cases {n_cases}, lies {n_lies}")

@@ -1,4 +1,4 @@
-"""one-bit-adam and top-k-adam on the late device: when a variance is frozen, and what the host reads of it, as on the CPU."""
+"""one-bit-adam on the late device: when a variance is frozen, and what the host reads of it, as on the CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from gradwire.core.site import DeviceSite, Reading
-from gradwire.schemes.begun_on_device import BegunOnDevice
-from gradwire.schemes.sparse_on_device import Gathered, ShortElements
 from late_cases import CPU, Place, attach, batch, bits_of
 from test_ddp_on_device import scale_the_loss, stop_and_resume
 from test_on_device import begin_with_kernels, by_name, placement_on
@@ -22,7 +19,8 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire.schemes import Scheme
-from gradwire.wire.communicator import Communicator
+from gradwire.schemes.frozen_adam import _BegunVariances
+from gradwire.wire.device_wire import Reading
 from logs import log_of
 from ranks import patience, run_ranks
 
@@ -44,21 +42,18 @@ class Gated(nn.Module):
         return hidden @ self.turned.t() + self.empty.sum()
 
 
-SCHEMES: dict[str, dict[str, Any]] = {"one-bit-adam": {}, "top-k-adam": {"share": 0.1}}
-
-
-def make_scheme(name: str, freeze_step: int = FREEZE) -> Scheme:
-    return by_name(name, freeze_step=freeze_step, **SCHEMES[name])
+def make_scheme(freeze_step: int = FREEZE) -> Scheme:
+    return by_name("one-bit-adam", freeze_step=freeze_step)
 
 
 class Run:
     """One attachment's training; gradients are 1e3 times as large from step `grows_at` on."""
 
-    def __init__(self, rank: int, place: Place, name: str = "one-bit-adam", grows_at: int = 1_000) -> None:
+    def __init__(self, rank: int, place: Place, grows_at: int = 1_000) -> None:
         self.rank, self.place, self.grows_at = rank, place, grows_at
         self.ddp = place.model(Gated())
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-3, foreach=False)
-        self.scheme: Any = make_scheme(name)
+        self.scheme: Any = make_scheme()
         self.attachment = attach(self.ddp, self.optimizer, self.scheme, **placement_on(place))
         self.batches = [batch(rank, step, place) for step in range(20)]  # the host waits here, and not in a step
 
@@ -88,13 +83,13 @@ def refusing_reads() -> Iterator[None]:
         yield
 
 
-def freeze_late(rank: int, world_size: int, library: Path, name: str) -> None:
+def freeze_late(rank: int, world_size: int, library: Path) -> None:
     late, device = begin_with_kernels(library)
     for lateness_us in (0, 2_000):
         late.set_lateness_us(lateness_us)
         ends = []
         for place in (Place(CPU), device):
-            run = Run(rank, place, name)
+            run = Run(rank, place)
             with refusing_reads() if place.device != CPU else contextlib.nullcontext():
                 for step in range(N_STEPS):
                     run.step(step)
@@ -109,9 +104,8 @@ def freeze_late(rank: int, world_size: int, library: Path, name: str) -> None:
         assert torch.equal(found, expected), f"{lateness_us} us: off by {(found - expected).abs().max()}"
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_a_parameter_that_trains_late_is_frozen_late(library: Path, name: str) -> None:
-    run_ranks(freeze_late, 2, library, name)
+def test_a_parameter_that_trains_late_is_frozen_late(library: Path) -> None:
+    run_ranks(freeze_late, 2, library)
 
 
 def read_too_soon(rank: int, world_size: int, library: Path) -> None:
@@ -121,7 +115,7 @@ def read_too_soon(rank: int, world_size: int, library: Path) -> None:
     late.set_lateness_us(0)
     late.set_stream_lateness_us(0, 0, int(20_000 * patience()))
     for wait, expected in ((Reading.wait, [False, True, False]), (lambda self: self._on_host, [True, True, True])):
-        begun = BegunOnDevice()
+        begun = _BegunVariances()
         begun.look(variances)
         with mock.patch.object(Reading, "wait", wait):
             assert [begun.has(p, v) for p, v in variances.items()] == expected
@@ -132,19 +126,19 @@ def test_a_host_that_reads_too_soon_is_seen(library: Path) -> None:
     run_ranks(read_too_soon, 1, library)
 
 
-def resume(rank: int, world_size: int, library: Path, name: str) -> None:
+def resume(rank: int, world_size: int, library: Path) -> None:
     """Saved before the late parameter trains, and after it; the optimizer's state is another tensor then."""
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
     for at in (2, 4):
         ends = []
         for place in (Place(CPU), device):
-            run = Run(rank, place, name)
+            run = Run(rank, place)
             for step in range(at):
                 run.step(step)
             saved = run.ddp.state_dict(), run.optimizer.state_dict(), run.attachment.state_dict()
             run.attachment.close()
-            run = Run(rank, place, name)
+            run = Run(rank, place)
             run.ddp.load_state_dict(saved[0])
             run.optimizer.load_state_dict(saved[1])
             run.attachment.load_state_dict(saved[2])
@@ -156,12 +150,11 @@ def resume(rank: int, world_size: int, library: Path, name: str) -> None:
         assert torch.equal(ends[0][1], ends[1][1])
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_resume_has_the_bits_of_the_cpu(library: Path, name: str) -> None:
-    run_ranks(resume, 2, library, name)
+def test_resume_has_the_bits_of_the_cpu(library: Path) -> None:
+    run_ranks(resume, 2, library)
 
 
-def overflow(rank: int, world_size: int, library: Path, name: str) -> None:
+def overflow(rank: int, world_size: int, library: Path) -> None:
     """float16 behind a GradScaler, an Inf in step 1; and features that do not depend on the optimizer's class."""
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
@@ -170,7 +163,7 @@ def overflow(rank: int, world_size: int, library: Path, name: str) -> None:
         return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
     for feature, freeze_step in ((scale_the_loss, 1), (stop_and_resume, 1), (stop_and_resume, 3)):
-        scheme = functools.partial(make_scheme, name, freeze_step)
+        scheme = functools.partial(make_scheme, freeze_step)
         with mock.patch.object(torch.optim, "SGD", adamw):
             expected = feature(rank, Place(CPU), scheme())
             with mock.patch.object(gradwire, "attach", functools.partial(gradwire.attach, placement="device")):
@@ -178,9 +171,8 @@ def overflow(rank: int, world_size: int, library: Path, name: str) -> None:
         assert torch.equal(found, expected), f"{feature.__name__}: off by {(found - expected).abs().max()}"
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(library: Path, name: str) -> None:
-    run_ranks(overflow, 2, library, name)
+def test_an_overflow_is_skipped_and_a_checkpoint_goes_on(library: Path) -> None:
+    run_ranks(overflow, 2, library)
 
 
 def outgrow(rank: int, world_size: int, library: Path) -> list[str]:
@@ -199,44 +191,13 @@ def test_gradients_that_outgrow_the_variance_are_told_once(library: Path) -> Non
         assert len(said) == 1
 
 
-def read_lies(rank: int, world_size: int, library: Path) -> None:
-    """Counts of blocks that do not fit, under a right checksum."""
-    _, place = begin_with_kernels(library)
-    site = DeviceSite(Communicator(), [place.device])
-    with site.stream:
-        elements = ShortElements(mock.Mock(communicator=mock.Mock(world_size=1)), site)
-        n, room = 70_000, 4
-        values = torch.zeros(n)
-        values[[5, 40_000, 65_536, 69_999]] = torch.tensor([1.0, -2.0, 3.0, 4.001])
-        on_device = values.to(place.device)
-        message = elements.take(on_device, room)
-        sent = values.bfloat16().float()
-        assert torch.equal(on_device.cpu(), values - sent)
-        for counts, error in (([2, 2], 0), ([1, 3], 1), ([3, 2], 1), ([2, 1], 1), ([-1, 5], 1), ([0, 0], 1)):
-            payload = message[2:].clone()
-            payload[:2] = torch.tensor(counts, dtype=torch.int32).to(place.device)
-            gathered = Gathered(
-                payload.view(1, -1), *(torch.zeros(1, dtype=torch.int32).to(place.device) for _ in "ab")
-            )
-            sums = torch.zeros(n).to(place.device)
-            elements.add_up(gathered, sums)
-            assert bool(gathered.error.cpu()) == bool(error), counts
-            assert error or torch.equal(sums.cpu(), sent)
-    site.close()
-
-
-def test_counts_that_lie_are_told(library: Path) -> None:
-    run_ranks(read_lies, 1, library)
-
-
 def meet_unsupported(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
-    for name in ("one-bit-adam", "top-k-adam"):
-        ddp = place.model(Gated(), find_unused_parameters=True)
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-        with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):
-            gradwire.attach(ddp, optimizer, by_name(name), placement="device")
-        assert not optimizer._optimizer_step_pre_hooks, "the optimizer is not as it was"
+    ddp = place.model(Gated(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    with pytest.raises(gradwire.Unsupported, match="find_unused_parameters=True"):
+        gradwire.attach(ddp, optimizer, make_scheme(), placement="device")
+    assert not optimizer._optimizer_step_pre_hooks, "the optimizer is not as it was"
 
 
 def test_what_needs_the_host_leaves_the_optimizer_alone(library: Path) -> None:

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from gradwire.core.site import DeviceSite
 from late import LikeNccl
 from late_cases import CPU, Place, adamw, attach, batch, build_model
 from test_ddp_on_device import (
@@ -29,6 +28,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_group import DeviceGroup
+from gradwire.wire.device_wire import DeviceWire
 from ranks import run_ranks
 
 FLOATS: dict[Feature, list[str]] = {
@@ -45,10 +45,10 @@ GCOMP: dict[Feature, list[str]] = {
     view_buckets: ["gcomp"],
     keep_graph_static: ["gcomp"],
     leave_parameters_unused: ["gcomp"],
-    mix_dtypes: ["gcomp", "gcomp, nothing left out", "truncate direct"],
+    mix_dtypes: ["gcomp", "gcomp, nothing left out", "gcomp of ten bits"],
     join_with_uneven_inputs: ["gcomp of ten bits"],
     scale_the_loss: ["gcomp"],
-    meet_nan: ["gcomp", "truncate"],
+    meet_nan: ["gcomp", "gcomp, nothing left out"],
     stop_and_resume: ["gcomp"],
 }
 
@@ -66,8 +66,8 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
     for name, per_bucket in (
         ("truncated-float", world_size),
         ("embedded-float direct", 2),
-        ("truncate", world_size),
-        ("truncate direct", 2),
+        ("gcomp, nothing left out", world_size),
+        ("gcomp of ten bits", 2),
     ):
         with counting_waits_of_hooks(late) as waits:
             train(rank, place, SCHEMES[name]())
@@ -163,14 +163,14 @@ def lie_about_a_length(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
     ddp = place.model(build_model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
-    attachment = attach(ddp, optimizer, SCHEMES["truncate"](), placement="device")
-    read = DeviceSite.read
+    attachment = attach(ddp, optimizer, SCHEMES["gcomp, nothing left out"](), placement="device")
+    read = DeviceWire.read
 
-    def lie(site: DeviceSite, values: torch.Tensor) -> list[int]:
+    def lie(site: DeviceWire, values: torch.Tensor) -> list[int]:
         return [1 << 40 if rank else length for length in read(site, values)]
 
     with (
-        mock.patch.object(DeviceSite, "read", lie),
+        mock.patch.object(DeviceWire, "read", lie),
         pytest.raises(gradwire.CorruptMessage, match="rank 1 has a message of 1099511627776 bytes"),
     ):
         ddp(batch(rank, 0, place)).square().mean().backward()

@@ -8,16 +8,18 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from float_lies import is_refused, lies, message_of
+from float_lies import error_of, is_refused, lies, message_of
 from sanitizing import run_sanitized
 
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
+from gradwire.gpu.kernels import using
+from gradwire.gpu.launching import raise_error
 from gradwire_lab.bench import float_kernel_checks
 from gradwire_lab.bench.device_checks import CheckFailed
-from gradwire_lab.bench.float_kernel_checks import CODECS, EDGES, SIZES, WIDE, on_kernels
+from gradwire_lab.bench.float_kernel_checks import CODECS, EDGES, SIZES, WIDE
 from gradwire_lab.bench.kernel_checks import CONTENTS, values_of
 
 # Of threads and blocks: forward, backward, two by chance.
@@ -53,13 +55,13 @@ def test_every_content_is_the_cpus() -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) -> None:
     codec, used, n = CODECS[name], kernels(), 90
-    on, message = on_kernels(codec, used), message_of(codec, values_of(content, n, torch.float32))
+    message = message_of(codec, values_of(content, n, torch.float32))
     for byte in range(int(message[24:26].view(torch.int16))):
-        changed, error, out = message.clone(), torch.zeros(1, dtype=torch.int32), torch.full((n,), 7.0)
+        changed, out = message.clone(), torch.full((n,), 7.0)
         changed[byte] ^= 0x10
-        on.decode(changed, out, error)
+        code = error_of(used, codec, changed, out)
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
-            on.raise_error(int(error))
+            raise_error(code, name, used.device)
         assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
 
 
@@ -73,26 +75,15 @@ def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str, content
     assert 40 < sum(found) < len(found)  # most change codes, which say anything
 
 
-def test_arguments_that_kernels_would_misread_are_refused() -> None:
-    used, n = kernels(), 64
-    on = on_kernels(TruncatedFloat(8), used)
-    message, error, out = (
-        message_of(TruncatedFloat(8), torch.randn(n)),
-        torch.zeros(1, dtype=torch.int32),
-        torch.empty(n),
-    )
-    for arguments, options, says in (
-        ((message[:-1], out, error), {}, "message"),
-        ((message, torch.empty(128)[::2], error), {}, "contiguous"),
-        ((message, out, error.double()), {}, "int32"),
-        ((message, out.double(), error), {}, "float64"),
-        ((message, out, error), {"adds": True, "divisor": 2.0}, "divisor"),
-    ):
-        with pytest.raises(InvalidArgument, match=says):
-            on.decode(*arguments, **options)
+def test_what_kernels_do_not_do_is_refused() -> None:
+    used, message = kernels(), torch.empty(200, dtype=torch.uint8)
+    with using(used):
+        with pytest.raises(InvalidArgument, match="divisor"):
+            TruncatedFloat(8).decode(message, torch.empty(64), adds=True, divisor=2.0)
+        for call in (EmbeddedFloat(32).encode, EmbeddedFloat(32).decode):
+            with pytest.raises(Unsupported, match="escapes"):
+                call(torch.empty(64), torch.empty(64))
     assert used.launched == []
-    with pytest.raises(Unsupported, match="escapes"):
-        on_kernels(EmbeddedFloat(32), used)
 
 
 def test_kernels_are_clean_under_the_sanitizers() -> None:

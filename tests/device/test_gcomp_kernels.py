@@ -22,7 +22,8 @@ from gradwire.errors import (
     Unsupported,
 )
 from gradwire.gpu.compiler import SOURCES
-from gradwire.gpu.gcomp import DeviceGComp
+from gradwire.gpu.kernels import using
+from gradwire.gpu.launching import raise_error
 from gradwire_lab.bench import gcomp_kernel_checks, kernel_checks
 from gradwire_lab.bench.device_checks import CheckFailed
 from gradwire_lab.bench.gcomp_kernel_checks import CODECS
@@ -82,29 +83,29 @@ def golden(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GCompCodec]:
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_golden_messages_are_written_and_read(path: Path) -> None:
     arrays, dtype, codec = golden(path)
-    on, n = DeviceGComp(codec, kernels()), arrays["decoded_bits"].size
+    used, n = kernels(), arrays["decoded_bits"].size
     importance, message = torch.from_numpy(arrays["importance"]), torch.from_numpy(arrays["message"])
     out = torch.empty(n, dtype=dtype)
-    assert error_of(on, message, out, importance) == 0
+    assert error_of(used, codec, message, out, importance) == 0
     np.testing.assert_array_equal(words_of(out), arrays["decoded_bits"])
-    written = torch.empty(on.message_bytes(n, dtype), dtype=torch.uint8)
-    n_bytes, work = torch.zeros(1, dtype=torch.int64), torch.empty(on.work_bytes(n), dtype=torch.uint8)
-    on.encode(tensor_of(arrays["gradient_bits"], dtype), written, n_bytes, work, importance=importance)
-    assert torch.equal(written[: int(n_bytes)], message)
+    written = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8)
+    with using(used):
+        n_bytes = int(codec.encode(tensor_of(arrays["gradient_bits"], dtype), written, importance))
+    assert torch.equal(written[:n_bytes], message)
 
 
 def test_every_changed_byte_is_reported_and_not_read() -> None:
     codec, n = CODECS["paper, few codes"], 90
-    on, importance = DeviceGComp(codec, kernels()), make_importance(n)
+    used, importance = kernels(), make_importance(n)
     message = message_of(codec, make_gradient("gaussian", n, torch.float32), importance)
-    assert error_of(on, message, torch.empty(n), importance) == 0
+    assert error_of(used, codec, message, torch.empty(n), importance) == 0
     for byte in range(message.numel()):
         changed = message.clone()
         changed[byte] ^= 0x10
         out = torch.full((n,), 7.0)
-        code = error_of(on, changed, out, importance)
+        code = error_of(used, codec, changed, out, importance)
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
-            on.raise_error(code)
+            raise_error(code, codec.name, used.device)
         assert bool(out.isnan().all()), f"values of a message with another byte {byte} were used"
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
             codec.decode(changed, out, importance)
@@ -113,45 +114,48 @@ def test_every_changed_byte_is_reported_and_not_read() -> None:
 @pytest.mark.parametrize("name", ["paper, few codes", "none, every exponent has a code", "uniform"])
 def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str) -> None:
     codec, n = CODECS[name], 90
-    on, importance = DeviceGComp(codec, kernels()), make_importance(n)
+    used, importance = kernels(), make_importance(n)
     for dtype in (torch.float16, torch.float32):
         message = message_of(codec, make_gradient("gaussian", n, dtype), importance)
-        found = [is_refused(codec, on, message, lie, torch.empty(n, dtype=dtype), importance) for lie in lies(message)]
+        found = [
+            is_refused(used, codec, message, lie, torch.empty(n, dtype=dtype), importance) for lie in lies(message)
+        ]
         assert 100 < sum(found) < len(found)  # most change mantissas, which say anything
 
 
 def test_another_table_and_other_importance_are_named() -> None:
     codec, n = GCompCodec("paper"), 50
-    on, importance, values = DeviceGComp(codec, kernels()), make_importance(n), torch.randn(n)
+    used, importance, values = kernels(), make_importance(n), torch.randn(n)
     message = message_of(codec, values, importance)
     with pytest.raises(RankMismatch, match="learning rates"):
-        on.raise_error(error_of(on, message, torch.empty(n), importance + 1))
+        raise_error(error_of(used, codec, message, torch.empty(n), importance + 1), "gcomp", used.device)
     codec.use_table(CODECS["paper, few codes"].table_of_width(8))
     with pytest.raises(CorruptMessage, match="another Huffman table"):
-        on.raise_error(error_of(on, message, torch.empty(n), importance))
-    assert error_of(on, message_of(codec, values, importance), torch.empty(n), importance) == 0
+        raise_error(error_of(used, codec, message, torch.empty(n), importance), "gcomp", used.device)
+    assert error_of(used, codec, message_of(codec, values, importance), torch.empty(n), importance) == 0
 
 
-def test_arguments_that_kernels_would_misread_are_refused() -> None:
-    codec, n = GCompCodec("paper"), 64
-    used = kernels()
-    on, importance = DeviceGComp(codec, used), make_importance(n)
-    message = message_of(codec, torch.randn(n), importance)
-    error, work = torch.zeros(1, dtype=torch.int32), torch.empty(on.work_bytes(n), dtype=torch.uint8)
-    out = torch.empty(n)
-    for arguments, options, says in (
-        ((message, out, error, work), {}, "importance bytes"),
-        ((message, out, error, work), {"importance": importance[:-1]}, "importance must be"),
-        ((message, out, error, work[:8]), {"importance": importance}, "work has"),
-        ((message, torch.empty(128)[::2], error, work), {"importance": importance}, "contiguous"),
-        ((message, out.double(), error, work), {"importance": importance}, "float64"),
-        ((message, out, error, work), {"importance": importance, "adds": True, "divisor": 2.0}, "divisor"),
-    ):
-        with pytest.raises(InvalidArgument, match=says):
-            on.decode(*arguments, **options)
+def test_sums_begin_with_an_addend() -> None:
+    codec, values, own = GCompCodec("none"), torch.randn(50), torch.randn(50)
+    message, sums = message_of(codec, values, make_importance(50)), torch.empty(50)
+    with using(kernels()):
+        codec.decode(message, sums, addend=own)
+    assert torch.equal(sums, own + values)
+
+
+def test_what_kernels_do_not_do_is_refused() -> None:
+    used, message, out = kernels(), torch.empty(200, dtype=torch.uint8), torch.empty(64)
+    with using(used):
+        with pytest.raises(InvalidArgument, match="importance bytes"):
+            GCompCodec("paper").encode(out, message)
+        with pytest.raises(InvalidArgument, match="importance bytes"):
+            GCompCodec("paper").decode(message, out)
+        with pytest.raises(InvalidArgument, match="divisor"):
+            GCompCodec("none").decode(message, out, adds=True, divisor=2.0)
+        for call in (GCompCodec("none", format=1).encode, GCompCodec("none", format=1).decode):
+            with pytest.raises(Unsupported, match="format 2"):
+                call(out, out)
     assert used.launched == []
-    with pytest.raises(Unsupported, match="format 2"):
-        DeviceGComp(GCompCodec("paper", format=1), used)
 
 
 def test_kernels_are_clean_under_the_sanitizers() -> None:

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from gradwire.core.site import DeviceSite, Reading
 from late import LikeNccl
 from late_cases import CPU, Place, attach, bits_of
 from test_on_device import begin_with_kernels, by_name, placement_on
@@ -18,11 +17,12 @@ from test_staged_schemes import counting_waits_of_hooks
 from torch import Tensor, nn
 
 import gradwire
-from gradwire import _native
-from gradwire.gpu.index import HEAD_WORDS, DeviceIndex
+from gradwire.codecs import packed_values
+from gradwire.codecs.packed_values import HEAD_WORDS
 from gradwire.schemes import Scheme
-from gradwire.schemes.homomorphic import by_bucket
-from gradwire.schemes.homomorphic.on_device import PackedOnDevice
+from gradwire.schemes.homomorphic import learnt
+from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import DeviceWire, Reading
 from ranks import patience, run_ranks, try_ranks
 
 N_WORDS, N_STEPS = 700, 9
@@ -77,7 +77,7 @@ def scheme_of(name: str) -> Scheme:
 
 def train_on_both(rank: int, world_size: int, library: Path, dtypes: list[torch.dtype]) -> dict[Any, Tensor]:
     late, device = begin_with_kernels(library)
-    by_bucket._STEPS_BETWEEN_TRIES = 3
+    learnt._STEPS_BETWEEN_TRIES = 3
     trained = {}
     for dtype in dtypes:
         for name in OPTIONS:
@@ -90,13 +90,11 @@ def train_on_both(rank: int, world_size: int, library: Path, dtypes: list[torch.
                 assert not any(waits), "autograd's thread waited for the device"
                 assert torch.equal(found, expected), f"{name}, {dtype}: off by {(found - expected).abs().max()}"
                 assert bool(found.isfinite().all())
-                for key in ("n_buckets_too_dense", "n_buckets_redone"):
+                for key in ("n_buckets_too_dense", "n_steps_not_finite"):
                     assert on_device[key] == on_cpu[key], (key, name, bad_step)
-                n_dense, n_redone = (on_device[key] for key in ("n_buckets_too_dense", "n_buckets_redone"))
-                assert n_dense >= (world_size > 1 and name == "all")
-                # In step 5 its bucket may be known to be dense, and so be sent plainly anyway.
-                assert world_size == 1 or bad_step != 2 or n_redone > 0
-                assert on_device["n_steps_not_finite"] == (n_redone > 0)
+                assert on_device["n_buckets_too_dense"] >= (world_size > 1 and name == "all")
+                # In step 5 the bucket may be known to be dense, and so be sent without an index.
+                assert on_device["n_steps_not_finite"] == (bad_step is not None)
                 trained[dtype, name, bad_step] = found
     assert late.n_waits_with_gil() == 0, "a thread waited for the device and held up all others"
     return trained
@@ -110,20 +108,6 @@ def test_bits_are_the_cpus(library: Path, world_size: int, dtypes: list[torch.dt
     first, *others = run_ranks(train_on_both, world_size, library, dtypes, timeout_s=170)
     for other in others:
         assert all(torch.equal(other[case], found) for case, found in first.items())
-
-
-def test_the_largest_are_those_of_the_cpu() -> None:
-    """Of equal magnitudes the first; NaN before all numbers."""
-
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randint(-4, 5, (1_000,), generator=generator).float() / 4
-    for count in (1, 7, 100, 500, 999, 1_000):
-        places = torch.empty(count, dtype=torch.int32)
-        assert _native.select_largest(values, places) == 0
-        found = PackedOnDevice._largest(mock.Mock(), values, count)
-        assert torch.equal(found.nonzero().view(-1), places.long())
-    values[500] = float("nan")
-    assert PackedOnDevice._largest(mock.Mock(), values, 1).nonzero().tolist() == [[500]]
 
 
 # ---- bad input
@@ -237,33 +221,33 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
     late.set_lateness_us(int(3_000 * patience()))
     assert torch.equal(train(rank, place, scheme_of("largest"))[0], expected)
     seen = {}
-    read, pack = DeviceSite.read, DeviceIndex.pack
+    read, pack = DeviceWire.read, packed_values.pack
 
-    def read_too_soon(site: DeviceSite, numbers: Tensor) -> list[int]:
+    def read_too_soon(wire: DeviceWire, numbers: Tensor) -> list[int]:
         with mock.patch.object(Reading, "wait", lambda reading: reading._on_host):
-            return read(site, numbers)
+            return read(wire, numbers)
 
-    def read_one_less(site: DeviceSite, numbers: Tensor) -> list[int]:
-        *others, count = read(site, numbers)
+    def read_one_less(wire: DeviceWire, numbers: Tensor) -> list[int]:
+        *others, count = read(wire, numbers)
         return [*others, count - (count > 0)]
 
-    def pack_elsewhere(index: DeviceIndex, *tensors: Tensor) -> None:
+    def pack_elsewhere(*tensors: Tensor) -> None:
         with torch.Stream(device=place.device):
-            pack(index, *tensors)
+            pack(*tensors)
 
     for name, patch in {
-        "one value less": mock.patch.object(DeviceSite, "read", read_one_less),
-        "another stream": mock.patch.object(DeviceIndex, "pack", pack_elsewhere),
+        "one value less": mock.patch.object(DeviceWire, "read", read_one_less),
+        "another stream": mock.patch.object(packed_values, "pack", pack_elsewhere),
     }.items():
         with patch:
             seen[name] = not torch.equal(train(rank, place, scheme_of("largest"))[0], expected)
-    site = DeviceSite(gradwire.wire.communicator.Communicator(), [place.device])
+    wire = DeviceWire(Communicator(), [place.device])
     late.set_lateness_us(int(30_000 * patience()))
-    with site.stream:
+    with wire.stream:
         numbers = torch.full((3,), 5, dtype=torch.int64, device=place.device)
-        assert site.read(numbers) == [5, 5, 5]
+        assert wire.read(numbers) == [5, 5, 5]
         numbers.fill_(6)
-        seen["number read too soon"] = read_too_soon(site, numbers) != [6, 6, 6]
+        seen["number read too soon"] = read_too_soon(wire, numbers) != [6, 6, 6]
     return seen
 
 

@@ -12,12 +12,13 @@ import torch
 from emulated import EmulatedKernels
 from sanitizing import run_sanitized
 
+from gradwire.codecs import packed_values
 from gradwire.codecs.hadamard import Thc
+from gradwire.codecs.packed_values import HEAD_WORDS
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
-from gradwire.gpu.index import DeviceIndex
 from gradwire.gpu.kernels import using
 from gradwire.gpu.launching import raise_error
 from gradwire_lab.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
@@ -116,23 +117,16 @@ def test_indices_and_packed_values_are_the_cpus(order: int) -> None:
     assert index_checks.run(EmulatedKernels(emulated.build(), order)) == 8 * 7 * 3
 
 
-def test_what_an_index_would_misread_is_refused() -> None:
-    on, values = DeviceIndex(EmulatedKernels(emulated.build())), torch.ones(70)
-    message, ends = (torch.zeros(n, dtype=torch.int32) for n in (on.message_words(70), on.n_blocks(70)))
-    on.write(values, message, torch.zeros(1, dtype=torch.int32), 5)
-    on.count(message, 70, torch.zeros_like(ends), ends)
-    for arguments, says in (
-        ((values, message[:-1], ends, torch.empty(70)), "message"),
-        ((values, message, ends.long(), torch.empty(70)), "ends"),
-        ((values, message, ends, torch.empty(70).half()), "packed"),
-        ((values.double(), message, ends, torch.empty(70).double()), "float64"),
-    ):
-        with pytest.raises(InvalidArgument, match=says):
-            on.pack(*arguments)
+def test_no_more_values_are_packed_than_there_is_room_for() -> None:
+    values, message = torch.ones(70), torch.empty(HEAD_WORDS + 3, dtype=torch.int32)
+    head, index = message.split([HEAD_WORDS, 3])
     packed = torch.full((30,), 7.0)  # where ranks were to hold different counts
-    on.pack(values, message, ends, packed[:20])
+    with using(EmulatedKernels(emulated.build())):
+        packed_values.write_index(values, message, 5)
+        ends = packed_values.count(index, 70, head)
+        packed_values.pack(values, index, packed[:20], ends)
+        packed_values.unpack(packed[:20], index, values, ends)
     assert packed.tolist() == [1.0] * 20 + [7.0] * 10
-    on.unpack(packed[:20], message, ends, values)
     assert values.tolist() == [1.0] * 20 + [0.0] * 50
 
 

@@ -12,12 +12,12 @@ import torch
 from sanitizing import run_sanitized
 from selection_lies import LIES, is_refused
 
-from gradwire_lab.bench import selection_checks
-from gradwire_lab.bench.device_checks import CheckFailed
 from gradwire.codecs.selection import CHECKSUM, OUTSIDE, Sample, raise_error, take_by_sample, take_largest
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.kernels import using
+from gradwire_lab.bench import selection_checks
+from gradwire_lab.bench.device_checks import CheckFailed
 
 # Of threads and blocks: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)

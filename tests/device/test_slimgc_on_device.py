@@ -23,7 +23,7 @@ from test_on_device import SCHEMES, begin_with_kernels, by_name
 from torch import Tensor
 
 import gradwire
-from gradwire.core.device_times import DeviceTimes
+from gradwire.wire.device_wire import DeviceTimes
 from ranks import run_ranks
 
 WARMUP = 4

@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gradwire.core.site import DeviceSite
 from late import LikeNccl
 from late_cases import CPU, Place, adamw, attach, batch, build_model
 from test_on_device import SCHEMES, begin_with_kernels, placement_on, train
@@ -15,8 +14,10 @@ from test_staged_schemes import counting_waits_of_hooks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.schemes.on_device import StepsOnDevice
+from gradwire.gpu import kernels
+from gradwire.schemes.compressed import Compressed
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import DeviceWire
 from ranks import patience, run_ranks
 
 # ---- what a checkpoint holds
@@ -25,7 +26,7 @@ from ranks import patience, run_ranks
 def hold_state(rank: int, world_size: int, library: Path) -> None:
     late, device = begin_with_kernels(library)
     late.set_lateness_us(1_000)
-    for name in ("random-k", "top-k", "dgc", "dgc by bucket"):
+    for name in ("one-bit", "top-k", "dgc", "dgc by bucket"):
         states = []
         for place in (Place(CPU), device):
             ddp = place.model(build_model())
@@ -73,15 +74,15 @@ class _Asked(TorchDispatchMode):
 
 def ask(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
-    reduce, asked = StepsOnDevice.reduce, _Asked()
+    compress, asked = Compressed._compress, _Asked()
 
-    def watched(*arguments: Any) -> None:
+    def watched(*arguments: Any) -> Any:
         with asked:
-            reduce(*arguments)
+            return compress(*arguments)
 
-    with mock.patch.object(StepsOnDevice, "reduce", watched):
+    with mock.patch.object(Compressed, "_compress", watched):
         for name in SCHEMES:
-            if any(part in name for part in ("random-k", "top-k", "dgc")):
+            if any(part in name for part in ("one-bit", "sign-sgd", "top-k", "dgc")):
                 train(rank, place, SCHEMES[name](), n_steps=2)
     read = [name for name in asked.names if name in _READING or name.endswith("to the host")]
     assert {"masked_fill_", "copy_", "index_copy_"} <= set(asked.names), set(asked.names)
@@ -100,17 +101,17 @@ def test_the_host_reads_nothing_within_a_step(library: Path) -> None:
 
 def upload_late(rank: int, world_size: int, library: Path) -> None:
     late, place = begin_with_kernels(library)
-    site = DeviceSite(Communicator(), [place.device])
+    site = DeviceWire(Communicator(), [place.device])
     late.set_lateness_us(0)
     late.set_stream_lateness_us(0, site.stream.stream_id, int(50_000 * patience()))
     with site.stream:
-        first = site.upload(torch.arange(3))
-        assert len(site._uploads) == 1
-        site.upload(torch.arange(4))
-        assert len(site._uploads) == 2, "memory was given up that the device has not read yet"
+        first = site.place(torch.arange(3))
+        assert len(kernels._uploads) == 1
+        site.place(torch.arange(4))
+        assert len(kernels._uploads) == 2, "memory was given up that the device has not read yet"
         site.stream.synchronize()
-        site.upload(torch.arange(5))
-    assert len(site._uploads) == 1
+        site.place(torch.arange(5))
+    assert len(kernels._uploads) == 1
     site.stream.synchronize()
     assert first.tolist() == [0, 1, 2]
 
@@ -133,7 +134,7 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
         "terngrad",
         "thc",
     )
-    once = ("plain", "sign-sgd", "random-k", "top-k")
+    once = ("plain", "sign-sgd", "top-k")
     for name, per_bucket in (*((name, 1) for name in once), *((name, 2) for name in twice)):
         n_groups = len(LikeNccl.made)
         train(rank, place, SCHEMES[name](), n_steps=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,6 +19,12 @@ COARSE = {"codec": "truncate", "bits": 22}  # one bit of mantissa: every value l
 def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + step)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def without_clocks(scheme: SlimGC, step: int, values: Tensor, is_compressed: bool) -> Callable[[], tuple[float, float]]:
+    """In place of `SlimGC._send_alone`: measured times decide the table, and without clocks in it two runs can be compared."""
+    took = (1e-3, 1e-4) if is_compressed else (4e-6 * values.numel(), 0.0)
+    return lambda: took
 
 
 def flat(tensors: list[Tensor]) -> Tensor:

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from homomorphic_cases import LAYOUT, SHAPES, flat, gradients_of, make, parameters
+from homomorphic_cases import LAYOUT, SHAPES, by_bucket, flat, gradients_of, make, parameters
 
 import gradwire
 from buckets import Driver
+from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
+from gradwire.wire.wire import Wire
 from ranks import run_ranks, try_ranks
 
 
 def meet_nonfinite(rank: int, world_size: int) -> None:
-    """What a step with Inf or NaN leaves behind: nothing. Values near the end of float32 are summed plainly."""
+    """What a step with Inf or NaN leaves behind: NaN on all ranks where its bucket was, and nothing else."""
     for options in (
         {},
         {"mode": "sketch"},
@@ -35,25 +37,66 @@ def meet_nonfinite(rank: int, world_size: int) -> None:
                 poisoned = gradients_of(rank, world_size, 1, 0.3)
                 poisoned[0][3, 5] = value if rank == 1 else 0.0
                 before = copy.deepcopy(driver.scheme.state_dict())
-                result = driver.reduce(poisoned)
-                assert not math.isfinite(float(result[0][3, 5]))
+                first, second = by_bucket(driver.reduce(poisoned))
+                assert bool(first.isnan().all())
+                assert bool(second.isfinite().all())
                 assert str(driver.scheme.state_dict()) == str(before)
-                assert driver.scheme.stats()["n_buckets_redone"] == 1
+                assert driver.scheme.stats()["n_steps_not_finite"] == 1
+                assert not driver.last_buckets[0].record.fallbacks
             runs.append(torch.cat([flat(driver.reduce(gradients_of(rank, world_size, s, 0.02))) for s in (2, 3)]))
             driver.close()
         assert torch.equal(runs[0], runs[2])
         assert torch.equal(runs[1], runs[2])
-    driver = Driver(make(mode="sketch"), parameters(), LAYOUT)
-    huge = gradients_of(rank, world_size, 0, 0.02)
-    huge[0][0, 0] = 1e38
-    result = driver.reduce(huge)
-    assert float(result[0][0, 0]) == pytest.approx(1e38, rel=1e-6)
-    assert driver.scheme.stats()["n_buckets_redone"] == 1
-    driver.close()
 
 
 def test_step_with_inf_or_nan_on_one_rank_is_as_if_it_had_not_been() -> None:
     run_ranks(meet_nonfinite, 2)
+
+
+def meet_dense_nan(rank: int, world_size: int) -> None:
+    """In a bucket that is known to be dense, for which no index goes first."""
+    driver = Driver(make(), parameters(), LAYOUT)
+    for step in range(3):
+        gradients = gradients_of(rank, world_size, step, 1.0)
+        if step == 2:
+            gradients[0][3, 5] = math.nan if rank == 1 else 0.0
+            before = copy.deepcopy(driver.scheme.state_dict())
+        result = driver.reduce(gradients)
+    assert math.isnan(float(result[0][3, 5]))
+    assert driver.scheme.stats()["n_steps_not_finite"] == 1
+    assert driver.scheme.state_dict() == before
+    driver.close()
+
+
+def test_nan_in_a_dense_bucket_is_noticed() -> None:
+    run_ranks(meet_dense_nan, 2)
+
+
+def meet_large_values(rank: int, world_size: int) -> None:
+    """Near the end of float32 a sketch of floats could overflow, and the plain mean does not: it is taken, and counts."""
+    for options in ({"mode": "sketch"}, {"mode": "lossy", "error_feedback": True}):
+        driver = Driver(make(**options), parameters(), LAYOUT)
+        for step in range(3):
+            gradients = gradients_of(rank, world_size, step, 0.3)
+            if step == 2:
+                gradients[0][0, 0] = 1e38
+                before = copy.deepcopy(driver.scheme.state_dict())
+            result = driver.reduce(gradients)
+        assert float(result[0][0, 0]) == pytest.approx(1e38, rel=1e-6)
+        assert bool(flat(result).isfinite().all())
+        (why,) = driver.last_buckets[0].record.fallbacks
+        assert "too large for a sketch" in why
+        assert not driver.last_buckets[1].record.fallbacks
+        stats, after = driver.scheme.stats(), driver.scheme.state_dict()
+        assert (stats["n_buckets_too_large"], stats["n_steps_not_finite"]) == (1, 0)
+        for name, residual in before.get("residuals", {}).items():
+            if name in ("p0", "p1", "p5"):  # of the first bucket they stay, of the second they do not
+                assert torch.equal(after["residuals"][name], residual) == (name != "p5"), name
+        driver.close()
+
+
+def test_values_too_large_for_a_sketch_of_floats_are_sent_plainly() -> None:
+    run_ranks(meet_large_values, 2)
 
 
 def overflow(rank: int, world_size: int) -> None:
@@ -107,14 +150,17 @@ class Altering(ProcessGroup):
 
     n_sums = 0
 
-    def start_sum(self, values: torch.Tensor, record: Any) -> Any:
-        summed = super().start_sum(values, record)
+    def start_sum(self, values: torch.Tensor, wire: Wire) -> Sum:
+        wait = super().start_sum(values, wire)
         self.n_sums += 1
-        if self.n_sums == 2:
-            summed.wait()
+        if self.n_sums != 2:
+            return wait
+
+        def wait_and_alter() -> None:
+            wait()
             values[100] += 1000
-            summed = type("Done", (), {"wait": lambda self: None})()
-        return summed
+
+        return wait_and_alter
 
 
 class IntegersOnly(ProcessGroup):

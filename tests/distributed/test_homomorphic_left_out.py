@@ -31,7 +31,7 @@ def conserve(rank: int, world_size: int) -> None:
             assert float(new.abs().max()) > 0
             old = new
         stats = driver.scheme.stats()
-        assert stats["n_buckets_too_dense"] == stats["n_buckets_redone"] == 0
+        assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == 0
         driver.close()
 
 

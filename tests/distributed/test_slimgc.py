@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from slimgc_cases import COARSE, SHAPES, agree, driver_of, flat, gradients_of, mean_over_ranks, residuals_of
+from slimgc_cases import (
+    COARSE,
+    SHAPES,
+    agree,
+    driver_of,
+    flat,
+    gradients_of,
+    mean_over_ranks,
+    residuals_of,
+    without_clocks,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import codecs, schemes
-from gradwire.control.threshold import NEVER
 from gradwire.errors import InvalidArgument, RankMismatch
+from gradwire.exchange.groups import Cut
 from gradwire.schemes.slimgc import SlimGC
-from gradwire.schemes.slimgc.measuring import Measuring
-from gradwire.schemes.slimgc.reduction import Reduction
+from gradwire.schemes.slimgc.exchange import FusedExchange
+from gradwire.schemes.slimgc.threshold import NEVER
+from gradwire.wire.wire import Wire
 from ranks import run_ranks, try_ranks
 
 # ---- one spawned run a world, many promises
@@ -73,14 +85,15 @@ def check_conservation(rank: int, world_size: int) -> None:
 
 def check_one_table(rank: int, world_size: int) -> None:
     """Ranks that measured different times end with one table, the slowest rank's."""
-    original = Measuring._time
+    original = SlimGC._send_alone
 
-    def timed(self: Measuring, n: int, is_compressed: bool, *args: Any) -> tuple[float, float]:
-        original(self, n, is_compressed, *args)
+    def timed(self: SlimGC, step: int, values: torch.Tensor, is_compressed: bool) -> Any:
+        original(self, step, values, is_compressed)()
         line = (1e-3, 1e-6) if is_compressed else (1e-4, 4e-6)
-        return line[0] + line[1] * n * (1 + 0.1 * rank), 1e-4 if is_compressed else 0.0
+        took = line[0] + line[1] * values.numel() * (1 + 0.1 * rank), 1e-4 if is_compressed else 0.0
+        return lambda: took
 
-    Measuring._time = timed  # type: ignore[method-assign]
+    SlimGC._send_alone = timed  # type: ignore[method-assign]
     try:
         driver = driver_of(SlimGC(**COARSE, warmup_steps=4, drift_every=5))
         for step in range(4):
@@ -107,9 +120,8 @@ def check_one_table(rank: int, world_size: int) -> None:
         assert counts == [1, 1, 1, 1, 2, 2]
         # The network becomes slower: the first look after the table was made is what later ones are compared with. The
         # rank that waits least says how slow the network is, and here only that rank changes.
-        measuring = driver.scheme._measuring
-        end_step, seconds = measuring.end_step, [1.0 + rank]
-        measuring.end_step = lambda step, _, *args: end_step(step, seconds[0], *args)
+        seconds = [1.0 + rank]
+        driver.scheme._clock.take_communicate_s = lambda: seconds[0]
         measured = []
         for step in range(11, 30):
             if step == 20:
@@ -119,26 +131,31 @@ def check_one_table(rank: int, world_size: int) -> None:
         assert measured == [2] * 13 + [3] * 6
         driver.close()
     finally:
-        Measuring._time = original  # type: ignore[method-assign]
+        SlimGC._send_alone = original  # type: ignore[method-assign]
 
 
 def check_non_finite(rank: int, world_size: int) -> None:
-    """A NaN in a compressed or a raw tensor of one rank: all ranks see it, and no residual changes."""
-    for tensor in (0, 1):
-        driver = driver_of(SlimGC(**COARSE, threshold_bytes=400))
-        driver.reduce(gradients_of(rank, 0))
-        before = residuals_of(driver)
-        assert before.any()
-        gradients = gradients_of(rank, 1)
-        if rank == world_size - 1:
-            gradients[tensor].view(-1)[2] = math.nan
-        result = driver.reduce(gradients)
-        assert result[tensor].isnan().any()
-        assert torch.equal(residuals_of(driver), before)
-        assert driver.scheme.stats()["n_buckets_redone"] == (1 if tensor == 0 else 0)
-        after = driver.reduce(gradients_of(rank, 2))
-        assert flat(after).isfinite().all()
-        driver.close()
+    """Inf or NaN in a compressed or a raw tensor of one rank: NaN or Inf there on all of them, and no residual changes."""
+    given: list[dict[str, Any]] = [{"codec": name} for name in codecs.names() if name != "gcomp"]
+    given += [{"codec": "gcomp", "importance": "none"}, {**COARSE, "topology": "all-reduce"}]
+    given += [{"codec": "qsgd", "topology": "all-reduce"}, {"codec": "one-bit", "pull": "raw"}]
+    for options in given:
+        for tensor, value in ((0, math.nan), (0, -math.inf), (1, math.nan)):
+            driver = driver_of(SlimGC(**options, threshold_bytes=400))
+            driver.reduce(gradients_of(rank, 0))
+            before, n_messages = residuals_of(driver), [bucket.record.n_messages for bucket in driver.last_buckets]
+            gradients = gradients_of(rank, 1)
+            if rank == world_size - 1:
+                gradients[tensor].view(-1)[2] = value
+            result = driver.reduce(gradients)
+            assert agree(flat(result)), options
+            assert not result[tensor].view(-1)[2].isfinite(), options
+            assert flat(result[:tensor] + result[tensor + 1 :]).isfinite().all(), options
+            assert torch.equal(residuals_of(driver), before), options
+            assert driver.scheme.stats()["n_steps_not_finite"] == 1
+            assert [bucket.record.n_messages for bucket in driver.last_buckets] == n_messages, "nothing is sent again"
+            assert flat(driver.reduce(gradients_of(rank, 2))).isfinite().all()
+            driver.close()
 
 
 def check_all_compressed_and_none(rank: int, world_size: int) -> None:
@@ -215,8 +232,7 @@ def test_remeasuring_a_given_threshold_is_refused() -> None:
 
 def check_resumption(rank: int, world_size: int) -> None:
     """A run that stops after any step and goes on elsewhere ends with the same bits; tables and residuals included."""
-    # Measured times decide the table: without clocks in it, two runs can be compared.
-    Measuring._time = lambda self, n, compressed, *_: (1e-3 if compressed else 4e-6 * n, 1e-4 if compressed else 0.0)  # type: ignore
+    SlimGC._send_alone = without_clocks  # type: ignore[method-assign,assignment]
     for scheme_options in ({"codec": "one-bit"}, {"codec": "qsgd"}, {**COARSE, "topology": "all-reduce"}):
         whole = driver_of(SlimGC(**scheme_options, warmup_steps=4, drift_every=3, drift_factor=1e9))
         parts = driver_of(SlimGC(**scheme_options, warmup_steps=4, drift_every=3, drift_factor=1e9))
@@ -277,14 +293,26 @@ def test_ranks_with_different_tables_get_an_error_before_their_gradients_meet(n_
 
 
 def compare_sources(rank: int, world_size: int) -> None:
-    """Encoding gradient and residual where they lie gives the bits of encoding their sum, in every mode."""
-    in_place = Reduction._source_in_place
-    n_used = []
+    """Encoding gradient and residual where they lie gives the bits of encoding their sum beside them, in every mode."""
+    mean = FusedExchange.mean
 
-    def counted(self: Reduction, *args: Any) -> Any:
-        source = in_place(self, *args)
-        n_used.append(source is not None)
-        return source
+    def of_sum(
+        self: FusedExchange, wire: Wire, cut: Cut, values: torch.Tensor, residual: torch.Tensor | None, *args: Any
+    ) -> Any:
+        total = values.clone() if residual is None else values + residual
+        rest = mean(self, wire, cut, total, None, *args)
+
+        def finish() -> None:
+            if rest is not None:
+                rest()
+            for group in itertools.chain(*cut.groups):
+                at = group.start
+                for size in group.sizes:
+                    if size > 0:  # a negative one passes over raw tensors
+                        values[at : at + size] = total[at : at + size]
+                    at += abs(size)
+
+        return finish
 
     for options in (
         {"codec": "one-bit"},
@@ -294,8 +322,8 @@ def compare_sources(rank: int, world_size: int) -> None:
         {"codec": "one-bit", "threshold_bytes": 100},
     ):
         runs = []
-        for method in (counted, lambda *_: None):
-            Reduction._source_in_place = method  # type: ignore[assignment,method-assign]
+        for method in (mean, of_sum):
+            FusedExchange.mean = method  # type: ignore[assignment,method-assign]
             try:
                 driver = driver_of(SlimGC(**{"threshold_bytes": 0, **options}))
                 results = []
@@ -309,10 +337,8 @@ def compare_sources(rank: int, world_size: int) -> None:
                 runs.append(torch.cat(results))
                 driver.close()
             finally:
-                Reduction._source_in_place = in_place  # type: ignore[method-assign]
+                FusedExchange.mean = mean  # type: ignore[method-assign]
         assert torch.equal(runs[0], runs[1]), options
-    assert any(n_used)
-    assert all(n_used) == (rank > 0)  # rank 0 has a parameter that it does not use at one step
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

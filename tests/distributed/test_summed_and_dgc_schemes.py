@@ -17,8 +17,7 @@ from gradwire import InvalidArgument, schemes
 from gradwire.codecs.selection import take_by_sample
 from gradwire.core.bucket import Bucket
 from gradwire.errors import RankMismatch, Unsupported
-from gradwire.schemes.dgc import Dgc
-from gradwire.schemes.dgc_rule import draw_sample
+from gradwire.schemes.dgc import Dgc, draw_sample
 from ranks import run_ranks, try_ranks
 
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]

@@ -12,6 +12,7 @@ from gradwire.errors import CorruptMessage, InvalidArgument, PeerLost, Unsupport
 from gradwire.exchange import aggregators
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.wire import HostWire
 from ranks import run_ranks, try_ranks
 from switch_cases import Serving
 
@@ -23,31 +24,38 @@ def values_of(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(limits.min, limits.max, (n,), dtype=dtype, generator=generator)
 
 
+def wire_for(communicator: Communicator, recorder: Recorder, step: int = 0) -> HostWire:
+    """As an aggregator wants it: with a record."""
+    wire = HostWire(communicator)
+    wire.record = recorder.open_bucket(step, 0, 4)
+    return wire
+
+
 def reduce_everything(rank: int, world_size: int, address: str) -> dict[str, Any]:
     communicator, recorder = Communicator(timeout_s=100), Recorder(rank, world_size)
     aggregator = aggregators.by_name("switch", address=address, slots=64)
     aggregator.bind(communicator, recorder)
 
     def on_lane() -> dict[str, Any]:
-        record = recorder.open_bucket(0, 0, 4)
+        wire = wire_for(communicator, recorder)
         results: dict[str, Any] = {}
         for n in (0, 1, 1000, 70_001):
             words, largest = values_of(rank, n, torch.int32), values_of(rank, n, torch.int32)
-            aggregator.or_words(words, record)
-            aggregator.max_int32(largest, record)
+            aggregator.or_words(words, wire)
+            aggregator.max_int32(largest, wire)
             short, long = values_of(rank, n, torch.int32), values_of(rank, n, torch.int64)
             long_too = values_of(rank + 50, n, torch.int64)
-            sums = [aggregator.start_sum(values, record) for values in (short, long, long_too)]
+            sums = [aggregator.start_sum(values, wire) for values in (short, long, long_too)]
             for one in sums:
-                one.wait()
-                one.wait()  # the second does nothing
+                one()
+                one()  # the second does nothing
             results[str(n)] = (words, largest, short, long, long_too)
-        results["record"] = (record.bytes_sent, record.bytes_received)
+        results["record"] = (wire.record.bytes_sent, wire.record.bytes_received)
         results["stats"] = aggregator.stats()
         with pytest.raises(Unsupported, match="integers only"):
-            aggregator.start_sum(torch.zeros(4), record)
+            aggregator.start_sum(torch.zeros(4), wire)
         with pytest.raises(InvalidArgument):
-            aggregator.start_sum(torch.zeros((2, 2), dtype=torch.int32), record)
+            aggregator.start_sum(torch.zeros((2, 2), dtype=torch.int32), wire)
         return results
 
     results = communicator.submit(on_lane).wait()
@@ -55,7 +63,7 @@ def reduce_everything(rank: int, world_size: int, address: str) -> dict[str, Any
     results["after"] = aggregator.stats()
     aggregator.bind(communicator, recorder)  # again: a new job of the same ranks
     again = values_of(rank, 300, torch.int32)
-    communicator.submit(lambda: aggregator.start_sum(again, recorder.open_bucket(1, 0, 4)).wait()).wait()
+    communicator.submit(lambda: aggregator.start_sum(again, wire_for(communicator, recorder, 1))()).wait()
     results["again"] = again
     aggregator.close()
     communicator.close()
@@ -97,13 +105,13 @@ def fail_while_others_wait(rank: int, world_size: int, address: str) -> None:
     communicator, recorder = Communicator(timeout_s=60), Recorder(rank, world_size)
     aggregator = aggregators.by_name("switch", address=address)
     aggregator.bind(communicator, recorder)
-    record = recorder.open_bucket(0, 0, 4)
+    wire = wire_for(communicator, recorder)
 
     def on_lane() -> None:
-        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), record).wait()
+        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), wire)()
         if rank == 1:
             raise CorruptMessage("a sketch of rank 1 was damaged")
-        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), record).wait()
+        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), wire)()
 
     communicator.submit(on_lane).wait()
 
@@ -120,13 +128,13 @@ def die_while_others_wait(rank: int, world_size: int, address: str) -> None:
     communicator, recorder = Communicator(timeout_s=3), Recorder(rank, world_size)
     aggregator = aggregators.by_name("switch", address=address)
     aggregator.bind(communicator, recorder)
-    record = recorder.open_bucket(0, 0, 4)
+    wire = wire_for(communicator, recorder)
 
     def on_lane() -> None:
-        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), record).wait()
+        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), wire)()
         if rank == 1:
             os._exit(3)
-        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), record).wait()
+        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), wire)()
 
     communicator.submit(on_lane).wait()
 

@@ -1,17 +1,35 @@
-"""What the netlab tests share: the command line, and a look at the kernel's processes and namespaces."""
+"""What the netlab tests share: the command line, ranks' commands, a look at the kernel's processes and namespaces."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from gradwire_lab.ranks.netlab import Netlab
 from ranks import patience
 
-STREAM = Path(__file__).with_name("stream.py")
 CLI = [sys.executable, "-m", "gradwire", "netlab"]
+
+
+def rank_command(script: str, *arguments: object) -> list[str]:
+    """What runs this script of the folder in every rank."""
+    return [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+
+
+@contextlib.contextmanager
+def streaming(n_ranks: int, rate: Any) -> Iterator[Netlab]:
+    """A lab whose ranks are connected, and send to rank 0 without end."""
+    connected: queue.Queue[str] = queue.Queue()
+    with Netlab(n_ranks, rate) as lab:
+        lab.start(rank_command("stream.py", 0), on_line=lambda rank, line: connected.put(line))
+        connected.get(timeout=20 * patience())
+        yield lab
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

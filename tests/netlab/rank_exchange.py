@@ -1,5 +1,8 @@
-"""A rank for the tests: trains by the scheme that is named until an exchange fails; prints a line a turn, and the error."""
+"""A rank for the tests: all-reduces by torch, or trains by the scheme that is named, until it fails; prints a line now and
+then, and the error."""
 
+import datetime
+import itertools
 import sys
 
 import torch
@@ -8,16 +11,28 @@ import torch.distributed as dist
 import gradwire
 
 dist.init_process_group("gloo")
-ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 500))
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-gradwire.attach(ddp, optimizer, sys.argv[1], timeout_s=4)
-try:
-    for turn in range(100_000):
+if sys.argv[1] == "all-reduce":
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))  # short, but not for the start on a busy machine
+    tensor = torch.zeros(1 << 16)
+
+    def turn() -> None:
+        dist.all_reduce(tensor, group=group)
+else:
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 500))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    gradwire.attach(ddp, optimizer, sys.argv[1], timeout_s=4)
+
+    def turn() -> None:
         optimizer.zero_grad()
         ddp(torch.ones(1, 100)).square().mean().backward()
         optimizer.step()
-        if turn % 20 == 0:
-            print("turn", turn, flush=True)
-except gradwire.PeerLost as error:
-    print("PeerLost", error, flush=True)
+
+
+try:
+    for number in itertools.count():
+        turn()
+        if number % 20 == 0:
+            print("turn", number, flush=True)
+except (gradwire.PeerLost, RuntimeError) as error:
+    print(type(error).__name__, error, flush=True)
     sys.exit(3)

@@ -6,16 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_watch import child_pids, is_running, network_namespaces, wait_until
+from lab_watch import child_pids, is_running, network_namespaces, rank_command, wait_until
 
 from ranks import patience
-
-_SCRIPT = Path(__file__).with_name("interrupted_bench.py")
 
 
 class _Bench:
@@ -30,7 +27,7 @@ class _Bench:
         words = ["--root", str(self._folder), "--machine", "here", "--folder", str(self._folder / "runs")]
         with (self._folder / "said").open("wb") as said:
             self.process = subprocess.Popen(
-                [sys.executable, str(_SCRIPT), rate, *words],
+                rank_command("interrupted_bench.py", rate, *words),
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "TMPDIR": str(self._folder / "tmp")},

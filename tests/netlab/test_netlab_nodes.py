@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from lab_watch import rank_command
 
-from gradwire.errors import InvalidArgument
 from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.network import Network, current_network
 from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
-_RANK = str(Path(__file__).with_name("rank_two_levels.py"))
 _N_BYTES = 4 << 20
 _ONE_BIT = 1 / 32  # c: a bit for each float32; what scales add is less than the margin
 
@@ -34,7 +31,9 @@ def test_a_node_sends_what_one_rank_would_and_nothing_of_what_stays_inside(size:
     with Netlab(2 * size, "500mbit", ranks_per_node=size) as lab:
         before = lab.counters()
         assert len(before) == 2
-        lab.run([sys.executable, _RANK, *cases], on_line=on_line, timeout_s=100 * patience()).raise_if_failed()
+        lab.run(
+            rank_command("rank_two_levels.py", *cases), on_line=on_line, timeout_s=100 * patience()
+        ).raise_if_failed()
         of_all = (lab.counters()[0] - before[0]).sent_bytes / _N_BYTES
     assert 4 * sum(framed.values()) == pytest.approx(of_all, rel=0.05)  # ranks and lab count the same link
     n = 2 * size
@@ -49,10 +48,3 @@ def test_nodes_are_told_to_ranks_and_results() -> None:
     network = Network("netlab", (100_000_000, 100_000_000), 8, 4)
     assert str(network) == "netlab 100000000 nodes=2x4"
     assert current_network(network.to_variables()) == Network("netlab", (100_000_000,), 8, 4)
-
-
-def test_ranks_that_make_no_whole_nodes_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="4 ranks do not make whole nodes of 3"):
-        Netlab(4, "1gbit", ranks_per_node=3)
-    with pytest.raises(InvalidArgument, match="3 rates for 2 nodes"):
-        Netlab(4, ["1gbit"] * 3, ranks_per_node=2)

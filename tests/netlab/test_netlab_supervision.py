@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab_watch import CLI, is_running, wait_until
@@ -23,37 +24,34 @@ def shell(script: str) -> list[str]:
     return ["sh", "-c", script]
 
 
-def test_every_rank_gets_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    lines: dict[int, str] = {}
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR GLOO_SOCKET_IFNAME OMP_NUM_THREADS MASTER_PORT"
-    command = shell("echo " + " ".join(f"${name}" for name in names.split()))
-    with start_ranks(command, 3, on_line=lambda rank, line: lines.update({rank: line})) as launch:
+def lines_of(script: str, n_ranks: int, *rate: str, **options: Any) -> list[str]:
+    """What ranks print that all end well."""
+    lines: list[str] = []
+    with start_ranks(shell(script), n_ranks, *rate, on_line=lambda rank, line: lines.append(line), **options) as launch:
         launch.wait(30 * patience()).raise_if_failed()
         assert not launch.shaped
         assert launch.counters() is None
-    ports = {line.split()[-1] for line in lines.values()}
-    assert len(ports) == 1
-    assert 1024 <= int(ports.pop()) <= 65535
-    for rank in range(3):
-        assert lines[rank].split()[:-1] == [str(rank), "3", str(rank), "3", "127.0.0.1", "lo", "1"]
+    return lines
+
+
+def test_every_rank_gets_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR GLOO_SOCKET_IFNAME OMP_NUM_THREADS MASTER_PORT"
+    lines = sorted(lines_of("echo " + " ".join(f"${name}" for name in names.split()), 3))
+    (port,) = {line.split()[-1] for line in lines}
+    assert 1024 <= int(port) <= 65535
+    assert lines == [f"{rank} 3 {rank} 3 127.0.0.1 lo 1 {port}" for rank in range(3)]
 
 
 def test_ranks_on_loopback_are_told_so() -> None:
-    lines: list[str] = []
-    with start_ranks(shell("env"), 2, "none", on_line=lambda rank, line: lines.append(line)) as launch:
-        launch.wait(30 * patience()).raise_if_failed()
-    network = current_network(dict(line.split("=", 1) for line in lines if line.startswith("GRADWIRE_")))
+    lines = [line for line in lines_of("env", 2, "none") if line.startswith("GRADWIRE_")]
+    network = current_network(dict(line.split("=", 1) for line in lines))
     assert (network.kind, network.rate_bps, network.n_ranks_on_machine) == ("loopback", None, 2)
 
 
 def test_variables_that_the_caller_sets_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    lines: list[str] = []
-    command = shell("echo $OMP_NUM_THREADS $MASTER_PORT")
-    with start_ranks(command, 1, env={"MASTER_PORT": "1234"}, on_line=lambda rank, line: lines.append(line)) as launch:
-        launch.wait(30 * patience()).raise_if_failed()
-    assert lines == ["3 1234"]
+    assert lines_of("echo $OMP_NUM_THREADS $MASTER_PORT", 1, env={"MASTER_PORT": "1234"}) == ["3 1234"]
 
 
 def test_output_is_forwarded_by_line_with_its_rank_and_stream(capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,10 +63,7 @@ def test_output_is_forwarded_by_line_with_its_rank_and_stream(capfd: pytest.Capt
 
 
 def test_much_output_arrives_whole_and_in_order() -> None:
-    lines: list[str] = []
-    with start_ranks(shell("seq 1 200000"), 1, on_line=lambda rank, line: lines.append(line)) as launch:
-        launch.wait(30 * patience()).raise_if_failed()
-    assert lines == [str(number) for number in range(1, 200_001)]
+    assert lines_of("seq 1 200000", 1) == [str(number) for number in range(1, 200_001)]
 
 
 def test_what_a_reader_of_lines_raises_comes_out_of_wait_and_hangs_no_rank() -> None:
@@ -133,15 +128,13 @@ def test_a_command_that_cannot_run_is_named(command: str, status: int, capfd: py
     assert f"cannot run {command}" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("n_ranks", [0, -1, 1.5, True])
-def test_a_bad_number_of_ranks_is_refused(n_ranks: object) -> None:
-    with pytest.raises(InvalidArgument, match="whole number"):
-        start_ranks(["true"], n_ranks)  # type: ignore[arg-type]
-
-
-def test_an_empty_command_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="no command"):
-        start_ranks([], 2)
+@pytest.mark.parametrize(
+    ("command", "n_ranks", "match"),
+    [*((["true"], n, "whole number") for n in (0, -1, 1.5, True)), ([], 2, "no command")],
+)
+def test_a_bad_number_of_ranks_and_an_empty_command_are_refused(command: list[str], n_ranks: Any, match: str) -> None:
+    with pytest.raises(InvalidArgument, match=match):
+        start_ranks(command, n_ranks)
 
 
 def test_ranks_started_from_a_thread_outlive_it() -> None:

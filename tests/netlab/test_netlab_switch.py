@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
-from pathlib import Path
 
 import pytest
-from lab_watch import wait_until
+from lab_watch import rank_command, wait_until
 
-from gradwire.errors import InvalidArgument
 from gradwire_lab.ranks.launch import start_ranks
 from gradwire_lab.ranks.netlab import Netlab
 from gradwire_lab.ranks.netlab.switch_host import switch_rate_bps
@@ -18,14 +15,18 @@ from ranks import patience
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
-RANK = [sys.executable, str(Path(__file__).with_name("rank_switch_sum.py"))]
 
-
-def test_the_switch_has_the_rate_of_all_ranks_together() -> None:
-    assert switch_rate_bps([200_000_000] * 4) == 800_000_000
-    assert switch_rate_bps([100_000_000, 300_000_000]) == 400_000_000
-    assert switch_rate_bps([100_000_000, None]) is None
-    assert switch_rate_bps([20_000_000_000] * 4) is None
+@pytest.mark.parametrize(
+    ("rates_bps", "expected_bps"),
+    [
+        ([200_000_000] * 4, 800_000_000),
+        ([100_000_000, 300_000_000], 400_000_000),
+        ([100_000_000, None], None),
+        ([20_000_000_000] * 4, None),
+    ],
+)
+def test_the_switch_has_the_rate_of_all_ranks_together(rates_bps: list[int | None], expected_bps: int | None) -> None:
+    assert switch_rate_bps(rates_bps) == expected_bps
 
 
 @pytest.mark.root
@@ -33,7 +34,7 @@ def test_ranks_in_a_lab_sum_through_the_switch_and_its_link_counts_what_all_send
     lines: list[str] = []
     n_values = 300_000
     with Netlab(3, "100mbit", switch=True, require_shaping=True) as lab:
-        lab.start([*RANK, str(n_values)], on_line=lambda rank, line: lines.append(line))
+        lab.start(rank_command("rank_switch_sum.py", n_values), on_line=lambda rank, line: lines.append(line))
         lab.wait(100 * patience()).raise_if_failed()
         ranks, switch = lab.counters(), lab.switch_counters()
         assert len(ranks) == 3
@@ -56,7 +57,9 @@ def test_ranks_in_a_lab_sum_through_the_switch_and_its_link_counts_what_all_send
 def test_a_switch_that_is_killed_in_mid_run_raises_peer_lost_in_every_rank() -> None:
     lines: list[str] = []
     with Netlab(2, "20mbit", switch=True, require_shaping=True) as lab:
-        lab.start([*RANK, "20000000"], on_line=lambda rank, line: lines.append(line))  # 32 s at this rate
+        lab.start(
+            rank_command("rank_switch_sum.py", 20_000_000), on_line=lambda rank, line: lines.append(line)
+        )  # 32 s at this rate
 
         def is_in_mid_run() -> bool:
             return sum("joined" in line for line in lines) == 2 and lab.switch_counters().received_bytes > 1_000_000
@@ -69,16 +72,9 @@ def test_a_switch_that_is_killed_in_mid_run_raises_peer_lost_in_every_rank() -> 
 
 def test_without_a_lab_the_switch_is_on_loopback() -> None:
     lines: list[str] = []
-    with start_ranks([*RANK, "100000"], 2, None, switch=True, on_line=lambda rank, line: lines.append(line)) as launch:
+    command = rank_command("rank_switch_sum.py", 100_000)
+    with start_ranks(command, 2, None, switch=True, on_line=lambda rank, line: lines.append(line)) as launch:
         launch.wait(100 * patience()).raise_if_failed()
     told = [json.loads(line) for line in lines]
     assert all(one["is_exact"] and one["address"].startswith("127.0.0.1:") for one in told)
     assert len(told) == 2
-
-
-def test_a_lab_without_a_switch_says_so() -> None:
-    lab = Netlab(1)
-    with pytest.raises(InvalidArgument, match="switch=True"):
-        lab.signal_switch()
-    with pytest.raises(InvalidArgument, match="switch=True"):
-        lab.switch_counters()

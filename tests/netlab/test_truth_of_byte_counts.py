@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from lab_watch import rank_command
 
 from gradwire import schemes
 from gradwire_lab.ranks.netlab import Netlab
@@ -16,7 +15,6 @@ from ranks import patience
 pytestmark = pytest.mark.root
 
 N_RANKS = 3
-SCRIPT = Path(__file__).with_name("rank_truth.py")
 HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with time stamps: of every packet, acknowledgements too
 # Gloo puts headers of its own before every message: 1.2 to 2.4 KB a step with these buckets, whatever is sent.
 BACKEND_BYTES_A_STEP = 3_000
@@ -25,7 +23,7 @@ BACKEND_BYTES_A_STEP = 3_000
 def measure(names: list[str]) -> list[dict[str, Any]]:
     lines: list[str] = []
     with Netlab(N_RANKS, "1gbit") as lab:
-        command = [sys.executable, str(SCRIPT), *names]
+        command = rank_command("rank_truth.py", *names)
         lab.run(command, on_line=lambda rank, line: lines.append(line), timeout_s=120 * patience()).raise_if_failed()
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) == N_RANKS * len(names)

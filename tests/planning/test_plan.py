@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.control.cost_model import CodecCost, LinkCost, SharedCores
 from gradwire.errors import InvalidArgument
 from gradwire.planning.plan import Plan, describe_rate
-from gradwire.schemes.auto.profile import CostProfile, bucket_sizes, codec_speed
+from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, bucket_sizes, codec_speed
 from gradwire.telemetry.stopwatch import Stopwatch
 from ranks import run_ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -13,14 +14,13 @@ from gradwire.codecs import bloom_filter
 from gradwire.codecs.bloom_filter import BloomShape
 from gradwire.codecs.count_sketch import (
     MAX_ATTEMPTS,
-    MAX_CORE,
     CountSketch,
     FixedPoint,
     Outcome,
     index_words,
     write_index,
 )
-from sketches import quantise, sparse_gradients, sum_sketches
+from sketches import index_of, quantise, sparse_gradients, sum_sketches
 
 SIZES = (0, 1, 15, 16, 17, 1023, 1024, 1025, 40_000, 1_500_001)
 # By norms; measured 3e-7 to 7e-7 for values of one scale. Here scales spread over 2^4 x normal.
@@ -54,128 +54,86 @@ def test_exact_mode_is_the_integer_sum_of_the_quantised_gradients(n_elements: in
         assert torch.equal(result, expected.double().float())
 
 
-def test_quantisation_error_is_at_most_half_a_unit() -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("world_size", [1, 2, 17])
+def test_quantisation_error_is_at_most_half_a_unit(world_size: int, dtype: torch.dtype) -> None:
     gradient = torch.randn(10_000)
-    for world_size in (1, 2, 17):
-        for dtype in (torch.int32, torch.int64):
-            fixed = FixedPoint.fit(exponent_of([gradient]), world_size, dtype)
-            error = quantise(gradient, fixed).double() * fixed.scale - gradient.double()
-            assert float(error.abs().max()) <= 0.5 * fixed.scale
+    fixed = FixedPoint.fit(exponent_of([gradient]), world_size, dtype)
+    error = quantise(gradient, fixed).double() * fixed.scale - gradient.double()
+    assert float(error.abs().max()) <= 0.5 * fixed.scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lossless_mode_is_the_sum_to_rounding(dtype: torch.dtype) -> None:
-    for n_elements in SIZES:
-        for world_size, density, run in ((1, 0.01, 1), (4, 0.05, 32), (17, 0.3, 1), (3, 0.02, 1024)):
-            if world_size * n_elements > 10_000_000:
-                continue
-            gradients = sparse_gradients(n_elements, density, world_size, run, seed=n_elements, dtype=dtype)
-            summed = sum_sketches(gradients)
-            result = torch.empty(n_elements)
-            assert summed.sketch.recover(summed.cells, 1 / world_size, result) is Outcome.COMPLETE
-            expected = torch.stack([gradient.double() for gradient in gradients]).sum(0) / world_size
-            result[summed.sketch.core()] = expected[summed.sketch.core()].float()
-            error = (result.double() - expected).norm()
-            assert float(error) <= LOSSLESS_BOUND * float(expected.norm())
-            assert not result[expected == 0].any() or world_size > 1  # where values cancel, their rounding is left
+@pytest.mark.parametrize("n_elements", SIZES)
+def test_lossless_mode_is_the_sum_to_rounding(n_elements: int, dtype: torch.dtype) -> None:
+    for world_size, density, run in ((1, 0.01, 1), (4, 0.05, 32), (17, 0.3, 1), (3, 0.02, 1024)):
+        if world_size * n_elements > 10_000_000:
+            continue
+        gradients = sparse_gradients(n_elements, density, world_size, run, seed=n_elements, dtype=dtype)
+        summed, result = sum_sketches(gradients), torch.empty(n_elements)
+        assert summed.sketch.recover(summed.cells, 1 / world_size, result) is Outcome.COMPLETE
+        expected = torch.stack([gradient.double() for gradient in gradients]).sum(0) / world_size
+        result[summed.sketch.core()] = expected[summed.sketch.core()].float()
+        assert float((result.double() - expected).norm()) <= LOSSLESS_BOUND * float(expected.norm())
+        assert not result[expected == 0].any() or world_size > 1  # where values cancel, their rounding is left
 
 
 def test_ten_thousand_random_instances_without_one_incomplete_recovery() -> None:
     generator = torch.Generator().manual_seed(3)
     sketch = CountSketch()
-    n_attempts: dict[int, int] = {}
+    n_attempts: Counter[int] = Counter()
     for _ in range(10_000):
         n_elements = int(2 ** (4 + 9 * float(torch.rand(1, generator=generator))))
         density = 2 ** (-6 * float(torch.rand(1, generator=generator)))
         run = (1, 16, 64)[int(torch.randint(3, (1,), generator=generator))]
         present = torch.rand(-(-n_elements // run), generator=generator).lt(density).repeat_interleave(run)[:n_elements]
         gradient = torch.randint(-1000, 1001, (n_elements,), generator=generator) * present.float()
-        index = torch.empty(index_words(n_elements), dtype=torch.int32)
-        write_index(gradient, index)
-        attempt = 0
-        while True:
-            sketch.prepare(index, n_elements, attempt)
-            n_core = sketch.peel(index)
-            if n_core <= MAX_CORE or sketch.n_cells == 0:
-                break
-            attempt += 1
-        n_attempts[attempt] = n_attempts.get(attempt, 0) + 1
-        cells = torch.empty(sketch.n_cells)
-        sketch.add(gradient, index, cells)
-        result = torch.empty(n_elements)
-        assert sketch.recover(cells, 1.0, result) is Outcome.COMPLETE
+        summed, result = sum_sketches([gradient], sketch=sketch), torch.empty(n_elements)
+        n_attempts[summed.n_attempts] += 1
+        assert sketch.recover(summed.cells, 1.0, result) is Outcome.COMPLETE
         core = sketch.core()
-        assert core.numel() == n_core <= 64
+        assert core.numel() == summed.n_core <= 64
         result[core] = gradient[core]
         assert torch.equal(result, gradient)  # sums of small integers are exact in float32
-    assert max(n_attempts) < MAX_ATTEMPTS  # no instance had to do without a table
-    assert n_attempts[0] > 8_000
+    assert max(n_attempts) <= MAX_ATTEMPTS  # no instance had to do without a table
+    assert n_attempts[1] > 8_000
 
 
-@pytest.mark.parametrize("run", [1, 32, 768, 1024, 50_000])
-def test_every_pattern_of_a_million_values_peels_with_the_first_salt(run: int) -> None:
+@pytest.mark.parametrize("run", [1, 32, 768, 1024, 50_000, "one lane of each granule"])
+def test_every_pattern_of_a_million_values_peels_with_the_first_salt(run: int | str) -> None:
+    """One lane: as in a matrix of 16 columns of which one has a gradient, where rotations by whole vectors would fail."""
     for seed in range(3):
-        (gradient,) = sparse_gradients(1_500_000, 0.03, 1, run, seed)
+        if isinstance(run, int):
+            (gradient,) = sparse_gradients(1_500_000, 0.03, 1, run, seed)
+        else:
+            gradient = torch.zeros(1_000_000)
+            gradient[3 + seed :: 16] = torch.randn(gradient[3 + seed :: 16].numel())
         summed = sum_sketches([gradient], sketch=CountSketch(seed=seed))
         assert (summed.n_attempts, summed.n_core) == (1, 0)
 
 
-def test_one_lane_of_each_granule_peels_too() -> None:
-    """As in a matrix of 16 columns of which one has a gradient: rotations by whole vectors would fail here."""
-    gradient = torch.zeros(1_000_000)
-    gradient[3::16] = torch.randn(gradient[3::16].numel())
-    summed = sum_sketches([gradient])
-    assert (summed.n_attempts, summed.n_core) == (1, 0)
-
-
-def test_sketch_has_gamma_cells_for_each_non_zero_of_the_union() -> None:
-    for density, run in ((0.005, 1), (0.01, 1), (0.05, 32), (0.2, 1024)):
-        gradients = sparse_gradients(2_000_000, density, 2, run)
-        summed = sum_sketches(gradients)
-        in_union = int(torch.stack([gradient != 0 for gradient in gradients]).any(0).sum())
-        assert summed.sketch.n_nonzeros == in_union
-        assert 1.3 * in_union <= summed.sketch.n_cells <= 1.03 * 1.3 * in_union
-
-
-def test_results_and_cells_have_the_same_bits_for_every_thread_count() -> None:
-    (gradient,) = sparse_gradients(4_000_000, 0.05, 1)
-    n_threads = _native.thread_count()
-    results = []
-    try:
-        for n in (1, 2, 5):
-            _native.set_thread_count(n)
-            summed = sum_sketches([gradient])
-            assert summed.sketch.n_blocks > 2
-            cells = summed.cells.clone()
-            result = torch.empty_like(gradient)
-            summed.sketch.recover_all(summed.cells, 1.0, result)
-            results.append((cells, result, summed.own_indices[0]))
-    finally:
-        _native.set_thread_count(n_threads)
-    for other in results[1:]:
-        assert all(
-            torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(results[0], other, strict=True)
-        )
+@pytest.mark.parametrize(("density", "run"), [(0.005, 1), (0.01, 1), (0.05, 32), (0.2, 1024)])
+def test_sketch_has_gamma_cells_for_each_non_zero_of_the_union(density: float, run: int) -> None:
+    gradients = sparse_gradients(2_000_000, density, 2, run)
+    sketch = sum_sketches(gradients).sketch
+    in_union = int(torch.stack([gradient != 0 for gradient in gradients]).any(0).sum())
+    assert sketch.n_nonzeros == in_union
+    assert 1.3 * in_union <= sketch.n_cells <= 1.03 * 1.3 * in_union
 
 
 def test_table_that_is_too_small_is_estimated_by_the_median_of_three() -> None:
     """A tenth of what peeling needs: the estimates of a few large values among many small ones find the large ones."""
-    gradient = torch.randn(200_000)
-    gradient[::5_000] = 1e4
-    index = torch.empty(index_words(gradient.numel()), dtype=torch.int32)
-    write_index(gradient, index)
-    sketch = CountSketch()
-    n_cells = sketch.prepare(index, gradient.numel(), max_cells=26_000)
-    assert n_cells <= 1.05 * 26_000
+    gradient, is_large = torch.randn(200_000), torch.zeros(200_000, dtype=torch.bool)
+    is_large[::5_000] = True
+    gradient[is_large] = 1e4
+    index, sketch, result = index_of(gradient), CountSketch(), torch.empty(200_000)
+    cells = torch.empty(sketch.prepare(index, 200_000, max_cells=26_000))
+    assert cells.numel() <= 1.05 * 26_000
     assert sketch.peel(index) > 190_000
-    cells = torch.empty(n_cells)
     sketch.add(gradient, index, cells)
-    result = torch.empty_like(gradient)
     assert sketch.recover(cells, 1.0, result, estimate=True) is Outcome.COMPLETE
-    large = torch.zeros_like(gradient, dtype=torch.bool)
-    large[::5_000] = True
-    assert float((result[large] / 1e4 - 1).abs().max()) < 0.01
-    assert abs(float(result[~large].mean())) < 50  # unbiased, if noisy
+    assert float((result[is_large] / 1e4 - 1).abs().max()) < 0.01
+    assert abs(float(result[~is_large].mean())) < 50  # unbiased, if noisy
 
 
 # ---- the Bloom filter
@@ -184,10 +142,7 @@ def test_table_that_is_too_small_is_estimated_by_the_median_of_three() -> None:
 @pytest.mark.parametrize(("density", "run"), [(0.0005, 1), (0.01, 1), (0.01, 32), (0.01, 1024), (0.05, 1)])
 def test_bloom_filter_finds_all_non_zeros_and_as_many_zeros_as_the_formula_says(density: float, run: int) -> None:
     n_elements = 2_000_003
-    gradients = sparse_gradients(n_elements, density, 3, run)
-    indices = [torch.empty(index_words(n_elements), dtype=torch.int32) for _ in gradients]
-    for gradient, index in zip(gradients, indices, strict=True):
-        write_index(gradient, index)
+    indices = [index_of(gradient) for gradient in sparse_gradients(n_elements, density, 3, run)]
     union = indices[0] | indices[1] | indices[2]
     n_nonzeros = _native.sketch_count_index(union.view(torch.uint32), n_elements)
     shape = BloomShape.fit(n_nonzeros, n_elements, 1.3)
@@ -218,26 +173,29 @@ def test_bloom_filter_has_the_papers_size() -> None:
 # ---- bad input
 
 
-def test_foreign_or_altered_sketches_and_indices_raise() -> None:
-    for dtype in (torch.float32, torch.int32):
-        gradients = sparse_gradients(300_000, 0.02, 2)
-        fixed = None if dtype is torch.float32 else FixedPoint.fit(exponent_of(gradients), 2, dtype)
-        summed = sum_sketches(gradients, fixed)
-        result = torch.empty(300_000)
-        for position in (0, 1_000, summed.cells.numel() - 1):
-            altered = summed.cells.clone()
-            altered[position] += 1 << 20
-            with pytest.raises(gradwire.CorruptMessage, match="altered on its way"):
-                summed.sketch.recover_all(altered, 1.0, result)
-        other_seed = sum_sketches(gradients, fixed, CountSketch(seed=1))
-        with pytest.raises(gradwire.CorruptMessage):
-            summed.sketch.recover_all(other_seed.cells.clone()[: summed.cells.numel()], 1.0, result)
-        with pytest.raises(gradwire.CorruptMessage, match="do not belong together"):
-            summed.sketch.recover_all(summed.cells[:-1], 1.0, result)
-    for value in (float("nan"), float("inf")):
-        poisoned = sum_sketches(sparse_gradients(300_000, 0.02, 2))
-        poisoned.cells[5] = value
-        assert poisoned.sketch.recover(poisoned.cells, 1.0, result) is not Outcome.COMPLETE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_foreign_or_altered_sketches_raise(dtype: torch.dtype) -> None:
+    gradients, result = sparse_gradients(300_000, 0.02, 2), torch.empty(300_000)
+    fixed = None if dtype is torch.float32 else FixedPoint.fit(exponent_of(gradients), 2, dtype)
+    summed = sum_sketches(gradients, fixed)
+    cells, other_seed = summed.cells, sum_sketches(gradients, fixed, CountSketch(seed=1)).cells
+    summed.sketch.recover_all(cells.clone(), 1.0, result)
+    for position in (0, 1_000, cells.numel() - 1):
+        altered = cells.clone()
+        altered[position] += 1 << 20
+        with pytest.raises(gradwire.CorruptMessage, match="altered on its way"):
+            summed.sketch.recover_all(altered, 1.0, result)
+    with pytest.raises(gradwire.CorruptMessage):
+        summed.sketch.recover_all(other_seed[: cells.numel()].clone(), 1.0, result)
+    with pytest.raises(gradwire.CorruptMessage, match="do not belong together"):
+        summed.sketch.recover_all(cells[:-1], 1.0, result)
+    for value in (float("nan"), float("inf")) if fixed is None else ():
+        poisoned = cells.clone()
+        poisoned[5] = value
+        assert summed.sketch.recover(poisoned, 1.0, result) is not Outcome.COMPLETE
+
+
+def test_an_index_of_other_values_raises() -> None:
     index = torch.zeros(index_words(33), dtype=torch.int32)
     index[1] = 2  # value 33 of 33
     with pytest.raises(gradwire.CorruptMessage, match="past its 33 values"):
@@ -267,9 +225,7 @@ def test_random_indices_and_cells_never_crash() -> None:
             words = torch.randint(-(2**31), 2**31, (index_words(n_elements),), generator=generator).to(torch.int32)
             if n_elements % 32:
                 words[-1] &= (1 << n_elements % 32) - 1
-            own = torch.empty_like(words)
-            write_index(gradient, own)
-            sketch = CountSketch()
+            own, sketch = index_of(gradient), CountSketch()
             cells = torch.randn(sketch.prepare(words, n_elements), generator=generator)
             sketch.peel(words)
             sketch.add(gradient, own, torch.empty_like(cells))  # with non-zeros that the index does not know
@@ -285,27 +241,12 @@ def test_values_beyond_the_agreed_exponent_raise() -> None:
         sum_sketches([gradient], fixed)
 
 
-def test_index_reports_what_is_not_finite() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for value in (float("inf"), float("-inf"), float("nan")):
-            for position in (0, 40, 99):
-                gradient = torch.zeros(100, dtype=dtype)
-                gradient[position] = value
-                facts = write_index(gradient, torch.empty(4, dtype=torch.int32))
-                assert facts == (1, math.inf)
-        gradient = torch.tensor([0.0, -0.0, 1e-39, -3.0] * 20, dtype=dtype)
-        assert write_index(gradient, torch.empty(3, dtype=torch.int32)) == (40, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"batch_values": 1000}, "power of two"),
-        ({"gamma": 1.2}, "lossy"),
-        ({"gamma": 11}, "gamma"),
-        ({"seed": -1}, "seed"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict, match: str) -> None:
-    with pytest.raises(gradwire.InvalidArgument, match=match):
-        CountSketch(**options)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_index_reports_non_zeros_the_largest_magnitude_and_what_is_not_finite(dtype: torch.dtype) -> None:
+    for value in (float("inf"), float("-inf"), float("nan")):
+        for position in (0, 40, 99):
+            gradient = torch.zeros(100, dtype=dtype)
+            gradient[position] = value
+            assert write_index(gradient, torch.empty(4, dtype=torch.int32)) == (1, math.inf)
+    gradient = torch.tensor([0.0, -0.0, 1e-39, -3.0] * 20, dtype=dtype)
+    assert write_index(gradient, torch.empty(3, dtype=torch.int32)) == (40, 3.0)

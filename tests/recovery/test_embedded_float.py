@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from float_messages import DTYPES, every_16_bit_value, finite_gradient, same_bits, there_and_back
+from float_messages import DTYPES, decode, every_16_bit_value, finite_gradient, same_bits, there_and_back
 from gradwire.codecs.embedded_float import EmbeddedFloat, describe
-from gradwire.errors import BufferTooSmall, InvalidArgument
 
 SIZES = (0, 1, 2, 31, 32, 33, 255, 256, 257, 1000, 16384, 16385, 40_007)
 
@@ -50,18 +49,14 @@ def test_every_number_of_bits_decodes_to_what_the_format_says(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_bits_give_back_every_bit(dtype: torch.dtype) -> None:
-    for n in SIZES:
-        for kind in range(3):
-            generator = torch.Generator().manual_seed(n)
-            gradient = finite_gradient(n, dtype)
-            if kind == 1:  # any bits at all, Inf and NaN with payloads too
-                raw = torch.randint(0, 256, (n * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-                gradient = raw.view(dtype)
-            if kind == 2:
-                gradient = torch.zeros(n, dtype=dtype)
-                gradient[n // 3 :: 5] = 1e-30  # an escape beside zeros, in float32 and bfloat16
-            assert same_bits(there_and_back(EmbeddedFloat(32), gradient), gradient), (n, kind)
+@pytest.mark.parametrize("n", SIZES)
+def test_all_bits_give_back_every_bit(n: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(n)
+    beside_zeros = torch.zeros(n, dtype=dtype)
+    beside_zeros[n // 3 :: 5] = 1e-30  # an escape, in float32 and bfloat16
+    any_bits = torch.randint(0, 256, (n * dtype.itemsize,), generator=random, dtype=torch.uint8).view(dtype)
+    for gradient in (finite_gradient(n, dtype), any_bits, beside_zeros):
+        assert same_bits(there_and_back(EmbeddedFloat(32), gradient), gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -94,13 +89,11 @@ def test_any_sequence_of_messages_refines_to_what_one_message_gives(dtype: torch
         for cut in cuts:
             assert receiver.add_planes(planes(codec, gradient, before, cut - before)) == cut == receiver.n_bits
             before = cut
-            found, expected, own = (torch.empty_like(gradient) for _ in range(3))
+            found, own = torch.empty_like(gradient), torch.empty_like(gradient)
             receiver.write(found)
             codec.quantise(gradient, cut, own)
             assert same_bits(found, own)
-            if cut >= 2:
-                codec.decode(planes(codec, gradient, 0, cut), expected)
-                assert same_bits(found, expected)
+            assert cut < 2 or same_bits(found, decode(codec, planes(codec, gradient, 0, cut), n, dtype))
         if dtype == torch.float32:
             total = sums.clone()
             receiver.add_to(total)
@@ -132,8 +125,7 @@ def test_a_non_finite_value_is_flagged_and_makes_its_partition_nan_until_all_bit
     message = planes(codec, gradient, 0, 12)
     assert describe(message)["holds_nonfinite"]
     assert not describe(planes(codec, gradient[512:], 0, 12))["holds_nonfinite"]
-    found = torch.empty_like(gradient)
-    codec.decode(message, found)
+    found = decode(codec, message, 1000, dtype)
     assert found[256:512].isnan().all()
     assert found[:256].isfinite().all()
     assert found[512:].isfinite().all()
@@ -150,22 +142,3 @@ def test_a_message_costs_its_bits_a_byte_a_partition_and_headers() -> None:
     codec, n = EmbeddedFloat(8), 1_000_000
     assert codec.max_encoded_bytes(n, torch.float32) == n + -(-n // 256) + 40 + 8 * -(-n // 16384)
     assert codec.max_plane_bytes(n, torch.float32, 8, 3) == 3 * n // 8 + 40 + 8 * -(-n // 16384)
-
-
-def test_arguments_out_of_range_are_refused() -> None:
-    for options in ({"bits": 1}, {"bits": 33}, {"partition": 16}, {"partition": 100}, {"partition": 2048}):
-        with pytest.raises(InvalidArgument, match=next(iter(options))):
-            EmbeddedFloat(**options)
-    codec, gradient, out = EmbeddedFloat(), torch.ones(100), torch.empty(1000, dtype=torch.uint8)
-    for first_bit, n_bits in ((-1, 4), (0, 0), (0, 33), (32, 1), (30, 3), (1 << 30, 1 << 30)):
-        with pytest.raises(InvalidArgument, match="planes"):
-            codec.encode_planes(gradient, first_bit, n_bits, out)
-    for wrong in (gradient.double(), gradient.view(10, 10), torch.ones(200)[::2]):
-        with pytest.raises(InvalidArgument):
-            codec.encode(wrong, out)
-    with pytest.raises(InvalidArgument, match="add_planes first"):
-        codec.receive(5, torch.float32).write(torch.empty(5))
-    with pytest.raises(InvalidArgument):
-        codec.max_encoded_bytes(-1, torch.float32)
-    with pytest.raises(BufferTooSmall, match="may take"):
-        codec.encode(gradient, out[:100])

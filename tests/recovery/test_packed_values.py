@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 
-from gradwire import _native
+from float_messages import DTYPES, assert_same_bytes_everywhere, same_bits
 from gradwire.codecs import packed_values
-from gradwire.codecs.count_sketch import index_words, write_index
+from gradwire.codecs.count_sketch import write_index
 from gradwire.errors import CorruptMessage, InvalidArgument
-from ranks import run_ranks
+from sketches import index_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 15, 16, 17, 31, 32, 33, 1_000, 131_071, 131_072, 131_073, 400_001)
 
 
-def index_of(mask: torch.Tensor) -> torch.Tensor:
-    index = torch.empty(index_words(mask.numel()), dtype=torch.int32)
-    write_index(mask.float(), index)
-    return index
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("n", SIZES)
+def test_packed_values_are_those_under_the_mask_on_every_level(n: int, density: float) -> None:
+    generator = torch.Generator().manual_seed(n)
+    mask = torch.rand(n, generator=generator) < density
+    bits = torch.randint(-(1 << 15), 1 << 15, (2 * n,), dtype=torch.int16, generator=generator)
+    index, n_set = index_of(mask.float()), int(mask.sum())
+    assert int(packed_values.count(index, n)) == n_set
+    for dtype in DTYPES:
+        values = bits.view(dtype)[:n].clone()  # any bits at all: NaN, Inf, -0
 
+        def there_and_back(values: torch.Tensor = values) -> list[torch.Tensor]:
+            room, back = (values.new_full((size + 40,), 7.0) for size in (n_set, n))
+            packed_values.pack(values, index, room[:n_set])
+            packed_values.unpack(room[:n_set], index, back[:n])
+            return [room, back]
 
-def check_all(rank: int, world_size: int) -> tuple[str, str]:
-    """Rank 0 as the machine is, rank 1 portable."""
-    if rank == 1:
-        _native.limit_simd_level(False)
-    seen = hashlib.sha256()
-    generator = torch.Generator().manual_seed(5)
-    for n in SIZES:
-        for density in (0.0, 0.01, 0.3, 0.9, 1.0):
-            mask = torch.rand(n, generator=generator) < density
-            bits = torch.randint(-(1 << 15), 1 << 15, (2 * n,), dtype=torch.int16, generator=generator)
-            index = index_of(mask)
-            n_set = packed_values.count(index, n)
-            assert n_set == int(mask.sum())
-            for dtype in DTYPES:
-                values = bits.view(dtype)[:n].clone()  # any bits at all: NaN, Inf, -0
-                kind = torch.int32 if dtype == torch.float32 else torch.int16
-                room = torch.full((n_set + 40,), 7.0, dtype=dtype)
-                packed_values.pack(values, index, room[:n_set])
-                assert torch.equal(room[:n_set].view(kind), values.view(kind)[mask])
-                assert bool(room[n_set:].eq(7).all())
-                back = torch.full((n + 40,), 7.0, dtype=dtype)
-                packed_values.unpack(room[:n_set], index, back[:n])
-                assert torch.equal(back[:n].view(kind), torch.where(mask, values.view(kind), 0))
-                assert bool(back[n:].eq(7).all())
-                seen.update(back.view(torch.uint8).numpy().tobytes())
-    return _native.simd_level(), seen.hexdigest()
-
-
-def test_packed_values_are_those_under_the_mask_on_every_level() -> None:
-    (_, first), (level, second) = run_ranks(check_all, 2)
-    assert level == "portable"
-    assert first == second
+        room, back = assert_same_bytes_everywhere(there_and_back, (1, 3))
+        assert same_bits(room[:n_set], values[mask])
+        assert same_bits(back[:n], torch.where(mask, values, 0))
+        assert torch.cat([room[n_set:], back[n:]]).eq(7).all()
 
 
 def test_sizes_that_do_not_fit_and_bits_past_the_end_are_refused() -> None:

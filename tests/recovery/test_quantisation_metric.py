@@ -8,14 +8,16 @@ import torch
 from optimizer_cases import CASES, MANTISSA_BITS, Case, byte_of, expected, finite, stepped, trained, truncate
 from torch import Tensor
 
+from float_messages import DTYPES, decode, encode, same_bits
 from gradwire import codecs
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 
 N_ELEMENTS = 4000
-SMALL_DTYPES = [torch.bfloat16, torch.float16]
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-steps = pytest.mark.parametrize("n_steps", [0, 1, 2, 30])
+states = pytest.mark.parametrize(
+    ("dtype", "n_steps"), [*((torch.float32, n) for n in (0, 1, 2, 30)), (torch.bfloat16, 5), (torch.float16, 5)]
+)
 
 
 def importance_of(optimizer: torch.optim.Optimizer, parameter: Tensor, world_size: int = 1, **options: float) -> Tensor:
@@ -33,35 +35,32 @@ def assert_bytes_follow(scale: np.ndarray, rounding: np.ndarray, importance: Ten
 
 
 @cases
-@steps
-def test_bytes_are_the_table_in_float64_to_a_quarter_octave(case: Case, n_steps: int) -> None:
-    optimizer, parameter, gradient = trained(case, n_steps, N_ELEMENTS, torch.float32, seed=n_steps)
-    oracle = expected(optimizer, parameter, gradient)
-    assert_bytes_follow(oracle.scale, oracle.rounding, importance_of(optimizer, parameter))
-
-
-@cases
-@pytest.mark.parametrize("dtype", SMALL_DTYPES)
-def test_bytes_of_half_precision_parameters_follow_their_own_state(case: Case, dtype: torch.dtype) -> None:
-    optimizer, parameter, gradient = trained(case, 5, N_ELEMENTS, dtype, seed=5)
+@states
+def test_bytes_are_the_table_in_float64_to_a_quarter_octave(case: Case, dtype: torch.dtype, n_steps: int) -> None:
+    optimizer, parameter, gradient = trained(case, n_steps, N_ELEMENTS, dtype, seed=n_steps)
     oracle = expected(optimizer, parameter, gradient)
     sane = finite(parameter) & np.isfinite(oracle.scale)
     assert_bytes_follow(oracle.scale[sane], oracle.rounding[sane], importance_of(optimizer, parameter)[sane])
-    assert sane.mean() > 0.9
+    assert sane.mean() > (0.9 if dtype != torch.float32 else 0.999)
 
 
 @cases
-@steps
-def test_dropped_bits_move_the_next_parameter_less_than_the_bound(case: Case, n_steps: int) -> None:
+@states
+def test_dropped_bits_move_the_next_parameter_less_than_the_bound(case: Case, dtype: torch.dtype, n_steps: int) -> None:
     # In float64 the step is exact beside 2^-23: shift < (1 + rho) 2^-23 |A|, A in the parameter's own unit.
-    optimizer, parameter, gradient = trained(case, n_steps, N_ELEMENTS, torch.float32, seed=10 + n_steps)
+    optimizer, parameter, gradient = trained(case, n_steps, N_ELEMENTS, dtype, seed=10 + n_steps)
     truncated, dropped = truncate(gradient, importance_of(optimizer, parameter))
     oracle = expected(optimizer, parameter, gradient)
     exact = stepped(optimizer, parameter, gradient, torch.float64)
     shift = (stepped(optimizer, parameter, truncated, torch.float64) - exact).abs().numpy()
-    bound = (1 + oracle.slack) * 2.0**-23 * (oracle.scale + oracle.rounding) * oracle.gain
-    assert (shift <= np.where(dropped > 0, bound, 0)).all()
-    if n_steps > 0 or case.name.startswith(("sgd", "momentum", "nesterov")):
+    sane = finite(exact, parameter)
+    with np.errstate(over="ignore"):
+        bound = (1 + oracle.slack) * 2.0 ** -MANTISSA_BITS[dtype] * (oracle.scale + oracle.rounding) * oracle.gain
+    assert (shift <= np.where(dropped > 0, bound, 0))[sane].all()
+    assert sane.mean() > (0.9 if dtype != torch.float32 else 0.999)
+    if dtype != torch.float32:
+        assert (dropped > 0).any()
+    elif n_steps > 0 or case.name.startswith(("sgd", "momentum", "nesterov")):
         assert {0, 6, 12} <= set(dropped), "the levels should occur, or the test shows nothing"
 
 
@@ -76,22 +75,6 @@ def test_dropped_bits_move_the_next_float32_parameter_at_most_two_last_places(ca
     assert (last_places[dropped == 0] == 0).all()
     assert (last_places <= 2 * (1 + oracle.slack)).all()
     assert np.quantile(last_places, 0.999) <= 2
-
-
-@cases
-@pytest.mark.parametrize("dtype", SMALL_DTYPES)
-def test_the_bound_holds_in_half_precision(case: Case, dtype: torch.dtype) -> None:
-    optimizer, parameter, gradient = trained(case, 3, N_ELEMENTS, dtype, seed=30)
-    truncated, dropped = truncate(gradient, importance_of(optimizer, parameter))
-    oracle = expected(optimizer, parameter, gradient)
-    exact = stepped(optimizer, parameter, gradient, torch.float64)
-    shift = (stepped(optimizer, parameter, truncated, torch.float64) - exact).abs().numpy()
-    sane = finite(exact, parameter)
-    with np.errstate(over="ignore"):
-        bound = (1 + oracle.slack) * 2.0 ** -MANTISSA_BITS[dtype] * (oracle.scale + oracle.rounding) * oracle.gain
-    assert (shift <= np.where(dropped > 0, bound, 0))[sane].all()
-    assert sane.mean() > 0.9
-    assert (dropped > 0).any()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8])
@@ -146,15 +129,42 @@ def test_a_gradient_of_fewer_mantissa_bits_than_its_parameter_keeps_them() -> No
 
 
 @cases
-@pytest.mark.parametrize("dtype", [torch.float32, *SMALL_DTYPES])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_codec_drops_the_bits_that_the_metric_allows_and_no_other(case: Case, dtype: torch.dtype) -> None:
     optimizer, parameter, gradient = trained(case, 5, N_ELEMENTS, dtype, seed=70)
     importance = importance_of(optimizer, parameter)
     expected_values, _ = truncate(gradient, importance)
     expected_values[gradient.abs() < torch.finfo(dtype).tiny] = 0  # subnormals travel as +0
     codec = codecs.by_name("gcomp", format=1, rounding="truncate")
-    message = torch.empty(codec.max_encoded_bytes(N_ELEMENTS, dtype), dtype=torch.uint8)
-    n_bytes = codec.encode(gradient, message, importance)
-    found = torch.empty_like(gradient)
-    codec.decode(message[:n_bytes], found)
-    assert torch.equal(found.view(torch.uint8), expected_values.view(torch.uint8))
+    message = encode(codec, gradient, importance=importance)
+    assert same_bits(decode(codec, message, N_ELEMENTS, dtype), expected_values)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {"lr": 1e-3}),
+        (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9}),
+    ],
+)
+def test_windows_of_any_size_add_up_to_the_whole(cls: type, options: dict) -> None:
+    """Importance asked for chunk by chunk is the whole bucket's, whatever the chunks cut through."""
+    torch.manual_seed(0)
+    shapes = [torch.randn(100), torch.randn(12, 8, 2, 2).to(memory_format=torch.channels_last), torch.randn(0)]
+    parameters = [torch.nn.Parameter(values) for values in [*shapes, torch.randn(3)]]
+    optimizer = cls(parameters, **options)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    in_bucket = [*parameters, torch.nn.Parameter(torch.randn(10))]  # the last in no group: byte 0
+    offsets, whole = [0, 100, 484, 484, 487], torch.empty(497, dtype=torch.uint8)
+    metric = QuantisationMetric(optimizer, world_size=3)
+    metric.write_importance(in_bucket, offsets, whole, 4.0)
+    assert whole.count_nonzero() > 400
+    for window in (1, 7, 64, 1_000):
+        pieces = torch.full_like(whole, 77)
+        for start in range(0, whole.numel(), window):
+            metric.of_bucket(in_bucket, offsets, 4.0).write(start, pieces[start : start + window])
+        assert torch.equal(pieces, whole)

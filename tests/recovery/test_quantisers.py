@@ -9,16 +9,17 @@ import pytest
 import torch
 
 import quantiser_oracles as oracle
+from float_messages import DTYPES, decode, encode, there_and_back
 from gradwire import InvalidArgument, _native, codecs
 from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.quantised import describe
 from gradwire.codecs.ternary import Ternary
-from gradwire.errors import BufferTooSmall, Unsupported
-from quantiser_oracles import DTYPES, LENGTHS, decode, encode, make_gradient
+from quantiser_oracles import LENGTHS, make_gradient
 
 CPU = torch.device("cpu")
-SEED, STEP = 0x1234_5678_9ABC_DEF0, (7 << 40) + 3
-CODECS: list[tuple[str, dict[str, Any]]] = [
+SEED, STEP, HEADER_BYTES = 0x1234_5678_9ABC_DEF0, (7 << 40) + 3, 32
+Case = tuple[str, dict[str, Any]]
+CODECS: list[Case] = [
     ("one-bit", {}),
     ("one-bit", {"scale": "two-means"}),
     ("one-bit", {"scale": "fixed"}),
@@ -29,30 +30,40 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("qsgd", {"levels": 5, "block": 128, "seed": SEED}),
     ("qsgd", {"levels": 127, "block": 4096, "seed": SEED}),
 ]
+# A scale for every group of values, and none for two tensors.
+GROUPED: list[Case] = [
+    ("one-bit", {"scale_values": 512}),
+    ("one-bit", {"scale_values": 64, "scale": "two-means"}),
+    ("two-bit", {"scale_values": 128}),
+    ("two-bit", {"scale_values": 4096, "threshold": 0.8}),
+    ("two-bit", {"scale_values": 64, "levels": 4}),
+    ("two-bit", {"scale_values": 1024, "levels": 4}),
+]
 # Rotated values cannot be compared one by one with what was given.
-WITH_THC: list[tuple[str, dict[str, Any]]] = [*CODECS, ("thc", {"seed": SEED})]
-BITS = {"one-bit": 1, "two-bit": 2, "ternary": 2, "qsgd": 4, "thc": 4}
+ALL: list[Case] = [*CODECS, *GROUPED, ("thc", {"seed": SEED})]
+every_codec = pytest.mark.parametrize(("name", "options"), ALL, ids=str)
+LAYOUTS: list[tuple[int, list[int]]] = [
+    (0, []), (1, []), (63, [1]), (64, []), (65, [64]), (1_000, [10, 11, 700]), (4_097, [4_096]),
+    (140_001, [5, 4_100, 70_000, 140_000]), (1_200_003, [3, 1_000_000]),
+]  # fmt: skip
 
 
-def expect(name: str, options: dict[str, Any], x: np.ndarray, step: int = STEP) -> np.ndarray:
-    if name == "one-bit":
-        return oracle.one_bit(x, **{"scale": "mean", **options})
-    if name == "two-bit":
-        return oracle.two_bit(x, options.get("threshold", 1.25), options.get("relative", True))
-    if name == "ternary":
-        scale = oracle.ternary_scale(x, 2.5)
-        return (oracle.ternary(x, scale, SEED, step) * scale).astype(np.float32)
-    return oracle.qsgd(x, options.get("levels", 7), options.get("block", 512), SEED, step)
+def of_tensors(n: int, cuts: list[int], seed: int = 0) -> torch.Tensor:
+    """Tensors whose values differ a hundredfold from one to the next."""
+    values = np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+    for place, (start, end) in enumerate(zip([0, *cuts], [*cuts, n], strict=True)):
+        values[start:end] *= np.float32(100.0 ** (place % 2 - 1))
+    values[::97] = 0
+    return torch.from_numpy(values)
 
 
-def agree(found: np.ndarray, expected: np.ndarray, share_of_ties: float) -> None:
-    """Equal to rounding; where numpy sums in another order, a value at the very edge may fall to the other side."""
-    wrong = ~np.isclose(found, expected, rtol=3e-6, atol=1e-12)
-    assert wrong.sum() <= share_of_ties * found.size, np.flatnonzero(wrong)[:5]
+def cut_in_two(options: dict[str, Any], n: int) -> dict[str, list[int]]:
+    return {"cuts": [n // 3, n // 2 + 1]} if "scale_values" in options and n > 10 else {}
 
 
-def ids(case: Any) -> str:
-    return str(case)
+def encode_with_residual(codec: Any, gradient: torch.Tensor, residual: torch.Tensor, **more: Any) -> torch.Tensor:
+    out = torch.empty(2 * codec.max_encoded_bytes(gradient.numel(), gradient.dtype), dtype=torch.uint8)
+    return out[: codec.encode_with_residual(gradient, residual, out, STEP, **more)]
 
 
 def test_random_numbers_are_philox() -> None:
@@ -64,10 +75,9 @@ def test_random_numbers_are_philox() -> None:
         assert oracle.philox(np.full((1, 4), word, np.uint32), key)[0].tolist() == expected
     pi = np.array([[0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], np.uint32)
     assert oracle.philox(pi, 0x299F31D0_A4093822)[0].tolist() == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
-    out = torch.zeros(640, dtype=torch.uint32)
+    out, later = torch.zeros(640, dtype=torch.uint32), torch.zeros(64, dtype=torch.uint32)
     _native.random_numbers(SEED, STEP, 0, out)
     np.testing.assert_array_equal(out.numpy(), oracle.numbers(SEED, STEP, 640))
-    later = torch.zeros(64, dtype=torch.uint32)
     _native.random_numbers(SEED, STEP, 9, later)
     np.testing.assert_array_equal(later.numpy(), out[576:].numpy())
     with pytest.raises(InvalidArgument):
@@ -75,7 +85,7 @@ def test_random_numbers_are_philox() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "options"), CODECS, ids=ids)
+@pytest.mark.parametrize(("name", "options"), CODECS, ids=str)
 def test_messages_decode_to_the_definition(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     codec = codecs.by_name(name, **options)
     for n in LENGTHS if dtype == torch.float32 else (0, 1, 77, 4_097):
@@ -83,68 +93,92 @@ def test_messages_decode_to_the_definition(name: str, options: dict[str, Any], d
         message = encode(codec, gradient, **({"step": STEP} if "seed" in options else {}))
         assert message.numel() == codec.max_encoded_bytes(n, dtype)
         found = decode(codec, message, n)
-        agree(found.numpy(), expect(name, options, gradient.float().numpy()), 1e-4)
+        # Where numpy sums in another order, a value at the very edge may fall to the other side.
+        expected = oracle.decoded(name, options, gradient.float().numpy(), STEP)
+        assert (~np.isclose(found.numpy(), expected, rtol=3e-6, atol=1e-12)).sum() <= 1e-4 * n
         assert torch.equal(decode(codec, message, n, dtype), found.to(dtype))  # rounded once, to nearest even
         said = describe(message)
         assert (said["codec"], said["n_elements"], said["is_finite"]) == (name, n, True)
-    bits = 8 if options.get("levels") == 127 else BITS[name]
-    assert (
-        message.numel()
-        <= 32 + (n * bits + 7) // 8 + (4 * -(-n // options.get("block", 512)) if name == "qsgd" else 0) + 64
-    )
+    bits = 8 if options.get("levels") == 127 else {"one-bit": 1, "two-bit": 2, "ternary": 2, "qsgd": 4}[name]
+    n_norms = -(-n // options.get("block", 512)) if name == "qsgd" else 0
+    assert message.numel() <= HEADER_BYTES + (n * bits + 7) // 8 + 4 * n_norms + 64
 
 
-@pytest.mark.parametrize(("name", "options"), WITH_THC, ids=ids)
+@pytest.mark.parametrize(("n", "cuts"), LAYOUTS)
+@pytest.mark.parametrize(("name", "options"), GROUPED, ids=str)
+def test_every_group_has_a_scale_of_its_own(name: str, options: dict[str, Any], n: int, cuts: list[int]) -> None:
+    gradient = of_tensors(n, cuts)
+    message = encode(codecs.by_name(name, **options), gradient, cuts=cuts)
+    found = decode(codecs.by_name(name), message, n).numpy()  # read without the options
+    expected = oracle.decoded(name, options, gradient.numpy(), 0, cuts)
+    # A mean is summed in another order than numpy's: a scale may fall to the neighbouring bfloat16, once in a long while.
+    assert (~np.isclose(found, expected, rtol=1e-6, atol=0)).sum() <= 2 * options["scale_values"] * (n > 100_000)
+    np.testing.assert_allclose(found, expected, rtol=2.0**-7)
+    per = 2 if options.get("scale") == "two-means" or options.get("levels") == 4 else 1
+    told = describe(message)
+    assert (told["format_version"], told["block"], told["levels"]) == (2, options["scale_values"], per)
+    if n >= 100_000:
+        expected_bits = {"one-bit": 1, "two-bit": 2}[name] + per * 16 / options["scale_values"]
+        assert 8 * message.numel() / n == pytest.approx(expected_bits, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "options"), GROUPED, ids=str)
+def test_a_tensor_does_not_feel_its_neighbour(name: str, options: dict[str, Any]) -> None:
+    codec, gradient = codecs.by_name(name, **options), of_tensors(2_500, [1_000])
+    louder = gradient.clone()
+    louder[1_000:] *= 1e6
+    alone = there_and_back(codec, gradient[:1_000].clone())
+    for values in (gradient, louder):
+        assert torch.equal(decode(codec, encode(codec, values, cuts=[1_000]), 2_500)[:1_000], alone)
+
+
+@every_codec
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_residual_and_message_add_up_to_what_was_given(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     codec = codecs.by_name(name, **options)
     for n in (0, 1, 63, 4_099, 70_001):
-        gradient, residual = make_gradient(n, dtype), make_gradient(n, seed=1)
+        gradient, residual, more = make_gradient(n, dtype), make_gradient(n, seed=1), cut_in_two(options, n)
         for scale in (1.0, 1_024.0):
-            out = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8)
-            corrected = gradient.float() + residual * scale
-            kept = torch.full((n,), torch.nan)
-            before = residual.clone()
-            n_bytes = codec.encode_with_residual(gradient, residual, out, STEP, new_residual=kept, residual_scale=scale)
+            corrected, before = gradient.float() + residual * scale, residual.clone()
+            kept, more["residual_scale"] = torch.full((n,), torch.nan), scale
+            message = encode_with_residual(codec, gradient, residual, new_residual=kept, **more)
             assert torch.equal(residual, before)
             # The fused sweep writes the very message of the sum.
-            assert torch.equal(out[:n_bytes], encode(codec, corrected, step=STEP))
-            decoded = decode(codec, out[:n_bytes], n)
-            assert torch.equal(kept, (corrected - decoded) * (1 / scale)), name
-            codec.encode_with_residual(gradient, residual, out, STEP, residual_scale=scale)  # in place
+            assert torch.equal(message, encode(codec, corrected, step=STEP, **cut_in_two(options, n)))
+            assert torch.equal(kept, (corrected - decode(codec, message, n)) * (1 / scale))
+            assert torch.equal(encode_with_residual(codec, gradient, residual, **more), message)  # in place
             assert torch.equal(residual, kept)
             residual = before
 
 
-@pytest.mark.parametrize(("name", "options"), WITH_THC, ids=ids)
+@every_codec
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_nonfinite_gradient_decodes_to_nan_and_keeps_the_residual(
     name: str, options: dict[str, Any], bad: float
 ) -> None:
     codec = codecs.by_name(name, **options)
     for n, place in ((1, 0), (100, 99), (5_000, 4_096), (70_000, 3)):
-        gradient, residual = make_gradient(n), make_gradient(n, seed=1)
+        gradient, residual, kept = make_gradient(n), make_gradient(n, seed=1), torch.zeros(n)
         gradient[place] = bad
-        message = encode(codec, gradient)
-        assert message.numel() == oracle.HEADER_BYTES
-        assert not describe(message)["is_finite"]
-        assert decode(codec, message, n).isnan().all()
-        out, kept = torch.empty(codec.max_encoded_bytes(n, torch.float32), dtype=torch.uint8), torch.zeros(n)
-        before = residual.clone()
-        assert codec.encode_with_residual(gradient, residual, out, new_residual=kept) == oracle.HEADER_BYTES
+        before, cuts = residual.clone(), cut_in_two(options, n)
+        for message in (
+            encode(codec, gradient, **cuts),
+            encode_with_residual(codec, gradient, residual, new_residual=kept, **cuts),
+            encode_with_residual(codec, gradient, residual, **cuts),
+        ):
+            assert message.numel() == HEADER_BYTES
+            assert not describe(message)["is_finite"]
+            assert decode(codec, message, n).isnan().all()
         assert torch.equal(kept, before)
-        codec.encode_with_residual(gradient, residual, out)
         assert torch.equal(residual, before)
 
 
-@pytest.mark.parametrize(("name", "options"), WITH_THC, ids=ids)
+@every_codec
 def test_extreme_magnitudes_stay_finite(name: str, options: dict[str, Any]) -> None:
-    codec = codecs.by_name(name, **options)
-    largest = torch.finfo(torch.float32).max
+    codec, largest = codecs.by_name(name, **options), torch.finfo(torch.float32).max
     for value in (0.0, -0.0, 1e-45, -1e-40, 2.0**-101, largest / 1_000, -largest):
-        gradient = torch.full((300,), value)
-        message = encode(codec, gradient)
-        if message.numel() == oracle.HEADER_BYTES:
+        message = encode(codec, torch.full((300,), value))
+        if message.numel() == HEADER_BYTES:
             assert name in ("qsgd", "thc")  # a norm beyond float32
             assert abs(value) == largest
             continue
@@ -154,20 +188,18 @@ def test_extreme_magnitudes_stay_finite(name: str, options: dict[str, Any]) -> N
             assert not decoded.any()
 
 
-def test_error_feedback_sends_everything_in_the_end() -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("one-bit", {}), ("one-bit", {"scale": "two-means"}), ("two-bit", {})], ids=str
+)
+def test_error_feedback_sends_everything_in_the_end(name: str, options: dict[str, Any]) -> None:
     """A constant gradient: what is missing from the sum of all messages stays bounded, so their mean goes to it."""
-    n = 600
-    gradient = make_gradient(n)
-    for name, options in (("one-bit", {}), ("one-bit", {"scale": "two-means"}), ("two-bit", {})):
-        codec = codecs.by_name(name, **options)
-        out, residual = torch.empty(codec.max_encoded_bytes(n, torch.float32), dtype=torch.uint8), torch.zeros(n)
-        sent, errors = torch.zeros(n), {}
-        for step in range(1, 2_001):
-            n_bytes = codec.encode_with_residual(gradient, residual, out)
-            sent += decode(codec, out[:n_bytes], n)
-            errors[step] = float((sent / step - gradient).abs().max())
-        assert torch.allclose(sent + residual, 2_000 * gradient, atol=1e-3)
-        assert errors[2_000] < 0.5 * errors[200] + 1e-6, name
+    codec, gradient = codecs.by_name(name, **options), make_gradient(600)
+    sent, residual, errors = torch.zeros(600), torch.zeros(600), {}
+    for step in range(1, 2_001):
+        sent += decode(codec, encode_with_residual(codec, gradient, residual), 600)
+        errors[step] = float((sent / step - gradient).abs().max())
+    assert torch.allclose(sent + residual, 2_000 * gradient, atol=1e-3)
+    assert errors[2_000] < 0.5 * errors[200] + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -184,14 +216,10 @@ def test_stochastic_rounding_is_right_on_average(name: str, options: dict[str, A
     """2,000 steps, against Bernstein's bound: a right codec stays within it in all but one of 10^9 values."""
     codec, n, n_steps = codecs.by_name(name, seed=11, **options), 512, 2_000
     gradient = make_gradient(n)
-    sum_, squares = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
-    for step in range(n_steps):
-        decoded = decode(codec, encode(codec, gradient, step=step), n).double()
-        sum_ += decoded
-        squares += decoded.square()
-    mean, magnitude = sum_ / n_steps, gradient.abs().double()
+    drawn = torch.stack([decode(codec, encode(codec, gradient, step=step), n) for step in range(n_steps)]).double()
+    mean, magnitude = drawn.mean(0), gradient.abs().double()
     if name == "thc":  # noise of all values of a block, mixed: as good as Gaussian
-        variance, widest = squares / n_steps - mean.square(), 0.0
+        variance, widest = drawn.var(0, correction=0), 0.0
     else:  # one of two neighbours, `widest` apart
         parts = magnitude.view(-1, options.get("block", n))
         gap = magnitude.max() if name == "ternary" else parts.norm(dim=1).max() / options.get("levels", 7)
@@ -203,22 +231,30 @@ def test_stochastic_rounding_is_right_on_average(name: str, options: dict[str, A
     aligned = float(((mean - gradient) * gradient.sign()).mean())
     assert abs(aligned) < 5 * float(variance.mean() / n_steps / n) ** 0.5
     # Neighbouring steps draw independently.
-    first, second = (decode(codec, encode(codec, gradient, step=step), n) - gradient for step in (0, 1))
+    first, second = drawn[:2] - gradient
     assert abs(float(torch.nn.functional.cosine_similarity(first, second, dim=0))) < 0.2
 
 
 def test_two_bit_default_is_near_the_least_error() -> None:
     generator = torch.Generator().manual_seed(3)
     uniform = torch.rand(200_000, generator=generator) - 0.5
-    for values in (
-        -uniform.sign() * (1 - 2 * uniform.abs()).clamp(min=1e-9).log(),
-        torch.randn(200_000, generator=generator),
-    ):
-        errors = {}
-        for threshold in (0.7, 1.1, 1.25, 1.4, 1.8, 2.5):
-            codec = codecs.by_name("two-bit", threshold=threshold)
-            errors[threshold] = float((decode(codec, encode(codec, values), 200_000) - values).square().mean())
-        assert errors[1.25] < 1.03 * min(errors.values())
+    laplace = -uniform.sign() * (1 - 2 * uniform.abs()).clamp(min=1e-9).log()
+    for values in (laplace, torch.randn(200_000, generator=generator)):
+        errors = {
+            threshold: float((there_and_back(codecs.by_name("two-bit", threshold=threshold), values) - values).norm())
+            for threshold in (0.7, 1.1, 1.25, 1.4, 1.8, 2.5)
+        }
+        assert errors[1.25] ** 2 < 1.03 * min(errors.values()) ** 2
+
+
+def test_four_levels_leave_least_of_normal_values() -> None:
+    """Max 1960: 0.1175 of the square is the least for two bits."""
+    x, left = torch.randn(1 << 20, generator=torch.Generator().manual_seed(5)), {}
+    for levels in (3, 4):
+        found = there_and_back(codecs.by_name("two-bit", scale_values=4096, levels=levels), x)
+        left[levels] = float((x - found).square().sum() / x.square().sum())
+    assert left[4] == pytest.approx(0.1175, abs=0.001)
+    assert left[3] > 0.3
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 7, 8, 127])
@@ -241,75 +277,6 @@ def test_ternary_counts_sum_to_the_mean_of_what_each_rank_drew(n_ranks: int) -> 
         out = torch.empty(n)
         codec.read_counts(sums, shares, scales, n_ranks, out)
         np.testing.assert_allclose(out.numpy(), expected * float(scales) / n_ranks, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "match"),
-    [
-        ("one-bit", {"scale": "median"}, "fixed, mean, two-means"),
-        ("one-bit", {"threshold": 0.5}, 'scale="fixed"'),
-        ("one-bit", {"scale": "fixed", "threshold": 0.0}, "threshold"),
-        ("one-bit", {"scale": "fixed", "threshold": float("nan")}, "threshold"),
-        ("two-bit", {"threshold": -1}, "threshold"),
-        ("two-bit", {"threshold": float("inf")}, "threshold"),
-        ("ternary", {"clip": 0}, "clip"),
-        ("ternary", {"seed": -1}, "seed"),
-        ("ternary", {"seed": 1 << 64}, "seed"),
-        ("qsgd", {"levels": 0}, "levels"),
-        ("qsgd", {"levels": 128}, "levels"),
-        ("qsgd", {"block": 100}, "block"),
-        ("qsgd", {"seed": 0.5}, "seed"),
-        ("qsgd", {"colour": 1}, "colour"),
-    ],
-)
-def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], match: str) -> None:
-    with pytest.raises(InvalidArgument, match=match):
-        codecs.by_name(name, **options)
-
-
-@pytest.mark.parametrize("name", BITS)
-def test_buffers_that_do_not_fit_are_refused(name: str) -> None:
-    codec, gradient = codecs.by_name(name), torch.randn(100)
-    out = torch.empty(codec.max_encoded_bytes(100, torch.float32), dtype=torch.uint8)
-    with pytest.raises(BufferTooSmall):
-        codec.encode(gradient, out[:-1])
-    refused: list[tuple[torch.Tensor, torch.Tensor]] = [
-        (gradient.double(), out),
-        (gradient.int(), out),
-        (gradient.view(10, 10), out),
-        (gradient[::2], out),
-        (gradient, out.view(torch.int8)),
-        (torch.empty(100, device="meta"), out),
-    ]
-    for bad, into in refused:
-        with pytest.raises(InvalidArgument):
-            codec.encode(bad, into)
-    for residual in (torch.zeros(99), torch.zeros(100, dtype=torch.float16), torch.zeros(200)[::2]):
-        with pytest.raises(InvalidArgument, match="residual"):
-            codec.encode_with_residual(gradient, residual, out)
-    for scale in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(InvalidArgument, match="residual_scale"):
-            codec.encode_with_residual(gradient, torch.zeros(100), out, residual_scale=scale)
-    for step in (-1, 1 << 64):
-        with pytest.raises(InvalidArgument, match="step"):
-            codec.encode(gradient, out, step=step)
-    with pytest.raises(InvalidArgument):
-        codec.max_encoded_bytes(-1, torch.float32)
-    with pytest.raises(InvalidArgument):
-        codec.max_encoded_bytes(1, torch.float64)
-    with pytest.raises(InvalidArgument):
-        codec.decode(out, torch.empty(100, dtype=torch.float64))
-
-
-def test_ternary_sums_refuse_what_would_overflow() -> None:
-    codec = Ternary()
-    with pytest.raises(Unsupported, match="127"):
-        codec.count_bytes(10, 128)
-    shares, counts = codec.share(65, [(0, 65)], CPU), torch.empty(32, dtype=torch.uint8)
-    with pytest.raises(InvalidArgument):
-        codec.write_counts(torch.ones(65), shares, torch.ones(1), 2, counts, 0)
-    with pytest.raises(InvalidArgument):
-        codec.read_counts(counts, shares, torch.ones(1), 2, torch.empty(65))
 
 
 @pytest.mark.parametrize("n_ranks", [1, 8, 9])
@@ -340,41 +307,15 @@ def test_thc_sums_are_rotated_back_to_the_mean_of_what_each_rank_rounded(n_ranks
         np.testing.assert_allclose(out.numpy(), mean, atol=1e-7, rtol=1e-4)
 
 
-def test_thc_message_is_one_rank_s_codes_with_its_own_norms() -> None:
-    codec = Thc(seed=SEED)
-    for n in (1, 64, 65, 1_000, 1_025, 9_000):
-        gradient = make_gradient(n)
-        found = decode(codec, encode(codec, gradient, step=STEP), n)
-        norms, codes, expected = (
-            torch.empty(codec.n_norms(n)),
-            torch.empty(codec.n_codes(n), dtype=torch.uint8),
-            torch.empty(n),
-        )
-        codec.write_norms(gradient, norms)
-        codec.write_codes(gradient, norms, codes, n_ranks=1, sign_step=STEP, step=STEP)
-        codec.read_sums(codes, norms, 1, expected, sign_step=STEP)
-        assert torch.equal(found, expected)
-        # 16 levels of a Gaussian: the published error is about 2 % of the values' energy; 4 % with a block of few values.
-        if n >= 1_000:
-            assert float((found - gradient).square().sum()) < 0.04 * float(gradient.square().sum())
-
-
-def test_thc_refuses_what_does_not_fit() -> None:
-    codec, gradient = Thc(), torch.ones(100)
-    norms, codes = torch.empty(codec.n_norms(100)), torch.empty(codec.n_codes(100), dtype=torch.uint8)
+@pytest.mark.parametrize("n", [1, 64, 65, 1_000, 1_025, 9_000])
+def test_thc_message_is_one_rank_s_codes_with_its_own_norms(n: int) -> None:
+    codec, gradient, expected = Thc(seed=SEED), make_gradient(n), torch.empty(n)
+    found = decode(codec, encode(codec, gradient, step=STEP), n)
+    norms, codes = torch.empty(codec.n_norms(n)), torch.empty(codec.n_codes(n), dtype=torch.uint8)
     codec.write_norms(gradient, norms)
-    with pytest.raises(InvalidArgument):
-        codec.write_norms(gradient, torch.empty(2))
-    with pytest.raises(InvalidArgument):
-        codec.write_codes(gradient, norms, codes[:-1], n_ranks=2, sign_step=0, step=0)
-    with pytest.raises(InvalidArgument):
-        codec.write_codes(gradient, torch.empty(2), codes, n_ranks=2, sign_step=0, step=0)
-    with pytest.raises(InvalidArgument):
-        codec.read_sums(codes, norms, 9, gradient, sign_step=0)  # sums of nine ranks have two bytes
-    with pytest.raises(InvalidArgument):
-        codec.read_sums(codes[:-1], norms, 2, gradient, sign_step=0)
-    with pytest.raises(Unsupported, match="1000"):
-        codec.sums_are_wide(1_001)
-    for clip in (0.0, -1.0, float("inf")):
-        with pytest.raises(InvalidArgument, match="clip"):
-            Thc(clip=clip)
+    codec.write_codes(gradient, norms, codes, n_ranks=1, sign_step=STEP, step=STEP)
+    codec.read_sums(codes, norms, 1, expected, sign_step=STEP)
+    assert torch.equal(found, expected)
+    # 16 levels of a Gaussian: the published error is about 2 % of the values' energy; 4 % with a block of few values.
+    if n >= 1_000:
+        assert float((found - gradient).square().sum()) < 0.04 * float(gradient.square().sum())

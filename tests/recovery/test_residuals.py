@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from float_messages import DTYPES
+from gradwire import codecs
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Feedback, redistribute
 from gradwire.core.slot import slot_of, slots_by_name
@@ -20,9 +23,10 @@ def parameters() -> list[torch.Tensor]:
     return [torch.zeros(size) for size in SIZES]
 
 
-def bucket_of(chosen: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Bucket:
+def bucket_of(chosen: Sequence[torch.Tensor], make: Callable[[int], torch.Tensor] = torch.zeros) -> Bucket:
+    """A bucket of these parameters whose gradients `make` makes, from their sizes."""
     offsets = [sum(p.numel() for p in chosen[:i]) for i in range(len(chosen))]
-    return Bucket(torch.cat(list(gradients)) if gradients else torch.zeros(0), chosen, offsets)
+    return Bucket(torch.cat([make(p.numel()) for p in chosen]), chosen, offsets)
 
 
 def cut(bucket: Bucket) -> torch.Tensor:
@@ -33,89 +37,74 @@ def cut(bucket: Bucket) -> torch.Tensor:
     return left_out
 
 
-def stage(feedback: Feedback, bucket: Bucket, left_out: torch.Tensor, loss_scale: float = 1.0) -> None:
+def keep(feedback: Feedback, bucket: Bucket, left_out: torch.Tensor, loss_scale: float = 1.0) -> None:
     _, unsent = feedback.pair(bucket)
     torch.div(left_out, loss_scale, out=unsent)
     feedback.stage_bucket(bucket, unsent)
+    feedback.commit()
 
 
-def add_to(feedback: Feedback, bucket: Bucket, loss_scale: float = 1.0) -> None:
-    bucket.buffer.add_(feedback.pair(bucket)[0], alpha=loss_scale)
+def with_residual(feedback: Feedback, bucket: Bucket, loss_scale: float = 1.0) -> torch.Tensor:
+    return bucket.buffer.add_(feedback.pair(bucket)[0], alpha=loss_scale)
 
 
 def test_rebuilt_buckets_get_the_bits_that_the_old_ones_left_out() -> None:
     torch.manual_seed(0)
-    model, residual = parameters(), Feedback()
-    gradients = [torch.randn(size) for size in SIZES]
-    bucket = bucket_of(model, gradients)
-    stage(residual, bucket, cut(bucket))
-    residual.commit()
-    sent = {
-        parameter: bucket.buffer[o : o + parameter.numel()] for parameter, o in zip(model, bucket.offsets, strict=True)
-    }
+    model, feedback = parameters(), Feedback()
+    bucket = bucket_of(model, torch.randn)
+    gradients = bucket.buffer.clone().split(SIZES)
+    keep(feedback, bucket, cut(bucket))
+    sent = bucket.buffer.split(SIZES)
     for chosen in ([4, 1, 0], [3, 2]):  # DDP's next buckets: another order, and two of them
-        rebuilt = bucket_of([model[i] for i in chosen], [torch.zeros(SIZES[i]) for i in chosen])
-        add_to(residual, rebuilt)
-        for i, offset in zip(chosen, rebuilt.offsets, strict=True):
-            kept = rebuilt.buffer[offset : offset + SIZES[i]]
-            assert torch.equal(kept + sent[model[i]], gradients[i])
+        kept = with_residual(feedback, bucket_of([model[i] for i in chosen])).split([SIZES[i] for i in chosen])
+        for i, left_out in zip(chosen, kept, strict=True):
+            assert torch.equal(left_out + sent[i], gradients[i])
 
 
 def test_what_was_sent_and_what_is_left_add_up_to_what_was_given_over_many_steps() -> None:
     torch.manual_seed(0)
-    model, residual = parameters(), Feedback()
-    given = torch.zeros(sum(SIZES), dtype=torch.float64)
-    sent = torch.zeros_like(given)
+    model, feedback = parameters(), Feedback()
+    given, sent = (torch.zeros(sum(SIZES), dtype=torch.float64) for _ in range(2))
     for _ in range(50):
-        bucket = bucket_of(model, [torch.randn(size) for size in SIZES])
+        bucket = bucket_of(model, torch.randn)
         given += bucket.buffer.double()
-        add_to(residual, bucket)
+        with_residual(feedback, bucket)
         left_out = cut(bucket)
         sent += bucket.buffer.double()
-        stage(residual, bucket, left_out)
-        residual.commit()
-    rest = bucket_of(model, [torch.zeros(size) for size in SIZES])
-    add_to(residual, rest)
-    assert torch.allclose(sent + rest.buffer.double(), given, rtol=0, atol=1e-5)
+        keep(feedback, bucket, left_out)
+    rest = with_residual(feedback, bucket_of(model))
+    assert torch.allclose(sent + rest.double(), given, rtol=0, atol=1e-5)
 
 
 def test_discarded_step_changes_nothing() -> None:
-    model, residual = parameters(), Feedback()
-    bucket = bucket_of(model, [torch.full((size,), 0.1) for size in SIZES])
-    stage(residual, bucket, cut(bucket))
-    residual.commit()
-    slots = slots_by_name({str(i): parameter for i, parameter in enumerate(model)})
-    before = residual.state_by_name(slots)
-    stage(residual, bucket, torch.full_like(bucket.buffer, float("nan")))
-    residual.discard()
-    residual.commit()
-    after = residual.state_by_name(slots)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    model, feedback = parameters(), Feedback()
+    bucket = bucket_of(model, lambda n: torch.full((n,), 0.1))
+    keep(feedback, bucket, cut(bucket))
+    before = with_residual(feedback, bucket_of(model))
+    _, unsent = feedback.pair(bucket)
+    feedback.stage_bucket(bucket, unsent.fill_(float("nan")))
+    feedback.discard()
+    feedback.commit()
+    assert torch.equal(with_residual(feedback, bucket_of(model)), before)
 
 
 def test_residual_is_free_of_the_loss_scale() -> None:
-    model, residual = parameters(), Feedback()
-    bucket = bucket_of(model, [torch.full((size,), 8.0) for size in SIZES])
-    stage(residual, bucket, bucket.buffer.clone(), loss_scale=8.0)
-    residual.commit()
-    after = bucket_of(model, [torch.zeros(size) for size in SIZES])
-    add_to(residual, after, loss_scale=4.0)
-    assert torch.equal(after.buffer, torch.full((sum(SIZES),), 4.0))
+    model, feedback = parameters(), Feedback()
+    keep(feedback, bucket_of(model), torch.full((sum(SIZES),), 8.0), loss_scale=8.0)
+    assert with_residual(feedback, bucket_of(model), loss_scale=4.0).eq(4.0).all()
 
 
 def test_two_tensors_a_parameter_change_places_and_none_is_made_once_warm() -> None:
-    model, residual = parameters(), Feedback()
-    bucket = bucket_of(model, [torch.ones(size) for size in SIZES])
-    places = []
+    model, feedback = parameters(), Feedback()
+    bucket, places = bucket_of(model, torch.ones), []
     for _ in range(6):
-        stage(residual, bucket, bucket.buffer)
-        residual.commit()
-        places.append(residual._current[slot_of(model[0])].values.data_ptr())
+        keep(feedback, bucket, bucket.buffer)
+        places.append(feedback._current[slot_of(model[0])].values.data_ptr())
     assert len(set(places[2:])) == 2
     assert places[2:4] == places[4:6]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("old_world", "new_world"), [(4, 2), (2, 4), (3, 1), (1, 3)])
 def test_redistribution_keeps_the_mean(dtype: torch.dtype, old_world: int, new_world: int) -> None:
     torch.manual_seed(0)
@@ -130,28 +119,25 @@ def test_redistribution_keeps_the_mean(dtype: torch.dtype, old_world: int, new_w
         assert torch.allclose(new[name].double(), torch.as_tensor(mean), rtol=unit, atol=unit)  # the same on every rank
 
 
-def test_redistribution_of_nothing_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="pass the state of every old rank"):
-        redistribute([], 2)
-    with pytest.raises(InvalidArgument, match="world_size must be at least 1"):
-        redistribute([{}], 0)
+@pytest.mark.parametrize(
+    ("states", "world_size", "match"),
+    [([], 2, "pass the state of every old rank"), ([{}], 0, "world_size must be at least 1")],
+)
+def test_redistribution_of_nothing_is_refused(states: list[Any], world_size: int, match: str) -> None:
+    with pytest.raises(InvalidArgument, match=match):
+        redistribute(states, world_size)
 
 
 def test_state_comes_back_by_name_and_misfits_are_refused() -> None:
-    model, residual = parameters(), Feedback()
+    model, feedback, other = parameters(), Feedback(), Feedback()
     slots = slots_by_name({f"layer.{i}": parameter for i, parameter in enumerate(model)})
-    bucket = bucket_of(model, [torch.randn(size) for size in SIZES])
-    stage(residual, bucket, bucket.buffer)
-    residual.commit()
-    file = io.BytesIO()
-    torch.save(residual.state_by_name(slots), file)
+    bucket, file = bucket_of(model, torch.randn), io.BytesIO()
+    keep(feedback, bucket, bucket.buffer)
+    torch.save(feedback.state_by_name(slots), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    other = Feedback()
     other.load_by_name(state, slots)
-    loaded = bucket_of(model, [torch.zeros(size) for size in SIZES])
-    add_to(other, loaded)
-    assert torch.equal(loaded.buffer, bucket.buffer)
+    assert torch.equal(with_residual(other, bucket_of(model)), bucket.buffer)
     for misfit in ({"layer.9": torch.zeros(3)}, {"layer.0": torch.zeros(3)}):
         with pytest.raises(InvalidArgument, match="Load the checkpoint into the model that wrote it"):
             other.load_by_name(misfit, slots)
@@ -159,8 +145,7 @@ def test_state_comes_back_by_name_and_misfits_are_refused() -> None:
 
 
 def test_buckets_that_are_laid_out_alike_keep_residuals_of_their_own() -> None:
-    first, second, feedback = parameters(), parameters(), Feedback()
-    buckets = [bucket_of(model, [torch.ones(size) for size in SIZES]) for model in (first, second)]
+    feedback, buckets = Feedback(), [bucket_of(parameters(), torch.ones) for _ in range(2)]
     assert buckets[0].layout_hash == buckets[1].layout_hash
     for step in range(4):
         for number, bucket in enumerate(buckets):
@@ -181,3 +166,7 @@ def test_what_is_staged_for_some_is_committed_for_these_alone_and_none_leaves_no
     feedback.stage(first, None)
     feedback.commit()
     assert feedback.of(first) is None
+
+
+def test_codecs_say_whether_their_error_may_be_fed_back() -> None:
+    assert {name for name in codecs.names() if not codecs.by_name(name).feeds_back} == {"qsgd", "ternary"}

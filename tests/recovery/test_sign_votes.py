@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from float_messages import DTYPES
 from gradwire import _native
 from gradwire.errors import InvalidArgument
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def pack(values: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -16,8 +15,10 @@ def pack(values: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return words, _native.pack_signs(values.view(torch.uint8), DTYPES.index(values.dtype), words)
 
 
-def bits_of(value: float, dtype: torch.dtype) -> int:
-    return int.from_bytes(bytes(torch.tensor([value], dtype=dtype).view(torch.uint8).tolist()), "little")
+def majority(words: torch.Tensor, n_ranks: int, votes: torch.Tensor, vote: float, ties_are_positive: bool) -> None:
+    bits = torch.tensor([vote], dtype=votes.dtype).view(torch.uint8).tolist()
+    code, bits = DTYPES.index(votes.dtype), int.from_bytes(bytes(bits), "little")
+    _native.write_majority(words, n_ranks, code, bits, ties_are_positive, votes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,14 +34,7 @@ def test_majority_is_the_sign_of_the_sum_of_signs(dtype: torch.dtype, n: int, n_
     signs = torch.where(gradients.float() < 0, -1, 1).sum(0).sign()
     for ties_are_positive in (False, True):
         votes = torch.full((n,), 9.0, dtype=dtype)
-        _native.write_majority(
-            torch.cat([words for words, _ in packed]),
-            n_ranks,
-            DTYPES.index(dtype),
-            bits_of(2.0, dtype),
-            ties_are_positive,
-            votes.view(torch.uint8),
-        )
+        majority(torch.cat([words for words, _ in packed]), n_ranks, votes, 2.0, ties_are_positive)
         expected = torch.where(signs == 0, int(ties_are_positive), signs)
         assert torch.equal(votes.float(), 2.0 * expected.float())
 
@@ -56,12 +50,9 @@ def test_inf_and_nan_are_reported_wherever_they_stand(dtype: torch.dtype, at: in
 
 
 def test_many_ranks_are_counted_without_overflow() -> None:
-    words = torch.zeros(255, 2, dtype=torch.int32)
+    words, votes = torch.zeros(255, 2, dtype=torch.int32), torch.empty(64)
     words[:128] = -1
-    votes = torch.empty(64)
-    _native.write_majority(
-        words.view(-1).view(torch.uint32), 255, 0, bits_of(1.0, torch.float32), False, votes.view(torch.uint8)
-    )
+    majority(words.view(-1).view(torch.uint32), 255, votes, 1.0, False)
     assert torch.equal(votes, torch.full((64,), -1.0))
     with pytest.raises(InvalidArgument, match="255 ranks"):
-        _native.write_majority(torch.zeros(256, dtype=torch.uint32), 256, 0, 0, False, votes[:32].view(torch.uint8))
+        majority(torch.zeros(256, dtype=torch.uint32), 256, votes[:32], 1.0, False)

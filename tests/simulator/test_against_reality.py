@@ -25,31 +25,30 @@ def _captures_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
+def gradient_bytes() -> float:
+    return 4.0 * bucket_workload("gpt", OPTIONS, 1.0).n_values
+
+
 def test_buckets_and_blocks_hold_every_value_and_all_of_the_step() -> None:
-    options = {"n_layers": 2, "width": 128, "n_heads": 4, "length": 16, "step_ms": STEP_MS}
     for make in (bucket_workload, block_workload):
-        workload = make("gpt", options, 0.5)
+        workload = make("gpt", OPTIONS, 0.5)
         assert workload.step_s == pytest.approx(0.5)
-        assert workload.n_values == bucket_workload("gpt", options, 1.0).n_values
+        assert 4 * workload.n_values == gradient_bytes()
     with pytest.raises(InvalidArgument, match="step_ms"):
-        bucket_workload("gpt", options | {"step_ms": 0}, 0.0)
+        bucket_workload("gpt", OPTIONS | {"step_ms": 0}, 0.0)
 
 
 def made_record(scheme: str, wire_bytes: float, codec_s: float = 0.0) -> dict[str, object]:
     return {
         "scheme": scheme, "options": "", "ranks": 2, "rate_bps": 1_000_000, "iteration_s": 1.0, "iteration_s_low": 1.0,
         "iteration_s_high": 1.0, "compute_s": 0.06, "codec_s": codec_s, "decode_s": codec_s / 2, "kernel_bytes": None,
-        "wire_bytes": wire_bytes, "n_bytes": 4 * bucket_workload("gpt", OPTIONS, 1.0).n_values,
+        "wire_bytes": wire_bytes, "n_bytes": gradient_bytes(),
         "compute": "emulate", "commit": "", "date": "",
     }  # fmt: skip
 
 
 def test_a_ring_is_predicted_by_its_bytes_and_the_rest_by_its_own_record() -> None:
-    n_values = bucket_workload(
-        "gpt", {"n_layers": 2, "width": 128, "n_heads": 4, "length": 16, "step_ms": STEP_MS}, 1.0
-    ).n_values
-
-    n_bytes = 4.0 * n_values
+    n_bytes = gradient_bytes()
     records = [
         made_record("ddp", n_bytes),
         made_record("gcomp", n_bytes / 2, 1.0),
@@ -80,7 +79,7 @@ def test_ranks_that_share_cores_move_their_bits_no_faster_than_the_cores_do() ->
 def test_a_run_measures_the_hops_and_the_schemes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands stand in for ranks: which are called, and that every cell has its own scheme's prediction."""
     calls: list[tuple[str, object]] = []
-    n_bytes = 4.0 * bucket_workload("gpt", OPTIONS, 1.0).n_values
+    n_bytes = gradient_bytes()
 
     def pretend(bench: str, arguments: dict[str, object], call: Call) -> list[dict[str, object]]:
         calls.append((bench, arguments["scheme"]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from gradwire_lab.simulator import workloads
 from gradwire_lab.simulator.bandwidth import make_trace, parse_trace
 from gradwire_lab.simulator.jitter import Stragglers, Uniform
 from gradwire_lab.simulator.schemes import registry
+from gradwire_lab.simulator.schemes.collective import Cost
 from gradwire_lab.simulator.schemes.measured import MeasuredTable, Measurement, fit
 from gradwire_lab.simulator.simulation import Simulation
 from gradwire_lab.simulator.stage import Setting
@@ -21,41 +23,46 @@ from gradwire_lab.simulator.trace import write_trace
 PAPER = workloads.by_name("resnet50-4blocks")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"n_workers": 0},
-        {"rate_bps": 0.0},
-        {"rate_bps": -1.0},
-        {"rate_bps": float("nan")},
-        {"rates_bps": (1e9, 1e9)},
-        {"rates_bps": (1e9, 0.0, 1e9)},
-        {"latency_s": -1.0},
-        {"traced_workers": (3,)},
-        {"racks": 4},
-        {"racks": 0},
-        {"core_bps": 1e9},
-        {"racks": 2, "core_bps": -1.0},
-    ],
-)
-def test_a_setting_out_of_range_is_refused(changes: dict[str, object]) -> None:
+def simulation(scheme: str = "plain", options: dict[str, object] | None = None, **changes: object) -> Simulation:
+    return Simulation(Setting(PAPER, 3, 1e9).replace(**changes), registry.by_name(scheme, options or {}))
+
+
+NAN, INFINITY = float("nan"), float("inf")
+SETTINGS: list[dict[str, object]] = [
+    {"n_workers": 0}, {"rate_bps": 0.0}, {"rate_bps": -1.0}, {"rate_bps": NAN}, {"rates_bps": (1e9, 1e9)},
+    {"rates_bps": (1e9, 0.0, 1e9)}, {"latency_s": -1.0}, {"traced_workers": (3,)}, {"racks": 4}, {"racks": 0},
+    {"core_bps": 1e9}, {"racks": 2, "core_bps": -1.0},
+]  # fmt: skip
+TRACES: list[list[tuple[float, float]]] = [
+    [], [(-1.0, 1e9)], [(0.0, 1e9), (0.0, 2e9)], [(5.0, 1e9), (2.0, 1e9)], [(0.0, 0.0)], [(NAN, 1e9)],
+]  # fmt: skip
+TEXTS = ["-1=1gbit", "0=none", "0=0gbit", "zero=1gbit", "0=1gbit=2", "no/such/file"]
+SCHEMES: list[tuple[str, dict[str, object]]] = [
+    ("broadcast-0", {}), ("broadcast-33", {}), ("nothing", {}), ("aqgb", {"floor": 0.0}), ("aqgb", {"floor": 1.5}),
+    ("aqgb", {"messages_per_block": 0}), ("aqgb", {"speed": 3}), ("parameter-server", {"n_servers": 0}),
+    ("plain", {"bits": 4}),
+]  # fmt: skip
+LIMITS: list[dict[str, Any]] = [{}, {"seconds": 0.0}, {"seconds": -1.0}, {"rounds": 0}, {"seconds": INFINITY}]
+CALLS: list[tuple[str, Callable[[], object]]] = [
+    *((str(changes), lambda changes=changes: simulation(**changes)) for changes in SETTINGS),
+    *((f"trace {steps}", lambda steps=steps: make_trace(steps)) for steps in TRACES),
+    *((f"trace {text}", lambda text=text: parse_trace(text)) for text in TEXTS),
+    *((f"scheme {scheme}", lambda scheme=scheme: simulation(*scheme)) for scheme in SCHEMES),
+    *((f"run of {limits}", lambda limits=limits: simulation().run(**limits)) for limits in LIMITS),
+    *((f"jitter {share}", lambda share=share: Uniform(share)) for share in (1.0, -0.1)),
+    ("jitter of a negative seed", lambda: Uniform(seed=-1)),
+    ("stragglers without spread", lambda: Stragglers(0.0)),
+    *((name, lambda name=name: workloads.by_name(name)) for name in ("resnet50-2blocks", "resnet50-blocks", "alexnet")),
+    ("workload scaled to nothing", lambda: PAPER.scaled(0.0)),
+    ("lane of another name", lambda: Cost(32.0, lane="fast")),  # type: ignore[arg-type]
+    ("measured with one rank", lambda: fit([Measurement(1, 1000, 0.0, 0.0, 0.0)])),
+]
+
+
+@pytest.mark.parametrize("call", [call for _, call in CALLS], ids=[what for what, _ in CALLS])
+def test_what_cannot_be_simulated_is_refused(call: Callable[[], object]) -> None:
     with pytest.raises(InvalidArgument):
-        Simulation(Setting(PAPER, 3, 1e9).replace(**changes), registry.by_name("plain"))
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [[], [(-1.0, 1e9)], [(0.0, 1e9), (0.0, 2e9)], [(5.0, 1e9), (2.0, 1e9)], [(0.0, 0.0)], [(float("nan"), 1e9)]],
-)
-def test_a_trace_that_cannot_be_is_refused(steps: list[tuple[float, float]]) -> None:
-    with pytest.raises(InvalidArgument):
-        make_trace(steps)
-
-
-@pytest.mark.parametrize("text", ["-1=1gbit", "0=none", "0=0gbit", "zero=1gbit", "0=1gbit=2", "no/such/file"])
-def test_a_trace_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgument):
-        parse_trace(text)
+        call()
 
 
 def test_a_trace_file_with_negative_times_is_refused(tmp_path: Path) -> None:
@@ -68,53 +75,21 @@ def test_a_trace_file_with_negative_times_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("content", "error", "match"),
     [
-        ("broadcast-0", {}),
-        ("broadcast-33", {}),
-        ("nothing", {}),
-        ("aqgb", {"floor": 0.0}),
-        ("aqgb", {"floor": 1.5}),
-        ("aqgb", {"messages_per_block": 0}),
-        ("aqgb", {"speed": 3}),
-        ("parameter-server", {"n_servers": 0}),
-        ("plain", {"bits": 4}),
+        (None, InvalidArgument, None),
+        ("{", CorruptMessage, None),
+        ('{"format": 99, "workloads": {}}', IncompatibleVersion, None),
+        ('{"format": 1, "workloads": {}}', InvalidArgument, "was not measured"),
     ],
 )
-def test_a_scheme_or_option_that_is_not_there_is_refused(name: str, options: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument):
-        Simulation(Setting(PAPER, 3, 1e9), registry.by_name(name, options))
-
-
-@pytest.mark.parametrize("limits", [{}, {"seconds": 0.0}, {"seconds": -1.0}, {"rounds": 0}, {"seconds": float("inf")}])
-def test_a_run_without_an_end_is_refused(limits: dict[str, float]) -> None:
-    with pytest.raises(InvalidArgument):
-        Simulation(Setting(PAPER, 3, 1e9), registry.by_name("plain")).run(**limits)  # type: ignore[arg-type]
-
-
-def test_jitters_and_workloads_out_of_range_are_refused() -> None:
-    for make in (lambda: Uniform(1.0), lambda: Uniform(-0.1), lambda: Stragglers(0.0), lambda: Uniform(seed=-1)):
-        with pytest.raises(InvalidArgument):
-            make()
-    for name in ("resnet50-2blocks", "resnet50-blocks", "alexnet"):
-        with pytest.raises(InvalidArgument):
-            workloads.by_name(name)
-    with pytest.raises(InvalidArgument):
-        PAPER.scaled(0.0)
-
-
-def test_a_measured_table_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_measured_table_that_is_none_is_refused(
+    content: str | None, error: type[Exception], match: str | None, tmp_path: Path
+) -> None:
     path = tmp_path / "measured.json"
-    with pytest.raises(InvalidArgument):
-        MeasuredTable.load(path)
-    path.write_text("{", encoding="utf-8")
-    with pytest.raises(CorruptMessage):
-        MeasuredTable.load(path)
-    path.write_text(json.dumps({"format": 99, "workloads": {}}), encoding="utf-8")
-    with pytest.raises(IncompatibleVersion):
-        MeasuredTable.load(path)
-    path.write_text(json.dumps({"format": 1, "workloads": {}}), encoding="utf-8")
-    with pytest.raises(InvalidArgument, match="was not measured"):
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(error, match=match):
         MeasuredTable.load(path).fit("gcomp", "resnet50")
 
 
@@ -127,8 +102,6 @@ def test_a_scheme_measured_at_several_worlds_keeps_its_shape() -> None:
     assert gather.shape == "gather"
     assert gather.cost(9, "in turn").sent_bits_per_value == pytest.approx(8.0)
     assert gather.cost(9, "in turn").decode_s_per_value == pytest.approx(8e-6)
-    with pytest.raises(InvalidArgument):
-        fit([Measurement(1, 1000, 0.0, 0.0, 0.0)])
 
 
 @pytest.mark.parametrize("name", live.names())
@@ -142,7 +115,7 @@ def test_every_registered_scheme_is_simulated_or_says_how_it_will_be(name: str) 
 
 
 def test_a_trace_needs_spans(tmp_path: Path) -> None:
-    simulation = Simulation(Setting(PAPER, 3, 1e9), registry.by_name("plain"))
-    simulation.run(rounds=1)
+    finished = simulation()
+    finished.run(rounds=1)
     with pytest.raises(InvalidArgument, match="spans"):
-        write_trace(tmp_path / "trace.json", simulation)
+        write_trace(tmp_path / "trace.json", finished)

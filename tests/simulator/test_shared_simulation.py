@@ -62,15 +62,10 @@ def test_cost_does_not_grow_with_workers_that_are_alike(scheme: str) -> None:
 def test_links_carry_what_was_sent_to_the_bit(scheme: str, jitter: Uniform | Stragglers) -> None:
     setting = Setting(PAPER, 5, 1e9, racks=2, core_bps=1e9, jitter=jitter, trace=make_trace([(2.0, 5e8), (6.0, 2e9)]))
     simulation, metrics = simulate(scheme, setting, keep_spans=True)
-    sent = sum(
-        span.arguments["bits"] * simulation.groups[span.group].count
-        for span in metrics.spans or ()
-        if span.row == "network"
-    )
+    spans = [span for span in metrics.spans or () if span.row == "network"]
+    sent = sum(span.arguments["bits"] * simulation.groups[span.group].count for span in spans)
     # What is on its way at the end has been carried in part and not been noted yet.
-    pending = (
-        max(span.arguments["bits"] for span in metrics.spans or () if span.row == "network") * setting.n_workers * 8
-    )
+    pending = max(span.arguments["bits"] for span in spans) * setting.n_workers * 8
     up = sum(site.up.carried_bits for site in simulation.topology.sites)
     down = sum(site.down.carried_bits for site in simulation.topology.sites)
     copies = setting.n_workers - 1 if scheme.startswith("broadcast") or scheme == "aqgb" else 1
@@ -104,15 +99,12 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not() -> None:
 
 
 def test_all_schemes_meet_the_same_rounds() -> None:
-    computed = {
-        scheme: [
-            one.compute_s for one in simulate(scheme, Setting(PAPER, 4, 1e9, jitter=Uniform(seed=7)))[1].rounds[:3]
-        ]
-        for scheme in ("broadcast-32", "aqgb", "plain")
-    }
-    first = computed.pop("plain")
-    for other in computed.values():
-        assert other == pytest.approx(first)
+    setting = Setting(PAPER, 4, 1e9, jitter=Uniform(seed=7))
+    plain, *others = (
+        [one.compute_s for one in simulate(scheme, setting)[1].rounds[:3]]
+        for scheme in ("plain", "broadcast-32", "aqgb")
+    )
+    assert others == [pytest.approx(plain)] * 2
 
 
 def test_stragglers_stay_in_the_papers_range_with_its_mean() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from gradwire.control.threshold import NEVER
-from gradwire.errors import InvalidArgument
 from gradwire.exchange.parts import CHUNK_ELEMENTS
+from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.simulator.jitter import Uniform
 from gradwire_lab.simulator.schemes.aqgb import AqgbModel
 from gradwire_lab.simulator.schemes.base import SchemeModel
@@ -30,9 +31,44 @@ def ends(make, workload: WorkloadTimes, n_workers: int, rate_bps: float, rounds:
     return simulation.round_ends_s
 
 
-def test_broadcast_of_one_block() -> None:
+HALVES = Cost(64.0 * 3 / 4)  # what each of four workers sends: 3 shares of both halves
+CASES: dict[str, tuple[Any, WorkloadTimes, int, float, dict[str, Any], list[float]]] = {
     # 3 copies of 3,200 bits on every down-link of 960 bits a second: 10 s after the backward pass; then all over again.
-    assert ends(lambda s: FixedBroadcast(s, 32), ONE, 4, 960.0) == pytest.approx([13.0, 26.0])
+    "broadcast of one block": (lambda s: FixedBroadcast(s, 32), ONE, 4, 960.0, {}, [13.0, 26.0]),
+    # 6 hops of 800 bits at 400 bits a second, each 0.5 s late: 15 s.
+    "ring of 2 (n - 1) parts": (
+        lambda s: Collective(s, Cost(64.0 * 3 / 4, n_hops=6)), ONE, 4, 400.0, {"latency_s": 0.5}, [18.0, 36.0],
+    ),
+    "direct exchange, which sends as much and waits twice": (
+        lambda s: Collective(s, Cost(64.0 * 3 / 4, n_hops=2), "exchange"), ONE, 4, 400.0, {"latency_s": 0.5},
+        [16.0, 32.0],
+    ),
+    # Links of 4,800 bits a second, rack links of 400: 4,800 bits go through each rack's link in the ring: 12 s.
+    "ring that crosses a rack once": (
+        lambda s: Collective(s, HALVES), ONE, 4, 4800.0, {"racks": 2, "core_bps": 400.0}, [15.0, 30.0],
+    ),
+    # Each of 2 workers sends 2 of its 3 shares of 4,800 bits out of the rack: 6,400 bits, 16 s.
+    "exchange with all that leaves a rack": (
+        lambda s: Collective(s, HALVES, "exchange"), ONE, 4, 4800.0, {"racks": 2, "core_bps": 400.0}, [19.0, 38.0],
+    ),
+    # 4 x 3,200 bits into the server at 1,280 bits a second and out of it again: 20 s; two servers share the load.
+    "parameter server, bound by its link": (ParameterServer, ONE, 4, 1280.0, {}, [23.0, 46.0]),
+    "two parameter servers": (lambda s: ParameterServer(s, 2), ONE, 4, 1280.0, {}, [13.0, 26.0]),
+    # b from 4 to 14 s at 320 bits a second, a, there at 6 s, from 14 to 24 s; nothing of the next round starts before.
+    "buckets in turn beside the backward pass": (
+        lambda s: Collective(s, Cost(32.0)), TWO, 2, 320.0, {}, [24.0, 24.0 + 24.0],
+    ),
+    "a worker alone, who waits for nobody": (lambda s: Collective(s, Cost(0.0)), TWO, 1, 100.0, {}, [6.0, 12.0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "workload", "n_workers", "rate_bps", "setting", "expected_s"), CASES.values(), ids=CASES
+)
+def test_rounds_end_when_sizes_and_rates_say(
+    make: Any, workload: WorkloadTimes, n_workers: int, rate_bps: float, setting: Any, expected_s: list[float]
+) -> None:
+    assert ends(make, workload, n_workers, rate_bps, **setting) == pytest.approx(expected_s)
 
 
 def test_the_newest_block_is_broadcast_first() -> None:
@@ -48,42 +84,6 @@ def test_the_newest_block_is_broadcast_first() -> None:
     assert metrics.rounds[0].compute_s == pytest.approx(6.0)
     # From the first gradient (4 s) to the last block (24 s) 20 s, of which computation covers 3.
     assert metrics.rounds[0].osf == pytest.approx(6.0 / (6.0 + 20.0 - 3.0))
-
-
-def test_ring_takes_2_n_minus_1_parts() -> None:
-    n = 4
-    cost = Cost(64.0 * (n - 1) / n, n_hops=2 * (n - 1))
-    # 6 hops of 800 bits at 400 bits a second, each 0.5 s late: 15 s.
-    assert ends(lambda s: Collective(s, cost), ONE, n, 400.0, latency_s=0.5) == pytest.approx([18.0, 36.0])
-
-
-def test_direct_exchange_sends_as_much_as_a_ring_and_waits_twice() -> None:
-    n = 4
-    cost = Cost(64.0 * (n - 1) / n, n_hops=2)
-    made = ends(lambda s: Collective(s, cost, "exchange"), ONE, n, 400.0, latency_s=0.5)
-    assert made == pytest.approx([16.0, 32.0])
-
-
-def test_a_ring_crosses_a_rack_once_and_an_exchange_with_all_that_leaves_it() -> None:
-    n = 4
-    cost = Cost(64.0 * (n - 1) / n)
-    # Links of 4,800 bits a second, rack links of 400: 4,800 bits go through each rack's link in the ring: 12 s.
-    assert ends(lambda s: Collective(s, cost), ONE, n, 4800.0, racks=2, core_bps=400.0) == pytest.approx([15.0, 30.0])
-    # Each of 2 workers sends 2 of its 3 shares of 4,800 bits out of the rack: 6,400 bits, 16 s.
-    made = ends(lambda s: Collective(s, cost, "exchange"), ONE, n, 4800.0, racks=2, core_bps=400.0)
-    assert made == pytest.approx([19.0, 38.0])
-
-
-def test_parameter_server_is_bound_by_the_servers_link() -> None:
-    # 4 x 3,200 bits into the server at 1,280 bits a second and out of it again: 20 s; two servers share the load.
-    assert ends(ParameterServer, ONE, 4, 1280.0) == pytest.approx([23.0, 46.0])
-    assert ends(lambda s: ParameterServer(s, 2), ONE, 4, 1280.0) == pytest.approx([13.0, 26.0])
-
-
-def test_buckets_are_reduced_in_turn_and_overlap_the_backward_pass() -> None:
-    cost = Cost(32.0)
-    # b from 4 to 14 s at 320 bits a second, a, there at 6 s, from 14 to 24 s; nothing of the next round starts before.
-    assert ends(lambda s: Collective(s, cost), TWO, 2, 320.0) == pytest.approx([24.0, 24.0 + 24.0])
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,6 @@ def test_aqgb_without_a_profile_sends_the_floor_and_then_what_time_allows() -> N
     # before; a, which everybody waits for, keeps the floor.
     metrics = Simulation(Setting(TWO, 2, 1e6, jitter=STILL), make).run(rounds=4)
     assert [one.sent_bits for one in metrics.rounds] == [32 * 100 + 4 * 100] * 3
-
-
-def test_a_worker_alone_waits_for_nobody() -> None:
-    assert ends(lambda s: Collective(s, Cost(0.0)), TWO, 1, 100.0) == pytest.approx([6.0, 12.0])
-
-
-def test_a_lane_of_another_name_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="lane"):
-        Cost(32.0, lane="fast")  # type: ignore[arg-type]
 
 
 def test_slimgc_compresses_from_its_threshold_on() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.control.threshold import NEVER
+from gradwire.schemes.slimgc.threshold import NEVER
 
 PLAIN = {"codec": "raw", "threshold_bytes": NEVER, "backup": True}
 

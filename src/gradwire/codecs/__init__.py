@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
 class DeviceCodec(Codec, Protocol):
     """A codec that also takes tensors on a device: the same bytes and values, made by kernels.
 

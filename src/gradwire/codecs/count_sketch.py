@@ -95,6 +95,11 @@ class FixedPoint(NamedTuple):
         """What an integer is multiplied by to get its value."""
         return math.ldexp(1.0, -self.shift)
 
+    def quantise(self, values: torch.Tensor) -> torch.Tensor:
+        """(n,) integers of `dtype`; ties to even."""
+        scaled = values.double().mul_(math.ldexp(1.0, self.shift)).round_().clamp_(-self.limit, self.limit)
+        return scaled.to(self.dtype)
+
 
 def index_words(n_elements: int) -> int:
     """Words of 32 bits in the index of `n_elements` values."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire import _native
+from gradwire.codecs.floats import Floats
 from gradwire.codecs.tensors import bytes_of, check_partition, check_room, check_size, check_tensor, dtype_code
-from gradwire.errors import InvalidArgument
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.gpu.kernels import Kernels
+from gradwire.gpu.launching import WARP, grid, parts
 
 __all__ = ["EmbeddedFloat", "EmbeddedValues", "describe"]
 
@@ -16,7 +20,7 @@ N_BITS = 32
 DEFAULT_PARTITION = 256
 
 
-class EmbeddedFloat:
+class EmbeddedFloat(Floats):
     """Shared exponent a partition, sign and magnitude in bit planes, the most significant first.
 
     With L bits of 2 to 31 known, a value x of a partition whose largest magnitude has the binary exponent e (it lies in
@@ -37,7 +41,7 @@ class EmbeddedFloat:
     """
 
     name = "embedded-float"
-    feeds_back = True
+    _decode_natively = staticmethod(_native.embedded_float_decode)
 
     def __init__(self, bits: int = 8, partition: int = DEFAULT_PARTITION) -> None:
         """
@@ -55,27 +59,27 @@ class EmbeddedFloat:
         """Bytes that no message of `encode` exceeds; exactly that many below 32 bits. Raises: InvalidArgument."""
         return self.max_plane_bytes(n_elements, dtype, 0, self.bits)
 
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
-        """Write the first `bits` bits of `gradient`; see `encode_planes`. `importance` is ignored."""
+    def check_device(self, device: torch.device) -> Kernels:
+        """See `DeviceCodec`."""
+        if self.bits == N_BITS:
+            raise Unsupported(
+                "kernels write embedded floats of 2 to 31 bits; bits=32 needs escapes: leave placement out"
+            )
+        return super().check_device(device)
+
+    def _encode_natively(self, gradient: Tensor, out: Tensor, step: int) -> int:
         return self.encode_planes(gradient, 0, self.bits, out)
+
+    def _format(self, dtype: torch.dtype) -> dict[str, int]:
+        return {"kind": 1, "dtype": dtype_code(dtype), "n_bits": self.bits, "partition": self.partition}
+
+    def _launches(self, n_elements: int) -> tuple[dict[str, int], dict[str, int]]:
+        n_blocks = grid(WARP * parts(n_elements, self.partition))
+        return {"gw_embedded_pack": n_blocks}, {"gw_embedded_unpack": n_blocks}
 
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
         """This codec as exchanges call it. Raises: InvalidArgument."""
         return _native.embedded_float_exchange_codec(dtype_code(dtype), self.partition, self.bits)
-
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Read a message that begins with bit 0, of any number of bits, into `out`.
-
-        Args:
-            message: exactly one message, uint8, contiguous, CPU.
-            out: (n,) of the sender's dtype and size, contiguous, CPU; undefined after an error.
-        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
-        Cost: one pass, no allocation, releases the GIL.
-        """
-        code = dtype_code(out.dtype)
-        check_tensor("message", message, torch.uint8)
-        check_tensor("out", out)
-        _native.embedded_float_decode(bytes_of(message), code, bytes_of(out))
 
     def max_plane_bytes(self, n_elements: int, dtype: torch.dtype, first_bit: int, n_bits: int) -> int:
         """Bytes that no message with bits [first_bit, first_bit + n_bits) of `n_elements` values exceeds.
@@ -87,7 +91,7 @@ class EmbeddedFloat:
         check_size(n_elements)
         return _native.embedded_float_max_bytes(n_elements, self.partition, first_bit, n_bits)
 
-    def encode_planes(self, gradient: torch.Tensor, first_bit: int, n_bits: int, out: torch.Tensor) -> int:
+    def encode_planes(self, gradient: Tensor, first_bit: int, n_bits: int, out: Tensor) -> int:
         """Write bits [first_bit, first_bit + n_bits) of every value as one message.
 
         Bit 0 is the sign, bit 1 the most significant of the magnitude. The gradient must be the same at every call.
@@ -106,7 +110,7 @@ class EmbeddedFloat:
         check_room(self.name, out, n_needed)
         return _native.embedded_float_encode(bytes_of(gradient), code, self.partition, first_bit, n_bits, bytes_of(out))
 
-    def quantise(self, gradient: torch.Tensor, n_bits: int, out: torch.Tensor) -> None:
+    def quantise(self, gradient: Tensor, n_bits: int, out: Tensor) -> None:
         """Put into `out` what every receiver of the first `n_bits` bits (1 to 32) of `gradient` has, bit for bit.
 
         Args: gradient, out: (n,), equal dtypes, contiguous, CPU; may be the same tensor.
@@ -144,7 +148,7 @@ class EmbeddedValues:
         """Know nothing again: the next message begins with bit 0. Keeps the memory."""
         self.n_bits = 0
 
-    def add_planes(self, message: torch.Tensor) -> int:
+    def add_planes(self, message: Tensor) -> int:
         """Take in the message with the bits that follow; returns `n_bits` after it.
 
         Raises: InvalidArgument, CorruptMessage (also: other bits than the next ones, another size, dtype or
@@ -157,23 +161,23 @@ class EmbeddedValues:
         )
         return self.n_bits
 
-    def write(self, out: torch.Tensor) -> None:
+    def write(self, out: Tensor) -> None:
         """Put the values as they are known into `out`, (n,) of the sender's dtype. Raises: InvalidArgument."""
         check_tensor("out", out, self.dtype)
         _native.embedded_float_write(*self._known(), bytes_of(out))
 
-    def add_to(self, sums: torch.Tensor) -> None:
+    def add_to(self, sums: Tensor) -> None:
         """sums += the values as they are known; (n,) float32, one rounding a value. Raises: InvalidArgument."""
         check_tensor("sums", sums, torch.float32)
         _native.embedded_float_add(*self._known(), sums.detach())
 
-    def _known(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
+    def _known(self) -> tuple[Tensor, Tensor, int, int, int]:
         if self.n_bits == 0:
             raise InvalidArgument("no message has come yet: add_planes first")
         return self._codes, self._exponents, self._dtype_code, self.partition, self.n_bits
 
 
-def describe(message: torch.Tensor) -> dict[str, Any]:
+def describe(message: Tensor) -> dict[str, Any]:
     """What a message says of itself, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
     n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
 

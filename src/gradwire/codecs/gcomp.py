@@ -10,16 +10,19 @@ import threading
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire import _native
-from gradwire.codecs.huffman import HuffmanTable, exponent_bits_of
-from gradwire.codecs.tensors import bytes_of, check_size, check_tensor
-from gradwire.control.checks import choice as check_choice
-from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument
+from gradwire.checks import choice as check_choice
+from gradwire.codecs.huffman import LOOK_UP_BITS, HuffmanTable, exponent_bits_of
+from gradwire.codecs.tensors import DTYPE_CODES, bytes_of, check_size, check_tensor
+from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument, Unsupported
+from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
+from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts
+from gradwire.gpu.structs import fill_struct
 
 __all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe", "message_holds_nonfinite"]
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _ROUNDINGS = ("nearest", "truncate")
 _MODE_CODES = {"none": 0, "paper": 1, "uniform": 2, "truncate": 3}
@@ -27,6 +30,16 @@ _MODE_CODES = {"none": 0, "paper": 1, "uniform": 2, "truncate": 3}
 # The table in use, the next one (agreed, not switched to yet) and the one before (messages still under way), for each
 # of two exponent widths; priors are always known besides.
 _MAX_TABLES = 6
+
+# Of the kernels (gpu/source/gcomp.hpp): values to a chunk, and the streams and lanes that each is coded in; bytes of memory
+# that the threads of a block share, and of what is known of a chunk before it is written.
+_CHUNK_VALUES, _STREAMS, _LANES = 16_384, 4, 16
+_SHARED_OF_MEASURES = SHARED_OF_CHECKSUM + 4 * (_LANES + _STREAMS + 2)
+_SHARED_OF_PLACES = 4 * (THREADS + 1)
+_SHARED_OF_EXPONENTS = 4 * THREADS + _CHUNK_VALUES
+_SHARED_OF_COUNTS = 4 * 256 * THREADS // WARP
+_SHARED_OF_STREAMS = 2 << LOOK_UP_BITS
+_LENGTHS_BYTES = 40
 
 _PRIORS = {bits: HuffmanTable.prior(dtype) for bits, dtype in ((8, torch.float32), (5, torch.float16))}
 
@@ -39,6 +52,9 @@ class GCompCodec:
 
     When not to use it: where the network is faster than about 3 GB/s a core, or the values are not floats with
     clustered exponents.
+
+    `encode`, `decode` and `histogram` take tensors on a device too, with format 2; see `DeviceCodec`. All calls there are
+    made on one stream.
     """
 
     name = "gcomp"
@@ -91,6 +107,12 @@ class GCompCodec:
         if table is not None:
             self.use_table(table)
 
+    def check_device(self, device: torch.device) -> Kernels:
+        """See `DeviceCodec`."""
+        if self.format != 2:
+            raise Unsupported("kernels read and write GComp messages of format 2: leave format=1 out")
+        return kernels_on(device)
+
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
         """Bytes that no message of `n_elements` values of `dtype` exceeds: what `encode` asks of `out`.
 
@@ -101,92 +123,129 @@ class GCompCodec:
         mode_code = _MODE_CODES[self.importance]
         return _native.gcomp_max_encoded_bytes(n_elements, _dtype_code(dtype), mode_code, self.format)
 
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
         """Write `gradient` as one GComp message.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; any n from 0.
-            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous, CPU.
-            importance: (n,) uint8, contiguous, CPU, with importance="paper" only: the importance bytes of
+            gradient: (n,) float32, bfloat16 or float16, contiguous; any n from 0.
+            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous.
+            importance: (n,) uint8, contiguous, with importance="paper" only: the importance bytes of
                 `gradwire.schemes.gcomp.importance`.
-        Returns: bytes written.
+            step: not used.
+        Returns: bytes written; on a device (1,) int64 there.
         Raises: InvalidArgument (shape, dtype, device, missing importance), BufferTooSmall.
         Cost: about two passes, no allocation once warm, releases the GIL.
         """
-        dtype_code = _dtype_code(gradient.dtype)
-        check_tensor("gradient", gradient)
-        check_tensor("out", out, torch.uint8)
-        if self.importance == "paper":
-            if importance is None:
-                raise InvalidArgument(
-                    'importance="paper" needs the importance bytes: encode(gradient, out, importance) with one uint8 '
-                    'a value, or GCompCodec(importance="none") to keep every mantissa bit'
+        code, n, device = _dtype_code(gradient.dtype), gradient.numel(), gradient.device
+        importance = self._needed(importance)
+        mode, kept_bits = _MODE_CODES[self.importance], self._kept_bits(gradient.dtype)
+        if not has_kernels(device):
+            check_tensor("gradient", gradient)
+            check_tensor("out", out, torch.uint8)
+            if importance is not None:
+                _check_importance(importance, gradient)
+            n_needed = self.max_encoded_bytes(n, gradient.dtype)
+            if out.numel() < n_needed:
+                raise BufferTooSmall(
+                    f"out has {out.numel()} bytes; a message of {n} values may need {n_needed} (max_encoded_bytes)"
                 )
-            _check_importance(importance, gradient)
-        else:
-            importance = None  # the scheme may hand it to every codec alike
-        n_needed = self.max_encoded_bytes(gradient.numel(), gradient.dtype)
-        if out.numel() < n_needed:
-            raise BufferTooSmall(
-                f"out has {out.numel()} bytes; a message of {gradient.numel()} values may need {n_needed} "
-                "(max_encoded_bytes)"
+            return _native.gcomp_encode(
+                bytes_of(gradient),
+                None if importance is None else bytes_of(importance),
+                code,
+                mode,
+                kept_bits,
+                self.rounding == "truncate",
+                self.format,
+                self.table_in_use(gradient.dtype).native,
+                bytes_of(out),
             )
-        return _native.gcomp_encode(
-            bytes_of(gradient),
-            None if importance is None else bytes_of(importance),
-            dtype_code,
-            _MODE_CODES[self.importance],
-            self._kept_bits(gradient.dtype),
-            self.rounding == "truncate",
-            self.format,
-            self.table_in_use(gradient.dtype).native,
-            bytes_of(out),
-        )
+        launch, table, n_chunks = self.check_device(device).launch, self.table_of_width(8), parts(n, _CHUNK_VALUES)
+        n_bytes = torch.empty(1, dtype=torch.int64, device=device)
+        exponents = torch.empty(n_chunks * _CHUNK_VALUES, dtype=torch.uint8, device=device)
+        lengths = torch.empty(n_chunks * _LENGTHS_BYTES, dtype=torch.uint8, device=device)
+        parameters = fill_struct(
+            "GCompEncode", values=gradient, importance=importance, table=table.on_device(device), message=out,
+            n_bytes=n_bytes, exponents=exponents, chunks=lengths, n=n, table_id=table.id, dtype=code, mode=mode,
+            kept_bits=kept_bits, rounds=self.importance == "uniform" or (importance is not None and self.rounding == "nearest"),
+        )  # fmt: skip
+        launch("gw_gcomp_measure", n_chunks, THREADS, _SHARED_OF_MEASURES, parameters)
+        launch("gw_gcomp_place", 1, THREADS, _SHARED_OF_PLACES, parameters)
+        launch("gw_gcomp_pack", parts(_LANES * n_chunks, WARP), WARP, 0, parameters)
+        launch("gw_gcomp_exponents", n_chunks, THREADS, _SHARED_OF_EXPONENTS, parameters)
+        launch("gw_gcomp_seal_chunks", n_chunks, THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_gcomp_seal", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
+        return n_bytes
 
     def decode(
         self,
-        message: torch.Tensor,
-        out: torch.Tensor,
-        importance: torch.Tensor | None = None,
+        message: Tensor,
+        out: Tensor,
+        importance: Tensor | None = None,
         *,
-        addend: torch.Tensor | None = None,
-        divisor: int = 1,
+        addend: Tensor | None = None,
+        divisor: float = 1.0,
+        adds: bool = False,
+        error: Tensor | None = None,
     ) -> None:
-        """Read `message`, whatever importance and format it was written with, into `out`.
+        """Read `message` into `out`; in host memory whatever importance and format it was written with, on a device only
+        with this codec's options and table.
 
         Args:
-            message: exactly one message, uint8, contiguous, CPU.
-            out: (n,) of the dtype and size that the sender's gradient had, contiguous, CPU; undefined after an error.
-            importance: (n,) uint8, contiguous, CPU: the bytes that the sender encoded by. Needed for messages of
-                format 2 with importance="paper", otherwise not looked at.
-            addend: like `out`, or itself: `out` becomes addend + value, in the same pass.
-            divisor: `out` becomes value / divisor, in the same pass; not together with `addend`.
+            message: exactly one message, uint8, contiguous.
+            out: (n,) of the dtype and size that the sender's gradient had, contiguous; undefined after an error.
+            importance: (n,) uint8, contiguous: the bytes that the sender encoded by. Needed for messages of format 2 with
+                importance="paper", otherwise not looked at.
+            addend: like `out`: `out` becomes addend + value, in the same pass.
+            divisor: `out` becomes value / divisor, in the same pass; not together with `addend` or `adds`.
+            adds: `out` is its own addend.
+            error: (1,) int32 on the device; see `DeviceCodec`.
         Raises: InvalidArgument (out, message or importance is no such buffer, or is missing), CorruptMessage (failed
             checks, another dtype or size, or a table that is not known: see `add_table`), IncompatibleVersion,
             RankMismatch (the sender's importance bytes are others than these).
         Cost: about two passes, no allocation once warm, releases the GIL.
         """
-        dtype_code = _dtype_code(out.dtype)
-        check_tensor("message", message, torch.uint8)
-        check_tensor("out", out)
-        if importance is not None:
-            _check_importance(importance, out)
-        if addend is not None:
-            check_tensor("addend", addend, out.dtype)
-            if addend.numel() != out.numel() or divisor != 1:
-                raise InvalidArgument("addend is as long as out, and goes without a divisor")
+        code, n, device = _dtype_code(out.dtype), out.numel(), out.device
+        addend = out if adds else addend
+        if addend is not None and (addend.numel() != n or divisor != 1):
+            raise InvalidArgument("addend is as long as out, and goes without a divisor")
         if divisor < 1:
             raise InvalidArgument(f"divisor is at least 1, got {divisor}")
-        table_id, _, _, _, exponent_bits = _native.gcomp_read_header(bytes_of(message))
-        _native.gcomp_decode(
-            bytes_of(message),
-            dtype_code,
-            self._table_by_id(table_id, exponent_bits).native,
-            None if importance is None else bytes_of(importance),
-            None if addend is None else bytes_of(addend),
-            float(divisor),
-            bytes_of(out),
-        )
+        if not has_kernels(device):
+            check_tensor("message", message, torch.uint8)
+            check_tensor("out", out)
+            if importance is not None:
+                _check_importance(importance, out)
+            if addend is not None:
+                check_tensor("addend", addend, out.dtype)
+            table_id, _, _, _, exponent_bits = _native.gcomp_read_header(bytes_of(message))
+            _native.gcomp_decode(
+                bytes_of(message),
+                code,
+                self._table_by_id(table_id, exponent_bits).native,
+                None if importance is None else bytes_of(importance),
+                None if addend is None else bytes_of(addend),
+                float(divisor),
+                bytes_of(out),
+            )
+            return
+        if addend is not None and not adds:
+            out.copy_(addend)
+        launch, table, n_chunks = self.check_device(device).launch, self.table_of_width(8), parts(n, _CHUNK_VALUES)
+        error = torch.zeros(1, dtype=torch.int32, device=device) if error is None else error
+        exponents = torch.empty(n_chunks * _CHUNK_VALUES, dtype=torch.uint8, device=device)
+        is_bad = torch.empty(n_chunks * _STREAMS, dtype=torch.uint8, device=device)
+        is_right = torch.empty(1, dtype=torch.int32, device=device)
+        parameters = fill_struct(
+            "GCompDecode", message=message, importance=self._needed(importance), table=table.on_device(device), out=out,
+            exponents=exponents, stream_is_bad=is_bad, are_headers_right=is_right, error=error, n=n,
+            n_bytes=message.numel(), table_id=table.id, divisor=divisor, dtype=code, mode=_MODE_CODES[self.importance],
+            kept_bits=self._kept_bits(out.dtype), adds=addend is not None, placeholder=table.placeholder,
+        )  # fmt: skip
+        launch("gw_gcomp_check", 1, THREADS, SHARED_OF_CHECKSUM + 4, parameters)
+        launch("gw_gcomp_checksums", n_chunks, THREADS, SHARED_OF_CHECKSUM, parameters)
+        launch("gw_gcomp_streams", parts(_STREAMS * n_chunks, WARP), WARP, _SHARED_OF_STREAMS, parameters)
+        launch("gw_gcomp_unpack", parts(_LANES * n_chunks, WARP), WARP, 0, parameters)
 
     def exponent_bits(self, dtype: torch.dtype) -> int:
         """Width of the exponents that this codec's tables code: 8; in format 1, 5 for float16. Raises: InvalidArgument."""
@@ -218,25 +277,30 @@ class GCompCodec:
         """The table in use for exponents of 8 or 5 bits."""
         return self._in_use[exponent_bits]
 
-    def histogram(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
+    def histogram(self, gradient: Tensor, out: Tensor) -> None:
         """Add the exponent fields of `gradient` to the counts in `out`, for `HuffmanTable.from_histogram`.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU.
-            out: (256,) int64, or (32,) for float16 in format 1, contiguous, CPU; added to, so start from zeros.
+            gradient: (n,) float32, bfloat16 or float16, contiguous.
+            out: (256,) int64, or (32,) for float16 in format 1, contiguous; added to, so start from zeros.
         Raises: InvalidArgument.
         Cost: one pass, no allocation, releases the GIL.
         """
-        dtype_code = _dtype_code(gradient.dtype)
+        code = _dtype_code(gradient.dtype)
+        if has_kernels(gradient.device):
+            parameters = fill_struct("GCompCount", values=gradient, counts=out, n=gradient.numel(), dtype=code)
+            launch = self.check_device(gradient.device).launch
+            launch("gw_gcomp_count", grid(gradient.numel()), THREADS, _SHARED_OF_COUNTS, parameters)
+            return
         check_tensor("gradient", gradient)
         check_tensor("out", out, torch.int64)
         n_counts = 1 << self.exponent_bits(gradient.dtype)
         if out.numel() != n_counts:
             raise InvalidArgument(f"a histogram of {gradient.dtype} has {n_counts} counts, out has {out.numel()}")
-        _native.gcomp_count_exponents(bytes_of(gradient), dtype_code, self.format, out)
+        _native.gcomp_count_exponents(bytes_of(gradient), code, self.format, out)
 
     def exchange_codec(
-        self, dtype: torch.dtype, importance: _native.BucketImportance | None, counts: torch.Tensor | None = None
+        self, dtype: torch.dtype, importance: _native.BucketImportance | None, counts: Tensor | None = None
     ) -> _native.ExchangeCodec:
         """This codec as exchanges call it, with the tables known now, for one bucket of `dtype`.
 
@@ -259,14 +323,16 @@ class GCompCodec:
         """This codec, which also counts the exponents of all that it encodes, as `histogram` does, in `counts`."""
         return CountingCodec(self, counts)
 
-    def native_mode(self, dtype: torch.dtype) -> tuple[int, int]:
-        """The numbers of a message's header: mode, and mantissa bits kept at most. Raises: InvalidArgument."""
-        return _MODE_CODES[self.importance], self._kept_bits(dtype)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether `encode` rounds to nearest, in format 2."""
-        return self.importance == "uniform" or (self.importance == "paper" and self.rounding == "nearest")
+    def _needed(self, importance: Tensor | None) -> Tensor | None:
+        """`importance`, with "paper"; the scheme may hand it to every codec alike. Raises: InvalidArgument (missing)."""
+        if self.importance != "paper":
+            return None
+        if importance is None:
+            raise InvalidArgument(
+                'importance="paper" needs the importance bytes: encode(gradient, out, importance) with one uint8 a value, '
+                'or GCompCodec(importance="none") to keep every mantissa bit'
+            )
+        return importance
 
     def _kept_bits(self, dtype: torch.dtype) -> int:
         n_mantissa = _MANTISSA_BITS[dtype]
@@ -295,11 +361,11 @@ class GCompCodec:
 class CountingCodec:
     """See `GCompCodec.counting`."""
 
-    def __init__(self, codec: GCompCodec, counts: torch.Tensor) -> None:
+    def __init__(self, codec: GCompCodec, counts: Tensor) -> None:
         self.name, self.feeds_back, self._codec, self._counts = codec.name, codec.feeds_back, codec, counts
         self.max_encoded_bytes, self.decode = codec.max_encoded_bytes, codec.decode
 
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int | Tensor:
         """As `GCompCodec.encode`."""
         self._codec.histogram(gradient, self._counts)
         return self._codec.encode(gradient, out, importance)
@@ -319,7 +385,7 @@ class Truncate(GCompCodec):
         super().__init__(importance="truncate", bits=bits, table=table, format=format)
 
 
-def message_holds_nonfinite(message: torch.Tensor) -> bool:
+def message_holds_nonfinite(message: Tensor) -> bool:
     """Whether some value in a GComp message is Inf or NaN, from its header alone.
 
     Raises: InvalidArgument, CorruptMessage (headers only; the values are not checked), IncompatibleVersion.
@@ -328,7 +394,7 @@ def message_holds_nonfinite(message: torch.Tensor) -> bool:
     return _native.gcomp_read_header(bytes_of(message))[3]
 
 
-def describe(message: torch.Tensor) -> dict[str, Any]:
+def describe(message: Tensor) -> dict[str, Any]:
     """Where the bytes of a GComp message go, as plain values.
 
     Keys: codec, format_version, dtype, importance, kept_mantissa_bits, table_id, n_elements, n_chunks, n_raw_chunks,
@@ -346,10 +412,10 @@ def describe(message: torch.Tensor) -> dict[str, Any]:
 
 def _dtype_code(dtype: torch.dtype) -> int:
     exponent_bits_of(dtype)
-    return _DTYPE_CODES[dtype]
+    return DTYPE_CODES[dtype]
 
 
-def _check_importance(importance: torch.Tensor, values: torch.Tensor) -> None:
+def _check_importance(importance: Tensor, values: Tensor) -> None:
     check_tensor("importance", importance, torch.uint8)
     if importance.numel() != values.numel():
         raise InvalidArgument(f"importance has {importance.numel()} bytes for a gradient of {values.numel()} values")

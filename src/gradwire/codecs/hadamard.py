@@ -144,19 +144,9 @@ class Thc(Quantised):
         check_tensor("values", values)
         check_tensor("codes", codes, torch.uint8, self.code_bytes(values.numel(), n_ranks))
         narrow = torch.empty(codes.numel() // 2, dtype=torch.uint8) if self.sums_are_wide(n_ranks) else codes
+        summed = bytes_of(values), dtype_code(values.dtype), residual, residual_scale
         _native.thc_write_codes(
-            bytes_of(values),
-            dtype_code(values.dtype),
-            residual,
-            residual_scale,
-            new_residual,
-            norms,
-            self.clip,
-            self.sign_seed,
-            sign_step,
-            self.seed,
-            step,
-            narrow,
+            *summed, new_residual, norms, self.clip, self.sign_seed, sign_step, self.seed, step, narrow
         )
         if narrow is not codes:
             codes.view(torch.int16).copy_(narrow)
@@ -175,17 +165,8 @@ class Thc(Quantised):
             return
         check_tensor("sums", sums, torch.uint8)
         check_tensor("out", out)
-        _native.thc_read_sums(
-            sums,
-            self.sums_are_wide(n_ranks),
-            n_ranks,
-            norms,
-            self.clip,
-            self.sign_seed,
-            sign_step,
-            dtype_code(out.dtype),
-            bytes_of(out),
-        )
+        rotation, code = (self.clip, self.sign_seed, sign_step), dtype_code(out.dtype)
+        _native.thc_read_sums(sums, self.sums_are_wide(n_ranks), n_ranks, norms, *rotation, code, bytes_of(out))
         for block in norms.isfinite().logical_not_().nonzero().view(-1).tolist():
             out[TRANSFORM_ELEMENTS * block :][:TRANSFORM_ELEMENTS] = math.nan
 

@@ -6,9 +6,12 @@ import torch
 
 from gradwire import _native
 from gradwire.errors import InvalidArgument
+from gradwire.gpu.launching import Uploads
 
-__all__ = ["HuffmanTable", "exponent_bits_of"]
+__all__ = ["LOOK_UP_BITS", "HuffmanTable", "exponent_bits_of"]
 
+LOOK_UP_BITS = 11  # of the longest code
+_NO_PLACEHOLDER = 256
 _EXPONENT_BITS = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
 
 
@@ -28,11 +31,12 @@ class HuffmanTable:
     Immutable. Equal histograms give equal tables, ids and bytes on every machine.
     """
 
-    __slots__ = ("_native",)
+    __slots__ = ("_native", "_uploads")
 
     def __init__(self, native: _native.HuffmanTable) -> None:
         """Wraps a native table; use `from_histogram`, `prior` or `from_bytes` instead."""
         self._native = native
+        self._uploads = Uploads()
 
     @classmethod
     def from_histogram(cls, histogram: torch.Tensor) -> HuffmanTable:
@@ -87,6 +91,41 @@ class HuffmanTable:
     def native(self) -> _native.HuffmanTable:
         """What the native functions take."""
         return self._native
+
+    @property
+    def placeholder(self) -> int:
+        """What kernels have an escape's code decode to: the lowest exponent without a code, or a number that is none."""
+        return self.lengths[:-1].index(0) if self.lengths[-1] else _NO_PLACEHOLDER
+
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """`Table` of gpu/source/gcomp.hpp, for the current stream; copied there at the first call, without a wait."""
+        return self._uploads.get(device, None, self._laid_out)
+
+    def _laid_out(self) -> torch.Tensor:
+        codes = self._codes()
+        look_up = torch.zeros(1 << LOOK_UP_BITS, dtype=torch.int32)
+        for symbol, (length, code) in enumerate(codes):
+            if length:
+                look_up[code :: 1 << length] = length | (symbol if symbol < 256 else self.placeholder) << 8
+        escape_length, escape_code = codes[-1]
+        entries = [
+            length << 16 | code if length else 1 << 31 | escape_length << 16 | escape_code
+            for length, code in codes[:-1]
+        ]
+        by_exponent = torch.tensor(entries).to(torch.int32)
+        return torch.cat([look_up.to(torch.int16).view(torch.uint8), by_exponent.view(torch.uint8)])
+
+    def _codes(self) -> list[tuple[int, int]]:
+        """By symbol, the escape last: length and code, its first bit lowest (docs/format.md#huffman-table)."""
+        codes = [(0, 0)] * len(self.lengths)
+        following = 0
+        for length in range(1, LOOK_UP_BITS + 1):
+            following <<= 1
+            for symbol, n_bits in enumerate(self.lengths):
+                if n_bits == length:
+                    codes[symbol] = length, int(f"{following:0{length}b}"[::-1], 2)
+                    following += 1
+        return codes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HuffmanTable) and self.to_bytes() == other.to_bytes()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.quantised import Quantised, check_scale_values
 from gradwire.codecs.tensors import check_positive
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 _RULES = {"fixed": 0, "mean": 1, "two-means": 2}
@@ -30,6 +30,7 @@ class OneBit(Quantised):
 
     name = "one-bit"
     _kind = 0
+    _per_word = 32
     _has_kernels = True
 
     def __init__(self, scale: str = "mean", threshold: float | None = None, scale_values: int | None = None) -> None:

@@ -1,39 +1,149 @@
-"""The values at the set bits of an index, one after the other: what ranks that hold the same index can sum as it is."""
+"""The index of non-zeros, and the values at its set bits, one after the other: what ranks that hold the same index can sum.
+
+In host memory, or on a device, enqueued by nobody who waits. An index is (ceil(n / 32),) int32: bit i % 32 of word i / 32
+stands for value i. A head goes before it, which may be ORed over the ranks as the bits may (docs/format.md#count-sketch):
+facts, their complement, flags, then a bit for each exponent up to that of the largest value.
+"""
 
 from __future__ import annotations
 
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from gradwire import _native
+from gradwire.codecs import count_sketch
+from gradwire.codecs.count_sketch import IndexFacts, index_words
+from gradwire.codecs.tensors import dtype_code
+from gradwire.gpu.kernels import kernels_for
+from gradwire.gpu.launching import THREADS, grid, parts
+from gradwire.gpu.structs import fill_struct
 
-__all__ = ["count", "pack", "unpack"]
+HEAD_WORDS = 12
+FLAGS_AT = 2
+NOT_FINITE, PAST_THE_END = 1, 2
+_HEAD = struct.Struct("<III")
+_FACTS_MASK = 0x7FFFFFFF
+_SMALLEST_EXPONENT = -148  # a float32 that is not zero is below 2^e for an e from here to 128
+_BLOCK = 1024  # values that a device counts together
 
 
-def count(index: torch.Tensor, n_elements: int) -> int:
-    """How many bits are set.
+class Head(NamedTuple):
+    """The ranks' heads together.
+
+    Attributes:
+        exponent: every value of every rank is below 2^exponent; None if all are zero.
+        flags: of any rank.
+        ranks_agree: on their facts.
+    """
+
+    exponent: int | None
+    flags: int
+    ranks_agree: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no rank holds Inf or NaN."""
+        return not self.flags & NOT_FINITE
+
+
+def head_of(facts: int, found: IndexFacts) -> Tensor:
+    """(HEAD_WORDS,) int32: the head of an index of which `found` is known. facts: 31 bits that ranks have to share."""
+    is_finite = math.isfinite(found.max_magnitude)
+    run = 0
+    if is_finite and found.max_magnitude > 0:
+        run = (1 << (math.frexp(found.max_magnitude)[1] - _SMALLEST_EXPONENT + 1)) - 1
+    head = bytearray(_HEAD.pack(facts, ~facts & _FACTS_MASK, 0 if is_finite else NOT_FINITE))
+    head += run.to_bytes(4 * HEAD_WORDS - _HEAD.size, "little")
+    return torch.frombuffer(head, dtype=torch.int32)
+
+
+def read_head(words: Sequence[int]) -> Head:
+    """Of HEAD_WORDS int32, ORed over the ranks."""
+    head = struct.pack(f"<{HEAD_WORDS}i", *words)
+    facts, complement, flags = _HEAD.unpack_from(head)
+    run = int.from_bytes(head[_HEAD.size :], "little")
+    return Head(run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None, flags, facts & complement == 0)
+
+
+def write_index(values: Tensor, message: Tensor, facts: int) -> None:
+    """Write head and index of `values`.
 
     Args:
-        index: (ceil(n_elements / 32),) int32; bit i % 32 of word i / 32 stands for value i.
-    Raises: InvalidArgument (size), CorruptMessage (bits past the end).
+        values: (n,) float32, bfloat16 or float16; -0.0 is a zero.
+        message: (HEAD_WORDS + index_words(n),) int32.
+        facts: 31 bits that ranks have to share.
     """
-    return int(_native.sketch_count_index(index.view(torch.uint32), n_elements))
+    head, index = message[:HEAD_WORDS], message[HEAD_WORDS:]
+    kernels = kernels_for(values.device)
+    if kernels is None:
+        head.copy_(head_of(facts, count_sketch.write_index(values, index)))
+        return
+    largest = torch.zeros(1, dtype=torch.int32, device=values.device)
+    n, code = values.numel(), dtype_code(values.dtype)
+    parameters = fill_struct(
+        "Index", values=values, words=index, head=head, largest=largest, n=n, dtype=code, facts=facts
+    )
+    kernels.launch("gw_index_write", grid(32 * index_words(n)), THREADS, 0, parameters)
+    kernels.launch("gw_index_head", 1, 32, 0, parameters)
 
 
-def pack(values: torch.Tensor, index: torch.Tensor, packed: torch.Tensor) -> None:
+def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
+    """How many bits are set, as the last of (m,) integers; of a device, up to the end of each 1,024 values.
+
+    Args:
+        head: (HEAD_WORDS,) int32: on a device it is told of bits past the end, which do not count.
+    Raises: InvalidArgument (size), CorruptMessage (bits past the end), in host memory.
+    """
+    kernels = kernels_for(index.device)
+    if kernels is None:
+        return torch.tensor([_native.sketch_count_index(index.view(torch.uint32), n_elements)])
+    n_blocks = parts(n_elements, _BLOCK)
+    counts = torch.empty(n_blocks, dtype=torch.int32, device=index.device)
+    parameters = fill_struct("Index", words=index, head=head, counts=counts, n=n_elements, n_blocks=n_blocks)
+    kernels.launch("gw_index_count", grid(32 * n_blocks), THREADS, 0, parameters)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def pack(values: Tensor, index: Tensor, packed: Tensor, ends: Tensor | None = None) -> None:
     """Write the values at the set bits, in order.
 
     Args:
-        values: (n,) of 2 or 4 bytes each, contiguous, CPU.
-        index: (ceil(n / 32),) int32.
-        packed: (count(index, n),) of the dtype of `values`; overwritten.
-    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end).
+        values: (n,) of 2 or 4 bytes each, contiguous.
+        packed: of the dtype of `values`, as many as bits are set; overwritten.
+        ends: on a device, what `count` gave.
+    Raises: InvalidArgument (sizes), CorruptMessage (bits past the end), in host memory.
     Cost: one pass; multi-threaded; releases the GIL. The same bytes on every machine.
     """
-    size = values.element_size()
-    _native.pack_values(values.view(torch.uint8), size, index.view(torch.uint32), packed.view(torch.uint8))
+    _copy("pack", values, packed, index, ends)
 
 
-def unpack(packed: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+def unpack(packed: Tensor, index: Tensor, values: Tensor, ends: Tensor | None = None) -> None:
     """The inverse of `pack`: every one of `values` is written, those without a bit as 0. Raises and costs: as `pack`."""
-    size = values.element_size()
-    _native.unpack_values(packed.view(torch.uint8), size, index.view(torch.uint32), values.view(torch.uint8))
+    _copy("unpack", packed, values, index, ends)
+
+
+def _copy(name: str, source: Tensor, target: Tensor, index: Tensor, ends: Tensor | None) -> None:
+    kernels = kernels_for(source.device)
+    if kernels is None:
+        copy = _native.pack_values if name == "pack" else _native.unpack_values
+        copy(source.view(torch.uint8), source.element_size(), index.view(torch.uint32), target.view(torch.uint8))
+        return
+    values, packed = (source, target) if name == "pack" else (target, source)
+    n_blocks = parts(values.numel(), _BLOCK)
+    parameters = fill_struct(
+        "Index",
+        values=values,
+        packed=packed,
+        words=index,
+        ends=ends,
+        n=values.numel(),
+        n_blocks=n_blocks,
+        n_packed=packed.numel(),
+        dtype=dtype_code(values.dtype),
+    )
+    kernels.launch(f"gw_index_{name}", grid(32 * n_blocks), THREADS, 0, parameters)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import check_seed
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
 
 _BLOCKS = tuple(128 << i for i in range(6))

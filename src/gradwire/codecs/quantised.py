@@ -59,10 +59,11 @@ class Quantised:
     finite uses the header alone.
     """
 
-    name: ClassVar[str]
-    feeds_back: ClassVar[bool] = True
+    name: str
+    feeds_back = True
     _has_kernels: ClassVar[bool] = False
     _kind: ClassVar[int]
+    _per_word: ClassVar[int] = 16  # codes in 32 bits
     # What the native encoder is told; see native/quantisers/codec.hpp.
     _rule = 1
     _parameter = 0.0
@@ -182,18 +183,35 @@ class Quantised:
         code = dtype_code(out.dtype)
         if adds and out.dtype != torch.float32:
             raise InvalidArgument("values are added to float32 only: pass a float32 tensor as out")
-        if has_kernels(out.device):
-            self._decode_on(message, out, divisor, adds, cuts, error)
+        n = out.numel()
+        if not has_kernels(out.device):
+            check_tensor("message", message, torch.uint8)
+            check_tensor("out", out)
+            if divisor == 1 and not adds:
+                _native.quantiser_decode(bytes_of(message), self._kind, code, bytes_of(out))
+                return
+            values = torch.empty(n)
+            _native.quantiser_decode(bytes_of(message), self._kind, 0, bytes_of(values))
+            values /= divisor
+            out.copy_(out + values if adds else values)
             return
-        check_tensor("message", message, torch.uint8)
-        check_tensor("out", out)
-        if divisor == 1 and not adds:
-            _native.quantiser_decode(bytes_of(message), self._kind, code, bytes_of(out))
-            return
-        values = torch.empty(out.numel())
-        _native.quantiser_decode(bytes_of(message), self._kind, 0, bytes_of(values))
-        values /= divisor
-        out.copy_(out + values if adds else values)
+        launch = self.check_device(out.device).launch
+        kind, _, _, levels, block, _ = self.native_options
+        layout = self._layout(n, cuts)
+        error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
+        checksums = torch.empty(layout.n_checksums, dtype=torch.int32, device=out.device)
+        parameters = fill_struct(
+            "DequantiseGroups", message=message, out=out, pieces=checksums, error=error, n=n,
+            payload=layout.n_bytes - _HEADER_BYTES, divisor=divisor, kind=kind, dtype=code, adds=adds,
+            levels=levels, block=block, **self._grouping(layout, n, cuts, out.device),
+        )  # fmt: skip
+        launch("gw_quantised_read_pieces", layout.n_checksums, THREADS, SHARED_OF_CHECKSUM, parameters)
+        if layout.groups is not None:
+            launch("gw_grouped_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
+            launch("gw_grouped_unpack", grid(self._per_word * layout.n_words), THREADS, 0, parameters)
+        else:
+            launch("gw_quantised_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
+            launch("gw_quantised_unpack", grid(n), THREADS, 0, parameters)
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
@@ -216,43 +234,29 @@ class Quantised:
         step: int,
         cuts: Sequence[int],
     ) -> int | Tensor:
-        if has_kernels(gradient.device):
-            return self._encode_on(gradient, residual, residual_scale, new_residual, out, step, cuts)
-        for name, tensor in (("residual", residual), ("new_residual", new_residual)):
-            if tensor is not None:
-                check_tensor(name, tensor, torch.float32, gradient.numel())
-        code = dtype_code(gradient.dtype)
-        check_tensor("gradient", gradient)
-        if cuts and self.scale_values is None:
-            raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
-        if any(not 0 < cut < gradient.numel() for cut in cuts):
-            raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
-        if self.scale_values is None or not cuts:
-            check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
-        return _native.quantiser_encode(
-            bytes_of(gradient),
-            code,
-            residual,
-            residual_scale,
-            new_residual,
-            *self.native_options,
-            check_step(step),
-            bytes_of(out),
-            cuts,
-        )
-
-    # ---- on a device
-
-    def _encode_on(
-        self,
-        gradient: Tensor,
-        residual: Tensor | None,
-        residual_scale: float,
-        new_residual: Tensor | None,
-        out: Tensor,
-        step: int,
-        cuts: Sequence[int],
-    ) -> Tensor:
+        if not has_kernels(gradient.device):
+            for name, tensor in (("residual", residual), ("new_residual", new_residual)):
+                if tensor is not None:
+                    check_tensor(name, tensor, torch.float32, gradient.numel())
+            code = dtype_code(gradient.dtype)
+            check_tensor("gradient", gradient)
+            if cuts and self.scale_values is None:
+                raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
+            if any(not 0 < cut < gradient.numel() for cut in cuts):
+                raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
+            if self.scale_values is None or not cuts:
+                check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
+            return _native.quantiser_encode(
+                bytes_of(gradient),
+                code,
+                residual,
+                residual_scale,
+                new_residual,
+                *self.native_options,
+                check_step(step),
+                bytes_of(out),
+                cuts,
+            )
         n, device = gradient.numel(), gradient.device
         launch = self.check_device(device).launch
         kind, rule, parameter, levels, block, seed = self.native_options
@@ -282,42 +286,10 @@ class Quantised:
         launch("gw_quantised_seal", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
         return n_bytes
 
-    def _decode_on(
-        self,
-        message: Tensor,
-        out: Tensor,
-        divisor: float,
-        adds: bool,
-        cuts: Sequence[int],
-        error: Tensor | None,
-    ) -> None:
-        n, launch = out.numel(), self.check_device(out.device).launch
-        kind, _, _, levels, block, _ = self.native_options
-        layout = self._layout(n, cuts)
-        error = torch.zeros(1, dtype=torch.int32, device=out.device) if error is None else error
-        checksums = torch.empty(layout.n_checksums, dtype=torch.int32, device=out.device)
-        parameters = fill_struct(
-            "DequantiseGroups", message=message, out=out, pieces=checksums, error=error, n=n,
-            payload=layout.n_bytes - _HEADER_BYTES, divisor=divisor, kind=kind, dtype=dtype_code(out.dtype), adds=adds,
-            levels=levels, block=block, **self._grouping(layout, n, cuts, out.device),
-        )  # fmt: skip
-        launch("gw_quantised_read_pieces", layout.n_checksums, THREADS, SHARED_OF_CHECKSUM, parameters)
-        if layout.groups is not None:
-            launch("gw_grouped_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
-            launch("gw_grouped_unpack", grid(self._per_word * layout.n_words), THREADS, 0, parameters)
-        else:
-            launch("gw_quantised_check", 1, THREADS, SHARED_OF_CHECKSUM, parameters)
-            launch("gw_quantised_unpack", grid(n), THREADS, 0, parameters)
-
     @property
     def _per_group(self) -> int:
         """Scales of a group."""
         return 2 if self._rule == TWO_SCALES else 1
-
-    @property
-    def _per_word(self) -> int:
-        """Codes in 32 bits."""
-        return 32 if self._kind == 0 else 16
 
     def _grouping(self, layout: _Layout, n_elements: int, cuts: Sequence[int], device: torch.device) -> dict[str, Any]:
         """`Grouping` of gpu/source/grouped.hpp."""

@@ -6,7 +6,6 @@ in host memory, where the same word is used, it can be read at once.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.gpu.kernels import Kernels, kernels_for, upload
+from gradwire.gpu.kernels import Kernels, kernels_for, upload, upload_rows
 from gradwire.gpu.launching import THREADS, grid, parts
 from gradwire.gpu.structs import fill_struct
 
@@ -196,36 +195,6 @@ def _select_by_sample(values: Tensor, k: int, sample: Sample) -> Tensor:
 # ---- on a device
 
 
-class _Segments(NamedTuple):
-    """Spans that elements are taken of, as kernels want them: `table` (n_segments, 8) int64 on the device."""
-
-    table: Tensor
-    n_tiles: int
-    n_sample_tiles: int
-
-
-@functools.lru_cache(maxsize=1024)
-def _lay_out(
-    device: torch.device,
-    stream: torch.Stream | None,
-    spans: tuple[tuple[int, int], ...],
-    counts: tuple[int, ...],
-    samples: tuple[tuple[int, int], ...],
-) -> _Segments:
-    """For launches on one stream. samples: how many values were drawn for each (0: all), how many lie above its threshold."""
-    rows, n_tiles, n_sample_tiles, n_drawn = [], 0, 0, 0
-    for (start, end), count, (n_own, n_top) in zip(spans, counts, samples, strict=True):
-        if count:
-            n_samples = 0 if n_top == 0 else n_own or end - start
-            first = n_drawn if n_own else _NO_SAMPLES
-            rows.append([start, end, n_tiles, count, first, n_samples, n_sample_tiles, n_top])
-            n_tiles += parts(end - start, _TILE)
-            n_sample_tiles += parts(n_samples, _TILE)
-        n_drawn += n_own
-    table = upload(torch.tensor(rows, dtype=torch.int64).view(-1, 8), device)
-    return _Segments(table, n_tiles, n_sample_tiles)
-
-
 def _take(
     kernels: Kernels,
     values: Tensor,
@@ -236,12 +205,20 @@ def _take(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `take_by_sample`; where there is no sample, zeros are taken too."""
     device, room = values.device, sum(counts)
-    drawn = [sample.places for sample in samples if sample.places is not None]
-    places = upload(torch.cat(drawn).to(torch.int32), device) if drawn else None
-    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-    sizes = tuple((0 if sample.places is None else sample.places.numel(), sample.n_top) for sample in samples)
-    table, n_tiles, n_sample_tiles = _lay_out(device, stream, tuple(spans), tuple(counts), sizes)
-    n_segments = len(table)
+    rows, places, n_tiles, n_sample_tiles, n_places = [], [], 0, 0, 0
+    for (start, end), count, (drawn, n_top) in zip(spans, counts, samples, strict=True):
+        if count:
+            first, n_samples = _NO_SAMPLES, end - start if n_top else 0
+            if drawn is not None:
+                places.append(drawn)
+                first, n_samples = n_places, drawn.numel()
+                n_places += n_samples
+            rows.append((start, end, n_tiles, count, first, n_samples, n_sample_tiles, n_top))
+            n_tiles += parts(end - start, _TILE)
+            n_sample_tiles += parts(n_samples, _TILE)
+    segments = upload_rows(rows, device)
+    drawn_places = upload(torch.cat(places).to(torch.int32), device) if places else None
+    n_segments = len(rows)
     work_sizes = _CHOICE_BYTES * n_segments, 4 * _BINS * n_segments, _PIECES_BYTES * n_tiles
     choices, bins, pieces = torch.empty(sum(work_sizes), dtype=torch.uint8, device=device).split(work_sizes)
     n_taken, indices = (torch.zeros(n, dtype=torch.int32, device=device) for n in (1, room))
@@ -250,8 +227,8 @@ def _take(
         "Select",
         values=values,
         beside=beside,
-        segments=table,
-        samples=places,
+        segments=segments,
+        samples=drawn_places,
         choices=choices,
         bins=bins,
         pieces=pieces,

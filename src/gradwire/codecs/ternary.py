@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from gradwire import _native
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
 from gradwire.errors import Unsupported
-from gradwire.gpu.kernels import kernels_for, upload
+from gradwire.gpu.kernels import kernels_for, upload_rows
 from gradwire.gpu.launching import THREADS, grid, parts
 from gradwire.gpu.structs import fill_struct
 
@@ -70,7 +69,6 @@ class Ternary(Quantised):
         self.clip = check_positive("clip", clip)
         self.seed = check_seed(seed)
         self._parameter = self.clip
-        self._shares: dict[tuple[Any, ...], Shares] = {}
 
     @staticmethod
     def field_bits(n_ranks: int) -> int:
@@ -84,21 +82,17 @@ class Ternary(Quantised):
         """Bytes of the fields of `n_elements` values: whole groups of 64."""
         return parts(n_elements, _GROUP) * 8 * Ternary.field_bits(n_ranks)
 
-    def share(self, n_elements: int, spans: Sequence[tuple[int, int]], device: torch.device) -> Shares:
-        """Lay out n values on a device, of which each of `spans`, which do not overlap, has a scale; kept."""
-        kernels = kernels_for(device)
-        key = kernels, n_elements, tuple(spans)
-        if key not in self._shares:
-            is_single = len(spans) == 1
-            if kernels is None:
-                self._shares[key] = Shares(n_elements, tuple(spans), is_single)
-            else:
-                filled = [span for span in sorted(spans) if span[0] < span[1]]
-                ends = list(itertools.accumulate((parts(end - start, _BLOCK) for start, end in filled), initial=0))
-                rows = [[*span, first_block] for span, first_block in zip(filled, ends, strict=False)]
-                table = upload(torch.tensor(rows, dtype=torch.int64).view(-1, 3), device)
-                self._shares[key] = Shares(n_elements, tuple(filled), is_single, ends[-1], table)
-        return self._shares[key]
+    @staticmethod
+    def share(n_elements: int, spans: Sequence[tuple[int, int]], device: torch.device) -> Shares:
+        """Lay out n values on a device, of which each of `spans` has a scale; for launches on the current stream."""
+        if kernels_for(device) is None:
+            return Shares(n_elements, spans, len(spans) == 1)
+        filled = [span for span in sorted(spans) if span[0] < span[1]]
+        rows, n_blocks = [], 0
+        for start, end in filled:
+            rows.append((start, end, n_blocks))
+            n_blocks += parts(end - start, _BLOCK)
+        return Shares(n_elements, filled, len(spans) == 1, n_blocks, upload_rows(rows, device))
 
     def write_scales(self, values: Tensor, shares: Shares, scales: Tensor) -> None:
         """The scale that each span of `values` would get by itself; infinity if a value is not finite.

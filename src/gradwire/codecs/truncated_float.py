@@ -6,8 +6,11 @@ import hashlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
+from gradwire.codecs.floats import Floats
 from gradwire.codecs.tensors import (
     bytes_of,
     check_partition,
@@ -17,8 +20,8 @@ from gradwire.codecs.tensors import (
     check_tensor,
     dtype_code,
 )
-from gradwire.control.checks import choice as check_choice
 from gradwire.errors import InvalidArgument
+from gradwire.gpu.launching import THREADS, WARP, grid, parts
 
 __all__ = ["RandomStreams", "TruncatedFloat", "describe"]
 
@@ -30,7 +33,7 @@ _AUTO = (("fp4-e2m1", 4), ("fp6-e3m2", 6), ("fp8-e4m3", 8), ("fp16", 18))
 _ROUNDINGS = {"truncate": 0, "nearest": 1, "stochastic": 2}
 
 
-class TruncatedFloat:
+class TruncatedFloat(Floats):
     """TFP of AQGB (Luo et al.), section 4.4: the first `bits` bits of every value's word.
 
     Bits that are cut off decode as 0. "nearest" therefore writes the nearest number that the kept bits can tell, ties to
@@ -56,7 +59,7 @@ class TruncatedFloat:
     """
 
     name = "truncated-float"
-    feeds_back = True
+    _decode_natively = staticmethod(_native.truncated_float_decode)
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class TruncatedFloat:
         self.bits = bits
         self.format = format
         self.rounding = rounding
+        self.native_rounding = _ROUNDINGS[rounding]
         self.seed = seed
         self.partition = check_partition(partition)
 
@@ -105,54 +109,30 @@ class TruncatedFloat:
         check_size(n_elements)
         return _native.truncated_float_max_bytes(n_elements, *self.native_settings(dtype))
 
-    def encode(
-        self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None, *, step: int = 0
-    ) -> int:
-        """Write `gradient` as one message.
-
-        Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; any n from 0.
-            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous, CPU.
-            importance: ignored.
-            step: what "stochastic" draws by, beside the seed, 0 to 2^64 - 1. Messages whose errors have to be
-                independent (of other steps, ranks, chunks) need steps of their own: see `streams`.
-        Returns: bytes written.
-        Raises: InvalidArgument (shape, dtype, step, more bits than the dtype has), BufferTooSmall.
-        Cost: two passes, no allocation, releases the GIL.
-        """
+    def _encode_natively(self, gradient: Tensor, out: Tensor, step: int) -> int:
         settings = self.native_settings(gradient.dtype)
         check_tensor("gradient", gradient)
         check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
-        rounding = _ROUNDINGS[self.rounding]
         return _native.truncated_float_encode(
-            bytes_of(gradient), *settings, rounding, self.seed, check_step(step), bytes_of(out)
+            bytes_of(gradient), *settings, self.native_rounding, self.seed, check_step(step), bytes_of(out)
         )
 
-    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """Read `message`, whatever settings it was written with, into `out`.
+    def _format(self, dtype: torch.dtype) -> dict[str, int]:
+        code, number_format, n_bits, partition = self.native_settings(dtype)
+        return {"dtype": code, "format": number_format, "n_bits": n_bits, "partition": partition}
 
-        Args:
-            message: exactly one message, uint8, contiguous, CPU.
-            out: (n,) of the sender's dtype and size, contiguous, CPU; undefined after an error.
-        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
-        Cost: one pass, no allocation, releases the GIL.
-        """
-        code = dtype_code(out.dtype)
-        check_tensor("message", message, torch.uint8)
-        check_tensor("out", out)
-        _native.truncated_float_decode(bytes_of(message), code, bytes_of(out))
-
-    @property
-    def native_rounding(self) -> int:
-        """The rounding's code."""
-        return _ROUNDINGS[self.rounding]
+    def _launches(self, n_elements: int) -> tuple[dict[str, int], dict[str, int]]:
+        n_blocks = grid(parts(n_elements, WARP) + THREADS)
+        of_scales = grid(WARP * parts(n_elements, self.partition))
+        return {"gw_truncated_scales": of_scales, "gw_truncated_pack": n_blocks}, {"gw_truncated_unpack": n_blocks}
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, first_step: int = 0
     ) -> _native.ExchangeCodec:
         """This codec as exchanges call it, whose n-th message draws by step `first_step` + n. Raises: InvalidArgument."""
-        rounding = _ROUNDINGS[self.rounding]
-        return _native.truncated_float_exchange_codec(*self.native_settings(dtype), rounding, self.seed, first_step)
+        return _native.truncated_float_exchange_codec(
+            *self.native_settings(dtype), self.native_rounding, self.seed, first_step
+        )
 
     def streams(self, *key: int) -> RandomStreams:
         """This codec with numbers of its own for every message, of those named by `key` (rank, step, bucket)."""
@@ -189,7 +169,7 @@ class RandomStreams:
         self.max_encoded_bytes = codec.max_encoded_bytes
         self.decode = codec.decode
 
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor, importance: torch.Tensor | None = None) -> int:
+    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int | Tensor:
         """As `TruncatedFloat.encode`, with numbers that no other message has."""
         step = self._next
         self._next = draw_after(step, 1)
@@ -200,7 +180,7 @@ class RandomStreams:
         return self._codec.exchange_codec(dtype, importance, self._next)
 
 
-def describe(message: torch.Tensor) -> dict[str, Any]:
+def describe(message: Tensor) -> dict[str, Any]:
     """What a message says of itself, as plain values: codec, format_version, dtype, format, bits, partition,
     n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
 

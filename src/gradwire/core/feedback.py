@@ -265,7 +265,7 @@ class Part:
     Attributes:
         bucket: whose buffer (n,) holds the gradient; the mean is written over it.
         residual: (n,) float32, or None for no error feedback.
-        unsent: (n,) float32 to be written: what is not sent, in units of the residual.
+        unsent: (n,) float32 to be written: what is not sent, in units of the residual; made None, the residual stays.
         used_by_any: written by collectives: for each span, whether its result counts although this rank did not use it.
         counted: written by collectives: the elements of which this rank's message counted even so; None: all.
     """

@@ -64,19 +64,24 @@ class _Attached(HookState):
     """A HookState that puts its own hook in, when it is needed: from the start, or late under `auto`."""
 
     _door: _Door
-    _called: torch.nn.Module
+    _models: tuple[DistributedDataParallel, torch.nn.Module] | None = None  # as DDP has it, and as the user calls it
 
     def connect(self, door: _Door, model: DistributedDataParallel, called: torch.nn.Module) -> None:
         """Take the model's door. Raises: Unsupported (it has another hook)."""
-        self._door, self._called = door, called
+        self._door, self._models = door, (model, called)
         if not self.scheme.is_transparent:
             door.register()
         self._watch_steps()
 
     def _watch_steps(self) -> None:
         """`auto` sees steps from outside; no other scheme does."""
-        if self._watch is None and isinstance(self.scheme, Auto):
-            self._watch = Watch(self, self.session.module, self._called, self._door.register)
+        if self._watch is None and self._models is not None and isinstance(self.scheme, Auto):
+            self._watch = Watch(self, *self._models, self._door.register)
+
+    def close(self) -> None:
+        """As any HookState."""
+        self._models = None
+        super().close()
 
     def switch(self, scheme: Scheme | str) -> None:
         """As any Reducer; a scheme by name ends `auto`, "auto" takes it up again."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire.core.slot import Slot, slot_of
 from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
@@ -93,7 +93,7 @@ class HookState(Reducer):
             if not self.closed:
                 self._look_from_outside()
                 slots = [slot_of(parameter) for parameter in bucket.parameters()]
-                self.scheme.add_carried(slots, bucket.gradients())
+                self.scheme.add_residuals(slots, bucket.gradients())
                 return self._start_ddp_mean(bucket)
             return self._all_reduce_as_ddp_does(bucket)
         in_backward = torch._C._current_graph_task_id() != -1

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
+from gradwire.codecs import DeviceCodec
+from gradwire.codecs.gcomp import GCompCodec
+from gradwire.codecs.truncated_float import draw_after, first_draw
 from gradwire.core.bucket import Bucket
 from gradwire.errors import CorruptMessage
-from gradwire.exchange.device_messages import DeviceMessages
 from gradwire.exchange.parts import MESSAGES_AHEAD, count_chunks
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
@@ -51,37 +53,49 @@ class DeviceMeans:
 
     Args:
         topology: "ring" or "direct".
-        chunk_elements: values to a message, at most, of a codec whose values depend on it.
+        chunk_elements: values to a message, at most, of a codec whose messages take all of their room: where these begin and
+            end matters to the values. Of GComp, whose lengths only the device knows, a part is one message.
+    Raises: Unsupported (no kernels of the codec here).
     """
 
     def __init__(
         self,
         site: DeviceWire,
-        messages: DeviceMessages,
+        codec: DeviceCodec,
         communicator: Communicator,
         topology: str,
         chunk_elements: int,
     ) -> None:
-        self._site, self._messages, self._communicator = site, messages, communicator
+        codec.check_device(site.device)
+        self._site, self._codec, self._communicator = site, codec, communicator
+        self._is_fixed = not isinstance(codec, GCompCodec)
         self._rank, self._world = communicator.rank, communicator.world_size
         self._is_ring = check_choice("topology", topology, ("ring", "direct")) == "ring"
         self._chunk_elements = chunk_elements
         self._cuts: dict[tuple[int, torch.dtype], list[_Part]] = {}
+        # Of the bucket that is under way.
+        self._first_draw = 0
+        self._importance: Tensor | None = None
+        self._counts: Tensor | None = None
         with site.stream:
             self._n_bytes = torch.empty(self._world, dtype=torch.int64, device=site.device)
             # A quotient by a number of the host's is a product with its inverse on some devices.
             self._n_ranks = torch.full((1,), self._world, dtype=torch.float16, device=site.device)
 
-    def mean(self, bucket: Bucket) -> None:
+    def mean(self, bucket: Bucket, importance: Tensor | None = None, counts: Tensor | None = None) -> None:
         """Replace the bucket by its mean; on the lane, with the site's stream current.
 
+        Args:
+            importance: (n,) uint8 of the bucket's values, for GComp with importance="paper".
+            counts: (256,) int64: gets the exponents of all that GComp encodes; None: they are not counted.
         Raises: CorruptMessage, PeerLost (of lengths that ranks tell each other).
         """
         divisor = self._world
         if bucket.buffer.dtype == torch.float16:  # whose sum may overflow where the mean does not
             bucket.buffer.div_(self._n_ranks)
             divisor = 1
-        self._messages.begin(bucket, self._rank)
+        self._first_draw = first_draw(self._rank, bucket.step, bucket.index)
+        self._importance, self._counts = importance, counts
         parts = self._parts(bucket)
         reduce = self._reduce_in_ring if self._is_ring else self._reduce_directly
         self._spread(bucket, parts, *reduce(bucket, parts), divisor)
@@ -149,18 +163,27 @@ class DeviceMeans:
 
     def _encode(self, values: Tensor, part: _Part, row: Tensor, place: int, numbers: Sequence[int]) -> None:
         """`place`: of the row among those of this hop. `numbers`: of the messages, chunk by chunk."""
-        n_bytes = self._n_bytes[place : place + 1]
         for chunk, number in zip(part.chunks, numbers, strict=True):
-            self._messages.encode(values[chunk.own], chunk.values.start, row[chunk.room], n_bytes, number)
+            own, step = values[chunk.own], draw_after(self._first_draw, number)
+            if self._counts is not None and isinstance(self._codec, GCompCodec):
+                self._codec.histogram(own, self._counts)
+            n_bytes = self._codec.encode(own, row[chunk.room], self._importance_of(chunk), step=step)
+            if not self._is_fixed:
+                self._n_bytes[place] = n_bytes
 
     def _decode(self, row: Tensor, part: _Part, out: Tensor, *, divisor: float = 1.0, adds: bool = False) -> None:
         for chunk in part.chunks:
-            message, own = row[chunk.room], out[chunk.own]
-            self._messages.decode(message, chunk.values.start, own, divisor=divisor, adds=adds)
+            self._codec.decode(
+                row[chunk.room], out[chunk.own], self._importance_of(chunk),
+                divisor=divisor, adds=adds, error=self._site.flags[:1],
+            )  # fmt: skip
+
+    def _importance_of(self, chunk: _Chunk) -> Tensor | None:
+        return None if self._importance is None else self._importance[chunk.values]
 
     def _tell(self, rows: Sequence[Sequence[_Part]], record: BucketRecord) -> list[list[int]]:
         """By rank, the bytes of the rows that it has just encoded. `rows`: by rank, whose they are."""
-        if self._messages.is_fixed:
+        if self._is_fixed:
             return [[part.row_bytes for part in own] for own in rows]
         own = self._site.read(self._n_bytes[: len(rows[self._rank])])
         with record.timing("communicate"):
@@ -190,7 +213,7 @@ class DeviceMeans:
         n, dtype = bucket.n_elements, bucket.buffer.dtype
         if (n, dtype) not in self._cuts:
             largest = -(-n // self._world)
-            n_chunks = count_chunks(largest, self._chunk_elements) if self._messages.cuts_parts else 1
+            n_chunks = count_chunks(largest, self._chunk_elements) if self._is_fixed else 1
             self._cuts[n, dtype] = [self._part(n, part, n_chunks, dtype) for part in range(self._world)]
         return self._cuts[n, dtype]
 
@@ -199,7 +222,7 @@ class DeviceMeans:
         chunks, at, stop = [], 0, 0
         for index in range(n_chunks):
             first, last = ((end - begin) * bound // n_chunks for bound in (index, index + 1))
-            stop = at + self._messages.room_bytes(last - first, dtype)
+            stop = at + self._codec.max_encoded_bytes(last - first, dtype)
             chunks.append(_Chunk(slice(begin + first, begin + last), slice(first, last), slice(at, stop)))
             at = _aligned(stop)
         return _Part(slice(begin, end), chunks, stop)

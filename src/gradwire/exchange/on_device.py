@@ -8,9 +8,8 @@ or not whole becomes NaN on all ranks and is noted in the site's flags.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,13 +102,13 @@ class DeviceOwners:
         received = self._push(values, parts, encode)
         row_bytes = received.shape[1]
         results = self._rows("results", row_bytes, torch.uint8)
-        with self._timing("decode"):
+        with self._site.timing("decode"):
             for index, chunk in enumerate(parts[rank]):
                 encode(self._sum(chunk, index, received, own), rank, index, results[rank])
             mine = self._site.scratch("own", row_bytes, torch.uint8).copy_(results[rank])
-        with self._timing("communicate"):
+        with self._site.timing("communicate"):
             self._site.group.all_gather(results, mine)
-        with self._timing("decode"):
+        with self._site.timing("decode"):
             for part, chunks in enumerate(parts):
                 for chunk in chunks:
                     message = results[part][chunk.room]
@@ -121,11 +120,11 @@ class DeviceOwners:
         """(world, bytes): what each rank has sent of this one's part."""
         row_bytes = max(chunks[-1].room.stop for chunks in parts if chunks)
         sent, received = (self._rows(name, row_bytes, torch.uint8) for name in ("sent", "received"))
-        with self._timing("encode"):
+        with self._site.timing("encode"):
             for part in (part for part in range(self._world) if part != self._rank):
                 for index, chunk in enumerate(parts[part]):
                     encode(values[chunk.values], part, index, sent[part])
-        with self._timing("communicate"):
+        with self._site.timing("communicate"):
             self._site.group.all_to_all(received, sent)
         return received
 
@@ -171,10 +170,6 @@ class DeviceOwners:
     def _rows(self, name: str, n_row: int, dtype: torch.dtype) -> Tensor:
         """(world, n_row) of work space."""
         return self._site.scratch(name, self._world * n_row, dtype).view(self._world, n_row)
-
-    def _timing(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        """What its time is noted by, on the device; here by nothing."""
-        return contextlib.nullcontext()
 
     def raise_error(self, code: int) -> None:
         """Raise what an error word says, if anything. Raises: CorruptMessage, IncompatibleVersion."""

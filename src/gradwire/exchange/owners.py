@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, dtype_code
-from gradwire.control.checks import choice as check_choice
 from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.on_device import DeviceOwners

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 
 from gradwire import _native
-from gradwire.codecs import Codec
+from gradwire.checks import choice as check_choice
+from gradwire.codecs import Codec, DeviceCodec
 from gradwire.codecs.gcomp import GCompCodec
 from gradwire.codecs.tensors import bytes_of, dtype_code
 from gradwire.codecs.truncated_float import TruncatedFloat
-from gradwire.control.checks import choice as check_choice
 from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.device_engine import DeviceMeans
-from gradwire.exchange.device_messages import FloatMessages, GCompMessages
 from gradwire.exchange.parts import CHUNK_ELEMENTS, MESSAGES_AHEAD, count_chunks
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
@@ -59,7 +58,7 @@ class Ring:
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
         self.chunk_elements = chunk_elements
-        self._messages: FloatMessages | GCompMessages | None = None
+        self._on_device: DeviceMeans | None = None
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -68,11 +67,10 @@ class Ring:
 
     def bind(self, wire: Wire) -> None:
         """Take the wire. Raises: Unsupported (no kernels for the codec's options, or none on its device)."""
-        self._messages = None
+        self._on_device = None
         if isinstance(wire, DeviceWire):
-            kind = GCompMessages if isinstance(self.codec, GCompCodec) else FloatMessages
-            self._messages = kind(wire, self.codec)  # type: ignore[arg-type]  # whichever is not GComp's is of floats
-            self._means = DeviceMeans(wire, self._messages, wire.communicator, self.topology, self.chunk_elements)
+            assert isinstance(self.codec, DeviceCodec)
+            self._on_device = DeviceMeans(wire, self.codec, wire.communicator, self.topology, self.chunk_elements)
 
     def mean(self, part: Part, wire: Wire, importance: Any = None, counts: torch.Tensor | None = None) -> None:
         """Replace `part.values` by their mean, on the lane; without error feedback.
@@ -83,10 +81,8 @@ class Ring:
         Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
         """
         bucket = part.bucket
-        if self._messages is not None:
-            if isinstance(self._messages, GCompMessages):
-                self._messages.weigh(importance, counts)
-            self._means.mean(bucket)
+        if self._on_device is not None:
+            self._on_device.mean(bucket, importance, counts)
             return
         codec = self.codec
         if isinstance(codec, TruncatedFloat):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -88,3 +89,14 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     with _uploading:
         _uploads[:] = [(event, kept) for event, kept in _uploads if not event.query()] + [(read, pinned)]
     return uploaded
+
+
+def upload_rows(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """A table of int64 that launches on the current stream read; uploaded once for each stream, and kept."""
+    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    return _rows_on(device, stream, tuple(rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_on(device: torch.device, stream: torch.Stream | None, rows: tuple[tuple[int, ...], ...]) -> Tensor:
+    return upload(torch.tensor(rows, dtype=torch.int64), device)

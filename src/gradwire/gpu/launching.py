@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, RankMismatch
+from gradwire.gpu.kernels import upload
 
 THREADS = 256
 WARP = 32
@@ -29,17 +30,14 @@ class Uploads:
     """Tables that follow from sizes or options alone, copied once to each stream that asks for them; nothing waits."""
 
     def __init__(self) -> None:
-        # With what each is copied from, in pinned memory: it has to live until the device has read it.
-        self._kept: dict[tuple[torch.device, int, Hashable], tuple[Tensor, Tensor]] = {}
+        self._kept: dict[tuple[torch.device, int, Hashable], Tensor] = {}
 
     def get(self, device: torch.device, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """The table with this key on `device`, for its current stream; `make` makes it in host memory."""
         stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
-        kept = self._kept.get((device, stream, key))
-        if kept is None:
-            on_host = make() if device.type == "cpu" else make().pin_memory()
-            kept = self._kept[device, stream, key] = on_host.to(device, non_blocking=True), on_host
-        return kept[0]
+        if (device, stream, key) not in self._kept:
+            self._kept[device, stream, key] = upload(make(), device)
+        return self._kept[device, stream, key]
 
 
 # By error word, which keeps the worst of what was wrong (`Wrong` of source/device.hpp, from the last one on).

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradwire.control.cost_model import CodecCost, break_even_rate, predict_s
 from gradwire.errors import InvalidArgument
+from gradwire.schemes.auto.costs import CodecCost, CostProfile, break_even_rate, predict_s
 from gradwire.schemes.auto.fidelity import LEVELS, row_of
-from gradwire.schemes.auto.profile import CostProfile
 from gradwire.wire.communicator import ring_bytes
 
 PLAN_VERSION = 1

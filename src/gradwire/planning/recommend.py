@@ -14,8 +14,8 @@ from gradwire.doors.attachment import attach
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.planning.plan import Plan
 from gradwire.registry import parse_spec
+from gradwire.schemes.auto.costs import measure_profile
 from gradwire.schemes.auto.fidelity import TABLE, check_level, family_of_optimizer
-from gradwire.schemes.auto.profile import measure_profile
 from gradwire.telemetry.stopwatch import StepClock, Stopwatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_pairs

@@ -52,7 +52,7 @@ class Scheme(metaclass=ABCMeta):
         """Whether this step's buckets are DDP's own affair, reduced as without gradwire (`auto` while it stays plain)."""
         return False
 
-    def add_carried(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
+    def add_residuals(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
         """Add to the gradients of a transparent step what an earlier scheme has not sent."""
 
     @property

@@ -9,6 +9,7 @@ it was in, and residuals and momenta of the step are dropped.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Compressed(Scheme):
     works_on_device = True
     acts_alone = False  # whether one rank's gradient is changed too
     waits_in_step = False  # whether the lane waits for a device within a step, and so for peers
+    settles_plainly = True  # whether the steps before it is settled are reduced plainly
 
     def __init__(
         self,
@@ -91,7 +93,8 @@ class Compressed(Scheme):
             self.collective.bind(session.wire)
         self._check = StepCheck(session.communicator)
         self.n_not_finite = 0
-        self.plain.tell(self, session, self._chosen_beside_adam())
+        if self.settles_plainly:
+            self.plain.tell(self, session, self._chosen_beside_adam())
 
     def _chosen_beside_adam(self) -> dict[str, Any]:
         """The options that the optimizer has chosen, with their values."""
@@ -118,7 +121,8 @@ class Compressed(Scheme):
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         return self.session.communicator.submit(self._reduce_on_lane, bucket)
 
-    def _reduce_on_lane(self, bucket: Bucket) -> None:
+    def _reduce_on_lane(self, bucket: Bucket) -> Any:
+        """Replace the bucket by its mean; gives back what a task of the lane's does that has more to do."""
         wire = self.wire(bucket)
         if wire.world_size == 1 and not self.acts_alone:
             return
@@ -157,30 +161,37 @@ class Compressed(Scheme):
             for run in chosen.raw_runs:
                 run.in_bucket(bucket.buffer).copy_(run.in_fused(raw))
 
-    def _send(self, bucket: Bucket, wire: Wire) -> None:
-        """Replace the bucket by its mean, and stage what was not sent."""
+    def _send(self, bucket: Bucket, wire: Wire) -> Callable[[], None] | None:
+        """Replace the bucket by its mean, and stage what was not sent; returns as `step`."""
         feedback, unused = self.session.feedback, None
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
         part = Part(bucket, wire, residual, unsent, self.session.loss_scale() if self.session.has_scaler else 1.0)
         if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
         try:
-            self.step(part, wire)
+            rest = self.step(part, wire)
         finally:
             if unused is not None:
                 unused.put_back()
-        if unsent is not None:
+        if part.unsent is not None:
             if unused is not None:
-                unused.keep(unsent, part.used_by_any or part.is_used, part.counted)
-            feedback.stage_bucket(bucket, unsent)
+                unused.keep(part.unsent, part.used_by_any or part.is_used, part.counted)
+            feedback.stage_bucket(bucket, part.unsent)
+        if rest is not None:
+            return rest
         wire.conclude(bucket.buffer)
         if self.error_feedback and bucket.buffer.dtype == torch.float16:
             wire.note(wire.all_finite(bucket.buffer))  # a mean may leave float16's range although no message did
+        return None
 
-    def step(self, part: Part, wire: Wire) -> None:
-        """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`."""
+    def step(self, part: Part, wire: Wire) -> Callable[[], None] | None:
+        """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`.
+
+        Returns: what is left to do until the values are replaced, for a scheme that sees to it; None: nothing.
+        """
         assert self.collective is not None, "a scheme without a collective has a step of its own"
         self.collective.mean(part, wire)
+        return None
 
     # ---- which tensors are compressed, and what is sent of them
 
@@ -241,7 +252,8 @@ class Compressed(Scheme):
 
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
-        self.plain.tell_unused(self)
+        if self.settles_plainly:
+            self.plain.tell_unused(self)
         for kept in self._kept.values():
             kept.clear()
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.checks import choice as check_choice
+from gradwire.checks import share as check_share
 from gradwire.codecs.selection import Sample, add_elements, take_by_sample
 from gradwire.codecs.tensors import check_positive
-from gradwire.control.checks import choice as check_choice
-from gradwire.control.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part, Unused
 from gradwire.core.session import Session

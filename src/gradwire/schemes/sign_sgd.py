@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.signs import Signs
-from gradwire.control.checks import choice as check_choice
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import Unsupported

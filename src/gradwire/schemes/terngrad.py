@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.ternary import Ternary
-from gradwire.control.checks import choice as check_choice
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.gpu.kernels import kernels_for

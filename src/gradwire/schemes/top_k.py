@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.checks import share as check_share
 from gradwire.codecs.selection import add_elements, take_largest
-from gradwire.control.checks import share as check_share
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.gpu.kernels import kernels_for

@@ -134,7 +134,7 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimize
 
 
 def takes_step_of(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> bool:
-    """Whether the optimizer's step is the very one of a class of torch.optim that is called one of `names`."""
+    """Return whether the optimizer's step is the very one of a class of torch.optim that is called one of `names`."""
     known, step = (
         [getattr(torch.optim, name).step for name in names if hasattr(torch.optim, name)],
         type(optimizer).step,
@@ -210,7 +210,7 @@ class FrozenStep:
 
 
 class StepOwner(Protocol):
-    """What an owner of the step is asked to do, all on the training thread; nothing, unless it says otherwise."""
+    """Takes the optimizer's step in its place. All calls come on the training thread; by default they do nothing."""
 
     def take_step(self, frozen: FrozenStep) -> None:
         """The user called for the step of the last reduction."""
@@ -278,7 +278,8 @@ class Interceptor:
             for inner in module.modules()
             if inner is not module
         }
-        for read in (*module.modules(), optimizer):
+        reads: list[nn.Module | torch.optim.Optimizer] = [*module.modules(), optimizer]
+        for read in reads:
             self._handles += [read.register_state_dict_pre_hook(flush), read.register_load_state_dict_pre_hook(flush)]
         self._trained = [wrapper, module]
         for one in self._trained:

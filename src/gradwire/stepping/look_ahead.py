@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
@@ -47,7 +47,7 @@ _PEEKABLE = (
 
 @dataclass(frozen=True)
 class LookAheadOptions:
-    """How a step starts before the one before it is complete.
+    """Options of a step that starts before the one before it is complete.
 
     Attributes:
         local: "peek": the user's own rule, on a copy of its state that is thrown away; "sgd": weights - local_rate x
@@ -280,7 +280,7 @@ class LookAhead(StepOwner):
 
     @torch.no_grad()
     def drop_step(self) -> None:
-        """Under AMP: this step is skipped, and the one before must not become two steps old."""
+        """Skip this step, under AMP: the one before must not become two steps old."""
         dropped, self._arriving = self._arriving, None
         self._settle()
         if dropped is not None:
@@ -358,7 +358,7 @@ class LookAhead(StepOwner):
         self._n_taken = n_taken
 
     def stats(self) -> dict[str, Any]:
-        """How many steps started the next one without waiting, and what the backup takes in memory."""
+        """Count the steps that started the next one without waiting, and the bytes of the backup."""
         return {"steps_ahead": self._n_ahead, "backup_bytes": self.loc_buf.n_bytes}
 
     def close(self) -> None:

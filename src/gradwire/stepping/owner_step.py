@@ -83,7 +83,7 @@ class ShardedState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether any parameter's state lies here."""
+        """True if any parameter's state lies here."""
         return bool(self._shards)
 
     # ---- ownership
@@ -156,7 +156,7 @@ class ShardedState:
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter name: the edges of all ranks, and this rank's part of the state."""
+        """Give, by parameter name, the edges of all ranks and this rank's part of the state."""
         return {
             self._names[parameter]: {
                 "edges": list(shard.edges),
@@ -200,7 +200,7 @@ class ShardedState:
             self._optimizer.state.pop(parameter, None)
 
     def describe(self) -> list[tuple[str, Edges, list[str]]]:
-        """What must be the same on all ranks."""
+        """List what must be the same on all ranks."""
         return sorted((self._names[p], shard.edges, sorted(shard.state)) for p, shard in self._shards.items())
 
 
@@ -219,7 +219,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_cut(key: str, value: Any) -> bool:
-    """Whether it has a value for each of the parameter's; the others count steps."""
+    """Return whether it has a value for each of the parameter's; the others count steps."""
     return isinstance(value, torch.Tensor) and key != "step"
 
 
@@ -229,7 +229,7 @@ def _bytes_of(state: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Owned:
-    """What came of one bucket's push.
+    """The result of one bucket's push.
 
     Attributes:
         whole: parameters whose mean every rank has, in `.grad`.
@@ -244,7 +244,7 @@ class Owned:
     mean: torch.Tensor
 
     def edges_of(self, parameter: torch.Tensor, fused: int) -> Edges:
-        """Where the ranks' values of one parameter end."""
+        """Find where the ranks' values of one parameter end."""
         return tuple(min(max(edge - fused, 0), parameter.numel()) for edge in self.part_edges)
 
 
@@ -404,7 +404,7 @@ class OwnerStep(StepOwner):
         self.state.load_state_dict(shards)
 
     def stats(self) -> dict[str, Any]:
-        """What of the optimizer's state lies on this rank as its shard."""
+        """Count the bytes of the optimizer's state that lie on this rank as its shard."""
         return {"sharded_state_bytes": self.state.n_bytes}
 
     def close(self) -> None:

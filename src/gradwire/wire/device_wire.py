@@ -89,7 +89,12 @@ class DeviceWire(Wire):
     # ---- values
 
     def timing(self, kind: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        times = self._step.times
+        return contextlib.nullcontext() if times is None else times.timing(kind)
+
+    def note_times(self, times: DeviceTimes | None) -> None:
+        """Have the times of all that is enqueued from now on be noted there, or nowhere."""
+        self._step.times = times
 
     def scratch(self, name: str, n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
         n_bytes = n_elements * dtype.itemsize
@@ -113,10 +118,10 @@ class DeviceWire(Wire):
         return [True] * len(spans)
 
     def read(self, values: Tensor) -> list[int]:
-        """(n,) int64 values on the host, behind all that was enqueued; the lane waits."""
         if self._step.read.numel() < values.numel():
             self._step.read = torch.empty(values.numel(), dtype=torch.int64, pin_memory=True)
         found: list[int] = Reading(values, self._step.read[: values.numel()]).wait().tolist()
+        self.communicator.raise_if_failed()  # what was read then is not what ranks have sent
         return found
 
     # ---- what is not finite, and what is not whole
@@ -149,23 +154,31 @@ class DeviceWire(Wire):
     # ---- collectives
 
     def sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
-        self.start_sum(values, op)()
+        with self.timing("communicate"):
+            self.start_sum(values, op)()
         return values
 
     def start_sum(self, values: Tensor, op: Any = ReduceOp.SUM) -> Callable[[], None]:
-        """As `sum`, beside what the stream does until the result is called."""
         wait = self.group.start_reduce(values, op)
         self.record.count_exchanged(self._ring_bytes(values))
         return wait
+
+    def _all_to_all(self, rows: Tensor) -> Tensor:
+        theirs = self.scratch("theirs", rows.numel(), rows.dtype).view(rows.shape)
+        self.group.all_to_all(theirs, rows)
+        return theirs
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        received = self.scratch("received", self.world_size * values.numel(), values.dtype).view(self.world_size, -1)
+        self.group.all_gather(received, values)
+        return received
 
     def gather(self, payload: Tensor, is_finite: Flag) -> Tensor:
         message = torch.cat([payload.new_zeros(_HEAD_WORDS), payload])
         message[1:2].copy_(is_finite.logical_not())
         message[:1].copy_(message[1:].sum(dtype=torch.int64))
-        n_words = message.numel()
-        received = self.scratch("received", self.world_size * n_words, torch.int32).view(self.world_size, n_words)
-        self.group.all_gather(received, message)
-        self.record.count_exchanged((self.world_size - 1) * 4 * n_words)
+        received = self._all_gather(message)
+        self.record.count_exchanged((self.world_size - 1) * 4 * message.numel())
         self.note_error((received[:, 1:].sum(1, dtype=torch.int64).to(torch.int32) != received[:, 0]).any())
         self.note_message((received[:, 1] == 0).all())
         return received[:, _HEAD_WORDS:]
@@ -199,6 +212,36 @@ class _DeviceStep:
         self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True)
         self.arrival: Reading | None = None
         self.read = torch.empty(0, dtype=torch.int64)
+        self.times: DeviceTimes | None = None
+
+
+class DeviceTimes:
+    """Durations by kind, of work on the streams that are current: known to the host when it has passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[str, torch.Event, torch.Event]] = []
+
+    @contextlib.contextmanager
+    def timing(self, kind: str) -> Iterator[None]:
+        """Note how long the device takes for what is enqueued inside."""
+        begun = self._now()
+        yield
+        self._spans.append((kind, begun, self._now()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds by kind, once all of them are over: the host waits. Forgets them."""
+        spans, self._spans = self._spans, []
+        taken: dict[str, float] = {}
+        for kind, begun, ended in spans:
+            ended.synchronize()
+            taken[kind] = taken.get(kind, 0.0) + begun.elapsed_time(ended) / 1e3
+        return taken
+
+    def _now(self) -> torch.Event:
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
 
 
 class Reading:

@@ -10,8 +10,9 @@ import math
 import torch
 
 from gradwire.errors import Unsupported
-from gradwire.telemetry.recorder import BucketRecord, Recorder
+from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.wire import HostWire
 from gradwire_lab.bench.reducers import TimedReducer
 from gradwire_lab.switch import Switch
 
@@ -28,25 +29,25 @@ class DenseSwitchReducer(TimedReducer):
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__("dense-switch")
-        self._communicator = communicator
+        self._communicator, self._wire = communicator, HostWire(communicator)
         self._recorder = Recorder(communicator.rank, communicator.world_size)
         self._aggregator = Switch()
         self._aggregator.bind(communicator, self._recorder)
         self._step = 0
 
     def reduce(self, buffer: torch.Tensor) -> None:
-        record = self._recorder.open_bucket(self._step, 0, buffer.numel() * buffer.element_size())
-        self._communicator.submit(self._reduce_on_lane, buffer, record).wait()
-        self._recorder.close_bucket(record)
+        self._wire.record = self._recorder.open_bucket(self._step, 0, buffer.numel() * buffer.element_size())
+        self._communicator.submit(self._reduce_on_lane, buffer).wait()
+        self._recorder.close_bucket(self._wire.record)
 
-    def _reduce_on_lane(self, buffer: torch.Tensor, record: BucketRecord) -> None:
+    def _reduce_on_lane(self, buffer: torch.Tensor) -> None:
         if buffer.numel() == 0:
             return
         largest = max(-float(buffer.min()), float(buffer.max()))
         # A value below 2^e; a sum of N below 2^(e + ceil(log2 N)), which must stay below 2^31.
         exponent = math.frexp(largest)[1] if math.isfinite(largest) else _NOT_FINITE
         agreed = torch.tensor([exponent], dtype=torch.int32)
-        self._aggregator.max_int32(agreed, record)
+        self._aggregator.max_int32(agreed, self._wire)
         if int(agreed) >= _NOT_FINITE:
             raise Unsupported("dense-switch sums finite gradients only: fixed point has no Inf or NaN")
         headroom_bits = (self._communicator.world_size - 1).bit_length()
@@ -56,9 +57,9 @@ class DenseSwitchReducer(TimedReducer):
         for start in range(0, buffer.numel(), _BLOCK_ELEMENTS):
             block = slice(start, min(start + _BLOCK_ELEMENTS, buffer.numel()))
             integers[block].copy_(buffer[block].mul_(1.0 / self.quantum).round_())
-            sums.append((block, self._aggregator.start_sum(integers[block], record)))
+            sums.append((block, self._aggregator.start_sum(integers[block], self._wire)))
         for block, one in sums:
-            one.wait()
+            one()
             buffer[block].copy_(integers[block]).mul_(self.quantum / self._communicator.world_size)
 
     def finish_step(self) -> None:

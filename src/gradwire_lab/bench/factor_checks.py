@@ -20,7 +20,7 @@ def run(kernels: Kernels) -> int:
     for (rank, n, m), dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16, torch.float16)):
         left, right, matrix = (_drawn(shape) for shape in ((rank, n), (rank, m), (n, m)))
         for subtract in (False, True) if dtype == torch.float32 else (False,):
-            expected, found = matrix.to(dtype), matrix.to(kernels.device, dtype)
+            expected, found = matrix.to(dtype, copy=True), matrix.to(kernels.device, dtype, copy=True)
             multiply(left, right, expected, subtract)
             with using(kernels):
                 multiply(left.to(kernels.device), right.to(kernels.device), found, subtract)
@@ -33,7 +33,7 @@ def run(kernels: Kernels) -> int:
         factors[3, :, 1:] = 0
         for place, size in enumerate((1e15, 1e34, 1e-25, 1e-38, 1e-43), 4):
             factors[place] *= size
-        expected, found = factors.clone(), factors.to(kernels.device)
+        expected, found = factors.clone(), factors.to(kernels.device, copy=True)
         orthogonalise(expected)
         with using(kernels):
             orthogonalise(found)

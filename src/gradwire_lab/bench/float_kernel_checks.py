@@ -13,8 +13,8 @@ from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import GradwireError
 from gradwire.gpu.driver import CudaKernels
-from gradwire.gpu.floats import DeviceEmbeddedFloat, DeviceTruncatedFloat
-from gradwire.gpu.kernels import Kernels
+from gradwire.gpu.kernels import Kernels, using
+from gradwire.gpu.launching import raise_error
 from gradwire_lab.bench.device_checks import CheckFailed
 from gradwire_lab.bench.kernel_checks import CONTENTS, DTYPES, difference, not_run, require, values_of
 
@@ -57,41 +57,27 @@ WIDE: dict[str, Codec] = {
 }
 
 
-def on_kernels(codec: Codec, kernels: Kernels) -> DeviceTruncatedFloat | DeviceEmbeddedFloat:
-    """The codec on a device."""
-    if isinstance(codec, TruncatedFloat):
-        return DeviceTruncatedFloat(codec, kernels)
-    return DeviceEmbeddedFloat(codec, kernels)
-
-
 def compare(kernels: Kernels, codec: Codec, values: Tensor) -> None:
     """Message and decoded values of the kernels are the CPU's, bit for bit; nothing beside them is written."""
-    n, dtype, place, on = values.numel(), values.dtype, kernels.device, on_kernels(codec, kernels)
-    room = on.message_bytes(n, dtype)
+    n, dtype, place = values.numel(), values.dtype, kernels.device
+    room = codec.max_encoded_bytes(n, dtype)
     expected = torch.empty(room, dtype=torch.uint8)
+    n_expected = int(codec.encode(values, expected, step=_STEP))
     written = torch.full((room + 8,), 0xEE, dtype=torch.uint8, device=place)
-    work = torch.full((on.work_bytes(n, dtype) + 8,), 0xA5, dtype=torch.uint8, device=place)
-    n_bytes = torch.zeros(1, dtype=torch.int64, device=place)
-    arguments = values.to(place), written[:-8], n_bytes, work[:-8]
-    if isinstance(codec, TruncatedFloat) and isinstance(on, DeviceTruncatedFloat):
-        n_expected = codec.encode(values, expected, step=_STEP)
-        on.encode(*arguments, step=_STEP)
-    else:
-        n_expected = codec.encode(values, expected)
-        on.encode(*arguments)
+    with using(kernels):
+        n_bytes = int(codec.encode(values.to(place), written[:-8], step=_STEP))
     found = written.cpu()
-    require(int(n_bytes) == n_expected, f"{int(n_bytes)} bytes, not {n_expected}")
+    require(n_bytes == n_expected, f"{n_bytes} bytes, not {n_expected}")
     require(torch.equal(found[:n_expected], expected[:n_expected]), difference(found, expected[:n_expected]))
     require(bool((found[room:] == 0xEE).all()), "bytes past the message were written")
-    require(bool((work[-8:].cpu() == 0xA5).all()), "bytes past the work memory were written")
-    plain = torch.empty(n, dtype=dtype)
-    codec.decode(expected[:n_expected], plain)
-    start = torch.linspace(-1, 1, n).to(dtype)
-    for divisor, adds, wanted in ((1, False, plain), (3, False, plain / 3), (1, True, plain + start)):
-        fenced = torch.cat([start, start.new_full((8,), 7)]).to(place)
+    for divisor, adds in ((1, False), (3, False), (1, True)):
+        wanted = torch.linspace(-1, 1, n).to(dtype)
+        fenced = torch.cat([wanted, wanted.new_full((8,), 7)]).to(place)
         error = torch.zeros(1, dtype=torch.int32, device=place)
-        on.decode(written[:-8], fenced[:n], error, divisor=divisor, adds=adds)
-        on.raise_error(int(error))
+        codec.decode(expected[:n_expected], wanted, divisor=divisor, adds=adds)
+        with using(kernels):
+            codec.decode(written[:-8], fenced[:n], divisor=divisor, adds=adds, error=error)
+        raise_error(int(error), codec.name, place)
         values_found = fenced.cpu()
         is_plain = divisor == 1 and not adds
         require(_same(values_found[:n], wanted, nan_too=is_plain), f"other values (/ {divisor}, adds: {adds})")

@@ -12,8 +12,8 @@ from torch import Tensor
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 from gradwire.errors import GradwireError
 from gradwire.gpu.driver import CudaKernels
-from gradwire.gpu.gcomp import DeviceGComp
-from gradwire.gpu.kernels import Kernels
+from gradwire.gpu.kernels import Kernels, using
+from gradwire.gpu.launching import raise_error
 from gradwire_lab.bench.device_checks import CheckFailed
 from gradwire_lab.bench.kernel_checks import CONTENTS, DTYPES, difference, not_run, require, values_of
 
@@ -66,33 +66,32 @@ def importance_of(n: int, seed: int = 0) -> Tensor:
 
 def compare(kernels: Kernels, codec: GCompCodec, values: Tensor, importance: Tensor) -> None:
     """Message and decoded values of the kernels are the CPU's, bit for bit; nothing beside them is written."""
-    n, on, place = values.numel(), DeviceGComp(codec, kernels), kernels.device
+    n, place = values.numel(), kernels.device
     room = torch.empty(codec.max_encoded_bytes(n, values.dtype), dtype=torch.uint8)
-    message = room[: codec.encode(values, room, importance)]
-    sent = importance.to(place)
-    work = torch.full((on.work_bytes(n) + 8,), 0xA5, dtype=torch.uint8, device=place)
-    written = torch.full((on.message_bytes(n, values.dtype) + 8,), 0xEE, dtype=torch.uint8, device=place)
-    n_bytes = torch.zeros(1, dtype=torch.int64, device=place)
-    on.encode(values.to(place), written[:-8], n_bytes, work[:-8], importance=sent)
-    require(int(n_bytes) == message.numel(), f"{int(n_bytes)} bytes, not {message.numel()}")
-    require(torch.equal(written[: message.numel()].cpu(), message), difference(written.cpu(), message))
-    require(bool((written[message.numel() :].cpu() == 0xEE).all()), "bytes past the message were written")
+    message = room[: int(codec.encode(values, room, importance))]
+    sent, weights = values.to(place), importance.to(place)
+    written = torch.full((room.numel() + 8,), 0xEE, dtype=torch.uint8, device=place)
     expected, counts = torch.ones(256, dtype=torch.int64), torch.ones(256, dtype=torch.int64, device=place)
     codec.histogram(values, expected)
-    on.histogram(values.to(place), counts)
+    with using(kernels):
+        n_bytes = int(codec.encode(sent, written[:-8], weights))
+        codec.histogram(sent, counts)
+    require(n_bytes == message.numel(), f"{n_bytes} bytes, not {message.numel()}")
+    require(torch.equal(written[:n_bytes].cpu(), message), difference(written.cpu(), message))
+    require(bool((written[n_bytes:].cpu() == 0xEE).all()), "bytes past the message were written")
     require(torch.equal(counts.cpu(), expected), "other counts of exponents")
     for divisor, adds in ((1, False), (3, False), (4, False), (1, True)):
         wanted = torch.linspace(-1, 1, n).to(values.dtype)
         fenced = torch.cat([wanted, wanted.new_full((8,), 7)]).to(place)
         error = torch.zeros(1, dtype=torch.int32, device=place)
-        on.decode(message.to(place), fenced[:n], error, work[:-8], importance=sent, divisor=divisor, adds=adds)
-        on.raise_error(int(error))
-        codec.decode(message, wanted, importance, addend=wanted if adds else None, divisor=divisor)
+        codec.decode(message, wanted, importance, divisor=divisor, adds=adds)
+        with using(kernels):
+            codec.decode(message.to(place), fenced[:n], weights, divisor=divisor, adds=adds, error=error)
+        raise_error(int(error), codec.name, place)
         found = fenced.cpu()
         is_plain = divisor == 1 and not adds
         require(_same(found[:n], wanted, nan_too=is_plain), f"other values (/ {divisor}, adds: {adds})")
         require(bool((found[n:] == 7).all()), "values past the end were written")
-    require(bool((work[-8:].cpu() == 0xA5).all()), "bytes past the work memory were written")
 
 
 def run(

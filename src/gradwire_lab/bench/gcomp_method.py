@@ -80,7 +80,7 @@ class GCompMethod(CodecMethod):
     def encode(self) -> None:
         if self._importance_bytes is not None:
             self._metric.write_importance([self._parameter], [0], self._importance_bytes)
-        self.encoded_bytes = self.codec.encode(self.gradient, self._message, self._importance_bytes)
+        self.encoded_bytes = int(self.codec.encode(self.gradient, self._message, self._importance_bytes))
 
     def decode(self) -> None:
         self.codec.decode(self.message(), self._values, self._importance_bytes)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs import packed_values
-from gradwire.codecs.count_sketch import write_index
-from gradwire.gpu.index import FLAGS_AT, HEAD_WORDS, PAST_THE_END, DeviceIndex
-from gradwire.gpu.kernels import Kernels
-from gradwire.schemes.homomorphic.shared_index import head_of
+from gradwire.codecs.count_sketch import index_words
+from gradwire.codecs.packed_values import FLAGS_AT, HEAD_WORDS, PAST_THE_END
+from gradwire.gpu.kernels import Kernels, using
 from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = tuple(f"gw_index_{name}" for name in ("write", "head", "count", "pack", "unpack"))
@@ -43,14 +42,16 @@ def compare(kernels: Kernels, values: Tensor) -> None:
 
     Raises: CheckFailed.
     """
-    n, place, on = values.numel(), kernels.device, DeviceIndex(kernels)
-    n_words = on.message_words(n)
-    message = torch.empty(n_words, dtype=torch.int32)
-    message[:HEAD_WORDS] = head_of(_FACTS, write_index(values, message[HEAD_WORDS:]))
-    fenced = torch.full((n_words + 2,), -7, dtype=torch.int32, device=place)
-    found = fenced[:n_words]
-    on.write(values.to(place), found, torch.full((1,), -7, dtype=torch.int32, device=place), _FACTS)
-    _require(torch.equal(found.cpu()[:HEAD_WORDS], message[:HEAD_WORDS]), "another head")
+    n, place, there = values.numel(), kernels.device, values.to(kernels.device)
+    n_words = HEAD_WORDS + index_words(n)
+    message, fenced = (
+        torch.full((n_words + extra,), -7, dtype=torch.int32, device=on) for extra, on in ((0, "cpu"), (2, place))
+    )
+    found, head, found_index = fenced[:n_words], fenced[:HEAD_WORDS], fenced[HEAD_WORDS:n_words]
+    packed_values.write_index(values, message, _FACTS)
+    with using(kernels):
+        packed_values.write_index(there, found, _FACTS)
+    _require(torch.equal(head.cpu(), message[:HEAD_WORDS]), "another head")
     _require(torch.equal(found.cpu(), message), "other bits")
     _require(bool((fenced[n_words:].cpu() == -7).all()), "words past the index were written")
 
@@ -59,25 +60,24 @@ def compare(kernels: Kernels, values: Tensor) -> None:
     if n % 32:
         index[-1] &= (1 << n % 32) - 1
     found.copy_(message)
-    count = packed_values.count(index, n)
-    counts, ends = (torch.full((on.n_blocks(n),), -7, dtype=torch.int32, device=place) for _ in range(2))
-    on.count(found, n, counts, ends)
-    _require(int(ends[-1]) == count and int(counts.sum()) == count, "other counts")
+    count = int(packed_values.count(index, n))
     packed, rest = torch.empty(count, dtype=values.dtype), torch.full((4,), 7.0, dtype=values.dtype)
     packed_values.pack(values, index, packed)
-    room = torch.cat([torch.zeros(count, dtype=values.dtype), rest]).to(place)
-    on.pack(values.to(place), found, ends, room[:count])
-    _require(_same(room.cpu(), torch.cat([packed, rest])), "other packed values")
     again = torch.empty(n, dtype=values.dtype)
     packed_values.unpack(packed, index, again)
-    unpacked = torch.cat([values, rest]).to(place)
-    on.unpack(packed.to(place), found, ends, unpacked[:n])
+    room, unpacked = torch.cat([torch.zeros_like(packed), rest]).to(place), torch.cat([values, rest]).to(place)
+    with using(kernels):
+        ends = packed_values.count(found_index, n, head)
+        packed_values.pack(there, found_index, room[:count], ends)
+        packed_values.unpack(room[:count], found_index, unpacked[:n], ends)
+    _require(int(ends[-1]) == count, "other counts")
+    _require(_same(room.cpu(), torch.cat([packed, rest])), "other packed values")
     _require(_same(unpacked.cpu(), torch.cat([again, rest])), "other values")
 
     if n % 32:
         found[-1] |= torch.iinfo(torch.int32).min
-        on.count(found, n, counts, ends)
-        _require(int(ends[-1]) == count, "a bit past the end was counted")
+        with using(kernels):
+            _require(int(packed_values.count(found_index, n, head)[-1]) == count, "a bit past the end was counted")
         _require(bool(int(found[FLAGS_AT]) & PAST_THE_END), "a bit past the end was not told")
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gradwire_lab.bench.device_checks import CheckFailed
 from gradwire.codecs.selection import add_elements, raise_error, take_by_sample, take_largest
 from gradwire.gpu.kernels import Kernels, using
 from gradwire.schemes.compressed import count_of
-from gradwire.schemes.dgc_rule import draw_sample
+from gradwire.schemes.dgc import draw_sample
+from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = tuple(
     f"gw_select_{name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.control.threshold import NEVER
+from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.report.drawing import PageTable
 from gradwire_lab.report.inputs import LoggedRun
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.control.checks import share as check_share
+from gradwire.checks import share as check_share
 from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.compressed import Compressed, count_of

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.control.checks import share as check_share
+from gradwire.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session

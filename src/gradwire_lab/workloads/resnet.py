@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwire.control.checks import choice as check_choice
+from gradwire.checks import choice as check_choice
 from gradwire_lab.workloads.digits import DigitsWorkload
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}

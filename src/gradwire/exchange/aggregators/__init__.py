@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from gradwire.errors import InvalidArgument
 from gradwire.registry import Registry
 
 if TYPE_CHECKING:  # whoever registers an aggregator does not wait for torch
-    import torch
+    from torch import Tensor
 
-    from gradwire.telemetry.recorder import BucketRecord, Recorder
+    from gradwire.telemetry.recorder import Recorder
     from gradwire.wire.communicator import Communicator
+    from gradwire.wire.wire import Wire
 
 __all__ = ["Aggregator", "Sum", "by_name", "names"]
 
 
-class Sum(Protocol):
-    """A sum on its way."""
-
-    def wait(self) -> None:
-        """Return when the sum lies in the tensor that was given. Raises: PeerLost."""
-        ...
+# A sum on its way: called once, it returns when the sum lies in the tensor that was given. Raises: PeerLost.
+Sum: TypeAlias = Callable[[], None]
 
 
 class Aggregator(Protocol):
     """Element by element, over all ranks, in place. Every rank calls the same methods in the same order, on the lane.
 
-    Results are bit-identical on all ranks. Each call notes in `record` what it sends and receives, and how long it takes.
+    Results are bit-identical on all ranks. Each call notes in `wire.record` what it sends and receives, and how long it
+    takes.
 
     Attributes:
         name: as in the registry.
@@ -41,15 +40,11 @@ class Aggregator(Protocol):
         """Take the ranks. Raises: Unsupported, InvalidArgument, PeerLost."""
         ...
 
-    def or_words(self, words: torch.Tensor, record: BucketRecord) -> None:
+    def or_words(self, words: Tensor, wire: Wire) -> None:
         """Replace `words` (n,) int32 by their bitwise OR over the ranks. Raises: PeerLost."""
         ...
 
-    def max_int32(self, values: torch.Tensor, record: BucketRecord) -> None:
-        """Replace `values` (n,) int32, a few of them, by their largest over the ranks. Raises: PeerLost."""
-        ...
-
-    def start_sum(self, values: torch.Tensor, record: BucketRecord) -> Sum:
+    def start_sum(self, values: Tensor, wire: Wire) -> Sum:
         """Start replacing `values` (n,) by their sum over the ranks: float32, bfloat16, float16, int32 (which wraps
         around) or int64.
 
@@ -58,7 +53,7 @@ class Aggregator(Protocol):
         """
         ...
 
-    def start_or_and_sum(self, words: torch.Tensor, values: torch.Tensor, record: BucketRecord) -> tuple[Sum, Sum]:
+    def start_or_and_sum(self, words: Tensor, values: Tensor, wire: Wire) -> tuple[Sum, Sum]:
         """Start `or_words` of `words` and `start_sum` of `values` as one aggregation; the OR is waited for first.
 
         Raises: as those.

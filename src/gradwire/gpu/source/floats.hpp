@@ -1,6 +1,6 @@
 // Truncated-float and embedded-float messages (docs/format.md) on a device: what both share, which is their header, the
 // checksums of header and chunks, and values as words. The bytes of native/truncated_float and native/embedded_float.
-// The launches of a message stand in gradwire/gpu/floats.py.
+// The launches of a message stand in gradwire/codecs/floats.py.
 #pragma once
 
 #include "checksum.hpp"

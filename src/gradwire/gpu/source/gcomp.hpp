@@ -15,7 +15,7 @@ inline constexpr u32 kModeNone = 0, kModePaper = 1, kModeUniform = 2;
 inline constexpr u32 kNonfinite = 255;  // as an exponent
 inline constexpr u32 kLookUpBits = 11, kLookUpEntries = 1u << kLookUpBits;
 
-// A Huffman table as `gradwire/gpu/gcomp.py` lays it out.
+// A Huffman table as `gradwire/codecs/huffman.py` lays it out.
 struct Table {
   u16 look_up[kLookUpEntries];  // by the next bits of a stream: the code's length, and above its 8 bits the exponent
   u32 codes[256];               // by exponent: the code, from bit 16 on its length, bit 31: it is the escape's

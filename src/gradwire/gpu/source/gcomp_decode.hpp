@@ -1,5 +1,5 @@
 // GComp messages read: four launches (check, checksums, streams, unpack); their grids and threads stand in
-// gradwire/gpu/gcomp.py. Whatever a message says, nothing outside it is read: every access behind its headers goes
+// gradwire/codecs/gcomp.py. Whatever a message says, nothing outside it is read: every access behind its headers goes
 // through `word_at`.
 #pragma once
 

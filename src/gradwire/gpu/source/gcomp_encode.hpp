@@ -1,5 +1,5 @@
 // GComp messages written: six launches (measure, place, pack, exponents, seal_chunks, seal); their grids and threads
-// stand in gradwire/gpu/gcomp.py. The lengths of all chunks are known before the first of them is written. And the
+// stand in gradwire/codecs/gcomp.py. The lengths of all chunks are known before the first of them is written. And the
 // histogram of exponents, for the next Huffman table.
 #pragma once
 

@@ -1,7 +1,7 @@
 // Which values of a gradient are not zero (docs/format.md#count-sketch), and the values at an index's bits one after
 // the other, on a device: the bytes of native/sketch and native/packing. gw_index_write and gw_index_head make what the
 // ranks OR; of the union gw_index_count counts the bits, torch adds the counts up, and gw_index_pack and
-// gw_index_unpack copy values by them. Their grids and threads stand in gradwire/gpu/index.py.
+// gw_index_unpack copy values by them. Their grids and threads stand in gradwire/codecs/packed_values.py.
 #pragma once
 
 #include "values.hpp"

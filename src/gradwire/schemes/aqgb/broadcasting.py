@@ -55,48 +55,28 @@ class OpenBlock:
 
     def slots(self, flat: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
         """Each parameter's slot with its part of `flat` (n,)."""
-        offset = 0
-        for parameter in self.parts:
-            yield slot_of(parameter), flat[offset : offset + parameter.numel()]
-            offset += parameter.numel()
+        parts = flat.split([parameter.numel() for parameter in self.parts])
+        return zip(map(slot_of, self.parts), parts, strict=True)
 
-
-class BlockFeedback:
-    """Error feedback by block: what was never sent of a gradient, in the gradient's dtype, kept for the next one.
-
-    A step that is not taken changes no residual.
-    """
-
-    def __init__(self, feedback: Feedback) -> None:
-        self._feedback = feedback
-
-    def add_to(self, one: OpenBlock, loss_scale: float) -> None:
+    def add_residual(self, feedback: Feedback, loss_scale: float) -> None:
         """gradient += residual x loss_scale."""
-        one.loss_scale = loss_scale
-        for slot, part in one.slots(one.gradient):
-            self._feedback.discard([slot])
-            kept = self._feedback.of(slot)
+        self.loss_scale = loss_scale
+        for slot, part in self.slots(self.gradient):
+            feedback.discard([slot])
+            kept = feedback.of(slot)
             if kept is not None:
                 part.add_(kept.values, alpha=loss_scale)
 
-    def room(self, one: OpenBlock) -> torch.Tensor:
-        """(n,) of the gradient's dtype, for what `stage` takes."""
-        return self._feedback.room(one.block.index, one.gradient.numel(), one.gradient.dtype)
-
-    def stage(self, one: OpenBlock, unsent: torch.Tensor) -> None:
-        """Keep `unsent` (n,), in units of the scaled loss, from the next `commit` on; nothing if it is not finite."""
-        unsent.div_(one.loss_scale)
+    def stage_residual(self, feedback: Feedback, unsent: torch.Tensor) -> None:
+        """Keep `unsent` (n,), in units of the scaled loss, once the block's step is taken; nothing if it is not finite."""
+        unsent.div_(self.loss_scale)
         if bool(torch.isfinite(unsent).all()):
-            for slot, part in one.slots(unsent):
-                self._feedback.stage(slot, part)
-
-    def commit(self, one: OpenBlock) -> None:
-        """The block's step was taken."""
-        self._feedback.commit(map(slot_of, one.parts))
+            for slot, part in self.slots(unsent):
+                feedback.stage(slot, part)
 
 
 class Heard(NamedTuple):
-    """What a head of a peer said, and what became of the body behind it, if one was.
+    """A head of a peer, and the fate of the body behind it, if there was one.
 
     Attributes:
         origin: the rank whose gradient the body held.
@@ -162,7 +142,7 @@ class BlockExchange:
         blocks: Sequence[OpenBlock],
         pacing: Pacing,
         figures: OverlapFigures,
-        feedback: BlockFeedback | None,
+        feedback: Feedback | None,
     ) -> None:
         self._session, self._native, self._blocks = session, native, blocks
         self._pacing, self._figures, self._feedback = pacing, figures, feedback
@@ -194,7 +174,7 @@ class BlockExchange:
         """Start replacing the block's gradient by its mean over the ranks; done when it is. Never blocks."""
         done: torch.futures.Future = torch.futures.Future()
         if self._feedback is not None:
-            self._feedback.add_to(one, self._session.loss_scale())
+            one.add_residual(self._feedback, self._session.loss_scale())
         self._pacing.note_gradient()
         with self._changed:
             if self._failure is not None:
@@ -254,7 +234,7 @@ class BlockExchange:
             return current.unsent.pop(), n_unsent, not current.unsent and current.has_all
 
     def _end_where_nothing_follows(self, current: Round, last: int, last_bits: int) -> None:
-        """With the last message of the first stage, say already which blocks get no second: a message less."""
+        """Say with the last message of the first stage already which blocks get no second: a message less."""
         extra_bytes = self._native.max_body_bytes(last, last_bits)
         for index in self._pacing.order:
             sent_bits = last_bits if index == last else current.sent_bits[index]
@@ -288,7 +268,7 @@ class BlockExchange:
             self._end_block(current, block)
 
     def _record_of(self, current: Round, index: int | None) -> BucketRecord:
-        """Where traffic of a block is noted; what belongs to none, or comes when its block is over, goes to one left."""
+        """The record that counts a block's traffic; one that is left, for what belongs to no block or comes after its end."""
         record = None if index is None else current.records[index]
         return record or next((one for one in current.records if one is not None), self._spare)
 
@@ -311,7 +291,7 @@ class BlockExchange:
         if heard.forwarded_bytes:
             record.count_sent(heard.forwarded_bytes)
         if heard.block is not None:
-            self._figures.note_received(heard.duration_ns)
+            self._figures.note("receive", heard.duration_ns)
             record.add("communicate", heard.arrived_ns - heard.duration_ns, heard.arrived_ns)
             record.add("decode", heard.arrived_ns, heard.decoded_ns)
             record.count_received(heard.body_bytes)
@@ -328,11 +308,13 @@ class BlockExchange:
                 return
             current.records[index] = None
         with record.timing("decode"):
-            unsent = None if self._feedback is None else self._feedback.room(one)
-            left_out = None if unsent is None else bytes_of(unsent)
-            self._native.mean(index, bytes_of(one.gradient), self._dtypes[index], left_out)
-            if self._feedback is not None and unsent is not None:
-                self._feedback.stage(one, unsent)
+            flat, dtype, feedback = one.gradient, self._dtypes[index], self._feedback
+            if feedback is None:
+                self._native.mean(index, bytes_of(flat), dtype, None)
+            else:
+                unsent = feedback.room(index, flat.numel(), flat.dtype)
+                self._native.mean(index, bytes_of(flat), dtype, bytes_of(unsent))
+                one.stage_residual(feedback, unsent)
         self._session.recorder.close_bucket(record)
         with self._changed:
             current.n_summed += 1

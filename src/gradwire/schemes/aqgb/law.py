@@ -54,13 +54,6 @@ def first_stage_ratio(
     return max(floor, _share_in_time(rate_bps, remaining_s, undelivered_bits))
 
 
-def first_stage_bits(
-    rate_bps: float, remaining_s: float | None, undelivered_bits: float, floor: float = DEFAULT_FLOOR
-) -> int:
-    """L_F = ceil(32 q1), in MIN_BITS..WORD_BITS. Arguments: as `first_stage_ratio`."""
-    return bits_of_ratio(first_stage_ratio(rate_bps, remaining_s, undelivered_bits, floor))
-
-
 def second_stage_ratio(rate_bps: float, remaining_s: float, remaining_bits: float) -> float:
     """q2: the share of a block's remaining bits that is sent before its forward pass (section 4.3.2).
 
@@ -71,13 +64,13 @@ def second_stage_ratio(rate_bps: float, remaining_s: float, remaining_bits: floa
 
 
 def second_stage_bits(rate_bps: float, remaining_s: float, n_values: int, sent_bits: int) -> int:
-    """ceil(q2 (32 - L_F)): how many more bits of each of a block's `n_values` to send, in 0..32 - sent_bits."""
+    """ceil(q2 (32 - L_F)): the number of bits more of each of a block's `n_values` to send, in 0..32 - sent_bits."""
     left_bits = WORD_BITS - sent_bits
     return math.ceil(second_stage_ratio(rate_bps, remaining_s, n_values * left_bits) * left_bits)
 
 
 def bits_of_ratio(ratio: float) -> int:
-    """ceil(32 ratio), at least MIN_BITS."""
+    """L_F = ceil(32 ratio), at least MIN_BITS."""
     return max(MIN_BITS, math.ceil(WORD_BITS * ratio))
 
 
@@ -115,7 +108,7 @@ class RateEstimate:
 
 @dataclass(frozen=True)
 class Timetable:
-    """How long a rank computes from one event of a round to the next; waiting for communication is not in it.
+    """The times that a rank computes from one event of a round to the next; waiting for communication is not in them.
 
     Attributes:
         backward_s: [k] until the k-th block's gradient appears, from the one before; [0] from the start of the backward
@@ -190,7 +183,7 @@ class Deadlines:
 
 
 class BitCeiling:
-    """How many bits of a value the ranks' processors have time for; the paper has no such bound.
+    """Bounds the bits of a value to those that the ranks' processors have time for; the paper has no such bound.
 
     AQGB fills the network and takes bytes to cost nothing else. Where ranks share cores, encoding, adding and copying them
     takes time away from the training itself. The sign of it is threads that could run and wait for a core, which the operating
@@ -212,7 +205,7 @@ class BitCeiling:
 
     @property
     def contention(self) -> float:
-        """Of the time in which threads could run, the share that they waited for a core; 0 as long as nothing is known."""
+        """The share of the time in which threads could run that they waited for a core; 0 as long as nothing is known."""
         return self._contention or 0.0
 
     def observe(self, running_s: float, waiting_s: float, agreed_bits: int) -> None:

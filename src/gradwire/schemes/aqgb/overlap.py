@@ -1,4 +1,4 @@
-"""How well communication hides behind computation: ROW, T_wait, OSF and utilisation, from recorded intervals.
+"""Measures of how well communication hides behind computation: ROW, T_wait, OSF, utilisation, from recorded intervals.
 
 Luo et al., section 3. An interval is (start_s, end_s) on the clock of the rank that recorded it; they may overlap each
 other and come in any order.
@@ -18,7 +18,7 @@ _N_ROUNDS = 1000
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in disjoint intervals, sorted."""
+    """Merge intervals to disjoint ones, sorted."""
     merged: list[Interval] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:
@@ -94,8 +94,7 @@ class OverlapFigures:
         self._names, self._sizes, self._clock = list(names), list(sizes), clock
         self._lock = threading.Lock()
         self._bits_now = [[0, 0] for _ in names]  # first stage, second stage
-        self._waits: list[Interval] = []
-        self._receiving: list[Interval] = []
+        self._spans: dict[str, list[Interval]] = {"wait": [], "receive": []}
         self._forward_began: float | None = None
         self._last_end: float | None = None
         self.rounds: deque[dict[str, Any]] = deque(maxlen=_N_ROUNDS)
@@ -106,17 +105,11 @@ class OverlapFigures:
             if self._forward_began is None:
                 self._forward_began = self._clock()
 
-    def note_wait(self, duration_ns: int) -> None:
-        """The forward pass stood still until now."""
+    def note(self, kind: str, duration_ns: int) -> None:
+        """Until now the forward pass stood still ("wait"), or a body was arriving ("receive")."""
         with self._lock:
             now_s = self._clock()
-            self._waits.append((now_s - duration_ns / 1e9, now_s))
-
-    def note_received(self, duration_ns: int) -> None:
-        """A body has arrived."""
-        with self._lock:
-            now_s = self._clock()
-            self._receiving.append((now_s - duration_ns / 1e9, now_s))
+            self._spans[kind].append((now_s - duration_ns / 1e9, now_s))
 
     def note_sent(self, block: int, n_bits: int, is_first_stage: bool) -> None:
         """`n_bits` of each value of `block` are sent."""
@@ -128,7 +121,7 @@ class OverlapFigures:
         with self._lock:
             now_s = self._clock()
             if self._last_end is not None and self._forward_began is not None:
-                waits, receiving = union(self._waits), union(self._receiving)
+                waits, receiving = union(self._spans["wait"]), union(self._spans["receive"])
                 compute = without([(self._forward_began, now_s)], waits)
                 figures: dict[str, Any] = {
                     "seconds": now_s - self._last_end,
@@ -142,7 +135,7 @@ class OverlapFigures:
                     figures["osf"] = osf(compute, (receiving[0][0], receiving[-1][1]))
                 self.rounds.append(figures)
             self._last_end, self._forward_began = now_s, None
-            self._waits, self._receiving = [], []
+            self._spans = {"wait": [], "receive": []}
 
     def last_bits(self) -> dict[str, float]:
         """Mean over the values of all blocks of the bits sent in the last round."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradwire.control.checks import share
+from gradwire.checks import share
 from gradwire.errors import InvalidArgument
 from gradwire.schemes.aqgb.law import (
     DEFAULT_FLOOR,
@@ -26,7 +26,7 @@ from gradwire.schemes.aqgb.law import (
     RateEstimate,
     Timetable,
     bits_of_ratio,
-    first_stage_bits,
+    first_stage_ratio,
     second_stage_bits,
 )
 
@@ -42,7 +42,7 @@ _TASKS = "/proc/self/task"
 
 
 def read_core_times() -> tuple[float, float] | None:
-    """How long this process's threads ran, and how long they waited for a core although they could run, in seconds.
+    """Read how long this process's threads ran, and how long they waited for a core although they could run, in seconds.
 
     Sums over the threads that live now; None where the system has no such numbers (not Linux). Cost: 10 to 20 us a thread.
     """
@@ -217,11 +217,11 @@ class Pacing:
 
     @property
     def own_ceiling_bits(self) -> int:
-        """How many bits of a value this rank's processors have time for; all ranks use the lowest, `ceiling_bits`."""
+        """The bits of a value that this rank's processors have time for; all ranks use the lowest, `ceiling_bits`."""
         return self._limits.most_bits if self._processors is None else self._processors.bits
 
     def figures(self) -> dict[str, float]:
-        """What bounds the bits: b, the ceiling of all ranks, and this rank's contention for cores (see BitCeiling)."""
+        """The bounds of the bits: b, the ceiling of all ranks, and this rank's contention for cores (see BitCeiling)."""
         return {
             "acknowledged_bps": self.rate_bps,
             "ceiling_bits": float(self.ceiling_bits),
@@ -276,14 +276,14 @@ class Pacing:
                 self._busy_until_s = max(self._busy_until_s, now_s) + 8 * n_bytes / rate
 
     def ahead_s(self) -> float:
-        """How long the network is busy with what was sent, as far as we know."""
+        """Seconds that the network is busy with what was sent, as far as we know."""
         with self._lock:
             return max(0.0, self._busy_until_s - self.now())
 
     # ---- decisions
 
     def first_bits(self, unsent_elements: int) -> int:
-        """L_F: how many bits of each value to send first, where `unsent_elements` values of all blocks wait to be sent."""
+        """Choose L_F, the bits of each value to send first, where `unsent_elements` values of all blocks wait to be sent."""
         with self._lock:
             now_s, timetable = self.now(), self._profile.timetable
             remaining_s = None
@@ -292,11 +292,11 @@ class Pacing:
             if remaining_s is not None:
                 remaining_s -= max(0.0, self._busy_until_s - now_s)
             rate = self._limits.confidence * self.rate_bps
-            bits = first_stage_bits(rate, remaining_s, WORD_BITS * unsent_elements, self._limits.floor)
-            return min(bits, self.ceiling_bits)
+            ratio = first_stage_ratio(rate, remaining_s, WORD_BITS * unsent_elements, self._limits.floor)
+            return min(bits_of_ratio(ratio), self.ceiling_bits)
 
     def more_bits(self, block: int, sent_bits: int, extra_bytes: int = 0) -> int:
-        """How many bits more of `block` pass until it is needed, after `extra_bytes` that are about to be sent."""
+        """Choose the bits more of `block` that pass until it is needed, after `extra_bytes` that are about to be sent."""
         with self._lock:
             now_s, rate = self.now(), self._limits.confidence * self.rate_bps
             mine = self.remaining_s()
@@ -310,7 +310,7 @@ class Pacing:
             return min(more, self.ceiling_bits - sent_bits)
 
     def may_add(self, sent_bits: int) -> bool:
-        """Whether anything could follow `sent_bits` of a block in the second stage."""
+        """Return whether anything could follow `sent_bits` of a block in the second stage."""
         return sent_bits < self.ceiling_bits
 
     def told_remaining_s(self) -> list[float] | None:

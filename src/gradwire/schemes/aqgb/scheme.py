@@ -15,14 +15,15 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire import _native
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
 from gradwire.codecs.tensors import dtype_code
-from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
+from gradwire.core.slot import slot_of
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire.schemes.aqgb.broadcasting import BlockExchange, BlockFeedback, OpenBlock
+from gradwire.schemes.aqgb.broadcasting import BlockExchange, OpenBlock
 from gradwire.schemes.aqgb.law import DEFAULT_FLOOR, DEFAULT_MAX_CONTENTION, MIN_BITS, PROFILED_ROUNDS, WORD_BITS
 from gradwire.schemes.aqgb.overlap import OverlapFigures
 from gradwire.schemes.aqgb.pacing import DEFAULT_CONFIDENCE, Clock, FixedPacing, Pacing, PacingLimits, read_core_times
@@ -108,7 +109,6 @@ class BlockBroadcast(Scheme):
         self._open = [_make_open_block(block) for block in blocks]
         self._home = {parameter: one for one in self._open for parameter in one.parts}
         self._flag = FiniteFlag(session)
-        self._unsent = BlockFeedback(session.feedback) if self.error_feedback else None
         communicator, sizes = session.communicator, [block.n_elements for block in blocks]
         self.pacing = self._make_pacing(communicator.rank, communicator.world_size, sizes)
         self.figures = OverlapFigures([block.name for block in blocks], sizes, self._clock)
@@ -119,7 +119,8 @@ class BlockBroadcast(Scheme):
             never_closed = session.recorder.open_bucket(0, -1, 0)
             communicator.submit(compare_preambles, communicator, mine, never_closed).wait()
             native = communicator.submit(self._connect).wait()
-            self._exchange = BlockExchange(session, native, self._open, self.pacing, self.figures, self._unsent)
+            feedback = session.feedback if self.error_feedback else None
+            self._exchange = BlockExchange(session, native, self._open, self.pacing, self.figures, feedback)
 
     def _connect(self) -> _native.Broadcast:
         communicator = self.session.communicator
@@ -215,7 +216,7 @@ class BlockBroadcast(Scheme):
             one.frozen = frozen
 
     def drop_step(self) -> None:
-        """Under AMP: the reduction goes on, and its result is not used."""
+        """Do nothing, under AMP: the reduction goes on, and its result is not used."""
 
     def begin_forward(self) -> None:
         """A forward pass in training begins."""
@@ -257,8 +258,8 @@ class BlockBroadcast(Scheme):
             one.gradient.mul_(factor.to(one.gradient.dtype))
         one.frozen = one.done = None
         frozen.apply(one.parts)
-        if self._unsent is not None:
-            self._unsent.commit(one)
+        if self.error_feedback:
+            self.session.feedback.commit(map(slot_of, one.parts))
 
     def _wait(self, one: OpenBlock) -> None:
         """Raises: what the reduction failed of."""
@@ -275,7 +276,7 @@ class BlockBroadcast(Scheme):
             self._is_told = True
             raise
         if not was_done:
-            self.figures.note_wait(self._waited.end_ns - self._waited.start_ns)
+            self.figures.note("wait", self._waited.end_ns - self._waited.start_ns)
 
     def _clip_factor(self, frozen: FrozenStep, max_norm: float) -> torch.Tensor:
         """The factor that brings the norm of the mean down to `max_norm`; takes the loss scale off the mean before."""

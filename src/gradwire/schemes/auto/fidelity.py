@@ -1,4 +1,4 @@
-"""What `scheme="auto"` may use: one table, by how faithful it is and under which optimizer, with the evidence for each row.
+"""The schemes that `auto` may use: one table, by how faithful they are and under which optimizer, with the evidence.
 
 A row is here because of a measurement, not because of an adjective: "unbiased" is not "close". Code, docs and tests read
 this table; a row that is added needs a run of 200 steps beside DDP with the same seeds and data (experiment `lossy-auto`).
@@ -6,7 +6,7 @@ this table; a row that is added needs a run of 200 steps beside DDP with the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ class FidelityRow:
         spec: NAME:option=value,...
         level: the least faithful level that takes it is any, the most faithful exact.
         optimizers: "all", "adam" (those that divide by a moment) or "sgd".
-        shape: how it communicates (control/cost_model.py).
+        shape: how it communicates (costs.py).
         bits: a value on the wire, of a dense gradient.
         zero_bits: of a value that is zero, where that is less.
         codec: whose speed stands for its own (`codecs.by_name`); "" where it has none to speak of.
@@ -160,7 +160,7 @@ def check_level(level: str) -> str:
 def rows_for(
     level: str, optimizer_family: str, also: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> list[FidelityRow]:
-    """What may be used, plain first.
+    """The rows that may be used, plain first.
 
     Args:
         level: the least faithful level allowed.
@@ -207,17 +207,3 @@ def row_of(spec: str) -> FidelityRow:
             )
     known = sorted({parse_spec(row.spec)[0] for row in TABLE})
     raise InvalidArgument(f"no scheme that takes turns is called {name!r}; {describe_choices(name, known)}")
-
-
-def as_markdown(rows: Iterable[FidelityRow] = TABLE) -> list[str]:
-    """The table for the docs, line by line."""
-    lines = ["| level | scheme | optimizers | measured |", "|---|---|---|---|"]
-    for level in LEVELS:
-        for row in rows:
-            if row.level == level:
-                name = f"`{row.spec}`" + (" (by name only)" if row.by_name_only else "")
-                when = {"all": "all", "adam": "Adam and its kin", "sgd": "SGD"}[row.optimizers]
-                if row.not_before:
-                    when += f"; Adam from step {row.not_before} on"
-                lines.append(f"| {level} | {name} | {when} | {row.evidence} |")
-    return lines

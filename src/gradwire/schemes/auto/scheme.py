@@ -1,9 +1,9 @@
 """The scheme `auto`: watches, tries, switches, and stays plain where nothing is to be won.
 
 It holds the schemes that `fidelity` allows, all bound to one session, and hands each step to one of them. Which one the
-control law says (`control/racing.py`), from numbers that all ranks share: every rank's time and waiting of a step ride on a
-background all-reduce that is read two steps later. Steps begin plain and without a communication hook, so that where
-nothing is to be won DDP runs as it does without gradwire (`doors/watching.py`).
+control law says (law.py), from numbers that all ranks share: every rank's time and waiting of a step ride on a background
+all-reduce that is read two steps later (votes.py). Steps begin plain and without a communication hook, so that where
+nothing is to be won DDP runs as it does without gradwire (doors/watching.py).
 
 When not to use this: where a run must be repeated bit for bit, unless by `replay`; it decides by the clock.
 """
@@ -21,18 +21,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
-from gradwire.control.racing import PLAIN, Law, Limits
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.registry import parse_spec
-from gradwire.schemes.auto.carrying import Carried
+from gradwire.schemes.auto.costs import CostProfile, measure_profile
 from gradwire.schemes.auto.fidelity import FIRST_ADAM_STEP, FidelityRow, check_level, family_of_optimizer, rows_for
-from gradwire.schemes.auto.link_probes import LinkProbes
-from gradwire.schemes.auto.profile import CostProfile, measure_profile
-from gradwire.schemes.auto.votes import Polls, Vote
+from gradwire.schemes.auto.law import PLAIN, Law
+from gradwire.schemes.auto.votes import LinkProbes, Polls, Vote
 from gradwire.schemes.base import Scheme
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 
@@ -40,6 +38,48 @@ _log = logging.getLogger("gradwire.auto")
 _LAG = 2  # steps after which a vote is read, so that nobody waits for it
 _LONG_STEP = 50  # times as long as a vote: while something is tried it is read before the next step
 _MOST_BUDGET = 0.1
+_N_SHARES = 8  # a residual all at once would be a step several gradients long
+
+
+class ResidualHandover:
+    """Residuals of a scheme that another has replaced: they go into the next steps' gradients, in eighths.
+
+    By slot, without the loss scale. Used on the training thread.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Slot, tuple[torch.Tensor, int]] = {}  # what one step takes, steps to go
+        self._added: set[Slot] = set()  # in this step
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def take(self, residuals: Mapping[Slot, torch.Tensor]) -> None:
+        """Begin to hand these (n,) over beside what is still under way."""
+        for slot, residual in residuals.items():
+            residual = residual.detach().reshape(-1).float()
+            share, n_steps = self._left.pop(slot, (torch.zeros_like(residual), 0))
+            self._left[slot] = ((residual + share * n_steps) / _N_SHARES, _N_SHARES)
+
+    def add_to(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor], loss_scale: float) -> None:
+        """gradient += its share x loss_scale. A gradient that is all zero here keeps waiting: DDP may throw it away."""
+        for slot, gradient in zip(slots, gradients, strict=True):
+            kept = self._left.get(slot)
+            if kept is not None and bool(gradient.any()):
+                gradient.view(-1).add_(kept[0].to(gradient.dtype), alpha=loss_scale)
+                self._added.add(slot)
+
+    def end_step(self, was_applied: bool) -> None:
+        """The step is over; one that was skipped (an overflow) takes nothing."""
+        for slot in self._added if was_applied else ():
+            share, n_steps = self._left.pop(slot)
+            if n_steps > 1:
+                self._left[slot] = share, n_steps - 1
+        self._added.clear()
+
+    def left(self) -> dict[Slot, torch.Tensor]:
+        """The sums that have not been added yet."""
+        return {slot: share * n_steps for slot, (share, n_steps) in self._left.items()}
 
 
 class Auto(Scheme):
@@ -72,11 +112,12 @@ class Auto(Scheme):
         rows_for(self.fidelity, "sgd", self._also, self._only)  # its complaints, now
         self._budget = budget
         self._replay = None if replay is None else sorted((int(step), str(spec)) for step, spec in replay)
-        self._profile: CostProfile | None = None if profile is None else CostProfile.from_dict(profile)
+        self._given = None if profile is None else CostProfile.from_dict(profile)
+        self._profile: CostProfile  # once bound
         self._rows: list[FidelityRow] = []
         self._subs: dict[str, Scheme] = {}
         self._excluded: dict[str, str] = {}
-        self._carried = Carried()
+        self._handover = ResidualHandover()
         self._active = PLAIN
         self._schedule: list[tuple[int, str]] = []
         self._polls: Polls
@@ -98,17 +139,17 @@ class Auto(Scheme):
 
     @property
     def active(self) -> str:
-        """What this step is, or the next one will be, reduced with."""
+        """The scheme that reduces this step, or will reduce the next one."""
         return self._active
 
     @property
     def is_transparent(self) -> bool:
-        """Whether DDP's own all-reduce does this step, as without gradwire."""
+        """True where DDP's own all-reduce does this step, as without gradwire."""
         return self._active == PLAIN
 
     @property
     def law(self) -> Law:
-        """What decides."""
+        """The control law."""
         return self._law
 
     # ---- binding
@@ -140,14 +181,13 @@ class Auto(Scheme):
         self._rows = [rows[0], *(row for row in rows if row.spec in self._subs)]
         self._compare_candidates()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if self._profile is None:
-            self._profile = measure_profile(session.communicator, self._rows, parameters)
+        self._profile = self._given or measure_profile(session.communicator, self._rows, parameters)
         predicted = self._profile.predict_us(1)
         self._law = Law(
             {row.spec: predicted.get(row.spec, predicted[PLAIN]) for row in self._rows},
-            Limits(budget=math.ceil(1000 * self._budget)),
+            math.ceil(1000 * self._budget),
             self._predict,
-            self._family_of,
+            lambda spec: self._profile.family_of(spec),
             {row.spec: FIRST_ADAM_STEP for row in self._rows if row.not_before and family == "adam"},
         )
 
@@ -161,23 +201,18 @@ class Auto(Scheme):
         mine = Preamble(FORMAT_VERSION, 0, self.name, facts, 0, 0, len(specs))
         communicator.submit(compare_preambles, communicator, mine, self.session.recorder.open_bucket(0, -1, 0)).wait()
 
-    def _family_of(self, spec: str) -> str:
-        assert self._profile is not None
-        return self._profile.family_of(spec)
-
     def _predict(self, computing_us: int) -> Mapping[str, int]:
-        assert self._profile is not None
         predicted = self._profile.predict_us(computing_us)
         return {row.spec: predicted[row.spec] for row in self._rows if row.spec in predicted}
 
     # ---- a step
 
     def choose(self, step: int) -> None:
-        """On the training thread, before the first forward pass of `step`: read what is due, and decide.
+        """Read what is due, and decide: on the training thread, before the first forward pass of `step`.
 
         Raises: RankMismatch (ranks are at different steps), PeerLost.
         """
-        self._end_carrying()
+        self._end_handover_step()
         while (vote := self._polls.next_before(step - self._lag())) is not None:
             self._count(vote)
         name = self._replayed(step) if self._replay is not None else self._law.scheme_of(step)
@@ -198,18 +233,18 @@ class Auto(Scheme):
 
     def _hand_over_to(self, name: str) -> None:
         if self._active != PLAIN:  # on the lane, after it has committed its last step
-            self._carried.take_over(self.session.communicator.submit(self.session.feedback.take).wait())
+            self._handover.take(self.session.communicator.submit(self.session.feedback.take).wait())
         self._active = name
 
-    def _end_carrying(self) -> None:
+    def _end_handover_step(self) -> None:
         scale = self.session.loss_scale()
-        self._carried.end_step(was_applied=scale >= self._last_scale)  # a scaler lowers it where it skips a step
+        self._handover.end_step(was_applied=scale >= self._last_scale)  # a scaler lowers it where it skips a step
         self._last_scale = scale
 
-    def add_carried(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
+    def add_residuals(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
         """Add what an earlier scheme has not sent; for steps that are transparent, by whoever reduces them."""
-        if self._carried:
-            self._carried.add_to(slots, gradients, self.session.loss_scale())
+        if self._handover:
+            self._handover.add_to(slots, gradients, self.session.loss_scale())
 
     def begin_step(self, step: int) -> None:
         self._subs[self._active].begin_step(step)
@@ -219,10 +254,10 @@ class Auto(Scheme):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         self._records.append(bucket.record)
-        if self._carried:
+        if self._handover:
             flat = bucket.buffer
             gradients = [flat[o : o + slot.numel()] for slot, o in zip(bucket.slots, bucket.offsets, strict=True)]
-            self.add_carried(bucket.slots, gradients)
+            self.add_residuals(bucket.slots, gradients)
         return self._subs[self._active].reduce(bucket)
 
     def end_step(self, step: int) -> None:
@@ -233,7 +268,7 @@ class Auto(Scheme):
         return 0 if sub is None else sub.end_backward(step)
 
     def end_watched_step(self, step: int, took_ns: int, waited_ns: int) -> None:
-        """On the training thread, after the backward pass of `step`: put this rank's numbers to the vote."""
+        """Put this rank's numbers to the vote: on the training thread, after the backward pass of `step`."""
         self._n_steps = step + 1
         fell_back = any(record.fallbacks for record in self._records)
         self._records.clear()
@@ -247,16 +282,15 @@ class Auto(Scheme):
             self._wants_to_reconsider = False
 
     def _lag(self) -> int:
-        """How many steps a vote may take; the same on all ranks."""
-        assert self._profile is not None
+        """The steps that a vote may take; the same on all ranks."""
         vote_us = 2e6 * (self._profile.machine.n_ranks - 1) * self._profile.link.backend_hop_s
         is_long = self._law.candidates[PLAIN].expected_us > _LONG_STEP * vote_us
         return 0 if is_long and self._law.state != "run" else _LAG
 
     def _count(self, vote: Vote) -> None:
         """Give the law what the ranks agreed on."""
-        if self._profile is not None:
-            self._profile = replace(self._profile, density=vote.density or self._profile.density)
+        if vote.density:
+            self._profile = replace(self._profile, density=vote.density)
         link_changed = self._note_transfer(vote.transfer_us) or vote.reconsider
         for step, took_us, waited_us, fell_back in vote.steps():
             if self._law.wants_probe(step):
@@ -266,17 +300,16 @@ class Auto(Scheme):
         self._tell()
 
     def _note_transfer(self, transfer_us: int) -> bool:
-        """Whether a probe, if there was one, has found another link than the profile holds."""
-        if not transfer_us or self._profile is None:
+        """Return whether a probe, if there was one, has found another link than the profile holds."""
+        if not transfer_us:
             return False
-        self._law.probing.took_us = transfer_us
+        self._law.probe_us = transfer_us
         found = self._probes.found(transfer_us, self._profile)
         self._profile = found or self._profile
         return found is not None
 
     def plan_for(self, rate_bps: float) -> tuple[float, str, float]:
         """(seconds a step under plain, the best scheme, its seconds) on a link of that rate, by the model alone."""
-        assert self._profile is not None
         plain_us, best, best_us = self._profile.best_at(rate_bps, self._law.computing_us, list(self._law.candidates))
         return plain_us / 1e6, best, best_us / 1e6
 
@@ -310,7 +343,6 @@ class Auto(Scheme):
     def stats(self) -> dict[str, Any]:
         """`auto`: state, scheme, candidates with what was predicted and measured, decisions with reasons, the schedule."""
         law = self._law
-        assert self._profile is not None
         return {
             "auto": {
                 "state": "stay" if self._stays_plain else law.state,
@@ -318,7 +350,7 @@ class Auto(Scheme):
                 "since_step": law.since_step,
                 "fidelity": self.fidelity if self._only is None else list(self._only),
                 "candidates": [
-                    *(law.candidates[row.spec].as_dict() | {"level": row.level} for row in self._rows),
+                    *(law.candidates[row.spec].as_dict() | {"level": row.level, "excluded": ""} for row in self._rows),
                     *({"spec": spec, "excluded": why} for spec, why in self._excluded.items()),
                 ],
                 "decisions": [asdict(decision) for decision in law.decisions],
@@ -335,25 +367,25 @@ class Auto(Scheme):
     # ---- between runs
 
     def _is_state_its_own(self, spec: str) -> bool:
-        """What is not sent yet belongs to the run and so to whoever is at work; tables and the like to each scheme."""
+        """Return whether a scheme's state is kept with it: residuals belong to the run, and so to whoever is at work."""
         return spec == self._active or not self._subs[spec].state_is_per_world
 
     def take_residuals(self) -> dict[Slot, torch.Tensor]:
-        """What the scheme at work and those before it have not sent."""
-        self._end_carrying()
-        self._carried.take_over(self.session.feedback.take())
-        left, self._carried = self._carried.left(), Carried()
+        """Give away what the scheme at work and those before it have not sent."""
+        self._end_handover_step()
+        self._handover.take(self.session.feedback.take())
+        left, self._handover = self._handover.left(), ResidualHandover()
         return left
 
     def state_dict(self) -> dict[str, Any]:
-        self._end_carrying()
+        self._end_handover_step()
         names = {slot: name for name, slot in self.session.slots.items()}
         return {
             "law": self._law.state_dict(),
             "step": self._n_steps,
             "active": self._active,
             "schemes": {spec: sub.state_dict() for spec, sub in self._subs.items() if self._is_state_its_own(spec)},
-            "carried": {names[slot]: residual for slot, residual in self._carried.left().items()},
+            "carried": {names[slot]: residual for slot, residual in self._handover.left().items()},
             "world_size": self.session.communicator.world_size,
         }
 
@@ -372,21 +404,21 @@ class Auto(Scheme):
             if spec in saved and (is_same_world or not sub.state_is_per_world):
                 sub.load_state_dict(saved[spec])
         if is_same_world:
-            self._carried = Carried()
-            self._carried.take_over({self.session.slots[name]: residual for name, residual in carried.items()})
+            self._handover = ResidualHandover()
+            self._handover.take({self.session.slots[name]: residual for name, residual in carried.items()})
             self._law.load_state_dict(law, step)
         else:
             self._law.go_on_at(step, PLAIN)
 
     def hand_over(self) -> None:
-        """What is still carried is the successor's to send."""
+        """Leave what an earlier scheme has not sent to the successor."""
         feedback = self.session.feedback
-        self._end_carrying()
-        for slot, left in self._carried.left().items():
+        self._end_handover_step()
+        for slot, left in self._handover.left().items():
             kept = feedback.of(slot)
             feedback.stage(slot, left if kept is None else left + kept.values.view(-1) / kept.scale)
         feedback.commit()
-        self._carried = Carried()
+        self._handover = ResidualHandover()
 
     def close(self) -> None:
         for sub in self._subs.values():

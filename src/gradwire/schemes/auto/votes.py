@@ -1,4 +1,4 @@
-"""What ranks tell each other of their steps: a few whole numbers on a background all-reduce, of which the largest count.
+"""The numbers that ranks tell each other of their steps: a few integers on a background all-reduce, of which the largest count.
 
 The slowest rank's time is everybody's, and of the waiting the smallest: who waits least waits for the network, the others for
 that rank.
@@ -13,11 +13,57 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import RankMismatch
-from gradwire.schemes.auto.profile import density_of
+from gradwire.schemes.auto.costs import CostProfile, density_of
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.link_probe import probe_transfer_us
 
 _BATCH = 5  # steps that share a vote while nothing is tried
+_N_PROBES = 3  # in steps on end, until a slower link is believed
+_CHANGED = 250  # permille
+
+
+class Vote:
+    """Some steps' numbers: this rank's, until the maximum over the ranks is in them.
+
+    Attributes:
+        last_step: of those voted on.
+        numbers: (5 + 3 n,) int64: last step and its negative, flags, a probe's microseconds, 1 + permille of values that are
+            not zero, and three of each step.
+        started: the lane's future of the all-reduce's future.
+    """
+
+    started: torch.futures.Future
+
+    def __init__(self, last_step: int, reconsider: bool, density: float | None, rows: list[int]) -> None:
+        permille = 0 if density is None else 1 + round(1000 * density)
+        self.last_step = last_step
+        self.numbers = torch.tensor([last_step, -last_step, int(reconsider), 0, permille, *rows], dtype=torch.int64)
+
+    @property
+    def ranks_agree(self) -> bool:
+        """True if all ranks voted on the same steps."""
+        return bool(self.numbers[0] == -self.numbers[1])
+
+    @property
+    def reconsider(self) -> bool:
+        """True if any rank asks to think again."""
+        return bool(self.numbers[2])
+
+    @property
+    def transfer_us(self) -> int:
+        """The slowest rank's probe; 0 if there was none."""
+        return int(self.numbers[3])
+
+    @property
+    def density(self) -> float | None:
+        """The largest of all ranks' shares of values that are not zero; None: nobody looked."""
+        return (int(self.numbers[4]) - 1) / 1000 if self.numbers[4] else None
+
+    def steps(self) -> Iterator[tuple[int, int, int, bool]]:
+        """(step, took_us, waited_us, fell_back), in order."""
+        rows = self.numbers[5:].view(-1, 3).tolist()
+        for step, (took_us, waited_us, fell_back) in enumerate(rows, self.last_step - len(rows) + 1):
+            yield step, took_us, -waited_us, bool(fell_back)
 
 
 class Polls:
@@ -25,7 +71,7 @@ class Polls:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._ballot = Ballot()
+        self._rows: list[int] = []  # three of each step that is not on its way yet
         self._pending: deque[Vote] = deque()
         self._transfer_us = 0
         self._has_looked = False
@@ -40,14 +86,13 @@ class Polls:
             probe: measure the link before it. reconsider: ask all ranks to think again. Both only if it goes at once.
         """
         looks = probe or not self._has_looked
-        self._ballot.add(took_us, waited_us, fell_back)
-        if not at_once and not looks and self._ballot.n_steps < _BATCH:
+        self._rows += [took_us, -waited_us, int(fell_back)]
+        if not at_once and not looks and len(self._rows) < 3 * _BATCH:
             return False
         if probe:
             self._communicator.submit(self._probe)
-        density = density_of(gradients) if looks else None
-        self._has_looked = True
-        vote, self._ballot = self._ballot.close(step, reconsider, density), Ballot()
+        vote = Vote(step, reconsider, density_of(gradients) if looks else None, self._rows)
+        self._rows, self._has_looked = [], True
         vote.started = self._communicator.submit(self._start, vote)
         self._pending.append(vote)
         return True
@@ -56,8 +101,7 @@ class Polls:
         self._transfer_us = probe_transfer_us(self._communicator)
 
     def _start(self, vote: Vote) -> torch.futures.Future:
-        vote.set_transfer(self._transfer_us)
-        self._transfer_us = 0
+        vote.numbers[3], self._transfer_us = self._transfer_us, 0
         return self._communicator.start_all_reduce(vote.numbers, dist.ReduceOp.MAX)
 
     def next_before(self, step: int) -> Vote | None:
@@ -80,69 +124,41 @@ class Polls:
         for vote in self._pending:
             self._communicator.finish(vote.started.wait())
         self._pending.clear()
-        self._ballot, self._has_looked = Ballot(), False
+        self._rows, self._has_looked = [], False
 
 
-class Ballot:
-    """This rank's numbers of some steps, not yet sent."""
+class LinkProbes:
+    """Says which steps are followed by a probe of the link, and whether probes have found another one. Alike on all ranks.
 
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-
-    @property
-    def n_steps(self) -> int:
-        return len(self._rows) // 3
-
-    def add(self, took_us: int, waited_us: int, fell_back: bool) -> None:
-        """One more step: how long it took, how much of it waited, whether it says nothing of its scheme."""
-        self._rows += [took_us, -waited_us, int(fell_back)]
-
-    def close(self, last_step: int, reconsider: bool, density: float | None = None) -> Vote:
-        """The vote on these steps, the last of which is `last_step`."""
-        permille = 0 if density is None else 1 + round(1000 * density)
-        head = [last_step, -last_step, int(reconsider), 0, permille]
-        return Vote(last_step, torch.tensor([*head, *self._rows], dtype=torch.int64))
-
-
-class Vote:
-    """`numbers` is this rank's until the maximum over the ranks is in it.
-
-    Attributes:
-        numbers: (5 + 3 n,) int64: last step and its negative, flags, a probe's microseconds, 1 + permille of values that are
-            not zero, and three of each step.
-        started: the lane's future of the all-reduce's future.
+    Other traffic only slows a probe: the fastest counts, and a slower link is looked at again.
     """
 
-    started: torch.futures.Future
+    def __init__(self) -> None:
+        self._n_to_come = 0
+        self._transfers_us: list[int] = []
 
-    def __init__(self, last_step: int, numbers: torch.Tensor) -> None:
-        self.last_step, self.numbers = last_step, numbers
+    def ask(self, is_urgent: bool) -> None:
+        """Probe after the next step; if it is urgent, after the next ones, whatever the first says."""
+        self._n_to_come = _N_PROBES if is_urgent else 1
 
-    def set_transfer(self, transfer_us: int) -> None:
-        """What a probe of the link took here; before the vote is sent."""
-        self.numbers[3] = transfer_us
+    def take(self) -> bool:
+        """Return whether this step is followed by a probe; asked once a step."""
+        is_due = self._n_to_come > 0
+        self._n_to_come -= is_due
+        return is_due
 
-    @property
-    def ranks_agree(self) -> bool:
-        """Whether all ranks voted on the same steps."""
-        return bool(self.numbers[0] == -self.numbers[1])
+    def found(self, transfer_us: int, profile: CostProfile) -> CostProfile | None:
+        """The costs over another link than `profile` holds, if the slowest rank's transfer says that it is another."""
+        self._transfers_us.append(transfer_us)
+        old, new = profile.link.rate, profile.with_transfer(min(self._transfers_us))
+        is_slower = (old - new.link.rate) * 1000 > _CHANGED * old
+        if is_slower and len(self._transfers_us) < _N_PROBES:
+            self._n_to_come = max(1, self._n_to_come)
+            return None
+        self._transfers_us.clear()
+        return new if abs(new.link.rate - old) * 1000 > _CHANGED * old else None
 
-    @property
-    def reconsider(self) -> bool:
-        return bool(self.numbers[2])
-
-    @property
-    def transfer_us(self) -> int:
-        """The slowest rank's probe; 0 if there was none."""
-        return int(self.numbers[3])
-
-    @property
-    def density(self) -> float | None:
-        """The largest of all ranks' shares of values that are not zero; None: nobody looked."""
-        return (int(self.numbers[4]) - 1) / 1000 if self.numbers[4] else None
-
-    def steps(self) -> Iterator[tuple[int, int, int, bool]]:
-        """(step, took_us, waited_us, fell_back), in order."""
-        rows = self.numbers[5:].view(-1, 3).tolist()
-        for index, (took_us, waited_us, fell_back) in enumerate(rows):
-            yield self.last_step - len(rows) + 1 + index, took_us, -waited_us, bool(fell_back)
+    def forget(self) -> None:
+        """Nothing is to come, and what came does not count."""
+        self._n_to_come = 0
+        self._transfers_us.clear()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.checks import choice as check_choice
 from gradwire.codecs.gcomp import GCompCodec
-from gradwire.control.checks import choice as check_choice
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session

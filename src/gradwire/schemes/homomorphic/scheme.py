@@ -20,27 +20,24 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from gradwire.checks import choice as check_choice
+from gradwire.checks import share as check_share
 from gradwire.codecs import packed_values
 from gradwire.codecs.count_sketch import CountSketch, FixedPoint
-from gradwire.control.checks import choice as check_choice
-from gradwire.control.checks import share as check_share
-from gradwire.core.bucket import Bucket
-from gradwire.core.checkpoint import not_the_state
+from gradwire.codecs.packed_values import FLAGS_AT, NOT_FINITE
+from gradwire.codecs.selection import take_largest
+from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
-from gradwire.schemes.compressed import Redoing
-from gradwire.schemes.homomorphic.by_bucket import DenseBuckets, are_counts, is_too_dense
-from gradwire.schemes.homomorphic.on_device import PackedOnDevice, Policy
-from gradwire.schemes.homomorphic.packed_sum import sum_packed
+from gradwire.gpu.kernels import kernels_for
+from gradwire.schemes.compressed import Compressed, count_of
+from gradwire.schemes.homomorphic.learnt import Learnt, is_too_dense
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
-from gradwire.schemes.homomorphic.sketch_sum import SketchSum
-from gradwire.schemes.homomorphic.unsent import Summand, values_to_send
-from gradwire.schemes.on_device import Placing, StepsOnDevice
-from gradwire.wire.step_check import StepCheck
+from gradwire.schemes.homomorphic.sketch_sum import SketchSum, Summand
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -49,12 +46,13 @@ _INDICES = ("auto", "bitmap", "bloom")
 _SPARSIFIERS = (None, "top-k")
 _INTEGERS = {32: torch.int32, 64: torch.int64}
 _TOO_DENSE = "too dense to gain: this bucket was sent uncompressed"
+_TOO_LARGE = "too large for a sketch of float32 to hold its sums: this bucket was sent uncompressed"
 
 # Sums in float32 cells stay finite if no value is above 2^_MAX_EXPONENT / world size: a cell holds fewer than 2^16 values.
 _MAX_EXPONENT = 110
 
 
-class Homomorphic(Placing, Redoing):
+class Homomorphic(Compressed):
     """Mean over the ranks of gradients with many zeros, by OR and sum alone.
 
     Args:
@@ -102,16 +100,14 @@ class Homomorphic(Placing, Redoing):
         leaves_out = sparsifier is not None or mode == "lossy"
         if error_feedback and not leaves_out:
             raise InvalidArgument('error_feedback needs something that is left out: a sparsifier, or mode="lossy"')
-        super().__init__(sparsifier is not None if error_feedback is None else error_feedback)
-        self.state_is_per_world = self.error_feedback
+        super().__init__(error_feedback=sparsifier is not None if error_feedback is None else error_feedback)
         self.mode, self.budget, self.integer_bits = mode, check_share("budget", budget), integer_bits
         self.sparsifier, self.density = sparsifier, check_share("density", density)
         self.aggregator = aggregators.by_name(aggregator) if isinstance(aggregator, str) else aggregator
-        self._sketch = CountSketch(**sketch)
-        self._index = SharedIndex(index, self._sketch.seed)
-        self._dense = DenseBuckets()
-        self._sketches = SketchSum(self._sketch, mode, self.budget, self.aggregator)
-        self._n_too_dense = 0
+        self.index, self._learnt, self._sketch = index, Learnt(), CountSketch(**sketch)
+        self._index = SharedIndex(index, self._sketch.seed, self._learnt, self.aggregator)
+        self._sketches = SketchSum(self._sketch, mode, self.budget, self._learnt, self.aggregator)
+        self._n_plain = {_TOO_DENSE: 0, _TOO_LARGE: 0}
         self._is_aggregator_bound = False
 
     @property
@@ -124,7 +120,7 @@ class Homomorphic(Placing, Redoing):
             "sparsifier": self.sparsifier,
             "density": self.density if self.sparsifier else None,
             "error_feedback": self.error_feedback,
-            "index": self._index.kind,
+            "index": self.index,
             "batch_values": sketch.batch_values,
             "gamma": sketch.gamma,
             "seed": sketch.seed,
@@ -138,21 +134,20 @@ class Homomorphic(Placing, Redoing):
                 f"the aggregator {self.aggregator.name!r} adds 32-bit integers only; use homomorphic with "
                 'mode="packed" or mode="exact", integer_bits=32 with it, or aggregator="process-group"'
             )
-        if session.site is not None:
+        if session.wire.on_device:
             self._check_device()
+            kernels_for(session.wire.device)
+        self._index.kind = "bitmap" if session.wire.on_device else self.index  # which may be "auto"
         self.aggregator.bind(session.communicator, session.recorder)
         self._is_aggregator_bound = True
-        self._check = StepCheck(session.communicator)
         super().bind(session)
-
-    # ---- on a device
 
     def _check_device(self) -> None:
         """Raises: Unsupported (what needs the host)."""
         aggregator = self.aggregator.name
         for is_there, what, instead in (
             (self.mode == "packed", f"mode={self.mode!r}", 'mode="packed", which sums the values as they are'),
-            (self._index.kind != "bloom", 'index="bloom"', 'index="bitmap"'),
+            (self.index != "bloom", 'index="bloom"', 'index="bitmap"'),
             (aggregator == "process-group", f"aggregator={aggregator!r}", 'aggregator="process-group"'),
         ):
             if not is_there:
@@ -160,65 +155,92 @@ class Homomorphic(Placing, Redoing):
                     f"homomorphic with {what} works on host memory: leave placement out, or on a device take {instead}"
                 )
 
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        keep = self.density if self.sparsifier else None
-        policy = Policy(keep, self.error_feedback, self._dense, self._note_redone, self._note_too_dense)
-        return PackedOnDevice(session, site, policy)
-
-    def _facts_on_device(self, bucket: Bucket) -> tuple[Any, ...]:
-        return self._key_of(bucket), self.wire(bucket)
-
     # ---- one bucket
 
-    @staticmethod
-    def _key_of(bucket: Bucket) -> str:
-        return f"{bucket.index}:{bucket.layout_hash:08x}"
-
-    def _send(self, bucket: Bucket, wire: Wire) -> bool:
-        is_sent = self._sum(bucket, wire)
-        # A mean that was finite in float32 may not be in the bucket's float16. Its step is going to be skipped: no
-        # bucket's residual is to be kept.
-        if is_sent and self.error_feedback and not bool(bucket.buffer.isfinite().all()):
-            self._is_step_finite = False
-        return is_sent
-
-    def _sum(self, bucket: Bucket, wire: Wire) -> bool:
-        key = self._key_of(bucket)
-        if self._dense.is_known(key):
-            self._check.start(self.preamble(bucket), wire.record)  # no index goes before it, to say what ranks share
-            return self._send_plainly(bucket, wire)
-        keep = self.density if self.sparsifier else None
-        values, unsent = values_to_send(self.session, bucket, wire, self.error_feedback, keep, self.mode == "packed")
+    def step(self, part: Part, wire: Wire) -> None:
+        """Find the union of all ranks' non-zeros, then sum what they have there."""
+        bucket, key = part.bucket, f"{part.bucket.index}:{part.bucket.layout_hash:08x}"
+        if self._learnt.is_dense(key):
+            if not wire.on_device:  # no index goes before it, to say what ranks share
+                self._check.start(self.preamble(bucket), wire.record)
+            self._send_plainly(part, wire, _TOO_DENSE)
+            return
+        values = self._values_to_send(part, wire)
+        is_packed = self.mode == "packed"
         cell_bytes = self.integer_bits // 8 if self._sums_integers else values.element_size()
-        cell_bits = 8.0 * cell_bytes if self.mode == "packed" else 32 * self._sketch.gamma
-        union = self._index.agree(
-            values, wire.checksum, key, bucket, self.session.communicator, self.aggregator, cell_bits,
-            self._sketches.assumed(values, bucket, wire, key),
-        )  # fmt: skip
-        if not union.ranks_agree:
-            wire.name_mismatch()
-        if not union.is_finite or self._may_overflow(union):
-            if union.total is not None:
-                union.total.wait()
-            return False
-        summand = Summand(bucket, wire, key, values, unsent, union)
-        if union.total is not None and self._sketches.take_at_once(summand):
+        cell_bits = 8.0 * cell_bytes if is_packed else 32 * self._sketch.gamma
+        cells_of = self._sketches.assumed(values, wire, key)
+        union = self._index.agree(values, wire, key, cell_bits, is_packed, cells_of)
+        summand = Summand(part, wire, key, values, union)
+        is_too_large = self._may_overflow(union)
+        if union.total is not None and (is_too_large or not union.head.is_finite):
+            union.total()
+        if not union.head.is_finite:
+            wire.note_message(union.message[FLAGS_AT].bitwise_and(NOT_FINITE) == 0)
+        elif is_too_large:
+            self._send_plainly(part, wire, _TOO_LARGE)
+        elif union.total is not None and self._sketches.take_at_once(summand):
             self._index.remember(key, self._sketch.n_nonzeros)
-            return True
-        if self.mode == "packed":
-            n_cells = n_nonzeros = packed_values.count(union.words, bucket.n_elements)
         else:
-            n_cells, n_nonzeros = self._sketches.prepare(bucket, key, union), self._sketch.n_nonzeros
-            cell_bytes = max(4, cell_bytes)
-        self._index.remember(key, n_nonzeros)
-        if is_too_dense(bucket, cell_bytes, n_cells):
-            self._dense.note(key)
-            return self._send_plainly(bucket, wire)
-        if self.mode == "packed":
-            sum_packed(self.aggregator, summand, n_nonzeros, self._fixed_point(union))
-        else:
-            self._sketches.send(summand, self._fixed_point(union))
-        return True
+            n_cells = union.n_set if is_packed else self._sketches.prepare(summand)
+            self._index.remember(key, union.n_set if is_packed else self._sketch.n_nonzeros)
+            if is_too_dense(bucket, cell_bytes if is_packed else max(4, cell_bytes), n_cells):
+                self._learnt.note_dense(key)
+                self._send_plainly(part, wire, _TOO_DENSE)
+            elif is_packed:
+                self._sum_packed(summand)
+            else:
+                self._sketches.send(summand, self._fixed_point(union))
+        part.keep()
+
+    def _values_to_send(self, part: Part, wire: Wire) -> Tensor:
+        """(n,) float32, or the bucket itself (for sketches not in float16); with feedback, the rest stays in `part.unsent`."""
+        n = part.bucket.n_elements
+        with wire.timing("encode"):
+            if not self.error_feedback and self.sparsifier is None:
+                if self.mode == "packed" or part.values.dtype != torch.float16:
+                    return part.values
+                return wire.scratch("values", n).copy_(part.values)
+            total, kept = part.total(), wire.scratch("kept", n)
+            if self.sparsifier is None:
+                kept.copy_(total)
+                total.zero_()
+            else:
+                places, taken, _ = take_largest(total, count_of(self.density, n))  # what is not finite is among them
+                kept.zero_().index_copy_(0, places.long(), taken)
+            # What this rank has left out of parameters that only others use is kept too.
+            part.used_by_any = [True] * len(part.bucket.spans)
+        return kept
+
+    def _sum_packed(self, summand: Summand) -> None:
+        """Sum the values at the union, one after the other as they are, and put the mean into the bucket."""
+        part, wire, _, values, union = summand
+        fixed = self._fixed_point(union)
+        packed = wire.scratch("packed", union.n_set, values.dtype)
+        with wire.timing("encode"):
+            packed_values.pack(values, union.words, packed, union.ends)
+            # Divided before it is summed, by DDP's own product: with two ranks DDP's bits, and float16 stays in range.
+            cells = packed.mul_(1.0 / wire.world_size) if fixed is None else fixed.quantise(packed)
+        if union.n_set:
+            self.aggregator.start_sum(cells, wire)()
+        with wire.timing("decode"):
+            if fixed is not None:
+                packed.copy_(cells.double().mul_(fixed.scale / wire.world_size).float())
+            is_direct = values.dtype == part.values.dtype
+            out = part.values if is_direct else wire.scratch("mean", values.numel(), values.dtype)
+            packed_values.unpack(packed, union.words, out, union.ends)
+            if not is_direct:
+                part.values.copy_(out)
+
+    def _send_plainly(self, part: Part, wire: Wire, why: str) -> None:
+        """As DDP does; the residual stays as it is."""
+        if not self._n_plain[why]:
+            _log.info("gradwire %s: %s (step %d)", self.name, why, part.bucket.step)
+        self._n_plain[why] += 1
+        wire.record.fallbacks.append(why)
+        part.unsent = None
+        wire.mean(part.values)
+        wire.note(wire.all_finite(part.values))
 
     # ---- what all ranks decide alike
 
@@ -229,44 +251,30 @@ class Homomorphic(Placing, Redoing):
     def _fixed_point(self, union: Union) -> FixedPoint | None:
         if not self._sums_integers:
             return None
-        exponent = union.exponent if union.exponent is not None else 0
-        return FixedPoint.fit(exponent, self.session.communicator.world_size, _INTEGERS[self.integer_bits])
+        return FixedPoint.fit(union.head.exponent or 0, self.session.wire.world_size, _INTEGERS[self.integer_bits])
 
     def _may_overflow(self, union: Union) -> bool:
-        bits_of_world = self.session.communicator.world_size.bit_length()
-        is_sketch_of_floats = self.mode in ("sketch", "lossy")
-        return is_sketch_of_floats and union.exponent is not None and union.exponent + bits_of_world > _MAX_EXPONENT
-
-    def _send_plainly(self, bucket: Bucket, wire: Wire) -> bool:
-        self._note_too_dense(bucket)
-        wire.mean_plainly(bucket.buffer)
-        return True
-
-    def _note_too_dense(self, bucket: Bucket) -> None:
-        if not self._n_too_dense:
-            _log.info("gradwire %s: %s (step %d)", self.name, _TOO_DENSE, bucket.step)
-        self._n_too_dense += 1
-        bucket.record.fallbacks.append(_TOO_DENSE)
+        """Whether finite values may leave float32 in the cells of a sketch."""
+        exponent, bits_of_world = union.head.exponent, self.session.wire.world_size.bit_length()
+        return self.mode in ("sketch", "lossy") and exponent is not None and exponent + bits_of_world > _MAX_EXPONENT
 
     # ---- between steps
 
-    def end_step(self, step: int) -> None:
-        super().end_step(step)
-        if self.session.site is not None:
-            return  # what was learnt there counts when the step is settled
-        if self._is_step_finite:  # what was learnt counts only then: the next step is as if this one had not been
-            self._index.commit()
-        self._index.next_counts.clear()
-        for learnt in (self._dense, self._sketches):
-            learnt.end_step(self._is_step_finite)
+    def commit(self) -> None:
+        super().commit()
+        self._learnt.commit()
+
+    def discard(self) -> None:
+        super().discard()
+        self._learnt.discard()
 
     def stats(self) -> dict[str, Any]:
-        """Buckets redone (not finite) and sent plainly (too dense), filters used and given up, sketches sent
+        """Buckets sent plainly (too dense, too large for a sketch of floats), filters used and given up, sketches sent
         together with their index, and sent again, values summed beside a sketch."""
         return {
             **super().stats(),
-            "n_buckets_redone": self._n_redone,
-            "n_buckets_too_dense": self._n_too_dense,
+            "n_buckets_too_dense": self._n_plain[_TOO_DENSE],
+            "n_buckets_too_large": self._n_plain[_TOO_LARGE],
             "n_bloom_indices": self._index.n_blooms,
             "n_bloom_fallbacks": self._index.n_bloom_fallbacks,
             "n_sketches_at_once": self._sketches.n_at_once,
@@ -276,34 +284,16 @@ class Homomorphic(Placing, Redoing):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "n_nonzeros": {key: list(counts) for key, counts in self._index.counts.items()},
-            "dense_for_steps": self._dense.state_dict(),
-            "attempts": self._sketches.attempts.state_dict(),
-            "tables": self._sketches.expected.state_dict(),
-        }
+        return {**super().state_dict(), **self._learnt.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
-        for name in ("n_nonzeros", "dense_for_steps", "attempts"):
-            if not are_counts(state.get(name), name == "n_nonzeros"):
-                raise not_the_state("scheme homomorphic", f"it lacks {name}")
-        try:
-            self._sketches.expected.load_state_dict(state.get("tables", {}))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise not_the_state("scheme homomorphic", "its tables are none") from error
+        self._learnt.load_state_dict(state)
         super().load_state_dict(state)
-        self._index.counts = {key: list(counts) for key, counts in state["n_nonzeros"].items()}
-        self._dense.load_state_dict(state["dense_for_steps"])
-        self._sketches.attempts.load_state_dict(state["attempts"])
 
     def close(self) -> None:
         super().close()
-        self._index.counts.clear()
-        for learnt in (self._dense, self._sketches.attempts):
-            learnt.load_state_dict({})
-        self._sketches.expected.tables.clear()
+        self._learnt.clear()
         if self._is_aggregator_bound:
             self.aggregator.close()
             self._is_aggregator_bound = False

@@ -1,141 +1,133 @@
 """The index that all ranks end up with: one OR, which also carries what they must agree on before any value is sent.
 
-A message is `_HEADER_WORDS` words, then a bitmap or a Bloom filter. An OR can say more than it seems: it tells that ranks
-differ (a bit and its complement are both set), that one of them has an Inf or NaN, and the largest exponent of all (each
-sets a bit for every exponent up to its own; the longest run survives).
+A message is a head, then a bitmap or a Bloom filter. An OR can say more than it seems: it tells that ranks differ (a bit and
+its complement are both set), that one of them has an Inf or NaN, and the largest exponent of all (each sets a bit for every
+exponent up to its own; the longest run survives).
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from gradwire.codecs import bloom_filter
+from gradwire.codecs import bloom_filter, packed_values
 from gradwire.codecs.bloom_filter import BloomShape, Found
-from gradwire.codecs.count_sketch import IndexFacts, index_words, write_index
-from gradwire.core.bucket import Bucket
+from gradwire.codecs.count_sketch import index_words
+from gradwire.codecs.packed_values import HEAD_WORDS, PAST_THE_END, Head
+from gradwire.errors import CorruptMessage
 from gradwire.exchange.aggregators import Aggregator, Sum
-from gradwire.wire.communicator import Communicator
+from gradwire.schemes.homomorphic.learnt import Learnt
+from gradwire.wire.wire import Wire
 
-# facts, ~facts, flags, then a bit for each exponent: docs/format.md#count-sketch
-_HEADER_WORDS = 12
-_HEADER = struct.Struct("<III")
-_FLAG_NONFINITE = 1
-_FACTS_MASK = 0x7FFFFFFF
-# A float32 that is not zero is below 2^e for an e from -148 to 128.
-_SMALLEST_EXPONENT = -148
 _MIN_GAIN = 0.9  # a filter is worth its queries where it saves a tenth
 # A filter that is fuller, or lets through more than so many times what was expected, was made for far fewer non-zeros.
 _MAX_SHARE_SET = 0.9
 _MAX_OVER_EXPECTED = 4
-_COUNTS_KEPT = 8  # steps; a filter is made for the most non-zeros of them
 
 
-@dataclass(frozen=True)
-class Union:
+class Union(NamedTuple):
     """What all ranks know after the OR.
 
     Attributes:
         own: (words,) int32, scratch: this rank's non-zeros.
-        words: (words,) int32, scratch: those of all ranks, and with a Bloom filter some zeros.
-        exponent: every value of every rank is below 2^exponent; None if all are zero.
-        is_finite: no rank holds Inf or NaN; otherwise `words` means nothing.
-        ranks_agree: on scheme, options, layout and step.
+        message: (HEAD_WORDS + words,) int32, scratch: those of all ranks, and with a Bloom filter some zeros.
+        head: what the ranks' heads say; if not all is finite, the rest means nothing.
+        ends, n_set: if asked for: as `packed_values.count` gives it, and how many bits are set.
         total: the sum that was started along with the index, if one was.
     """
 
-    own: torch.Tensor
-    words: torch.Tensor
-    exponent: int | None
-    is_finite: bool
-    ranks_agree: bool
-    total: Sum | None = None
+    own: Tensor
+    message: Tensor
+    head: Head
+    ends: Tensor
+    n_set: int
+    total: Sum | None
+
+    @property
+    def words(self) -> Tensor:
+        """The message without its head."""
+        return self.message[HEAD_WORDS:]
 
 
 class SharedIndex:
-    """Finds the union, bucket by bucket; remembers how many non-zeros each had lately, to size the next Bloom filter."""
+    """Finds the union, bucket by bucket, and sizes Bloom filters by what the last steps have learnt.
 
-    def __init__(self, kind: str, seed: int) -> None:
-        self.kind, self.seed = kind, seed
-        self.counts: dict[str, list[int]] = {}  # of the last steps that count
-        self.next_counts: dict[str, int] = {}  # of this one
-        self.n_blooms = 0
-        self.n_bloom_fallbacks = 0
+    Args:
+        kind: "bitmap", "bloom" or "auto", as of the scheme.
+        seed: of the filters' hashes.
+    """
+
+    def __init__(self, kind: str, seed: int, learnt: Learnt, aggregator: Aggregator) -> None:
+        self.kind, self._seed, self._learnt, self._aggregator = kind, seed, learnt, aggregator
+        self.n_blooms = self.n_bloom_fallbacks = 0
 
     def agree(
         self,
-        values: torch.Tensor,
-        facts: int,
+        values: Tensor,
+        wire: Wire,
         key: str,
-        bucket: Bucket,
-        communicator: Communicator,
-        aggregator: Aggregator,
         cell_bits: float,
-        cells_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        counts: bool,
+        cells_of: Callable[[Tensor], Tensor] | None = None,
     ) -> Union:
         """The union of all ranks' non-zeros in `values` (n,); each will cost `cell_bits` when they are summed.
 
-        Args: cells_of: this rank's index to cells, which are to be summed along with it.
+        Args:
+            counts: whether the bits that are set are to be counted.
+            cells_of: this rank's index to cells, which are to be summed along with it.
+        Raises: RankMismatch, CorruptMessage.
         """
-        n_elements = values.numel()
-        n_words = index_words(n_elements)
-        own = communicator.scratch("own index", 4 * n_words).view(torch.int32)
-        with bucket.record.timing("encode"):
-            found = write_index(values, own)
+        n = values.numel()
+        message = wire.scratch("index", HEAD_WORDS + index_words(n), torch.int32)
+        bitmap = message[HEAD_WORDS:]
+        with wire.timing("encode"):
+            packed_values.write_index(values, message, wire.checksum)
+            own = wire.scratch("own index", bitmap.numel(), torch.int32).copy_(bitmap)
         cells = None if cells_of is None else cells_of(own)
         total: Sum | None = None
 
-        def exchange(message: torch.Tensor) -> None:
+        def unite(words: Tensor) -> None:
             nonlocal total
             if cells is None or total is not None:
-                aggregator.or_words(message, bucket.record)
-                return
-            ored, total = aggregator.start_or_and_sum(message, cells, bucket.record)
-            ored.wait()
+                self._aggregator.or_words(words, wire)
+            else:
+                wait, total = self._aggregator.start_or_and_sum(words, cells, wire)
+                wait()
 
-        shape = self._choose(key, n_elements, cell_bits)
+        shape = self._choose(key, n, cell_bits)
         if shape is not None:
-            message = self._message(communicator, "bloom", facts, found, shape.n_words)
-            with bucket.record.timing("encode"):
-                bloom_filter.insert(own, n_elements, shape, self.seed, message[_HEADER_WORDS:])
-            exchange(message)
-            union = communicator.scratch("union", 4 * n_words).view(torch.int32)
-            with bucket.record.timing("decode"):
-                body = message[_HEADER_WORDS:]
-                candidates = bloom_filter.query(body, n_elements, shape, self.seed, union)
-            result = _read(message, own, union, total)
-            if not result.is_finite or not result.ranks_agree:
-                return result
-            if _is_worth(candidates, shape, n_elements, cell_bits):
-                self.next_counts[key] = candidates.n_nonzeros
+            filtered = wire.scratch("filter", HEAD_WORDS + shape.n_words, torch.int32)
+            head, bits = filtered[:HEAD_WORDS].copy_(message[:HEAD_WORDS]), filtered[HEAD_WORDS:]
+            with wire.timing("encode"):
+                bloom_filter.insert(own, n, shape, self._seed, bits)
+            unite(filtered)
+            with wire.timing("decode"):
+                candidates = bloom_filter.query(bits, n, shape, self._seed, bitmap)
+                message[:HEAD_WORDS].copy_(head)  # which an OR with the others leaves as it is
+            union = self._read(own, message, n, counts, total, wire)
+            if not union.head.is_finite:
+                return union
+            if _is_worth(candidates, shape, n, cell_bits):
+                self.remember(key, candidates.n_nonzeros)
                 self.n_blooms += 1
-                return result
+                return union
             self.n_bloom_fallbacks += 1
-            bucket.record.fallbacks.append("more non-zeros than the Bloom filter was made for: the bitmap was sent too")
-
-        message = self._message(communicator, "bitmap", facts, found, n_words)
-        message[_HEADER_WORDS:] = own
-        exchange(message)
-        return _read(message, own, message[_HEADER_WORDS:], total)
+            wire.record.fallbacks.append("more non-zeros than the Bloom filter was made for: the bitmap was sent too")
+            bitmap.copy_(own)
+        unite(message)
+        return self._read(own, message, n, counts, total, wire)
 
     def remember(self, key: str, n_nonzeros: int) -> None:
         """Note how many bits a union had that came as a bitmap; a filter's were estimated from the filter."""
         if self.kind != "bitmap":
-            self.next_counts.setdefault(key, n_nonzeros)
-
-    def commit(self) -> None:
-        """Keep what this step has counted."""
-        for key, n_nonzeros in self.next_counts.items():
-            self.counts[key] = [*self.counts.get(key, []), n_nonzeros][-_COUNTS_KEPT:]
+            self._learnt.count(key, n_nonzeros)
 
     def _choose(self, key: str, n_elements: int, cell_bits: float) -> BloomShape | None:
         """A filter, if this bucket's last counts are known and promise that it is smaller than a bitmap."""
-        counts = self.counts.get(key)
+        counts = self._learnt.of("n_nonzeros", key)
         if self.kind == "bitmap" or not counts:
             return None
         n_nonzeros = max(counts)
@@ -144,42 +136,21 @@ class SharedIndex:
         return shape if self.kind == "bloom" or shape.expected_bits < _MIN_GAIN * bitmap_bits else None
 
     @staticmethod
-    def _message(communicator: Communicator, name: str, facts: int, found: IndexFacts, n_words: int) -> torch.Tensor:
-        message = communicator.scratch(f"{name} message", 4 * (_HEADER_WORDS + n_words)).view(torch.int32)
-        message[:_HEADER_WORDS] = head_of(facts, found)
-        return message
-
-
-def head_of(facts: int, found: IndexFacts) -> torch.Tensor:
-    """(12,) int32: what goes before the index of values of which `found` is known; docs/format.md#count-sketch."""
-    is_finite = math.isfinite(found.max_magnitude)
-    run = 0
-    if is_finite and found.max_magnitude > 0:
-        run = (1 << (math.frexp(found.max_magnitude)[1] - _SMALLEST_EXPONENT + 1)) - 1
-    header = bytearray(_HEADER.pack(facts, ~facts & _FACTS_MASK, 0 if is_finite else _FLAG_NONFINITE))
-    header += run.to_bytes(4 * _HEADER_WORDS - _HEADER.size, "little")
-    return torch.frombuffer(header, dtype=torch.int32)
-
-
-class Head(NamedTuple):
-    """What the ranks' heads say together; see `Union`. `flags`: of any rank."""
-
-    exponent: int | None
-    flags: int
-    ranks_agree: bool
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no rank holds Inf or NaN."""
-        return not self.flags & _FLAG_NONFINITE
-
-
-def read_head(words: Sequence[int]) -> Head:
-    """Of (12,) int32, ORed over the ranks."""
-    header = struct.pack(f"<{_HEADER_WORDS}i", *words)
-    facts, complement, flags = _HEADER.unpack_from(header)
-    run = int.from_bytes(header[_HEADER.size :], "little")
-    return Head(run.bit_length() - 1 + _SMALLEST_EXPONENT if run else None, flags, facts & complement == 0)
+    def _read(own: Tensor, message: Tensor, n_elements: int, counts: bool, total: Sum | None, wire: Wire) -> Union:
+        """What the united message says; on a device the lane waits for it. Raises: RankMismatch, CorruptMessage."""
+        own_head, index = message[:HEAD_WORDS], message[HEAD_WORDS:]
+        ends = packed_values.count(index, n_elements, own_head) if counts else message[:0]
+        with wire.record.timing("communicate"):
+            numbers = wire.read(torch.cat([own_head, ends[-1:]]).long())
+        head = packed_values.read_head(numbers[:HEAD_WORDS])
+        if not head.ranks_agree:
+            wire.name_mismatch()
+        if head.flags & PAST_THE_END:
+            raise CorruptMessage(
+                f"the index of bucket {wire.facts.bucket} in step {wire.facts.step} has bits set past its {n_elements} values: "
+                "it was altered on its way; restart from the last checkpoint"
+            )
+        return Union(own, message, head, ends, numbers[-1], total)
 
 
 def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float) -> bool:
@@ -187,8 +158,3 @@ def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float
     if found.share_set > _MAX_SHARE_SET or found.n_candidates > _MAX_OVER_EXPECTED * shape.expected_candidates:
         return False
     return cell_bits * found.n_candidates <= n_elements + cell_bits * found.n_nonzeros
-
-
-def _read(message: torch.Tensor, own: torch.Tensor, union: torch.Tensor, total: Sum | None) -> Union:
-    head = read_head(message[:_HEADER_WORDS].tolist())
-    return Union(own, union, head.exponent, head.is_finite, head.ranks_agree, total)

@@ -1,28 +1,32 @@
-"""How a fused buffer of tensors becomes its mean over the ranks, compressed: by push and pull, or round a ring.
+"""The mean over the ranks of tensors in one buffer, compressed: by push and pull, or round a ring.
 
 Both write what this rank's encodings lost into `left_out`. Every value is encoded once by every rank: what it pushes to
-an owner, or, at the owner, the sum; in the ring, the partial sum that it hands on.
+an owner, or, at the owner, the sum; in the ring, the partial sum that it hands on. What is not finite travels as the codec
+has it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs import Codec
+from gradwire.codecs.general import RawCodec
 from gradwire.codecs.quantised import Quantised
-from gradwire.core.bucket import Bucket
-from gradwire.exchange.engine import Importance, engine_codec, ring_mean
+from gradwire.core.bucket import Bucket, Layout
 from gradwire.exchange.groups import Cut
+from gradwire.exchange.on_device import Chunk, DeviceOwners, Left
+from gradwire.exchange.ring import Importance, engine_codec, mean_through_codec
 from gradwire.schemes.selection import AtLeast, Selection
-from gradwire.telemetry.recorder import BucketRecord
-from gradwire.wire.communicator import Communicator
-from gradwire.wire.facts import Facts
+from gradwire.wire.device_wire import DeviceWire
+from gradwire.wire.wire import Wire
 
 # How much of its results an owner may send a peer before that peer adopts the first of them.
 _PULL_BYTES_AHEAD = 2 << 20
@@ -35,6 +39,9 @@ class CutSelection(Selection):
         keeps_places: bit_buf is laid out as the bucket, with gaps where raw tensors lie, so that it can be the bucket.
 
     Attributes:
+        dtype: the bucket's.
+        part_layout: of the compressed tensors as a bucket of their own; None: not made yet.
+        is_flushed: nothing that was left out of the raw tensors waits any more.
         n_bit_buf: values that bit_buf extends over: the compressed ones, and the gaps.
     """
 
@@ -42,116 +49,139 @@ class CutSelection(Selection):
         self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int, keeps_places: bool
     ) -> None:
         super().__init__(bucket, AtLeast(threshold_bytes), keeps_places)
-        self.keeps_places = keeps_places
+        self.keeps_places, self.dtype = keeps_places, bucket.buffer.dtype
         self.n_bit_buf = bucket.n_elements if keeps_places else self.n_compressed
         spans = [(span.fused, span.fused + span.n_elements) for span in self.compressed]
         self.cut = Cut(spans, world_size, group_elements)
-
-    @property
-    def part_edges(self) -> tuple[int, ...]:
-        """Where the ranks' parts of a bit_buf without gaps end, 0 first."""
-        assert not self.keeps_places
-        n_parts = len(self.cut.groups)
-        return tuple(self.n_compressed * part // n_parts for part in range(n_parts + 1))
+        self.part_layout: Layout | None = None
+        self.is_flushed = False
 
 
-class Source(NamedTuple):
-    """What a rank brings in where it lies: (n,) float32 gradient, and residual or None, in the order of the fused buffer."""
-
-    gradient: torch.Tensor
-    residual: torch.Tensor | None
-
-
-@dataclass(frozen=True)
 class FusedExchange:
-    """The means of transport: `mean(values, left_out, ...)` for one topology.
+    """Means through one codec.
+
+    Args:
+        wire: where the values lie. On a device the codec is a quantiser, and all goes through owners.
+        topology: "server", where every rank owns a part, or "all-reduce", a ring.
+        pull: what an owner answers with: "compressed", or "raw" in full precision.
+        group_elements: values encoded and sent at a time.
+    Raises: Unsupported (a codec without kernels, or no kernels here).
 
     Attributes:
-        codec: what tensors are compressed with.
-        pull_codec: what an owner's result is encoded with; a raw one sends it in full precision.
-        topology: "server" or "all-reduce".
-        group_elements: values encoded and sent at a time.
+        adds_residual: whether a residual is added as the values are encoded.
     """
 
-    communicator: Communicator
-    codec: Codec
-    pull_codec: Codec
-    topology: str
-    group_elements: int
-
-    @property
-    def takes_source(self) -> bool:
-        """Whether gradient and residual may be given apart, and are added as they are encoded."""
-        return self.topology == "server" and isinstance(self.codec, Quantised)
+    def __init__(self, wire: Wire, codec: Codec, topology: str, pull: str, group_elements: int) -> None:
+        self._codec, self._topology, self._group_elements = codec, topology, group_elements
+        self._pulls_raw = pull == "raw"
+        self.adds_residual = topology == "server" and isinstance(codec, Quantised)
+        self._on_device: DevicePieces | None = None
+        if isinstance(wire, DeviceWire):
+            assert isinstance(codec, Quantised)
+            self._on_device = DevicePieces(wire, codec, wire.communicator, group_elements)
 
     def mean(
         self,
-        values: torch.Tensor,
-        left_out: torch.Tensor,
+        wire: Wire,
         cut: Cut,
-        facts: Facts,
-        record: BucketRecord,
+        values: Tensor,
+        residual: Tensor | None = None,
+        left_out: Tensor | None = None,
+        loss_scale: float = 1.0,
         importance: Importance | None = None,
-        source: Source | None = None,
-        is_finite: Callable[[], bool] = lambda: True,
         stays_with_owners: bool = False,
-    ) -> Callable[[], None]:
-        """Replace `values` (n,) float32 by the mean over the ranks; `left_out` (n,) float32 by what this rank lost.
+    ) -> Callable[[], None] | None:
+        """Replace what `cut` has of `values` by its mean over the ranks; on the lane.
 
-        N x mean + the sum of all ranks' left_out = the sum of their values, to rounding. With `source` (only where
-        `takes_source`) the values are its sum, and `values` need not hold anything, or may be the source's gradient.
+        N x mean + loss_scale x the sum of all ranks' left_out = the sum of their values + loss_scale x residual, to rounding.
 
         Args:
-            is_finite: asked before the first value is replaced; if it says no, on every rank, none is.
-            stays_with_owners: replace this rank's part alone, by the bits that a raw pull gives, and leave the others as they
-                are; nothing is lost of the own part, and what is not finite is replaced all the same.
+            values: (n,), in host memory float32.
+            residual, left_out: (n,) float32, of which the second is written; None: no error feedback.
+            importance: of the values, for a codec that weighs them.
+            stays_with_owners: replace this rank's part alone, by the bits that a raw pull gives, and lose nothing of it.
         Returns: what is left to do until the values are replaced: the last results are on their way then. One other
-            exchange may be begun before.
+            exchange may be begun before. None: nothing.
         """
-        communicator = self.communicator
-        if self.topology != "server":
-            assert source is None
-            left_out.zero_()
-            codec = self.codec
-            if isinstance(codec, Quantised):
-                codec = _Drawing(codec, first_draw(communicator, record))
-            ring_mean(communicator, codec, values, facts, record, importance, self.group_elements, left_out)
-            return lambda: None
-        if communicator.world_size == 1 or not any(cut.n_groups):
-            return lambda: None
-        push = engine_codec(self.codec, torch.float32, importance)
-        pull = push if self.pull_codec is self.codec else engine_codec(self.pull_codec, torch.float32, importance)
-        gradient, residual = Source(values, None) if source is None else source
-        exchange = _native.PieceExchange(
-            communicator.mesh,
-            communicator.next_stream(),
-            facts,
-            push,
-            pull,
-            cut.native,
-            values,
-            gradient,
-            residual,
-            left_out,
-            first_draw(communicator, record),
-            not stays_with_owners,
-            _PULL_BYTES_AHEAD,
-            lambda: not is_finite(),
-        )
-        record.add_account(*exchange.run())
-        return (lambda: None) if stays_with_owners else lambda: record.add_account(*exchange.finish())
+        draw = _first_draw(wire)
+        if self._on_device is not None:
+            n_bytes = self._on_device.mean_of_pieces(values, cut, draw, residual, left_out, loss_scale)
+            wire.record.count_exchanged(n_bytes)
+            return None
+        if residual is not None and (loss_scale != 1.0 or not self.adds_residual):
+            with wire.timing("encode"):
+                values.add_(residual, alpha=loss_scale)
+            residual = None
+        lost = wire.scratch("left out", values.numel()) if left_out is None else left_out
+        rest: Callable[[], None] | None = None
+        if self._topology == "server":
+            push = engine_codec(self._codec, torch.float32, importance)
+            pull = engine_codec(RawCodec(), torch.float32, None) if self._pulls_raw else push
+            exchange = _native.PieceExchange(
+                wire.communicator.mesh, wire.communicator.next_stream(), wire.facts, push, pull, cut.native, values,
+                residual, lost, draw, not stays_with_owners, _PULL_BYTES_AHEAD,
+            )  # fmt: skip
+            wire.record.add_account(*exchange.run())
+
+            def finish() -> None:
+                wire.record.add_account(*exchange.finish())
+
+            rest = None if stays_with_owners else finish
+        else:
+            codec: Any = self._codec
+            if isinstance(codec, Quantised):  # each message rounds by random numbers of its own
+                codec = SimpleNamespace(exchange_codec=functools.partial(codec.exchange_codec, first_step=draw))
+            mean_through_codec(
+                wire.communicator, codec, values, wire.facts, wire.record, importance,
+                chunk_elements=self._group_elements, left_out=lost.zero_(),
+            )  # fmt: skip
+        if left_out is not None and loss_scale != 1.0:
+            wire.divide(left_out, loss_scale)
+        return rest
 
 
-class _Drawing:
-    """A quantiser in a ring, each of whose messages rounds by random numbers of its own."""
+class DevicePieces(DeviceOwners):
+    """Push and pull where the values are: the messages and bits of native/exchange/pieces.hpp.
 
-    def __init__(self, codec: Quantised, first_draw: int) -> None:
-        self.name, self.feeds_back = codec.name, codec.feeds_back
-        self.max_encoded_bytes, self.encode, self.decode = codec.max_encoded_bytes, codec.encode, codec.decode
-        self.exchange_codec = functools.partial(codec.exchange_codec, first_step=first_draw)
+    Every tensor's piece of every part is a message of its own, so that a scale belongs to one tensor; a part's messages
+    travel together, in rows of one length.
+    """
+
+    def mean_of_pieces(
+        self, values: Tensor, cut: Cut, first_draw: int, residual: Tensor | None, left_out: Tensor | None, scale: float
+    ) -> int:
+        """As `FusedExchange.mean`; the message that begins at value k draws by `first_draw` + k.
+
+        Returns: bytes sent, which are those received.
+        """
+        parts, rank = [self._chunks_of(cut, part) for part in range(self._world)], self._rank
+
+        def encode(chunk_values: Tensor, part: int, index: int, row: Tensor) -> None:
+            chunk = parts[part][index]
+            # Of the own part the residual is in the sum already.
+            left = Left(None if part == rank else residual, left_out, scale)
+            self._encode(chunk_values, chunk, row, first_draw + chunk.values.start, left)
+
+        def own(chunk: Chunk) -> Tensor:
+            mine = values[chunk.values]
+            return mine if residual is None else torch.add(mine.float(), residual[chunk.values], alpha=scale)
+
+        return self._through_owners(values, parts, encode, own)
+
+    def _chunks_of(self, cut: Cut, part: int) -> list[Chunk]:
+        """The pieces of a part, one after the other."""
+        chunks, at = [], 0
+        for group in cut.groups[part]:
+            edges = itertools.pairwise(itertools.accumulate(map(abs, group.sizes), initial=group.start))
+            for (first, last), size in zip(edges, group.sizes, strict=True):
+                if size > 0:
+                    room = self._codec.message_room(last - first)
+                    chunks.append(Chunk(slice(first, last), slice(at, at + room), ()))
+                    at += room
+        return chunks
 
 
-def first_draw(communicator: Communicator, record: BucketRecord) -> int:
-    """Where this rank's random numbers of this bucket and step begin: no other rank's, step's or bucket's are the same."""
-    of_step = (record.step * communicator.world_size + communicator.rank) & 0xFFFFFF
-    return (of_step << 40) | ((record.bucket & 0x3F) << 34)  # below that, 2^34 pieces or values of one bucket
+def _first_draw(wire: Wire) -> int:
+    """Choose where this rank's random numbers of this bucket and step begin: those of no other are the same."""
+    of_step = (wire.record.step * wire.world_size + wire.rank) & 0xFFFFFF
+    return (of_step << 40) | ((wire.record.bucket & 0x3F) << 34)  # below that, 2^34 pieces or values of one bucket

@@ -1,13 +1,14 @@
 """The communication threshold table in a live run: measured while the training warms up, agreed, and watched after that.
 
 Warm-up (algorithm 1 of the paper): even steps send every gradient compressed, odd steps raw. Inside a fused bucket sizes
-cannot be told apart, so after each of these steps every size also travels once by itself, in that step's mode, timed by
-the recorder's clock. Ranks take the slowest rank's times, so that one table holds for all (algorithm 2 broadcasts one
-rank's threshold; the slowest rank is the one that a step waits for).
+cannot be told apart, so after each of these steps every size also travels once by itself, in that step's mode: in host
+memory between two steps; on a device behind the step's last bucket, where the training's kernels wait for it and no thread
+does, and times are read when the next step begins. Ranks take the slowest rank's times, so that one table holds for all
+(algorithm 2 broadcasts one rank's threshold; the slowest rank is the one that a step waits for).
 
 Watching, which the paper leaves out: every `drift_every` steps the ranks compare how long their steps communicate, by
 the rank that waits least for others, with what it was when the table was made. A change beyond `drift_factor`, either
-way, or a request by any rank, has all sizes measured again between two steps.
+way, or a request by any rank, has all sizes measured again.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.control.threshold import SizeTimes, ThresholdTable, has_drifted, log_spaced
+from gradwire.checks import choice as check_choice
 from gradwire.core.checkpoint import not_the_state
 from gradwire.errors import InvalidArgument
-from gradwire.telemetry.recorder import BucketRecord
-from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.schemes.slimgc.clock import Later
+from gradwire.schemes.slimgc.threshold import METHODS, SizeTimes, ThresholdTable, has_drifted, log_spaced
 from gradwire.wire.communicator import Communicator
 
 # DDP's first step has one bucket for the whole model and every buffer is new: nothing in it is typical.
@@ -37,21 +38,26 @@ _MAX_PROBE_BYTES = 8 << 20
 # the first may find its memory untouched or a core taken, and one such time would decide for all large tensors.
 _SMALL_BYTES, _SMALL_REPEATS, _LARGE_REPEATS = 256 << 10, 3, 2
 
-# (values (n,) of the gradient's dtype, is_compressed, record) -> None: one tensor's exchange, results thrown away.
-Probe = Callable[[torch.Tensor, bool, BucketRecord], None]
+# (values (n,) of the gradient's dtype, is_compressed): sends one tensor by itself; what comes of it is thrown away.
+Send = Callable[[torch.Tensor, bool], Later]
 # (raw, compressed, codec) seconds, of one size; None where it was not measured in that mode.
 _Times = tuple[float | None, float | None, float | None]
 
 
 class Measuring:
-    """Everything that decides the threshold of a run. Used on the lane only, but for `request` and `stats`.
+    """Everything that decides the threshold of a run. Used on the lane only, but for `is_requested` and `stats`.
 
     Args:
         warmup_steps: steps to measure in; even, at least 4.
-        method: "fit" or "measured" (`gradwire.control.threshold`).
+        method: "fit" or "measured" (`gradwire.schemes.slimgc.threshold`).
         drift_every: steps between two looks at the network; 0: never.
         drift_factor: how much slower or faster a step's communication must become to measure again.
     Raises: InvalidArgument.
+
+    Attributes:
+        table: None as long as none was measured.
+        is_due: all sizes are to be measured again.
+        is_requested: have that be so from the next look at the network on; if any rank asks, all measure.
     """
 
     def __init__(self, warmup_steps: int, method: str, drift_every: int, drift_factor: float) -> None:
@@ -62,30 +68,37 @@ class Measuring:
             )
         if drift_every < 0:
             raise InvalidArgument(f"drift_every is 0 (never) or a number of steps, got {drift_every}")
-        ThresholdTable([SizeTimes(1, 1.0, 1.0, 1.0)]).threshold_bytes(method)
-        has_drifted(1.0, 1.0, drift_factor)
-        self.warmup_steps, self.method = warmup_steps, method
+        if not drift_factor > 1:
+            raise InvalidArgument(f"the drift factor is above 1, not {drift_factor!r}")
+        self.warmup_steps, self.method = warmup_steps, check_choice("method", method, METHODS)
         self.drift_every, self.drift_factor = drift_every, drift_factor
         self.table: ThresholdTable | None = None
         self.n_measured = 0
+        self.is_due = False
         self._first_step: int | None = None
         self._sizes: set[int] = set()  # values of each tensor of the model
         self._sample = torch.empty(0)
         self._times: dict[int, list[_Times]] = {}
         self._communicate_s: deque[float] = deque(maxlen=max(1, drift_every))
         self._reference_s: float | None = None
-        self._is_requested = False
+        self.is_requested = False
+        self._ended: int | None = None  # the step that was probed last, until its times are taken
+        self._under_way: list[tuple[int, bool, list[Later]]] = []  # its probes: (values, is_compressed, times)
 
     # ---- what a step asks
 
-    def is_warming_up(self, step: int) -> bool:
-        """Whether `step` belongs to the warm-up, which begins with the first step that is asked about."""
+    def warmup_mode(self, step: int) -> bool | None:
+        """Say if `step` sends everything compressed, as the first and every other step of the warm-up, or everything raw.
+
+        None: it is after the warm-up, which begins with the first step that is asked about.
+        """
         if self._first_step is None:
             self._first_step = step
-        return self.table is None and step < self._first_step + self.warmup_steps
+        n_before = step - self._first_step
+        return None if self.table is not None or n_before >= self.warmup_steps else n_before % 2 == 0
 
     def may_probe(self, step: int, is_ahead: bool) -> bool:
-        """Whether tensors may be sent by themselves at the end of `step`; asked by the training thread after its buckets.
+        """Say if tensors may be sent by themselves at the end of `step`; also on the training thread after its buckets.
 
         `is_ahead`: the training does not wait for the aggregation. Then a look at the network does not make it wait
         either, and what a look measures counts to the step in which it ends.
@@ -97,11 +110,6 @@ class Measuring:
             return step >= self._first_step + COLD_STEPS
         return not is_ahead and self.drift_every > 0 and (step + 1) % self.drift_every == 0
 
-    def is_compressed_warmup(self, step: int) -> bool:
-        """In the warm-up: whether this step sends everything compressed; the first does, and every other one."""
-        assert self._first_step is not None
-        return (step - self._first_step) % 2 == 0
-
     def see(self, tensors: list[torch.Tensor]) -> None:
         """Note the sizes of a bucket's tensors, and keep the largest as what is sent in probes."""
         for tensor in tensors:
@@ -112,45 +120,51 @@ class Measuring:
             if n > self._sample.numel():
                 self._sample = torch.nan_to_num(tensor[:n].clone(), nan=0.0, posinf=0.0, neginf=0.0)
 
-    def request(self) -> None:
-        """Measure again at the next look at the network. Any rank may ask; all ranks then measure."""
-        self._is_requested = True
-
     # ---- after a step, on the lane of every rank
 
-    def end_step(
-        self,
-        step: int,
-        communicate_s: float,
-        communicator: Communicator,
-        open_record: Callable[[], BucketRecord],
-        probe: Probe,
-    ) -> bool:
-        """Probe, agree, or look at the network, as the step has it; whether there is a new table."""
-        if self.is_warming_up(step):
-            assert self._first_step is not None
-            done = step - self._first_step + 1
-            if done > COLD_STEPS:
-                self._measure(communicator, open_record(), probe, (self.is_compressed_warmup(step),))
-            return done == self.warmup_steps and self._agree(communicator)
-        if self.table is None:
-            return False
-        self._communicate_s.append(communicate_s)
-        if not self.drift_every or (step + 1) % self.drift_every:
-            return False
-        return self._look(communicator, open_record, probe)
+    def probe(self, step: int, device: torch.device, send: Send) -> None:
+        """Send every size by itself, in the modes that are to be measured after `step`."""
+        self._ended = step
+        self._sample = self._sample.to(device)  # where it is, unless it was loaded
+        for is_compressed in self._modes(step):
+            for n, repeats in self._probes():
+                times = [send(self._sample[:n], is_compressed) for _ in range(repeats)]
+                self._under_way.append((n, is_compressed, times))
 
-    def _look(self, communicator: Communicator, open_record: Callable[[], BucketRecord], probe: Probe) -> bool:
-        if not self._is_outdated(communicator):
-            return False
-        record = open_record()
-        for is_compressed in (True, False):
-            self._measure(communicator, record, probe, (is_compressed,))
-        return self._agree(communicator)
+    def conclude(self, communicate_s: float, communicator: Communicator) -> int | None:
+        """Take the times of what was sent after the step that ended last, agree, or look at the network, as that step has it.
+
+        Args:
+            communicate_s: how long the buckets of that step communicated.
+        Returns: the threshold, if there is a new table.
+        """
+        step, self._ended = self._ended, None
+        under_way, self._under_way = self._under_way, []
+        for n, is_compressed, times in under_way:
+            self._note(n, is_compressed, [read() for read in times])
+        if step is None:  # none has ended since, or it was given up half-way
+            return None
+        if self.warmup_mode(step) is not None:
+            return self._agree(communicator) if self.warmup_mode(step + 1) is None else None
+        if self.is_due:
+            self.is_due = False
+            return self._agree(communicator)
+        if self.table is not None:
+            self._communicate_s.append(communicate_s)
+            if self.drift_every and not (step + 1) % self.drift_every:
+                self.is_due = self._is_outdated(communicator)
+        return None
+
+    def _modes(self, step: int) -> tuple[bool, ...]:
+        """Find the modes in which sizes are sent after `step`: compressed or not."""
+        mode = self.warmup_mode(step)
+        if mode is None:
+            return (True, False) if self.is_due else ()
+        return (mode,) if self.may_probe(step, is_ahead=False) else ()
 
     def _is_outdated(self, communicator: Communicator) -> bool:
-        """Whether the network has changed, or any rank wants to know; the same on all of them."""
-        facts = torch.tensor([statistics.median(self._communicate_s), -float(self._is_requested)], dtype=torch.float64)
+        """Say if the network has changed, or any rank wants to know: the same on all of them."""
+        facts = torch.tensor([statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64)
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
         current_s, is_requested = float(facts[0]), facts[1] < 0
         self._communicate_s.clear()
@@ -158,18 +172,12 @@ class Measuring:
             self._reference_s = current_s
         if not is_requested and not has_drifted(self._reference_s, current_s, self.drift_factor):
             return False
-        self._is_requested = False
+        self.is_requested = False
         self._reference_s = None  # the next look begins anew: what is compressed may change now
         return True
 
-    def _measure(self, communicator: Communicator, record: BucketRecord, probe: Probe, modes: tuple[bool, ...]) -> None:
-        for n, repeats in self._probes():
-            for is_compressed in modes:
-                timed = [self._time(n, is_compressed, communicator, record, probe) for _ in range(repeats)]
-                self._note(n, is_compressed, timed)
-
     def _probes(self) -> list[tuple[int, int]]:
-        """How many values are sent by themselves, and how often, for each size that gets a row."""
+        """Choose how many values are sent by themselves, and how often, for each size that gets a row."""
         largest, element_bytes = self._sample.numel(), self._sample.element_size()
         sizes = log_spaced({min(n, largest) for n in self._sizes}, _MAX_SIZES)
         return [(n, _SMALL_REPEATS if n * element_bytes < _SMALL_BYTES else _LARGE_REPEATS) for n in sizes]
@@ -181,21 +189,11 @@ class Measuring:
         times = (None, total_s - codec_s, codec_s) if is_compressed else (total_s, None, None)
         self._times.setdefault(n * self._sample.element_size(), []).append(times)
 
-    def _time(
-        self, n: int, is_compressed: bool, communicator: Communicator, record: BucketRecord, probe: Probe
-    ) -> tuple[float, float]:
-        """(seconds of the exchange, of it in the codec) of one tensor of `n` values by itself."""
-        communicator.all_reduce(torch.zeros(1))  # ranks start together: waiting for a slow one is not communication
-        busy_ns, watch = _coding_ns(record), Stopwatch()
-        with watch:
-            probe(self._sample[:n], is_compressed, record)
-        return watch.total_ns / 1e9, (_coding_ns(record) - busy_ns) / 1e9
-
-    def _agree(self, communicator: Communicator) -> bool:
-        """Make the table that all ranks share."""
+    def _agree(self, communicator: Communicator) -> int | None:
+        """Make the table that all ranks share; its threshold."""
         sizes = sorted(self._times)
         if not sizes:
-            return False
+            return None
         rows = torch.tensor([[_mean(self._times[size], i) for i in range(3)] for size in sizes], dtype=torch.float64)
         communicator.all_reduce(rows, dist.ReduceOp.MAX)
         self._times.clear()
@@ -203,7 +201,7 @@ class Measuring:
             SizeTimes(size, *(float(value) for value in row)) for size, row in zip(sizes, rows, strict=True)
         )
         self.n_measured += 1
-        return True
+        return self.table.threshold_bytes(self.method)
 
     # ---- between steps
 
@@ -224,7 +222,7 @@ class Measuring:
             "times": {size: [list(times) for times in rows] for size, rows in self._times.items()},
             "communicate_s": list(self._communicate_s),
             "reference_s": self._reference_s,
-            "is_requested": self._is_requested,
+            "is_requested": self.is_requested,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,7 +241,7 @@ class Measuring:
         self.n_measured, self._first_step, self._reference_s = n_measured, first_step, reference_s
         self._communicate_s.clear()
         self._communicate_s.extend(communicate_s)
-        self._is_requested = is_requested
+        self.is_requested = is_requested
 
 
 def _mean(rows: list[_Times], index: int) -> float:
@@ -255,7 +253,3 @@ def _mean(rows: list[_Times], index: int) -> float:
 def _as_times(row: Any) -> _Times:
     raw, compressed, codec = (None if value is None else float(value) for value in row)
     return raw, compressed, codec
-
-
-def _coding_ns(record: BucketRecord) -> int:
-    return record.busy_ns["encode"] + record.busy_ns["decode"]

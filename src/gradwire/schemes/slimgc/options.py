@@ -1,105 +1,71 @@
-"""SlimGC's options: what goes together, and the codec that they name."""
+"""SlimGC's options: their defaults, what of them goes together, and the codec that they name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from gradwire import codecs
+from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec
 from gradwire.codecs.quantised import Quantised
-from gradwire.control.checks import choice as check_choice
-from gradwire.errors import InvalidArgument
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.base import Scheme
-from gradwire.stepping.look_ahead import LookAheadOptions
 
-TOPOLOGIES = ("server", "all-reduce")
-PULLS = ("compressed", "raw")
-UPDATES = ("worker", "owner")
-
-
-Options = TypeVar("Options", "Transport", "Measured", "Stepping")
-
-
-@dataclass(frozen=True)
-class Transport:
-    """How compressed tensors travel: see `SlimGC`. Raises: InvalidArgument."""
-
-    topology: str = "server"
-    pull: str = "compressed"
-    group_elements: int | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("topology", self.topology, TOPOLOGIES)
-        check_choice("pull", self.pull, PULLS)
-        if self.pull == "raw" and self.topology != "server":
-            raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
-        if self.group_elements is not None and self.group_elements < 1:
-            raise InvalidArgument(f"group_elements must be at least 1, got {self.group_elements}")
-
-    def elements_for(self, codec: Codec) -> int:
-        """Values encoded and sent at a time."""
-        fitting = QUANTISED_CHUNK_ELEMENTS if isinstance(codec, Quantised) else CHUNK_ELEMENTS
-        return fitting if self.group_elements is None else self.group_elements
+# Of the scheme; all others belong to the codec that is named.
+_DEFAULTS: dict[str, Any] = {
+    "topology": "server",
+    "pull": "compressed",
+    "group_elements": None,
+    "warmup_steps": 10,
+    "method": "fit",
+    "drift_every": 50,
+    "drift_factor": 1.5,
+    "backup": False,
+    "local": "peek",
+    "local_rate": None,
+    "sync_steps": None,
+    "max_grad_norm": None,
+    "update": "worker",
+    "max_grad_value": None,
+}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """How the threshold is found: see `Measuring`."""
+def read_options(codec: Any, given: dict[str, Any]) -> tuple[Codec, dict[str, Any]]:
+    """The codec, made by name with its options, given, or what a scheme given works with; and all of the scheme's options.
 
-    warmup_steps: int = 10
-    method: str = "fit"
-    drift_every: int = 50
-    drift_factor: float = 1.5
-
-
-@dataclass(frozen=True)
-class Stepping:
-    """Who takes the optimizer's step, and what it waits for: see `SlimGC`. Raises: InvalidArgument."""
-
-    backup: bool = False
-    local: str = "peek"
-    local_rate: float | None = None
-    sync_steps: int | None = None
-    max_grad_norm: float | None = None
-    update: str = "worker"
-    max_grad_value: float | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("update", self.update, UPDATES)
-        if self.update == "owner" and self.backup:
-            raise InvalidArgument('backup=True moves local weights by the whole optimizer: it needs update="worker"')
-        if self.max_grad_value is not None and (self.update != "owner" or not self.max_grad_value > 0):
-            raise InvalidArgument(
-                'max_grad_value is positive and belongs to update="owner", '
-                f"got {self.max_grad_value!r}; otherwise clip .grad as ever"
-            )
-        if not self.backup and (self.max_grad_norm is not None or self.local_rate is not None):
-            raise InvalidArgument("max_grad_norm and local_rate belong to backup=True; without it, clip .grad as ever")
-
-    def check(self, transport: Transport) -> None:
-        """Raises: InvalidArgument (the owner's step without what makes owners)."""
-        if self.update == "owner" and (transport.topology != "server" or transport.pull != "raw"):
-            raise InvalidArgument(
-                'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
-                'pull="raw"'
-            )
-
-    def look_ahead(self, settling_steps: int) -> LookAheadOptions:
-        """`settling_steps`: steps that wait for their aggregate unless `sync_steps` says otherwise."""
-        sync_steps = settling_steps if self.sync_steps is None else self.sync_steps
-        return LookAheadOptions(self.local, self.local_rate, sync_steps, self.max_grad_norm)
+    Raises: InvalidArgument.
+    """
+    options = {name: given.pop(name, default) for name, default in _DEFAULTS.items()}
+    is_server = check_choice("topology", options["topology"], ("server", "all-reduce")) == "server"
+    is_raw = check_choice("pull", options["pull"], ("compressed", "raw")) == "raw"
+    is_owners = check_choice("update", options["update"], ("worker", "owner")) == "owner"
+    backup = options["backup"] = bool(options["backup"])
+    most, group_elements = options["max_grad_value"], options["group_elements"]
+    if is_raw and not is_server:
+        raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
+    if group_elements is not None and group_elements < 1:
+        raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
+    if is_owners and backup:
+        raise InvalidArgument('backup=True moves local weights by the whole optimizer: it needs update="worker"')
+    if most is not None and (not is_owners or not most > 0):
+        raise InvalidArgument(
+            f'max_grad_value is positive and belongs to update="owner", got {most!r}; otherwise clip .grad as ever'
+        )
+    if not backup and (options["max_grad_norm"] is not None or options["local_rate"] is not None):
+        raise InvalidArgument("max_grad_norm and local_rate belong to backup=True; without it, clip .grad as ever")
+    if is_owners and not is_raw:
+        raise InvalidArgument(
+            'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
+            'pull="raw"'
+        )
+    made = _codec_of(codec, given)
+    if group_elements is None:
+        options["group_elements"] = QUANTISED_CHUNK_ELEMENTS if isinstance(made, Quantised) else CHUNK_ELEMENTS
+    return made, options
 
 
-def take(kind: type[Options], options: dict[str, Any]) -> Options:
-    """The options that `kind` knows, taken out of `options`. Raises: InvalidArgument."""
-    known = {field.name for field in fields(kind)} & options.keys()
-    return kind(**{name: options.pop(name) for name in known})
-
-
-def codec_of(codec: Any, options: dict[str, Any]) -> Codec:
-    """The codec: made by name, given, or what a scheme given works with. Raises: InvalidArgument."""
+def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
     if isinstance(codec, str):
         return codecs.by_name(codec, **options)
     if options:
@@ -118,3 +84,16 @@ def options_of(codec: Codec) -> dict[str, Any]:
     """A codec's options, as plain values: what ranks compare."""
     plain = (bool, int, float, str, type(None))
     return {k: v for k, v in sorted(vars(codec).items()) if not k.startswith("_") and isinstance(v, plain)}
+
+
+def refuse_on_device(codec: Codec, options: dict[str, Any]) -> None:
+    """Raises: Unsupported (what needs the host)."""
+    for name, wanted in (("backup", False), ("update", "worker"), ("topology", "server"), ("pull", "compressed")):
+        if options[name] != wanted:
+            value = f'"{options[name]}"' if isinstance(options[name], str) else options[name]
+            raise Unsupported(f"slimgc with {name}={value} works on host memory: leave that or placement out")
+    if not isinstance(codec, Quantised):
+        raise Unsupported(
+            f"slimgc works on devices with one-bit, two-bit and qsgd, not with {codec.name}: take one of these, or leave "
+            "placement out"
+        )

@@ -9,42 +9,50 @@ step does not wait for any of it (3.5).
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import zlib
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.codecs import Codec
-from gradwire.codecs.general import RawCodec
-from gradwire.control.threshold import NEVER, check_threshold
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
+from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.core.site import DeviceSite, ResidentBucket
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
+from gradwire.exchange.groups import Cut
+from gradwire.exchange.ring import Importance
 from gradwire.schemes.base import Scheme
+from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from gradwire.schemes.on_device import Placing, StepsOnDevice
+from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.selection import tensors_of
+from gradwire.schemes.slimgc.clock import DeviceClock, HostClock, Later
 from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
 from gradwire.schemes.slimgc.measuring import Measuring
-from gradwire.schemes.slimgc.measuring_on_device import MeasuringOnDevice
-from gradwire.schemes.slimgc.on_device import SlimGCOnDevice, check_codec
-from gradwire.schemes.slimgc.options import Measured, Stepping, Transport, codec_of, options_of, take
-from gradwire.schemes.slimgc.reduction import Reduction
-from gradwire.stepping.look_ahead import LookAhead
-from gradwire.stepping.owner_step import OwnerStep
-from gradwire.telemetry.recorder import BucketRecord
+from gradwire.schemes.slimgc.options import options_of, read_options, refuse_on_device
+from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
+from gradwire.stepping.look_ahead import LookAhead, LookAheadOptions
+from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.stopwatch import Stopwatch
-from gradwire.wire.facts import Facts
+from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.futures import then
 from gradwire.wire.lane import Continuation
-from gradwire.wire.preamble import Preamble, compare_preambles
-from gradwire.wire.step_check import StepCheck
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
+from gradwire.wire.wire import Wire
+
+# Of a task of the lane's: a future for which the lane need not wait, or the rest of its work, if any is left.
+LaneResult = torch.futures.Future | Continuation | None
+
+_MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
+_LOOK_AHEAD = ("local", "local_rate", "sync_steps", "max_grad_norm")
 
 
-class SlimGC(Placing):
+class SlimGC(Compressed):
     """Any codec, used only where it pays.
 
     All ranks get the same bits. What the codec loses is kept by the rank that encoded it and added to its next gradient.
@@ -70,49 +78,42 @@ class SlimGC(Placing):
         local: with backup, how the local weights come about: "peek" (the user's own rule) or "sgd" (`local_rate`).
         sync_steps: with backup, steps at the beginning that wait all the same; None: the warm-up's and two more.
         max_grad_norm: with backup, in place of clip_grad_norm_, which would clip the wrong gradient.
-        transport, measured, stepping: the options above by groups, as objects; or name the options singly.
         **options: those, and of a codec that is given by name.
     Raises: InvalidArgument.
     """
 
     name = "slimgc"
-    state_is_per_world = True
     waits_by_tensor = True
+    settles_plainly = False
 
     def __init__(
         self,
         codec: str | Codec | Scheme = "one-bit",
         threshold_bytes: int | None = None,
         error_feedback: bool = True,
-        *,
-        transport: Transport | None = None,
-        measured: Measured | None = None,
-        stepping: Stepping | None = None,
         **options: Any,
     ) -> None:
-        self.transport = take(Transport, options) if transport is None else transport
-        self.measured = take(Measured, options) if measured is None else measured
-        self.stepping = take(Stepping, options) if stepping is None else stepping
-        self.stepping.check(self.transport)
-        self.codec = codec_of(codec, options)
-        self.group_elements = self.transport.elements_for(self.codec)
+        super().__init__(error_feedback=error_feedback)
+        self.codec, mine = read_options(codec, options)
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
-        self.error_feedback = bool(error_feedback)
-        self.backup, self.update = bool(self.stepping.backup), self.stepping.update
+        if mine["sync_steps"] is None:
+            mine["sync_steps"] = 2 + (mine["warmup_steps"] if threshold_bytes is None else 0)
+        self._options, self.backup, self.update = mine, mine["backup"], mine["update"]
+        self._look_ahead = LookAheadOptions(**{name: mine[name] for name in _LOOK_AHEAD})
         self.owns_step = self.backup or self.update == "owner"
+        self.state_is_per_world = True
         if self.update == "owner":
             self.per_rank_state = None  # its shards of the optimizer's state are cut for so many ranks
-        self._look_ahead = self.stepping.look_ahead(2 + (self.measured.warmup_steps if threshold_bytes is None else 0))
         self._stepper: LookAhead | OwnerStep | None = None
+        self._clock: HostClock | DeviceClock | None = None  # None: no table is measured
         self._reset()
 
     def _reset(self) -> None:
-        is_on_device = self.is_bound and self.session.site is not None
-        self._measuring = (MeasuringOnDevice if is_on_device else Measuring)(**asdict(self.measured))
+        self._measuring = Measuring(**{name: self._options[name] for name in _MEASURED})
         self._last_stats: dict[str, Any] | None = None
         self._threshold = NEVER if self.threshold_bytes is None else self.threshold_bytes
         self._plans: dict[int, tuple[int, int, CutSelection]] = {}  # by bucket: layout, threshold, plan
-        self._records: list[BucketRecord] = []
+        self._under_way: list[torch.futures.Future] = []  # sums of raw buckets, which the lane does not wait for
         self._has_loaded = False
         self._loaded = 0  # what ranks that loaded shards of the optimizer's state must have alike
 
@@ -124,12 +125,9 @@ class SlimGC(Placing):
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is a threshold: one that was given, or follows from a table. One rank has nothing to measure."""
-        return self.threshold_bytes is not None or self._measuring.table is not None or self._is_alone
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.is_bound and self.session.communicator.world_size == 1
+        """True once there is a threshold: given, or from a table. One rank has nothing to measure."""
+        is_alone = self.is_bound and self.session.communicator.world_size == 1
+        return self.threshold_bytes is not None or self._measuring.table is not None or is_alone
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -138,17 +136,13 @@ class SlimGC(Placing):
             "codec_options": options_of(self.codec),
             "threshold_bytes": self.threshold_bytes,
             "error_feedback": self.error_feedback,
-            **asdict(self.transport),
-            **asdict(self.measured),
-            **asdict(self.stepping),
-            **asdict(self._look_ahead),
-            "group_elements": self.group_elements,
-            "backup": self.backup,
+            **self._options,
         }
 
     def bind(self, session: Session) -> None:
-        """Raises: InvalidArgument, Unsupported (a codec that reads the optimizer, and none, or another, was given)."""
-        metric = None
+        """Raises: InvalidArgument, Unsupported (a codec that reads the optimizer, and none, or another, was given; on a
+        device, options that need the host)."""
+        wire, metric = session.wire, None
         if getattr(self.codec, "importance", None) == "paper":
             if session.optimizer is None:
                 raise InvalidArgument(
@@ -161,138 +155,253 @@ class SlimGC(Placing):
                     'importance="none", or update="worker"'
                 )
             metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
+        if wire.on_device:
+            refuse_on_device(self.codec, self._options)
         super().bind(session)
-        if session.site is None:
-            self._reset()
-        pull_codec = self.codec if self.transport.pull == "compressed" else RawCodec()
-        exchange = FusedExchange(
-            session.communicator, self.codec, pull_codec, self.transport.topology, self.group_elements
-        )
-        # What one native call encodes where it lies need not lie together; the ring and an owner's step want it so.
-        self._keeps_places = exchange.takes_source and self.update == "worker"
-        self._reduction = Reduction(session, exchange, metric, self.error_feedback)
-        self._check = StepCheck(session.communicator)
-
-    # ---- on a device
-
-    def _go_to(self, site: DeviceSite, session: Session) -> StepsOnDevice:
-        """Raises: Unsupported (options that need the host)."""
-        codec = check_codec(self.codec, self.transport, self.stepping)
         self._reset()
-        measuring = self._measuring if self.threshold_bytes is None else None
-        assert measuring is None or isinstance(measuring, MeasuringOnDevice)
-        return SlimGCOnDevice(session, site, codec, self.group_elements, self.error_feedback, self._plan_of, measuring)
-
-    def _begin_on_device(self) -> None:
-        """What the step before has measured may have made a table."""
-        measuring = self._measuring if self.threshold_bytes is None else None
-        if isinstance(measuring, MeasuringOnDevice) and measuring.begin(self.session.communicator):
-            self._take_threshold()
-
-    def _reduce_on_device(self, steps: StepsOnDevice, bucket: Bucket, resident: ResidentBucket) -> None:
-        """On the lane, where the threshold is known by which ranks compare."""
-        preamble = self.preamble(bucket)
-        if self._has_loaded and not self._is_alone:
-            self._has_loaded = False
-            compare_preambles(self.session.communicator, preamble, bucket.record)
-        steps.reduce(bucket, resident, preamble, False, ())
-
-    # ---- one bucket, on the lane
+        how = (self._options[name] for name in ("topology", "pull", "group_elements"))
+        self._metric, self._exchange = metric, FusedExchange(wire, self.codec, *how)
+        # What is encoded where it lies need not lie together; the ring and an owner's step want it so.
+        self._keeps_places = self._exchange.adds_residual and self.update == "worker"
+        if self.threshold_bytes is None and wire.world_size > 1:
+            self._clock = DeviceClock(wire) if isinstance(wire, DeviceWire) else HostClock()
 
     def take_over(self) -> None:
         """Raises: InvalidArgument, Unsupported (an optimizer or a model that backup, or the owner's step, cannot serve)."""
         if self.backup:
             self._stepper = LookAhead(self.session, self._start_mean, self._look_ahead)
         elif self.update == "owner":
-            self._stepper = self._reduction.owner_step = OwnerStep(
-                self.session, self._start_mean, self.stepping.max_grad_value
-            )
+            self._stepper = OwnerStep(self.session, self._start_mean, self._options["max_grad_value"])
+
+    # ---- one bucket
 
     def begin_step(self, step: int) -> None:
         """Raises: Unsupported (ddp.join, where the step is not the optimizer's)."""
-        super().begin_step(step)
-        if self._on_device is not None:
-            self.session.communicator.submit(self._begin_on_device)
-            return
         if self._stepper is not None:
             self._stepper.begin_step(step)
-        self.session.communicator.submit(self._begin_on_lane)
+        super().begin_step(step)
 
     def _begin_on_lane(self) -> None:
-        self._reduction.begin_step()
-        self._records.clear()
+        super()._begin_on_lane()
+        if isinstance(self._clock, DeviceClock):  # what the step before has measured may make a table
+            self._take_times()
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """With backup, DDP goes on with this rank's own gradient, and the mean is used by the next step."""
-        if self._on_device is not None and bucket.resident is not None:
-            submit, steps = self.session.communicator.submit, self._on_device
-            return submit(self._reduce_on_device, steps, bucket, bucket.resident)
         return self._start_mean(bucket) if self._stepper is None else self._stepper.reduce(bucket)
 
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
-        begun = self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True)
-        return then(begun, lambda _: bucket.buffer)
+        return then(self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True), lambda _: None)
 
-    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | Continuation | None:
-        """Replace the bucket by its mean; a future where the lane need not wait for it, or the rest of the lane's work."""
-        communicator = self.session.communicator
-        if communicator.world_size == 1 or bucket.n_elements == 0:
+    def _reduce_on_lane(self, bucket: Bucket) -> LaneResult:
+        wire, preamble = self.wire(bucket), self.preamble(bucket)
+        if wire.world_size == 1:
             return None
-        self._records.append(bucket.record)
         if self._has_loaded:  # the layout may have been compared before, with the table that was there then
             self._has_loaded = False
-            compare_preambles(communicator, self.preamble(bucket), bucket.record)
+            compare_preambles(wire.communicator, preamble, bucket.record)
         if bucket.is_last:
-            self._check.start(self.preamble(bucket), bucket.record)
-        return self._reduction.reduce(bucket, self._plan_of(bucket), self.facts(bucket))
+            self._check.start(preamble, bucket.record)
+            if wire.on_device:
+                self._check.fail_early()
+        if isinstance(self._clock, HostClock):
+            self._clock.begin_bucket(bucket.record)
+        with bucket.at_work():
+            rest = self._reduce_by_plan(bucket, self._plan_of(bucket), wire) if bucket.n_elements else None
+            if isinstance(wire, DeviceWire) and bucket.is_last:
+                flags = wire.flags.clone()  # what probes find is thrown away with them
+                self._probe(bucket.step)
+                wire.flags.copy_(flags)
+        return rest
 
     def _plan_of(self, bucket: Bucket) -> CutSelection:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
         threshold = self._threshold
-        if self.threshold_bytes is None and self._measuring.is_warming_up(bucket.step):
+        mode = None if self.threshold_bytes is not None else self._measuring.warmup_mode(bucket.step)
+        if mode is not None:
             bucket.wait_for_all()
             self._measuring.see([bucket.buffer[offset : offset + n] for _, offset, n in tensors_of(bucket)])
-            threshold = 0 if self._measuring.is_compressed_warmup(bucket.step) else NEVER
+            threshold = 0 if mode else NEVER
         known = self._plans.get(bucket.index)
         if known is None or known[:2] != (bucket.layout_hash, threshold):
-            world_size = self.session.communicator.world_size
-            plan = CutSelection(bucket, threshold, world_size, self.group_elements, self._keeps_places)
+            world_size, at_a_time = self.session.communicator.world_size, self._options["group_elements"]
+            plan = CutSelection(bucket, threshold, world_size, at_a_time, self._keeps_places)
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 
-    # ---- the end of a step, on the lane
+    def _reduce_by_plan(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> LaneResult:
+        if not plan.compressed:
+            return self._mean_raw(bucket, plan, wire)
+        with wire.timing("encode"):
+            part = self._part_of(bucket, plan, wire)
+            fp_buf = self._fill_fp_buf(bucket, plan, part, wire)
+        # In host memory small tensors travel beside the large ones; on a device all is timed in one order.
+        finish_raw = None if wire.on_device else wire.start_sum(fp_buf)
+        rest = self._send(part, wire)
+        if finish_raw is not None:
+            finish_raw()
+        elif plan.n_raw:
+            wire.sum(fp_buf)
+        wire.note(wire.all_finite(fp_buf))
+        for run in plan.raw_runs:
+            run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
+
+        def finish() -> None:
+            if rest is not None:
+                rest()
+            with wire.timing("decode"):
+                self._take_mean(bucket, plan, part, wire)
+
+        if not wire.on_device:
+            return Continuation(finish)
+        finish()
+        return None
+
+    def _mean_raw(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> LaneResult:
+        """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
+        self._flush_residuals(bucket, plan, wire)
+        self._keep_own_mean(bucket, plan, wire, bucket.buffer[:0])
+        if wire.on_device:
+            wire.mean(bucket.buffer)
+            wire.note(wire.all_finite(bucket.buffer))
+            return None
+        summed = start_plain_mean(wire.communicator, bucket)
+        self._under_way.append(then(summed, lambda mean: wire.note(wire.all_finite(mean))))
+        return self._under_way[-1]
+
+    def _part_of(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> Bucket:
+        """The large tensors, where they lie in the bucket or fused in bit_buf (n_bit_buf,) float32."""
+        buffer = bucket.buffer
+        if wire.on_device or (plan.keeps_places and plan.dtype == torch.float32):
+            bucket.wait_for_all()
+        else:  # two by turns: the results of one bucket still travel when the next one is begun
+            buffer = wire.scratch(f"bit_buf {bucket.index % 2}", plan.n_bit_buf)
+            for span in plan.compressed:
+                bucket.wait_for(span.position)
+                span.in_fused(buffer).copy_(span.in_bucket(bucket.buffer))
+        part = Bucket(
+            buffer, plan.slots, plan.offsets, index=bucket.index, step=bucket.step, record=bucket.record,
+            staged=bucket.staged, resident=bucket.resident, layout=plan.part_layout,
+        )  # fmt: skip
+        plan.part_layout = part.layout
+        return part
+
+    def _fill_fp_buf(self, bucket: Bucket, plan: CutSelection, part: Bucket, wire: Wire) -> Tensor:
+        """(n_raw + 1,) of the bucket's dtype: the small tensors / N, and last 0.
+
+        Last is NaN where large tensors are not finite and their means stay with the owners: it tells the other ranks.
+        """
+        self._flush_residuals(bucket, plan, wire)
+        fp_buf = wire.scratch("fp_buf", plan.n_raw + 1, plan.dtype)
+        for run in plan.raw_runs:
+            run.in_fused(fp_buf).copy_(run.in_bucket(bucket.buffer))
+        is_untold = self.update == "owner" and not wire.all_finite(part.buffer)
+        fp_buf[-1:].fill_(math.nan if is_untold else 0.0)
+        return fp_buf.mul_(1.0 / wire.world_size)
+
+    def _flush_residuals(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> None:
+        """Add to tensors that travel raw what was left out of them, where this rank has a gradient."""
+        feedback, was_flushed = self.session.feedback, plan.is_flushed
+        plan.is_flushed = True
+        for span in plan.raw:
+            bucket.wait_for(span.position)
+            kept = None if was_flushed else feedback.of(span.slot)
+            if kept is None or span.slot is None:
+                continue
+            plan.is_flushed = False  # it counts at the end of the step, or not at all
+            gradient = span.in_bucket(bucket.buffer)
+            if all(wire.used(gradient, [(0, span.n_elements)])):
+                gradient.add_(kept.values.to(gradient.device).view(-1), alpha=self.session.loss_scale())
+                feedback.stage(span.slot, None)
+
+    def step(self, part: Part, wire: Wire) -> Callable[[], None] | None:
+        """Push the large tensors, encoded, to their owners, and pull the means; or send them round the ring."""
+        plan, importance = self._plans[part.bucket.index][2], None
+        part.used_by_any = [True] * len(plan.slots)  # ranks do not ask each other
+        if self._metric is not None and plan.slots:
+            with wire.record.timing("importance"):
+                importance = self._metric.of_bucket(
+                    plan.slots, plan.offsets, part.loss_scale, plan.dtype, part.bucket.staged
+                )
+        return self._exchange.mean(
+            wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, importance, self.update == "owner"
+        )
+
+    def _take_mean(self, bucket: Bucket, plan: CutSelection, part: Bucket, wire: Wire) -> None:
+        """Write the means of the large tensors to where these lie, unless DDP goes on with this rank's own gradient."""
+        if self.update == "owner":
+            return self._keep_own_mean(bucket, plan, wire, part.buffer)
+        for run in plan.compressed_runs:
+            mean = run.in_bucket(bucket.buffer)
+            if part.buffer is not bucket.buffer:
+                mean.copy_(run.in_fused(part.buffer))
+            if not wire.on_device:  # there the messages say so
+                wire.note(wire.all_finite(mean))
+
+    def _keep_own_mean(self, bucket: Bucket, plan: CutSelection, wire: Wire, fused: Tensor) -> None:
+        """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
+        if not isinstance(self._stepper, OwnerStep):
+            return
+        edges = tuple(fused.numel() * part // wire.world_size for part in range(wire.world_size + 1))
+        own = fused[edges[wire.rank] : edges[wire.rank + 1]]
+        raw, cut = (
+            [(slot.parameter, at) for slot, _, _, at, _ in spans if slot is not None and slot.parameter is not None]
+            for spans in (plan.raw, plan.compressed)
+        )
+        mean = wire.scratch(f"own mean {bucket.index}", own.numel()).copy_(own)
+        self._stepper.keep(bucket.index, Owned(tuple(parameter for parameter, _ in raw), tuple(cut), edges, mean))
+
+    # ---- the end of a step
 
     def end_step(self, step: int) -> None:
-        if self._on_device is not None:
-            self._on_device.end()
-            return
-        self._reduction.end_step()
-        if self.threshold_bytes is not None or self.session.communicator.world_size == 1:
-            return
-        communicate_s = sum(record.busy_ns["communicate"] for record in self._records) / 1e9
-        record: list[BucketRecord] = []
+        under_way, self._under_way = self._under_way, []
+        for done in under_way:
+            done.wait()
+        super().end_step(step)
+        if isinstance(self._clock, HostClock):
+            self._probe(step)
+            self._take_times()
+            if self._measuring.is_due:  # the network has changed
+                self._probe(step)
+                self._take_times()
 
-        def open_record() -> BucketRecord:
-            record.append(self.session.recorder.open_bucket(step, -1, 0))
-            return record[0]
+    def _probe(self, step: int) -> None:
+        """Send tensors by themselves, if this step has it."""
+        if self._clock is not None:
+            self._measuring.probe(step, self.session.wire.device, functools.partial(self._send_alone, step))
 
-        is_new = self._measuring.end_step(
-            step, communicate_s, self.session.communicator, open_record, self._reduction.probe
-        )
-        for opened in record:
-            self.session.recorder.close_bucket(opened)
-        if is_new:
-            self._take_threshold()
+    def _send_alone(self, step: int, values: Tensor, is_compressed: bool) -> Later:
+        """Send one tensor, and throw away what comes of it."""
+        n, recorder, wire = values.numel(), self.session.recorder, self.session.wire
+        record = recorder.open_bucket(step, -1, 0)
+        wire = wire.for_bucket(Preamble(FORMAT_VERSION, 0, self.name, self._shared_hash(), n, step, n), record)
+        dtype = torch.float32 if is_compressed and not wire.on_device else values.dtype
+        sent, left_out = wire.scratch("probe", n, dtype).copy_(values), wire.scratch("left out of it", n)
 
-    def _take_threshold(self) -> None:
-        assert self._measuring.table is not None
-        self._threshold = self._measuring.table.threshold_bytes(self._measuring.method)
+        def send() -> None:
+            if not is_compressed:
+                return wire.mean(sent)
+            cut = Cut([(0, n)], wire.world_size, self._options["group_elements"])
+            importance = None if self._metric is None else Importance([])
+            rest = self._exchange.mean(wire, cut, sent, left_out=left_out, importance=importance)
+            if rest is not None:
+                rest()
+
+        assert self._clock is not None
+        took = self._clock.time(wire, send)
+        recorder.close_bucket(record)
+        return took
+
+    def _take_times(self) -> None:
+        """Take the threshold of a new table, if what was measured makes one."""
+        assert self._clock is not None
+        threshold = self._measuring.conclude(self._clock.take_communicate_s(), self.session.communicator)
+        self._threshold = self._threshold if threshold is None else threshold
 
     def end_backward(self, step: int) -> int:
-        """What a step that measures sends is part of it, so it does not end before its probes; the others wait for nothing."""
+        """Wait for the probes of a step that measures, which are part of it; after other steps for nothing."""
         waited_ns = 0 if self._stepper is None else self._stepper.end_backward()
-        is_measured = self.threshold_bytes is None and self._on_device is None
-        if is_measured and self._measuring.may_probe(step, is_ahead=self.backup):
+        if isinstance(self._clock, HostClock) and self._measuring.may_probe(step, is_ahead=self.backup):
             watch = Stopwatch()
             # An error of the lane is raised with its own type by whoever called this.
             with contextlib.suppress(GradwireError), watch:
@@ -310,9 +419,6 @@ class SlimGC(Placing):
             self._stepper.give_state_back()
 
     # ---- what ranks compare
-
-    def facts(self, bucket: Bucket) -> Facts:
-        return super().facts(bucket)._replace(configuration=self._shared_hash())
 
     def preamble(self, bucket: Bucket) -> Preamble:
         return super().preamble(bucket)._replace(configuration=self._shared_hash())
@@ -332,24 +438,22 @@ class SlimGC(Placing):
             raise InvalidArgument(
                 "there is no table to measure again: leave threshold_bytes out, and let drift_every be more than 0"
             )
-        self._measuring.request()
+        self._measuring.is_requested = True
 
     def stats(self) -> dict[str, Any]:
         """The threshold in bytes, its table (Fig. 6), and what the decisions came to at the last step."""
         if self._last_stats is not None:
             return self._last_stats
         plans = [plan for _, _, plan in self._plans.values()]
+        n_compressed, n_raw = sum(plan.n_compressed for plan in plans), sum(plan.n_raw for plan in plans)
         return {
             "threshold_bytes": self._threshold,
             **self._measuring.stats(),
             "n_tensors_compressed": sum(len(plan.compressed) for plan in plans),
             "n_tensors_raw": sum(len(plan.raw) for plan in plans),
-            "share_compressed": _share(
-                sum(p.n_compressed for p in plans), sum(p.n_compressed + p.n_raw for p in plans)
-            ),
-            "n_buckets_redone": self._reduction.n_redone,
+            "share_compressed": n_compressed / max(1, n_compressed + n_raw),
+            **super().stats(),
             **({} if self._stepper is None else self._stepper.stats()),
-            **({} if self._on_device is None else {"n_steps_not_finite": self._on_device.n_not_finite}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -378,17 +482,14 @@ class SlimGC(Placing):
 
     def close(self) -> None:
         """The model is let go; the table stays, to be read. What is bound again begins anew, without both."""
-        stepper = self._stepper
-        self._last_stats, self._stepper = self.stats(), None
-        self._on_device = None
+        stepper, clock = self._stepper, self._clock
+        self._last_stats, self._stepper, self._clock = self.stats(), None, None
         self._plans.clear()
+        self._metric = None  # which holds the optimizer
         try:
             if stepper is not None:
                 stepper.close()
         finally:
-            self.session.feedback.clear()
-            del self._reduction  # which holds the optimizer
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+            if isinstance(clock, DeviceClock):
+                clock.close()
+            super().close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import simpy
 
-from gradwire.control.checks import share, whole
+from gradwire.checks import share, whole
 from gradwire.schemes.aqgb.law import (
     DEFAULT_FLOOR,
     WORD_BITS,

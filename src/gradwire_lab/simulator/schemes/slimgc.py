@@ -1,4 +1,4 @@
-"""SlimGC: compression only of what is large enough, by gradwire's own threshold (gradwire.control.threshold).
+"""SlimGC: compression only of what is large enough, by gradwire's own threshold (gradwire.schemes.slimgc.threshold).
 
 The live scheme measures its table in its first steps; here the same table is filled with what the same sizes take on the
 simulated links, by the measured sizes and codec times of the compressed exchange.
@@ -6,7 +6,7 @@ simulated links, by the measured sizes and codec times of the compressed exchang
 
 from __future__ import annotations
 
-from gradwire.control.threshold import SizeTimes, ThresholdTable, check_threshold
+from gradwire.schemes.slimgc.threshold import SizeTimes, ThresholdTable, check_threshold
 from gradwire_lab.simulator.schemes.collective import Collective, Cost
 from gradwire_lab.simulator.simulation import Simulation
 

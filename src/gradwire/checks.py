@@ -1,4 +1,4 @@
-"""What is demanded of options and numbers: each returns the value, or says what it has to be."""
+"""Checks of options and numbers: each returns the value, or says what it has to be."""
 
 from __future__ import annotations
 

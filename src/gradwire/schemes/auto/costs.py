@@ -1,0 +1,455 @@
+"""Predicts the time of a step under a scheme that has not run on this network, from the costs of machine, link and codec.
+
+A step is three activities that share what there is. The computation hands over buckets at known times. The lane encodes
+and decodes, one bucket after another; the wire is one link, whoever uses it. Computation and lane share cores where ranks
+share a machine. Every number is "wall time while all ranks do the same", which is how it is measured and how it is meant.
+Against 85 cells measured on 2026-11-22 (24 schemes, two models, three networks): median error 9 %, 90th percentile 21 %.
+That is too much to decide by and enough to know what to try.
+
+Seconds, bytes, and bytes a second of payload. Only + - * / and comparisons, so that ranks that share the inputs share the
+outputs, but for `break_even_rate`, which is for people.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire import codecs
+from gradwire.errors import GradwireError, InvalidArgument
+from gradwire.registry import parse_spec
+from gradwire.schemes.auto.fidelity import FidelityRow
+from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.wire.link_probe import PROBE_ELEMENTS, probe_link, processor_s
+
+# sum: the backend's all-reduce of the codec's output. agreed-sum: a small maximum over the ranks before it. ring, direct:
+# frames, encoded and decoded while others travel. quantised: to the owners of the parts and back. gather: all to all.
+SHAPES = ("sum", "agreed-sum", "ring", "direct", "quantised", "gather")
+
+# As the collectives cut (exchange/parts.py); a test compares.
+_CHUNK, _QUANTISED_CHUNK, _MIN_CHUNK = 1 << 17, 1 << 20, 1 << 16
+_MIN_CHUNKS, _MIN_QUANTISED_CHUNKS = 5, 2
+
+_NOTHING = 1e-9  # seconds: what rounding may leave of a time
+_SLOWEST, _FASTEST = 1e5, 12.5e9  # bytes/s between which a break-even rate is looked for: 0.8 Mb/s to 100 Gb/s
+
+# Measured on 2 cores of an AMD EPYC: a message of frames costs a quarter of a millisecond of processor time, both ends
+# together, and a hop of frames a third more than the backend's.
+_MESSAGE_S, _FRAME_HOP = 0.25e-3, 1.33
+_SAMPLE = 1 << 16  # values
+_DENSITY_SAMPLE = 1 << 13
+_SPARSE = 0.8
+_CAST_S = 0.5e-9  # a value: a cast is what a codec without a name does
+_FORWARD_SHARE = 1 / 3  # of what a step computes, before the first gradient
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's own
+
+
+# ---- the model
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """`n_local` of `n_ranks` ranks share `n_cores`."""
+
+    n_ranks: int
+    n_local: int
+    n_cores: int
+
+    @property
+    def share(self) -> float:
+        """Speed of each of a rank's two busy threads, relative to one alone."""
+        return min(1.0, max(0.5, self.n_cores / self.n_local / 2))
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """The cost of messages.
+
+    Attributes:
+        rate: bytes/s that a rank sends, and receives, while all do.
+        backend_hop_s: one of the 2 (N-1) hops of the backend's all-reduce, without its bytes.
+        frame_hop_s: a message of frames that somebody waits for.
+        message_s: processor time of each message of frames, both ends.
+        gather_s: an all-gather of next to nothing.
+        byte_s: processor time of a byte moved.
+    """
+
+    rate: float
+    backend_hop_s: float
+    frame_hop_s: float
+    message_s: float
+    gather_s: float
+    byte_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step without communication: how long it computes, and each bucket's (values, when it is ready)."""
+
+    compute_s: float
+    buckets: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """Seconds a value to encode and to decode, bits a value on the wire, seconds a bucket whatever its size.
+
+    `zero_bits`: of a value that is zero; None: as many as of any other.
+    """
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    bits: float = 32.0
+    fixed_s: float = 0.0
+    zero_bits: float | None = None
+
+    def at(self, density: float) -> CodecCost:
+        """The cost where a share `density` of the values is not zero."""
+        if self.zero_bits is None:
+            return self
+        return replace(self, bits=density * self.bits + (1 - density) * self.zero_bits, zero_bits=None)
+
+
+class BucketLoad(NamedTuple):
+    """The demands of one bucket: the lane for `before_s`, then `wire_bytes` and `latency_s` of the wire with `beside_s` of
+    lane work in `n_chunks` pieces meanwhile, then the lane for `after_s`. `is_async`: the lane is free meanwhile."""
+
+    before_s: float
+    wire_bytes: float
+    latency_s: float
+    beside_s: float
+    n_chunks: int
+    after_s: float
+    is_async: bool
+
+
+def bucket_load(shape: str, n_values: int, codec: CodecCost, link: LinkCost, machine: SharedCores) -> BucketLoad:
+    """The demands of a bucket of `n_values`. Raises: InvalidArgument (no such shape)."""
+    n = machine.n_ranks
+    if shape not in SHAPES:
+        raise InvalidArgument(f"a communication shape is one of {', '.join(SHAPES)}, not {shape!r}")
+    if n == 1:
+        return BucketLoad(0, 0, 0, 0, 1, 0, True)
+    message_bytes = n_values * codec.bits / 8
+    in_ring_bytes = 2 * (n - 1) / n * message_bytes
+    encode_s = codec.encode_s * n_values + codec.fixed_s
+    decode_s = codec.decode_s * n_values
+    part = -(-n_values // n)
+    if shape == "sum":
+        return BucketLoad(encode_s, in_ring_bytes, 2 * (n - 1) * link.backend_hop_s, 0, 1, decode_s, True)
+    if shape == "agreed-sum":
+        return BucketLoad(encode_s, in_ring_bytes, 4 * (n - 1) * link.backend_hop_s, 0, 1, decode_s, False)
+    if shape == "gather":
+        return BucketLoad(encode_s, (n - 1) * message_bytes, link.gather_s, 0, 1, decode_s, False)
+    if shape == "quantised":
+        chunks = _count_chunks(part, _QUANTISED_CHUNK, _MIN_QUANTISED_CHUNKS)
+        messages_s = (n - 1) * (2 * chunks + 2) * link.message_s
+        after_s = encode_s / 2 + decode_s
+        return BucketLoad(encode_s / 2, in_ring_bytes, 3 * link.frame_hop_s, messages_s, chunks, after_s, False)
+    chunks = _count_chunks(part, _CHUNK, _MIN_CHUNKS)
+    beside_s = encode_s + decode_s + 2 * (n - 1) * chunks * link.message_s
+    hops = 2 * (n - 1) if shape == "ring" else 2
+    return BucketLoad(0, in_ring_bytes, hops * link.frame_hop_s, beside_s, chunks, 0, False)
+
+
+def _count_chunks(part: int, chunk: int, at_least: int) -> int:
+    return max(1, -(-part // chunk), min(at_least, part // _MIN_CHUNK))
+
+
+@dataclass
+class _Turn:
+    """A bucket's turn on the lane: processor work, and of the wire what the lane waits for."""
+
+    bucket: int
+    phase: str  # before, wire, tail, after
+    work_s: float
+    wire_s: float = 0.0
+
+
+class _SimulatedStep:
+    """One step, from event to event."""
+
+    def __init__(self, step: StepCost, loads: Sequence[BucketLoad], link: LinkCost, machine: SharedCores) -> None:
+        self.step, self.loads, self.link = step, loads, link
+        self.share = machine.share
+        # Where cores are shared, moving bytes takes the computation's time.
+        self.drag = min(0.9, link.byte_s * link.rate) if self.share < 1 else 0.0
+        self.now = self.computed = 0.0
+        self.n_handed_over = 0
+        self.lane: deque[_Turn] = deque()
+        self.wire: deque[list[float]] = deque()  # of async buckets: [seconds left, bucket]
+
+    def run(self) -> float:
+        """Seconds until nothing is left to do."""
+        while True:
+            is_computing = self.computed < self.step.compute_s - _NOTHING
+            self._hand_over(is_computing)
+            self._pass_on()
+            if not is_computing and not self.lane and not self.wire:
+                return self.now
+            self._advance(is_computing)
+            self._pass_on()
+
+    def _hand_over(self, is_computing: bool) -> None:
+        while self.n_handed_over < len(self.loads):
+            ready_s = min(self.step.buckets[self.n_handed_over][1], self.step.compute_s)
+            if is_computing and self.computed < ready_s - _NOTHING:
+                return
+            self.lane.append(_Turn(self.n_handed_over, "before", self.loads[self.n_handed_over].before_s))
+            self.n_handed_over += 1
+
+    def _advance(self, is_computing: bool) -> None:
+        """Go on to whatever ends next."""
+        head = self.lane[0] if self.lane else _Turn(-1, "idle", 0.0)
+        works, lane_waits = head.work_s > _NOTHING, head.wire_s > _NOTHING
+        is_busy = lane_waits or bool(self.wire)
+        speed = (self.share if works else 1.0) * (1 - self.drag if is_busy else 1.0)
+        lane_speed = self.share if is_computing else 1.0
+        wire_speed = 0.5 if lane_waits and self.wire else 1.0  # one link for both
+        ends = []
+        if is_computing:
+            ends.append((self.step.compute_s - self.computed) / speed)
+            if self.n_handed_over < len(self.loads):
+                ends.append(max(0.0, (self.step.buckets[self.n_handed_over][1] - self.computed) / speed))
+        if works:
+            ends.append(head.work_s / lane_speed)
+        if lane_waits:
+            ends.append(head.wire_s / wire_speed)
+        if self.wire:
+            ends.append(self.wire[0][0] / wire_speed)
+        passed = min(ends, default=0.0)
+        self.now += passed
+        if is_computing:
+            self.computed += passed * speed
+        if works:
+            head.work_s -= passed * lane_speed
+        if lane_waits:
+            head.wire_s -= passed * wire_speed
+        if self.wire:
+            self.wire[0][0] -= passed * wire_speed
+
+    def _pass_on(self) -> None:
+        """Replace whatever has ended by what follows it."""
+        while self.wire and self.wire[0][0] <= _NOTHING:
+            bucket = int(self.wire.popleft()[1])
+            self.lane.append(_Turn(bucket, "after", self.loads[bucket].after_s))
+        while self.lane and self.lane[0].work_s <= _NOTHING and self.lane[0].wire_s <= _NOTHING:
+            ended = self.lane.popleft()
+            load = self.loads[ended.bucket]
+            wire_s = load.wire_bytes / self.link.rate
+            if ended.phase == "before" and load.is_async:
+                self.wire.append([wire_s + load.latency_s, float(ended.bucket)])
+            elif ended.phase == "before":
+                self.lane.appendleft(_Turn(ended.bucket, "wire", load.beside_s, wire_s + load.latency_s))
+            elif ended.phase == "wire":
+                # The first chunk cannot travel before it is encoded, nor the last be decoded before it is there.
+                self.lane.appendleft(_Turn(ended.bucket, "tail", 0.0, min(wire_s, load.beside_s) / load.n_chunks))
+            elif ended.phase == "tail":
+                self.lane.appendleft(_Turn(ended.bucket, "after", load.after_s))
+
+
+def predict_s(shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores) -> float:
+    """Predict the time of a step under a scheme of this shape and codec. Raises: InvalidArgument (no such shape)."""
+    loads = [bucket_load(shape, n_values, codec, link, machine) for n_values, _ in step.buckets]
+    return _SimulatedStep(step, loads, link, machine).run()
+
+
+def break_even_rate(
+    shape: str, codec: CodecCost, step: StepCost, link: LinkCost, machine: SharedCores, margin: float = 1.0
+) -> float | None:
+    """The link rate in bytes/s from which on the scheme is no longer `margin` times as fast as plain.
+
+    None: it never is; inf: it always is.
+    """
+
+    def gain_s(rate: float) -> float:
+        there = replace(link, rate=rate)
+        plain_s = predict_s("sum", CodecCost(), step, there, machine)
+        return plain_s - margin * predict_s(shape, codec, step, there, machine)
+
+    low, high = _SLOWEST, _FASTEST
+    if gain_s(low) <= 0:
+        return None
+    if gain_s(high) > 0:
+        return math.inf
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if gain_s(middle) > 0 else (low, middle)
+    return low
+
+
+# ---- what predictions rest on
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Everything that predictions rest on, but for what a step computes. The same on all ranks.
+
+    Attributes:
+        codecs: spec -> seconds a value to encode and to decode, bits a value.
+        buckets: values of each of DDP's buckets, the first ready first.
+        density: the share of a gradient's values that is not zero.
+    """
+
+    machine: SharedCores
+    link: LinkCost
+    codecs: Mapping[str, CodecCost]
+    shapes: Mapping[str, str]
+    buckets: tuple[int, ...]
+    density: float = 1.0
+
+    def family_of(self, spec: str) -> str:
+        """Schemes whose predictions err alike. Of sparse gradients what is shortened by zeros errs by itself."""
+        shape, codec = self.shapes.get(spec, spec), self.codecs.get(spec, CodecCost())
+        return f"{shape} of few" if codec.zero_bits is not None and self.density < _SPARSE else shape
+
+    @cached_property
+    def costs(self) -> dict[str, CodecCost]:
+        """`codecs` with the bits that they need for gradients as dense as these."""
+        return {spec: codec.at(self.density) for spec, codec in self.codecs.items()}
+
+    def step(self, compute_s: float) -> StepCost:
+        """A step that computes so long; buckets are ready as the backward pass comes to them."""
+        total, done, buckets = max(1, sum(self.buckets)), 0, []
+        for n_values in self.buckets:
+            done += n_values
+            buckets.append((n_values, compute_s * (_FORWARD_SHARE + (1 - _FORWARD_SHARE) * done / total)))
+        return StepCost(compute_s, tuple(buckets))
+
+    def predict_us(self, computing_us: int) -> dict[str, int]:
+        """Microseconds a step under every scheme, where one computes `computing_us`."""
+        step = self.step(computing_us / 1e6)
+        return {
+            spec: int(1e6 * predict_s(self.shapes[spec], codec, step, self.link, self.machine))
+            for spec, codec in self.costs.items()
+        }
+
+    def best_at(self, rate_bps: float, computing_us: int, allowed: Sequence[str]) -> tuple[int, str, int]:
+        """(microseconds a step under plain, the best of `allowed`, its microseconds) on a link of that rate.
+
+        The best is plain where nothing wins 3 %.
+        """
+        there = replace(self, link=replace(self.link, rate=rate_bps / 8)).predict_us(computing_us)
+        best = min(allowed, key=lambda spec: (there[spec], spec))
+        if there[best] * 1.03 >= there["plain"]:
+            best = "plain"
+        return there["plain"], best, there[best]
+
+    def with_transfer(self, transfer_us: int) -> CostProfile:
+        """The same, with the link as `probe_transfer_us` found it on the slowest rank."""
+        n = self.machine.n_ranks
+        hops_s = 2 * (n - 1) * self.link.backend_hop_s
+        n_bytes = ring_bytes(4 * PROBE_ELEMENTS, n)
+        return replace(self, link=replace(self.link, rate=n_bytes / max(transfer_us / 1e6 - hops_s, 1e-6)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"buckets": list(self.buckets)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> CostProfile:
+        """Read what `as_dict` gave. Raises: KeyError, TypeError (not that)."""
+        return cls(
+            SharedCores(**saved["machine"]),
+            LinkCost(**saved["link"]),
+            {spec: CodecCost(**codec) for spec, codec in saved["codecs"].items()},
+            dict(saved["shapes"]),
+            tuple(saved["buckets"]),
+            float(saved.get("density", 1.0)),
+        )
+
+
+def measure_profile(
+    communicator: Communicator, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]
+) -> CostProfile:
+    """Measure link and codecs, as all ranks at once: collective, under a second. Raises: PeerLost."""
+    agreed: CostProfile = communicator.submit(_measure, communicator, rows, parameters).wait()
+    return agreed
+
+
+def _measure(
+    communicator: Communicator, rows: Sequence[FidelityRow], parameters: Sequence[torch.Tensor]
+) -> CostProfile:
+    speeds = [codec_speed(row.codec) for row in rows]
+    hop_s, byte_s = probe_link(communicator)
+    slowest = torch.tensor([hop_s, byte_s, *(s for pair in speeds for s in pair)], dtype=torch.float64)
+    if communicator.world_size > 1:
+        communicator.all_reduce(slowest, dist.ReduceOp.MAX)
+    hop_s, byte_s, *flat = slowest.tolist()
+    link = LinkCost(1 / max(byte_s, 1e-12), hop_s, _FRAME_HOP * hop_s, _MESSAGE_S, hop_s * communicator.world_size)
+    return CostProfile(
+        _machine_of(communicator),
+        link,
+        {
+            row.spec: CodecCost(flat[2 * i], flat[2 * i + 1], row.bits, zero_bits=row.zero_bits)
+            for i, row in enumerate(rows)
+        },
+        {row.spec: row.shape for row in rows},
+        bucket_sizes(parameters),
+    )
+
+
+def codec_speed(spec: str) -> tuple[float, float]:
+    """Processor seconds (to encode, to decode) a value, of numbers distributed as gradients are: most of them small."""
+    if not spec:
+        return _CAST_S, _CAST_S
+    name, options = parse_spec(spec)
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(_SAMPLE, generator=generator) * torch.exp2(-8 * torch.rand(_SAMPLE, generator=generator))
+    try:
+        codec = codecs.by_name(name, **options)
+        message = torch.empty(codec.max_encoded_bytes(_SAMPLE, torch.float32), dtype=torch.uint8)
+        n_bytes = codec.encode(sample, message)
+        out = torch.empty(_SAMPLE)
+        encode_s = processor_s(lambda: codec.encode(sample, message))
+        decode_s = processor_s(lambda: codec.decode(message[:n_bytes], out))
+    except GradwireError:  # one that cannot be tried by itself: a trial will tell
+        return _CAST_S, _CAST_S
+    return encode_s / _SAMPLE, decode_s / _SAMPLE
+
+
+def _machine_of(communicator: Communicator) -> SharedCores:
+    """Find how many ranks share how many cores, where it is worst; on the lane, every rank."""
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if communicator.world_size == 1:
+        return SharedCores(1, 1, n_cores)
+    try:  # the same for processes that share a kernel, whatever their host names and namespaces
+        host = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        host = os.uname().nodename
+    mine = torch.tensor([int.from_bytes(host.encode()[:7], "little"), n_cores], dtype=torch.int64)
+    hosts = communicator.all_gather(mine).tolist()
+    names = [host for host, _ in hosts]
+    fewest = min(range(len(hosts)), key=lambda i: (hosts[i][1] / names.count(names[i]), hosts[i]))
+    return SharedCores(communicator.world_size, names.count(names[fewest]), hosts[fewest][1])
+
+
+def density_of(gradients: Iterable[torch.Tensor | None]) -> float:
+    """The share of the values that is not zero, by a sample spread over all of them; 1 where there is none to look at."""
+    dense = [g.detach().view(-1) for g in gradients if g is not None and not g.is_sparse and g.is_contiguous()]
+    stride = max(1, sum(values.numel() for values in dense) // _DENSITY_SAMPLE)
+    samples = [values[::stride] for values in dense if values.numel()]
+    n_values = sum(sample.numel() for sample in samples)
+    return sum(int(torch.count_nonzero(sample)) for sample in samples) / n_values if n_values else 1.0
+
+
+def bucket_sizes(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Values in DDP's buckets, as it cuts them: from the last parameter on, the first bucket small."""
+    sizes, n_values, cap = [], 0, _FIRST_BUCKET_BYTES
+    for parameter in reversed(list(parameters)):
+        n_values += parameter.numel()
+        if 4 * n_values >= cap:
+            sizes.append(n_values)
+            n_values, cap = 0, _BUCKET_BYTES
+    if n_values or not sizes:
+        sizes.append(n_values)
+    return tuple(sizes)

@@ -103,6 +103,7 @@ class LowRank(PlainFirst):
         self._n_redone = 0
         self._n_not_finite = 0
         self._site: DeviceSite | None = None
+        self._device = torch.device("cpu")
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -130,18 +131,13 @@ class LowRank(PlainFirst):
                 self.name, ", ".join(whole), 100 * share,
             )  # fmt: skip
         super().bind(session)
-        self._site = session.site
+        self._site, self._device = session.site, torch.device("cpu")
         if session.site is not None:
             refuse_unused_parameters(session)
-            kernels_on(session.site.device)  # raises, where there are none
+            self._device = kernels_on(session.site.device).device
         self._check = StepCheck(communicator)
         self._plans = Plans(self._shape_of, self._device)
         self._fusion = Fusion(communicator, self._wire_dtype, self._on_arrival, session.site)
-
-    @property
-    def _device(self) -> torch.device:
-        """Where matrices are compressed."""
-        return torch.device("cpu") if self._site is None else self._site.device
 
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
         return matrix_shape(slot, self.rank, self.min_compression_rate) if self.select(slot) else None
@@ -368,7 +364,7 @@ class LowRank(PlainFirst):
     def close(self) -> None:
         """The model is let go: what is bound again begins anew, without residuals."""
         self._site = None
-        self._plans = Plans(self._shape_of, self._device)
+        self._plans = Plans(self._shape_of, torch.device("cpu"))
         self.session.feedback.clear()
         self._works.clear()
         self._open.clear()

@@ -213,7 +213,7 @@ SEVERAL: dict[Feature, list[str]] = {
         "dgc",
         "homomorphic, largest",
     ],
-    meet_nan: ["plain", "homomorphic, largest"],
+    meet_nan: ["plain", "acp-sgd", "power-sgd", "homomorphic, largest"],
     stop_and_resume: [
         "one-bit",
         "one-bit by group",

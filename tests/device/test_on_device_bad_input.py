@@ -156,7 +156,7 @@ def hold_other_factors(rank: int, world_size: int, library: Path) -> None:
         backward(step)
     attachment.stats()  # which waits until the step is settled
     assert isinstance(scheme, LowRank)
-    for plan in scheme._plans._plans if rank else ():
+    for plan in scheme._plans._plans.values() if rank else ():
         plan.checksum ^= 1
     backward(2)
     with pytest.raises(gradwire.RankMismatch, match=r"different factors before bucket . of step 2"):

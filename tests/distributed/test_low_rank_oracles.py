@@ -10,7 +10,7 @@ import torch
 
 from buckets import Driver
 from gradwire import schemes
-from gradwire.schemes.low_rank.matrices import draw_factor
+from gradwire.schemes.low_rank.factors import draw_factor
 from ranks import run_ranks
 
 SHAPES = [(24, 18), (7,), (24, 18), (10, 4, 3, 3), (1, 9), (9, 1), (0, 5), (30, 50), (), (24, 18)]

@@ -205,7 +205,7 @@ def test_accumulation_unused_parameters_views_static_graph_clipping_and_bfloat16
 
 
 def overflow(rank: int, world_size: int, scheme: str) -> None:
-    """An Inf on one rank reaches all of them as plain would bring it, and leaves no trace in the scheme."""
+    """An Inf on one rank reaches all of them, and leaves no trace in the scheme."""
     runs = []
     for skips_bad_step in (False, True):
         ddp, optimizer = build()
@@ -222,8 +222,8 @@ def overflow(rank: int, world_size: int, scheme: str) -> None:
                 for name, tensor in before[kind].items():
                     assert torch.equal(tensor, after[kind][name]), (kind, name)
             stats = attachment.stats()
-            assert stats["n_fallbacks"] > 0
-            assert stats["n_buckets_redone"] == stats["n_fallbacks"]
+            assert stats["n_fallbacks"] == 0
+            assert stats["n_steps_not_finite"] == 1
         run_steps(ddp, optimizer, rank, range(3, 6))
         runs.append(flat(ddp))
         attachment.close()
@@ -234,26 +234,6 @@ def overflow(rank: int, world_size: int, scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_step_with_inf_on_one_rank_is_as_if_it_had_not_been(scheme: str) -> None:
     run_ranks(overflow, 3, scheme)
-
-
-def redo_plainly(rank: int, world_size: int, scheme: str) -> None:
-    means = []
-    for use in (scheme, "plain"):
-        ddp, optimizer = build()
-        attachment = gradwire.attach(ddp, optimizer, use)
-        optimizer.zero_grad()
-        loss = loss_of(ddp, rank, 0)
-        if rank == 1:
-            ddp.module.hidden[1].weight.register_hook(lambda gradient: gradient + float("nan"))
-        loss.backward()
-        means.append(ddp.module.hidden[1].bias.grad.clone())
-        assert ddp.module.hidden[1].weight.grad.isnan().all()
-        attachment.close()
-    assert torch.equal(means[0], means[1])
-
-
-def test_bucket_with_nan_is_the_plain_mean() -> None:
-    run_ranks(redo_plainly, 2, "acp-sgd")
 
 
 def scaled(rank: int, world_size: int) -> list[float]:

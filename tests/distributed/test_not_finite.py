@@ -114,7 +114,6 @@ IN_FLOAT16: list[tuple[str, dict[str, Any]]] = [
     ("top-k", {"share": 1.0}),
     ("slimgc", {"threshold_bytes": 0}),
     ("slimgc", {"threshold_bytes": 0, "pull": "raw"}),
-    ("acp-sgd", {"rank": 1, "min_compression_rate": 0}),
     ("power-sgd", {"rank": 1, "min_compression_rate": 0}),
 ]
 

@@ -16,15 +16,12 @@ models of few or small matrices, or where every step's gradient has to be exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from gradwire.core.checkpoint import not_the_state
 from gradwire.schemes.low_rank.base import LowRank
+from gradwire.schemes.low_rank.factors import orthogonalise, redraw_factors
 from gradwire.schemes.low_rank.fusion import Work
-from gradwire.schemes.low_rank.matrices import MatrixGroup
 
 
 class AcpSgd(LowRank):
@@ -34,39 +31,30 @@ class AcpSgd(LowRank):
     """
 
     name = "acp-sgd"
-    incoming_is_orthogonal = True
+
+    takes_turns = True
 
     def steps(self, work: Work) -> Iterator[None]:
         groups, turn = work.plan.groups, self.turn
-        self.send_dense(work, turn)
+        self.fusion.send(work, work.dense, turn)
         for group in groups:
             group.correct(work.bucket.buffer, work.wire, work.loss_scale)
             if turn == "p":
-                torch.bmm(group.q, group.corrected.mT, out=group.p)
+                factors = torch.bmm(group.q, group.corrected.mT, out=group.p)
             else:
-                torch.bmm(group.p, group.corrected, out=group.q)
-            self.send_factors(work, self.next_factors(group), turn)
+                factors = torch.bmm(group.p, group.corrected, out=group.q)
+            factors.copy_(factors.to(self.wire_dtype))  # what is sent of them
+            self.fusion.send(work, factors, turn)
         if work.bucket.is_last:
-            self._fusion.flush()
+            self.fusion.flush()
         if self.error_feedback:
             for group in groups:  # with this rank's own factor, while its sum is under way
                 group.subtract_product()
         yield
         for group in groups:
-            group.write_product(work.bucket.buffer, group.q)
-
-    def next_factors(self, group: MatrixGroup) -> Tensor:
-        return group.p if self.turn == "p" else group.q
-
-    def commit(self) -> None:
-        super().commit()
-        if self._works:
-            self.turn = "q" if self.turn == "p" else "p"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "is_step_for_p": self.turn == "p"}
-
-    def turn_in(self, state: dict[str, Any]) -> str:
-        if not isinstance(state.get("is_step_for_p"), bool):
-            raise not_the_state("scheme acp-sgd", "it lacks is_step_for_p")
-        return "p" if state["is_step_for_p"] else "q"
+            group.write_product(work.bucket.buffer, group.p, group.q)
+        yield
+        for group in groups:
+            factors = group.p if turn == "p" else group.q
+            redraw_factors(factors, group.keys, self.seed, work.bucket.step + 1, only_zero=self.reuse)
+            orthogonalise(factors)

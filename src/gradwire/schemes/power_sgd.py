@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.schemes.low_rank.base import LowRank
-from gradwire.schemes.low_rank.factors import orthogonalise
+from gradwire.schemes.low_rank.factors import orthogonalise, redraw_factors
 from gradwire.schemes.low_rank.fusion import Work
-from gradwire.schemes.low_rank.matrices import MatrixGroup
 
 
 class PowerSgd(LowRank):
@@ -31,7 +29,6 @@ class PowerSgd(LowRank):
     """
 
     name = "power-sgd"
-    incoming_is_orthogonal = False
     n_waits = 2
 
     def __init__(self, rank: int = 4, buffer_mb: float = float("inf"), **options: Any) -> None:
@@ -41,24 +38,23 @@ class PowerSgd(LowRank):
 
     def steps(self, work: Work) -> Iterator[None]:
         groups = work.plan.groups
-        self.send_dense(work, "p")
+        self.fusion.send(work, work.dense, "p")
         for group in groups:
             group.correct(work.bucket.buffer, work.wire, work.loss_scale)
-            self.send_factors(work, torch.bmm(group.q, group.corrected.mT, out=group.p), "p")
+            self.fusion.send(work, torch.bmm(group.q, group.corrected.mT, out=group.p), "p")
         yield
         for group in groups:
             orthogonalise(group.p)
-            self.send_factors(work, torch.bmm(group.p, group.corrected, out=group.new_q), "q")
+            self.fusion.send(work, torch.bmm(group.p, group.corrected, out=group.new_q), "q")
         yield
         for group in groups:
-            group.write_product(work.bucket.buffer, group.new_q)
+            group.write_product(work.bucket.buffer, group.p, group.new_q)
             if self.error_feedback:
                 group.subtract_result(work.bucket.buffer)
-
-    def next_factors(self, group: MatrixGroup) -> Tensor:
-        """Q as it was summed."""
-        group.q, group.new_q = group.new_q, group.q
-        return group.q
+        yield
+        for group in groups:
+            group.q, group.new_q = group.new_q, group.q
+            redraw_factors(group.q, group.keys, self.seed, work.bucket.step + 1, only_zero=self.reuse)
 
 
 class PowerSgdOverlap(PowerSgd):

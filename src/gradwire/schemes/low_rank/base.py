@@ -22,11 +22,11 @@ from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.low_rank.factors import orthogonalise, redraw_factors
-from gradwire.schemes.low_rank.fusion import Fusion, Work, fingerprint_of, ranks_agree
-from gradwire.schemes.low_rank.matrices import MatrixGroup, MatrixShape, Plans, matrix_shape
+from gradwire.schemes.low_rank.fusion import Fusion, Work
+from gradwire.schemes.low_rank.matrices import MatrixShape, Plans, matrix_shape
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
+from gradwire.wire.futures import then
 from gradwire.wire.preamble import compare_preambles
 from gradwire.wire.step_check import name_other_factors
 
@@ -58,7 +58,8 @@ class LowRank(Compressed):
 
     options_of = ByName
     n_waits: ClassVar[int] = 1  # how often `steps` waits for sums
-    incoming_is_orthogonal: ClassVar[bool]  # whether factors are made orthonormal before they come in
+    # Whether a step sends the one or the other factor; what comes in was summed a step ago, and is orthonormal.
+    takes_turns: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -85,18 +86,10 @@ class LowRank(Compressed):
             plain=PlainSteps(self.name, "start_step", start_step),
             select=ByName(**{key: value for key, value in names.items() if value is not None}),
         )
-        self.rank = rank
-        self.min_compression_rate = float(min_compression_rate)
-        self.reuse = reuse
-        self.overlap = overlap
-        self.buffer_mb = float(buffer_mb)
-        self.factor_dtype = factor_dtype
-        self.seed = seed
-        self.turn = "p"  # the factor that a step computes first; the other one comes in
+        self.rank, self.min_compression_rate, self.reuse, self.seed = rank, float(min_compression_rate), reuse, seed
+        self.overlap, self.buffer_mb, self.factor_dtype = overlap, float(buffer_mb), factor_dtype
         self._exempts_words = names.get("exempt") is None
-        self._wire_dtype = _WIRE_DTYPES[factor_dtype]
-        self._open: list[tuple[int, Future]] = []  # of buckets by step, those done too
-        self._works: list[Work] = []  # all compressed buckets of this step, in order
+        self.wire_dtype = _WIRE_DTYPES[factor_dtype]
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -108,18 +101,23 @@ class LowRank(Compressed):
     def bind(self, session: Session) -> None:
         """Raises: Unsupported (more ranks than bfloat16 can count), InvalidArgument (names of no tensor)."""
         n_ranks = session.communicator.world_size
-        if self._wire_dtype == torch.bfloat16 and n_ranks > _MAX_RANKS_BFLOAT16:
+        if self.wire_dtype == torch.bfloat16 and n_ranks > _MAX_RANKS_BFLOAT16:
             raise Unsupported(
                 f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks, this run has '
                 f'{n_ranks}; use factor_dtype="float32"'
             )
         super().bind(session)
-        self.turn = "p"
         if self._exempts_words and is_beside_adam(session):
             self._exempt_words(session)
         kernels_for(session.wire.device)
-        self._plans = Plans(self._shape_of, session.feedback, self.seed, self.incoming_is_orthogonal)
-        self._fusion = Fusion(session.communicator, session.wire, self._wire_dtype, self.overlap)
+        self._begin_anew(session)
+
+    def _begin_anew(self, session: Session) -> None:
+        self.turn = "p"  # the factor that a step computes first; the other one comes in
+        self._works: list[Work] = []  # all compressed buckets of this step, in order
+        buffer_bytes = self.buffer_mb * _MIB * (self.wire_dtype.itemsize / 4)
+        self._plans = Plans(self._shape_of, session.feedback, self.seed, self.takes_turns)
+        self.fusion = Fusion(session, self._plans, self.wire_dtype, buffer_bytes, self.overlap)
 
     def _exempt_words(self, session: Session) -> None:
         words = embeddings_and_heads(session.module)
@@ -135,94 +133,71 @@ class LowRank(Compressed):
     def _shape_of(self, slot: Slot) -> MatrixShape | None:
         return matrix_shape(slot, self.rank, self.min_compression_rate) if self.select(slot) else None
 
-    # ---- the algorithm, and what it sends
-
     @abstractmethod
     def steps(self, work: Work) -> Iterator[None]:
-        """Replace a bucket by its mean; `yield` where it waits for what it has sent: then that is the mean over the ranks."""
+        """The algorithm for one bucket, which is to hold its mean in the end.
 
-    @abstractmethod
-    def next_factors(self, group: MatrixGroup) -> Tensor:
-        """(k, rank, n): which of this step's factors come in next."""
-
-    def send_dense(self, work: Work, side: str) -> None:
-        """Send what is not compressed, and in host memory, before it, what ranks must share."""
-        if not work.wire.on_device:  # where no host would read it: see `_start_check`
-            facts = (self.configuration_hash, work.bucket.layout_hash, work.bucket.step, work.plan.checksum)
-            work.fingerprint = fingerprint_of(zlib.crc32(repr(facts).encode()))
-            self._fusion.add(work, work.fingerprint, math.inf)
-        for start, end in work.plan.dense:
-            self._fusion.add(work, work.bucket.buffer[start:end], self._cap_bytes(side))
-
-    def send_factors(self, work: Work, factors: Tensor, side: str) -> None:
-        """Send (k, rank, n), first rounded to what the wire carries."""
-        if self._wire_dtype != torch.float32:
-            factors.copy_(factors.to(self._wire_dtype))
-        cap_bytes = self._cap_bytes(side)
-        for factor in factors:
-            self._fusion.add(work, factor.view(-1), cap_bytes)
-
-    def _cap_bytes(self, side: str) -> float:
-        """The size of a fused buffer: buffer_mb of gradient, times how much of it this side's factors are."""
-        return self.buffer_mb * _MIB * self._plans.rate_of(side) * (self._wire_dtype.itemsize / 4)
+        It yields `n_waits` times for what it has sent, which then is the mean over the ranks; and when the bucket is written,
+        until all of the step counts.
+        """
 
     # ---- a step
 
-    def begin_step(self, step: int) -> None:
-        super().begin_step(step)
-        # Nobody waits for those of a backward pass that was given up half-way; for the step before someone may.
-        self._open = [(begun, done) for begun, done in self._open if begun >= step - 1]
-
     def reduce(self, bucket: Bucket) -> Future:
         """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
-        done: Future = Future()
-        self._open.append((bucket.step, done))
+        taken = self.session.communicator.submit(self._take, bucket)
+        taken.add_done_callback(self._fail_open)
+        return then(taken, lambda _: bucket.buffer)
 
-        def fail_all_open(taken: Future) -> None:
-            try:
-                taken.wait()
-            except Exception as error:
-                self._fusion.drop()
-                for _, waiting in self._open:
-                    if not waiting.done():
-                        waiting.set_exception(error)
+    def _fail_open(self, taken: Future) -> None:
+        """If a bucket has failed, no other of the step is waited for any longer."""
+        try:
+            taken.wait()
+        except Exception as error:
+            for work in self._works:
+                if not work.done.done():
+                    work.done.set_exception(error)
 
-        self.session.communicator.submit(self._take, bucket, done).add_done_callback(fail_all_open)
-        return done
-
-    def _take(self, bucket: Bucket, done: Future) -> None:
+    def _take(self, bucket: Bucket) -> Future | None:
         wire = self.wire(bucket)
         if wire.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
-            done.set_result(bucket.buffer)
-            return
+            return None
         if not wire.on_device:
             self._agree_while_settling(bucket)
         with bucket.at_work():
             if bucket.step < self.plain.n:
+                self._start_check(bucket)
                 wire.mean(bucket.buffer)
-                done.set_result(bucket.buffer)
-                return
-            plan = self._plans.find(bucket, self.turn)
-            work = Work(bucket, wire, plan, self.session.loss_scale(), done, self.n_waits)
+                return None
+            work = Work(bucket, wire, self._plans.find(bucket, self.turn), self.session.loss_scale(), self.n_waits)
             work.steps = self.steps(work)
             self._works.append(work)
-            if bucket.is_last and wire.on_device:
-                self._start_check(work)
-            self._fusion.take(work)
-            if bucket.is_last:
-                self._compare_fingerprints()
-                done.set_result(bucket.buffer)
+            work.dense = [bucket.buffer[start:end] for start, end in work.plan.dense]
+            if not wire.on_device:
+                # 32 bits as floats: their means are 0 or 1 if ranks share them. bfloat16 counts up to 256 exactly.
+                facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
+                bits = zlib.crc32(repr(facts).encode())
+                work.fingerprint = torch.tensor([float(bits >> place & 1) for place in range(32)])
+                work.dense.insert(0, work.fingerprint)
+            self._start_check(bucket)
+            self.fusion.take(work)
+            if not bucket.is_last:
+                return work.done
+            self._compare_fingerprints()
+            return None
 
-    def _start_check(self, work: Work) -> None:
+    def _start_check(self, bucket: Bucket) -> None:
         """On a device, where no host reads a fingerprint: compare, one step behind, what all ranks must share."""
-        held = zlib.crc32(repr([other.plan.checksum for other in self._works]).encode())
-        self._check.start(self.preamble(work.bucket), work.bucket.record, held)
-        self._check.fail_early()
+        if bucket.is_last and self.session.wire.on_device:
+            held = zlib.crc32(repr([work.plan.checksum for work in self._works]).encode())
+            self._check.start(self.preamble(bucket), bucket.record, held)
+            self._check.fail_early()
 
     def _compare_fingerprints(self) -> None:
         """After the last sum, at a point that all ranks share. Raises: RankMismatch."""
         for work in self._works:
-            if not ranks_agree(work.fingerprint):
+            shares = work.fingerprint
+            if shares is not None and not bool(((shares == 0) | (shares == 1)).all()):
                 mine = self.preamble(work.bucket)
                 compare_preambles(self.session.communicator, mine, work.bucket.record)
                 name_other_factors(self.session.communicator, mine, work.plan.checksum)
@@ -231,30 +206,27 @@ class LowRank(Compressed):
         """Residuals and factors of the step are those of the next."""
         if not self._works:  # in plain steps, and with one rank
             return
-        on_device, step = self.session.wire.on_device, self._works[0].bucket.step
-        record = self.session.recorder.open_bucket(step, -1, 0)
+        on_device = self.session.wire.on_device
+        record = self.session.recorder.open_bucket(self._works[0].bucket.step, -1, 0)
         with contextlib.nullcontext() if on_device else record.timing("encode"):
             super().commit()
             for work in self._works:
-                incoming = [self.next_factors(group) for group in work.plan.groups]
-                for group, factors in zip(work.plan.groups, incoming, strict=True):
-                    redraw_factors(factors, group.keys, self.seed, step + 1, only_zero=self.reuse)
-                    if self.incoming_is_orthogonal:
-                        orthogonalise(factors)
-                self._plans.keep(work.plan, incoming)
+                next(work.steps, None)
+            if self.takes_turns:
+                self.turn = "q" if self.turn == "p" else "p"
+            for work in self._works:
+                self._plans.keep(work.plan, self.turn)
         self.session.recorder.close_bucket(record)
 
     def discard(self) -> None:
         super().discard()
         self._works.clear()
-        self._fusion.drop()
+        self.fusion.drop()
 
     def close(self) -> None:
         super().close()
-        self._plans = Plans(self._shape_of, self.session.feedback, self.seed, self.incoming_is_orthogonal)
         self.session.feedback.clear()
-        self._works.clear()
-        self._open.clear()
+        self._begin_anew(self.session)
 
     # ---- between steps
 
@@ -264,7 +236,7 @@ class LowRank(Compressed):
             "n_matrices": len(self._plans.factors),
             "compression_rate_p": self._plans.rate_of("p"),
             "compression_rate_q": self._plans.rate_of("q"),
-            "n_fused_buffers": self._fusion.n_buffers,
+            "n_fused_buffers": self.fusion.n_buffers,
             **super().stats(),
         }
 
@@ -278,11 +250,14 @@ class LowRank(Compressed):
             if (shape := self._shape_of(slots[name])) is not None
         }
         factors = {names[slot]: factor.to("cpu", copy=True) for slot, factor in self._plans.factors.items()}
-        return {"residuals": residuals, "factors": factors}
+        turn = {"is_step_for_p": self.turn == "p"} if self.takes_turns else {}
+        return {"residuals": residuals, "factors": factors, **turn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument (another model or rank, fields missing)."""
-        turn = self.turn_in(state)
+        is_step_for_p = state.get("is_step_for_p") if self.takes_turns else True
+        if not isinstance(is_step_for_p, bool):
+            raise not_the_state(f"scheme {self.name}", "it lacks is_step_for_p")
         residuals, saved = state.get("residuals"), state.get("factors")
         if not isinstance(residuals, Mapping) or not isinstance(saved, Mapping):
             raise not_the_state("a low-rank scheme", "it lacks residuals or factors")
@@ -298,24 +273,17 @@ class LowRank(Compressed):
                         "the model that wrote it"
                     )
                 n_rows, n_columns, rank = shape
-                expected = (n_rows, n_columns) if kind == "residual" else (rank, n_columns if turn == "p" else n_rows)
-                _check_saved(tensor, expected, name, kind)
+                expected = (n_rows, n_columns) if kind == "residual" else (rank, n_columns if is_step_for_p else n_rows)
+                if not isinstance(tensor, Tensor) or tensor.shape != expected or tensor.dtype != torch.float32:
+                    found = (
+                        f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                    )
+                    raise InvalidArgument(
+                        f"the checkpoint's {kind} of {name!r} is {found}, expected {expected} torch.float32; attach the "
+                        "scheme with the rank, and load into the model, of the saved run"
+                    )
                 if kind == "factor":
                     factors[slot] = tensor.clone()
         self.session.feedback.load_by_name(residuals, self.session.slots)
         self._plans.load(factors)
-        self.turn = turn
-
-    def turn_in(self, state: dict[str, Any]) -> str:
-        """Whose turn it is in a state. Raises: InvalidArgument."""
-        return "p"
-
-
-def _check_saved(tensor: Any, expected: tuple[int, int], name: str, what: str) -> None:
-    """Raises: InvalidArgument."""
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != expected or tensor.dtype != torch.float32:
-        found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise InvalidArgument(
-            f"the checkpoint's {what} of {name!r} is {found}, expected {expected} torch.float32; attach the scheme with "
-            "the rank, and load into the model, of the saved run"
-        )
+        self.turn = "p" if is_step_for_p else "q"

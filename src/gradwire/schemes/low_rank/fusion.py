@@ -1,7 +1,6 @@
 """Tensor fusion and overlap: tensors of several buckets in one all-reduce, and several of these under way.
 
-A bucket's algorithm (`LowRank.step`) is run up to where it waits for its sums; the last part of it, which sends nothing, runs
-as soon as these are there.
+A bucket's algorithm (`LowRank.steps`) is run up to where it waits for its sums, and goes on when they are there.
 """
 
 from __future__ import annotations
@@ -9,20 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradwire.core.bucket import Bucket
+from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.low_rank.matrices import BucketPlan
-from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire.schemes.low_rank.matrices import BucketPlan, Plans
+from gradwire.wire.communicator import ring_bytes
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
-
-_FINGERPRINT_BITS = 32
 
 
 @dataclass(eq=False)
@@ -31,42 +29,43 @@ class Work:
 
     Attributes:
         wire: the bucket's end of it.
-        done: what DDP waits for.
         n_waits: how often the algorithm will still wait for sums.
         steps: the algorithm, which stops where it waits.
+        dense: the tensors that travel as they are.
+        fingerprint: of these, what ranks must share; None on a device, where no host would read its mean.
         n_awaited: tensors that are still to be summed.
-        fingerprint: in host memory, the mean over the ranks of what they must share.
+        done: that the mean is there.
     """
 
     bucket: Bucket
     wire: Wire
     plan: BucketPlan
     loss_scale: float
-    done: torch.futures.Future
     n_waits: int
-    n_awaited: int = 0
     steps: Iterator[None] = field(init=False)
-    fingerprint: Tensor = field(default_factory=lambda: torch.empty(0))
+    dense: list[Tensor] = field(init=False)
+    fingerprint: Tensor | None = None
+    n_awaited: int = 0
+    done: torch.futures.Future = field(default_factory=torch.futures.Future)
 
     def send(self) -> None:
-        """Go on until the sums are to be waited for."""
+        """Go on until sums are to be waited for."""
         with self.wire.timing("encode"):
             next(self.steps)
         self.n_waits -= 1
         self.finish_if_summed()
 
     def finish_if_summed(self) -> None:
-        """Go on to the end, and let DDP have the bucket, once nothing more is sent or awaited; the last one's end waits."""
+        """Write the mean once nothing more is sent or awaited."""
         if self.n_waits or self.n_awaited:
             return
         mean = self.bucket.buffer
         with self.wire.timing("decode"):
-            next(self.steps, None)
+            next(self.steps)
         self.wire.conclude(mean)
         if mean.dtype == torch.float16:
             self.wire.note(self.wire.all_finite(mean))  # it may leave float16's range although no sum did
-        if not self.bucket.is_last:
-            self.done.set_result(mean)
+        self.done.set_result(mean)
 
 
 @dataclass
@@ -89,11 +88,13 @@ class Fusion:
 
     Args:
         dtype: of the sums: float32 or bfloat16.
+        buffer_bytes: of a fused buffer, if nothing were compressed.
         overlaps: buckets are compressed inside the backward pass; otherwise at its end, so that nothing competes with it.
     """
 
-    def __init__(self, communicator: Communicator, wire: Wire, dtype: torch.dtype, overlaps: bool) -> None:
-        self._communicator, self._wire, self._dtype, self._overlaps = communicator, wire, dtype, overlaps
+    def __init__(self, session: Session, plans: Plans, dtype: torch.dtype, buffer_bytes: float, overlaps: bool) -> None:
+        self._communicator, self._wire, self._plans = session.communicator, session.wire, plans
+        self._dtype, self._buffer_bytes, self._overlaps = dtype, buffer_bytes, overlaps
         self.drop()
         self.n_buffers = 0
 
@@ -104,13 +105,14 @@ class Fusion:
         self._filling: list[tuple[Work, Tensor]] = []
         self._filling_bytes = 0
         self._started: deque[_FusedBuffer] = deque()
+        self._is_end = False  # the last bucket has come: the lane waits for all sums that are started
 
     def take(self, work: Work) -> None:
         """Have a bucket send what it has, now or at the end of the backward pass; with the last one all of the step ends.
 
         What waits for a first sum goes on when the next bucket has come, so that all ranks keep one order of sums.
         """
-        is_last = work.bucket.is_last
+        self._is_end = is_last = work.bucket.is_last
         self._held.append(work)
         if not (self._overlaps or is_last):
             return
@@ -124,7 +126,8 @@ class Fusion:
             self.flush()
         for works in [before, self._half_sent] if is_last else [before]:
             for half_sent in works:
-                self._finish_for(half_sent)
+                while half_sent.n_awaited:
+                    self._finish_first()
                 half_sent.send()
             if works:
                 self.flush()
@@ -135,13 +138,15 @@ class Fusion:
         elif self._wire.on_device:
             self._finish_summed()
 
-    def add(self, work: Work, tensor: Tensor, cap_bytes: float) -> None:
-        """Replace `tensor` (n,) by its mean over the ranks; a buffer that has `cap_bytes` is summed."""
-        work.n_awaited += 1
-        self._filling.append((work, tensor))
-        self._filling_bytes += tensor.numel() * self._dtype.itemsize
-        if self._filling_bytes >= cap_bytes:
-            self.flush()
+    def send(self, work: Work, tensors: Iterable[Tensor], side: str) -> None:
+        """Have tensors replaced by their means over the ranks, in buffers of the size for `side`, "p" or "q"."""
+        cap_bytes = self._buffer_bytes * self._plans.rate_of(side)
+        for tensor in tensors:
+            work.n_awaited += 1
+            self._filling.append((work, tensor.view(-1)))
+            self._filling_bytes += tensor.numel() * self._dtype.itemsize
+            if self._filling_bytes >= cap_bytes and tensor is not work.fingerprint:
+                self.flush()
 
     def flush(self) -> None:
         """Start to sum what is left."""
@@ -163,8 +168,8 @@ class Fusion:
 
         def note_end(_: torch.futures.Future) -> None:
             timing.end()
-            if not buffer.is_taken:  # the lane may have waited for it, and even be closed since
-                with contextlib.suppress(InvalidArgument):
+            if not (buffer.is_taken or self._is_end):
+                with contextlib.suppress(InvalidArgument):  # closed since
                     self._communicator.submit(self._finish_summed)
 
         summed.add_done_callback(note_end)
@@ -174,39 +179,19 @@ class Fusion:
         while self._started and self._started[0].is_summed():
             self._finish_first()
 
-    def _finish_for(self, work: Work) -> None:
-        """Hand out buffers, from the first on, until nothing of `work` is awaited."""
-        while work.n_awaited:
-            self._finish_first()
-
     def _finish_first(self) -> None:
         buffer = self._started.popleft()
         buffer.is_taken = True
         buffer.wait()
         mean = self._wire.divide(buffer.values.to(torch.float32), self._wire.world_size)
-        is_finite = self._wire.all_finite(mean)  # the same bits on all ranks, so all come to the same verdict
-        n_bytes: dict[Work, int] = {}
-        for (work, tensor), part in zip(
-            buffer.tensors, mean.split([tensor.numel() for _, tensor in buffer.tensors]), strict=True
-        ):
+        sizes: dict[Work, int] = {}  # of what each has in it, one after the other
+        parts = mean.split([tensor.numel() for _, tensor in buffer.tensors])
+        for (work, tensor), part in zip(buffer.tensors, parts, strict=True):
             tensor.copy_(part)
             work.n_awaited -= 1
-            n_bytes[work] = n_bytes.get(work, 0) + part.numel() * self._dtype.itemsize
-        for work, own in n_bytes.items():
-            work.bucket.record.count_exchanged(ring_bytes(own, self._wire.world_size))
-            work.wire.note_message(is_finite)
+            sizes[work] = sizes.get(work, 0) + part.numel()
+        for work, part in zip(sizes, mean.split(list(sizes.values())), strict=True):
+            n_bytes = part.numel() * self._dtype.itemsize
+            work.bucket.record.count_exchanged(ring_bytes(n_bytes, self._wire.world_size))
+            work.wire.note_message(self._wire.all_finite(part))  # the same bits, and so the same verdict, on all ranks
             work.finish_if_summed()
-
-
-def fingerprint_of(facts: int) -> Tensor:
-    """(32,) float32: the bits of `facts`, which ranks sum along with their gradients.
-
-    A mean of 0 or 1 says that all ranks have the same bit; anything else, on all ranks, that they have not. Counts up
-    to 256 are exact even in bfloat16.
-    """
-    return torch.tensor([float(facts >> bit & 1) for bit in range(_FINGERPRINT_BITS)])
-
-
-def ranks_agree(mean_fingerprint: Tensor) -> bool:
-    """Whether the mean of the ranks' fingerprints is that of equal ones."""
-    return bool(((mean_fingerprint == 0) | (mean_fingerprint == 1)).all())

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Layout
 from gradwire.core.feedback import Feedback
 from gradwire.core.slot import Slot
 from gradwire.schemes.low_rank.factors import checksum, draw_factor, multiply, orthogonalise
 from gradwire.wire.wire import Wire
+
+Member = tuple[
+    Slot, str, tuple[int, int]
+]  # a matrix, the key that its factors are drawn from, and its place in the bucket
 
 
 class MatrixShape(NamedTuple):
@@ -39,14 +44,6 @@ def matrix_shape(parameter: Slot | Tensor, rank: int, min_compression_rate: floa
     return MatrixShape(n_rows, n_columns, rank)
 
 
-class Member(NamedTuple):
-    """One matrix of a group: its factors are drawn from `key`; it lies in `span` of the bucket, first and past-the-last."""
-
-    slot: Slot
-    key: str
-    span: tuple[int, int]
-
-
 class MatrixGroup:
     """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all.
 
@@ -61,7 +58,7 @@ class MatrixGroup:
 
     def __init__(self, shape: MatrixShape, members: Sequence[Member], feedback: Feedback, device: torch.device) -> None:
         self.shape, self._feedback = shape, feedback
-        self.slots, self.keys, self._spans = (list(column) for column in zip(*members, strict=True))
+        self.slots, self.keys, self._spans = map(list, zip(*members, strict=True))
         # Zeros, so that ranks agree on the other factors even where their turn comes before they were ever summed.
         self.p = torch.zeros(len(members), shape.rank, shape.n_rows, device=device)
         self.q = torch.zeros(len(members), shape.rank, shape.n_columns, device=device)
@@ -71,6 +68,10 @@ class MatrixGroup:
     @functools.cached_property
     def new_q(self) -> Tensor:
         return torch.empty_like(self.q)
+
+    def incoming(self, turn: str) -> Tensor:
+        """(k, rank, n): the factors that come in when `turn`, "p" or "q", is computed."""
+        return self.q if turn == "p" else self.p
 
     def in_bucket(self, flat: Tensor) -> list[Tensor]:
         """k times (n_rows, n_columns): the matrices in a tensor that is laid out as the bucket."""
@@ -85,10 +86,10 @@ class MatrixGroup:
         """
         self._loss_scale = loss_scale
         self._withheld.clear()
-        matrices, is_used = self.in_bucket(gradient), wire.used(gradient, self._spans)
+        matrices, residuals = self.in_bucket(gradient), list(map(self._feedback.of, self.slots))
         room = self._feedback.room(self, sum(map(torch.numel, matrices)), device=wire.device)
         self.corrected = room.view(-1, self.shape.n_rows, self.shape.n_columns)
-        residuals = [self._feedback.of(slot) for slot in self.slots]
+        is_used = wire.used(gradient, self._spans)
         for corrected, matrix, kept, used in zip(self.corrected, matrices, residuals, is_used, strict=True):
             if kept is None:
                 corrected.copy_(matrix)
@@ -102,9 +103,9 @@ class MatrixGroup:
             else:
                 corrected.copy_(matrix).add_(residual, alpha=scale)
 
-    def write_product(self, flat: Tensor, q: Tensor) -> None:
+    def write_product(self, flat: Tensor, p: Tensor, q: Tensor) -> None:
         """P Q^T of every matrix to where it lies in the bucket."""
-        for left, right, matrix in zip(self.p, q, self.in_bucket(flat), strict=True):
+        for left, right, matrix in zip(p, q, self.in_bucket(flat), strict=True):
             multiply(left, right, matrix)
 
     def subtract_product(self) -> None:
@@ -126,6 +127,7 @@ class MatrixGroup:
             self._feedback.stage(slot, unsent, self._loss_scale)
 
 
+@dataclass
 class BucketPlan:
     """How one bucket layout is compressed.
 
@@ -135,15 +137,13 @@ class BucketPlan:
         checksum: of the factors that come in next, for ranks to compare.
     """
 
-    def __init__(self, bucket: Bucket, groups: list[MatrixGroup], dense: list[tuple[int, int]]) -> None:
-        self.slots, self.layout_hash = bucket.slots, bucket.layout_hash
-        self.groups, self.dense, self.checksum = groups, dense, 0
+    groups: list[MatrixGroup]
+    dense: list[tuple[int, int]]
+    checksum: int = 0
 
 
 class Plans:
     """A plan for every bucket layout in use, and the factors that come in next: by slot, as buckets are rebuilt.
-
-    Also how much the model shrinks, for the size of fused buffers.
 
     Args:
         seed: of factors that are drawn.
@@ -154,34 +154,33 @@ class Plans:
         self, shape_of: Callable[[Slot], MatrixShape | None], feedback: Feedback, seed: int, are_orthogonal: bool
     ) -> None:
         self._shape_of, self._feedback, self._seed, self._are_orthogonal = shape_of, feedback, seed, are_orthogonal
-        self._plans: list[BucketPlan] = []
+        self._plans: dict[Layout, BucketPlan] = {}
         self._keys: dict[Slot, str] = {}
+        self._n_elements = {"p": 0, "q": 0, "": 0}  # sent of the model so far, dense tensors included, and in all
         self.factors: dict[Slot, Tensor] = {}
-        self.n_elements = 0
-        self.n_factor_elements = {"p": 0, "q": 0}  # with the dense rest, which is sent with either
 
     def find(self, bucket: Bucket, turn: str) -> BucketPlan:
         """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
-        for plan in self._plans:
-            if plan.slots == bucket.slots and plan.layout_hash == bucket.layout_hash:
-                return plan
+        plan = self._plans.get(bucket.layout)
+        if plan is not None:
+            return plan
         plan = self._make(bucket)
-        incoming = [group.q if turn == "p" else group.p for group in plan.groups]
-        for group, factors in zip(plan.groups, incoming, strict=True):
-            for slot, key, factor in zip(group.slots, group.keys, factors, strict=True):
+        for group in plan.groups:
+            for slot, key, factor in zip(group.slots, group.keys, group.incoming(turn), strict=True):
                 if slot in self.factors:
                     factor.copy_(self.factors[slot])
                     continue
                 factor.copy_(draw_factor(self._seed, key, 0, *factor.shape))
                 if self._are_orthogonal:
                     orthogonalise(factor[None])
-        self.keep(plan, incoming)
+        self.keep(plan, turn)
         return plan
 
-    def keep(self, plan: BucketPlan, incoming: Sequence[Tensor]) -> None:
-        """`incoming`, by group (k, rank, n), is what comes in next."""
+    def keep(self, plan: BucketPlan, turn: str) -> None:
+        """The factors that come in for `turn` are those of the next step."""
         plan.checksum = 0
-        for group, factors in zip(plan.groups, incoming, strict=True):
+        for group in plan.groups:
+            factors = group.incoming(turn)
             self.factors.update(zip(group.slots, factors, strict=True))
             plan.checksum = checksum(factors, plan.checksum)
 
@@ -192,7 +191,7 @@ class Plans:
 
     def rate_of(self, side: str) -> float:
         """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
-        return self.n_factor_elements[side] / self.n_elements if self.n_elements else 1.0
+        return self._n_elements[side] / self._n_elements[""] if self._n_elements[""] else 1.0
 
     def _make(self, bucket: Bucket) -> BucketPlan:
         """A new plan; those that share a slot with it are of an old layout, and go."""
@@ -201,25 +200,24 @@ class Plans:
         for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
             key, shape = self._count(slot), self._shape_of(slot)
             if shape is not None:
-                members.setdefault(shape, []).append(Member(slot, key, (start, end)))
+                members.setdefault(shape, []).append((slot, key, (start, end)))
             elif start < end:
                 dense.append((start, end))
-        device = bucket.buffer.device
-        plan = BucketPlan(bucket, [MatrixGroup(*group, self._feedback, device) for group in members.items()], dense)
-        slots = set(plan.slots)
-        self._plans = [old for old in self._plans if slots.isdisjoint(old.slots) and old.slots]
-        self._plans.append(plan)
+        device, slots = bucket.buffer.device, set(bucket.slots)
+        plan = BucketPlan([MatrixGroup(*group, self._feedback, device) for group in members.items()], dense)
+        self._plans = {
+            layout: old for layout, old in self._plans.items() if layout.slots and slots.isdisjoint(layout.slots)
+        }
+        self._plans[bucket.layout] = plan
         return plan
 
     def _count(self, slot: Slot) -> str:
         """Its key; at first sight its values are added to the model's."""
-        key = self._keys.get(slot)
-        if key is None:
-            shape = self._shape_of(slot)
+        if slot not in self._keys:
             # Without names: the order in which slots first appear, which is the same on all ranks.
-            key = self._keys[slot] = slot.name or f"#{len(self._keys)}"
-            n = slot.numel()
-            self.n_elements += n
-            self.n_factor_elements["p"] += shape.rank * shape.n_rows if shape else n
-            self.n_factor_elements["q"] += shape.rank * shape.n_columns if shape else n
-        return key
+            self._keys[slot] = slot.name or f"#{len(self._keys)}"
+            n, shape = slot.numel(), self._shape_of(slot)
+            n_p, n_q = (shape.rank * shape.n_rows, shape.rank * shape.n_columns) if shape else (n, n)
+            for side, n_sent in (("", n), ("p", n_p), ("q", n_q)):
+                self._n_elements[side] += n_sent
+        return self._keys[slot]

@@ -29,7 +29,7 @@ MODULES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.
 FLOORS_OF_THE_LIBRARY = [
     ["errors", "_native"],
     ["registry", "checks"],
-    ["telemetry", "control"],
+    ["telemetry"],
     ["gpu"],
     ["wire", "codecs"],
     ["core"],
@@ -56,15 +56,14 @@ FLOOR_OF = {
 # total: later work that needs more in a room takes it from the reserve, here, and what it deletes it gives back.
 BUDGETS = {
     "Python": {
-        "gradwire/loose": 970,
+        "gradwire/loose": 1_010,
         "gradwire/telemetry": 1_050,
-        "gradwire/control": 1_780,
         "gradwire/wire": 1_260,
         "gradwire/codecs": 2_280,
         "gradwire/gpu": 2_250,
         "gradwire/core": 1_360,
         "gradwire/exchange": 1_190,
-        "gradwire/stepping": 1_600,
+        "gradwire/stepping": 1_500,
         "gradwire/schemes": 11_400,
         "gradwire/doors": 1_100,
         "gradwire/planning": 400,
@@ -82,7 +81,7 @@ BUDGETS = {
     "native": {"native": 17_600, "gradwire/gpu/source": 2_930},
     "tests": {"tests": 38_530},
 }
-RESERVES = {"Python": 4_000, "native": 1_000, "tests": 2_000}
+RESERVES = {"Python": 5_840, "native": 1_000, "tests": 2_000}
 TOTALS = {"Python": 53_470, "native": 21_530, "tests": 40_530}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()

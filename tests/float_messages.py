@@ -1,4 +1,4 @@
-"""What any codec writes and reads, on every instruction set; and values that show it every kind of float."""
+"""Encodes and decodes by any codec, on every instruction set, and makes values that show it every kind of float."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def there_and_back(codec: Any, gradient: torch.Tensor) -> torch.Tensor:
 def assert_same_bytes_everywhere(
     compute: Callable[[], Iterable[torch.Tensor]], thread_counts: Iterable[int] = (1, 2, 3)
 ) -> list[torch.Tensor]:
-    """What `compute()` gives, after it gave the same bytes on every instruction set with every number of threads."""
+    """Returns what `compute()` gives: the same bytes on every instruction set with every number of threads."""
     n_threads, digests = _native.thread_count(), {}
     try:
         for level in LEVELS:

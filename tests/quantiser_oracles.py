@@ -78,7 +78,7 @@ def two_bit(
 
 
 def decoded(name: str, options: dict[str, Any], x: np.ndarray, step: int, cuts: Sequence[int] = ()) -> np.ndarray:
-    """What a message of `x` (float32) decodes to; thc's rotated values apart, whose rounding is compared by `thc_codes`."""
+    """Returns the values that a message of `x` (float32) decodes to; for thc compare `thc_codes` instead."""
     settings = {key: value for key, value in options.items() if key not in ("seed", "scale_values")}
     if name == "ternary":
         scale = ternary_scale(x, 2.5)

@@ -18,7 +18,7 @@ CLI = [sys.executable, "-m", "gradwire", "netlab"]
 
 
 def rank_command(script: str, *arguments: object) -> list[str]:
-    """What runs this script of the folder in every rank."""
+    """Returns the command that runs a script of this folder in every rank."""
     return [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
 
 

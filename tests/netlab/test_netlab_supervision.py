@@ -25,7 +25,7 @@ def shell(script: str) -> list[str]:
 
 
 def lines_of(script: str, n_ranks: int, *rate: str, **options: Any) -> list[str]:
-    """What ranks print that all end well."""
+    """Returns what ranks print, all of which end well."""
     lines: list[str] = []
     with start_ranks(shell(script), n_ranks, *rate, on_line=lambda rank, line: lines.append(line), **options) as launch:
         launch.wait(30 * patience()).raise_if_failed()

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from gradwire.core.site import DeviceSite, ResidentBucket
 from late import LikeNccl
 from late_cases import CPU, Place, adamw, attach, batch, bits_of, build_model
 from test_on_device import SCHEMES, begin_with_kernels, train
@@ -21,6 +20,8 @@ import gradwire
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_group import DeviceGroup
+from gradwire.wire.device_wire import DeviceWire, Reading, ResidentBucket
+from gradwire.wire.wire import StepOutcome
 from ranks import patience, run_ranks, try_ranks
 
 
@@ -221,14 +222,14 @@ def run_out_of_memory(rank: int, world_size: int, library: Path) -> None:
     optimizer_alone, optimizer = adamw(alone), adamw(ddp)
     attachment = attach(ddp, optimizer, SCHEMES["one-bit"](), placement="device")
 
-    scratch = DeviceSite.scratch
+    scratch = DeviceWire.scratch
 
-    def ask_for_too_much(self: DeviceSite, name: str, n_elements: int, dtype: torch.dtype) -> Tensor:
+    def ask_for_too_much(self: DeviceWire, name: str, n_elements: int, dtype: torch.dtype) -> Tensor:
         return scratch(self, name, 1 << 41, dtype)
 
     loss = ddp(batch(rank, 0, place)).square().mean()
     with (
-        mock.patch.object(DeviceSite, "scratch", ask_for_too_much),
+        mock.patch.object(DeviceWire, "scratch", ask_for_too_much),
         pytest.raises(gradwire.errors.OutOfMemory, match="leave placement"),
     ):
         loss.backward()
@@ -249,15 +250,17 @@ def test_full_memory_is_said_and_ddp_goes_on(library: Path) -> None:
 # ---- planted faults
 
 
-def _do_nothing(*arguments: Any) -> None:
-    pass
+@contextlib.contextmanager
+def _on_any_stream(self: ResidentBucket) -> Any:
+    self._wire.stream.wait_event(self._written)
+    with torch.Stream(device=self.on_device.device):
+        yield
 
 
 @contextlib.contextmanager
-def _on_any_stream(self: ResidentBucket) -> Any:
-    self._follow()
-    with torch.Stream(device=self.on_device.device):
-        yield self._site
+def _without_waiting(self: ResidentBucket) -> Any:
+    with self._wire.at_work():
+        yield
 
 
 def _complete_elsewhere(self: ResidentBucket, reduced: torch.futures.Future) -> None:
@@ -265,7 +268,7 @@ def _complete_elsewhere(self: ResidentBucket, reduced: torch.futures.Future) -> 
 
 
 FAULTS = {
-    "missing wait": lambda: mock.patch.object(ResidentBucket, "_follow", _do_nothing),
+    "missing wait": lambda: mock.patch.object(ResidentBucket, "at_work", _without_waiting),
     "wrong stream": lambda: mock.patch.object(ResidentBucket, "at_work", _on_any_stream),
     "completed elsewhere": lambda: mock.patch.object(ResidentBucket, "complete", _complete_elsewhere),
 }
@@ -287,17 +290,18 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
         for name in names:
             with FAULTS[name]():
                 seen[name] = not torch.equal(train(rank, place, SCHEMES["one-bit"](), 2), expected)
-    site = DeviceSite(Communicator(), [place.device])
+    site = DeviceWire(Communicator(), [place.device])
     late.set_lateness_us(30_000)
-    for name, arrival in (("none", None), ("verdict read too soon", mock.Mock())):
+    for name, wait in (("none", Reading.wait), ("verdict read too soon", lambda reading: reading._on_host)):
         site.begin_step()
         with site.stream:
             site.flags.fill_(3)
         site.end_step()
-        site._arrival = arrival or site._arrival
-        seen[name] = site.found() != (3, False)
-        assert site.found() is None
-        site._on_host.zero_()
+        with mock.patch.object(Reading, "wait", wait):
+            seen[name] = site.outcome() != StepOutcome(is_finite=False, error=3)
+            assert site.outcome() is None
+        site.stream.synchronize()
+        site._step.pinned.zero_()
     assert not seen.pop("none")
     return seen
 

@@ -7,7 +7,6 @@ from types import ModuleType
 import pytest
 import torch
 from ddp_cases import agree, attach, batches, build_model, finish, sgd, take_step, wrap
-from gradwire.schemes.through_codec import ZlibScheme
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -16,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import gradwire
 from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
+from gradwire_lab.schemes.baselines import ZlibRing
 from ranks import run_ranks, try_ranks
 
 
@@ -126,7 +126,7 @@ def test_rank_that_cannot_attach_tells_the_others() -> None:
         assert "Adamax" in str(outcome.error)
 
 
-class FallsBack(ZlibScheme):
+class FallsBack(ZlibRing):
     """Sends every bucket of step 1 plainly, as a scheme may that meets what it cannot compress."""
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
@@ -135,7 +135,7 @@ class FallsBack(ZlibScheme):
         return super().reduce(bucket)
 
 
-class FailsAtTheEnd(ZlibScheme):
+class FailsAtTheEnd(ZlibRing):
     """Fails when step 1 is to be committed, on one rank."""
 
     def end_step(self, step: int) -> None:

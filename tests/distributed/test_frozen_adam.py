@@ -316,7 +316,7 @@ def train_channels_last(rank: int, world_size: int, scheme: str) -> bool:
         optimizer.step()
     first, second = (optimizer.state[net.weight][key] for key in ("exp_avg", "exp_avg_sq"))
     assert not first.is_contiguous()
-    adam = attachment.scheme.adam
+    adam = attachment.scheme._freezing.adam
     momentum, beta1 = adam.momentum(slot_of(net.weight))
     assert beta1 == BETAS[0]
     assert torch.equal(momentum, first.permute(0, 2, 3, 1).reshape(-1))

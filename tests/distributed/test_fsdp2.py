@@ -238,7 +238,7 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     bits = 7 if how == "mismatch" and rank >= 2 else 8
     state = attach(net, optimizer, mesh, schemes.by_name("embedded-float", bits=bits), timeout_s=max(5, patience()))
     if how == "codec" and rank == 1:
-        state.scheme.codec = None  # type: ignore[attr-defined]
+        state.scheme.collective.codec = None  # type: ignore[attr-defined]
     train(net, optimizer, rank)
 
 

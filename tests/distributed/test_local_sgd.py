@@ -339,7 +339,7 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     if rank == 1 and how == "death":
         os._exit(7)
     if rank == 1 and how == "codec":
-        scheme.codec = None  # type: ignore[attr-defined]
+        scheme.collective.codec = None  # type: ignore[attr-defined]
     step_inner(net, optimizer, rank, range(EVERY))
     loop.close()
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.schemes.random_k import draw_indices
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from buckets import Driver
 from gradwire import schemes
+from gradwire_lab.schemes.random_k import draw_indices
 from ranks import run_ranks
 
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]

@@ -2,64 +2,66 @@
 
 from __future__ import annotations
 
-import types
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from gradwire.exchange.patterns import Values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from frozen_adam_oracle import FREEZE, SHARE, adamw, attach, loss_of, model
-from gradwire import CorruptMessage
-from gradwire.core.bucket import Bucket
-from gradwire.schemes.top_k import LargestInShort
+from gradwire.codecs.selection import take_largest
+from gradwire_lab.schemes.top_k_adam import ShortElements
 from ranks import run_ranks
 
 BLOCK = 65_536
-WIRE: Any = types.SimpleNamespace(world_size=1, scratch=lambda name, n: torch.empty(n))
 
 
-def encoded(n_elements: int, share: float) -> tuple[LargestInShort, Values, Tensor, Tensor]:
-    """The codec, what it encoded and left, the values, and the payload."""
+def packed(n_elements: int, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The values, what was left of them, and the payload."""
     values = torch.randn(n_elements, generator=torch.Generator().manual_seed(n_elements))
-    left = Values(Bucket.from_tensor(values.clone()), [], torch.zeros(n_elements), torch.empty(n_elements), 1.0)
-    codec = LargestInShort(share)
-    payload, is_finite = codec.encode(left, WIRE)
+    left = values.clone()
+    indices, taken, is_finite = take_largest(left, max(1, round(share * n_elements)))
     assert is_finite
-    return codec, left, values, payload
+    return values, left, ShortElements().pack(indices, taken, left)
+
+
+def is_noted(payload: Tensor, n_elements: int) -> bool:
+    """Whether the wire is told that a message is not whole, or its elements lie outside of the bucket."""
+    wire = mock.Mock()
+    indices, _ = ShortElements().unpack(payload, n_elements, wire)
+    (is_wrong,) = wire.note_error.call_args.args
+    return bool(is_wrong) or not bool(((indices >= 0) & (indices < n_elements)).all())
 
 
 @pytest.mark.parametrize("n_elements", [1, 1_000, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
 @pytest.mark.parametrize("share", [1e-5, 0.01, 1.0])
 def test_the_largest_come_back_in_bfloat16_and_the_rest_stays(n_elements: int, share: float) -> None:
-    codec, left, values, payload = encoded(n_elements, share)
+    values, left, payload = packed(n_elements, share)
     k = max(1, round(share * n_elements))
     assert payload.numel() == -(-n_elements // BLOCK) + k
-    codec.decode(payload[None], left, WIRE)
+    assert not is_noted(payload, n_elements)
+    indices, taken = ShortElements().unpack(payload, n_elements, mock.Mock())
     expected = torch.zeros(n_elements)
     places = values.abs().argsort(descending=True)[:k]
     expected[places] = values[places].bfloat16().float()
-    assert torch.equal(left.bucket.buffer, expected)
-    assert left.unsent is not None
-    assert torch.equal(left.unsent, values - expected)
+    assert torch.equal(torch.zeros(n_elements).index_add(0, indices, taken), expected)
+    assert torch.equal(left, values - expected)
 
 
 @pytest.mark.parametrize("word", [0, 1, 2, -1])
-def test_a_wrong_count_or_place_is_a_corrupt_message(word: int) -> None:
-    codec, left, _, payload = encoded(2 * BLOCK + 5, 0.001)
+def test_a_wrong_count_or_place_is_noted(word: int) -> None:
+    n_elements = 2 * BLOCK + 5
+    _, _, payload = packed(n_elements, 0.001)
     altered = payload.clone()
     if word < 0:  # all in the last block, of 5 values
         altered[0], altered[1], altered[2] = 0, 0, payload[:3].sum()
     else:
         altered[word] += 1
-    with pytest.raises(CorruptMessage, match="rank 0 sent an index outside of bucket 0"):
-        codec.decode(altered[None], left, WIRE)
+    assert is_noted(altered, n_elements)
     altered = payload.clone()
     altered[0], altered[1] = -1, payload[0] + payload[1] + 1
-    with pytest.raises(CorruptMessage):
-        codec.decode(altered[None], left, WIRE)
+    assert is_noted(altered, n_elements)
 
 
 def count_bytes(rank: int, world_size: int) -> list[int]:

@@ -141,7 +141,7 @@ def flip_a_bit(message: torch.Tensor) -> None:
 def train_sabotaged(rank: int, world_size: int, harm: Any, topology: str) -> None:
     scheme = schemes.by_name("truncate", topology=topology)
     if rank == 1:
-        scheme.codec = Sabotaged(scheme.codec, harm, first_call=5)
+        scheme.collective.codec = Sabotaged(scheme.collective.codec, harm, first_call=5)
     train(rank, scheme)
 
 
@@ -176,7 +176,7 @@ class Longer:
 def train_with_longer_messages(rank: int, world_size: int, topology: str) -> None:
     scheme = schemes.by_name("truncate", topology=topology)
     if rank == 1:
-        scheme.codec = Longer(scheme.codec, 5_000_000, first_call=5)
+        scheme.collective.codec = Longer(scheme.collective.codec, 5_000_000, first_call=5)
     train(rank, scheme)
 
 
@@ -192,7 +192,7 @@ def train_with_own_table(rank: int, world_size: int) -> None:
     if rank == 1:
         histogram = torch.zeros(256, dtype=torch.int64)
         histogram[100:130] = 1
-        scheme.codec.use_table(HuffmanTable.from_histogram(histogram))
+        scheme.collective.codec.use_table(HuffmanTable.from_histogram(histogram))
     train(rank, scheme)
 
 

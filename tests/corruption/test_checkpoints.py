@@ -20,7 +20,9 @@ from ranks import run_ranks
 class PerRank(schemes.by_name("zlib").__class__):  # type: ignore[misc]
     """Stands for a scheme with residuals: its state is each rank's own."""
 
-    state_is_per_world = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_is_per_world = True
 
     def state_dict(self) -> dict[str, Any]:
         return {"residual": torch.ones(3)}

@@ -78,7 +78,8 @@ def hash_what_is_sent(rank: int, world_size: int) -> list[tuple[str, str]]:
             optimizer=torch.optim.SGD([parameter], lr=0.1),
             timeout_s=100,
         )
-        listening = state.scheme._codec = Listening(state.scheme._codec)
+        ring = state.scheme.collective
+        listening = ring.codec = Listening(ring.codec)
         bucket = Bucket(gradient.clone(), [parameter], [0])
         state.scheme.reduce(bucket).wait()
         result = hashlib.blake2b(bucket.buffer.numpy().tobytes(), digest_size=16).hexdigest()

@@ -45,7 +45,7 @@ GCOMP: dict[Feature, list[str]] = {
     view_buckets: ["gcomp"],
     keep_graph_static: ["gcomp"],
     leave_parameters_unused: ["gcomp"],
-    mix_dtypes: ["gcomp", "gcomp, nothing left out", "gcomp of ten bits"],
+    mix_dtypes: ["gcomp", "gcomp, nothing left out", "gcomp direct"],
     join_with_uneven_inputs: ["gcomp of ten bits"],
     scale_the_loss: ["gcomp"],
     meet_nan: ["gcomp", "gcomp, nothing left out"],
@@ -67,7 +67,7 @@ def count_collectives(rank: int, world_size: int, library: Path) -> None:
         ("truncated-float", world_size),
         ("embedded-float direct", 2),
         ("gcomp, nothing left out", world_size),
-        ("gcomp of ten bits", 2),
+        ("gcomp direct", 2),
     ):
         with counting_waits_of_hooks(late) as waits:
             train(rank, place, SCHEMES[name]())
@@ -132,9 +132,7 @@ def meet_a_changed_message(rank: int, world_size: int, library: Path, names: lis
 
 
 def test_a_message_that_is_changed_on_its_way(library: Path) -> None:
-    run_ranks(
-        meet_a_changed_message, 2, library, ["embedded-float", "embedded-float direct", "gcomp", "truncate direct"]
-    )
+    run_ranks(meet_a_changed_message, 2, library, ["embedded-float", "embedded-float direct", "gcomp", "gcomp direct"])
 
 
 def derive_other_importance(rank: int, world_size: int, library: Path) -> None:

@@ -55,6 +55,7 @@ SCHEMES: dict[str, Maker] = {
     ),
     "gcomp": lambda: by_name("gcomp", refresh_every=3),
     "gcomp of ten bits": lambda: by_name("gcomp", importance="uniform", bits=10, topology="direct"),
+    "gcomp direct": lambda: by_name("gcomp", importance="uniform", bits=5, topology="direct", refresh_every=0),
     "gcomp, nothing left out": lambda: by_name("gcomp", importance="none", refresh_every=0, chunk_elements=1_000),
     "embedded-float": lambda: by_name("embedded-float"),
     "embedded-float direct": lambda: by_name(

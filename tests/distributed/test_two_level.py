@@ -180,7 +180,7 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     reducer = gradwire.Reducer(TwoLevel(inner, 2), bucket_mb=4 / 1024, timeout_s=max(5, patience()))
     reducer.all_reduce(draw(rank, 0)).wait()
     if how == "codec" and rank == 1:
-        inner.codec = None  # type: ignore[attr-defined]
+        inner.collective.codec = None  # type: ignore[attr-defined]
     if how == "death" and rank == 1:
         import os
 

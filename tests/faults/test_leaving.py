@@ -124,7 +124,7 @@ def test_interrupt_ends_a_rank_though_its_lane_waits_for_a_peer() -> None:
     while True:
         time.sleep(0.1)
     """
-    zero, one = run_script(ending, "truncate")
+    zero, one = run_script(ending, "truncated-float")
     assert zero.returncode == -signal.SIGINT, zero.stderr
     assert "KeyboardInterrupt" in zero.stderr
     assert one.returncode == 7

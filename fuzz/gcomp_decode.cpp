@@ -71,7 +71,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (data[1] >= 64) seal(message, table.id());
   std::uint64_t n_values = message.size() >= 24 ? read<std::uint64_t>(message, 16) : 0;
   if (n_values > kMaxValues) n_values = 1000;
-  std::vector<std::uint8_t> values(n_values * gcomp::layout_of(dtype).value_bytes);
+  std::vector<std::uint8_t> values(n_values * gcomp::bytes_of(dtype));
   const std::vector<std::uint8_t> importance = gradwire::fuzz::importance_bytes(n_values);
   const bool adds = data[1] % 5 == 0, divides = data[1] % 5 == 1;
   try {

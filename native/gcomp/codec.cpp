@@ -89,8 +89,8 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
                      const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out,
                      const Mean& mean) {
   const DtypeLayout& layout = layout_of(options.dtype);
-  const std::uint64_t n_elements = values.size() / layout.value_bytes;
-  if (values.size() % layout.value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
+  const std::uint64_t n_elements = values.size() / bytes_of(options.dtype);
+  if (values.size() % bytes_of(options.dtype) != 0) throw InvalidArgument("the gradient's bytes are no whole values");
   if (importance.size() != (options.mode == Mode::paper ? n_elements : 0))
     throw InvalidArgument("importance has to hold one byte a value in mode paper, and none in other modes");
   require_table(table, options.dtype, options.version);
@@ -113,7 +113,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
     const std::size_t first = chunk * kChunkValues;
     const std::size_t n_values = std::min<std::uint64_t>(kChunkValues, n_elements - first);
     const auto encode_with = options.version == Version::levels ? encode_levels_chunk : encode_lanes_chunk;
-    const std::size_t first_byte = first * static_cast<std::size_t>(layout.value_bytes);
+    const std::size_t first_byte = first * bytes_of(options.dtype);
     ChunkHeader header = encode_with(
         coding, values.data() + first_byte, importance.empty() ? nullptr : importance.data() + first, n_values,
         out.data(), offset, {mean.values == nullptr ? nullptr : mean.values + first_byte, mean.divisor}, nonfinite);
@@ -162,7 +162,7 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTab
   if (block.dtype != dtype)
     throw CorruptMessage(std::string("GComp message: dtype: expected ") + name_of(dtype) + ", got " +
                          name_of(block.dtype));
-  const auto value_bytes = static_cast<std::uint64_t>(layout_of(dtype).value_bytes);
+  const std::size_t value_bytes = bytes_of(dtype);
   if (block.n_elements != values.size() / value_bytes)
     throw CorruptMessage("GComp message: number of values: expected " + std::to_string(values.size() / value_bytes) +
                          ", got " + std::to_string(block.n_elements));
@@ -185,7 +185,7 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTab
 
 void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, Version version,
                      std::span<std::int64_t> histogram) {
-  const auto value_bytes = static_cast<std::size_t>(layout_of(dtype).value_bytes);
+  const std::size_t value_bytes = bytes_of(dtype);
   const bool widens = dtype == Dtype::float16 && version == Version::derived;
   const Kernels& kernels = kernels_for(widens ? Dtype::float32 : dtype);
   const std::size_t n_values = values.size() / value_bytes;

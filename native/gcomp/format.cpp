@@ -33,11 +33,6 @@ std::string got(std::uint64_t expected, std::uint64_t actual) {
 
 }  // namespace
 
-const char* name_of(Dtype dtype) {
-  constexpr const char* names[kDtypes] = {"float32", "bfloat16", "float16"};
-  return names[static_cast<int>(dtype)];
-}
-
 const char* name_of(Mode mode) {
   constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
   return names[static_cast<int>(mode)];

@@ -57,7 +57,7 @@ ChunkHeader encode_lanes_chunk(const MessageCoding& coding, const std::uint8_t* 
                                std::size_t n_values, std::uint8_t* message, std::uint64_t offset, const Mean& mean,
                                bool& holds_nonfinite) {
   Scratch& buffers = scratch();
-  const auto value_bytes = static_cast<std::size_t>(layout_of(coding.dtype).value_bytes);
+  const std::size_t value_bytes = bytes_of(coding.dtype);
   std::uint8_t* const begin = message + offset;
   std::uint8_t* at = begin;
   LaneStack stack;
@@ -96,7 +96,7 @@ void decode_lanes_chunk(const MessageCoding& coding, std::span<const std::uint8_
                  message.data() + message.size(), exponents);
   if (coding.dtype == Dtype::float16) check_half_exponents(exponents, chunk);
 
-  const auto value_bytes = static_cast<std::size_t>(layout_of(coding.dtype).value_bytes);
+  const std::size_t value_bytes = bytes_of(coding.dtype);
   const bool is_done = coding.dtype == Dtype::float32 && finish.addend == nullptr && finish.divisor == 1;
   const auto finish_block = coding.lanes.finish[static_cast<int>(coding.dtype)];
   const std::uint8_t* at = end - kLaneTailBytes;

@@ -5,13 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "floats/dtypes.hpp"
 #include "random/counter.hpp"
 
 namespace gradwire::quantisers {
 
-enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
-inline constexpr int kDtypes = 3;
-constexpr std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+using floats::bytes_of;
+using floats::Dtype;
+using floats::kDtypes;
 
 // Values that are worked on at a time: 16 KiB of float32, so that values, sums and decoded values stay in L1.
 inline constexpr std::size_t kBlock = 4096;

@@ -43,6 +43,10 @@ void check_words(std::span<const std::uint32_t> words, std::size_t n_elements) {
                           std::to_string(words_for(n_elements)) + " words, not " + std::to_string(words.size()));
 }
 
+void check_dtype(Dtype dtype) {
+  if (static_cast<int>(dtype) >= kDtypes) throw InvalidArgument("a sketch takes float32 or bfloat16");
+}
+
 void check_shape(std::size_t n_elements, std::size_t batch_values) {
   if (n_elements > std::numeric_limits<std::uint32_t>::max())
     throw InvalidArgument("a sketch takes up to 2^32 - 1 values; reduce the bucket size");
@@ -53,6 +57,7 @@ void check_shape(std::size_t n_elements, std::size_t batch_values) {
 }  // namespace
 
 IndexFacts write_index(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::uint32_t> words) {
+  check_dtype(dtype);
   const std::size_t n = values.size() / bytes_of(dtype);
   check_words(words, n);
   const std::size_t n_chunks = (n + kIndexChunk - 1) / kIndexChunk;
@@ -178,6 +183,7 @@ int Plan::n_rounds() const {
 
 void Plan::add(std::span<const std::uint8_t> values, Dtype dtype, std::span<const std::uint32_t> own_words, Cells kind,
                int shift, std::int64_t limit, std::span<std::uint8_t> cells) const {
+  check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   check_words(own_words, geometry_.n_elements);
   if (cells.size() != n_cells_ * bytes_of(kind)) throw InvalidArgument("the cells do not fit the plan");
@@ -219,6 +225,7 @@ void Plan::write_core(std::span<std::int64_t> positions) const {
 
 Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, bool estimate, float bound,
                       std::span<std::uint8_t> values, Dtype dtype) const {
+  check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   if (cells.size() != n_cells_ * bytes_of(kind))
     throw CorruptMessage("the sketch has " + std::to_string(cells.size() / bytes_of(kind)) +

@@ -32,9 +32,8 @@ void write(std::vector<std::uint8_t>& bytes, std::size_t offset, Word word) {
 
 void seal(std::vector<std::uint8_t>& message, std::uint64_t table_id) {
   if (message.size() < gcomp::kBlockHeaderBytes) return;
-  write(message, 0, gcomp::kMagic);
   const auto version = message[4] % 2 == 0 ? gcomp::Version::derived : gcomp::Version::levels;
-  message[4] = static_cast<std::uint8_t>(version);
+  gradwire::write_front(gcomp::kFront, static_cast<int>(version), message[5], message[6], message[7], message.data());
   write(message, 8, table_id);
   write(message, 24, std::uint64_t{message.size()});
   const std::size_t room = (message.size() - gcomp::kBlockHeaderBytes) / gcomp::kChunkHeaderBytes;

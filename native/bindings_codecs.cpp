@@ -216,7 +216,7 @@ void bind_embedded_float(nb::module_& m) {
         const embedded_float::Header header = embedded_float::read_header(message);
         nb::dict result;
         result["codec"] = "embedded-float";
-        result["format_version"] = embedded_float::kVersion;
+        result["format_version"] = 1;
         result["dtype"] = floats::name_of(header.dtype);
         result["first_bit"] = header.range.first;
         result["n_bits"] = header.range.n;
@@ -255,7 +255,7 @@ void bind_truncated_float(nb::module_& m) {
         const truncated_float::Header header = truncated_float::read_header(message);
         nb::dict result;
         result["codec"] = "truncated-float";
-        result["format_version"] = truncated_float::kVersion;
+        result["format_version"] = 1;
         result["dtype"] = floats::name_of(header.settings.dtype);
         result["format"] = truncated_float::name_of(header.settings.format);
         result["bits"] = header.settings.n_bits;

@@ -93,8 +93,7 @@ void QuantiserCodec::decode(std::span<const std::uint8_t> message, std::size_t, 
 
 void QuantiserCodec::decode_mean(std::span<const std::uint8_t> message, std::size_t, std::size_t divisor,
                                  const Values& values) {
-  quantisers::decode(message, options_.kind, values.dtype, bytes_of(values),
-                     {.divisor = static_cast<float>(divisor)});
+  quantisers::decode(message, options_.kind, values.dtype, bytes_of(values), {.divisor = static_cast<float>(divisor)});
 }
 
 void QuantiserCodec::decode_add(std::span<const std::uint8_t> message, std::size_t, std::span<float> total,

@@ -45,7 +45,7 @@ void decode_levels_chunk(const MessageCoding& coding, std::span<const std::uint8
   const SegmentBits asked = coding.kernels.unpack(exponents.data(), exponents.size(), coding.packing, coding.masks,
                                                   levels, mantissas, is_done ? values : buffers.words);
   if (asked.levels != header.level_bits || asked.mantissas != header.mantissa_bits)
-    fail_in_chunk(chunk, "the exponents announce other levels or mantissas than there are");
+    fail_in_chunk(kName, chunk, "the exponents announce other levels or mantissas than there are");
   if (is_done) return;
   const auto dtype = static_cast<int>(coding.dtype);
   const std::size_t value_bytes = bytes_of(coding.dtype);

@@ -8,7 +8,6 @@
 
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
-#include "simd/dispatch.hpp"
 #include "sketch/kernels.hpp"
 
 namespace gradwire::sketch {
@@ -24,13 +23,6 @@ constexpr std::size_t kMinTableRows = 32;
 // So few are sent densely, without a table.
 constexpr std::size_t kMaxDenseNonzeros = 64;
 constexpr std::size_t kIndexChunk = 1 << 18;
-
-const Kernels& kernels() {
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx2) return kAvx2;
-#endif
-  return kPortable;
-}
 
 // The index as granules of 16 bits: halves of words, in order on little-endian machines, which gradwire requires.
 const std::uint16_t* granules_of(std::span<const std::uint32_t> words) {

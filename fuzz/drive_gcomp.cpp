@@ -15,17 +15,16 @@ namespace {
 std::vector<std::uint8_t> make_message(std::mt19937_64& random, int dtype_code) {
   const auto dtype = static_cast<gcomp::Dtype>(dtype_code);
   const auto mode = static_cast<gcomp::Mode>(random() % gcomp::kModes);
-  const gcomp::DtypeLayout& layout = gcomp::layout_of(dtype);
   const std::size_t n_values = random() % 4 == 0 ? gcomp::kChunkValues + random() % 600 : random() % 700;
   const auto version = random() % 2 == 0 ? gcomp::Version::levels : gcomp::Version::derived;
-  std::vector<std::uint8_t> values(n_values * layout.value_bytes);
+  std::vector<std::uint8_t> values(n_values * gcomp::bytes_of(dtype));
   const std::vector<std::uint8_t> importance =
       gradwire::fuzz::importance_bytes(mode == gcomp::Mode::paper ? n_values : 0);
   const bool clustered = random() % 4 != 0;
   for (std::size_t i = 0; i < values.size(); ++i) {
     values[i] = static_cast<std::uint8_t>(random());
-    const auto place = static_cast<int>(i % layout.value_bytes);
-    if (clustered && place == layout.value_bytes - 1) values[i] = static_cast<std::uint8_t>(0x34 + random() % 4);
+    const std::size_t place = i % gcomp::bytes_of(dtype);
+    if (clustered && place == gcomp::bytes_of(dtype) - 1) values[i] = static_cast<std::uint8_t>(0x34 + random() % 4);
   }
   const gradwire::HuffmanTable table = gradwire::HuffmanTable::prior(gcomp::exponent_bits_of(dtype, version));
   std::vector<std::uint8_t> out(gcomp::max_message_bytes(n_values, dtype, mode, version));

@@ -42,8 +42,8 @@ std::uint32_t crc_of(const Bytes& message, std::uint64_t begin, std::uint64_t en
 // Makes magic, version, length and checksums right where the header makes sense. Returns the number of values.
 std::uint64_t seal(Bytes& message, bool is_embedded) {
   if (message.size() < 40) return 0;
-  write(message, 0, is_embedded ? embedded_float::kMagic : truncated_float::kMagic);
-  message[4] = 1;
+  const gradwire::Front& front = is_embedded ? embedded_float::kFront : truncated_float::kFront;
+  gradwire::write_front(front, 1, message[5], message[6], message[7], message.data());
   write(message, 24, std::uint64_t{message.size()});
   const auto n_elements = read<std::uint64_t>(message, 8);
   const std::size_t partition = read<std::uint16_t>(message, 16);
@@ -51,7 +51,7 @@ std::uint64_t seal(Bytes& message, bool is_embedded) {
   const std::uint64_t n_chunks = embedded_float::chunks_of(n_elements);
   std::uint64_t table_end = 0, marks = message.size();
   if (is_embedded) {
-    table_end = embedded_float::table_end(n_chunks);
+    table_end = front.table_end(n_chunks);
     const planes::Range range{message[6], message[7]};
     std::uint64_t begin = table_end, escapes = table_end + embedded_float::payload_bytes(n_elements, partition, range);
     for (std::uint64_t chunk = 0; chunk < n_chunks && table_end <= message.size(); ++chunk) {
@@ -60,21 +60,20 @@ std::uint64_t seal(Bytes& message, bool is_embedded) {
       const std::uint64_t end = begin + embedded_float::payload_bytes(n, partition, range);
       const std::uint64_t n_escapes = embedded_float::load_entry(message.data(), chunk).n_escapes;
       const std::uint64_t escapes_end = escapes + n_escapes * embedded_float::kEscapeBytes;
-      write(message, embedded_float::table_end(chunk),
-            crc_of(message, escapes, escapes_end, crc_of(message, begin, end)));
+      write(message, front.table_end(chunk), crc_of(message, escapes, escapes_end, crc_of(message, begin, end)));
       begin = end;
       escapes = escapes_end;
     }
   } else if (message[5] < floats::kDtypes && message[6] < truncated_float::kFormats) {
     const truncated_float::Settings settings{static_cast<floats::Dtype>(message[5]),
                                              static_cast<truncated_float::Format>(message[6]), message[7], partition};
-    table_end = truncated_float::table_end(n_chunks);
+    table_end = front.table_end(n_chunks);
     std::uint64_t begin = table_end;
     for (std::uint64_t chunk = 0; chunk < n_chunks && table_end <= message.size(); ++chunk) {
       const std::uint64_t n =
           std::min<std::uint64_t>(truncated_float::kChunkValues, n_elements - chunk * truncated_float::kChunkValues);
       const std::uint64_t end = begin + truncated_float::payload_bytes(n, settings);
-      write(message, truncated_float::table_end(chunk), crc_of(message, begin, end));
+      write(message, front.table_end(chunk), crc_of(message, begin, end));
       begin = end;
     }
     marks = begin;

@@ -32,9 +32,8 @@ void write(std::vector<std::uint8_t>& bytes, std::size_t offset, Word word) {
 
 void seal(std::vector<std::uint8_t>& message, std::uint64_t table_id) {
   if (message.size() < gcomp::kBlockHeaderBytes) return;
-  write(message, 0, gcomp::kMagic);
   const auto version = message[4] % 2 == 0 ? gcomp::Version::derived : gcomp::Version::levels;
-  message[4] = static_cast<std::uint8_t>(version);
+  gradwire::write_front(gcomp::kFront, static_cast<int>(version), message[5], message[6], message[7], message.data());
   write(message, 8, table_id);
   write(message, 24, std::uint64_t{message.size()});
   const std::size_t room = (message.size() - gcomp::kBlockHeaderBytes) / gcomp::kChunkHeaderBytes;
@@ -71,7 +70,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (data[1] >= 64) seal(message, table.id());
   std::uint64_t n_values = message.size() >= 24 ? read<std::uint64_t>(message, 16) : 0;
   if (n_values > kMaxValues) n_values = 1000;
-  std::vector<std::uint8_t> values(n_values * gcomp::layout_of(dtype).value_bytes);
+  std::vector<std::uint8_t> values(n_values * gcomp::bytes_of(dtype));
   const std::vector<std::uint8_t> importance = gradwire::fuzz::importance_bytes(n_values);
   const bool adds = data[1] % 5 == 0, divides = data[1] % 5 == 1;
   try {

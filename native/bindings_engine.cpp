@@ -1,72 +1,122 @@
-// The engine for Python: connections, exchanges and the codecs that they call. Whatever waits or computes releases the
-// GIL; codecs that are written in Python are called back with it.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/array.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
-
+// The engine for Python: connections, exchanges and the codecs that they call, the switch emulation. Codecs that are
+// written in Python are called back with the GIL.
 #include <array>
 #include <cstring>
 #include <memory>
-#include <optional>
-#include <tuple>
-#include <utility>
-#include <vector>
 
-#include "errors.hpp"
+#include "bindings.hpp"
+#include "exchange/broadcast.hpp"
 #include "exchange/codecs.hpp"
 #include "exchange/owners.hpp"
 #include "exchange/pieces.hpp"
 #include "exchange/quantised.hpp"
 #include "exchange/ring.hpp"
+#include "switch/client.hpp"
+#include "switch/server.hpp"
 #include "wire/mesh.hpp"
-
-namespace nb = nanobind;
-using namespace gradwire;
 
 namespace {
 
-using ByteArray = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstByteArray = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Counts = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FactsArray = std::array<std::uint32_t, 4>;
 using exchange::Values;
+using floats::Dtype;
+using Facts = std::array<std::uint32_t, 4>;
 
-wire::Facts facts_of(const FactsArray& facts) { return {facts[0], facts[1], facts[2], facts[3]}; }
+wire::Facts facts_of(const Facts& facts) { return {facts[0], facts[1], facts[2], facts[3]}; }
 
-template <class Dtype>
-Dtype dtype_of(int code) {
-  if (code < 0 || code >= floats::kDtypes) throw InvalidArgument("unknown dtype code");
-  return static_cast<Dtype>(code);
+Values values_of(Bytes bytes, Dtype dtype) { return {bytes.data(), bytes.size() / floats::bytes_of(dtype), dtype}; }
+
+// None for nothing; else as large as `others`.
+Values left_out_of(Bytes bytes, const Values& others) {
+  if (bytes.data() != nullptr && bytes.size() != others.n * others.element_bytes())
+    throw InvalidArgument("left_out has another size than the values");
+  return {bytes.data(), others.n, others.dtype};
 }
-
-Values values_of(const ByteArray& bytes, int dtype) {
-  const auto known = dtype_of<floats::Dtype>(dtype);
-  return {bytes.data(), bytes.size() / floats::bytes_of(known), known};
-}
-
-std::span<float> span_of(const Floats& array) { return {array.data(), array.size()}; }
-std::span<float> span_of(const std::optional<Floats>& array) { return array ? span_of(*array) : std::span<float>(); }
 
 // Kind, rule, parameter, levels, block, seed: gradwire.codecs.quantised.
-using QuantiserArguments = std::tuple<int, int, double, int, std::uint32_t, std::uint64_t>;
+using Quantiser = std::tuple<quantisers::Kind, quantisers::Options::Rule, float, int, std::uint32_t, std::uint64_t>;
 
-quantisers::Options options_of(const QuantiserArguments& arguments) {
-  const auto [kind, rule, parameter, levels, block, seed] = arguments;
-  if (kind < 0 || kind >= quantisers::kKinds || rule < 0 || rule > 2) throw InvalidArgument("unknown quantiser");
-  return {static_cast<quantisers::Kind>(kind),
-          static_cast<quantisers::Options::Rule>(rule),
-          static_cast<float>(parameter),
-          levels,
-          block,
-          {seed, 0}};
+quantisers::Options options_of(const Quantiser& quantiser, std::uint64_t step) {
+  const auto [kind, rule, parameter, levels, block, seed] = quantiser;
+  return {kind, rule, parameter, levels, block, {seed, step}};
 }
+
+// Bytes sent and received, messages, spans (kind, start, end).
+using AccountTuple =
+    std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::vector<std::tuple<int, std::int64_t, std::int64_t>>>;
+
+AccountTuple tuple_of(const exchange::Account& account) {
+  std::vector<std::tuple<int, std::int64_t, std::int64_t>> spans;
+  for (const exchange::Span& span : account.spans)
+    spans.emplace_back(static_cast<int>(span.kind), span.start_ns, span.end_ns);
+  return {account.bytes_sent, account.bytes_received, account.n_messages, std::move(spans)};
+}
+
+// ---- connections
+
+void bind_mesh(nb::module_& m) {
+  using Place = std::pair<std::string, std::uint16_t>;
+  using wire::Mesh;
+  m.attr("MESSAGE_HEADER_BYTES") = wire::kHeaderBytes;
+  m.attr("MESSAGE_VERSION") = wire::kVersion;
+  m.attr("MESH_SECRET_BYTES") = wire::kSecretBytes;
+  m.def("interface_address", &wire::interface_address, "name"_a);
+  nb::class_<Mesh>(m, "Mesh")
+      .def(nb::init<int, int, const std::string&, double>(), "rank"_a, "world_size"_a, "host"_a, "timeout_s"_a)
+      .def_prop_ro("endpoint", [](const Mesh& mesh) { return Place(mesh.endpoint().host, mesh.endpoint().port); })
+      .def(
+          "join",
+          [](Mesh& mesh, const std::vector<Place>& places, const nb::bytes& secret) {
+            wire::Secret known;
+            if (secret.size() != known.size()) throw InvalidArgument("the secret of a mesh has 16 bytes");
+            std::memcpy(known.data(), secret.data(), known.size());
+            std::vector<wire::Endpoint> endpoints;
+            for (const auto& [host, port] : places) endpoints.push_back({host, port});
+            mesh.join(std::move(endpoints), known);
+          },
+          "endpoints"_a, "secret"_a)
+      .def(
+          "open",
+          [](Mesh& mesh, std::uint32_t stream, const Facts& facts, std::uint64_t max_bytes,
+             const std::vector<int>& peers) { mesh.open(stream, facts_of(facts), max_bytes, peers); },
+          "stream"_a, "facts"_a, "max_bytes"_a, "peers"_a, unlocked)
+      .def("close", &Mesh::close, "stream"_a, unlocked)
+      .def(
+          "send",
+          [](Mesh& mesh, const std::vector<int>& peers, std::uint32_t stream, const std::vector<ConstBytes>& parts) {
+            std::size_t n_bytes = 0;
+            for (const ConstBytes part : parts) n_bytes += part.size();
+            wire::Message message = mesh.pool().take(n_bytes);
+            auto at = message.room().begin();
+            for (const ConstBytes part : parts) at = std::copy(part.begin(), part.end(), at);
+            for (const int peer : peers) mesh.send(peer, stream, message);
+          },
+          "peers"_a, "stream"_a, "parts"_a, unlocked)
+      .def(
+          "receive_any",
+          [](Mesh& mesh, std::uint32_t stream, const std::vector<int>& peers) {
+            wire::Arrival arrival;
+            {
+              const nb::gil_scoped_release released;
+              arrival = mesh.receive_any(stream, peers);
+            }
+            // The tensor keeps the message: its block is not used again before the tensor is gone.
+            auto kept = std::make_unique<wire::Message>(arrival.message);
+            const nb::capsule owner(kept.get(),
+                                    [](void* message) noexcept { delete static_cast<wire::Message*>(message); });
+            wire::Message& message = *kept.release();
+            const std::size_t shape[1] = {message.n_bytes};
+            const nb::ndarray<nb::pytorch> bytes(message.block->data(), 1, shape, owner, nullptr,
+                                                 nb::dtype<std::uint8_t>());
+            return nb::make_tuple(arrival.peer, nb::cast(bytes, nb::rv_policy::reference), arrival.duration_ns);
+          },
+          "stream"_a, "peers"_a)
+      .def("wait_until_all_sent", &Mesh::wait_until_all_sent, unlocked)
+      .def("break_off", &Mesh::break_off, unlocked)
+      .def("shut", &Mesh::shut, unlocked)
+      .def_prop_ro("bytes_held", [](Mesh& mesh) { return mesh.pool().bytes_held(); });
+}
+
+// ---- codecs
 
 // A torch tensor over memory that outlives the call it is made for.
 nb::object tensor_of(const void* data, std::size_t n, nb::dlpack::dtype dtype) {
@@ -75,22 +125,13 @@ nb::object tensor_of(const void* data, std::size_t n, nb::dlpack::dtype dtype) {
   return nb::cast(array, nb::rv_policy::reference);
 }
 
-nb::object tensor_of(std::span<const std::uint8_t> bytes) {
-  return tensor_of(bytes.data(), bytes.size(), nb::dtype<std::uint8_t>());
-}
+nb::object tensor_of(ConstBytes bytes) { return tensor_of(bytes.data(), bytes.size(), nb::dtype<std::uint8_t>()); }
 
 nb::object tensor_of(const Values& values) {
   constexpr std::uint8_t kFloat = 2, kBfloat = 4;  // DLPack's codes
-  const bool is_bfloat16 = values.dtype == floats::Dtype::bfloat16;
-  return tensor_of(values.data, values.n,
-                   {is_bfloat16 ? kBfloat : kFloat, static_cast<std::uint8_t>(8 * values.element_bytes()), 1});
-}
-
-std::size_t length_of(const nb::object& n_bytes, std::size_t room) {
-  const auto n = nb::cast<std::size_t>(n_bytes);
-  if (n > room)
-    throw BufferTooSmall("a codec says it wrote " + std::to_string(n) + " bytes into " + std::to_string(room));
-  return n;
+  return tensor_of(
+      values.data, values.n,
+      {values.dtype == Dtype::bfloat16 ? kBfloat : kFloat, static_cast<std::uint8_t>(8 * values.element_bytes()), 1});
 }
 
 class PythonCodec final : public exchange::Codec {
@@ -108,12 +149,15 @@ class PythonCodec final : public exchange::Codec {
     return nb::cast<std::size_t>(codec_.attr("max_encoded_bytes")(n_values, dtype_));
   }
   bool weigh(std::size_t first, std::size_t n) override { return weights_.write(first, n); }
-  std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override {
+  std::size_t encode(const Values& values, std::size_t first, Bytes out) override {
     const nb::gil_scoped_acquire locked;
     const nb::object weights = weights_of(first, values.n);
-    return length_of(codec_.attr("encode")(tensor_of(values), tensor_of(out), weights), out.size());
+    const auto n = nb::cast<std::size_t>(codec_.attr("encode")(tensor_of(values), tensor_of(out), weights));
+    if (n > out.size())
+      throw BufferTooSmall("a codec says it wrote " + std::to_string(n) + " bytes into " + std::to_string(out.size()));
+    return n;
   }
-  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override {
+  void decode(ConstBytes message, std::size_t first, const Values& values) override {
     const nb::gil_scoped_acquire locked;
     if (decodes_by_importance_)
       codec_.attr("decode")(tensor_of(message), tensor_of(values), weights_of(first, values.n));
@@ -131,11 +175,114 @@ class PythonCodec final : public exchange::Codec {
   gcomp::Weights weights_;
 };
 
-nb::tuple account_of(const exchange::Account& account) {
-  nb::list spans;
-  for (const exchange::Span& span : account.spans)
-    spans.append(nb::make_tuple(static_cast<int>(span.kind), span.start_ns, span.end_ns));
-  return nb::make_tuple(account.bytes_sent, account.bytes_received, account.n_messages, spans);
+void bind_exchange_codecs(nb::module_& m) {
+  using exchange::Codec;
+  using gcomp::BucketImportance;
+  using Made = std::unique_ptr<Codec>;
+  // offset, n, addresses of parameter and moments (0: none), a, b, c, address of bytes that are ready (0: none)
+  using Terms = std::tuple<std::size_t, std::size_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, float, float,
+                           float, std::uintptr_t>;
+  // Python puts what the addresses lie in into an attribute of its own.
+  nb::class_<BucketImportance>(m, "BucketImportance", nb::dynamic_attr())
+      .def(
+          "__init__",
+          [](BucketImportance* place, const std::vector<Terms>& terms) {
+            const auto floats_at = [](std::uintptr_t address) { return reinterpret_cast<const float*>(address); };
+            std::vector<gcomp::Window> windows;
+            for (const auto& [offset, n, parameter, second, first, a, b, c, ready] : terms)
+              windows.push_back({offset, n, floats_at(parameter), floats_at(second), floats_at(first), a, b, c,
+                                 reinterpret_cast<const std::uint8_t*>(ready)});
+            new (place) BucketImportance(std::move(windows));
+          },
+          "terms"_a)
+      .def("write", &BucketImportance::write, "first"_a, "out"_a, unlocked);
+
+  nb::class_<Codec>(m, "ExchangeCodec");
+  // Arguments are kept by whoever makes a codec, for as long as it is used.
+  m.def(
+      "gcomp_exchange_codec",
+      [](Dtype dtype, gcomp::Mode mode, int kept_bits, bool truncates, gcomp::Version version,
+         const HuffmanTable& table, const std::vector<const HuffmanTable*>& known, const BucketImportance* importance,
+         std::span<std::int64_t> counts) -> Made {
+        const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
+        const gcomp::EncodeOptions options{dtype, mode, kept_bits, rounding, version};
+        return std::make_unique<exchange::GCompCodec>(options, table, known, importance, counts);
+      },
+      "dtype"_a, "mode"_a, "kept_bits"_a, "truncates"_a, "version"_a, "table"_a, "known"_a, "importance"_a.none(),
+      "counts"_a.none(), nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
+  m.def(
+      "truncated_float_exchange_codec",
+      [](Dtype dtype, truncated_float::Format format, int n_bits, std::size_t partition,
+         truncated_float::Rounding rounding, std::uint64_t seed, std::uint64_t first_step) -> Made {
+        const truncated_float::Settings settings{dtype, format, n_bits, partition};
+        truncated_float::check_settings(settings);
+        return std::make_unique<exchange::TruncatedFloatCodec>(settings, rounding, random::Stream{seed, first_step});
+      },
+      "dtype"_a, "format"_a, "n_bits"_a, "partition"_a, "rounding"_a, "seed"_a, "first_step"_a);
+  m.def(
+      "embedded_float_exchange_codec",
+      [](Dtype dtype, std::size_t partition, std::size_t n_bits) -> Made {
+        return std::make_unique<exchange::EmbeddedFloatCodec>(partition, n_bits, dtype);
+      },
+      "dtype"_a, "partition"_a, "n_bits"_a);
+  m.def(
+      "quantiser_exchange_codec",
+      [](const Quantiser& quantiser, std::uint64_t first_step) -> Made {
+        return std::make_unique<exchange::QuantiserCodec>(options_of(quantiser, first_step));
+      },
+      "quantiser"_a, "first_step"_a);
+  m.def(
+      "python_exchange_codec",
+      [](nb::object codec, nb::object dtype, const BucketImportance* importance) -> Made {
+        return std::make_unique<PythonCodec>(std::move(codec), std::move(dtype), importance);
+      },
+      "codec"_a, "dtype"_a, "importance"_a.none(), nb::keep_alive<0, 3>());
+}
+
+// ---- exchanges
+
+void bind_means(nb::module_& m) {
+  using exchange::Codec;
+  using wire::Mesh;
+  m.def(
+      "ring_mean",
+      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes buffer, Dtype dtype, Bytes left_out,
+         std::size_t n_chunks, std::size_t n_ahead) {
+        const Values values = values_of(buffer, dtype);
+        exchange::Account account;
+        exchange::ring_mean(mesh, {stream, facts_of(facts)}, codec, values, left_out_of(left_out, values), n_chunks,
+                            n_ahead, account);
+        return tuple_of(account);
+      },
+      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "buffer"_a, "dtype"_a, "left_out"_a.none(), "n_chunks"_a, "n_ahead"_a,
+      unlocked);
+  m.def(
+      "direct_mean",
+      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, Codec& codec, Bytes buffer, Dtype dtype, Bytes left_out,
+         std::size_t n_chunks) {
+        const Values values = values_of(buffer, dtype);
+        exchange::Account account;
+        exchange::direct_mean(mesh, {stream, facts_of(facts)}, codec, values, left_out_of(left_out, values), n_chunks,
+                              account);
+        return tuple_of(account);
+      },
+      "mesh"_a, "stream"_a, "facts"_a, "codec"_a, "buffer"_a, "dtype"_a, "left_out"_a.none(), "n_chunks"_a, unlocked);
+  m.def(
+      "quantised_mean",
+      [](Mesh& mesh, std::uint32_t stream, const Facts& facts, const Quantiser& quantiser, Bytes gradient, Dtype dtype,
+         ConstFloats residual, Floats unsent, float residual_scale,
+         std::vector<std::pair<std::size_t, std::size_t>> spans, std::vector<bool> is_used, std::size_t n_chunks,
+         std::vector<std::uint64_t> draws, bool pulls_raw) {
+        const exchange::QuantisedBucket bucket{
+            values_of(gradient, dtype), residual, unsent,           residual_scale, std::move(spans),
+            std::move(is_used),         n_chunks, std::move(draws), pulls_raw};
+        exchange::Account account;
+        const auto result =
+            exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options_of(quantiser, 0), bucket, account);
+        return std::tuple(result.is_used_by_any, result.is_finite, tuple_of(account));
+      },
+      "mesh"_a, "stream"_a, "facts"_a, "quantiser"_a, "gradient"_a, "dtype"_a, "residual"_a.none(), "unsent"_a.none(),
+      "residual_scale"_a, "spans"_a, "is_used"_a, "n_chunks"_a, "draws"_a, "pulls_raw"_a, unlocked);
 }
 
 struct PieceGroups {
@@ -144,158 +291,60 @@ struct PieceGroups {
 
 class PieceExchange {
  public:
-  PieceExchange(wire::Mesh& mesh, std::uint32_t stream, const FactsArray& facts, exchange::Codec& push,
-                exchange::Codec& pull, const PieceGroups& groups, Floats values, std::optional<Floats> residual,
-                Floats left_out, std::uint64_t first_draw, bool has_pull, std::size_t pull_bytes_ahead)
-      : values_(std::move(values)), residual_(std::move(residual)), left_out_(std::move(left_out)) {
+  PieceExchange(wire::Mesh& mesh, std::uint32_t stream, const Facts& facts, exchange::Codec& push,
+                exchange::Codec& pull, const PieceGroups& groups, Floats values, ConstFloats residual, Floats left_out,
+                std::uint64_t first_draw, bool has_pull, std::size_t pull_bytes_ahead) {
     if (groups.by_part.size() != static_cast<std::size_t>(mesh.world_size()))
       throw InvalidArgument("an exchange needs the groups of every part");
-    const exchange::PieceBucket bucket{span_of(values_), span_of(residual_), span_of(left_out_), first_draw, has_pull};
+    const exchange::PieceBucket bucket{values, residual, left_out, first_draw, has_pull};
     std::vector<std::size_t> n_groups;
     for (const auto& part : groups.by_part) n_groups.push_back(part.size());
-    const nb::gil_scoped_release unlocked;
+    const nb::gil_scoped_release released;
     ends_.emplace(mesh, push, pull, groups.by_part, bucket, account_);
     exchange_.emplace(mesh, exchange::Ticket{stream, facts_of(facts)}, *ends_, std::move(n_groups), has_pull,
                       pull_bytes_ahead, account_);
   }
-  nb::tuple run() { return account_of(&exchange::OwnersExchange::run); }
-  nb::tuple finish() { return account_of(&exchange::OwnersExchange::finish); }
+  AccountTuple run() {
+    exchange_->run();
+    return tuple_of(std::exchange(account_, {}));
+  }
+  AccountTuple finish() {
+    exchange_->finish();
+    return tuple_of(std::exchange(account_, {}));
+  }
 
  private:
-  nb::tuple account_of(void (exchange::OwnersExchange::*work)()) {
-    {
-      const nb::gil_scoped_release unlocked;
-      ((*exchange_).*work)();
-    }
-    return ::account_of(std::exchange(account_, {}));
-  }
-  const Floats values_;
-  const std::optional<Floats> residual_;
-  const Floats left_out_;
   exchange::Account account_;
   std::optional<exchange::PieceEnds> ends_;
   std::optional<exchange::OwnersExchange> exchange_;
 };
 
-void bind_codecs(nb::module_& m) {
-  using gcomp::BucketImportance;
-  // offset, n, addresses of parameter and moments (0: none), a, b, c, address of bytes that are ready (0: none)
-  using Terms = std::tuple<std::size_t, std::size_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, double, double,
-                           double, std::uintptr_t>;
-  // Python puts what the addresses lie in into an attribute of its own.
-  nb::class_<BucketImportance>(m, "BucketImportance", nb::dynamic_attr())
-      .def(
-          "__init__",
-          [](BucketImportance* place, const std::vector<Terms>& terms) {
-            const auto floats_at = [](std::uintptr_t address) { return reinterpret_cast<const float*>(address); };
-            std::vector<gcomp::Window> windows;
-            windows.reserve(terms.size());
-            for (const auto& [offset, n, parameter, second, first, a, b, c, ready] : terms)
-              windows.push_back({offset, n, floats_at(parameter), floats_at(second), floats_at(first),
-                                 static_cast<float>(a), static_cast<float>(b), static_cast<float>(c),
-                                 reinterpret_cast<const std::uint8_t*>(ready)});
-            new (place) BucketImportance(std::move(windows));
-          },
-          nb::arg("terms"))
-      .def(
-          "write",
-          [](const BucketImportance& importance, std::size_t first, const ByteArray& out) {
-            const std::span<std::uint8_t> bytes(out.data(), out.size());
-            const nb::gil_scoped_release unlocked;
-            importance.write(first, bytes);
-          },
-          nb::arg("first"), nb::arg("out"));
-
-  nb::class_<exchange::Codec>(m, "ExchangeCodec");
-  // Arguments are kept by whoever makes a codec, for as long as it is used.
-  m.def(
-      "gcomp_exchange_codec",
-      [](int dtype, int mode, int kept_bits, bool truncates, int version, const HuffmanTable& table,
-         const std::vector<const HuffmanTable*>& known, const BucketImportance* importance,
-         const std::optional<Counts>& counts) -> std::unique_ptr<exchange::Codec> {
-        if (mode < 0 || mode >= gcomp::kModes) throw InvalidArgument("unknown mode code");
-        if (version != 1 && version != 2) throw InvalidArgument("unknown format version");
-        const auto rounding = truncates ? gcomp::Rounding::truncate : gcomp::Rounding::nearest;
-        const auto histogram =
-            counts ? std::span<std::int64_t>(counts->data(), counts->size()) : std::span<std::int64_t>();
-        return std::make_unique<exchange::GCompCodec>(
-            gcomp::EncodeOptions{dtype_of<gcomp::Dtype>(dtype), static_cast<gcomp::Mode>(mode), kept_bits, rounding,
-                                 static_cast<gcomp::Version>(version)},
-            table, known, importance, histogram);
-      },
-      nb::arg("dtype"), nb::arg("mode"), nb::arg("kept_bits"), nb::arg("truncates"), nb::arg("version"),
-      nb::arg("table"), nb::arg("known"), nb::arg("importance").none(), nb::arg("counts").none(),
-      nb::keep_alive<0, 6>(), nb::keep_alive<0, 8>());
-  m.def(
-      "truncated_float_exchange_codec",
-      [](int dtype, int format, int n_bits, std::size_t partition, int rounding, std::uint64_t seed,
-         std::uint64_t first_step) -> std::unique_ptr<exchange::Codec> {
-        if (rounding < 0 || rounding >= truncated_float::kRoundings) throw InvalidArgument("unknown rounding code");
-        if (format < 0 || format >= truncated_float::kFormats) throw InvalidArgument("unknown format code");
-        const truncated_float::Settings settings{dtype_of<floats::Dtype>(dtype),
-                                                 static_cast<truncated_float::Format>(format), n_bits, partition};
-        truncated_float::check_settings(settings);
-        return std::make_unique<exchange::TruncatedFloatCodec>(
-            settings, static_cast<truncated_float::Rounding>(rounding), random::Stream{seed, first_step});
-      },
-      nb::arg("dtype"), nb::arg("format"), nb::arg("n_bits"), nb::arg("partition"), nb::arg("rounding"),
-      nb::arg("seed"), nb::arg("first_step"));
-  m.def(
-      "embedded_float_exchange_codec",
-      [](int dtype, std::size_t partition, int n_bits) -> std::unique_ptr<exchange::Codec> {
-        return std::make_unique<exchange::EmbeddedFloatCodec>(partition, static_cast<std::size_t>(n_bits),
-                                                              dtype_of<floats::Dtype>(dtype));
-      },
-      nb::arg("dtype"), nb::arg("partition"), nb::arg("n_bits"));
-  m.def(
-      "quantiser_exchange_codec",
-      [](const QuantiserArguments& quantiser, std::uint64_t first_step) -> std::unique_ptr<exchange::Codec> {
-        quantisers::Options options = options_of(quantiser);
-        options.stream.step = first_step;
-        return std::make_unique<exchange::QuantiserCodec>(options);
-      },
-      nb::arg("quantiser"), nb::arg("first_step"));
-  m.def(
-      "python_exchange_codec",
-      [](nb::object codec, nb::object dtype, const BucketImportance* importance) -> std::unique_ptr<exchange::Codec> {
-        return std::make_unique<PythonCodec>(std::move(codec), std::move(dtype), importance);
-      },
-      nb::arg("codec"), nb::arg("dtype"), nb::arg("importance").none(), nb::keep_alive<0, 3>());
-}
-
 void bind_pieces(nb::module_& m) {
+  using exchange::Codec;
   using Sizes = std::vector<std::int64_t>;
+  using Parts = std::vector<std::vector<std::tuple<std::size_t, std::size_t, Sizes>>>;
   m.def(
-      "max_group_bytes",
-      [](const exchange::Codec& codec, const Sizes& sizes) { return exchange::max_group_bytes(codec, sizes); },
-      nb::arg("codec"), nb::arg("sizes"));
+      "max_group_bytes", [](const Codec& codec, const Sizes& sizes) { return exchange::max_group_bytes(codec, sizes); },
+      "codec"_a, "sizes"_a);
   m.def(
       "encode_group",
-      [](exchange::Codec& codec, const Floats& values, const std::optional<Floats>& residual, const Sizes& sizes,
-         const ByteArray& out, const Floats& left_out, std::uint64_t draw) {
-        const nb::gil_scoped_release unlocked;
-        return exchange::encode_group(codec, span_of(values), 0, sizes, {span_of(residual), span_of(left_out), draw},
-                                      {out.data(), out.size()});
+      [](Codec& codec, Floats values, ConstFloats residual, const Sizes& sizes, Bytes out, Floats left_out,
+         std::uint64_t draw) {
+        return exchange::encode_group(codec, values, 0, sizes, {residual, left_out, draw}, out);
       },
-      nb::arg("codec"), nb::arg("values"), nb::arg("residual").none(), nb::arg("sizes"), nb::arg("out"),
-      nb::arg("left_out"), nb::arg("draw"));
+      "codec"_a, "values"_a, "residual"_a.none(), "sizes"_a, "out"_a, "left_out"_a, "draw"_a, unlocked);
   m.def(
       "decode_group",
-      [](exchange::Codec& codec, const ConstByteArray& message, const Sizes& sizes, std::size_t divisor,
-         const Floats& out) {
-        const nb::gil_scoped_release unlocked;
-        exchange::decode_group(codec, {message.data(), message.size()}, 0, sizes, divisor, span_of(out));
+      [](Codec& codec, ConstBytes message, const Sizes& sizes, std::size_t divisor, Floats out) {
+        exchange::decode_group(codec, message, 0, sizes, divisor, out);
       },
-      nb::arg("codec"), nb::arg("message"), nb::arg("sizes"), nb::arg("divisor"), nb::arg("out"));
+      "codec"_a, "message"_a, "sizes"_a, "divisor"_a, "out"_a, unlocked);
   m.def(
       "add_group",
-      [](exchange::Codec& codec, const ConstByteArray& message, const Sizes& sizes, const Floats& total,
-         const Floats& scratch) {
-        const nb::gil_scoped_release unlocked;
-        exchange::add_group(codec, {message.data(), message.size()}, 0, sizes, span_of(total), span_of(scratch));
+      [](Codec& codec, ConstBytes message, const Sizes& sizes, Floats total, Floats scratch) {
+        exchange::add_group(codec, message, 0, sizes, total, scratch);
       },
-      nb::arg("codec"), nb::arg("message"), nb::arg("sizes"), nb::arg("total"), nb::arg("scratch"));
-  using Parts = std::vector<std::vector<std::tuple<std::size_t, std::size_t, Sizes>>>;
+      "codec"_a, "message"_a, "sizes"_a, "total"_a, "scratch"_a, unlocked);
   nb::class_<PieceGroups>(m, "PieceGroups")
       .def(
           "__init__",
@@ -307,85 +356,157 @@ void bind_pieces(nb::module_& m) {
             }
             new (place) PieceGroups{std::move(by_part)};
           },
-          nb::arg("groups"));
+          "groups"_a);
   nb::class_<PieceExchange>(m, "PieceExchange")
-      .def(nb::init<wire::Mesh&, std::uint32_t, const FactsArray&, exchange::Codec&, exchange::Codec&,
-                    const PieceGroups&, Floats, std::optional<Floats>, Floats, std::uint64_t, bool, std::size_t>(),
-           nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("push"), nb::arg("pull"), nb::arg("groups"),
-           nb::arg("values"), nb::arg("residual").none(), nb::arg("left_out"), nb::arg("first_draw"),
-           nb::arg("has_pull"), nb::arg("pull_bytes_ahead"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(),
-           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>())
-      .def("run", &PieceExchange::run)
-      .def("finish", &PieceExchange::finish);
+      .def(nb::init<wire::Mesh&, std::uint32_t, const Facts&, Codec&, Codec&, const PieceGroups&, Floats, ConstFloats,
+                    Floats, std::uint64_t, bool, std::size_t>(),
+           "mesh"_a, "stream"_a, "facts"_a, "push"_a, "pull"_a, "groups"_a, "values"_a, "residual"_a.none(),
+           "left_out"_a, "first_draw"_a, "has_pull"_a, "pull_bytes_ahead"_a, nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+           nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>())
+      .def("run", &PieceExchange::run, unlocked)
+      .def("finish", &PieceExchange::finish, unlocked);
+}
+
+// What Broadcast.receive gives; gradwire._native says what each part is.
+using HeardTuple = std::tuple<int, std::optional<int>, std::uint32_t, std::size_t, std::uint64_t, std::uint64_t,
+                              std::optional<std::vector<double>>, int, std::vector<std::size_t>, std::int64_t,
+                              std::int64_t, std::int64_t>;
+
+std::optional<HeardTuple> tuple_of(const std::optional<exchange::Heard>& heard, std::size_t rank) {
+  if (!heard) return std::nullopt;
+  const exchange::Head& head = heard->head;
+  const auto block = head.block == exchange::kNoBlock ? std::nullopt : std::optional<int>(head.block);
+  const auto remaining_s = head.remaining_s.empty() ? std::nullopt : std::optional(head.remaining_s);
+  return HeardTuple(head.origin, block, head.body_bytes, heard->forwarded_bytes, head.received_bytes[rank],
+                    head.receiving_us[rank], remaining_s, head.ceiling_bits, heard->newly_ended, heard->duration_ns,
+                    heard->arrived_ns, heard->decoded_ns);
+}
+
+void bind_broadcast(nb::module_& m) {
+  using exchange::Broadcast;
+  using Shapes = std::vector<std::tuple<std::string, std::size_t, Dtype>>;
+  nb::class_<Broadcast>(m, "Broadcast")
+      .def(
+          "__init__",
+          [](Broadcast* place, wire::Mesh& mesh, std::uint32_t stream, bool is_ring, const Shapes& shapes,
+             std::size_t partition, std::uint32_t configuration, std::uint32_t blocks_hash) {
+            std::vector<exchange::BlockShape> blocks;
+            for (const auto& [name, n, dtype] : shapes) blocks.push_back({name, n, dtype});
+            new (place) Broadcast(mesh, stream, is_ring, std::move(blocks), partition, configuration, blocks_hash);
+          },
+          "mesh"_a, "stream"_a, "is_ring"_a, "blocks"_a, "partition"_a, "configuration"_a, "blocks_hash"_a,
+          nb::keep_alive<1, 2>(), unlocked)
+      .def_prop_ro("n_copies", &Broadcast::n_copies)
+      .def_prop_ro("head_bytes", &Broadcast::head_bytes)
+      .def("begin", &Broadcast::begin, "step"_a)
+      .def(
+          "max_body_bytes",
+          [](const Broadcast& broadcast, std::size_t block, int n_bits) {
+            return broadcast.max_body_bytes(block, n_bits);
+          },
+          "block"_a, "n_bits"_a)
+      .def(
+          "encode",
+          [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, int n_bits) {
+            return broadcast.encode(block, values_of(gradient, dtype), n_bits);
+          },
+          "block"_a, "gradient"_a, "dtype"_a, "n_bits"_a, unlocked)
+      .def(
+          "send",
+          [](Broadcast& broadcast, const std::vector<std::size_t>& ended, int ceiling_bits,
+             std::optional<std::vector<double>> remaining_s) {
+            broadcast.send(ended, ceiling_bits, std::move(remaining_s).value_or(std::vector<double>()));
+          },
+          "ended"_a, "ceiling_bits"_a, "remaining_s"_a.none(), unlocked)
+      .def(
+          "receive",
+          [](Broadcast& broadcast, std::uint32_t step, std::size_t rank) {
+            return tuple_of(broadcast.receive(step), rank);
+          },
+          "step"_a, "rank"_a, unlocked)
+      .def(
+          "mean",
+          [](Broadcast& broadcast, std::size_t block, Bytes gradient, Dtype dtype, Bytes left_out) {
+            const Values values = values_of(gradient, dtype);
+            broadcast.mean(block, values, left_out_of(left_out, values));
+          },
+          "block"_a, "gradient"_a, "dtype"_a, "left_out"_a.none(), unlocked);
+}
+
+// ---- the switch
+
+void bind_switch(nb::module_& m) {
+  using innet::Client;
+  using innet::Server;
+  m.attr("SWITCH_LANES") = innet::kLanes;
+  m.attr("SWITCH_HEADER_BYTES") = innet::kHeaderBytes;
+  m.attr("SWITCH_MAX_WORKERS") = innet::kMaxWorkers;
+  nb::class_<Server>(m, "SwitchServer")
+      .def(nb::init<const std::string&, std::uint16_t, std::size_t, double>(), "address"_a, "port"_a, "n_slots"_a,
+           "lease_s"_a)
+      .def("run", &Server::run, "seconds"_a, unlocked)
+      .def_prop_ro("port", &Server::port)
+      .def_prop_ro("epoch", [](const Server& server) { return server.pipeline().epoch(); })
+      .def("counters", [](const Server& server) {
+        const innet::Pipeline& pipeline = server.pipeline();
+        const innet::PipelineCounters& counters = pipeline.counters();
+        nb::dict result;
+        result["n_slots"] = pipeline.n_slots();
+        result["n_free_slots"] = pipeline.n_free_slots();
+        result["n_jobs"] = pipeline.n_jobs();
+        result["values"] = counters.values;
+        result["results"] = counters.results;
+        result["duplicates"] = counters.duplicates;
+        result["stale"] = counters.stale;
+        result["foreign"] = counters.foreign;
+        result["refusals"] = counters.refusals;
+        result["jobs_admitted"] = counters.jobs_admitted;
+        result["jobs_evicted"] = counters.jobs_evicted;
+        result["dropped_at_port"] = server.packets_dropped();
+        result["bytes_received"] = server.bytes_received();
+        result["bytes_sent"] = server.bytes_sent();
+        return result;
+      });
+  nb::class_<Client>(m, "SwitchClient")
+      .def(nb::init<const std::string&, std::uint16_t, std::uint64_t, std::size_t, std::size_t, std::size_t>(),
+           "address"_a, "port"_a, "job"_a, "worker"_a, "n_workers"_a, "wanted_slots"_a)
+      .def("join", &Client::join, "timeout_s"_a, unlocked)
+      .def("reduce", &Client::reduce, "values"_a, "operation"_a, "timeout_s"_a, unlocked)
+      .def("leave", &Client::leave, unlocked)
+      .def("stop", &Client::stop)
+      .def_prop_ro("n_slots", &Client::n_slots)
+      .def("counters", [](const Client& client) {
+        const innet::ClientCounters& counters = client.counters();
+        nb::dict result;
+        result["packets_sent"] = counters.packets_sent;
+        result["packets_resent"] = counters.packets_resent;
+        result["results"] = counters.results;
+        result["results_again"] = counters.results_again;
+        result["foreign"] = counters.foreign;
+        result["bytes_sent"] = counters.bytes_sent;
+        result["bytes_received"] = counters.bytes_received;
+        result["window_packets"] = client.window();
+        result["round_trip_s"] = client.round_trip_s();
+        return result;
+      });
+  // What a datagram is, for tests and `inspect`: a packet of this version, foreign or damaged, of another version.
+  m.def(
+      "switch_check_packet",
+      [](ConstBytes datagram) {
+        innet::Header header;
+        return innet::read_header(datagram, header);
+      },
+      "datagram"_a);
 }
 
 }  // namespace
 
 void bind_engine(nb::module_& m) {
-  bind_codecs(m);
-  const auto left_out_of = [](const std::optional<ByteArray>& left_out, const Values& buffer) {
-    if (!left_out) return Values{nullptr, 0, buffer.dtype};
-    if (left_out->size() != buffer.n * buffer.element_bytes())
-      throw InvalidArgument("left_out has another size than the buffer");
-    return Values{left_out->data(), buffer.n, buffer.dtype};
-  };
-  m.def(
-      "ring_mean",
-      [left_out_of](wire::Mesh& mesh, std::uint32_t stream, const FactsArray& facts, exchange::Codec& codec,
-                    const ByteArray& buffer, int dtype, const std::optional<ByteArray>& left_out, std::size_t n_chunks,
-                    std::size_t n_ahead) {
-        const Values values = values_of(buffer, dtype), lost = left_out_of(left_out, values);
-        exchange::Account account;
-        {
-          const nb::gil_scoped_release unlocked;
-          exchange::ring_mean(mesh, {stream, facts_of(facts)}, codec, values, lost, n_chunks, n_ahead, account);
-        }
-        return account_of(account);
-      },
-      nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("codec"), nb::arg("buffer"), nb::arg("dtype"),
-      nb::arg("left_out").none(), nb::arg("n_chunks"), nb::arg("n_ahead"));
-  m.def(
-      "direct_mean",
-      [left_out_of](wire::Mesh& mesh, std::uint32_t stream, const FactsArray& facts, exchange::Codec& codec,
-                    const ByteArray& buffer, int dtype, const std::optional<ByteArray>& left_out,
-                    std::size_t n_chunks) {
-        const Values values = values_of(buffer, dtype), lost = left_out_of(left_out, values);
-        exchange::Account account;
-        {
-          const nb::gil_scoped_release unlocked;
-          exchange::direct_mean(mesh, {stream, facts_of(facts)}, codec, values, lost, n_chunks, account);
-        }
-        return account_of(account);
-      },
-      nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("codec"), nb::arg("buffer"), nb::arg("dtype"),
-      nb::arg("left_out").none(), nb::arg("n_chunks"));
-  m.def(
-      "quantised_mean",
-      [](wire::Mesh& mesh, std::uint32_t stream, const FactsArray& facts, const QuantiserArguments& quantiser,
-         const ByteArray& gradient, int dtype, const std::optional<Floats>& residual,
-         const std::optional<Floats>& unsent, double residual_scale,
-         std::vector<std::pair<std::size_t, std::size_t>> spans, std::vector<bool> is_used, std::size_t n_chunks,
-         std::vector<std::uint64_t> draws, bool pulls_raw) {
-        const quantisers::Options options = options_of(quantiser);
-        const exchange::QuantisedBucket bucket{values_of(gradient, dtype),
-                                               span_of(residual),
-                                               span_of(unsent),
-                                               static_cast<float>(residual_scale),
-                                               std::move(spans),
-                                               std::move(is_used),
-                                               n_chunks,
-                                               std::move(draws),
-                                               pulls_raw};
-        exchange::Account account;
-        exchange::QuantisedResult result;
-        {
-          const nb::gil_scoped_release unlocked;
-          result = exchange::quantised_mean(mesh, {stream, facts_of(facts)}, options, bucket, account);
-        }
-        return nb::make_tuple(result.is_used_by_any, result.is_finite, account_of(account));
-      },
-      nb::arg("mesh"), nb::arg("stream"), nb::arg("facts"), nb::arg("quantiser"), nb::arg("gradient"), nb::arg("dtype"),
-      nb::arg("residual").none(), nb::arg("unsent").none(), nb::arg("residual_scale"), nb::arg("spans"),
-      nb::arg("is_used"), nb::arg("n_chunks"), nb::arg("draws"), nb::arg("pulls_raw"));
+  bind_mesh(m);
+  bind_exchange_codecs(m);
+  bind_means(m);
   bind_pieces(m);
+  bind_broadcast(m);
+  bind_switch(m);
 }

@@ -2,29 +2,35 @@
 #pragma once
 
 #include <stdexcept>
+#include <string>
 
 namespace gradwire {
 
-struct InvalidArgument : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct Error : std::runtime_error {
+  Error(const char* python_name, const std::string& what) : std::runtime_error(what), name(python_name) {}
+  const char* name;
 };
-struct BufferTooSmall : std::runtime_error {
-  using std::runtime_error::runtime_error;
+
+struct InvalidArgument : Error {
+  explicit InvalidArgument(const std::string& what) : Error("InvalidArgument", what) {}
 };
-struct CorruptMessage : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct BufferTooSmall : Error {
+  explicit BufferTooSmall(const std::string& what) : Error("BufferTooSmall", what) {}
 };
-struct IncompatibleVersion : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct CorruptMessage : Error {
+  explicit CorruptMessage(const std::string& what) : Error("CorruptMessage", what) {}
 };
-struct PeerLost : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct IncompatibleVersion : Error {
+  explicit IncompatibleVersion(const std::string& what) : Error("IncompatibleVersion", what) {}
 };
-struct RankMismatch : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct PeerLost : Error {
+  explicit PeerLost(const std::string& what) : Error("PeerLost", what) {}
 };
-struct Unsupported : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct RankMismatch : Error {
+  explicit RankMismatch(const std::string& what) : Error("RankMismatch", what) {}
+};
+struct Unsupported : Error {
+  explicit Unsupported(const std::string& what) : Error("Unsupported", what) {}
 };
 
 }  // namespace gradwire

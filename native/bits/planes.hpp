@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "simd/dispatch.hpp"
+
 namespace gradwire::planes {
 
 inline constexpr std::size_t kGroup = 32;  // words that make one word of each plane
@@ -24,10 +26,9 @@ struct Kernels {
                  std::uint32_t keep, std::uint32_t* words);
 };
 
-extern const Kernels kPortable;
-extern const Kernels kAvx2;
-
-// The kernels of the current SIMD level; all give the same words.
-const Kernels& kernels();
+const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>);
+inline const Kernels& kernels() {
+  return at_current_level<1>([](auto level) -> const Kernels& { return kernels_at(level); });
+}
 
 }  // namespace gradwire::planes

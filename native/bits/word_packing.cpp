@@ -1,19 +1,8 @@
 #include "bits/word_packing.hpp"
 
 #include "bits/bit_io.hpp"
-#include "bits/word_packing_loops.hpp"
-#include "simd/dispatch.hpp"
 
 namespace gradwire::word_packing {
-
-const Kernel kPortable[kMaxBits + 1] = GRADWIRE_KERNELS;
-
-const Kernel& kernel_for(int n_bits) {
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx2) return kAvx2[n_bits];
-#endif
-  return kPortable[n_bits];
-}
 
 void pack_rest(const std::uint32_t* codes, std::size_t n, int n_bits, std::uint8_t* out) {
   std::uint8_t buffer[4 * kBlock + kBitSlackBytes];

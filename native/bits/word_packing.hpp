@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "simd/dispatch.hpp"
+
 namespace gradwire::word_packing {
 
 inline constexpr std::size_t kBlock = 256;
@@ -21,11 +23,11 @@ struct Kernel {
   void (*unpack)(const std::uint8_t* data, std::uint32_t* codes);
 };
 
-extern const Kernel kPortable[kMaxBits + 1];  // by bits of a code; none for 0
-extern const Kernel kAvx2[kMaxBits + 1];
-
-// The kernel of the current SIMD level for one block; all levels give the same bytes.
-const Kernel& kernel_for(int n_bits);
+// For one block of codes of n_bits.
+const Kernel &kernel_at(Level<0>, int n_bits), &kernel_at(Level<1>, int n_bits);
+inline const Kernel& kernel_for(int n_bits) {
+  return at_current_level<1>([n_bits](auto level) -> const Kernel& { return kernel_at(level, n_bits); });
+}
 
 // Fewer than 256 codes, each below 2^n_bits; they touch packed_bytes(n, n_bits) bytes.
 void pack_rest(const std::uint32_t* codes, std::size_t n, int n_bits, std::uint8_t* out);

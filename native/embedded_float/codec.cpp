@@ -11,37 +11,15 @@
 #include "embedded_float/kernels.hpp"
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
-#include "simd/dispatch.hpp"
 
 namespace gradwire::embedded_float {
 namespace {
 
-const Kernels& kernels_for(Dtype dtype) {
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx2) return kAvx2[static_cast<int>(dtype)];
-#endif
-  return kPortable[static_cast<int>(dtype)];
-}
-
 constexpr std::size_t padded(std::size_t n) { return (n + planes::kGroup - 1) / planes::kGroup * planes::kGroup; }
-
-// Values of a chunk, and where its exponents and planes lie in a message.
-struct Chunk {
-  std::size_t index, first, n;
-  std::uint64_t begin, end;
-  std::size_t n_partitions;
-};
-
-Chunk chunk_at(std::size_t index, std::uint64_t n_elements, std::size_t partition, planes::Range range) {
-  const std::size_t first = index * kChunkValues;
-  const std::size_t n = std::min<std::uint64_t>(kChunkValues, n_elements - first);
-  const std::uint64_t begin = table_end(chunks_of(n_elements)) + index * payload_bytes(kChunkValues, partition, range);
-  return {index, first, n, begin, begin + payload_bytes(n, partition, range), partitions_of(n, partition)};
-}
 
 // Calls body(partition index, first value, values in it, bytes of one plane), all counted from the chunk's begin.
 template <class Body>
-void for_partitions(const Chunk& chunk, std::size_t partition, const Body& body) {
+void for_partitions(const floats::Chunk& chunk, std::size_t partition, const Body& body) {
   for (std::size_t index = 0; index < chunk.n_partitions; ++index) {
     const std::size_t first = index * partition, n = std::min(partition, chunk.n - first);
     body(index, first, n, (n + 7) / 8);
@@ -50,7 +28,11 @@ void for_partitions(const Chunk& chunk, std::size_t partition, const Body& body)
 
 template <class Body>
 void for_chunks(std::uint64_t n_elements, std::size_t partition, planes::Range range, const Body& body) {
-  parallel_for(chunks_of(n_elements), [&](std::size_t index) { body(chunk_at(index, n_elements, partition, range)); });
+  const std::size_t n_chunks = chunks_of(n_elements);
+  parallel_for(n_chunks, [&](std::size_t index) {
+    body(floats::chunk_at(index, n_elements, partition, kFront.table_end(n_chunks),
+                          [&](std::size_t n) { return payload_bytes(n, partition, range); }));
+  });
 }
 
 // The planes of one partition; a last, short one goes through a buffer of whole groups.
@@ -111,9 +93,7 @@ class EscapeFinder {
   std::uint32_t exact_[kMaxPartition], from_codes_[kMaxPartition];
 };
 
-[[noreturn]] void fail(std::size_t chunk, const char* what) {
-  throw CorruptMessage("embedded-float message: chunk " + std::to_string(chunk) + ": " + what);
-}
+[[noreturn]] void fail(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
 
 struct Escapes {
   const std::uint8_t* begin;
@@ -128,7 +108,7 @@ std::vector<std::uint64_t> escape_offsets(const std::uint8_t* message, std::uint
                                           planes::Range range) {
   const std::uint64_t n_chunks = chunks_of(n_elements);
   std::vector<std::uint64_t> offsets(n_chunks + 1);
-  offsets[0] = table_end(n_chunks) + payload_bytes(n_elements, partition, range);
+  offsets[0] = kFront.table_end(n_chunks) + payload_bytes(n_elements, partition, range);
   for (std::size_t chunk = 0; chunk < n_chunks; ++chunk)
     offsets[chunk + 1] = offsets[chunk] + load_entry(message, chunk).n_escapes * kEscapeBytes;
   return offsets;
@@ -139,26 +119,21 @@ class Reader {
  public:
   Reader(std::span<const std::uint8_t> message, Dtype dtype, std::uint64_t n_elements)
       : header(read_header(message)), message_(message.data()) {
-    if (header.dtype != dtype)
-      throw CorruptMessage(std::string("embedded-float message: dtype: expected ") + floats::name_of(dtype) + ", got " +
-                           floats::name_of(header.dtype));
-    if (header.n_elements != n_elements)
-      throw CorruptMessage("embedded-float message: number of values: expected " + std::to_string(n_elements) +
-                           ", got " + std::to_string(header.n_elements));
+    expect_values(kFront.name, dtype, n_elements, header.dtype, header.n_elements);
     if (header.is_last()) offsets_ = escape_offsets(message_, n_elements, header.partition, header.range);
   }
 
-  const std::uint8_t* payload(const Chunk& chunk) const { return message_ + chunk.begin; }
-  const std::uint8_t* planes(const Chunk& chunk) const {
+  const std::uint8_t* payload(const floats::Chunk& chunk) const { return message_ + chunk.begin; }
+  const std::uint8_t* planes(const floats::Chunk& chunk) const {
     return payload(chunk) + (header.holds_exponents() ? chunk.n_partitions : 0);
   }
-  Escapes escapes(const Chunk& chunk) const {
+  Escapes escapes(const floats::Chunk& chunk) const {
     if (!header.is_last()) return {nullptr, 0};
     return {message_ + offsets_[chunk.index], load_entry(message_, chunk.index).n_escapes};
   }
 
   // Checksum, exponents, order of escapes. Exponents come from the message or, later, from `known`.
-  void check(const Chunk& chunk, const std::uint8_t* exponents) const {
+  void check(const floats::Chunk& chunk, const std::uint8_t* exponents) const {
     const Escapes extra = escapes(chunk);
     const std::uint32_t crc = crc32c({payload(chunk), chunk.end - chunk.begin});
     if (crc32c({extra.begin, extra.n * kEscapeBytes}, crc) != load_entry(message_, chunk.index).checksum)
@@ -212,17 +187,14 @@ std::uint64_t encode(std::span<const std::uint8_t> values, Dtype dtype, std::siz
                      std::span<std::uint8_t> out) {
   check_settings(partition, range);
   const std::size_t value_bytes = floats::bytes_of(dtype);
-  if (values.size() % value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
-  const std::uint64_t n_elements = values.size() / value_bytes;
+  const std::uint64_t n_elements = elements_of(values, dtype);
   const std::uint64_t max_bytes = max_message_bytes(n_elements, partition, range);
-  if (out.size() < max_bytes)
-    throw BufferTooSmall("embedded-float: out has " + std::to_string(out.size()) + " bytes; a message may need " +
-                         std::to_string(max_bytes));
+  check_room(kFront.name, out, max_bytes);
   Header header{dtype, range, 0, partition, n_elements, max_bytes};
   const Kernels& kernels = kernels_for(dtype);
   std::uint8_t* const message = out.data();
   std::atomic<bool> holds_nonfinite{false};
-  for_chunks(n_elements, partition, range, [&](const Chunk& chunk) {
+  for_chunks(n_elements, partition, range, [&](const floats::Chunk& chunk) {
     std::uint8_t* exponents = header.holds_exponents() ? message + chunk.begin : nullptr;
     std::uint8_t* planes_out = message + chunk.begin + (exponents != nullptr ? chunk.n_partitions : 0);
     ChunkEntry entry{0, 0};
@@ -244,7 +216,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, Dtype dtype, std::siz
   if (header.is_last()) {
     // Their number had to be known before any could be put in place.
     const std::vector<std::uint64_t> offsets = escape_offsets(message, n_elements, partition, range);
-    for_chunks(n_elements, partition, range, [&](const Chunk& chunk) {
+    for_chunks(n_elements, partition, range, [&](const floats::Chunk& chunk) {
       ChunkEntry entry = load_entry(message, chunk.index);
       std::uint8_t* const begin = message + offsets[chunk.index];
       std::uint8_t* indices = begin;
@@ -271,10 +243,10 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::u
   const Reader reader(message, dtype, values.size() / value_bytes);
   const Header& header = reader.header;
   if (!header.holds_exponents())
-    throw CorruptMessage("embedded-float message: it begins with plane " + std::to_string(header.range.first) +
-                         ": it refines what came before, and is nothing by itself");
+    fail_message(kFront.name, "it begins with plane " + std::to_string(header.range.first) +
+                                  ": it refines what came before, and is nothing by itself");
   const Kernels& kernels = kernels_for(dtype);
-  for_chunks(header.n_elements, header.partition, header.range, [&](const Chunk& chunk) {
+  for_chunks(header.n_elements, header.partition, header.range, [&](const floats::Chunk& chunk) {
     const std::uint8_t* const exponents = reader.payload(chunk);
     reader.check(chunk, exponents);
     const Escapes escapes = reader.escapes(chunk);
@@ -299,20 +271,18 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::u
 int refine(std::span<const std::uint8_t> message, const Known& known) {
   const Reader reader(message, known.dtype, known.codes.size());
   const Header& header = reader.header;
-  if (header.partition != known.partition)
-    throw CorruptMessage("embedded-float message: partitions of " + std::to_string(header.partition) +
-                         " values, expected " + std::to_string(known.partition));
+  expect(kFront.name, "values in a partition", known.partition, header.partition);
   if (header.range.first != known.n_known)
-    throw CorruptMessage("embedded-float message: it begins with plane " + std::to_string(header.range.first) +
-                         "; the next one to come is " + std::to_string(known.n_known));
+    fail_message(kFront.name, "it begins with plane " + std::to_string(header.range.first) +
+                                  "; the next one to come is " + std::to_string(known.n_known));
   const std::size_t partitions_a_chunk = kChunkValues / header.partition;
-  const auto exponents_of = [&](const Chunk& chunk) -> const std::uint8_t* {
+  const auto exponents_of = [&](const floats::Chunk& chunk) -> const std::uint8_t* {
     return header.holds_exponents() ? reader.payload(chunk) : known.exponents.data() + chunk.index * partitions_a_chunk;
   };
   for_chunks(header.n_elements, header.partition, header.range,
-             [&](const Chunk& chunk) { reader.check(chunk, exponents_of(chunk)); });
+             [&](const floats::Chunk& chunk) { reader.check(chunk, exponents_of(chunk)); });
   const Kernels& kernels = kernels_for(known.dtype);
-  for_chunks(header.n_elements, header.partition, header.range, [&](const Chunk& chunk) {
+  for_chunks(header.n_elements, header.partition, header.range, [&](const floats::Chunk& chunk) {
     const std::uint8_t* const exponents = exponents_of(chunk);
     const std::uint8_t* from = reader.planes(chunk);
     std::uint32_t* const codes = known.codes.data() + chunk.first;
@@ -341,7 +311,7 @@ int refine(std::span<const std::uint8_t> message, const Known& known) {
 void write(const Known& known, std::span<std::uint8_t> values) {
   const Kernels& kernels = kernels_for(known.dtype);
   const std::size_t value_bytes = floats::bytes_of(known.dtype);
-  for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const Chunk& chunk) {
+  for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const floats::Chunk& chunk) {
     for_partitions(chunk, known.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
       const std::size_t at = chunk.first + first;
       write_partition(kernels, known.codes.data() + at, n, known.exponents[at / known.partition], known.n_known,
@@ -353,7 +323,7 @@ void write(const Known& known, std::span<std::uint8_t> values) {
 void add(const Known& known, std::span<float> sums) {
   const Kernels& kernels = kernels_for(known.dtype);
   const Kernels& to_float32 = kernels_for(Dtype::float32);
-  for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const Chunk& chunk) {
+  for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const floats::Chunk& chunk) {
     for_partitions(chunk, known.partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
       const std::size_t at = chunk.first + first;
       const std::uint32_t exponent = known.exponents[at / known.partition];
@@ -383,7 +353,7 @@ void quantise(std::span<const std::uint8_t> values, Dtype dtype, std::size_t par
   const Kernels& kernels = kernels_for(dtype);
   const std::size_t value_bytes = floats::bytes_of(dtype);
   const std::uint32_t mask = ~std::uint32_t{0} << (32 - n_known);
-  for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const Chunk& chunk) {
+  for_chunks(values.size() / value_bytes, partition, {0, n_known}, [&](const floats::Chunk& chunk) {
     for_partitions(chunk, partition, [&](std::size_t, std::size_t first, std::size_t n, std::size_t) {
       std::uint32_t codes[kMaxPartition];
       const std::size_t at = (chunk.first + first) * value_bytes;

@@ -8,22 +8,22 @@
 
 #include "bits/planes.hpp"
 #include "floats/dtypes.hpp"
+#include "messages/front.hpp"
 
 namespace gradwire::embedded_float {
 
 using floats::Dtype;
 
-inline constexpr std::uint32_t kMagic = 0x46455747;  // "GWEF"
-inline constexpr std::uint8_t kVersion = 1;
+using floats::chunks_of;
+using floats::kChunkValues;
+using floats::kFlagNonfinite;
+using floats::kMaxPartition;
+using floats::partitions_of;
+
 inline constexpr int kPlanes = 32;  // the sign, then 31 bits of magnitude
-// Values of every chunk but the last: codes, planes and values of one partition after another stay in a 32 KiB L1d,
-// and a chunk is work enough (some 4 us) for a thread.
-inline constexpr std::size_t kChunkValues = 16384;
-inline constexpr std::size_t kMinPartition = 32, kMaxPartition = 1024;  // powers of two between; they divide a chunk
-inline constexpr std::size_t kHeaderBytes = 40;
 inline constexpr std::size_t kChunkEntryBytes = 8;
-inline constexpr std::size_t kEscapeBytes = 6;      // an index of 2 bytes, a word of 4
-inline constexpr std::uint16_t kFlagNonfinite = 1;  // some value is Inf or NaN
+inline constexpr Front kFront{"embedded-float", "GWEF", 1, 40, kChunkEntryBytes};
+inline constexpr std::size_t kEscapeBytes = 6;  // an index of 2 bytes, a word of 4
 
 struct Header {
   Dtype dtype;
@@ -42,11 +42,6 @@ struct ChunkEntry {
   std::uint32_t n_escapes;
 };
 
-constexpr std::uint64_t chunks_of(std::uint64_t n_elements) { return (n_elements + kChunkValues - 1) / kChunkValues; }
-constexpr std::uint64_t partitions_of(std::uint64_t n_elements, std::size_t partition) {
-  return (n_elements + partition - 1) / partition;
-}
-
 // Throws InvalidArgument where partition or range is out of range.
 void check_settings(std::size_t partition, planes::Range range);
 // Bytes of the exponents and planes of n_values values that begin at a chunk.
@@ -54,7 +49,6 @@ std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, plane
 // Bytes that no message exceeds.
 std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition, planes::Range range);
 
-inline std::uint64_t table_end(std::uint64_t n_chunks) { return kHeaderBytes + n_chunks * kChunkEntryBytes; }
 void write_entry(const ChunkEntry& entry, std::size_t chunk, std::uint8_t* message);
 ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk);
 // The header's fields and the checksum over header and chunk table, which is in place already.

@@ -1,10 +1,12 @@
-// The work on one partition; what codec.cpp and the two builds of loops.hpp share.
+// The work on one partition: loops.cpp.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
 #include "embedded_float/format.hpp"
+#include "simd/dispatch.hpp"
 
 namespace gradwire::embedded_float {
 
@@ -29,7 +31,11 @@ struct Kernels {
   void (*load)(const void* values, std::size_t n, std::uint32_t* words);
 };
 
-extern const Kernels kPortable[floats::kDtypes];
-extern const Kernels kAvx2[floats::kDtypes];
+using KernelsByDtype = std::array<Kernels, floats::kDtypes>;
+const KernelsByDtype &kernels_at(Level<0>), &kernels_at(Level<1>);
+inline const Kernels& kernels_for(Dtype dtype) {
+  return at_current_level<1>(
+      [dtype](auto level) -> const Kernels& { return kernels_at(level)[static_cast<int>(dtype)]; });
+}
 
 }  // namespace gradwire::embedded_float

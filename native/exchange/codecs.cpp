@@ -9,7 +9,6 @@ namespace gradwire::exchange {
 namespace {
 
 std::span<std::uint8_t> bytes_of(const Values& values) { return {values.data, values.n * values.element_bytes()}; }
-quantisers::Dtype dtype_of(const Values& values) { return static_cast<quantisers::Dtype>(values.dtype); }
 
 }  // namespace
 
@@ -76,7 +75,7 @@ std::size_t QuantiserCodec::max_message_bytes(std::size_t n_values) const {
 }
 
 std::size_t QuantiserCodec::encode(const Values& values, std::size_t, std::span<std::uint8_t> out) {
-  const std::size_t n_bytes = quantisers::encode(options_, {bytes_of(values), dtype_of(values), {}}, {}, out);
+  const std::size_t n_bytes = quantisers::encode(options_, {bytes_of(values), values.dtype, {}}, {}, out);
   ++options_.stream.step;
   return n_bytes;
 }
@@ -85,23 +84,22 @@ std::size_t QuantiserCodec::encode_with_feedback(const Values& values, std::size
                                                  std::span<std::uint8_t> out) {
   quantisers::Options drawing = options_;
   drawing.stream.step = feedback.draw;
-  return quantisers::encode(drawing, {bytes_of(values), dtype_of(values), feedback.residual}, feedback.left_out, out);
+  return quantisers::encode(drawing, {bytes_of(values), values.dtype, feedback.residual}, feedback.left_out, out);
 }
 
 void QuantiserCodec::decode(std::span<const std::uint8_t> message, std::size_t, const Values& values) {
-  quantisers::decode(message, options_.kind, dtype_of(values), bytes_of(values));
+  quantisers::decode(message, options_.kind, values.dtype, bytes_of(values));
 }
 
 void QuantiserCodec::decode_mean(std::span<const std::uint8_t> message, std::size_t, std::size_t divisor,
                                  const Values& values) {
-  quantisers::decode(message, options_.kind, dtype_of(values), bytes_of(values),
-                     {.divisor = static_cast<float>(divisor)});
+  quantisers::decode(message, options_.kind, values.dtype, bytes_of(values), {.divisor = static_cast<float>(divisor)});
 }
 
 void QuantiserCodec::decode_add(std::span<const std::uint8_t> message, std::size_t, std::span<float> total,
                                 std::span<float>) {
   const Values values = values_of(total);
-  quantisers::decode(message, options_.kind, dtype_of(values), bytes_of(values), {.adds = true});
+  quantisers::decode(message, options_.kind, values.dtype, bytes_of(values), {.adds = true});
 }
 
 std::size_t TruncatedFloatCodec::max_message_bytes(std::size_t n_values) const {

@@ -6,8 +6,8 @@
 
 #include "gcomp/codec.hpp"
 #include "gcomp/format.hpp"
-#include "gcomp/kernels.hpp"
 #include "gcomp/lanes.hpp"
+#include "gcomp/levels.hpp"
 #include "huffman/table.hpp"
 
 namespace gradwire::gcomp {
@@ -42,7 +42,6 @@ void write_exponents(const HuffmanTable& table, std::span<const std::uint8_t> ex
                      ChunkHeader& header);
 void read_exponents(const HuffmanTable& table, std::span<const std::uint8_t> segment, std::size_t chunk, bool is_raw,
                     const std::uint8_t* readable_end, std::span<std::uint8_t> exponents);
-[[noreturn]] void fail_in_chunk(std::size_t chunk, const char* what);
 
 struct Scratch {
   alignas(64) std::uint8_t words[4 * kChunkValues];

@@ -12,26 +12,9 @@
 #include "gcomp/chunks.hpp"
 #include "huffman/streams.hpp"
 #include "parallel/thread_pool.hpp"
-#include "simd/dispatch.hpp"
 
 namespace gradwire::gcomp {
 namespace {
-
-const Kernels& kernels_for(Dtype dtype) {
-#if defined(__x86_64__)
-  if (simd_level() == SimdLevel::avx512) return kKernelsAvx512[static_cast<int>(dtype)];
-  if (simd_level() == SimdLevel::avx2) return kKernelsAvx2[static_cast<int>(dtype)];
-#endif
-  return kKernelsPortable[static_cast<int>(dtype)];
-}
-
-const LaneKernels& lane_kernels() {
-#if defined(__x86_64__)
-  if (simd_level() == SimdLevel::avx512) return kLaneKernelsAvx512;
-  if (simd_level() == SimdLevel::avx2) return kLaneKernelsAvx2;
-#endif
-  return kLaneKernelsPortable;
-}
 
 MessageCoding coding_of(Dtype dtype, Mode mode, int kept_bits, Version version, bool rounds, const HuffmanTable& table,
                         WordMasks& masks) {
@@ -50,7 +33,7 @@ void decode_chunk(const MessageCoding& coding, std::span<const std::uint8_t> mes
                   std::size_t chunk, const std::uint8_t* importance, const Finish& finish, std::uint8_t* values) {
   const ChunkHeader header = read_chunk_header(message, block, chunk);
   if (crc32c(message.subspan(header.offset, header.end_offset() - header.offset)) != header.checksum)
-    fail_in_chunk(chunk, "the checksum does not match: bytes were changed on the way");
+    fail_in_chunk(kName, chunk, "the checksum does not match: bytes were changed on the way");
   const auto decode_with = block.version == Version::levels ? decode_levels_chunk : decode_lanes_chunk;
   decode_with(coding, message, header, chunk, importance, finish, values);
 }
@@ -60,10 +43,6 @@ void decode_chunk(const MessageCoding& coding, std::span<const std::uint8_t> mes
 Scratch& scratch() {
   static thread_local Scratch buffers;
   return buffers;
-}
-
-void fail_in_chunk(std::size_t chunk, const char* what) {
-  throw CorruptMessage("GComp message: chunk " + std::to_string(chunk) + ": " + what);
 }
 
 void write_exponents(const HuffmanTable& table, std::span<const std::uint8_t> exponents, std::uint8_t* begin,
@@ -82,22 +61,18 @@ void read_exponents(const HuffmanTable& table, std::span<const std::uint8_t> seg
   if (!is_raw) return decode_exponents(table, segment, readable_end, exponents);
   std::memcpy(exponents.data(), segment.data(), exponents.size());
   for (const std::uint8_t exponent : exponents)
-    if (exponent >= table.n_symbols()) fail_in_chunk(chunk, "an exponent is out of range");
+    if (exponent >= table.n_symbols()) fail_in_chunk(kName, chunk, "an exponent is out of range");
 }
 
 std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::uint8_t> importance,
                      const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out,
                      const Mean& mean) {
   const DtypeLayout& layout = layout_of(options.dtype);
-  const std::uint64_t n_elements = values.size() / layout.value_bytes;
-  if (values.size() % layout.value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
+  const std::uint64_t n_elements = elements_of(values, options.dtype);
   if (importance.size() != (options.mode == Mode::paper ? n_elements : 0))
     throw InvalidArgument("importance has to hold one byte a value in mode paper, and none in other modes");
   require_table(table, options.dtype, options.version);
-  const std::uint64_t n_needed = max_message_bytes(n_elements, options.dtype, options.mode, options.version);
-  if (out.size() < n_needed)
-    throw BufferTooSmall("GComp: out has " + std::to_string(out.size()) + " bytes; max_encoded_bytes is " +
-                         std::to_string(n_needed));
+  check_room(kName, out, max_message_bytes(n_elements, options.dtype, options.mode, options.version));
   const bool quantises = options.mode == Mode::uniform || options.mode == Mode::truncate ||
                          (options.mode == Mode::paper && options.version == Version::derived);
   const int kept_bits = quantises ? options.kept_bits : layout.mantissa_bits;
@@ -113,7 +88,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
     const std::size_t first = chunk * kChunkValues;
     const std::size_t n_values = std::min<std::uint64_t>(kChunkValues, n_elements - first);
     const auto encode_with = options.version == Version::levels ? encode_levels_chunk : encode_lanes_chunk;
-    const std::size_t first_byte = first * static_cast<std::size_t>(layout.value_bytes);
+    const std::size_t first_byte = first * bytes_of(options.dtype);
     ChunkHeader header = encode_with(
         coding, values.data() + first_byte, importance.empty() ? nullptr : importance.data() + first, n_values,
         out.data(), offset, {mean.values == nullptr ? nullptr : mean.values + first_byte, mean.divisor}, nonfinite);
@@ -159,15 +134,10 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
 void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTable& table,
             std::span<const std::uint8_t> importance, const Finish& finish, std::span<std::uint8_t> values) {
   const BlockHeader block = read_block_header(message);
-  if (block.dtype != dtype)
-    throw CorruptMessage(std::string("GComp message: dtype: expected ") + name_of(dtype) + ", got " +
-                         name_of(block.dtype));
-  const auto value_bytes = static_cast<std::uint64_t>(layout_of(dtype).value_bytes);
-  if (block.n_elements != values.size() / value_bytes)
-    throw CorruptMessage("GComp message: number of values: expected " + std::to_string(values.size() / value_bytes) +
-                         ", got " + std::to_string(block.n_elements));
+  const std::size_t value_bytes = bytes_of(dtype);
+  expect_values(kName, dtype, values.size() / value_bytes, block.dtype, block.n_elements);
   if (block.table_id != table.id() || table.exponent_bits() != exponent_bits_of(dtype, block.version))
-    throw CorruptMessage("GComp message: it was written with another Huffman table");
+    fail_message(kName, "it was written with another Huffman table");
   const bool derives = block.version == Version::derived && block.mode == Mode::paper;
   if (derives && importance.size() != block.n_elements)
     throw InvalidArgument("decoding this message needs one importance byte a value: " +
@@ -185,7 +155,7 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTab
 
 void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, Version version,
                      std::span<std::int64_t> histogram) {
-  const auto value_bytes = static_cast<std::size_t>(layout_of(dtype).value_bytes);
+  const std::size_t value_bytes = bytes_of(dtype);
   const bool widens = dtype == Dtype::float16 && version == Version::derived;
   const Kernels& kernels = kernels_for(widens ? Dtype::float32 : dtype);
   const std::size_t n_values = values.size() / value_bytes;

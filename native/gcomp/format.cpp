@@ -4,10 +4,8 @@
 #include <string>
 
 #include "bits/bit_io.hpp"
-#include "checksum/crc32c.hpp"
-#include "errors.hpp"
-#include "gcomp/kernels.hpp"
 #include "gcomp/lanes.hpp"
+#include "gcomp/levels.hpp"
 #include "huffman/streams.hpp"
 
 namespace gradwire::gcomp {
@@ -15,28 +13,13 @@ namespace {
 
 static_assert(kChunkValues == kMaxSegmentValues);
 
-constexpr std::size_t kChecksumOffset = 44;
-
-std::uint64_t headers_bytes(std::uint64_t n_chunks) { return kBlockHeaderBytes + n_chunks * kChunkHeaderBytes; }
-
-// Over the block header, without the checksum itself, and all chunk headers.
-std::uint32_t headers_checksum(const std::uint8_t* message, std::uint64_t n_chunks) {
-  const std::uint32_t crc = crc32c({message, kChecksumOffset});
-  return crc32c({message + kBlockHeaderBytes, n_chunks * kChunkHeaderBytes}, crc);
-}
-
-[[noreturn]] void fail(const std::string& what) { throw CorruptMessage("GComp message: " + what); }
+[[noreturn]] void fail(const std::string& what) { fail_message(kName, what); }
 
 std::string got(std::uint64_t expected, std::uint64_t actual) {
   return "expected " + std::to_string(expected) + ", got " + std::to_string(actual);
 }
 
 }  // namespace
-
-const char* name_of(Dtype dtype) {
-  constexpr const char* names[kDtypes] = {"float32", "bfloat16", "float16"};
-  return names[static_cast<int>(dtype)];
-}
 
 const char* name_of(Mode mode) {
   constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
@@ -54,27 +37,24 @@ std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Versio
 
 std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version) {
   const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
-  return headers_bytes(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
+  return kFront.table_end(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
          (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode, version) : 0);
 }
 
 void write_block_header(const BlockHeader& header, std::uint8_t* message) {
-  store(message, kMagic);
-  message[4] = static_cast<std::uint8_t>(header.version);
-  message[5] = static_cast<std::uint8_t>(header.dtype);
-  message[6] = static_cast<std::uint8_t>(header.mode);
-  message[7] = header.kept_bits;
+  write_front(kFront, static_cast<int>(header.version), static_cast<int>(header.dtype), static_cast<int>(header.mode),
+              header.kept_bits, message);
   store(message + 8, header.table_id);
   store(message + 16, header.n_elements);
   store(message + 24, header.message_bytes);
   store(message + 32, header.n_chunks);
   store(message + 36, header.flags);
   store(message + 40, std::uint32_t{0});
-  store(message + kChecksumOffset, headers_checksum(message, header.n_chunks));
+  write_checksum(kFront, message, header.n_chunks);
 }
 
 void write_chunk_header(const ChunkHeader& header, Version version, std::size_t chunk, std::uint8_t* message) {
-  std::uint8_t* const at = message + headers_bytes(chunk);
+  std::uint8_t* const at = message + kFront.table_end(chunk);
   store(at, header.offset);
   store(at + 8, header.exponent_bytes);
   store(at + 12, version == Version::levels ? header.level_bits : header.importance_checksum);
@@ -85,7 +65,7 @@ void write_chunk_header(const ChunkHeader& header, Version version, std::size_t 
 }
 
 ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std::size_t chunk) {
-  const std::uint8_t* const at = message + headers_bytes(chunk);
+  const std::uint8_t* const at = message + kFront.table_end(chunk);
   const auto third = load<std::uint32_t>(at + 12);
   const bool is_derived = version == Version::derived;
   return {load<std::uint64_t>(at),      load<std::uint32_t>(at + 8),  is_derived ? 0 : third,
@@ -94,15 +74,10 @@ ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std:
 }
 
 BlockHeader read_block_header(std::span<const std::uint8_t> message) {
+  check_front(kFront, message);
   const std::uint8_t* const at = message.data();
-  if (message.size() < kBlockHeaderBytes)
-    fail("truncated: " + std::to_string(message.size()) + " bytes, a header alone has 48");
-  if (load<std::uint32_t>(at) != kMagic) fail("it does not begin with GWGC: no GComp message, or bytes were lost");
-  if (at[4] != 1 && at[4] != 2)
-    throw IncompatibleVersion("GComp message of format version " + std::to_string(at[4]) +
-                              "; this build reads versions 1 and 2: use the same gradwire release on every rank");
   const auto message_bytes = load<std::uint64_t>(at + 24);
-  if (message_bytes != message.size()) fail("length in bytes: " + got(message_bytes, message.size()));
+  expect(kName, "length in bytes", message_bytes, message.size());
   const auto n_elements = load<std::uint64_t>(at + 16);
   const auto n_chunks = load<std::uint32_t>(at + 32);
   // The first test keeps the sums below from overflowing: a chunk header stands for at most 16,384 values.
@@ -110,8 +85,7 @@ BlockHeader read_block_header(std::span<const std::uint8_t> message) {
       n_chunks != chunks_of(n_elements))
     fail(std::to_string(n_chunks) + " chunks for " + std::to_string(n_elements) + " values in " +
          std::to_string(message.size()) + " bytes");
-  if (load<std::uint32_t>(at + kChecksumOffset) != headers_checksum(at, n_chunks))
-    fail("the headers' checksum does not match: bytes were changed on the way");
+  check_checksum(kFront, at, n_chunks);
   if (at[5] >= kDtypes) fail("unknown dtype code " + std::to_string(at[5]));
   if (at[6] >= kModes) fail("unknown mode code " + std::to_string(at[6]));
   const BlockHeader header{static_cast<Version>(at[4]),
@@ -134,7 +108,7 @@ BlockHeader read_block_header(std::span<const std::uint8_t> message) {
 
 ChunkHeader read_chunk_header(std::span<const std::uint8_t> message, const BlockHeader& block, std::size_t chunk) {
   const ChunkHeader header = load_chunk_header(message.data(), block.version, chunk);
-  const auto in_chunk = [&](const std::string& what) { fail("chunk " + std::to_string(chunk) + ": " + what); };
+  const auto in_chunk = [&](const std::string& what) { fail_in_chunk(kName, chunk, what); };
   const std::uint64_t n_values = std::min<std::uint64_t>(kChunkValues, block.n_elements - chunk * kChunkValues);
   if (header.n_values != n_values) in_chunk("number of values: " + got(n_values, header.n_values));
   const DtypeLayout& layout = layout_of(block.dtype);
@@ -152,20 +126,20 @@ ChunkHeader read_chunk_header(std::span<const std::uint8_t> message, const Block
       in_chunk("impossible mantissa segment");
   }
   // The lengths are bounded by now; a huge offset must not wrap around.
-  if (header.offset < headers_bytes(block.n_chunks) || header.offset > message.size() ||
+  if (header.offset < kFront.table_end(block.n_chunks) || header.offset > message.size() ||
       header.end_offset() > message.size())
     in_chunk("its segments lie outside the message");
   return header;
 }
 
 void check_chunks_adjoin(std::span<const std::uint8_t> message, const BlockHeader& block) {
-  std::uint64_t end = headers_bytes(block.n_chunks);
+  std::uint64_t end = kFront.table_end(block.n_chunks);
   for (std::size_t chunk = 0; chunk < block.n_chunks; ++chunk) {
     const ChunkHeader header = read_chunk_header(message, block, chunk);
-    if (header.offset != end) fail("chunk " + std::to_string(chunk) + " begins at byte: " + got(end, header.offset));
+    if (header.offset != end) fail_in_chunk(kName, chunk, "its first byte: " + got(end, header.offset));
     end = header.end_offset();
   }
-  if (end != message.size()) fail("bytes used by its chunks: " + got(message.size(), end));
+  expect(kName, "bytes used by its chunks", message.size(), end);
 }
 
 }  // namespace gradwire::gcomp

@@ -5,30 +5,35 @@
 #include <cstdint>
 #include <span>
 
+#include "floats/dtypes.hpp"
+#include "messages/front.hpp"
+
 namespace gradwire::gcomp {
 
-enum class Dtype : std::uint8_t { float32 = 0, bfloat16 = 1, float16 = 2 };
+using floats::bytes_of;
+using floats::Dtype;
+using floats::kDtypes;
+using floats::name_of;
 enum class Mode : std::uint8_t { none = 0, paper = 1, uniform = 2, truncate = 3 };
 
-inline constexpr int kDtypes = 3, kModes = 4;
-inline constexpr std::uint32_t kMagic = 0x43475747;  // "GWGC"
+inline constexpr int kModes = 4;
 // Format 1 sends levels; in format 2 the receiver derives what was kept.
 enum class Version : std::uint8_t { levels = 1, derived = 2 };
 // Values of every chunk but the last. 64 KiB of float32 with their exponents and output stay in a 512 KiB L2.
 inline constexpr std::size_t kChunkValues = 16384;
 inline constexpr std::size_t kBlockHeaderBytes = 48;
 inline constexpr std::size_t kChunkHeaderBytes = 32;
+inline constexpr Front kFront{"GComp", "GWGC", 2, kBlockHeaderBytes, kChunkHeaderBytes};
+inline constexpr const char* kName = kFront.name;
 inline constexpr std::uint32_t kFlagNonfinite = 1;     // block: some value is Inf or NaN
 inline constexpr std::uint32_t kFlagRawExponents = 1;  // chunk: the exponent segment is one byte a value, uncoded
 
 struct DtypeLayout {
-  int value_bytes;
   int exponent_bits;
   int mantissa_bits;
   int dropped_bits[4];  // by level
 };
-inline constexpr DtypeLayout kLayouts[kDtypes] = {
-    {4, 8, 23, {0, 6, 12, 18}}, {2, 8, 7, {0, 2, 4, 6}}, {2, 5, 10, {0, 3, 5, 8}}};
+inline constexpr DtypeLayout kLayouts[kDtypes] = {{8, 23, {0, 6, 12, 18}}, {8, 7, {0, 2, 4, 6}}, {5, 10, {0, 3, 5, 8}}};
 inline const DtypeLayout& layout_of(Dtype dtype) { return kLayouts[static_cast<int>(dtype)]; }
 
 // Width of the exponents that are Huffman-coded: format 2 takes every value as a float32.
@@ -85,7 +90,6 @@ ChunkHeader read_chunk_header(std::span<const std::uint8_t> message, const Block
 // Every chunk begins where the one before ends, and the last ends with the message.
 void check_chunks_adjoin(std::span<const std::uint8_t> message, const BlockHeader& block);
 
-const char* name_of(Dtype dtype);
 const char* name_of(Mode mode);
 
 }  // namespace gradwire::gcomp

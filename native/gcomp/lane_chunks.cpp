@@ -31,7 +31,7 @@ void write_tail(const LaneStack& stack, std::uint8_t* at) {
 void read_tail(const std::uint8_t* at, std::size_t chunk, LaneStack& stack) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) {
     const auto word = load<std::uint32_t>(at + 4 * lane);
-    if (word == 0) fail_in_chunk(chunk, "a lane of mantissas has no end");
+    if (word == 0) fail_in_chunk(kName, chunk, "a lane of mantissas has no end");
     stack.n_bits[lane] = 31 - static_cast<std::uint32_t>(std::countl_zero(word));
     stack.bits[lane] = word ^ std::uint32_t{1} << stack.n_bits[lane];
   }
@@ -42,7 +42,7 @@ void check_half_exponents(std::span<const std::uint8_t> exponents, std::size_t c
   for (const std::uint8_t exponent : exponents)
     bad |=
         (exponent != 0) & (exponent != kWordMaxExponent) & ((exponent < kLowestOfHalf) | (exponent > kHighestOfHalf));
-  if (bad != 0) fail_in_chunk(chunk, "an exponent is out of range");
+  if (bad != 0) fail_in_chunk(kName, chunk, "an exponent is out of range");
 }
 
 }  // namespace
@@ -57,7 +57,7 @@ ChunkHeader encode_lanes_chunk(const MessageCoding& coding, const std::uint8_t* 
                                std::size_t n_values, std::uint8_t* message, std::uint64_t offset, const Mean& mean,
                                bool& holds_nonfinite) {
   Scratch& buffers = scratch();
-  const auto value_bytes = static_cast<std::size_t>(layout_of(coding.dtype).value_bytes);
+  const std::size_t value_bytes = bytes_of(coding.dtype);
   std::uint8_t* const begin = message + offset;
   std::uint8_t* at = begin;
   LaneStack stack;
@@ -96,7 +96,7 @@ void decode_lanes_chunk(const MessageCoding& coding, std::span<const std::uint8_
                  message.data() + message.size(), exponents);
   if (coding.dtype == Dtype::float16) check_half_exponents(exponents, chunk);
 
-  const auto value_bytes = static_cast<std::size_t>(layout_of(coding.dtype).value_bytes);
+  const std::size_t value_bytes = bytes_of(coding.dtype);
   const bool is_done = coding.dtype == Dtype::float32 && finish.addend == nullptr && finish.divisor == 1;
   const auto finish_block = coding.lanes.finish[static_cast<int>(coding.dtype)];
   const std::uint8_t* at = end - kLaneTailBytes;
@@ -108,13 +108,13 @@ void decode_lanes_chunk(const MessageCoding& coding, std::span<const std::uint8_
     std::uint8_t* const words = is_done ? out : buffers.block;
     at = coding.lanes.pop(exponents.data() + i, importance == nullptr ? nullptr : importance + i, n, coding.rule, stack,
                           begin, at, words);
-    if (at == nullptr) fail_in_chunk(chunk, "the exponents announce more mantissas than there are");
+    if (at == nullptr) fail_in_chunk(kName, chunk, "the exponents announce more mantissas than there are");
     if (!is_done)
       finish_block(words, finish.addend == nullptr ? nullptr : finish.addend + i * value_bytes, finish.divisor, n, out);
     if (i == 0) break;
   }
   if (at != begin || std::any_of(stack.n_bits, stack.n_bits + kLanes, [](std::uint32_t n) { return n != 0; }))
-    fail_in_chunk(chunk, "the exponents announce fewer mantissas than there are");
+    fail_in_chunk(kName, chunk, "the exponents announce fewer mantissas than there are");
 }
 
 }  // namespace gradwire::gcomp

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "gcomp/format.hpp"
+#include "simd/dispatch.hpp"
 
 namespace gradwire::gcomp {
 
@@ -58,10 +59,9 @@ struct LaneKernels {
                           std::uint8_t* values);
 };
 
-extern const LaneKernels kLaneKernelsPortable;
-#if defined(__x86_64__)
-extern const LaneKernels kLaneKernelsAvx2;
-extern const LaneKernels kLaneKernelsAvx512;
-#endif
+const LaneKernels &lane_kernels_at(Level<0>), &lane_kernels_at(Level<1>), &lane_kernels_at(Level<2>);
+inline const LaneKernels& lane_kernels() {
+  return at_current_level<2>([](auto level) -> const LaneKernels& { return lane_kernels_at(level); });
+}
 
 }  // namespace gradwire::gcomp

@@ -45,10 +45,10 @@ void decode_levels_chunk(const MessageCoding& coding, std::span<const std::uint8
   const SegmentBits asked = coding.kernels.unpack(exponents.data(), exponents.size(), coding.packing, coding.masks,
                                                   levels, mantissas, is_done ? values : buffers.words);
   if (asked.levels != header.level_bits || asked.mantissas != header.mantissa_bits)
-    fail_in_chunk(chunk, "the exponents announce other levels or mantissas than there are");
+    fail_in_chunk(kName, chunk, "the exponents announce other levels or mantissas than there are");
   if (is_done) return;
   const auto dtype = static_cast<int>(coding.dtype);
-  const auto value_bytes = static_cast<std::size_t>(layout_of(coding.dtype).value_bytes);
+  const std::size_t value_bytes = bytes_of(coding.dtype);
   for (std::size_t i = 0; i < exponents.size(); i += kLaneBlock) {
     const std::size_t n = std::min(kLaneBlock, exponents.size() - i);
     coding.lanes.widen[dtype](buffers.words + i * value_bytes, n, buffers.block);

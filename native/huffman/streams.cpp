@@ -7,17 +7,12 @@
 
 #include "bits/bit_io.hpp"
 #include "errors.hpp"
-#include "simd/dispatch.hpp"
 
 namespace gradwire {
 namespace {
 
 const StreamKernels& kernels() {
-#if defined(__x86_64__)
-  if (simd_level() == SimdLevel::avx512) return kStreamKernelsAvx512;
-  if (simd_level() == SimdLevel::avx2) return kStreamKernelsAvx2;
-#endif
-  return kStreamKernelsPortable;
+  return at_current_level<2>([](auto level) -> const StreamKernels& { return stream_kernels_at(level); });
 }
 
 // The parts of a segment, checked against its length.

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "huffman/table.hpp"
+#include "simd/dispatch.hpp"
 
 namespace gradwire {
 
@@ -49,7 +50,7 @@ void decode_exponents(const HuffmanTable& table, std::span<const std::uint8_t> s
 void decode_exponents_by_tree(const HuffmanTable& table, std::span<const std::uint8_t> segment,
                               std::span<std::uint8_t> exponents);
 
-// One implementation an instruction set; same results.
+// stream_loops.cpp
 struct StreamKernels {
   // Returns the byte after the stream; appends the exponents that have no code to `escapes`. Scribbles a word past the
   // stream.
@@ -58,10 +59,6 @@ struct StreamKernels {
   void (*decode)(const HuffmanTable& table, const StreamSpans& streams,
                  std::array<std::uint64_t, kStreams>& n_bits_used);
 };
-extern const StreamKernels kStreamKernelsPortable;
-#if defined(__x86_64__)
-extern const StreamKernels kStreamKernelsAvx2;
-extern const StreamKernels kStreamKernelsAvx512;
-#endif
+const StreamKernels &stream_kernels_at(Level<0>), &stream_kernels_at(Level<1>), &stream_kernels_at(Level<2>);
 
 }  // namespace gradwire

@@ -7,21 +7,12 @@
 #include "errors.hpp"
 #include "low_rank/kernels.hpp"
 #include "parallel/thread_pool.hpp"
-#include "simd/dispatch.hpp"
 
 namespace gradwire::low_rank {
 namespace {
 
 // Rows a task: with rank 32 and 768 columns 64 rows are some 0.1 ms, long beside waking a thread.
 constexpr std::size_t kTaskRows = 64;
-
-const Kernels& kernels() {
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx512) return kAvx512;
-  if (simd_level() >= SimdLevel::avx2) return kAvx2;
-#endif
-  return kPortable;
-}
 
 // (rank, n_columns) to panels of (rank, width), the last one padded: what the kernel reads, in order.
 void pack_panels(std::span<const float> right, std::size_t rank, std::size_t n_columns, std::size_t width,

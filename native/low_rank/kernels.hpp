@@ -1,8 +1,9 @@
-// The inner loops of low-rank compression; portable.cpp, loops_avx2.cpp and loops_avx512.cpp compile the same source
-// (loops.hpp) to the same bits.
+// The inner loops of low-rank compression: loops.cpp.
 #pragma once
 
 #include <cstddef>
+
+#include "simd/dispatch.hpp"
 
 namespace gradwire::low_rank {
 
@@ -17,8 +18,9 @@ struct Kernels {
   void (*orthogonalise)(float* factor, std::size_t rank, std::size_t n);
 };
 
-extern const Kernels kPortable;
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
+const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>), &kernels_at(Level<2>);
+inline const Kernels& kernels() {
+  return at_current_level<2>([](auto level) -> const Kernels& { return kernels_at(level); });
+}
 
 }  // namespace gradwire::low_rank

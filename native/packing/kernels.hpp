@@ -1,8 +1,10 @@
-// The loops of packing, one set for each instruction set. All give the same bytes, and touch nothing past their range.
+// The loops of packing: loops.cpp. They touch nothing past their range.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "simd/dispatch.hpp"
 
 namespace gradwire::packing {
 
@@ -13,8 +15,9 @@ struct Kernels {
   void (*unpack[2])(const void* packed, const std::uint32_t* words, std::size_t n, void* values);
 };
 
-extern const Kernels kPortable;
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
+const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>), &kernels_at(Level<2>);
+inline const Kernels& kernels() {
+  return at_current_level<2>([](auto level) -> const Kernels& { return kernels_at(level); });
+}
 
 }  // namespace gradwire::packing

@@ -7,21 +7,12 @@
 #include "errors.hpp"
 #include "packing/kernels.hpp"
 #include "parallel/thread_pool.hpp"
-#include "simd/dispatch.hpp"
 
 namespace gradwire::packing {
 namespace {
 
 constexpr std::size_t kChunkWords = 1 << 12;
 constexpr std::size_t kChunkValues = 32 * kChunkWords;
-
-const Kernels& kernels() {
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx512) return kAvx512;
-  if (simd_level() >= SimdLevel::avx2) return kAvx2;
-#endif
-  return kPortable;
-}
 
 // Calls body(first value, values, first packed value) for every chunk.
 template <typename Body>

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "errors.hpp"
+#include "messages/front.hpp"
 #include "quantisers/groups.hpp"
 #include "quantisers/sweep.hpp"
 #include "quantisers/thc.hpp"
@@ -208,8 +209,7 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
 }
 
 void check_source(const Source& source) {
-  if (source.values.size() % bytes_of(source.dtype) != 0)
-    throw InvalidArgument("the gradient's bytes are no whole values");
+  elements_of(source.values, source.dtype);
   if (!source.residual.empty() && source.residual.size() != source.n_elements())
     throw InvalidArgument("the residual has " + std::to_string(source.residual.size()) + " values, the gradient " +
                           std::to_string(source.n_elements()));
@@ -236,9 +236,7 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
   if (has_groups(options)) return encode_groups(options, source, new_residual, out);
   Header header = header_for(options, n_elements);
   std::uint64_t message_bytes = kHeaderBytes + payload_bytes(header);
-  if (out.size() < message_bytes)
-    throw BufferTooSmall(std::string(name_of(options.kind)) + ": out has " + std::to_string(out.size()) +
-                         " bytes; the message takes " + std::to_string(message_bytes));
+  check_room(name_of(options.kind), out, message_bytes);
   choose_scales(options, source, header);
   std::atomic<bool> is_finite{header.is_finite};
   std::uint8_t* const payload = out.data() + kHeaderBytes;
@@ -265,10 +263,7 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
   if (!header.is_finite) {
     message_bytes = kHeaderBytes;
     header.first = header.second = 0;
-    if (source.residual.empty())
-      std::fill(new_residual.begin(), new_residual.end(), 0.0f);
-    else if (!new_residual.empty() && new_residual.data() != source.residual.data())
-      std::copy(source.residual.begin(), source.residual.end(), new_residual.begin());
+    keep_residual(source, new_residual);
   }
   write_header(header, out.first(message_bytes));
   return message_bytes;
@@ -277,35 +272,26 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
 void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
             const Use& use) {
   if (use.adds && dtype != Dtype::float32) throw InvalidArgument("values are added to float32 only");
-  if (kind == Kind::thc) return decode_thc(message, dtype, out, use);
   Header header = read_header(message);
-  const auto fail = [&](const std::string& what) {
-    throw CorruptMessage(std::string(name_of(kind)) + " message: " + what);
-  };
-  if (header.kind != kind) fail(std::string("it is one of ") + name_of(header.kind));
-  const std::uint64_t n_elements = out.size() / bytes_of(dtype);
-  if (header.n_elements != n_elements)
-    fail("number of values: expected " + std::to_string(n_elements) + ", got " + std::to_string(header.n_elements));
+  const char* const name = name_of(kind);
+  if (header.kind != kind) fail_message(name, std::string("it is one of ") + name_of(header.kind));
+  expect(name, "number of values", out.size() / bytes_of(dtype), header.n_elements);
+  if (kind == Kind::thc) return decode_thc(header, message, dtype, out, use);
   if (header.version == kGroupedVersion) return decode_groups(header, message, dtype, out, use);
-  const std::uint64_t expected = kHeaderBytes + (header.is_finite ? payload_bytes(header) : 0);
-  if (message.size() != expected)
-    fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));
+  expect(name, "length in bytes", kHeaderBytes + (header.is_finite ? payload_bytes(header) : 0), message.size());
   // What stands for a value is +-scale or zero, so to divide the scales is to divide the values; but QSGD has levels.
   const bool divides_values = kind == Kind::qsgd && use.divisor != 1;
   if (!divides_values) header.first /= use.divisor, header.second /= use.divisor;
   std::atomic<bool> valid{true};
-  write_blocks(dtype, out, [&](std::size_t block, float* sums, std::size_t n) {
-    alignas(32) float scratch[kBlock];
-    float* const values = use.adds ? scratch : sums;
+  write_blocks(dtype, out, use.adds, [&](std::size_t block, float* values, std::size_t n) {
     if (!header.is_finite)
       std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
     else if (!unpack_block(header, message.data() + kHeaderBytes, block, n, values))
       valid.store(false, std::memory_order_relaxed);
     else if (divides_values)
       kernels().divide(values, use.divisor, n);
-    if (use.adds) kernels().add(sums, values, 1, n, sums);
   });
-  if (!valid) fail("it holds a code that no encoder writes");
+  if (!valid) fail_message(name, "it holds a code that no encoder writes");
 }
 
 float ternary_scale(const Source& source, float clip) {
@@ -332,7 +318,7 @@ void read_ternary_counts(std::span<const std::uint8_t> codes, Fields fields, int
   if (codes.size() != bytes_for(out.size() / bytes_of(dtype), fields))
     throw InvalidArgument("ternary counts: codes have to hold whole groups of 64 fields");
   const float step = scale / static_cast<float>(n_ranks);
-  write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
+  write_blocks(dtype, out, false, [&](std::size_t block, float* values, std::size_t n) {
     kernels().unpack_counts(codes.data() + block * bytes_for(kBlock, fields), n, fields, n_ranks, step, values);
   });
 }

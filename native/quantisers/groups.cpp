@@ -11,6 +11,7 @@
 
 #include "bits/bit_io.hpp"
 #include "errors.hpp"
+#include "messages/front.hpp"
 #include "quantisers/sweep.hpp"
 
 namespace gradwire::quantisers {
@@ -197,29 +198,17 @@ std::uint64_t encode_groups(const Options& options, const Source& source, std::s
   Header header = header_for(options, source.n_elements());
   check_cuts(options.cuts, header.n_elements);
   const Layout layout = lay_out(header, options.cuts.size(), [&](std::size_t i) { return options.cuts[i]; });
-  if (out.size() < layout.end)
-    throw BufferTooSmall(std::string(name_of(options.kind)) + ": out has " + std::to_string(out.size()) +
-                         " bytes; the message takes " + std::to_string(layout.end));
+  check_room(name_of(options.kind), out, layout.end);
   std::uint8_t* const to = out.data();
   store(to + kHeaderBytes, static_cast<std::uint32_t>(options.cuts.size()));
   for (std::size_t i = 0; i < options.cuts.size(); ++i) store(to + layout.cuts_at + kCutBytes * i, options.cuts[i]);
   std::memset(to + layout.scales_at, 0, layout.codes_at - layout.scales_at);
-  const auto terms_of = [&](const Block& block, float* scratch) {
-    const std::uint8_t* const raw = source.values.data() + block.begin * bytes_of(source.dtype);
-    const float* values = reinterpret_cast<const float*>(raw);
-    if (source.dtype != Dtype::float32) {
-      kernels().widen(raw, source.dtype, block.n, scratch);
-      values = scratch;
-    }
-    const float* const residual = source.residual.empty() ? nullptr : source.residual.data() + block.begin;
-    return Terms{values, residual, source.residual_scale};
-  };
   std::atomic<bool> is_finite{true};
   // What is written over the residual itself cannot be taken back: then all values are looked at beforehand.
   if (!new_residual.empty() && new_residual.data() == source.residual.data())
     for_laid_out(layout, [&](const Block& block) {
       alignas(32) float scratch[kBlock];
-      if (kernels().magnitudes(terms_of(block, scratch), block.n).largest >= kInfinity)
+      if (kernels().magnitudes(terms_of(source, block.begin, block.n, scratch), block.n).largest >= kInfinity)
         is_finite.store(false, std::memory_order_relaxed);
     });
   if (is_finite)
@@ -227,17 +216,13 @@ std::uint64_t encode_groups(const Options& options, const Source& source, std::s
       alignas(32) float scratch[kBlock];
       float* const left = new_residual.empty() ? nullptr : new_residual.data() + block.begin;
       const std::size_t scale_at = kScaleBytes * static_cast<std::size_t>(header.levels) * block.first_group;
-      if (!pack(options, header, terms_of(block, scratch), block, {left, 1 / source.residual_scale},
-                to + layout.scales_at + scale_at, to + layout.codes_at + 4 * block.first_word))
+      if (!pack(options, header, terms_of(source, block.begin, block.n, scratch), block,
+                {left, 1 / source.residual_scale}, to + layout.scales_at + scale_at,
+                to + layout.codes_at + 4 * block.first_word))
         is_finite.store(false, std::memory_order_relaxed);
     });
   header.is_finite = is_finite;
-  if (!header.is_finite) {
-    if (source.residual.empty())
-      std::fill(new_residual.begin(), new_residual.end(), 0.0f);
-    else if (!new_residual.empty() && new_residual.data() != source.residual.data())
-      std::copy(source.residual.begin(), source.residual.end(), new_residual.begin());
-  }
+  if (!header.is_finite) keep_residual(source, new_residual);
   const std::uint64_t message_bytes = header.is_finite ? layout.end : kHeaderBytes;
   write_header(header, out.first(message_bytes));
   return message_bytes;
@@ -245,46 +230,35 @@ std::uint64_t encode_groups(const Options& options, const Source& source, std::s
 
 void decode_groups(const Header& header, std::span<const std::uint8_t> message, Dtype dtype,
                    std::span<std::uint8_t> out, const Use& use) {
-  const auto fail = [&](const std::string& what) {
-    throw CorruptMessage(std::string(name_of(header.kind)) + " message: " + what);
-  };
+  const char* const name = name_of(header.kind);
   std::size_t n_cuts = 0;
   std::vector<std::uint32_t> cuts;
   if (header.is_finite) {
-    if (message.size() < kHeaderBytes + kCutBytes) fail("it ends before its cuts");
+    if (message.size() < kHeaderBytes + kCutBytes) fail_message(name, "it ends before its cuts");
     n_cuts = load<std::uint32_t>(message.data() + kHeaderBytes);
-    if (n_cuts > (message.size() - kHeaderBytes - kCutBytes) / kCutBytes) fail("it ends before its cuts");
+    if (n_cuts > (message.size() - kHeaderBytes - kCutBytes) / kCutBytes) fail_message(name, "it ends before its cuts");
     std::uint64_t last = 0;
     for (std::size_t i = 0; i < n_cuts; ++i) {
       cuts.push_back(load<std::uint32_t>(message.data() + kHeaderBytes + kCutBytes * (1 + i)));
-      if (cuts[i] <= last || cuts[i] >= header.n_elements) fail("its cuts do not ascend within its values");
+      if (cuts[i] <= last || cuts[i] >= header.n_elements)
+        fail_message(name, "its cuts do not ascend within its values");
       last = cuts[i];
     }
   }
   const Layout layout = lay_out(header, n_cuts, [&](std::size_t i) { return cuts[i]; });
-  const std::uint64_t expected = header.is_finite ? layout.end : kHeaderBytes;
-  if (message.size() != expected)
-    fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));
+  expect(name, "length in bytes", header.is_finite ? layout.end : kHeaderBytes, message.size());
   std::atomic<bool> valid{true};
   for_laid_out(layout, [&](const Block& block) {
-    alignas(32) float scratch[kBlock];
-    std::uint8_t* const to = out.data() + block.begin * bytes_of(dtype);
-    const bool is_direct = dtype == Dtype::float32 && !use.adds;
-    float* const values = is_direct ? reinterpret_cast<float*>(to) : scratch;
     const std::size_t scale_at = kScaleBytes * static_cast<std::size_t>(header.levels) * block.first_group;
-    if (!header.is_finite)
-      std::fill_n(values, block.n, std::numeric_limits<float>::quiet_NaN());
-    else if (!unpack(header, block, message.data() + layout.scales_at + scale_at,
-                     message.data() + layout.codes_at + 4 * block.first_word, use.divisor, values))
-      valid.store(false, std::memory_order_relaxed);
-    if (use.adds) {
-      auto* const sums = reinterpret_cast<float*>(to);
-      kernels().add(sums, values, 1, block.n, sums);
-    } else if (!is_direct) {
-      kernels().narrow(values, dtype, block.n, to);
-    }
+    write_values(dtype, out, block.begin, block.n, use.adds, [&](float* values) {
+      if (!header.is_finite)
+        std::fill_n(values, block.n, std::numeric_limits<float>::quiet_NaN());
+      else if (!unpack(header, block, message.data() + layout.scales_at + scale_at,
+                       message.data() + layout.codes_at + 4 * block.first_word, use.divisor, values))
+        valid.store(false, std::memory_order_relaxed);
+    });
   });
-  if (!valid) fail("it holds a scale or a code that no encoder writes");
+  if (!valid) fail_message(name, "it holds a scale or a code that no encoder writes");
 }
 
 }  // namespace gradwire::quantisers

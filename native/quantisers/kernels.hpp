@@ -1,17 +1,18 @@
-// The quantisers' inner loops, over blocks that lie in the first-level cache. portable.cpp is the reference; the AVX2
-// twin gives the same bits, because both add in the same eight lanes and draw the same numbers.
+// The quantisers' inner loops, over blocks that lie in the first-level cache: loops.cpp.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "floats/dtypes.hpp"
 #include "random/counter.hpp"
+#include "simd/dispatch.hpp"
 
 namespace gradwire::quantisers {
 
-enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
-inline constexpr int kDtypes = 3;
-constexpr std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+using floats::bytes_of;
+using floats::Dtype;
+using floats::kDtypes;
 
 // Values that are worked on at a time: 16 KiB of float32, so that values, sums and decoded values stay in L1.
 inline constexpr std::size_t kBlock = 4096;
@@ -98,9 +99,9 @@ struct Kernels {
   bool (*unpack_levels)(const std::uint8_t* codes, std::size_t n, float step, int levels, Fields fields, float* out);
 };
 
-extern const Kernels kPortable;
-extern const Kernels kAvx2;
-
-const Kernels& kernels();
+const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>);
+inline const Kernels& kernels() {
+  return at_current_level<1>([](auto level) -> const Kernels& { return kernels_at(level); });
+}
 
 }  // namespace gradwire::quantisers

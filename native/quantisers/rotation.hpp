@@ -1,5 +1,5 @@
 // THC's inner loops: random signs and the fast Walsh-Hadamard transform on blocks of 1,024 values, and the 16 levels of
-// its table. Portable reference and AVX2 twin, of equal bits: both add the same pairs in the same stages.
+// its table.
 #pragma once
 
 #include <array>
@@ -9,6 +9,7 @@
 
 #include "quantisers/kernels.hpp"
 #include "random/counter.hpp"
+#include "simd/dispatch.hpp"
 
 namespace gradwire::quantisers {
 
@@ -63,7 +64,9 @@ struct RotationKernels {
   void (*expand_wide_sums)(const std::uint16_t* sums, std::size_t size, int n_ranks, float step, float* values);
 };
 
-extern const RotationKernels kRotationPortable;
-extern const RotationKernels kRotationAvx2;
+const RotationKernels &rotation_kernels_at(Level<0>), &rotation_kernels_at(Level<1>);
+inline const RotationKernels& rotation_kernels() {
+  return at_current_level<1>([](auto level) -> const RotationKernels& { return rotation_kernels_at(level); });
+}
 
 }  // namespace gradwire::quantisers

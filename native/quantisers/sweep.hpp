@@ -22,20 +22,21 @@ void for_block_numbers(std::size_t n_elements, const Body& body) {
   });
 }
 
-// body(block, terms, n): values, in L1 if they had to be widened, and residual where it lies.
+// Values [begin, begin + n), in `scratch` if they had to be widened, and the residual where it lies.
+inline Terms terms_of(const Source& source, std::size_t begin, std::size_t n, float* scratch) {
+  const std::uint8_t* const raw = source.values.data() + begin * bytes_of(source.dtype);
+  const float* const residual = source.residual.empty() ? nullptr : source.residual.data() + begin;
+  if (source.dtype == Dtype::float32) return {reinterpret_cast<const float*>(raw), residual, source.residual_scale};
+  kernels().widen(raw, source.dtype, n, scratch);
+  return {scratch, residual, source.residual_scale};
+}
+
+// body(block, terms, n)
 template <typename Body>
 void for_terms(const Source& source, const Body& body) {
   for_block_numbers(source.n_elements(), [&](std::size_t block, std::size_t n) {
     alignas(32) float scratch[kBlock];
-    const std::size_t begin = block * kBlock;
-    const std::uint8_t* const raw = source.values.data() + begin * bytes_of(source.dtype);
-    const float* values = reinterpret_cast<const float*>(raw);
-    if (source.dtype != Dtype::float32) {
-      kernels().widen(raw, source.dtype, n, scratch);
-      values = scratch;
-    }
-    const float* const residual = source.residual.empty() ? nullptr : source.residual.data() + begin;
-    body(block, Terms{values, residual, source.residual_scale}, n);
+    body(block, terms_of(source, block * kBlock, n, scratch), n);
   });
 }
 
@@ -53,18 +54,37 @@ void for_blocks(const Source& source, const Body& body) {
   });
 }
 
-// body(block, values, n) fills each block of `out`.
-template <typename Body>
-void write_blocks(Dtype dtype, std::span<std::uint8_t> out, const Body& body) {
-  for_block_numbers(out.size() / bytes_of(dtype), [&](std::size_t block, std::size_t n) {
-    std::uint8_t* const to = out.data() + block * kBlock * bytes_of(dtype);
-    if (dtype == Dtype::float32) {
-      body(block, reinterpret_cast<float*>(to), n);
-      return;
-    }
-    alignas(32) float scratch[kBlock];
-    body(block, scratch, n);
+// Where a value is not finite, the residual is kept as it was.
+inline void keep_residual(const Source& source, std::span<float> new_residual) {
+  if (source.residual.empty())
+    std::fill(new_residual.begin(), new_residual.end(), 0.0f);
+  else if (!new_residual.empty() && new_residual.data() != source.residual.data())
+    std::copy(source.residual.begin(), source.residual.end(), new_residual.begin());
+}
+
+// read(values) gives values [begin, begin + n) of `out`, or what is added to them there.
+template <typename Read>
+void write_values(Dtype dtype, std::span<std::uint8_t> out, std::size_t begin, std::size_t n, bool adds,
+                  const Read& read) {
+  std::uint8_t* const to = out.data() + begin * bytes_of(dtype);
+  auto* const floats = reinterpret_cast<float*>(to);
+  if (dtype == Dtype::float32 && !adds) {
+    read(floats);
+    return;
+  }
+  alignas(32) float scratch[kBlock];
+  read(scratch);
+  if (adds)
+    kernels().add(floats, scratch, 1, n, floats);
+  else
     kernels().narrow(scratch, dtype, n, to);
+}
+
+// read(block, values, n) for each block of `out`.
+template <typename Read>
+void write_blocks(Dtype dtype, std::span<std::uint8_t> out, bool adds, const Read& read) {
+  for_block_numbers(out.size() / bytes_of(dtype), [&](std::size_t block, std::size_t n) {
+    write_values(dtype, out, block * kBlock, n, adds, [&](float* values) { read(block, values, n); });
   });
 }
 

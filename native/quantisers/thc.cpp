@@ -10,8 +10,8 @@
 
 #include "bits/bit_io.hpp"
 #include "errors.hpp"
+#include "messages/front.hpp"
 #include "quantisers/sweep.hpp"
-#include "simd/dispatch.hpp"
 
 namespace gradwire::quantisers {
 namespace {
@@ -19,13 +19,6 @@ namespace {
 static_assert(kBlock % kTransform == 0);
 constexpr std::size_t kKeyBytes = 16;  // seed and step of the signs
 constexpr int kMaxRanks = 2'000;       // sums of 30 in 16 bits
-
-const RotationKernels& rotation_kernels() {
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx2) return kRotationAvx2;
-#endif
-  return kRotationPortable;
-}
 
 // How far apart a block's whole numbers lie, and how many of them go into one.
 struct Steps {
@@ -113,7 +106,7 @@ void read_code_sums(std::span<const std::uint8_t> sums, bool wide, int n_ranks, 
   if (sums.size() != padded_elements(n_elements) * (wide ? 2 : 1)) throw InvalidArgument("thc: sums have another size");
   if (n_ranks < 1 || n_ranks > (wide ? kMaxRanks : 255 / kTableLargest)) throw InvalidArgument("thc: too many ranks");
   const RotationKernels& on = rotation_kernels();
-  write_blocks(dtype, out, [&](std::size_t block, float* values, std::size_t n) {
+  write_blocks(dtype, out, false, [&](std::size_t block, float* values, std::size_t n) {
     for_transforms(block, n, [&](std::size_t number, std::size_t begin, std::size_t count, std::size_t size) {
       alignas(32) float rotated[kTransform];
       const float step = steps_for(norms[number], rotation.clip, size).step / static_cast<float>(n_ranks);
@@ -144,9 +137,7 @@ std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::sp
   check_sizes(source, norms, new_residual);
   check_clip(rotation.clip);
   std::uint64_t message_bytes = max_thc_bytes(n_elements);
-  if (out.size() < message_bytes)
-    throw BufferTooSmall("thc: out has " + std::to_string(out.size()) + " bytes; the message takes " +
-                         std::to_string(message_bytes));
+  check_room(name_of(Kind::thc), out, message_bytes);
   write_norms(source, norms);
   const bool is_finite = std::all_of(norms.begin(), norms.end(),
                                      [](float norm) { return std::bit_cast<std::uint32_t>(norm) < kInfinity; });
@@ -158,32 +149,24 @@ std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::sp
     write_fields(source, norms, rotation, Fields::nibbles, new_residual, payload + kKeyBytes + 4 * norms.size());
   } else {
     message_bytes = kHeaderBytes;
-    if (source.residual.empty())
-      std::fill(new_residual.begin(), new_residual.end(), 0.0f);
-    else if (!new_residual.empty() && new_residual.data() != source.residual.data())
-      std::copy(source.residual.begin(), source.residual.end(), new_residual.begin());
+    keep_residual(source, new_residual);
   }
   write_header({Kind::thc, is_finite, 0, 0, n_elements, is_finite ? rotation.clip : 0, 0}, out.first(message_bytes));
   return message_bytes;
 }
 
-void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out, const Use& use) {
-  const Header header = read_header(message);
-  const auto fail = [&](const std::string& what) { throw CorruptMessage("thc message: " + what); };
-  if (header.kind != Kind::thc) fail(std::string("it is one of ") + name_of(header.kind));
-  const std::uint64_t n_elements = out.size() / bytes_of(dtype);
-  if (header.n_elements != n_elements)
-    fail("number of values: expected " + std::to_string(n_elements) + ", got " + std::to_string(header.n_elements));
-  const std::uint64_t expected = header.is_finite ? max_thc_bytes(n_elements) : kHeaderBytes;
-  if (message.size() != expected)
-    fail("length in bytes: expected " + std::to_string(expected) + ", got " + std::to_string(message.size()));
+void decode_thc(const Header& header, std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out,
+                const Use& use) {
+  const std::uint64_t n_elements = header.n_elements;
+  expect("thc", "length in bytes", header.is_finite ? max_thc_bytes(n_elements) : kHeaderBytes, message.size());
   const std::uint8_t* const payload = message.data() + kHeaderBytes;
   const std::size_t n_norms = transform_blocks(n_elements);
   if (header.is_finite)
     for (std::size_t number = 0; number < n_norms; ++number)
-      if (load<std::uint32_t>(payload + kKeyBytes + 4 * number) >= kInfinity) fail("a norm is negative or not finite");
+      if (load<std::uint32_t>(payload + kKeyBytes + 4 * number) >= kInfinity)
+        fail_message("thc", "a norm is negative or not finite");
   const RotationKernels& on = rotation_kernels();
-  const auto read_block = [&](std::size_t block, float* values, std::size_t n) {
+  write_blocks(dtype, out, use.adds, [&](std::size_t block, float* values, std::size_t n) {
     if (!header.is_finite) {
       std::fill_n(values, n, std::numeric_limits<float>::quiet_NaN());
       return;
@@ -200,12 +183,6 @@ void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<st
       std::copy_n(rotated, count, values + begin);
     });
     if (use.divisor != 1) kernels().divide(values, use.divisor, n);
-  };
-  write_blocks(dtype, out, [&](std::size_t block, float* sums, std::size_t n) {
-    if (!use.adds) return read_block(block, sums, n);
-    alignas(32) float values[kBlock];
-    read_block(block, values, n);
-    kernels().add(sums, values, 1, n, sums);
   });
 }
 

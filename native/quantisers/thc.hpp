@@ -37,6 +37,8 @@ void read_code_sums(std::span<const std::uint8_t> sums, bool wide, int n_ranks, 
 std::uint64_t max_thc_bytes(std::uint64_t n_elements);
 std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::span<float> new_residual,
                          std::span<std::uint8_t> out);
-void decode_thc(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out, const Use& use);
+// The header has been read, and its kind and number of values are right.
+void decode_thc(const Header& header, std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out,
+                const Use& use);
 
 }  // namespace gradwire::quantisers

@@ -10,6 +10,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace gradwire::random {
 
@@ -45,15 +48,62 @@ using Words = std::array<std::uint32_t, 4>;
                 stream.seed);
 }
 
+#if defined(__AVX2__)
+
+// 32 x 32 -> 64 bits in every lane: high and low halves.
+[[maybe_unused]] static inline void multiply(__m256i lanes, std::uint32_t multiplier, __m256i& high, __m256i& low) {
+  const __m256i factor = _mm256_set1_epi32(static_cast<int>(multiplier));
+  const __m256i even = _mm256_mul_epu32(lanes, factor);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(lanes, 32), factor);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+}
+
+// words[8 k + l] is word k of counter 8 group + l.
+[[maybe_unused]] static inline void words_of_group(const Stream& stream, std::uint64_t group, std::uint32_t* words) {
+  const std::uint64_t first = 8 * group;  // its low three bits are 0: no lane carries into the next word
+  __m256i c0 = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(first)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  __m256i c1 = _mm256_set1_epi32(static_cast<int>(first >> 32));
+  __m256i c2 = _mm256_set1_epi32(static_cast<int>(stream.step));
+  __m256i c3 = _mm256_set1_epi32(static_cast<int>(stream.step >> 32));
+  std::uint32_t key0 = static_cast<std::uint32_t>(stream.seed), key1 = static_cast<std::uint32_t>(stream.seed >> 32);
+  for (int round = 0; round < kRounds; ++round) {
+    __m256i high0, low0, high1, low1;
+    multiply(c0, kMultiplier0, high0, low0);
+    multiply(c2, kMultiplier1, high1, low1);
+    c0 = _mm256_xor_si256(_mm256_xor_si256(high1, c1), _mm256_set1_epi32(static_cast<int>(key0)));
+    c2 = _mm256_xor_si256(_mm256_xor_si256(high0, c3), _mm256_set1_epi32(static_cast<int>(key1)));
+    c1 = low1;
+    c3 = low0;
+    key0 += kWeyl0;
+    key1 += kWeyl1;
+  }
+  const __m256i all[4] = {c0, c1, c2, c3};
+  for (int word = 0; word < 4; ++word) _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + 8 * word), all[word]);
+}
+
+#else
+
+// words[8 k + l] is word k of counter 8 group + l.
+[[maybe_unused]] static inline void words_of_group(const Stream& stream, std::uint64_t group, std::uint32_t* words) {
+  for (std::size_t lane = 0; lane < 8; ++lane) {
+    const Words own = words_at(stream, 8 * group + lane);
+    for (std::size_t word = 0; word < 4; ++word) words[8 * word + lane] = own[word];
+  }
+}
+
+#endif
+
 // The numbers of elements 64 group to 64 group + 63.
 [[maybe_unused]] static inline void draw(const Stream& stream, std::uint64_t group, std::uint32_t* numbers) {
-  for (std::size_t lane = 0; lane < 8; ++lane) {
-    const Words words = words_at(stream, 8 * group + lane);
-    for (std::size_t word = 0; word < 4; ++word) {
-      numbers[16 * word + lane] = words[word];
-      numbers[16 * word + 8 + lane] = words[word] << 16 | words[word] >> 16;
+  alignas(32) std::uint32_t words[32];
+  words_of_group(stream, group, words);
+  for (std::size_t word = 0; word < 4; ++word)
+    for (std::size_t lane = 0; lane < 8; ++lane) {
+      const std::uint32_t own = words[8 * word + lane];
+      numbers[16 * word + lane] = own;
+      numbers[16 * word + 8 + lane] = own << 16 | own >> 16;
     }
-  }
 }
 
 }  // namespace gradwire::random

@@ -1,7 +1,10 @@
-// One run of words; what votes.cpp and its AVX2 twin share.
+// One run of words: loops.cpp.
 #pragma once
 
+#include <array>
+
 #include "signs/votes.hpp"
+#include "simd/dispatch.hpp"
 
 namespace gradwire::signs {
 
@@ -19,7 +22,11 @@ struct Kernels {
   void (*vote)(const Ballot& ballot, std::size_t n_elements, void* values);
 };
 
-extern const Kernels kPortable[kDtypes];
-extern const Kernels kAvx2[kDtypes];
+using KernelsByDtype = std::array<Kernels, kDtypes>;
+const KernelsByDtype &kernels_at(Level<0>), &kernels_at(Level<1>);
+inline const Kernels& kernels_for(Dtype dtype) {
+  return at_current_level<1>(
+      [dtype](auto level) -> const Kernels& { return kernels_at(level)[static_cast<int>(dtype)]; });
+}
 
 }  // namespace gradwire::signs

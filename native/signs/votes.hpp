@@ -5,13 +5,15 @@
 #include <cstdint>
 #include <span>
 
+#include "floats/dtypes.hpp"
+
 namespace gradwire::signs {
 
-enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
-inline constexpr int kDtypes = 3;
+using floats::bytes_of;
+using floats::Dtype;
+using floats::kDtypes;
 inline constexpr std::size_t kMaxRanks = 255;  // votes are counted in bytes
 
-constexpr std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 constexpr std::size_t words_for(std::size_t n_elements) { return (n_elements + 31) / 32; }
 
 // Bit i of word w is 1 where element 32 w + i is below zero; -0.0 is not. Bits past the end are 0. Returns whether all

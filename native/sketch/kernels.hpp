@@ -1,6 +1,7 @@
-// The loops of the sketch, one set for each instruction set. All give the same bytes.
+// The loops of the sketch: loops.cpp.
 #pragma once
 
+#include "simd/dispatch.hpp"
 #include "sketch/plan.hpp"
 
 namespace gradwire::sketch {
@@ -30,7 +31,9 @@ struct Kernels {
                                           double scale, bool estimate, float bound, void* cells, void* values);
 };
 
-extern const Kernels kPortable;
-extern const Kernels kAvx2;
+const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>);
+inline const Kernels& kernels() {
+  return at_current_level<1>([](auto level) -> const Kernels& { return kernels_at(level); });
+}
 
 }  // namespace gradwire::sketch

@@ -8,7 +8,6 @@
 
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
-#include "simd/dispatch.hpp"
 #include "sketch/kernels.hpp"
 
 namespace gradwire::sketch {
@@ -25,13 +24,6 @@ constexpr std::size_t kMinTableRows = 32;
 constexpr std::size_t kMaxDenseNonzeros = 64;
 constexpr std::size_t kIndexChunk = 1 << 18;
 
-const Kernels& kernels() {
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx2) return kAvx2;
-#endif
-  return kPortable;
-}
-
 // The index as granules of 16 bits: halves of words, in order on little-endian machines, which gradwire requires.
 const std::uint16_t* granules_of(std::span<const std::uint32_t> words) {
   return reinterpret_cast<const std::uint16_t*>(words.data());
@@ -41,6 +33,10 @@ void check_words(std::span<const std::uint32_t> words, std::size_t n_elements) {
   if (words.size() != words_for(n_elements))
     throw InvalidArgument("the index of " + std::to_string(n_elements) + " values has " +
                           std::to_string(words_for(n_elements)) + " words, not " + std::to_string(words.size()));
+}
+
+void check_dtype(Dtype dtype) {
+  if (static_cast<int>(dtype) >= kDtypes) throw InvalidArgument("a sketch takes float32 or bfloat16");
 }
 
 void check_shape(std::size_t n_elements, std::size_t batch_values) {
@@ -53,6 +49,7 @@ void check_shape(std::size_t n_elements, std::size_t batch_values) {
 }  // namespace
 
 IndexFacts write_index(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::uint32_t> words) {
+  check_dtype(dtype);
   const std::size_t n = values.size() / bytes_of(dtype);
   check_words(words, n);
   const std::size_t n_chunks = (n + kIndexChunk - 1) / kIndexChunk;
@@ -178,6 +175,7 @@ int Plan::n_rounds() const {
 
 void Plan::add(std::span<const std::uint8_t> values, Dtype dtype, std::span<const std::uint32_t> own_words, Cells kind,
                int shift, std::int64_t limit, std::span<std::uint8_t> cells) const {
+  check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   check_words(own_words, geometry_.n_elements);
   if (cells.size() != n_cells_ * bytes_of(kind)) throw InvalidArgument("the cells do not fit the plan");
@@ -219,6 +217,7 @@ void Plan::write_core(std::span<std::int64_t> positions) const {
 
 Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, bool estimate, float bound,
                       std::span<std::uint8_t> values, Dtype dtype) const {
+  check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   if (cells.size() != n_cells_ * bytes_of(kind))
     throw CorruptMessage("the sketch has " + std::to_string(cells.size() / bytes_of(kind)) +

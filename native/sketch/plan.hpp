@@ -6,16 +6,17 @@
 #include <span>
 #include <vector>
 
+#include "floats/dtypes.hpp"
 #include "sketch/geometry.hpp"
 
 namespace gradwire::sketch {
 
-enum class Dtype : int { float32 = 0, bfloat16 = 1 };
-inline constexpr int kDtypes = 2;
+using floats::bytes_of;
+using floats::Dtype;
+inline constexpr int kDtypes = 2;  // float16 is not sketched
 enum class Cells : int { float32 = 0, int32 = 1, int64 = 2 };
 inline constexpr int kCellKinds = 3;
 
-constexpr std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 constexpr std::size_t bytes_of(Cells cells) { return cells == Cells::int64 ? 8 : 4; }
 
 // What one pass over a gradient finds.

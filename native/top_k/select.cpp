@@ -8,8 +8,6 @@
 
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
-#include "simd/dispatch.hpp"
-#include "top_k/gather.hpp"
 
 namespace gradwire::top_k {
 namespace {
@@ -70,10 +68,7 @@ std::pair<std::size_t, std::size_t> find_threshold(const std::vector<std::size_t
 }
 
 std::vector<std::int32_t> gather(std::span<const float> values, std::uint32_t lowest, std::size_t at_least) {
-  auto gather_task = gather_portable;
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx2) gather_task = gather_avx2;
-#endif
+  Gather& gather_task = at_current_level<1>([](auto level) -> Gather& { return gather_at(level); });
   std::vector<std::vector<std::int32_t>> parts((values.size() + kTaskElements - 1) / kTaskElements);
   for_tasks(values.size(), [&](std::size_t task, std::size_t begin, std::size_t n) {
     gather_task(values.data() + begin, n, lowest, static_cast<std::int32_t>(begin), parts[task]);
@@ -85,12 +80,6 @@ std::vector<std::int32_t> gather(std::span<const float> values, std::uint32_t lo
 }
 
 }  // namespace
-
-void gather_portable(const float* values, std::size_t n, std::uint32_t lowest, std::int32_t begin,
-                     std::vector<std::int32_t>& indices) {
-  for (std::size_t i = 0; i < n; ++i)
-    if (magnitude_of(values[i]) >= lowest) indices.push_back(begin + static_cast<std::int32_t>(i));
-}
 
 std::size_t select_largest(std::span<const float> values, std::span<std::int32_t> indices) {
   const std::size_t k = indices.size();

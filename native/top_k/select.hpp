@@ -4,6 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
+
+#include "simd/dispatch.hpp"
 
 namespace gradwire::top_k {
 
@@ -16,5 +19,10 @@ std::size_t select_largest(std::span<const float> values, std::span<std::int32_t
 // The indices of all magnitudes from `threshold` up but zero, ascending, as far as `indices` has room for them; returns
 // how many there are. NaN counts as larger than any threshold. Throws InvalidArgument.
 std::size_t select_from(std::span<const float> values, float threshold, std::span<std::int32_t> indices);
+
+// Appends begin + i for every i < n with magnitude bits of values[i] >= lowest: loops.cpp.
+using Gather = void(const float* values, std::size_t n, std::uint32_t lowest, std::int32_t begin,
+                    std::vector<std::int32_t>& indices);
+Gather &gather_at(Level<0>), &gather_at(Level<1>);
 
 }  // namespace gradwire::top_k

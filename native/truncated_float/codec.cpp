@@ -10,7 +10,6 @@
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
-#include "simd/dispatch.hpp"
 #include "truncated_float/kernels.hpp"
 
 namespace gradwire::truncated_float {
@@ -19,25 +18,9 @@ namespace {
 constexpr std::uint32_t kInfinity = 0x7F800000;
 constexpr std::size_t kMaxPartitionsAChunk = kChunkValues / kMinPartition;
 
-const Kernels& kernels_for(Dtype dtype) {
-#if defined(__x86_64__)
-  if (simd_level() >= SimdLevel::avx2) return kAvx2[static_cast<int>(dtype)];
-#endif
-  return kPortable[static_cast<int>(dtype)];
-}
-
-// Values of a chunk and where its bytes lie.
-struct Chunk {
-  std::size_t index, first, n;
-  std::uint64_t begin, end;
-  std::size_t n_partitions;
-};
-
-Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
-  const std::size_t first = index * kChunkValues;
-  const std::size_t n = std::min<std::uint64_t>(kChunkValues, n_elements - first);
-  const std::uint64_t begin = table_end(chunks_of(n_elements)) + index * payload_bytes(kChunkValues, settings);
-  return {index, first, n, begin, begin + payload_bytes(n, settings), partitions_of(n, settings.partition)};
+floats::Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
+  return floats::chunk_at(index, n_elements, settings.partition, kFront.table_end(chunks_of(n_elements)),
+                          [&](std::size_t n) { return payload_bytes(n, settings); });
 }
 
 // Runs of at most 256 values that share a scale, within a block of packed codes: body(partition, first in block, n).
@@ -65,9 +48,7 @@ std::uint32_t scale_for(std::uint32_t largest, const Settings& settings, float n
   return std::max((quotient + below) & ~below, kMinScale);
 }
 
-[[noreturn]] void fail(std::size_t chunk, const char* what) {
-  throw CorruptMessage("truncated-float message: chunk " + std::to_string(chunk) + ": " + what);
-}
+[[noreturn]] void fail(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
 
 }  // namespace
 
@@ -75,11 +56,8 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
                      const random::Stream& stream, std::span<std::uint8_t> out) {
   check_settings(settings);
   const std::size_t value_bytes = floats::bytes_of(settings.dtype);
-  if (values.size() % value_bytes != 0) throw InvalidArgument("the gradient's bytes are no whole values");
-  const std::uint64_t n_elements = values.size() / value_bytes;
-  if (out.size() < max_message_bytes(n_elements, settings))
-    throw BufferTooSmall("truncated-float: out has " + std::to_string(out.size()) + " bytes; a message may need " +
-                         std::to_string(max_message_bytes(n_elements, settings)));
+  const std::uint64_t n_elements = elements_of(values, settings.dtype);
+  check_room(kFront.name, out, max_message_bytes(n_elements, settings));
   const Kernels& kernels = kernels_for(settings.dtype);
   const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);
   const float number = settings.has_scales() ? largest_number(settings) : 1.0F;
@@ -89,7 +67,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
   std::uint8_t* const marks = message + payload_end(n_elements, settings);
   std::atomic<bool> holds_nonfinite{false};
   parallel_for(chunks_of(n_elements), [&](std::size_t index) {
-    const Chunk chunk = chunk_at(index, n_elements, settings);
+    const floats::Chunk chunk = chunk_at(index, n_elements, settings);
     const std::uint8_t* const from = values.data() + chunk.first * value_bytes;
     std::uint8_t* to = message + chunk.begin;
     std::uint32_t scales[kMaxPartitionsAChunk];
@@ -138,7 +116,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
         word_packing::pack_rest(codes, n_block, settings.n_bits, to);
       to += word_packing::packed_bytes(n_block, settings.n_bits);
     }
-    store(message + table_end(index), crc32c({message + chunk.begin, chunk.end - chunk.begin}));
+    store(message + kFront.table_end(index), crc32c({message + chunk.begin, chunk.end - chunk.begin}));
   });
   return write_header({settings, holds_nonfinite.load() ? kFlagNonfinite : std::uint16_t{0}, n_elements}, message);
 }
@@ -147,20 +125,15 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::u
   const Header header = read_header(message);
   const Settings& settings = header.settings;
   const std::size_t value_bytes = floats::bytes_of(dtype);
-  if (settings.dtype != dtype)
-    throw CorruptMessage(std::string("truncated-float message: dtype: expected ") + floats::name_of(dtype) + ", got " +
-                         floats::name_of(settings.dtype));
-  if (header.n_elements != values.size() / value_bytes)
-    throw CorruptMessage("truncated-float message: number of values: expected " +
-                         std::to_string(values.size() / value_bytes) + ", got " + std::to_string(header.n_elements));
+  expect_values(kFront.name, dtype, values.size() / value_bytes, settings.dtype, header.n_elements);
   const Kernels& kernels = kernels_for(dtype);
   const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);
   const std::uint8_t* const marks =
       header.holds_nonfinite() ? message.data() + payload_end(header.n_elements, settings) : nullptr;
   parallel_for(chunks_of(header.n_elements), [&](std::size_t index) {
-    const Chunk chunk = chunk_at(index, header.n_elements, settings);
+    const floats::Chunk chunk = chunk_at(index, header.n_elements, settings);
     const std::uint8_t* from = message.data() + chunk.begin;
-    if (crc32c({from, chunk.end - chunk.begin}) != load<std::uint32_t>(message.data() + table_end(index)))
+    if (crc32c({from, chunk.end - chunk.begin}) != load<std::uint32_t>(message.data() + kFront.table_end(index)))
       fail(index, "the checksum does not match: bytes were changed on the way");
     std::uint32_t scales[kMaxPartitionsAChunk];
     for (std::size_t i = 0; i < chunk.n_partitions; ++i) {

@@ -8,10 +8,16 @@
 
 #include "bits/word_packing.hpp"
 #include "floats/dtypes.hpp"
+#include "messages/front.hpp"
 
 namespace gradwire::truncated_float {
 
+using floats::chunks_of;
 using floats::Dtype;
+using floats::kChunkValues;
+using floats::kFlagNonfinite;
+using floats::kMinPartition;
+using floats::partitions_of;
 
 // What a value becomes before its first bits are kept. All but native have a scale a partition.
 enum class Format : std::uint8_t { native = 0, fp16 = 1, fp8_e4m3 = 2, fp8_e5m2 = 3, fp4_e2m1 = 4, fp6_e3m2 = 5 };
@@ -31,15 +37,10 @@ struct Layout {
 };
 const Layout& layout_of(Format format, Dtype dtype);
 
-inline constexpr std::uint32_t kMagic = 0x46545747;  // "GWTF"
-inline constexpr std::uint8_t kVersion = 1;
-inline constexpr std::size_t kChunkValues = 16384;  // of every chunk but the last: some 4 us of work for a thread
-inline constexpr std::size_t kMinPartition = 32, kMaxPartition = 1024;  // powers of two between; they divide a chunk
-inline constexpr std::size_t kHeaderBytes = 40;
 inline constexpr std::size_t kChunkEntryBytes = 4;
+inline constexpr Front kFront{"truncated-float", "GWTF", 1, 40, kChunkEntryBytes};
 inline constexpr std::size_t kScaleBytes = 2;           // a bfloat16
 inline constexpr std::uint32_t kMinScale = 0x0D800000;  // 2^-100: no product below meets subnormals
-inline constexpr std::uint16_t kFlagNonfinite = 1;      // some value is Inf or NaN, and bits are cut off
 
 struct Settings {
   Dtype dtype;
@@ -60,10 +61,6 @@ struct Header {
   bool holds_nonfinite() const { return (flags & kFlagNonfinite) != 0; }
 };
 
-constexpr std::uint64_t chunks_of(std::uint64_t n_elements) { return (n_elements + kChunkValues - 1) / kChunkValues; }
-constexpr std::uint64_t partitions_of(std::uint64_t n_elements, std::size_t partition) {
-  return (n_elements + partition - 1) / partition;
-}
 // One bit for every partition, 1 where it holds Inf or NaN.
 constexpr std::uint64_t marks_bytes(std::uint64_t n_elements, std::size_t partition) {
   return (partitions_of(n_elements, partition) + 7) / 8;
@@ -74,7 +71,6 @@ void check_settings(const Settings& settings);
 // Bytes of the scales and codes of n_values values that begin at a chunk.
 std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings);
 // Where payloads begin and end; marks follow where there are any.
-inline std::uint64_t table_end(std::uint64_t n_chunks) { return kHeaderBytes + n_chunks * kChunkEntryBytes; }
 std::uint64_t payload_end(std::uint64_t n_elements, const Settings& settings);
 // Bytes that no message exceeds: with marks.
 std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settings);

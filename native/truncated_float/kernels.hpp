@@ -1,10 +1,12 @@
-// The work on runs of at most 256 values; what codec.cpp and the two builds of the loops share.
+// The work on runs of at most 256 values: loops.cpp.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
 #include "random/counter.hpp"
+#include "simd/dispatch.hpp"
 #include "truncated_float/format.hpp"
 
 namespace gradwire::truncated_float {
@@ -30,7 +32,11 @@ struct Kernels {
   void (*draw)(const random::Stream& stream, std::uint64_t group, std::uint32_t* numbers);
 };
 
-extern const Kernels kPortable[floats::kDtypes];
-extern const Kernels kAvx2[floats::kDtypes];
+using KernelsByDtype = std::array<Kernels, floats::kDtypes>;
+const KernelsByDtype &kernels_at(Level<0>), &kernels_at(Level<1>);
+inline const Kernels& kernels_for(Dtype dtype) {
+  return at_current_level<1>(
+      [dtype](auto level) -> const Kernels& { return kernels_at(level)[static_cast<int>(dtype)]; });
+}
 
 }  // namespace gradwire::truncated_float

@@ -1,8 +1,0 @@
-#include "embedded_float/loops.hpp"
-
-namespace gradwire::embedded_float {
-
-const Kernels kPortable[floats::kDtypes] = {make_kernels<Dtype::float32>(), make_kernels<Dtype::bfloat16>(),
-                                            make_kernels<Dtype::float16>()};
-
-}  // namespace gradwire::embedded_float

@@ -1,0 +1,96 @@
+// What the codecs' messages have in common: four letters, a version and three bytes of their own in front, a checksum
+// at the header's end, and the checks that every reader makes first.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "floats/dtypes.hpp"
+
+namespace gradwire {
+
+struct Front {
+  const char* name;  // in errors
+  const char* letters;
+  int last_version;          // 1 to this one are read
+  std::size_t header_bytes;  // the last four of them are the checksum
+  std::size_t entry_bytes;   // of the table that follows, an entry for every chunk
+
+  std::uint64_t table_end(std::uint64_t n_chunks) const { return header_bytes + n_chunks * entry_bytes; }
+};
+
+// Throws CorruptMessage.
+[[noreturn]] void fail_message(const char* name, const std::string& what);
+[[noreturn]] void fail_in_chunk(const char* name, std::size_t chunk, const std::string& what);
+void expect(const char* name, const char* what, std::uint64_t expected, std::uint64_t got);
+// What the receiver has room for, and what the message holds.
+void expect_values(const char* name, floats::Dtype dtype, std::uint64_t n_elements, floats::Dtype got_dtype,
+                   std::uint64_t got_elements);
+
+void write_front(const Front& front, int version, int first, int second, int third, std::uint8_t* message);
+// A whole header that begins with the right letters and version. Throws CorruptMessage, IncompatibleVersion.
+void check_front(const Front& front, std::span<const std::uint8_t> message);
+
+// Over the header, the table and `more`.
+void write_checksum(const Front& front, std::uint8_t* message, std::uint64_t n_chunks,
+                    std::span<const std::uint8_t> more = {});
+void check_checksum(const Front& front, const std::uint8_t* message, std::uint64_t n_chunks,
+                    std::span<const std::uint8_t> more = {});
+
+// The number of values that an encoder is given. Throws InvalidArgument.
+std::uint64_t elements_of(std::span<const std::uint8_t> values, floats::Dtype dtype);
+// Throws BufferTooSmall.
+void check_room(const char* name, std::span<const std::uint8_t> out, std::uint64_t n_needed);
+
+// ---- float codecs: values in partitions within chunks
+
+namespace floats {
+
+// Values of every chunk but the last: what one partition after another needs stays in a 32 KiB L1d, and a chunk is work
+// enough (some 4 us) for a thread.
+inline constexpr std::size_t kChunkValues = 16384;
+inline constexpr std::size_t kMinPartition = 32, kMaxPartition = 1024;  // powers of two between; they divide a chunk
+inline constexpr std::uint16_t kFlagNonfinite = 1;  // some value is Inf or NaN, and bits are cut off
+
+constexpr std::uint64_t chunks_of(std::uint64_t n_elements) { return (n_elements + kChunkValues - 1) / kChunkValues; }
+constexpr std::uint64_t partitions_of(std::uint64_t n_elements, std::size_t partition) {
+  return (n_elements + partition - 1) / partition;
+}
+
+// Values of a chunk, and where its payload lies in a message.
+struct Chunk {
+  std::size_t index, first, n;
+  std::uint64_t begin, end;
+  std::size_t n_partitions;
+};
+
+// payload_bytes(n) of n values that begin at a chunk.
+template <class PayloadBytes>
+Chunk chunk_at(std::size_t index, std::uint64_t n_elements, std::size_t partition, std::uint64_t table_end,
+               const PayloadBytes& payload_bytes) {
+  const std::size_t first = index * kChunkValues;
+  const std::size_t n = std::min<std::uint64_t>(kChunkValues, n_elements - first);
+  const std::uint64_t begin = table_end + index * payload_bytes(kChunkValues);
+  return {index, first, n, begin, begin + payload_bytes(n), partitions_of(n, partition)};
+}
+
+// The header but for its checksum.
+struct Head {
+  Dtype dtype;
+  int first_code, second_code;  // bytes of the codec's own
+  std::uint16_t flags;
+  std::size_t partition;
+  std::uint64_t n_elements, message_bytes;
+};
+
+// Throws InvalidArgument.
+void check_partition(std::size_t partition);
+void write_head(const Front& front, const Head& head, std::uint8_t* message);
+// Letters, version, length, known dtype, flags and partition are right. Throws CorruptMessage, IncompatibleVersion.
+Head read_head(const Front& front, std::span<const std::uint8_t> message);
+
+}  // namespace floats
+}  // namespace gradwire

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import gradwire_lab  # noqa: F401 - registers the baselines
 from gradwire import schemes
 
 N_WARM, N_STEPS = 3, 4  # DDP rebuilds its buckets after the first

@@ -111,7 +111,7 @@ def test_what_is_no_gradient_no_message_and_no_room_is_refused(name: str) -> Non
             codec.encode(gradient, OUT, **weights(name, n))
         with pytest.raises(InvalidArgument, match=match):
             codec.decode(encode(codec, GRADIENT, **weights(name)), gradient, **weights(name, n))
-    for out in (OUT.int(), OUT.view(torch.int8), OUT.reshape(10, 100), OUT[::2]):
+    for out in (torch.empty(1_000), OUT.int(), OUT.view(torch.int8), OUT.reshape(10, 100), OUT[::2]):
         with pytest.raises(InvalidArgument, match="out"):
             codec.encode(GRADIENT, out, **weights(name))
         with pytest.raises(InvalidArgument, match="message"):

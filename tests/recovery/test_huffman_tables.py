@@ -113,6 +113,8 @@ def test_altered_or_cut_table_raises_a_typed_error(counts: list[int], data: st.D
     for bad in (bytes(flipped), good[:position], good + b"\0"):
         with pytest.raises((CorruptMessage, IncompatibleVersion)):
             HuffmanTable.from_bytes(bad)
+    with pytest.raises(IncompatibleVersion, match="version 2"):
+        HuffmanTable.from_bytes(good[:4] + b"\2" + good[5:])
 
 
 @pytest.mark.parametrize(("code", "match"), [([1, 1, 1], "complete prefix code"), ([1, 1, 0], "escape")])

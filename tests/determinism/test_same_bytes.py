@@ -33,7 +33,7 @@ from gradwire.codecs.ternary import Ternary
 from sketches import sparse_gradients
 
 N_VALUES = 3 * 65_536 + 4_321  # several chunks and tasks, of every codec
-SIZES = [*range(130), 255, 256, 257, 289, 511, 513, 1_023, 1_025, 4_095, 4_097]
+SIZES = [*range(200), 255, 256, 257, 289, 511, 513, 1_023, 1_025, 4_095, 4_097]
 Case = tuple[str, dict[str, Any]]
 QUANTISERS: list[Case] = [
     ("one-bit", {}),
@@ -53,18 +53,23 @@ GCOMP: list[Case] = [
     for mode, bits in modes
 ]
 FLOATS: list[Case] = [
-    *(("embedded-float", {"bits": bits}) for bits in (2, 5, 7, 8, 9, 16, 17, 24, 25, 31, 32)),
+    *(("embedded-float", {"bits": bits}) for bits in (2, 7, 8, 9, 16, 17, 24, 25, 31, 32)),
     ("embedded-float", {"bits": 8, "partition": 32}),
-    ("embedded-float", {"bits": 32, "partition": 64}),
     *(("truncated-float", {"bits": bits, "format": "native"}) for bits in range(2, 17)),
     *(("truncated-float", {"bits": bits}) for bits in (2, 3, 4, 5, 6, 7, 8, 11, 16)),
     *(("truncated-float", {"bits": bits, "rounding": "truncate"}) for bits in (3, 5, 7, 12)),
     *(("truncated-float", {"bits": bits, "rounding": "stochastic"}) for bits in (2, 4, 6, 8, 9, 12)),
     *(
         ("truncated-float", {"bits": bits, "format": "native", "rounding": "stochastic", "seed": 9})
-        for bits in (3, 5, 8, 9, 12, 13)
+        for bits in (3, 5, 8, 9, 12)
     ),
     ("truncated-float", {"bits": 8, "format": "fp8-e5m2", "partition": 64}),
+]
+ONE_OF_EACH_KIND: list[Case] = [
+    ("embedded-float", {"bits": 5}),
+    ("embedded-float", {"bits": 32, "partition": 64}),
+    ("truncated-float", {"bits": 7}),
+    ("truncated-float", {"bits": 13, "format": "native", "rounding": "stochastic"}),
 ]
 
 
@@ -102,11 +107,14 @@ def test_messages_values_and_residuals_have_the_same_bytes_everywhere(
         assert_same_bytes_everywhere(computing(codec, kind, n, dtype), (1, 2, 3) if name != "gcomp" else (1, 2, 3, 4))
 
 
-@pytest.mark.parametrize(("name", "options"), [*QUANTISERS, *GCOMP, *FLOATS[1::5]], ids=str)
-def test_every_small_size_gives_the_same_bytes_everywhere(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "options"), [*QUANTISERS, *GCOMP, *ONE_OF_EACH_KIND], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_small_size_gives_the_same_bytes_everywhere(
+    name: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     codec = codecs.by_name(name, **options)
     for n in SIZES:
-        assert_same_bytes_everywhere(computing(codec, KINDS[n % 4], n, DTYPES[n % 3]), (1,))
+        assert_same_bytes_everywhere(computing(codec, KINDS[n % 4], n, dtype), (1,))
 
 
 def refinements() -> Iterator[Tensor]:

@@ -223,12 +223,12 @@ def plant(rank: int, world_size: int, library: Path) -> dict[str, bool]:
     seen = {}
     read, pack = DeviceWire.read, packed_values.pack
 
-    def read_too_soon(wire: DeviceWire, numbers: Tensor) -> list[int]:
+    def read_too_soon(wire: DeviceWire, *numbers: Tensor) -> list[int]:
         with mock.patch.object(Reading, "wait", lambda reading: reading._on_host):
-            return read(wire, numbers)
+            return read(wire, *numbers)
 
-    def read_one_less(wire: DeviceWire, numbers: Tensor) -> list[int]:
-        *others, count = read(wire, numbers)
+    def read_one_less(wire: DeviceWire, *numbers: Tensor) -> list[int]:
+        *others, count = read(wire, *numbers)
         return [*others, count - (count > 0)]
 
     def pack_elsewhere(*tensors: Tensor) -> None:

@@ -117,10 +117,11 @@ class DeviceWire(Wire):
     def used(self, gradient: Tensor, spans: Sequence[tuple[int, int]]) -> list[bool]:
         return [True] * len(spans)
 
-    def read(self, values: Tensor) -> list[int]:
-        if self._step.read.numel() < values.numel():
-            self._step.read = torch.empty(values.numel(), dtype=torch.int64, pin_memory=True)
-        found: list[int] = Reading(values, self._step.read[: values.numel()]).wait().tolist()
+    def read(self, *values: Tensor) -> list[int]:
+        numbers = torch.cat([one.long() for one in values])
+        if self._step.read.numel() < numbers.numel():
+            self._step.read = torch.empty(numbers.numel(), dtype=torch.int64, pin_memory=True)
+        found: list[int] = Reading(numbers, self._step.read[: numbers.numel()]).wait().tolist()
         self.communicator.raise_if_failed()  # what was read then is not what ranks have sent
         return found
 

@@ -122,8 +122,8 @@ class Wire(ABC):
         """Divide `values` in place, rounding once."""
 
     @abstractmethod
-    def read(self, values: Tensor) -> list[int]:
-        """(n,) int64 `values` on the host, behind all that was enqueued; the lane waits. Raises: PeerLost and its kin."""
+    def read(self, *values: Tensor) -> list[int]:
+        """Integers on the host, one tensor after the other; the lane waits for them. Raises: PeerLost and its kin."""
 
     @abstractmethod
     def all_finite(self, values: Tensor) -> Flag:
@@ -281,9 +281,8 @@ class HostWire(Wire):
     def place(self, values: Tensor) -> Tensor:
         return values
 
-    def read(self, values: Tensor) -> list[int]:
-        found: list[int] = values.tolist()
-        return found
+    def read(self, *values: Tensor) -> list[int]:
+        return [number for one in values for number in one.tolist()]
 
     def divide(self, values: Tensor, divisor: float) -> Tensor:
         return values.div_(divisor)

@@ -141,7 +141,7 @@ class SharedIndex:
         own_head, index = message[:HEAD_WORDS], message[HEAD_WORDS:]
         ends = packed_values.count(index, n_elements, own_head) if counts else message[:0]
         with wire.record.timing("communicate"):
-            numbers = wire.read(torch.cat([own_head, ends[-1:]]).long())
+            numbers = wire.read(own_head, ends[-1:])
         head = packed_values.read_head(numbers[:HEAD_WORDS])
         if not head.ranks_agree:
             wire.name_mismatch()

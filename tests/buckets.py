@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.core.bucket import Bucket
-from gradwire.core.slot import slots_by_name
+from gradwire.core.bucket import Bucket, slots_by_name
 from gradwire.schemes import Scheme, Session
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator

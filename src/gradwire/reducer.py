@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.checks import choice as check_choice
-from gradwire.core import checkpoint, gathering
-from gradwire.core.bucket import Bucket, Layout, check_gradient
+from gradwire.core import checkpoint
+from gradwire.core.bucket import Bucket, Layout, Slot, check_gradient, named_parameters, slot_of, slots_by_name
 from gradwire.core.named_tensors import AllReduceWork, Flattener
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot, named_parameters, slot_of, slots_by_name
 from gradwire.core.staging import LossScale, Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
@@ -296,7 +295,7 @@ class Reducer:
                 "pass HookState(scheme, module=model)"
             )
         state = checkpoint.state_of(self.scheme, self.communicator, self.step)
-        return gathering.gather(state, self.communicator) if all_ranks else state
+        return checkpoint.gather(state, self.communicator) if all_ranks else state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """Take back what `state_dict` gave, for this rank or all, after the same scheme was set to work on the same names.
@@ -306,9 +305,9 @@ class Reducer:
                 takes it; one with residuals needs a state for all ranks.
         Raises: InvalidArgument, IncompatibleVersion, CorruptMessage (not such a state at all).
         """
-        if gathering.is_gathered(state):
+        if checkpoint.is_gathered(state):
             scheme, communicator = self.scheme, self.communicator
-            state = gathering.state_for(state, scheme.per_rank_state, communicator.world_size, communicator.rank)
+            state = checkpoint.state_for(state, scheme.per_rank_state, communicator.world_size, communicator.rank)
         checkpoint.check(state)
         self.wait_until_idle()
         self.step = checkpoint.load(self.scheme, self.communicator, state, strict)

@@ -98,9 +98,7 @@ IGNORES_WITHOUT_A_REASON: set[str] = set()
 LONG_FILES: set[str] = set()
 SMALL_FILES = {
     "gradwire/errors.py",
-    "gradwire/exchange/parts.py",
     "gradwire/schemes/bf16.py",
-    "gradwire/wire/facts.py",
     "gradwire_lab/bench/exponents.py",
 }
 
@@ -141,7 +139,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def module_file(dotted: str) -> Path | None:
-    """The file that `gradwire.wire.facts.Facts` is in."""
+    """The file that `gradwire.wire.preamble.Facts` is in."""
     parts = dotted.split(".")
     while len(parts) > 1:
         place = SOURCE.joinpath(*parts)

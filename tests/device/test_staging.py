@@ -16,8 +16,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire.core import staging
-from gradwire.core.bucket import Bucket
-from gradwire.core.slot import slot_of
+from gradwire.core.bucket import Bucket, slot_of
 from gradwire.core.staging import LossScale, StagedBucket, Staging
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from ranks import run_ranks

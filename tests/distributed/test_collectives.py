@@ -11,7 +11,7 @@ from gradwire.errors import CorruptMessage
 from gradwire.exchange.ring import mean_through_codec
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.facts import Facts
+from gradwire.wire.preamble import Facts
 from ranks import run_ranks
 
 COLLECTIVES = {topology: functools.partial(mean_through_codec, topology=topology) for topology in ("ring", "direct")}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from frozen_adam_oracle import BETAS, FREEZE, SCHEMES, STEPS, adamw, attach, loss_of, model, transcribed
 from gradwire import InvalidArgument, Unsupported, schemes
-from gradwire.core.slot import slot_of
+from gradwire.core.bucket import slot_of
 from gradwire.schemes.frozen_adam import FLOOR_SHARE
 from logs import log_of
 from ranks import run_ranks

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradwire
 from gradwire import schemes
-from gradwire.core.slot import Slot, local_of
+from gradwire.core.bucket import Slot, local_of
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from ranks import patience, run_ranks, try_ranks
 

@@ -1,4 +1,4 @@
-"""The lane's order: one task after the other, except that a task may go before another's rest where it is in time."""
+"""The lane's order: one task after the other, except that one may go before what another has deferred, where it is in time."""
 
 from __future__ import annotations
 
@@ -10,35 +10,33 @@ import pytest
 
 from gradwire.errors import RankMismatch
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.lane import Continuation
 from ranks import run_ranks
 
 
 class Log:
     """Tasks that say when they ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
         self.lines: list[str] = []
 
-    def task(self, name: str, has_rest: bool = False) -> Callable[[], Any]:
-        def rest() -> str:
-            self.lines.append(f"rest of {name}")
-            return name
-
+    def task(self, name: str, defers: bool = False) -> Callable[[], Any]:
         def run() -> Any:
             self.lines.append(name)
-            return Continuation(rest) if has_rest else name
+            if defers:
+                self.communicator.defer(lambda: self.lines.append(f"rest of {name}"))
+            return name
 
         return run
 
 
 def order_of(rank: int, world_size: int, tasks: list[tuple[str, bool, bool]]) -> list[str]:
-    """The order in which tasks (name, has a rest, may overtake) run that are all there before the first one ends."""
-    communicator, log, is_open = Communicator(), Log(), threading.Event()
+    """The order in which tasks (name, defers some of it, may overtake) run that are all there before the first one ends."""
+    communicator, is_open = Communicator(), threading.Event()
+    log = Log(communicator)
     communicator.submit(is_open.wait)
     futures = [
-        communicator.submit(log.task(name, has_rest), may_overtake=may_overtake)
-        for name, has_rest, may_overtake in tasks
+        communicator.submit(log.task(name, defers), may_overtake=may_overtake) for name, defers, may_overtake in tasks
     ]
     is_open.set()
     assert [future.wait() for future in futures] == [name for name, _, _ in tasks]
@@ -55,31 +53,34 @@ def order_of(rank: int, world_size: int, tasks: list[tuple[str, bool, bool]]) ->
         ([("a", False, True), ("b", False, True)], "a, b"),
     ],
 )
-def test_only_a_task_that_may_overtake_goes_before_a_rest(tasks: list[tuple[str, bool, bool]], expected: str) -> None:
+def test_only_a_task_that_may_overtake_goes_before_what_is_deferred(
+    tasks: list[tuple[str, bool, bool]], expected: str
+) -> None:
     assert run_ranks(order_of, 1, tasks) == [expected.split(", ")]
 
 
 def run_alone(rank: int, world_size: int) -> None:
-    communicator, log = Communicator(), Log()
-    assert communicator.submit(log.task("a", has_rest=True)).wait() == "a"  # nothing comes after it
-    last = communicator.submit(log.task("b", has_rest=True), may_overtake=True)
+    communicator = Communicator()
+    log = Log(communicator)
+    assert communicator.submit(log.task("a", defers=True)).wait() == "a"  # nothing comes after it
+    last = communicator.submit(log.task("b", defers=True), may_overtake=True)
     communicator.close()
     assert last.wait() == "b"
     assert log.lines == ["a", "rest of a", "b", "rest of b"]
 
 
-def test_a_rest_waits_for_no_other_task_and_is_run_before_the_lane_ends() -> None:
+def test_what_is_deferred_waits_for_no_other_task_and_is_run_before_the_lane_ends() -> None:
     run_ranks(run_alone, 1)
 
 
-def fail_in_rest(rank: int, world_size: int) -> None:
+def fail_in_deferred(rank: int, world_size: int) -> None:
     communicator, is_open = Communicator(), threading.Event()
 
     def fail() -> None:
         raise ValueError("spilt")
 
     communicator.submit(is_open.wait)
-    futures = [communicator.submit(lambda: Continuation(fail), may_overtake=True) for _ in range(2)]
+    futures = [communicator.submit(communicator.defer, fail, may_overtake=True) for _ in range(2)]
     is_open.set()
     for future in futures:
         with pytest.raises(RankMismatch, match="spilt"):
@@ -87,5 +88,5 @@ def fail_in_rest(rank: int, world_size: int) -> None:
     communicator.close()
 
 
-def test_an_error_in_a_rest_is_the_tasks_error_and_ends_the_group() -> None:
-    run_ranks(fail_in_rest, 1)
+def test_an_error_in_what_is_deferred_is_the_tasks_error_and_ends_the_group() -> None:
+    run_ranks(fail_in_deferred, 1)

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradwire
 from gradwire import schemes
-from gradwire.core.slot import local_of
+from gradwire.core.bucket import local_of
 from gradwire.doors.local_sgd import nesterov
 from ranks import patience, run_ranks, try_ranks
 

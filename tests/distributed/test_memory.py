@@ -20,7 +20,6 @@ from gradwire.core.bucket import Bucket
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.lane import Continuation
 from ranks import run_ranks
 
 # Below the first, headers and whole pages count: the work space is that of a bucket of this size at most. Below the second
@@ -99,11 +98,10 @@ def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
                     bucket = Bucket(gradient, [parameter], [0], step=step)
                     start_plain_mean(state.communicator, bucket, state.scheme.wire_dtype).wait()
                 else:
-                    rest = state.scheme._reduce_on_lane(Bucket(gradient, [parameter], [0], step=step))
-                    if isinstance(rest, Continuation):
-                        rest.finish()
-                    elif rest is not None:
-                        rest.wait()
+                    summed = state.scheme._reduce_on_lane(Bucket(gradient, [parameter], [0], step=step))
+                    state.communicator.run_deferred()
+                    if summed is not None:
+                        summed.wait()
             # Gloo's threads record what they do for this one, and the end of it a moment after its future is done:
             # stopped meanwhile, torch's profiler reads what they write, and crashes.
             time.sleep(0.1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire import schemes
-from gradwire.wire.groups import name_group
+from gradwire.wire.rendezvous import name_group
 from ranks import run_ranks
 
 SHAPES = {"a": (40, 30), "b": (30,), "empty": (0, 3), "scalar": (), "c": (8, 5, 6)}
@@ -173,10 +173,10 @@ def test_a_group_that_cannot_be_built_raises_peer_lost_and_says_what_a_restarted
 
 
 def test_a_restarted_rank_does_not_meet_the_names_of_its_life_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.wire.groups._n_groups", Counter())
+    monkeypatch.setattr("gradwire.wire.rendezvous._n_groups", Counter())
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     first = name_group([0, 1])
-    monkeypatch.setattr("gradwire.wire.groups._n_groups", Counter())  # a new process
+    monkeypatch.setattr("gradwire.wire.rendezvous._n_groups", Counter())  # a new process
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert name_group([0, 1]) != first
 

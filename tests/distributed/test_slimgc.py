@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import codecs, schemes
 from gradwire.errors import InvalidArgument, RankMismatch
-from gradwire.exchange.groups import Cut
+from gradwire.exchange.parts import Cut
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.exchange import FusedExchange
 from gradwire.schemes.slimgc.threshold import NEVER
@@ -298,13 +298,11 @@ def compare_sources(rank: int, world_size: int) -> None:
 
     def of_sum(
         self: FusedExchange, wire: Wire, cut: Cut, values: torch.Tensor, residual: torch.Tensor | None, *args: Any
-    ) -> Any:
+    ) -> None:
         total = values.clone() if residual is None else values + residual
-        rest = mean(self, wire, cut, total, None, *args)
+        mean(self, wire, cut, total, None, *args)
 
-        def finish() -> None:
-            if rest is not None:
-                rest()
+        def take() -> None:
             for group in itertools.chain(*cut.groups):
                 at = group.start
                 for size in group.sizes:
@@ -312,7 +310,7 @@ def compare_sources(rank: int, world_size: int) -> None:
                         values[at : at + size] = total[at : at + size]
                     at += abs(size)
 
-        return finish
+        wire.communicator.defer(take)
 
     for options in (
         {"codec": "one-bit"},

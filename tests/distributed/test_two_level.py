@@ -13,7 +13,7 @@ from ddp_cases import agree, batches, build_model, sgd, take_step, wrap
 
 import gradwire
 from gradwire import schemes
-from gradwire.core.slot import Slot
+from gradwire.core.bucket import Slot
 from gradwire.schemes.two_level import TwoLevel, cut_rows
 from ranks import patience, run_ranks, try_ranks
 

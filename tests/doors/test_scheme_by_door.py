@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import schemes
-from gradwire.core.slot import local_of
+from gradwire.core.bucket import local_of
 from gradwire.doors.table import DOORS, refusal
 from ranks import run_ranks
 

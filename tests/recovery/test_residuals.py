@@ -11,9 +11,8 @@ import torch
 
 from float_messages import DTYPES
 from gradwire import codecs
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, slot_of, slots_by_name
 from gradwire.core.feedback import Feedback, redistribute
-from gradwire.core.slot import slot_of, slots_by_name
 from gradwire.errors import InvalidArgument
 
 SIZES = [7, 0, 12, 1, 30]

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.bucket import Bucket, Layout
-from gradwire.core.slot import Slot
+from gradwire.core.bucket import Bucket, Layout, Slot
 from gradwire.errors import InvalidArgument
 from gradwire.wire.wire import Wire
 

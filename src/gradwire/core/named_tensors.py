@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.core.bucket import SUPPORTED_DTYPES, cut_into_buckets, offsets_of
-from gradwire.core.slot import Slot, local_of
+from gradwire.core.bucket import SUPPORTED_DTYPES, Slot, cut_into_buckets, local_of, offsets_of
 from gradwire.errors import InvalidArgument
 from gradwire.telemetry.stopwatch import Stopwatch
 

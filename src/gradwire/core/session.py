@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gradwire.core.bucket import Slot
 from gradwire.core.feedback import Feedback
-from gradwire.core.slot import Slot
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.wire import Wire

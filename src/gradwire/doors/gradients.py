@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import _native
-from gradwire.core.bucket import cut_into_buckets, offsets_of
-from gradwire.core.slot import Slot, local_of
+from gradwire.core.bucket import Slot, cut_into_buckets, local_of, offsets_of
 from gradwire.doors import fsdp2
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.reducer import BUCKET_MB, Reducer

@@ -14,15 +14,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.checks import choice as check_choice
-from gradwire.core.slot import Slot, slot_of
+from gradwire.core.bucket import Slot, slot_of
 from gradwire.doors.watching import Watch
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme
 from gradwire.telemetry.stopwatch import now_ns
-from gradwire.wire.communicator import Communicator
+from gradwire.wire.communicator import Communicator, completed
 from gradwire.wire.device_wire import DeviceWire
-from gradwire.wire.futures import completed
 from gradwire.wire.wire import HostWire, Wire
 
 PLACEMENTS = ("staged", "device")
@@ -178,7 +177,7 @@ class HookState(Reducer):
     def _all_reduce_as_ddp_does(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if not self._closed_by_all:
             try:
-                self.communicator.closing.wait_for_all(self.communicator.timeout_s)
+                self.communicator.notes.wait_until_all_close(self.communicator.timeout_s)
                 self._closed_by_all = True
             except GradwireError as error:
                 return self._fail_without_ddp(bucket.buffer(), error)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwire.core.bucket import local_of, named_parameters
 from gradwire.core.named_tensors import AllReduceWork
-from gradwire.core.slot import local_of, named_parameters
 from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.reducer import Reducer
 from gradwire.schemes import Scheme, by_name

@@ -1,9 +1,16 @@
-"""Into how many chunks a part of a bucket, one rank's, is cut: they are encoded, sent and decoded one after the other.
+"""Cuts of a flat buffer: a part for every rank, and each part into chunks, or into groups of pieces of single tensors.
 
-Measured: `gradwire bench run allreduce-chunks` (docs/results/schemes.md#allreduce-chunks).
+Chunks are encoded, sent and decoded one after the other. Their sizes are measured: `gradwire bench run allreduce-chunks`
+(docs/results/schemes.md#allreduce-chunks).
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradwire import _native
 
 # 128 Ki values, 0.5 MiB of float32: they stay in the second-level cache with their message. Beside 2^18, 25 MB take 1 to
 # 5 % less time in a ring at every rate, with 2 and 4 ranks, often within the noise, for the same processor time.
@@ -27,3 +34,56 @@ _MIN_CHUNK_ELEMENTS = 1 << 16
 def count_chunks(part_elements: int, chunk_elements: int = CHUNK_ELEMENTS, min_chunks: int = _MIN_CHUNKS) -> int:
     """Into how many chunks a part of `part_elements` is cut."""
     return max(1, -(-part_elements // chunk_elements), min(min_chunks, part_elements // _MIN_CHUNK_ELEMENTS))
+
+
+class Group(NamedTuple):
+    """Values [start, end) of the flat buffer that travel together, in pieces of `sizes` values that are each of one tensor.
+
+    So whatever a codec derives from a piece's values (a scale) belongs to one tensor (native/exchange/pieces.hpp).
+    A negative size passes over so many values, which belong to nobody's message.
+    """
+
+    start: int
+    end: int
+    sizes: tuple[int, ...]
+
+
+class Cut:
+    """The tensors of a flat buffer, cut: one part for every rank, parts into groups, groups into pieces.
+
+    Args:
+        spans: (start, end) of each tensor, in order. What lies between them does not travel.
+        world_size: parts.
+        group_elements: values that travel together, at most.
+
+    Attributes:
+        groups, n_groups: by part, the groups in order, and how many. Parts differ by one travelling value at most; small
+            buffers have empty ones.
+        native: the same for the core.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]], world_size: int, group_elements: int) -> None:
+        n_elements = sum(end - start for start, end in spans)
+        self.groups: list[list[Group]] = []
+        for part in range(world_size):
+            start, end = n_elements * part // world_size, n_elements * (part + 1) // world_size
+            n_groups = -(-(end - start) // group_elements)
+            edges = [start + (end - start) * i // n_groups for i in range(n_groups + 1)] if n_groups else []
+            self.groups.append([_group(spans, *ends) for ends in itertools.pairwise(edges)])
+        self.n_groups = [len(groups) for groups in self.groups]
+        self.native = _native.PieceGroups(self.groups)
+
+
+def _group(spans: Sequence[tuple[int, int]], first: int, last: int) -> Group:
+    """Values [first, last) of those that travel."""
+    pieces: list[tuple[int, int]] = []
+    n_before = 0
+    for start, end in spans:
+        begin, stop = max(first, n_before), min(last, n_before + end - start)
+        if begin < stop:
+            pieces.append((start + begin - n_before, start + stop - n_before))
+        n_before += end - start
+    sizes = [pieces[0][1] - pieces[0][0]]
+    for (_, end), (start, stop) in itertools.pairwise(pieces):
+        sizes += [end - start, stop - start] if end < start else [stop - start]
+    return Group(pieces[0][0], pieces[-1][1], tuple(sizes))

@@ -27,7 +27,7 @@ from gradwire.exchange.parts import CHUNK_ELEMENTS, MESSAGES_AHEAD, count_chunks
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceWire
-from gradwire.wire.facts import Facts
+from gradwire.wire.preamble import Facts
 from gradwire.wire.wire import Wire
 
 # Of the values of a bucket, how large each may be before its low bits matter: `write(first, out)` puts the importance

@@ -8,12 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Slot
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot
 from gradwire.errors import Unsupported
-from gradwire.wire.facts import Facts
-from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
+from gradwire.wire.preamble import FORMAT_VERSION, Facts, Preamble, compare_preambles, hash_configuration
 from gradwire.wire.wire import Wire
 
 

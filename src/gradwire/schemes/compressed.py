@@ -9,7 +9,6 @@ it was in, and residuals and momenta of the step are dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.schemes.selection import ByName, Selection
-from gradwire.wire.step_check import StepCheck
+from gradwire.wire.preamble import StepCheck
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
@@ -161,15 +160,15 @@ class Compressed(Scheme):
             for run in chosen.raw_runs:
                 run.in_bucket(bucket.buffer).copy_(run.in_fused(raw))
 
-    def _send(self, bucket: Bucket, wire: Wire) -> Callable[[], None] | None:
-        """Replace the bucket by its mean, and stage what was not sent; returns as `step`."""
+    def _send(self, bucket: Bucket, wire: Wire) -> None:
+        """Replace the bucket by its mean, and stage what was not sent."""
         feedback, unused = self.session.feedback, None
         residual, unsent = feedback.pair(bucket) if self.error_feedback else (None, None)
         part = Part(bucket, wire, residual, unsent, self.session.loss_scale() if self.session.has_scaler else 1.0)
         if residual is not None and not all(part.is_used):
             unused = Unused(bucket.spans, part.is_used, residual)
         try:
-            rest = self.step(part, wire)
+            self.step(part, wire)
         finally:
             if unused is not None:
                 unused.put_back()
@@ -177,21 +176,14 @@ class Compressed(Scheme):
             if unused is not None:
                 unused.keep(part.unsent, part.used_by_any or part.is_used, part.counted)
             feedback.stage_bucket(bucket, part.unsent)
-        if rest is not None:
-            return rest
         wire.conclude(bucket.buffer)
         if self.error_feedback and bucket.buffer.dtype == torch.float16:
             wire.note(wire.all_finite(bucket.buffer))  # a mean may leave float16's range although no message did
-        return None
 
-    def step(self, part: Part, wire: Wire) -> Callable[[], None] | None:
-        """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`.
-
-        Returns: what is left to do until the values are replaced, for a scheme that sees to it; None: nothing.
-        """
+    def step(self, part: Part, wire: Wire) -> None:
+        """Replace `part.values` by their mean over the ranks, and write what was not sent to `part.unsent`."""
         assert self.collective is not None, "a scheme without a collective has a step of its own"
         self.collective.mean(part, wire)
-        return None
 
     # ---- which tensors are compressed, and what is sent of them
 

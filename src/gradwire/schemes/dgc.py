@@ -24,10 +24,9 @@ from gradwire.checks import choice as check_choice
 from gradwire.checks import share as check_share
 from gradwire.codecs.selection import Sample, add_elements, take_by_sample
 from gradwire.codecs.tensors import check_positive
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Slot, flatten_like, local_of
 from gradwire.core.feedback import Part, Unused
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed, count_of

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from gradwire.checks import choice as check_choice
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Slot, flatten_like, local_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot, flatten_like, local_of
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.plain_steps import check_steps
 from gradwire.schemes.selection import ByName, Selection

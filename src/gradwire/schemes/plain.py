@@ -12,9 +12,8 @@ import torch
 from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.schemes.base import Scheme
-from gradwire.wire.communicator import Communicator, ring_bytes
-from gradwire.wire.futures import then
-from gradwire.wire.step_check import StepCheck
+from gradwire.wire.communicator import Communicator, ring_bytes, then
+from gradwire.wire.preamble import StepCheck
 
 
 class Plain(Scheme):

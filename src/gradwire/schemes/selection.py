@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Slot
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument
 
 # Names, `*` and `?` as in file names; as one text, joined by "+"; or a function of (name, shape).

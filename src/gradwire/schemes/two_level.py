@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Slot
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
 from gradwire.wire.wire import HostWire

@@ -21,7 +21,7 @@ from gradwire.core.bucket import Bucket
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.stepping.blocks import Block, ObservedUse
-from gradwire.wire.futures import completed
+from gradwire.wire.communicator import completed
 
 # ---- the model and the optimizer
 

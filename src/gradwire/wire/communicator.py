@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,11 +31,8 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire.errors import GradwireError, InvalidArgument, PeerLost, RankMismatch
-from gradwire.wire.closing import Closing
-from gradwire.wire.failure_note import FailureNote, try_for
-from gradwire.wire.groups import name_group, ranks_of, restart_advice, timeout_of
-from gradwire.wire.lane import Lane
-from gradwire.wire.rendezvous import Rendezvous
+from gradwire.wire.notes import Notes, try_for
+from gradwire.wire.rendezvous import meet, name_group, ranks_of, restart_advice, timeout_of
 
 # Of a receive that nothing answers (see `_break_connections`).
 _SILENT_TAG = 1 << 20
@@ -44,6 +44,19 @@ class Breakable(Protocol):
     """Connections that end with the group."""
 
     def break_off(self) -> None: ...
+
+
+@dataclass
+class _Task:
+    future: torch.futures.Future
+    run: Callable[[], Any]
+    may_overtake: bool
+
+
+def _finish(deferred: list[Callable[[], None]], result: Any) -> Any:
+    for work in deferred:
+        work()
+    return result
 
 
 class Communicator:
@@ -75,8 +88,7 @@ class Communicator:
         self._name = name_group(members)
         self._failure: GradwireError | None = None
         self._failure_lock = threading.Lock()
-        self.closing = Closing(self._store, self._name, self.rank, self.world_size)
-        self._note = FailureNote(self._store, self._name, self.rank, self.world_size)
+        self.notes = Notes(self._store, self._name, self.rank, self.world_size)
         self._subgroups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
         self._parts: list[Breakable] = []
         self._mesh: _native.Mesh | None = None
@@ -98,7 +110,10 @@ class Communicator:
         self._n_streams = 0
         self._scratch: dict[str, torch.Tensor] = {}
         self._closed = False
-        self._lane = Lane(self.raise_if_failed, self.fail)
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._deferred: list[Callable[[], None]] = []
+        self._lane = threading.Thread(target=self._run_tasks, name="gradwire-lane", daemon=True)
+        self._lane.start()
         _open_communicators.add(self)
 
     def subgroup(self, members: Sequence[int] | None = None) -> Communicator:
@@ -123,16 +138,71 @@ class Communicator:
     def submit(self, task: Callable[..., Any], *args: Any, may_overtake: bool = False) -> torch.futures.Future:
         """Run task(*args) on the lane after everything submitted before; the future holds its result or its error.
 
-        A task may give back a `Continuation`, which then still is to run before the future is there. If the next task
-        `may_overtake`, it goes before that rest where it is there in time: a message can be made while others travel.
-        What ranks do together in an order (collectives, new streams) belongs into the task and not into its rest, since
-        one rank's task may be in time and another's not.
-
+        `may_overtake`: it may go before what the task before it has deferred, if it is there in time.
         Raises: InvalidArgument (closed).
         """
         if self._closed:
             raise InvalidArgument("this attachment is closed: attach a scheme again first")
-        return self._lane.submit(task, *args, may_overtake=may_overtake)
+        future: torch.futures.Future = torch.futures.Future()
+        self._tasks.put(_Task(future, functools.partial(task, *args), may_overtake))
+        return future
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Have `work` run when this task is over, on the lane, before the task's future is done; in the order of calls.
+
+        The next task goes before it if it `may_overtake`, and is there in time: a message can be made while others travel.
+        What ranks do together in an order (collectives, new streams) must not be deferred, since one rank's task may be in
+        time and another's not.
+        """
+        self._deferred.append(work)
+
+    def run_deferred(self) -> None:
+        """Do now what this task has deferred."""
+        deferred, self._deferred = self._deferred, []
+        for work in deferred:
+            work()
+
+    def _run_tasks(self) -> None:
+        # A new thread takes torch's thread count over when it first asks for it. Before that torch.bmm wakes as many
+        # threads as there are cores, and 2 us become 1,400 (3 x 24 x 24, two busy cores).
+        torch.get_num_threads()
+        begun: _Task | None = None  # has run, but for what it has deferred
+        is_open = True
+        while is_open:
+            task = None
+            with contextlib.suppress(queue.Empty):
+                task = self._tasks.get(block=begun is None)
+                is_open = task is not None
+            if begun is not None and (task is None or not task.may_overtake):
+                begun = self._run_task(begun)
+            following = None if task is None else self._run_task(task)
+            if begun is not None:
+                self._run_task(begun)
+            begun = following
+            del task, following  # nothing of a finished task may live until the next one comes
+
+    def _run_task(self, task: _Task) -> _Task | None:
+        """The task again, if it has deferred something."""
+        try:
+            self.raise_if_failed()
+            result = task.run()
+        except Exception as error:
+            self._deferred.clear()
+            task.future.set_exception(self.fail(error))
+            return None
+        if self._deferred:
+            deferred, self._deferred = self._deferred, []
+            task.run = functools.partial(_finish, deferred, result)
+            return task
+        task.future.set_result(result)
+        return None
+
+    def _end_lane(self, limit_s: float | None = None) -> bool:
+        """Finish what was submitted, unless a task itself asks; whether that is done within the limit."""
+        self._tasks.put(None)
+        if threading.current_thread() is not self._lane:
+            self._lane.join(limit_s)
+        return not self._lane.is_alive()
 
     # ---- operations, all called on the lane
 
@@ -201,7 +271,7 @@ class Communicator:
         Raises: InvalidArgument (no such interface), PeerLost.
         """
         if self._mesh is None:
-            mesh = Rendezvous(self.store_for("mesh"), self.rank, self.world_size, self.timeout_s).meet(self.all_gather)
+            mesh = meet(self.store_for("mesh"), self.rank, self.world_size, self.timeout_s, self.all_gather)
             with self._failure_lock:
                 self._mesh = mesh
             if self._failure is not None:  # it has come too late to be broken off with the others
@@ -237,7 +307,7 @@ class Communicator:
     def raise_if_peer_failed(self) -> None:
         """Raise what a peer has noted that it failed of: for waits outside the group, which its breaking does not end."""
         self.raise_if_failed()
-        if self._note.is_left():
+        if self.notes.is_failure_left():
             raise self.fail(PeerLost("a peer has failed"))
 
     def fail(self, error: Exception) -> GradwireError:
@@ -254,7 +324,7 @@ class Communicator:
                 failure.__cause__ = error
             if isinstance(failure, PeerLost):
                 failure = self._name_who_closed(failure)
-            note = self._note.leave(failure)
+            note = self.notes.leave_failure(failure)
             if note.rank != self.rank:
                 is_lost = note.cls is PeerLost
                 told = note.cls(note.message if is_lost else f"rank {self.members[note.rank]} raised: {note.message}")
@@ -263,13 +333,13 @@ class Communicator:
             self._failure = failure
         self._break_connections()
         if dist.get_rank() == 0:  # it usually hosts the store
-            self._note.let_peers_read()
+            self.notes.let_peers_read()
         return failure
 
     def _name_who_closed(self, lost: PeerLost) -> PeerLost:
         """`lost`, or a better one if peers have closed their ends while this rank goes on."""
         better: list[PeerLost] = []
-        try_for(lambda: better.extend(self.closing.blame(lost)))
+        try_for(lambda: better.extend(self.notes.blame_closed(lost)))
         return better[0] if better else lost
 
     def _break_connections(self) -> None:
@@ -316,12 +386,12 @@ class Communicator:
     def close(self, step: int | None = None) -> None:
         """Finish the lane. Every rank calls it; safe to call twice. `step`: told to peers that go on without this one."""
         if step is not None:
-            try_for(lambda: self.closing.tell(step))
+            try_for(lambda: self.notes.tell_closing(step))
         self._closed = True
         _open_communicators.discard(self)
-        if not self._lane.is_running():
+        if not self._lane.is_alive():
             return
-        self._lane.end()
+        self._end_lane()
         self._scratch.clear()
         if self._mesh is not None:
             self._mesh.shut()
@@ -331,10 +401,10 @@ class Communicator:
 
     def _abandon(self) -> None:
         """End the lane without waiting for peers: the interpreter goes down."""
-        if not self._lane.end(_EXIT_WAIT_S):
+        if not self._end_lane(_EXIT_WAIT_S):
             who = f"rank {self.members[self.rank]}"
             self.fail(PeerLost(f"{who} left in the middle of a step; look at its output for the cause"))
-            self._lane.end(_EXIT_WAIT_S)
+            self._end_lane(_EXIT_WAIT_S)
 
 
 # Lanes that would still run when the interpreter goes down, and could crash it there: a script that ends without
@@ -351,3 +421,33 @@ def _abandon_lanes() -> None:
 def ring_bytes(n_bytes: int, world_size: int) -> int:
     """What the backend's ring all-reduce of `n_bytes` sends, and receives, per rank."""
     return 2 * (world_size - 1) * n_bytes // world_size
+
+
+def completed(value: Any) -> torch.futures.Future:
+    """A future that is done."""
+    done: torch.futures.Future = torch.futures.Future()
+    done.set_result(value)
+    return done
+
+
+def then(first: torch.futures.Future, use: Callable[[Any], Any]) -> torch.futures.Future:
+    """A future of `use(result)`, which runs where `first` is completed; an error of either keeps its type.
+
+    Where the result is a future itself (a task of the lane that the lane need not wait for), it is that one's result.
+    """
+    done: torch.futures.Future = torch.futures.Future()
+
+    def go_on(finished: torch.futures.Future) -> None:
+        try:
+            result = finished.wait()
+            if isinstance(result, torch.futures.Future):
+                result.add_done_callback(go_on)
+                return
+            used = use(result)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(used)
+
+    first.add_done_callback(go_on)
+    return done

@@ -1,47 +1,96 @@
-"""How the ranks of a group find each other: addresses and a secret through the store that they share already."""
+"""How the ranks of a group find each other: who they are, the group's name in the store that they share already, addresses
+and a secret."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradwire import _native
 from gradwire.errors import InvalidArgument
 
+# How many groups this process has made over the same ranks. All ranks of a group make them in the same order.
+_n_groups: Counter[tuple[int, ...]] = Counter()
 # The first that is set names the interface that this rank listens on. The second is Gloo's own.
 INTERFACE_VARIABLES = ("GRADWIRE_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-class Rendezvous:
-    """The making of one rank's mesh.
+def name_group(members: list[int]) -> str:
+    """The prefix of the next group over `members` in the store: the same on all of them, and never used before.
+
+    A launcher that restarts its ranks may keep the store of their life before.
+    """
+    _n_groups[tuple(members)] += 1
+    digest = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
+    return f"gradwire/{digest}/{_life()}/{_n_groups[tuple(members)]}"
+
+
+def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:
+    """The global ranks of a group. Raises: InvalidArgument (not ranks of this run, or not with this one)."""
+    if isinstance(group, Sequence):
+        members = [int(rank) for rank in group]
+        if len(set(members)) != len(members) or not set(members) <= set(range(dist.get_world_size())):
+            raise InvalidArgument(f"group {members} does not name ranks below {dist.get_world_size()}, each once")
+    else:
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    if dist.get_rank() not in members:
+        raise InvalidArgument(f"rank {dist.get_rank()} is not in the group {members} that it was given")
+    return members
+
+
+def timeout_of(group: dist.ProcessGroup | Sequence[int] | None) -> float:
+    """How long `group` waits by itself, in seconds; a list of ranks and None stand for the group of all ranks."""
+    backends: Any = dist.group.WORLD if group is None or isinstance(group, Sequence) else group
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # a group may serve only one of them
+            return float(backends._get_backend(torch.device(device)).options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds())
+
+
+def restart_advice() -> str:
+    """What to try where a group cannot be built in a restarted life; nothing in the first."""
+    if _life() == "0":
+        return ""
+    return (
+        " In a restarted life torch's groups need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else ranks find addresses of the life "
+        "before in the agent's store."
+    )
+
+
+def _life() -> str:
+    """How often torchrun has restarted this rank."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def meet(
+    store: Any, rank: int, world_size: int, timeout_s: float, all_gather: Callable[[torch.Tensor], torch.Tensor]
+) -> _native.Mesh:
+    """Make one rank's mesh. Collective.
 
     Args:
         store: a c10d store of this group alone.
         timeout_s: how long the mesh waits for a peer.
+        all_gather: what says that every rank has written to the store; it fails where one does not.
+    Raises: InvalidArgument, and whatever `all_gather` raises.
     """
-
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-        self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
-
-    def meet(self, all_gather: Callable[[torch.Tensor], torch.Tensor]) -> _native.Mesh:
-        """Collective. `all_gather`: what says that every rank has written to the store; it fails where one does not.
-
-        Raises: InvalidArgument, and whatever `all_gather` raises.
-        """
-        mesh = _native.Mesh(self._rank, self._world_size, own_address(self._store), self._timeout_s)
-        if self._rank == 0:
-            self._store.set("secret", secrets.token_hex(_native.MESH_SECRET_BYTES))
-        host, port = mesh.endpoint
-        self._store.set(str(self._rank), f"{port} {host}")
-        all_gather(torch.zeros(1, dtype=torch.uint8))
-        places = [self._store.get(str(rank)).decode().split(" ", 1) for rank in range(self._world_size)]
-        mesh.join([(host, int(port)) for port, host in places], bytes.fromhex(self._store.get("secret").decode()))
-        return mesh
+    mesh = _native.Mesh(rank, world_size, own_address(store), timeout_s)
+    if rank == 0:
+        store.set("secret", secrets.token_hex(_native.MESH_SECRET_BYTES))
+    host, port = mesh.endpoint
+    store.set(str(rank), f"{port} {host}")
+    all_gather(torch.zeros(1, dtype=torch.uint8))
+    places = [store.get(str(peer)).decode().split(" ", 1) for peer in range(world_size)]
+    mesh.join([(host, int(port)) for port, host in places], bytes.fromhex(store.get("secret").decode()))
+    return mesh
 
 
 def own_address(store: Any) -> str:

@@ -26,8 +26,7 @@ from gradwire import _native
 from gradwire.errors import CorruptMessage, RankMismatch
 from gradwire.telemetry.recorder import BucketRecord
 from gradwire.wire.communicator import Communicator, ring_bytes
-from gradwire.wire.facts import Facts
-from gradwire.wire.preamble import Preamble, compare_preambles
+from gradwire.wire.preamble import Facts, Preamble, compare_preambles
 
 _HEAD_WORDS = 3  # int32: checksum of the facts, 1 if the gradient is not finite, CRC32C of the rest
 _FACT_BITS = 31

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
-from gradwire.core.slot import slot_of
+from gradwire.core.bucket import slot_of
 from gradwire.core.staging import Staging
 from gradwire.doors.attachment import attach
 from gradwire.errors import GradwireError

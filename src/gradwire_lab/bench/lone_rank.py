@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.wire.communicator import Communicator
-from gradwire.wire.futures import completed
+from gradwire.wire.communicator import Communicator, completed
 
 
 class LoneRank(Communicator):

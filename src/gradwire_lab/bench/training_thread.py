@@ -22,7 +22,7 @@ from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.two_bit import TwoBit
 from gradwire.core.threads import use_fair_share_of_cores
-from gradwire.wire.futures import completed
+from gradwire.wire.communicator import completed
 
 CODECS: dict[str, type[Quantised]] = {"ddp-one-bit": OneBit, "ddp-two-bit": TwoBit}
 

@@ -15,9 +15,9 @@ import torch
 
 from gradwire import _native
 from gradwire.codecs.tensors import bytes_of, dtype_code
+from gradwire.core.bucket import Slot, slot_of
 from gradwire.core.feedback import Feedback
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot, slot_of
 from gradwire.errors import GradwireError
 from gradwire.schemes.aqgb.overlap import OverlapFigures
 from gradwire.schemes.aqgb.pacing import Pacing

@@ -18,10 +18,9 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
 from gradwire.codecs.tensors import dtype_code
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, slot_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
-from gradwire.core.slot import slot_of
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
 from gradwire.schemes.aqgb.broadcasting import BlockExchange, OpenBlock
 from gradwire.schemes.aqgb.law import DEFAULT_FLOOR, DEFAULT_MAX_CONTENTION, MIN_BITS, PROFILED_ROUNDS, WORD_BITS
@@ -39,7 +38,7 @@ from gradwire.stepping.interception import (
     stepped_parameters,
 )
 from gradwire.telemetry.stopwatch import Stopwatch, now_s
-from gradwire.wire.futures import completed
+from gradwire.wire.communicator import completed
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 
 _TOPOLOGIES = ("fan-out", "ring")

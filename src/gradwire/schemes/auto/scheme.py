@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import schemes
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Slot
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.registry import parse_spec
 from gradwire.schemes.auto.costs import CostProfile, measure_profile

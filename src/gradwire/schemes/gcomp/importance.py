@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.tensors import check_tensor
-from gradwire.core.bucket import offsets_of
-from gradwire.core.slot import Slot, flatten_like, local_of, slot_of
+from gradwire.core.bucket import Slot, flatten_like, local_of, offsets_of, slot_of
 from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.gcomp import importance_on_device

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.core.bucket import Bucket
-from gradwire.core.slot import local_of
+from gradwire.core.bucket import Bucket, local_of
 from gradwire.errors import Unsupported
 from gradwire.wire.device_wire import Reading
 

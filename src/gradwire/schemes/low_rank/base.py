@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.checks import choice as check_choice
-from gradwire.core.bucket import Bucket
+from gradwire.core.bucket import Bucket, Slot
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
-from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
@@ -26,9 +25,8 @@ from gradwire.schemes.low_rank.fusion import Fusion, Work
 from gradwire.schemes.low_rank.matrices import MatrixShape, Plans, matrix_shape
 from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
 from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
-from gradwire.wire.futures import then
-from gradwire.wire.preamble import compare_preambles
-from gradwire.wire.step_check import name_other_factors
+from gradwire.wire.communicator import then
+from gradwire.wire.preamble import compare_preambles, name_other_factors
 
 _log = logging.getLogger(__name__)
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

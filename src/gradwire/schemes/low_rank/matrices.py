@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.bucket import Bucket, Layout
+from gradwire.core.bucket import Bucket, Layout, Slot
 from gradwire.core.feedback import Feedback
-from gradwire.core.slot import Slot
 from gradwire.schemes.low_rank.factors import checksum, draw_factor, multiply, orthogonalise
 from gradwire.wire.wire import Wire
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,8 @@ from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket, Layout
-from gradwire.exchange.groups import Cut
 from gradwire.exchange.on_device import Chunk, DeviceOwners, Left
+from gradwire.exchange.parts import Cut
 from gradwire.exchange.ring import Importance, engine_codec, mean_through_codec
 from gradwire.schemes.selection import AtLeast, Selection
 from gradwire.wire.device_wire import DeviceWire
@@ -90,7 +89,7 @@ class FusedExchange:
         loss_scale: float = 1.0,
         importance: Importance | None = None,
         stays_with_owners: bool = False,
-    ) -> Callable[[], None] | None:
+    ) -> None:
         """Replace what `cut` has of `values` by its mean over the ranks; on the lane.
 
         N x mean + loss_scale x the sum of all ranks' left_out = the sum of their values + loss_scale x residual, to rounding.
@@ -100,20 +99,19 @@ class FusedExchange:
             residual, left_out: (n,) float32, of which the second is written; None: no error feedback.
             importance: of the values, for a codec that weighs them.
             stays_with_owners: replace this rank's part alone, by the bits that a raw pull gives, and lose nothing of it.
-        Returns: what is left to do until the values are replaced: the last results are on their way then. One other
-            exchange may be begun before. None: nothing.
+        The values may only be replaced when the lane has done what it deferred: the last results are on their way then, and
+        one other exchange may be begun before.
         """
         draw = _first_draw(wire)
         if self._on_device is not None:
             n_bytes = self._on_device.mean_of_pieces(values, cut, draw, residual, left_out, loss_scale)
             wire.record.count_exchanged(n_bytes)
-            return None
+            return
         if residual is not None and (loss_scale != 1.0 or not self.adds_residual):
             with wire.timing("encode"):
                 values.add_(residual, alpha=loss_scale)
             residual = None
         lost = wire.scratch("left out", values.numel()) if left_out is None else left_out
-        rest: Callable[[], None] | None = None
         if self._topology == "server":
             push = engine_codec(self._codec, torch.float32, importance)
             pull = engine_codec(RawCodec(), torch.float32, None) if self._pulls_raw else push
@@ -126,7 +124,8 @@ class FusedExchange:
             def finish() -> None:
                 wire.record.add_account(*exchange.finish())
 
-            rest = None if stays_with_owners else finish
+            if not stays_with_owners:
+                wire.communicator.defer(finish)
         else:
             codec: Any = self._codec
             if isinstance(codec, Quantised):  # each message rounds by random numbers of its own
@@ -137,7 +136,6 @@ class FusedExchange:
             )  # fmt: skip
         if left_out is not None and loss_scale != 1.0:
             wire.divide(left_out, loss_scale)
-        return rest
 
 
 class DevicePieces(DeviceOwners):

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import math
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire.exchange.groups import Cut
+from gradwire.exchange.parts import Cut
 from gradwire.exchange.ring import Importance
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.compressed import Compressed
@@ -39,14 +38,10 @@ from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
 from gradwire.stepping.look_ahead import LookAhead, LookAheadOptions
 from gradwire.stepping.owner_step import Owned, OwnerStep
 from gradwire.telemetry.stopwatch import Stopwatch
+from gradwire.wire.communicator import then
 from gradwire.wire.device_wire import DeviceWire
-from gradwire.wire.futures import then
-from gradwire.wire.lane import Continuation
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 from gradwire.wire.wire import Wire
-
-# Of a task of the lane's: a future for which the lane need not wait, or the rest of its work, if any is left.
-LaneResult = torch.futures.Future | Continuation | None
 
 _MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
 _LOOK_AHEAD = ("local", "local_rate", "sync_steps", "max_grad_norm")
@@ -193,8 +188,9 @@ class SlimGC(Compressed):
     def _start_mean(self, bucket: Bucket) -> torch.futures.Future:
         return then(self.session.communicator.submit(self._reduce_on_lane, bucket, may_overtake=True), lambda _: None)
 
-    def _reduce_on_lane(self, bucket: Bucket) -> LaneResult:
-        wire, preamble = self.wire(bucket), self.preamble(bucket)
+    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | None:
+        """Reduce one bucket; or return the future of its mean, for which the lane need not wait."""
+        wire, preamble, summed = self.wire(bucket), self.preamble(bucket), None
         if wire.world_size == 1:
             return None
         if self._has_loaded:  # the layout may have been compared before, with the table that was there then
@@ -207,12 +203,13 @@ class SlimGC(Compressed):
         if isinstance(self._clock, HostClock):
             self._clock.begin_bucket(bucket.record)
         with bucket.at_work():
-            rest = self._reduce_by_plan(bucket, self._plan_of(bucket), wire) if bucket.n_elements else None
+            if bucket.n_elements:
+                summed = self._reduce_by_plan(bucket, self._plan_of(bucket), wire)
             if isinstance(wire, DeviceWire) and bucket.is_last:
                 flags = wire.flags.clone()  # what probes find is thrown away with them
                 self._probe(bucket.step)
                 wire.flags.copy_(flags)
-        return rest
+        return summed
 
     def _plan_of(self, bucket: Bucket) -> CutSelection:
         """The decision for each tensor of the bucket (algorithm 2), made anew when layout or threshold change."""
@@ -229,7 +226,7 @@ class SlimGC(Compressed):
             known = self._plans[bucket.index] = (bucket.layout_hash, threshold, plan)
         return known[2]
 
-    def _reduce_by_plan(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> LaneResult:
+    def _reduce_by_plan(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> torch.futures.Future | None:
         if not plan.compressed:
             return self._mean_raw(bucket, plan, wire)
         with wire.timing("encode"):
@@ -237,7 +234,7 @@ class SlimGC(Compressed):
             fp_buf = self._fill_fp_buf(bucket, plan, part, wire)
         # In host memory small tensors travel beside the large ones; on a device all is timed in one order.
         finish_raw = None if wire.on_device else wire.start_sum(fp_buf)
-        rest = self._send(part, wire)
+        self._send(part, wire)
         if finish_raw is not None:
             finish_raw()
         elif plan.n_raw:
@@ -246,18 +243,13 @@ class SlimGC(Compressed):
         for run in plan.raw_runs:
             run.in_bucket(bucket.buffer).copy_(run.in_fused(fp_buf))
 
-        def finish() -> None:
-            if rest is not None:
-                rest()
-            with wire.timing("decode"):
-                self._take_mean(bucket, plan, part, wire)
-
-        if not wire.on_device:
-            return Continuation(finish)
-        finish()
+        if wire.on_device:
+            self._take_mean(bucket, plan, part, wire)
+        else:  # behind what the exchange has deferred
+            wire.communicator.defer(functools.partial(self._take_mean, bucket, plan, part, wire))
         return None
 
-    def _mean_raw(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> LaneResult:
+    def _mean_raw(self, bucket: Bucket, plan: CutSelection, wire: Wire) -> torch.futures.Future | None:
         """Nothing is worth compressing: the backend's all-reduce, which in host memory the lane does not wait for."""
         self._flush_residuals(bucket, plan, wire)
         self._keep_own_mean(bucket, plan, wire, bucket.buffer[:0])
@@ -314,7 +306,7 @@ class SlimGC(Compressed):
                 gradient.add_(kept.values.to(gradient.device).view(-1), alpha=self.session.loss_scale())
                 feedback.stage(span.slot, None)
 
-    def step(self, part: Part, wire: Wire) -> Callable[[], None] | None:
+    def step(self, part: Part, wire: Wire) -> None:
         """Push the large tensors, encoded, to their owners, and pull the means; or send them round the ring."""
         plan, importance = self._plans[part.bucket.index][2], None
         part.used_by_any = [True] * len(plan.slots)  # ranks do not ask each other
@@ -323,7 +315,7 @@ class SlimGC(Compressed):
                 importance = self._metric.of_bucket(
                     plan.slots, plan.offsets, part.loss_scale, plan.dtype, part.bucket.staged
                 )
-        return self._exchange.mean(
+        self._exchange.mean(
             wire, plan.cut, part.values, part.residual, part.unsent, part.loss_scale, importance, self.update == "owner"
         )
 
@@ -331,12 +323,13 @@ class SlimGC(Compressed):
         """Write the means of the large tensors to where these lie, unless DDP goes on with this rank's own gradient."""
         if self.update == "owner":
             return self._keep_own_mean(bucket, plan, wire, part.buffer)
-        for run in plan.compressed_runs:
-            mean = run.in_bucket(bucket.buffer)
-            if part.buffer is not bucket.buffer:
-                mean.copy_(run.in_fused(part.buffer))
-            if not wire.on_device:  # there the messages say so
-                wire.note(wire.all_finite(mean))
+        with wire.timing("decode"):
+            for run in plan.compressed_runs:
+                mean = run.in_bucket(bucket.buffer)
+                if part.buffer is not bucket.buffer:
+                    mean.copy_(run.in_fused(part.buffer))
+                if not wire.on_device:  # there the messages say so
+                    wire.note(wire.all_finite(mean))
 
     def _keep_own_mean(self, bucket: Bucket, plan: CutSelection, wire: Wire, fused: Tensor) -> None:
         """With the step at the owner: hand over this rank's part of `fused` (n_compressed,), where the means are."""
@@ -383,9 +376,8 @@ class SlimGC(Compressed):
                 return wire.mean(sent)
             cut = Cut([(0, n)], wire.world_size, self._options["group_elements"])
             importance = None if self._metric is None else Importance([])
-            rest = self._exchange.mean(wire, cut, sent, left_out=left_out, importance=importance)
-            if rest is not None:
-                rest()
+            self._exchange.mean(wire, cut, sent, left_out=left_out, importance=importance)
+            wire.communicator.run_deferred()
 
         assert self._clock is not None
         took = self._clock.time(wire, send)

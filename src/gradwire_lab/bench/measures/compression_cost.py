@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import gradwire
 from gradwire import schemes
-from gradwire.core.slot import slot_of
+from gradwire.core.bucket import slot_of
 from gradwire.errors import InvalidArgument
 from gradwire.reducer import Reducer
 from gradwire.registry import parse_spec

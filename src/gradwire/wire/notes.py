@@ -1,0 +1,140 @@
+"""What the ranks of a group leave for each other in their store: what the first that failed failed of, so that all raise the
+same error, and who has closed its end at which step, so that a rank that closes alone is told, and told of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gradwire import errors
+from gradwire.errors import GradwireError, PeerLost, RankMismatch
+
+_CURE = "every rank calls close() between the same two steps, or ends its training after the same one"
+# A failing rank writes its note before it breaks its connections, so the note is there when the break is felt; the wait
+# only covers the store's own latency.
+_WAIT_S = 2.0
+
+
+class Note(NamedTuple):
+    """The rank that failed first, the class of its error, and what it said."""
+
+    rank: int
+    cls: type[GradwireError]
+    message: str
+
+
+class Notes:
+    """One rank's view of its group's notes. `name`: the group's prefix in the store."""
+
+    def __init__(self, store: Any, name: str, rank: int, world_size: int) -> None:
+        self._store, self._name, self._rank, self._world_size = store, name, rank, world_size
+        self._closed_at: int | None = None
+
+    # ---- a failure
+
+    def is_failure_left(self) -> bool:
+        """Whether any rank has failed, as far as the store can say."""
+        noted: list[bool] = []
+        try_for(lambda: noted.append(self._store.check([self._name + "/failure"])))
+        return any(noted)
+
+    def leave_failure(self, failure: GradwireError) -> Note:
+        """Note a failure unless a peer has noted one before; returns the note that stands.
+
+        One that no rank of ours can have written counts as none.
+        """
+        mine = json.dumps({"rank": self._rank, "type": type(failure).__name__, "message": str(failure)})
+        standing = [_read(mine, self._world_size)]
+
+        def exchange() -> None:
+            note = self._store.compare_set(self._name + "/failure", "", mine)
+            self._store.add(self._name + "/readers", 1)
+            standing[0] = _read(note, self._world_size)
+
+        try_for(exchange)
+        return standing[0]
+
+    def let_peers_read(self) -> None:
+        """Wait until the others have read it, as who hosts the store does; not for one that died."""
+        # It ends by itself: a thread that were left behind to poll would crash the interpreter on its way down.
+        deadline = time.monotonic() + 0.9 * _WAIT_S
+
+        def wait_for_readers() -> None:
+            while self._store.add(self._name + "/readers", 0) < self._world_size and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        try_for(wait_for_readers)
+
+    # ---- ends that are closed
+
+    def tell_closing(self, step: int) -> None:
+        """Note that this rank has closed its end after `step` reductions."""
+        if self._closed_at is None:
+            self._closed_at = step
+            self._store.set(self._key(self._rank), str(step))
+
+    def blame_closed(self, lost: PeerLost) -> list[PeerLost]:
+        """What to raise in the place of `lost`, if peers have closed their ends."""
+        others = [
+            rank for rank in range(self._world_size) if rank != self._rank and self._store.check([self._key(rank)])
+        ]
+        if not others:
+            return []
+        closed = [
+            f"rank {rank} closed its attachment at step {self._store.get(self._key(rank)).decode()}" for rank in others
+        ]
+        better = PeerLost(f"{', '.join(closed)}, rank {self._rank} did not: {_CURE}. Backend: {lost}")
+        better.__cause__ = lost
+        return [better]
+
+    def wait_until_all_close(self, timeout_s: float) -> None:
+        """For a rank that has closed its end and goes on without gradwire.
+
+        Raises: RankMismatch (the others go on with it), PeerLost (they neither close nor fail within `timeout_s`).
+        """
+        deadline = time.monotonic() + timeout_s
+        alone = f"this rank closed its attachment at step {self._closed_at}, the others did not"
+        try:
+            while not self._store.check([self._key(rank) for rank in range(self._world_size)]):
+                if self._store.check([self._name + "/failure"]):
+                    raise RankMismatch(f"{alone}: {_CURE}")
+                if time.monotonic() > deadline:
+                    raise PeerLost(
+                        f"{alone}, and none has said anything for {timeout_s:g} s: look at their output for the cause"
+                    )
+                time.sleep(0.01)
+        except RuntimeError as error:  # the store's host has failed of it, and gone
+            raise RankMismatch(f"{alone}: {_CURE}. Backend: {error}") from error
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/closed/{rank}"
+
+
+def try_for(action: Callable[[], None], limit_s: float = _WAIT_S) -> None:
+    """Run `action` on a thread of its own and leave it behind at the limit: a store whose host hangs holds up nothing.
+
+    Where the host has died there is nobody to tell: the broken connections say enough.
+    """
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def _read(note: str | bytes, world_size: int) -> Note:
+    """The note as it was written; PeerLost for an error that we do not know. Raises: Exception (no note of ours)."""
+    fields = json.loads(note)
+    rank, cls = int(fields["rank"]), getattr(errors, str(fields["type"]), None)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"no rank {rank}")
+    if not (isinstance(cls, type) and issubclass(cls, GradwireError)):
+        cls = PeerLost
+    return Note(rank, cls, str(fields["message"]))

@@ -27,8 +27,7 @@ from test_staged_schemes import counting_waits_of_hooks
 import gradwire
 from gradwire import schemes
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.device_group import DeviceGroup
-from gradwire.wire.device_wire import DeviceWire
+from gradwire.wire.device_wire import DeviceGroup, DeviceWire
 from ranks import run_ranks
 
 FLOATS: dict[Feature, list[str]] = {

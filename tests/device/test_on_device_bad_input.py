@@ -19,8 +19,7 @@ from torch import Tensor
 import gradwire
 from gradwire.schemes.low_rank.base import LowRank
 from gradwire.wire.communicator import Communicator
-from gradwire.wire.device_group import DeviceGroup
-from gradwire.wire.device_wire import DeviceWire, Reading, ResidentBucket
+from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, ResidentBucket
 from gradwire.wire.wire import StepOutcome
 from ranks import patience, run_ranks, try_ranks
 

@@ -1,25 +1,40 @@
 """The mean through owners: each rank's messages go to every part's owner, which adds them, and its sum goes to all.
 
-In host memory one call of the native core (native/exchange/quantised.hpp); between devices `DeviceOwners`, with the same
-messages and bits.
+In host memory one call of the native core (native/exchange/quantised.hpp). Between devices the same messages and bits: an
+all-to-all brings each rank's shares of a part to its owner, who adds them in rank order and encodes the sum (or leaves it as
+it is), and an all-gather brings that to all. Messages there have a fixed room, so both collectives have equal rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, dtype_code
+from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
 from gradwire.errors import InvalidArgument
-from gradwire.exchange.on_device import DeviceOwners
-from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS, QUANTISED_MIN_CHUNKS, count_chunks
+from gradwire.exchange.parts import (
+    QUANTISED_CHUNK_ELEMENTS,
+    QUANTISED_MIN_CHUNKS,
+    Chunk,
+    count_chunks,
+    cut_into_chunks,
+)
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
 
 _PULLS = ("compressed", "raw")
+_FLAGS_AT = 6  # in a message's header: 1 says that a value was not finite (docs/format.md)
+
+_Parts = list[list[Chunk]]  # by owner
+_Encode = Callable[[Tensor, int, int, Tensor], None]
 
 
 class Owners:
@@ -40,7 +55,6 @@ class Owners:
         if chunk_elements < 1:
             raise InvalidArgument(f"chunk_elements must be at least 1, got {chunk_elements}")
         self.chunk_elements = chunk_elements
-        self._on_device: DeviceOwners | None = None
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -49,26 +63,25 @@ class Owners:
 
     def bind(self, wire: Wire) -> None:
         """Take the wire. Raises: Unsupported (a codec without kernels, or no kernels on its device)."""
-        self._on_device = None
-        if isinstance(wire, DeviceWire):
-            self._on_device = DeviceOwners(wire, self.codec, wire.communicator, self.chunk_elements, self.pull == "raw")
+        self._on_device = DeviceOwners(wire, self.codec) if isinstance(wire, DeviceWire) else None
+        self._options = self.codec.native_options
+        self._cuts: dict[int, tuple[int, _Parts]] = {}  # by layout, as ranks compare them
 
     def mean(self, part: Part, wire: Wire) -> None:
         """Replace `part.values` by their mean, on the lane.
 
         Cost: sends 2 (N-1)/N of the encoded bucket, to N-1 peers; every element is encoded once.
         """
+        bucket, rank, world = part.bucket, wire.rank, wire.world_size
+        n_chunks, parts = self._cuts.get(bucket.layout_hash) or self._cut(bucket, world)
         if self._on_device is not None:
-            n_bytes = self._on_device.mean(part.bucket, part.residual, part.unsent, part.loss_scale)
-            wire.record.count_exchanged(n_bytes)
+            self._on_device.mean(part, parts, self.pull == "raw")
             return
-        bucket, n, rank, world = part.bucket, part.bucket.n_elements, wire.rank, wire.world_size
-        n_chunks = count_chunks(-(-n // world), self.chunk_elements, QUANTISED_MIN_CHUNKS)
         part.used_by_any, is_finite, account = _native.quantised_mean(
             wire.communicator.mesh,
             wire.communicator.next_stream(),
             wire.facts,
-            self.codec.native_options,
+            self._options,
             bytes_of(part.values),
             dtype_code(part.values.dtype),
             part.residual,
@@ -80,6 +93,152 @@ class Owners:
             [bucket.draw(rank, owner, chunk, owner == rank) for owner in range(world) for chunk in range(n_chunks)],
             self.pull == "raw",
         )
+        n = bucket.n_elements
         part.counted = n * rank // world, n * (rank + 1) // world
         wire.record.add_account(*account)
         wire.note(is_finite)
+
+    def _cut(self, bucket: Bucket, world: int) -> tuple[int, _Parts]:
+        """Chunks to a part, and for kernels where they are; found once for a layout."""
+        n, parts = bucket.n_elements, []
+        n_chunks = count_chunks(-(-n // world), self.chunk_elements, QUANTISED_MIN_CHUNKS)
+        if self._on_device is not None:
+            starts = sorted({start for start, _ in bucket.spans}) if self.codec.scale_values else []
+            parts = cut_into_chunks(n, world, n_chunks, self.codec.message_room, starts)
+        self._cuts[bucket.layout_hash] = n_chunks, parts
+        return n_chunks, parts
+
+
+class DeviceOwners:
+    """The exchange between devices: all of it is enqueued on the wire's stream, which is current, and the host reads nothing.
+
+    What is not finite or not whole becomes NaN on all ranks and is noted in the wire's flags.
+
+    Raises: Unsupported (a codec without kernels, or no kernels here).
+    """
+
+    def __init__(self, wire: DeviceWire, codec: Quantised) -> None:
+        codec.check_device(wire.device)
+        self._wire, self._codec, self._rank, self._world = wire, codec, wire.rank, wire.world_size
+
+    def mean(self, part: Part, parts: _Parts, pulls_raw: bool) -> None:
+        """Replace `part.values`, cut into `parts`, by their mean. `pulls_raw`: sums come back in their dtype."""
+        bucket, values = part.bucket, part.values
+
+        def encode(values: Tensor, owner: int, index: int, row: Tensor) -> None:
+            draw = bucket.draw(self._rank, owner, index, owner == self._rank)
+            self._encode(values, parts[owner][index], row, draw, part.residual, part.unsent, part.loss_scale)
+
+        def own(chunk: Chunk) -> Tensor:
+            return values[chunk.values]
+
+        if pulls_raw:
+            received = self._push(values, parts, encode)
+            n_bytes = (self._world - 1) * (received.shape[1] + self._pull_raw(part, parts, received, own))
+        else:
+            n_bytes = self._through_owners(values, parts, encode, own)
+        bucket.record.count_exchanged(n_bytes)
+
+    def _through_owners(self, values: Tensor, parts: _Parts, encode: _Encode, own: Callable[[Chunk], Tensor]) -> int:
+        """Replace `values` (n,), as far as chunks are about them, by their mean, which travels as messages both ways.
+
+        Args:
+            encode: (values, owner, index of the chunk, row) writes what goes to the part's owner, or, of the own part, to
+                all, into the row.
+            own: what this rank adds of its own part's chunk, unencoded.
+        Returns: bytes sent, which are those received.
+        """
+        rank, world, wire = self._rank, self._world, self._wire
+        received = self._push(values, parts, encode)
+        row_bytes = received.shape[1]
+        results = self._rows("results", row_bytes, torch.uint8)
+        with wire.timing("decode"):
+            for index, chunk in enumerate(parts[rank]):
+                encode(self._sum(chunk, received, own), rank, index, results[rank])
+            mine = wire.scratch("own", row_bytes, torch.uint8).copy_(results[rank])
+        with wire.timing("communicate"):
+            wire.group.all_gather(results, mine)
+        with wire.timing("decode"):
+            for row, chunks in zip(results, parts, strict=True):
+                for chunk in chunks:
+                    message = row[chunk.room]
+                    wire.flags[1:].bitwise_or_(message[_FLAGS_AT : _FLAGS_AT + 1])
+                    self._decode(message, values[chunk.values], chunk.cuts, divisor=world)
+        return 2 * (world - 1) * row_bytes
+
+    def _push(self, values: Tensor, parts: _Parts, encode: _Encode) -> Tensor:
+        """(world, bytes): what each rank has sent of this one's part."""
+        row_bytes = max(chunks[-1].room.stop for chunks in parts if chunks)
+        sent, received = (self._rows(name, row_bytes, torch.uint8) for name in ("sent", "received"))
+        with self._wire.timing("encode"):
+            for owner in (owner for owner in range(self._world) if owner != self._rank):
+                for index, chunk in enumerate(parts[owner]):
+                    encode(values[chunk.values], owner, index, sent[owner])
+        with self._wire.timing("communicate"):
+            self._wire.group.all_to_all(received, sent)
+        return received
+
+    def _sum(self, chunk: Chunk, received: Tensor, own: Callable[[Chunk], Tensor]) -> Tensor:
+        """(n,) float32 until the next one: the shares of a chunk of this rank's part, in rank order, its own as it is."""
+        total = self._wire.scratch("total", chunk.values.stop - chunk.values.start, torch.float32).zero_()
+        for source in range(self._world):
+            if source == self._rank:
+                total.add_(own(chunk))
+            else:
+                self._decode(received[source][chunk.room], total, chunk.cuts, adds=True)
+        return total
+
+    def _pull_raw(self, part: Part, parts: _Parts, received: Tensor, own: Callable[[Chunk], Tensor]) -> int:
+        """Replace the values by sums in their dtype; what these were rounded by is left. Returns: the bytes of a part's."""
+        wire, values = self._wire, part.values
+        bounds = [(chunks[0].values.start, chunks[-1].values.stop) for chunks in parts]
+        n_row = max(end - start for start, end in bounds)
+        mine, sums = wire.scratch("own", n_row, values.dtype), self._rows("results", n_row, values.dtype)
+        # As the CPU does: float16 may not hold the sum of values whose mean it holds.
+        n_summed = self._world if values.dtype == torch.float16 else 1
+        for chunk in parts[self._rank]:
+            total, raw = self._sum(chunk, received, own), mine[chunk.within(bounds[self._rank][0])]
+            if part.residual is not None:  # a product of its own: nothing may fuse it with the sum
+                total.add_(part.residual[chunk.values] * part.loss_scale)
+            raw.copy_(total if n_summed == 1 else wire.divide(total.clone(), n_summed))
+            if part.unsent is not None:
+                sent = raw.float().mul_(n_summed)
+                wire.divide(part.unsent[chunk.values].copy_(total.sub_(sent)), part.loss_scale)
+        wire.group.all_gather(sums, mine)
+        for (start, end), row in zip(bounds, sums, strict=True):
+            values[start:end].copy_(row[: end - start])
+        wire.note(wire.all_finite(values))
+        if n_summed == 1:  # in float32, as the CPU divides
+            means = values if values.dtype == torch.float32 else wire.scratch("means", values.numel(), torch.float32)
+            wire.divide(means.copy_(values), self._world)
+            values.copy_(means)
+        return n_row * values.element_size()
+
+    def _rows(self, name: str, n_row: int, dtype: torch.dtype) -> Tensor:
+        """(world, n_row) of work space."""
+        return self._wire.scratch(name, self._world * n_row, dtype).view(self._world, n_row)
+
+    def _encode(
+        self,
+        values: Tensor,
+        chunk: Chunk,
+        row: Tensor,
+        draw: int,
+        residual: Tensor | None,
+        unsent: Tensor | None,
+        scale: float,
+    ) -> None:
+        """Write a chunk's message into its row, and what it leaves out into `unsent` (n,) of the bucket."""
+        room, cuts = row[chunk.room], chunk.cuts
+        if unsent is None:
+            self._codec.encode(values, room, step=draw, cuts=cuts)
+            return
+        self._codec.encode_with_residual(
+            values, None if residual is None else residual[chunk.values], room, draw,
+            new_residual=unsent[chunk.values], residual_scale=scale, cuts=cuts,
+        )  # fmt: skip
+
+    def _decode(
+        self, message: Tensor, out: Tensor, cuts: tuple[int, ...], *, divisor: float = 1.0, adds: bool = False
+    ) -> None:
+        self._codec.decode(message, out, divisor=divisor, adds=adds, cuts=cuts, error=self._wire.flags[:1])

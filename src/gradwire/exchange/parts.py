@@ -7,7 +7,7 @@ Chunks are encoded, sent and decoded one after the other. Their sizes are measur
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradwire import _native
@@ -34,6 +34,50 @@ _MIN_CHUNK_ELEMENTS = 1 << 16
 def count_chunks(part_elements: int, chunk_elements: int = CHUNK_ELEMENTS, min_chunks: int = _MIN_CHUNKS) -> int:
     """Into how many chunks a part of `part_elements` is cut."""
     return max(1, -(-part_elements // chunk_elements), min(min_chunks, part_elements // _MIN_CHUNK_ELEMENTS))
+
+
+class Chunk(NamedTuple):
+    """One message: about `values` of the buffer, in `room` of the row that holds its part's messages.
+
+    `cuts`: the values at which tensors begin in it, for codecs that want to know.
+    """
+
+    values: slice
+    room: slice
+    cuts: tuple[int, ...] = ()
+
+    def within(self, start: int) -> slice:
+        """Its values, counted from value `start` of the buffer."""
+        return slice(self.values.start - start, self.values.stop - start)
+
+
+def cut_into_chunks(
+    n_elements: int,
+    world_size: int,
+    n_chunks: int,
+    room_of: Callable[[int, tuple[int, ...]], int],
+    starts: Sequence[int] = (),
+    alignment: int = 1,
+) -> list[list[Chunk]]:
+    """By rank, the chunks of the part that it owns, as the native core cuts (native/exchange/).
+
+    Args:
+        room_of: bytes of a message of so many values with such cuts, at most.
+        starts: the first value of every tensor.
+        alignment: bytes, of where a message begins in its row.
+    """
+    parts = []
+    for part in range(world_size):
+        begin, end = n_elements * part // world_size, n_elements * (part + 1) // world_size
+        chunks, at = [], 0
+        for index in range(n_chunks):
+            first, last = (begin + (end - begin) * bound // n_chunks for bound in (index, index + 1))
+            cuts = tuple(start - first for start in starts if first < start < last)
+            stop = at + room_of(last - first, cuts)
+            chunks.append(Chunk(slice(first, last), slice(at, stop), cuts))
+            at = -(-stop // alignment) * alignment
+        parts.append(chunks)
+    return parts
 
 
 class Group(NamedTuple):

@@ -20,8 +20,8 @@ from gradwire.codecs import Codec
 from gradwire.codecs.general import RawCodec
 from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket, Layout
-from gradwire.exchange.on_device import Chunk, DeviceOwners, Left
-from gradwire.exchange.parts import Cut
+from gradwire.exchange.owners import DeviceOwners
+from gradwire.exchange.parts import Chunk, Cut
 from gradwire.exchange.ring import Importance, engine_codec, mean_through_codec
 from gradwire.schemes.selection import AtLeast, Selection
 from gradwire.wire.device_wire import DeviceWire
@@ -77,7 +77,7 @@ class FusedExchange:
         self._on_device: DevicePieces | None = None
         if isinstance(wire, DeviceWire):
             assert isinstance(codec, Quantised)
-            self._on_device = DevicePieces(wire, codec, wire.communicator, group_elements)
+            self._on_device = DevicePieces(wire, codec)
 
     def mean(
         self,
@@ -156,9 +156,9 @@ class DevicePieces(DeviceOwners):
 
         def encode(chunk_values: Tensor, part: int, index: int, row: Tensor) -> None:
             chunk = parts[part][index]
+            draw = first_draw + chunk.values.start
             # Of the own part the residual is in the sum already.
-            left = Left(None if part == rank else residual, left_out, scale)
-            self._encode(chunk_values, chunk, row, first_draw + chunk.values.start, left)
+            self._encode(chunk_values, chunk, row, draw, None if part == rank else residual, left_out, scale)
 
         def own(chunk: Chunk) -> Tensor:
             mine = values[chunk.values]
@@ -174,7 +174,7 @@ class DevicePieces(DeviceOwners):
             for (first, last), size in zip(edges, group.sizes, strict=True):
                 if size > 0:
                     room = self._codec.message_room(last - first)
-                    chunks.append(Chunk(slice(first, last), slice(at, at + room), ()))
+                    chunks.append(Chunk(slice(first, last), slice(at, at + room)))
                     at += room
         return chunks
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.codecs.tensors import bytes_of, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
-from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
+from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, parts
 from gradwire.gpu.structs import fill_struct
 
@@ -64,7 +64,7 @@ class Floats(ABC):
         Raises: InvalidArgument (shape, dtype, step, more bits than the dtype has), BufferTooSmall.
         Cost: one or two passes, no allocation below bit 31, releases the GIL.
         """
-        if not has_kernels(gradient.device):
+        if kernels_for(gradient.device) is None:
             return self._encode_natively(gradient, out, step)
         n, device = gradient.numel(), gradient.device
         launch = self.check_device(device).launch
@@ -108,7 +108,7 @@ class Floats(ABC):
         code = dtype_code(out.dtype)
         if adds and divisor != 1:
             raise InvalidArgument("values are added without a divisor")
-        if not has_kernels(out.device):
+        if kernels_for(out.device) is None:
             check_tensor("message", message, torch.uint8)
             check_tensor("out", out)
             values = torch.empty_like(out) if adds else out

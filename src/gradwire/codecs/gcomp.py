@@ -17,7 +17,7 @@ from gradwire.checks import choice as check_choice
 from gradwire.codecs.huffman import LOOK_UP_BITS, HuffmanTable, exponent_bits_of
 from gradwire.codecs.tensors import DTYPE_CODES, bytes_of, check_size, check_tensor
 from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument, Unsupported
-from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
+from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts
 from gradwire.gpu.structs import fill_struct
 
@@ -139,7 +139,7 @@ class GCompCodec:
         code, n, device = _dtype_code(gradient.dtype), gradient.numel(), gradient.device
         importance = self._needed(importance)
         mode, kept_bits = _MODE_CODES[self.importance], self._kept_bits(gradient.dtype)
-        if not has_kernels(device):
+        if kernels_for(device) is None:
             check_tensor("gradient", gradient)
             check_tensor("out", out, torch.uint8)
             if importance is not None:
@@ -211,7 +211,7 @@ class GCompCodec:
             raise InvalidArgument("addend is as long as out, and goes without a divisor")
         if divisor < 1:
             raise InvalidArgument(f"divisor is at least 1, got {divisor}")
-        if not has_kernels(device):
+        if kernels_for(device) is None:
             check_tensor("message", message, torch.uint8)
             check_tensor("out", out)
             if importance is not None:
@@ -287,7 +287,7 @@ class GCompCodec:
         Cost: one pass, no allocation, releases the GIL.
         """
         code = _dtype_code(gradient.dtype)
-        if has_kernels(gradient.device):
+        if kernels_for(gradient.device) is not None:
             parameters = fill_struct("GCompCount", values=gradient, counts=out, n=gradient.numel(), dtype=code)
             launch = self.check_device(gradient.device).launch
             launch("gw_gcomp_count", grid(gradient.numel()), THREADS, _SHARED_OF_COUNTS, parameters)

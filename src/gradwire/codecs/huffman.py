@@ -6,7 +6,7 @@ import torch
 
 from gradwire import _native
 from gradwire.errors import InvalidArgument
-from gradwire.gpu.launching import Uploads
+from gradwire.gpu.kernels import upload_once
 
 __all__ = ["LOOK_UP_BITS", "HuffmanTable", "exponent_bits_of"]
 
@@ -31,12 +31,11 @@ class HuffmanTable:
     Immutable. Equal histograms give equal tables, ids and bytes on every machine.
     """
 
-    __slots__ = ("_native", "_uploads")
+    __slots__ = ("_native",)
 
     def __init__(self, native: _native.HuffmanTable) -> None:
         """Wraps a native table; use `from_histogram`, `prior` or `from_bytes` instead."""
         self._native = native
-        self._uploads = Uploads()
 
     @classmethod
     def from_histogram(cls, histogram: torch.Tensor) -> HuffmanTable:
@@ -99,7 +98,7 @@ class HuffmanTable:
 
     def on_device(self, device: torch.device) -> torch.Tensor:
         """`Table` of gpu/source/gcomp.hpp, for the current stream; copied there at the first call, without a wait."""
-        return self._uploads.get(device, None, self._laid_out)
+        return upload_once(device, self._laid_out)
 
     def _laid_out(self) -> torch.Tensor:
         codes = self._codes()

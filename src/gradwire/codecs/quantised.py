@@ -13,8 +13,8 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.codecs.tensors import bytes_of, check_room, check_size, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
-from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, Uploads, grid, parts
+from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload_once
+from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, grid, parts
 from gradwire.gpu.structs import fill_struct
 
 # A rule of native/quantisers/codec.hpp: two scales for the same values.
@@ -33,14 +33,14 @@ class _Layout(NamedTuple):
         n_bytes: of the message.
         n_sums: blocks or groups of values that are added up together.
         n_words: of codes; 0 without scales by group.
-        groups: (n_pieces + 1, 3) int64: of each tensor's piece its first value, group and word; last, where all end. None
+        groups: n_pieces + 1 rows of three: of each tensor's piece its first value, group and word; last, where all end. None
             without scales by group.
     """
 
     n_bytes: int
     n_sums: int
     n_words: int = 0
-    groups: Tensor | None = None
+    groups: list[tuple[int, int, int]] | None = None
 
     @property
     def n_checksums(self) -> int:
@@ -75,7 +75,6 @@ class Quantised:
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, tuple[int, ...]], _Layout] = {}
-        self._uploads = Uploads()
 
     def check_device(self, device: torch.device) -> Kernels:
         """See `DeviceCodec`."""
@@ -184,7 +183,7 @@ class Quantised:
         if adds and out.dtype != torch.float32:
             raise InvalidArgument("values are added to float32 only: pass a float32 tensor as out")
         n = out.numel()
-        if not has_kernels(out.device):
+        if kernels_for(out.device) is None:
             check_tensor("message", message, torch.uint8)
             check_tensor("out", out)
             if divisor == 1 and not adds:
@@ -203,7 +202,7 @@ class Quantised:
         parameters = fill_struct(
             "DequantiseGroups", message=message, out=out, pieces=checksums, error=error, n=n,
             payload=layout.n_bytes - _HEADER_BYTES, divisor=divisor, kind=kind, dtype=code, adds=adds,
-            levels=levels, block=block, **self._grouping(layout, n, cuts, out.device),
+            levels=levels, block=block, **self._grouping(layout, out.device),
         )  # fmt: skip
         launch("gw_quantised_read_pieces", layout.n_checksums, THREADS, SHARED_OF_CHECKSUM, parameters)
         if layout.groups is not None:
@@ -234,7 +233,7 @@ class Quantised:
         step: int,
         cuts: Sequence[int],
     ) -> int | Tensor:
-        if not has_kernels(gradient.device):
+        if kernels_for(gradient.device) is None:
             for name, tensor in (("residual", residual), ("new_residual", new_residual)):
                 if tensor is not None:
                     check_tensor(name, tensor, torch.float32, gradient.numel())
@@ -269,7 +268,7 @@ class Quantised:
             "QuantiseGroups", values=gradient, residual=residual, left_out=new_residual, message=out, sums=sums,
             pieces=checksums, n_bytes=n_bytes, n=n, seed=seed, step=check_step(step), residual_scale=residual_scale,
             parameter=parameter, kind=kind, dtype=dtype_code(gradient.dtype), rule=rule, levels=levels,
-            block=block or _CPU_BLOCK, largest=sums, **self._grouping(layout, n, cuts, device),
+            block=block or _CPU_BLOCK, largest=sums, **self._grouping(layout, device),
         )  # fmt: skip
         if layout.groups is not None:
             launch("gw_grouped_measure", parts(8 * layout.n_sums, THREADS), THREADS, 0, parameters)
@@ -291,14 +290,13 @@ class Quantised:
         """Scales of a group."""
         return 2 if self._rule == TWO_SCALES else 1
 
-    def _grouping(self, layout: _Layout, n_elements: int, cuts: Sequence[int], device: torch.device) -> dict[str, Any]:
+    def _grouping(self, layout: _Layout, device: torch.device) -> dict[str, Any]:
         """`Grouping` of gpu/source/grouped.hpp."""
-        table = layout.groups
-        if table is None:
+        if layout.groups is None:
             return {}
         return {
-            "groups": self._uploads.get(device, (n_elements, tuple(cuts)), lambda: table),
-            "n_pieces": len(table) - 1,
+            "groups": upload_once(device, table_of, *layout.groups),
+            "n_pieces": len(layout.groups) - 1,
             "group_values": self.scale_values,
             "per_group": self._per_group,
         }
@@ -316,15 +314,15 @@ class Quantised:
         bounds = [0, *cuts, n_elements] if n_elements or cuts else [0]
         if any(start >= end for start, end in itertools.pairwise(bounds)):
             raise InvalidArgument(f"cuts ascend and lie from 1 to {n_elements - 1}, got {list(cuts)[:8]}")
-        rows = [[0, 0, 0]]
+        rows = [(0, 0, 0)]
         for start, end in itertools.pairwise(bounds):
             _, first_group, first_word = rows[-1]
             n = end - start
-            rows.append([end, first_group + parts(n, self.scale_values), first_word + parts(n, self._per_word)])
+            rows.append((end, first_group + parts(n, self.scale_values), first_word + parts(n, self._per_word)))
         _, n_groups, n_words = rows[-1]
         scale_bytes = 4 * parts(2 * self._per_group * n_groups, 4)
         n_bytes = _HEADER_BYTES + 4 + 4 * len(cuts) + scale_bytes + 4 * n_words
-        return _Layout(n_bytes, n_groups, n_words, torch.tensor(rows, dtype=torch.int64))
+        return _Layout(n_bytes, n_groups, n_words, rows)
 
 
 def check_scale_values(scale_values: int | None) -> int | None:

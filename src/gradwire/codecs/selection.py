@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire.gpu.kernels import Kernels, kernels_for, upload, upload_rows
+from gradwire.gpu.kernels import Kernels, kernels_for, table_of, upload, upload_once
 from gradwire.gpu.launching import THREADS, grid, parts
 from gradwire.gpu.structs import fill_struct
 
@@ -216,7 +216,7 @@ def _take(
             rows.append((start, end, n_tiles, count, first, n_samples, n_sample_tiles, n_top))
             n_tiles += parts(end - start, _TILE)
             n_sample_tiles += parts(n_samples, _TILE)
-    segments = upload_rows(rows, device)
+    segments = upload_once(device, table_of, *rows)
     drawn_places = upload(torch.cat(places).to(torch.int32), device) if places else None
     n_segments = len(rows)
     work_sizes = _CHOICE_BYTES * n_segments, 4 * _BINS * n_segments, _PIECES_BYTES * n_tiles

@@ -14,7 +14,7 @@ from gradwire import _native
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
 from gradwire.errors import Unsupported
-from gradwire.gpu.kernels import kernels_for, upload_rows
+from gradwire.gpu.kernels import kernels_for, table_of, upload_once
 from gradwire.gpu.launching import THREADS, grid, parts
 from gradwire.gpu.structs import fill_struct
 
@@ -92,7 +92,7 @@ class Ternary(Quantised):
         for start, end in filled:
             rows.append((start, end, n_blocks))
             n_blocks += parts(end - start, _BLOCK)
-        return Shares(n_elements, filled, len(spans) == 1, n_blocks, upload_rows(rows, device))
+        return Shares(n_elements, filled, len(spans) == 1, n_blocks, upload_once(device, table_of, *rows))
 
     def write_scales(self, values: Tensor, shares: Shares, scales: Tensor) -> None:
         """The scale that each span of `values` would get by itself; infinity if a value is not finite.

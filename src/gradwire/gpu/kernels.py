@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 import torch
@@ -56,11 +56,6 @@ def kernels_for(device: torch.device) -> Kernels | None:
     return _made.get(device) if device.type == "cpu" else kernels_on(device)
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether kernels take what lies there; otherwise native functions do, or refuse it."""
-    return device in _made or device.type in MAKERS
-
-
 @contextlib.contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
     """Inside, codecs launch these for tensors on their device, in host memory too: for checks against the native core."""
@@ -91,12 +86,19 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     return uploaded
 
 
-def upload_rows(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """A table of int64 that launches on the current stream read; uploaded once for each stream, and kept."""
+def upload_once(device: torch.device, make: Callable[..., Tensor], *key: Hashable) -> Tensor:
+    """What `make(*key)` makes in host memory, for launches on the device's current stream; uploaded once for each, and kept."""
     stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-    return _rows_on(device, stream, tuple(rows))
+    return _uploaded(device, stream, make, key)
 
 
 @functools.lru_cache(maxsize=1024)
-def _rows_on(device: torch.device, stream: torch.Stream | None, rows: tuple[tuple[int, ...], ...]) -> Tensor:
-    return upload(torch.tensor(rows, dtype=torch.int64), device)
+def _uploaded(
+    device: torch.device, stream: torch.Stream | None, make: Callable[..., Tensor], key: tuple[Hashable, ...]
+) -> Tensor:
+    return upload(make(*key), device)
+
+
+def table_of(*rows: tuple[int, ...]) -> Tensor:
+    """(n_rows, n) int64."""
+    return torch.tensor(rows, dtype=torch.int64)

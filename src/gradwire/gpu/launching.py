@@ -1,14 +1,10 @@
-"""How kernels are started: threads and blocks, tables that lie on the device, and what error words mean."""
+"""Threads and blocks of launches, and error words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-
 import torch
-from torch import Tensor
 
 from gradwire.errors import CorruptMessage, GradwireError, IncompatibleVersion, RankMismatch
-from gradwire.gpu.kernels import upload
 
 THREADS = 256
 WARP = 32
@@ -24,20 +20,6 @@ def parts(n: int, size: int) -> int:
 def grid(n_threads: int) -> int:
     """Blocks for so many threads, or fewer: each thread then works more than once."""
     return min(parts(n_threads, THREADS), MOST_BLOCKS)
-
-
-class Uploads:
-    """Tables that follow from sizes or options alone, copied once to each stream that asks for them; nothing waits."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[torch.device, int, Hashable], Tensor] = {}
-
-    def get(self, device: torch.device, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The table with this key on `device`, for its current stream; `make` makes it in host memory."""
-        stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
-        if (device, stream, key) not in self._kept:
-            self._kept[device, stream, key] = upload(make(), device)
-        return self._kept[device, stream, key]
 
 
 # By error word, which keeps the worst of what was wrong (`Wrong` of source/device.hpp, from the last one on).

@@ -31,7 +31,12 @@ _SOURCES = "src/gradwire"
 
 # What is said to the user, and what is drawn or logged, is not counted as behaviour here.
 _SAID = {"warning", "info", "debug", "error", "exception"}
-_OPERATORS = ("core/ReplaceBinaryOperator", "core/ReplaceComparisonOperator", "core/ReplaceUnaryOperator", "core/AddNot")
+_OPERATORS = (
+    "core/ReplaceBinaryOperator",
+    "core/ReplaceComparisonOperator",
+    "core/ReplaceUnaryOperator",
+    "core/AddNot",
+)
 _OPERATORS += ("core/NumberReplacer", "core/ReplaceTrueWithFalse", "core/ReplaceFalseWithTrue", "core/ReplaceAndWithOr")
 _OPERATORS += ("core/ReplaceOrWithAnd", "core/ReplaceBreakWithContinue", "core/ReplaceContinueWithBreak")
 
@@ -107,17 +112,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=100, help="how many changes to try (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="draws them (default: %(default)s)")
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS), metavar="AREA")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for the tests of one (default: %(default)s)")
-    parser.add_argument("--results", type=Path, default=Path("runs/mutation.jsonl"), help="goes on with what lies there")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds for the tests of one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("runs/mutation.jsonl"), help="goes on with what lies there"
+    )
     args = parser.parse_args(arguments)
     if subprocess.run(["git", "diff", "--quiet", "--", _SOURCES], cwd=_ROOT).returncode:
-        parser.error("src/gradwire has changes that are not committed; files are changed in place, so commit them first")
+        parser.error(
+            "src/gradwire has changes that are not committed; files are changed in place, so commit them first"
+        )
     for area in args.areas:
         if subprocess.run(_command(area), cwd=_ROOT).returncode:
             parser.error(f"the tests of {area} fail without any change: mend them first")
     drawn = list(_draw(args.areas, args.n, args.seed))
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    done = {one["key"]: one for one in map(json.loads, args.results.read_text().splitlines())} if args.results.exists() else {}
+    done = (
+        {one["key"]: one for one in map(json.loads, args.results.read_text().splitlines())}
+        if args.results.exists()
+        else {}
+    )
     with args.results.open("a") as file:
         for number, (area, spec) in enumerate(drawn, 1):
             key = f"{_commit()} {spec.module_path} {spec.operator_name} {spec.occurrence}"
@@ -168,13 +183,15 @@ def _quiet_lines(module: ast.Module) -> Iterator[int]:
             parts = [node.returns, *(one.annotation for one in [*node.args.args, *node.args.kwonlyargs])]
         elif isinstance(node, ast.AnnAssign):
             parts = [node.annotation]
-        elif isinstance(node, ast.Raise):
-            parts = [node]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAID:
+        elif isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _says(node)):
             parts = [node]
         for part in parts:
             if part is not None:
                 yield from range(part.lineno, (part.end_lineno or part.lineno) + 1)
+
+
+def _says(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _SAID
 
 
 def _command(area: str) -> list[str]:
@@ -215,7 +232,9 @@ def _sum_up(results: list[dict[str, object]]) -> int:
 
 
 def _commit() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ SOURCES := src tests examples docs/_site.py
 CPP    := $(NATIVE) $(wildcard fuzz/*.cpp fuzz/*.hpp src/gradwire/gpu/source/* tests/device/*.cpp tests/device/*.hpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test campaign fuzz lint bench gpu wheel docs setup native format clean
+.PHONY: help demo test campaign fuzz mutate lint bench gpu wheel docs setup native format clean
 
 help:
 	@echo 'make demo     train a small GPT on a slow network: DDP, bf16, gradwire       (DEMO_ARGS=--quick)'
 	@echo 'make test     run all tests                                                  (TEST_ARGS="-k gcomp", TEST_PROCESSES=0)'
 	@echo 'make campaign random trainings, faults, resumptions, hostile bytes, soaks   (CAMPAIGN_ARGS="--minutes 10 --seed 7")'
 	@echo 'make fuzz     the decoders under the sanitizers, by libFuzzer where clang is (FUZZ_SECONDS=60, FUZZ_RUNS=1000000)'
+	@echo 'make mutate   change one operator of the library at a time: which change does no test notice  (MUTATE_ARGS="--n 20")'
 	@echo 'make lint     ruff, mypy, clang-format, the schemas of .github; changes nothing'
 	@echo 'make format   ruff and clang-format, in place'
 	@echo 'make bench    the quick set of benchmarks                                    (BENCH_ARGS=...)'
@@ -41,6 +42,10 @@ campaign: setup
 
 fuzz: setup
 	PYTHON=$(BIN)/python FUZZ_RUNS=$(FUZZ_RUNS) fuzz/run "$(FUZZ_SECONDS)"
+
+mutate: setup
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'cosmic-ray>=8.4'
+	PYTHONPATH=tests $(BIN)/python -m mutation $(MUTATE_ARGS)
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)

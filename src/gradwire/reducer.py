@@ -45,7 +45,7 @@ class Reducer:
     The constructor is collective, as are `all_reduce`, `switch`, `state_dict(all_ranks=True)` and `close`.
 
     Args:
-        scheme: a Scheme, or a registry name.
+        scheme: a Scheme, or a registry name, with options as in "acp-sgd:rank=8".
         group: the ranks to reduce over, as a process group or a list of global ranks (default: all). gradwire makes
             its own connections between them; or a Communicator that has them, which is closed with the Reducer.
         names: the parameters by name, or the module that has them: for schemes that read the optimizer (gcomp with

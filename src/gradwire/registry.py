@@ -1,4 +1,4 @@
-"""Things with names and options: `NAME:option=value` read, and what there is instead of a wrong name or option."""
+"""Things with names and options: `NAME:option=value` is read, and a wrong name or option is answered by those there are."""
 
 from __future__ import annotations
 
@@ -63,15 +63,12 @@ class Registry(Generic[Made]):
 
 
 def describe_choices(wrong: str, names: Iterable[str]) -> str:
-    """What there is instead of a `wrong` name, the nearest first to be tried: the end of a message."""
-    known = list(names)
-    name, colon, _ = wrong.lower().partition(":")
+    """The names to choose from instead of a `wrong` one, the nearest first: the end of a message."""
+    known, name = list(names), wrong.lower()
     nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1) or difflib.get_close_matches(
         name, known, n=1
     )
-    if colon and nearest:
-        return f"did you mean {nearest[0]!r}? In Python options are arguments: by_name({nearest[0]!r}, option=value)"
-    return f"there are: {', '.join(known)}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+    return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"there are: {', '.join(known)}"
 
 
 def describe_wrong_option(cls: type, options: Iterable[str]) -> str | None:

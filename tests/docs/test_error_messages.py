@@ -162,11 +162,12 @@ def test_message_says_what_where_and_what_next(said: list[Said], mistake: Callab
     [
         (
             lambda: schemes.by_name("gcmop"),
-            ["no scheme is called 'gcmop'; there are: acp-sgd, ", "did you mean 'gcomp'"],
+            ["no scheme is called 'gcmop'; did you mean 'gcomp'? there are: acp-sgd, "],
         ),
         (lambda: schemes.by_name("Power_SGD"), ["did you mean 'power-sgd'"]),
-        (lambda: schemes.by_name("acp-sgd", rnk=4), ["has no option 'rnk'; there are: ", "did you mean 'rank'"]),
-        (lambda: schemes.by_name("one-bit:scale=best"), ["did you mean 'one-bit'? In Python options are arguments"]),
+        (lambda: schemes.by_name("acp-sgd", rnk=4), ["has no option 'rnk'; did you mean 'rank'? there are: "]),
+        (lambda: schemes.by_name("one-bit:scale=best"), ["scale", "best"]),
+        (lambda: schemes.by_name("acp-sgd:rank=4", rank=2), ["rank is given twice", "leave one of them out"]),
         (lambda: schemes.by_name("one-bit", scale="best"), ["scale is one of ", "not 'best'"]),
         (lambda: schemes.by_name("auto", fidelity="exakt"), ["did you mean 'exact'"]),
     ],

@@ -49,7 +49,7 @@ class HookState(Reducer):
     `gradwire.attach` does the same and more in one call; use this with frameworks that only take a hook.
 
     Args:
-        scheme: a Scheme, or a registry name.
+        scheme: a Scheme, or a registry name, with options as in "acp-sgd:rank=8".
         module: the model; needed by `state_dict`, which names parameters as the module does.
         optimizer: the optimizer; needed by schemes that read its state (gcomp with importance="paper").
         scaler: the GradScaler, if the loss is scaled.

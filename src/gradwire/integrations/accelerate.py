@@ -1,7 +1,7 @@
 """Accelerate: one call after `prepare`, and `save_state` and `load_state` carry the scheme's state of all ranks.
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-attachment = gradwire.integrations.accelerate.attach(accelerator, model, optimizer, "acp-sgd")
+attachment = gradwire.integrations.accelerate.attach(accelerator, model, optimizer)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Checkpointed:
 
 
 def attach(
-    accelerator: Any, model: torch.nn.Module, optimizer: Any, scheme: Scheme | str, **options: Any
+    accelerator: Any, model: torch.nn.Module, optimizer: Any, scheme: Scheme | str = "auto", **options: Any
 ) -> Attachment:
     """`gradwire.attach` on what `accelerator.prepare` returned, saved and loaded with the accelerator's states.
 

@@ -1,6 +1,6 @@
 """Lightning: a callback that attaches when training starts, saves and loads with Lightning's checkpoints, and closes.
 
-trainer = Trainer(strategy=DDPStrategy(process_group_backend="gloo"), callbacks=[GradwireCallback("acp-sgd")])
+trainer = Trainer(strategy=DDPStrategy(process_group_backend="gloo"), callbacks=[GradwireCallback()])
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class GradwireCallback(Callback):
     """Puts a scheme to work on the strategy's model: DDP, or FSDP2 (ModelParallelStrategy).
 
     Args:
-        scheme: a Scheme, or a registry name.
+        scheme: a Scheme, or a registry name; the default measures and chooses, and is for DDP.
         options: as for `gradwire.attach`; `group` may be a function of the trainer, for groups that exist only then.
     """
 
-    def __init__(self, scheme: Scheme | str, **options: Any) -> None:
+    def __init__(self, scheme: Scheme | str = "auto", **options: Any) -> None:
         self.scheme, self.options = scheme, options
         self.attachment: Attachment | None = None
         self._loaded: dict[str, Any] | None = None

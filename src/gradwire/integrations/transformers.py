@@ -1,7 +1,7 @@
 """The HF Trainer: a callback that attaches when training begins, saves and loads with its checkpoints, and closes.
 
 trainer = Trainer(model=model, args=TrainingArguments(..., ddp_backend="gloo"), ...)
-trainer.add_callback(GradwireCallback(trainer, "acp-sgd"))
+trainer.add_callback(GradwireTrainerCallback(trainer))
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class GradwireTrainerCallback(TrainerCallback):
 
     Args:
         trainer: the one that it is added to.
-        scheme: a Scheme, or a registry name.
+        scheme: a Scheme, or a registry name; the default measures and chooses.
         options: as for `gradwire.attach`.
     """
 
-    def __init__(self, trainer: Any, scheme: Scheme | str, **options: Any) -> None:
+    def __init__(self, trainer: Any, scheme: Scheme | str = "auto", **options: Any) -> None:
         self.trainer, self.scheme, self.options = trainer, scheme, options
         self.attachment: Attachment | None = None
 

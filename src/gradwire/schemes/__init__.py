@@ -7,7 +7,7 @@ from typing import Any
 
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
-from gradwire.registry import Registry
+from gradwire.registry import Registry, parse_spec
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain_steps import BESIDE_ADAM
 from gradwire.schemes.two_level import TwoLevel
@@ -69,10 +69,15 @@ def as_published(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(name: str, **options: Any) -> Scheme:
-    """A new scheme by its registry name.
+    """A new scheme by its registry name, or by `NAME:option=value,option=value` as commands, logs and `stats()` write it.
 
-    Raises: InvalidArgument (unknown name, or an option that the scheme does not take or whose value is out of range).
+    Raises: InvalidArgument (unknown name; an option that the scheme does not take, that is given twice or whose value is
+        out of range).
     """
+    name, written = parse_spec(name)
+    for twice in written.keys() & options:
+        raise InvalidArgument(f"{twice} is given twice, in the scheme's name and as an argument: leave one of them out")
+    options = {**written, **options}
     if name in _OF_THE_LABORATORY and name not in names():
         raise InvalidArgument(f"the scheme {name!r} is a baseline for experiments: `import gradwire_lab` registers it")
     return _REGISTRY.make(name, options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -161,6 +163,11 @@ class Experiment:
         for cell in self.cells():
             runs.setdefault(repr(self.apart(cell)), []).append(cell)
         return list(runs.values())
+
+    def settings(self, cells: Sequence[Cell]) -> str:
+        """A digest of all that is asked of a run: a record measured with others is not of it."""
+        asked = [self.measure, sorted(self.fixed.items()), cells]
+        return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:12]
 
     def apart(self, cell: Mapping[str, Any]) -> Cell:
         """What all cells of a run share."""

@@ -12,11 +12,12 @@ import torch
 from gradwire.schemes.low_rank.matrices import MatrixShape, matrix_shape
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call
-from gradwire_lab.bench.measures.compression_cost import rank_of
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 
 WORLDS = (4, 8, 32, 64)
+_RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}  # of the ACP-SGD paper, section III-A
+_DEFAULT_RANK = 4
 _MIN_COMPRESSION_RATE = 2.0  # LowRank's default
 _TOP_K_SHARE = 0.001
 _MIB = 1 << 20
@@ -42,6 +43,11 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
         for record in describe(cell["workload"])
         if record.get("world", cell.get("world")) == cell.get("world")
     ]
+
+
+def rank_of(workload: str) -> int:
+    """The rank with which the paper compresses this model."""
+    return _RANKS.get(workload, _DEFAULT_RANK)
 
 
 @functools.cache  # three tables ask for the same models, and a large one takes seconds to make

@@ -123,6 +123,7 @@ class Experiment:
         goals: what was promised.
         seconds: about how long one run of the `together` cells takes on two cores; the store knows better once it has.
         quick: part of `make bench`.
+        is_long: of the second list, which `gradwire bench run long` measures; `all` are the others.
     """
 
     key: str
@@ -140,6 +141,7 @@ class Experiment:
     goals: Sequence[Goal] = ()
     seconds: float = 60.0
     quick: bool = False
+    is_long: bool = False
 
     def values(self, axis: str) -> list[Any]:
         """The values of an axis, without their labels."""

@@ -54,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
     print_grid(Grid("", headings[:shown], [row[:shown] for row in rows]), wide=args.wide)
     for one in left if args.wide else []:
         print(f"  left: {one.name}")
+    for name, is_long in (("first list (`run all`)", False), ("second list (`run long`)", True)):
+        mine = [experiment for experiment in chosen if experiment.is_long == is_long]
+        hours = sum(experiment.seconds * len(experiment.groups()) for experiment in mine) / 3600
+        print(f"{name}: {len(mine)} experiments, one pass about {hours:.1f} h")
     n_stale = sum(int(row[2].replace("-", "0")) for row in rows)
     print(
         f"{n_stale} runs are stale, since code or settings have changed, and {len(left) - n_stale} were never measured"

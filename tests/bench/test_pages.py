@@ -42,7 +42,11 @@ def pages(tmp_path: Path) -> Book:
     (tmp_path / "results").mkdir()
     systems = {"system": "A system", "coverage": "Coverage"}
     return Book(
-        tmp_path, [EXPERIMENT], systems, {"short": ("speed", Table(TABLE.columns[:1]))}, {("GComp", "Fig. 1"): "no"},
+        tmp_path,
+        [EXPERIMENT],
+        systems,
+        {"short": ("speed", Table(TABLE.columns[:1]))},
+        {("GComp", "Fig. 1"): "no"},
         lambda measure: CODE,
     )
 

@@ -73,7 +73,7 @@ _r50 = "rank=4"
 
 EXPERIMENTS = [
     Experiment(
-        key="acp-shapes", system="acp-sgd", measure="shapes", seconds=20, together=("of", "workload"),
+        key="acp-shapes", system="acp-sgd", measure="shapes", seconds=5, together=("of",),
         question="By how much does each method shrink the gradient of real models, and what does a rank send?",
         of=[Ref("ACP-SGD", figure) for figure in ("Table I", "Table II", "Fig. 5")],
         axes={"of": ["ratios", "traffic", "small-tensors"], "workload": _MODELS},

@@ -29,8 +29,8 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench run`."""
-    parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys; `all`: the first "
-                        "list of the catalogue; `long`: the second; `gradwire bench list` has them")  # fmt: skip
+    parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys; `all`: "
+                        "the catalogue's first list; `long`: its second; `gradwire bench list` has them")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="the small set of `make bench`, under half an hour")
     parser.add_argument(
         "--list", action="store_true", help="list what would be measured and how long it takes, then exit"

@@ -17,7 +17,6 @@ from gradwire_lab import workloads
 from gradwire_lab.bench import reducers
 from gradwire_lab.bench.catalogue import EXPERIMENTS, LEFT_OUT, SNIPPETS, SYSTEMS, book, slimgc
 from gradwire_lab.bench.measures import Call, by_name, commands
-from gradwire_lab.bench.measures.compression_cost import Asked
 from gradwire_lab.bench.measures.float_methods import Method
 from gradwire_lab.bench.measures.trainings import configure
 from gradwire_lab.bench.train_methods import BASELINES, SHARDED, check_baseline_options
@@ -80,11 +79,6 @@ def check_simulated(call: Call) -> None:
         simulated_workload(str(cell.get("workload", "resnet50-4blocks")))
 
 
-def check_cost(call: Call) -> None:
-    given = {key: value for key, value in {**call.fixed, **call.shared}.items() if key != "scheme"}
-    Asked(schemes=[spec for spec in call.values("scheme") if spec != "ddp-powersgd"], **given)
-
-
 # By measure: raises if it would not take the call.
 _CHECKS: dict[str, Any] = {
     "train": check_train,
@@ -95,8 +89,6 @@ _CHECKS: dict[str, Any] = {
     "allreduce": check_allreduce,
     "codec": lambda call: parse(codec, commands.to_words(call.arguments("codec"))),
     "training": lambda call: [configure(call, cell, str(cell["scheme"])) for cell in call.cells],
-    "hashes": lambda call: [configure(call, c, f"{call.get('scheme')},topology={c['topology']}") for c in call.cells],
-    "compression-cost": check_cost,
     "simulate": check_simulated,
     "simulate-rates": check_simulated,
     "float-errors": lambda call: [Method(cell["method"]) for cell in call.cells],
@@ -147,13 +139,23 @@ def test_keys_are_unique() -> None:
 
 def test_quick_set_is_estimated_at_under_half_an_hour() -> None:
     quick = [experiment for experiment in EXPERIMENTS if experiment.quick]
-    assert len(quick) >= 8
+    assert len(quick) >= 7
     assert sum(experiment.seconds * len(experiment.groups()) for experiment in quick) < 1800
 
 
-def test_acp_sgds_figures_about_time_are_planned_to_take_less_than_an_hour_and_a_half() -> None:
-    timed = [e for e in EXPERIMENTS if e.system == "acp-sgd" and e.measure == "train"]
-    assert sum(experiment.seconds * len(experiment.groups()) for experiment in timed) < 90 * 60
+def hours(experiments: list[Experiment]) -> float:
+    return sum(experiment.seconds * len(experiment.groups()) for experiment in experiments) / 3600
+
+
+def test_what_is_claimed_can_be_measured_again_within_a_day() -> None:
+    """The first list in six hours, the long runs in sixteen; more is not claimed, as it would not be kept true."""
+    first, long = ([one for one in EXPERIMENTS if one.is_long == is_long] for is_long in (False, True))
+    assert (len(first) <= 70, len(long) <= 12) == (True, True)
+    assert hours(first) <= 6
+    assert hours(long) <= 16
+    for experiment in long:
+        assert experiment.seconds <= 150 * 60, "a run is the piece that can be resumed"
+        assert not experiment.quick
 
 
 def figures(paper: str, *numbers: str) -> set[tuple[str, str]]:
@@ -184,10 +186,10 @@ def test_each_cell_of_a_run_differs_in_what_is_measured_together_alone() -> None
 
 
 def test_slimgcs_figure_9_trains_every_strategy_on_every_fold_and_seed_once() -> None:
-    (experiment,) = [e for e in EXPERIMENTS if e.key == "slimgc-accuracy-short"]
-    assert len(experiment.cells()) == 5 * 10 * 7  # full precision is shared by both codecs
-    seeds = [cells[0]["seed"] for cells in experiment.groups()]
-    assert seeds == sorted(seeds), "all of one seed before the next: what is there early is a fair comparison"
+    (experiment,) = [e for e in EXPERIMENTS if e.key == "slimgc-accuracy"]
+    assert len(experiment.cells()) == 2 * 5 * 2 * 7  # full precision is shared by both codecs
+    for cells in experiment.groups():
+        assert {cell["scheme"] for cell in cells} == set(experiment.values("scheme")), "or differences are not paired"
     (gpt,) = [e for e in EXPERIMENTS if e.key == "slimgc-accuracy-gpt"]
     assert len(gpt.cells()) == 3 * 7
 
@@ -201,8 +203,8 @@ def test_slimgcs_runs_can_leave_out_what_takes_raw_steps() -> None:
 
 
 def test_aqgbs_table_2_trains_every_scheme_with_every_fold_and_seed() -> None:
-    (experiment,) = [e for e in EXPERIMENTS if e.key == "aqgb-accuracy-digits"]
-    assert len(experiment.cells()) == 5 * 10 * 4
+    (experiment,) = [e for e in EXPERIMENTS if e.key == "aqgb-accuracy"]
+    assert len(experiment.cells()) == 5 * 3 * 4
     assert experiment.fixed["rate"] == "100mbit", "AQGB's bits depend on the link"
     for cells in experiment.groups():
         assert {cell["scheme"] for cell in cells} == set(experiment.values("scheme")), "or differences are not paired"
@@ -228,12 +230,14 @@ def test_pages_in_the_checkout_are_what_the_results_say() -> None:
         (["one-"], {"one-more"}),
         (["on"], {"one", "one-more"}),
         (["other", "one"], {"other", "one"}),
-        (["all"], {"one", "one-more", "other"}),
+        (["all"], {"one", "other"}),
+        (["long"], {"one-more"}),
+        (["all", "long"], {"one", "one-more", "other"}),
         ([], {"one", "one-more", "other"}),
     ],
 )
 def test_a_key_names_its_experiment_and_the_beginning_of_keys_all_of_them(keys: list[str], named: set[str]) -> None:
-    experiments = [replace(EXPERIMENTS[0], key=key) for key in ("one", "one-more", "other")]
+    experiments = [replace(EXPERIMENTS[0], key=key, is_long=key == "one-more") for key in ("one", "one-more", "other")]
     assert {experiment.key for experiment in choose(experiments, keys)} == named
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,14 @@ EXPERIMENT = Experiment(
     goals=[Goal("half of it", TABLE.columns[1], "<=", 0.5, {"scheme": "gcomp"})],
 )  # fmt: skip
 
+CODE = "123456789abc"
+
 
 def record(scheme: str, time_s: float, **more: object) -> dict[str, object]:
     provenance = {
         "commit": "abc",
-        "code": "123456789abc",
+        "code": CODE,
+        "settings": EXPERIMENT.settings(EXPERIMENT.cells()),
         "date": "2026-11-22T10:00:00",
         "load_before": 0.1,
         "torch": "2.13.0",
@@ -38,7 +42,12 @@ def pages(tmp_path: Path) -> Book:
     (tmp_path / "results").mkdir()
     systems = {"system": "A system", "coverage": "Coverage"}
     return Book(
-        tmp_path, [EXPERIMENT], systems, {"short": ("speed", Table(TABLE.columns[:1]))}, {("GComp", "Fig. 1"): "no"}
+        tmp_path,
+        [EXPERIMENT],
+        systems,
+        {"short": ("speed", Table(TABLE.columns[:1]))},
+        {("GComp", "Fig. 1"): "no"},
+        lambda measure: CODE,
     )
 
 
@@ -75,7 +84,7 @@ def test_section_says_question_command_values_goals_and_where_it_was_measured(pa
     note.write_text("What is to be learnt.\n")
     text = pages.section(EXPERIMENT)
     for words in ("**How fast?** (GComp, Fig. 15)", "`gradwire bench run speed`; ranks 4.", "| gcomp | 40 (40 to 40) | 0.40 |",
-                  "Goal, half of it: 1gbit, gcomp: 0.40", "**reached**", "commit abc (code 12345678)",
+                  "Goal, half of it: 1gbit, gcomp: 0.40", "**reached**", "here-2-cores; commit abc",
                   "load before at most 0.1",
                   "What is to be learnt."):  # fmt: skip
         assert words in text, words
@@ -92,18 +101,16 @@ def test_overview_is_one_screen_and_leads_to_the_command_in_two_clicks(pages: Bo
     assert "| Fig. 1 | not measured: no |" in pages.coverage()
 
 
-def test_tables_of_earlier_code_are_shown_until_all_is_measured_again(pages: Book) -> None:
-    earlier = pages.root / "results" / "earlier" / "speed.jsonl"
-    earlier.parent.mkdir()
-    old = {"table": "an old table", "scheme": "ddp", "100 Mb/s": "705", "date": "2026-11-21", "commit": "before 6cb2788",
-           "cpu": "AMD EPYC", "n_cores": 2}  # fmt: skip
-    earlier.write_text(json.dumps(old) + "\n")
-    text = pages.section(EXPERIMENT)
-    assert "Not measured yet" in text
-    assert "an old table (2026-11-21, commit before 6cb2788, AMD EPYC, 2 cores; as printed then)" in text
-    assert "| ddp | 705 |" in text
-    measure(pages)
-    assert "705" not in pages.section(EXPERIMENT)
+def test_a_table_is_of_the_code_as_it_is_or_says_that_it_is_stale(pages: Book) -> None:
+    store = measure(pages)
+    assert "stale" not in pages.section(EXPERIMENT)
+    changed = replace(pages, code=lambda measure: "another")
+    assert "stale: the code has changed since; here-2-cores; commit abc" in changed.section(EXPERIMENT)
+    assert not changed.is_complete(EXPERIMENT)
+    other = replace(EXPERIMENT, fixed={"ranks": 8})
+    assert "stale" in replace(pages, experiments=[other]).section(other), "measured with other settings"
+    store.replace(EXPERIMENT, EXPERIMENT.cells()[1:], [record("gcomp", 0.04, code="old")])
+    assert "gcomp" not in pages.section(EXPERIMENT), "what is current stands alone"
 
 
 def test_tables_of_other_pages_stand_between_marks(pages: Book) -> None:

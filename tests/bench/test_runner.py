@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.runner import Runner
 from gradwire_lab.cli import main
 from gradwire_lab.results.experiment import Cell, Experiment
-from gradwire_lab.results.store import Record, Store
+from gradwire_lab.results.store import Record, Store, state_of
 
 ONE = Experiment(
     "one", "schemes", "?", "codec", {"rate": ["fast", "slow"], "scheme": ["a", "b"]}, {"steps": 5}, seconds=10
 )
 TWO = Experiment("two", "schemes", "?", "train", {"scheme": ["a"]}, seconds=20)
+
+
+CODE = ["as it is"]
 
 
 class _Measures:
@@ -44,7 +48,8 @@ class _Measures:
 
 def _runner(folder: Path, measures: Any) -> tuple[Runner, list[str]]:
     said: list[str] = []
-    return Runner(Store(folder / "results", "here"), said.append, folder / "runs", measures, lambda n, rate: 0.99), said
+    store = Store(folder / "results", "here")
+    return Runner(store, said.append, folder / "runs", measures, lambda name: CODE[-1], lambda n, rate: 0.99), said
 
 
 def _run(folder: Path, measures: Any, experiments: Sequence[Experiment] = (ONE, TWO), **options: Any) -> int:
@@ -99,19 +104,29 @@ def test_run_of_other_code_is_measured_again_unless_it_may_count(
 ) -> None:
     measures = _Measures()
     _run(tmp_path, measures, [TWO])
-    monkeypatch.setattr(provenance, "code_state", lambda: "other")
+    monkeypatch.setattr(sys.modules[__name__], "CODE", ["other"])
     assert _run(tmp_path, measures, [TWO], missing=True) == 0
     assert len(measures.calls) == 1
     _run(tmp_path, measures, [TWO])
     assert len(measures.calls) == 2
 
 
-def test_records_of_an_earlier_state_of_the_code_never_count_as_measured(tmp_path: Path) -> None:
-    store = Store(tmp_path / "results", "here")
-    store.replace(TWO, TWO.cells(), [{"scheme": "a", "value": 7, "commit": "before 6cb2788", "date": "2026-11-22"}])
-    measures = _Measures()
-    _run(tmp_path, measures, [TWO], missing=True)
-    assert _values(tmp_path, "two") == [1]
+def test_a_run_is_current_stale_or_was_never_measured(tmp_path: Path) -> None:
+    _run(tmp_path, _Measures(), [ONE])
+    fast, slow = ONE.groups()
+    records = Store(tmp_path / "results", "here").read("one")
+    assert state_of(ONE, fast, records, CODE[-1]) == "current"
+    assert state_of(ONE, fast, records, "other") == "stale"
+    assert state_of(ONE, fast, records[1:], CODE[-1]) == "never"
+    assert state_of(dataclasses.replace(ONE, fixed={}), slow, records, CODE[-1]) == "stale"
+    records[0]["run"] = "another"
+    assert state_of(ONE, fast, records, CODE[-1]) == "stale", "only within one run do ratios hold"
+
+
+def test_cheap_runs_come_first_and_before_them_what_others_depend_on(tmp_path: Path) -> None:
+    sizes = dataclasses.replace(TWO, key="sizes", measure="simulator-sizes", seconds=500)
+    planned = _runner(tmp_path, _Measures())[0].plan([TWO, sizes, ONE])
+    assert [run.experiment.key for run in planned] == ["sizes", "one", "one", "two"]
 
 
 def test_failed_run_keeps_the_old_results_and_does_not_stop_the_others(tmp_path: Path) -> None:

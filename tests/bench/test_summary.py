@@ -1,4 +1,4 @@
-"""What is made of records: paired differences, ratios, noise that nothing is claimed in, goals, marks of other code."""
+"""What is made of records: paired differences, ratios, noise that nothing is claimed in, and goals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Table, ms
-from gradwire_lab.results.grids import EARLIER_CODE, OTHER_COMMIT, judge, make_grids, show_value
+from gradwire_lab.results.grids import judge, make_grids, show_value
 from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid, to_markdown, to_text
 
@@ -117,17 +117,6 @@ def test_each_phase_of_a_run_is_held_to_a_goal_and_not_their_mean() -> None:
     verdicts = judge(SPEED, goal, records)
     assert [verdict for verdict, _ in verdicts] == ["reached", "missed"]
     assert [words.partition(":")[0] for _, words in verdicts] == ["1gbit, gcomp, phase 0", "1gbit, gcomp, phase 1"]
-
-
-def test_row_of_another_commit_or_of_earlier_code_is_marked() -> None:
-    records = [timed("ddp", 1.0), timed("plain", 1.0), timed("gcomp", 0.5, code="y")]
-    (grid,) = make_grids(SPEED, Table([STEP]), records)
-    assert [r[0] for r in grid.rows] == ["ddp", "plain", f"gcomp {OTHER_COMMIT}"]
-    assert "another state of the code" in grid.caption
-    records[2] = timed("gcomp", 0.5, code=None, commit="before 6cb2788", date="2026-11-22")
-    (grid,) = make_grids(SPEED, Table([STEP]), records)
-    assert grid.rows[2][0] == f"gcomp {EARLIER_CODE}"
-    assert "before 6cb2788, 2026-11-22" in grid.caption
 
 
 def test_axes_that_are_neither_rows_nor_columns_make_tables_of_their_own() -> None:

@@ -61,11 +61,7 @@ def check(words: list[str]) -> str | None:
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted(GENERATED)], ids=name_of)
 def test_commands_on_the_page_exist(page: Path) -> None:
-    if page in GENERATED:  # what earlier tables were measured by is said in the words of then
-        commands = [words for words in commands_in(page) if words[:2] == ["bench", "run"]]
-    else:
-        commands = commands_in(page)
-    assert [f"{' '.join(words)}: {wrong}" for words in commands if (wrong := check(words))] == []
+    assert [f"{' '.join(words)}: {wrong}" for words in commands_in(page) if (wrong := check(words))] == []
     named = [target for line in code_of(page.read_text()) for target in re.findall(r"^make ([a-z]+)\b", line)]
     assert [target for target in named if target not in _TARGETS] == []
 

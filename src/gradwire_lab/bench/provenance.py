@@ -1,40 +1,26 @@
-"""Where and with what a run was measured: machine, versions, the state of the code, the load beside it, the network."""
+"""Where and with what a run was measured: machine, versions, commit, the load beside it, the network."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 from gradwire.telemetry.environment import describe_environment
+from gradwire_lab.results.sources import source_hash
 
-_SOURCES = Path(__file__).resolve().parents[2]
-# What cannot change a measured number: what is shown of it, and what is asked.
-_NOT_MEASURING = tuple(f"gradwire_lab/{room}/" for room in ("results", "report", "cli", "bench/catalogue"))
 _KEPT = ("commit", "date", "cpu", "n_cores", "os", "python", "torch", "network")
 
 
-@functools.cache
 def code_state() -> str:
     """A digest of everything that can change a measured number: the packages' Python and the built core."""
-    digest = hashlib.sha256()
-    for path in sorted(path for package in ("gradwire", "gradwire_lab") for path in (_SOURCES / package).rglob("*.py")):
-        name = path.relative_to(_SOURCES).as_posix()
-        if not name.startswith(_NOT_MEASURING):
-            digest.update(name.encode() + b"\0" + path.read_bytes())
-    # The core by its sources where they are there, since the same sources do not give the same binary everywhere.
-    native = _SOURCES.parent / "native"
-    for path in sorted([*native.rglob("*.cpp"), *native.rglob("*.hpp")] or _SOURCES.glob("gradwire/_native*.so")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    return source_hash("gradwire_lab.bench.measures.trainings")
 
 
 def describe_run() -> dict[str, Any]:
-    """The fields that every record of a run carries."""
+    """The fields that every record of a run carries, beside the digest of what it depends on."""
     environment = describe_environment()
-    return {**{key: environment[key] for key in _KEPT}, "code": code_state()}
+    return {key: environment[key] for key in _KEPT}
 
 
 class Load:

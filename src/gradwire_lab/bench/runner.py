@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +9,9 @@ from pathlib import Path
 
 from gradwire.errors import GradwireError, PeerLost
 from gradwire_lab.bench import provenance
-from gradwire_lab.bench.measures import Call, Measure, by_name
+from gradwire_lab.bench.measures import WRITES, Call, Measure, by_name, code_of
 from gradwire_lab.results.experiment import Cell, Experiment
-from gradwire_lab.results.store import EARLIER, Record, Store, name_of
+from gradwire_lab.results.store import Record, Store, name_of, state_of
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,6 @@ class ExperimentRun:
         words = [f"{axis}={self.experiment.label(axis, value)}" for axis, value in apart.items()]
         return " ".join([self.experiment.key, *words])
 
-    @property
-    def settings(self) -> str:
-        """A digest of all that was asked: a record measured with others is not of this run."""
-        asked = [self.experiment.measure, sorted(self.experiment.fixed.items()), self.cells]
-        return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:12]
-
 
 @dataclass
 class Runner:
@@ -44,6 +36,7 @@ class Runner:
         say: where progress goes.
         folder: of working files: logs, gradients, trainings.
         measure: an experiment's measure by name.
+        code: the digest of the sources that the records of a measure, by name, depend on.
         check_network: a shaped link's real rate as a share of the set one, by (ranks, rate).
     """
 
@@ -51,25 +44,26 @@ class Runner:
     say: Callable[[str], None]
     folder: Path = Path("runs/bench")
     measure: Callable[[str], Measure] = by_name
+    code: Callable[[str], str] = code_of
     check_network: Callable[[int, str], float | None] = provenance.check_network
     _checked: dict[tuple[int, str], float | None] = field(default_factory=dict)
 
     def plan(
         self, experiments: Sequence[Experiment], *, fresh: bool = False, missing: bool = False
     ) -> list[ExperimentRun]:
-        """The runs that are not finished.
+        """The runs that are not current, the cheap ones first.
 
-        A run is finished if the store holds all of its cells, from one run with these settings and the code as it is.
-        `missing`: whatever code measured them; `fresh`: never.
+        `missing`: only those that were never measured, by whatever code; `fresh`: all of them.
         """
         runs = []
         for experiment in experiments:
-            known = {name_of(experiment, record): record for record in self.store.read(experiment.key)}
+            records = self.store.read(experiment.key)
+            code = self.code(experiment.measure)
             for cells in experiment.groups():
-                run = ExperimentRun(experiment, cells)
-                if fresh or not self._is_finished(run, known, missing):
-                    runs.append(run)
-        return runs
+                state = state_of(experiment, cells, records, code)
+                if fresh or state == "never" or (state == "stale" and not missing):
+                    runs.append(ExperimentRun(experiment, cells))
+        return sorted(runs, key=lambda run: (run.experiment.measure not in WRITES, self._seconds(run)))
 
     def estimate_s(self, runs: Sequence[ExperimentRun]) -> float:
         """About how long these take: what the same took before, else what the catalogue says of such runs."""
@@ -103,15 +97,6 @@ class Runner:
             self.say(f"failed: {name}; the same command measures only what is missing")
         return 1 if failed else 0
 
-    def _is_finished(self, run: ExperimentRun, known: dict[str, Record], missing: bool) -> bool:
-        records = [known.get(name_of(run.experiment, cell)) for cell in run.cells]
-        if any(record is None or str(record.get("commit", "")).startswith(EARLIER) for record in records):
-            return False
-        if missing:
-            return True
-        found = {(record["settings"], record["code"], record["run"]) for record in records if record is not None}
-        return len(found) == 1 and next(iter(found))[:2] == (run.settings, provenance.code_state())
-
     def _seconds(self, run: ExperimentRun) -> float:
         wanted = {name_of(run.experiment, cell) for cell in run.cells}
         took = [
@@ -137,10 +122,12 @@ class Runner:
             self.say(f"    failed: {type(error).__name__}: {error}")
             return None
         elapsed_s = time.monotonic() - started
+        settings = experiment.settings(run.cells)
         shared = {
             **provenance.describe_run(),
-            "settings": run.settings,
-            "run": f"{run.settings}-{time.time():.0f}",
+            "code": self.code(experiment.measure),
+            "settings": settings,
+            "run": f"{settings}-{time.time():.0f}",
             "elapsed_s": round(elapsed_s, 1),
             "load_before": round(load.before, 2),
             "load_during": None if load.during is None else round(load.during, 2),

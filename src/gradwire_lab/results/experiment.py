@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -121,6 +123,7 @@ class Experiment:
         goals: what was promised.
         seconds: about how long one run of the `together` cells takes on two cores; the store knows better once it has.
         quick: part of `make bench`.
+        is_long: of the second list, which `gradwire bench run long` measures; `all` are the others.
     """
 
     key: str
@@ -138,6 +141,7 @@ class Experiment:
     goals: Sequence[Goal] = ()
     seconds: float = 60.0
     quick: bool = False
+    is_long: bool = False
 
     def values(self, axis: str) -> list[Any]:
         """The values of an axis, without their labels."""
@@ -161,6 +165,11 @@ class Experiment:
         for cell in self.cells():
             runs.setdefault(repr(self.apart(cell)), []).append(cell)
         return list(runs.values())
+
+    def settings(self, cells: Sequence[Cell]) -> str:
+        """A digest of all that is asked of a run: a record measured with others is not of it."""
+        asked = [self.measure, sorted(self.fixed.items()), cells]
+        return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:12]
 
     def apart(self, cell: Mapping[str, Any]) -> Cell:
         """What all cells of a run share."""

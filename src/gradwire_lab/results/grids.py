@@ -1,20 +1,17 @@
-"""From an experiment's records to its tables as words: values with their noise, rows of another commit marked."""
+"""From an experiment's records to its tables as words: values with their noise."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Table
-from gradwire_lab.results.store import EARLIER
 from gradwire_lab.results.summary import Summary, Value, chosen
 from gradwire_lab.results.tables import Grid
 
 Record = dict[str, Any]
 
-OTHER_COMMIT, EARLIER_CODE = "\u2020", "\u2021"  # dagger, double dagger
 NOISE = "~"
 
 
@@ -50,8 +47,7 @@ def _grid(experiment: Experiment, table: Table, summary: Summary, rows: Sequence
     headings = [": ".join(filter(None, (head, column.heading))) for head in heads for column in known]
     if table.across and len(known) == 1:  # said once
         title, headings = ", ".join(filter(None, [title, known[0].heading])), heads
-    usual = usual_code(rows)
-    lines, marks, has_noise = [], set(), False
+    lines, has_noise = [], False
     for name, group in by_name.items():
         cells = []
         for head, column in itertools.product(heads, known):
@@ -61,47 +57,18 @@ def _grid(experiment: Experiment, table: Table, summary: Summary, rows: Sequence
             value = summary.value(found[0], column) if found else Value(None)
             has_noise |= value.is_noise
             cells.append(show_value(value, column))
-        found_marks = {mark for row in group for record in row["records"] if (mark := mark_of(record, usual))}
-        marks |= found_marks
-        lines.append([*_with_mark(name, found_marks), *cells])
-    captions = [f"{NOISE} within the noise: nothing is claimed."] if has_noise else []
-    if OTHER_COMMIT in marks:
-        captions.append(f"{OTHER_COMMIT} measured with another state of the code than the other rows.")
-    if EARLIER_CODE in marks:
-        captions.append(f"{EARLIER_CODE} measured with an earlier state of the code ({_earlier(rows)}).")
+        lines.append([*name, *cells])
+    caption = f"{NOISE} within the noise: nothing is claimed." if has_noise else ""
     names = [_axis_title(axis) for axis in table.rows]
-    return Grid(title, [*names, *headings], lines, " ".join(captions), len(names))
+    return Grid(title, [*names, *headings], lines, caption, len(names))
 
 
 def _axis_title(axis: str) -> str:
     return axis.replace("_", " ").replace("n bytes", "bytes")
 
 
-def _with_mark(name: Sequence[str], marks: set[str]) -> list[str]:
-    return [*name[:-1], name[-1] + "".join(f" {mark}" for mark in sorted(marks))]
-
-
-def _earlier(rows: Sequence[Record]) -> str:
-    found = [(r["commit"], r["date"]) for row in rows for r in row["records"] if mark_of(r, "") == EARLIER_CODE]
-    return ", ".join(dict.fromkeys(f"{commit}, {str(date)[:10]}" for commit, date in found))
-
-
-def usual_code(rows: Sequence[Record]) -> str:
-    """The state of the code that most of the records are of."""
-    counts = Counter(code_of(record) for row in rows for record in row.get("records", [row]))
-    return counts.most_common(1)[0][0] if counts else ""
-
-
-def code_of(record: Mapping[str, Any]) -> str:
-    """What the record was measured with: a digest of the sources, or the commit where an older record has none."""
-    return str(record.get("code") or record.get("commit") or "")
-
-
-def mark_of(record: Mapping[str, Any], usual: str) -> str:
-    """The sign behind a row that is not like its neighbours."""
-    if str(record.get("commit", "")).startswith(EARLIER):
-        return EARLIER_CODE
-    return OTHER_COMMIT if usual and code_of(record) != usual else ""
+def _axis_title(axis: str) -> str:
+    return axis.replace("_", " ").replace("n bytes", "bytes")
 
 
 def show_value(value: Value, column: Column) -> str:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire_lab.results.experiment import Cell, Experiment
@@ -14,8 +14,8 @@ from gradwire_lab.results.records import write_text
 
 Record = dict[str, Any]
 
-# Records whose commit begins with this were measured by an earlier state of the code, which cannot be run again.
-EARLIER = "before "
+# Of a run: its sources and settings are as they were, are others now, or it was never measured.
+State = Literal["current", "stale", "never"]
 
 
 class Store:
@@ -48,6 +48,16 @@ class Store:
         everything = [*kept, *records]
         everything.sort(key=lambda record: order.get(name_of(experiment, record), len(order)))
         write_lines(self.path(experiment.key), everything)
+
+
+def state_of(experiment: Experiment, cells: Sequence[Cell], records: Iterable[Record], code: str) -> State:
+    """Whether `records` hold all cells of a run, all from one run, with these settings and this digest of its sources."""
+    wanted = {name_of(experiment, cell) for cell in cells}
+    found = {name: record for record in records if (name := name_of(experiment, record)) in wanted}
+    if len(found) < len(wanted):
+        return "never"
+    runs = {(record.get("settings"), record.get("code"), record.get("run")) for record in found.values()}
+    return "current" if len(runs) == 1 and next(iter(runs))[:2] == (experiment.settings(cells), code) else "stale"
 
 
 def name_of(experiment: Experiment, record: Mapping[str, Any]) -> str:

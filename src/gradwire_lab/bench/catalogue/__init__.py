@@ -16,6 +16,7 @@ from gradwire_lab.bench.catalogue import (
     simulator,
     slimgc,
 )
+from gradwire_lab.bench.measures import code_of
 from gradwire_lab.results.experiment import Experiment, Table
 from gradwire_lab.results.pages import COVERAGE, Book
 
@@ -64,4 +65,4 @@ LEFT_OUT = {
 
 def book(root: Path) -> Book:
     """The pages of the checkout at `root`."""
-    return Book(root, EXPERIMENTS, SYSTEMS, SNIPPETS, LEFT_OUT)
+    return Book(root, EXPERIMENTS, SYSTEMS, SNIPPETS, LEFT_OUT, code_of)

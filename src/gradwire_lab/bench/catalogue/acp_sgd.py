@@ -22,13 +22,14 @@ def methods(rank: int) -> list[str]:
     return ["ddp", *own, f"ddp-powersgd:rank={rank},start=0"]
 
 
-def _iteration(workload: str, rank: int, seconds: float, **fixed: Any) -> Experiment:
+def _iteration(workload: str, rank: int, seconds: float, rates: Sequence[str], more: Sequence[str] = (),
+               figures: Sequence[str] = (), **fixed: Any) -> Experiment:  # fmt: skip
     return Experiment(
         key=f"acp-iteration-{workload}", system="acp-sgd", measure="train", seconds=seconds, baseline=DDP,
         question=f"How long does a step of {workload} take under each low-rank method, by the network's rate?",
-        of=[Ref("ACP-SGD", figure) for figure in ("Table III", "Fig. 8", "Fig. 13")],
+        of=[Ref("ACP-SGD", figure) for figure in ("Table III", "Fig. 8", "Fig. 13", *figures)],
         fixed={"workload": workload, "ranks": 4, **fixed},
-        axes={"rate": _RATES, "scheme": methods(rank)},
+        axes={"rate": {name: _RATES[name] for name in rates}, "scheme": [*methods(rank), *more]},
         show=[Table(_SPLIT[:2], across="rate"), *_SHOW, Plot("rate", ms("iteration_s", "ms a step"), style="bars",
                                                              log="y")],
         goals=[_NEVER_SLOWER],
@@ -67,53 +68,29 @@ def _converging(workload: str, spec: str, rank: int, steps: int) -> Experiment:
     )  # fmt: skip
 
 
-_COST = ["ddp-powersgd", "acp-sgd", "power-sgd", "power-sgd-overlap"]
 _MODELS = ["resnet50", "resnet152", "bert-base", "bert-large"]
 _r50 = "rank=4"
 
 EXPERIMENTS = [
     Experiment(
-        key="acp-ratios", system="acp-sgd", measure="shapes", seconds=20, together=("workload",),
-        question="By how much does each method shrink the gradient of real models?",
-        of=[Ref("ACP-SGD", "Table I")], fixed={"of": "ratios"}, axes={"workload": _MODELS},
-        show=[Table([Column("parameters", form=",.0f"), Column("rank", form=".0f"), Column("sign_sgd", form=".0f"),
-                     Column("top_k", form=",.0f"), Column("power_sgd", form=".1f"), Column("acp_sgd", "ACP-SGD, a step",
-                                                                                           form=".1f"),
-                     Column("rate_p", form=".4f"), Column("rate_q", form=".4f"), Column("buffer_p_mb", form=".3f"),
-                     Column("buffer_q_mb", form=".3f")], rows=("workload",))],
+        key="acp-shapes", system="acp-sgd", measure="shapes", seconds=5, together=("of",),
+        question="By how much does each method shrink the gradient of real models, and what does a rank send?",
+        of=[Ref("ACP-SGD", figure) for figure in ("Table I", "Table II", "Fig. 5")],
+        axes={"of": ["ratios", "traffic", "small-tensors"], "workload": _MODELS},
+        show=[Table([Column("rank", form=".0f"), Column("sign_sgd", "Sign-SGD", form=".0f"),
+                     Column("top_k", "Top-k", form=",.0f"), Column("power_sgd", "Power-SGD", form=".1f"),
+                     Column("acp_sgd", "ACP-SGD, a step", form=".1f")], rows=("workload",), where={"of": "ratios"}),
+              Table([Column(name, name.replace("_", "-"), form=",.1f")
+                     for name in ("s_sgd", "sign_sgd", "top_k", "power_sgd", "acp_sgd")],
+                    rows=("workload", "world"), where={"of": "traffic"}, title="MB that a rank sends in a step"),
+              Table([Column("count", form=".0f"), *(Column(f"p{q}", f"{q} %", form=",.0f") for q in (25, 50, 75)),
+                     Column("share_small", "below 10,000, %", 100, ".0f")], rows=("workload", "tensors"),
+                    where={"of": "small-tensors"}, title="Elements of tensors")],
     ),
-    Experiment(
-        key="acp-traffic", system="acp-sgd", measure="shapes", seconds=20, together=("workload", "world"),
-        question="How many MB does a rank send in a step, by method and world?",
-        of=[Ref("ACP-SGD", "Table II")], fixed={"of": "traffic"}, axes={"workload": _MODELS, "world": [4, 8, 32, 64]},
-        show=[Table([Column(name, form=",.1f") for name in ("s_sgd", "sign_sgd", "top_k", "power_sgd", "acp_sgd")],
-                    rows=("workload", "world"))],
-    ),
-    Experiment(
-        key="acp-tensors", system="acp-sgd", measure="shapes", seconds=20, together=("workload",),
-        question="How large are the tensors before and after compression?",
-        of=[Ref("ACP-SGD", "Fig. 5")], fixed={"of": "small-tensors"}, axes={"workload": ["resnet50", "bert-base"]},
-        show=[Table([Column("count", form=".0f"), *(Column(f"p{q}", f"{q} %", form=",.0f") for q in (25, 50, 75)),
-                     Column("share_small", "below 10,000, %", 100, ".0f")], rows=("workload", "tensors"))],
-    ),
-    Experiment(
-        key="acp-cost", system="acp-sgd", measure="compression-cost", seconds=90, baseline={"scheme": "ddp-powersgd"},
-        question="What does compressing one step's gradient cost a rank, beside PyTorch's powerSGD_hook?",
-        fixed={"steps": 8, "warmup": 4, "threads": 1}, axes={"workload": ["resnet50", "bert-base"], "scheme": _COST},
-        show=[Table([ms("step_s", "ms", spread=True), Column("step_s", "x powerSGD_hook", kind="ratio"),
-                     *(ms(f"{part}_s", part) for part in ("encode", "decode", "commit"))])],
-        goals=[Goal("ACP-SGD at most 0.6 of the hook", Column("step_s", kind="ratio"), "<=", 0.6,
-                    {"scheme": "acp-sgd"})],
-    ),
-    _iteration("gpt", 4, 70, steps=15, warmup=5),
-    _iteration("resnet50", 4, 180, steps=4, warmup=3, compute="emulate"),
-    _iteration("bert-base", 32, 400, steps=2, warmup=3, compute="emulate"),
-    _timed("methods-resnet50", "Three kinds of compression beside S-SGD, on ResNet-50.", ("Fig. 2", "Fig. 3"),
-           {"scheme": ["ddp", "sign-sgd", "top-k", "power-sgd:rank=4"]}, 70,
-           workload="resnet50", compute="emulate", steps=4, warmup=3),
-    _timed("methods-bert-base", "The same on BERT-base.", ("Fig. 2", "Fig. 3"),
-           {"scheme": ["ddp", "sign-sgd", "top-k", "power-sgd:rank=32"]}, 120,
-           workload="bert-base", compute="emulate", steps=2, warmup=3),
+    _iteration("gpt", 4, 70, list(_RATES), steps=15, warmup=5),
+    _iteration("resnet50", 4, 250, list(_RATES), ["sign-sgd", "top-k"], ["Fig. 2", "Fig. 3"], steps=4, warmup=3,
+               compute="emulate"),
+    _iteration("bert-base", 32, 400, ["1 Gb/s", "100 Mb/s"], steps=2, warmup=3, compute="emulate"),
     _timed("optimisations", "Without and with wait-free backward and tensor fusion, on ResNet-50.", ("Fig. 9",),
            {"scheme": ["ddp", "ddp:bucket_mb=inf", "ddp:bucket_mb=0", f"power-sgd:{_r50},buffer_mb=0",
                        f"power-sgd-overlap:{_r50},buffer_mb=0", f"power-sgd-overlap:{_r50}",
@@ -127,15 +104,11 @@ EXPERIMENTS = [
            workload="bert-base", compute="emulate", steps=2, warmup=3),
     _timed("batch", "Samples a rank and step, on the small ResNet.", ("Fig. 11a",),
            {"batch_size": [16, 32, 64], "scheme": methods(4)[:4]}, 40, workload="resnet", steps=10, warmup=5),
-    *(_timed(f"rank-{rank}", f"The approximation at rank {rank}, on BERT-base.", ("Fig. 11b",),
-             {"scheme": ["ddp", f"acp-sgd:rank={rank}", *([f"power-sgd-overlap:rank={rank}"] if rank < 256 else [])]},
-             110,
-             workload="bert-base", compute="emulate", steps=2, warmup=3) for rank in (4, 32, 256)),
+    _timed("rank", "The approximation at rank 4, 32 and 256, on BERT-base.", ("Fig. 11b",),
+           {"scheme": ["ddp", *(f"acp-sgd:rank={rank}" for rank in (4, 32, 256)), "power-sgd-overlap:rank=4"]}, 150,
+           workload="bert-base", compute="emulate", steps=2, warmup=3),
     _timed("world", "Ranks in the world, on ResNet-50.", ("Fig. 12",), {"ranks": [2, 4, 8], "scheme": methods(4)[:4]},
            100,
            workload="resnet50", compute="emulate", steps=3, warmup=3),
     _converging("resnet", "resnet:schedule=cosine,schedule_steps=300,warmup_steps=30", 4, 300),
-    _converging("gpt",
-                "gpt:n_layers=2,width=128,n_heads=4,learning_rate=1e-3,schedule=cosine,schedule_steps=500,warmup_steps=50",
-                8, 500),
 ]  # fmt: skip

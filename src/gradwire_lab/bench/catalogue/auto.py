@@ -16,7 +16,7 @@ _EXACT, _CLOSE = {"gradwire, exact": "auto:fidelity=exact"}, {"gradwire, close":
 _ANY = {"gradwire, any": "auto:fidelity=any"}
 _DDP, _BF16 = {"DDP": "ddp"}, {"DDP, bf16 hook": "ddp-bf16"}
 _AUTOS = [*_EXACT.values(), *_CLOSE.values(), *_ANY.values()]
-_WORKLOADS = ["gpt", "resnet", "ncf", "lstm", "many-tensors", "huge-embedding"]
+_WORKLOADS = ["gpt", "resnet", "ncf", "many-tensors"]
 _RATES = {"100 Mb/s": "100mbit", "300 Mb/s": "300mbit", "1 Gb/s": "1gbit", "unshaped": "none"}
 
 README_TABLE = Table(
@@ -25,13 +25,13 @@ README_TABLE = Table(
 
 
 def _regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str], across: str, takes: float,
-            plots: Sequence[Plot] = (), goals: Sequence[Goal] = (), quick: bool = False,
+            plots: Sequence[Plot] = (), goals: Sequence[Goal] = (), is_long: bool = False,
             **fixed: Any) -> Experiment:  # fmt: skip
     autos = [spec for spec in axes["scheme"].values() if spec in _AUTOS]
     only = {"scheme": autos}
     by = ("phase",) if "then" in fixed else ()
     return Experiment(
-        key=key, system="auto", measure="regret", seconds=takes, question=question, quick=quick, fixed=fixed, axes=axes,
+        key=key, system="auto", measure="regret", seconds=takes, question=question, is_long=is_long, fixed=fixed, axes=axes,
         baseline={"scheme": "ddp"},
         show=[
             Table([_X_DDP, _X_BEST], rows=rows, across=across, where=only, title="Trials included; above 1 is faster"),
@@ -50,21 +50,11 @@ def _regret(key: str, question: str, axes: dict[str, Any], *, rows: Sequence[str
 EXPERIMENTS = [
     _regret(
         "regret", "What does auto lose against DDP, and against the best scheme that it may use, in 300 steps?",
-        {"workload": _WORKLOADS, "ranks": [2, 4], "rate": _RATES, "scheme": {**_DDP, **_BF16, **_EXACT, **_CLOSE}},
-        rows=("workload", "ranks", "scheme"), across="rate", takes=150, steps=300, seconds=60,
+        {"workload": _WORKLOADS, "ranks": [2, 4], "rate": _RATES,
+         "scheme": {**_DDP, **_BF16, **_EXACT, **_CLOSE, **_ANY}},
+        rows=("workload", "ranks", "scheme"), across="rate", takes=225, is_long=True, steps=300, seconds=60,
         plots=[Plot("rate", Column("x_ddp", "speed, x DDP", form=".3f"), style="bars", x_title="every rank's link",
                     where={"workload": "gpt", "ranks": 2})],
-    ),
-    _regret(
-        "regret-any", "The same where anything may be used that converges.",
-        {"workload": _WORKLOADS, "ranks": [2, 4], "rate": _RATES, "scheme": {**_DDP, **_ANY}},
-        rows=("workload", "ranks", "scheme"), across="rate", takes=170, steps=300, seconds=60,
-    ),
-    _regret(
-        "regret-quick", "The same in 60 steps of two models and two networks: what `make bench` runs.",
-        {"workload": ["gpt", "many-tensors"], "rate": {"100 Mb/s": "100mbit", "unshaped": "none"},
-         "scheme": {**_DDP, **_EXACT, **_CLOSE}},
-        rows=("workload", "scheme"), across="rate", takes=60, quick=True, ranks=2, steps=60, seconds=10,
     ),
     _regret(
         "regret-changes", "What does auto make of another network in mid-run: 1 Gb/s (phase 0), 100 Mb/s, 1 Gb/s?",
@@ -74,12 +64,6 @@ EXPERIMENTS = [
         goals=[Goal(f"within 6 % of the best after so many steps of a {link} link", _GOOD_AFTER, "<=", steps,
                     {"phase": phase}, ("phase",))
                for phase, link, steps in ((1, "slower", 40), (2, "faster", 150))],
-    ),
-    _regret(
-        "regret-straggler", "The same behind one slow link.",
-        {"workload": ["gpt", "resnet"], "rate": {"one of two at 100 Mb/s": "1gbit,100mbit"},
-         "scheme": {**_DDP, **_EXACT, **_CLOSE}},
-        rows=("workload", "scheme"), across="rate", takes=170, ranks=2, steps=150, seconds=60,
     ),
     Experiment(
         key="auto-cost", system="auto", measure="train", seconds=50, baseline={"scheme": "ddp"},

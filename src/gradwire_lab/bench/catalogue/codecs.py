@@ -48,25 +48,6 @@ EXPERIMENTS = [
                Goal("decode at least 4.5 GB/s", _DECODE, ">=", 4.5, {"codec": _FORMAT_2})],
     ),
     Experiment(
-        key="codec-steps", system="codecs", measure="codec", seconds=150, together=("codec",),
-        question="The same in the course of training.",
-        axes={"threads": [1, 2], "gradients": [*STEPS["gpt"], *STEPS["resnet"]], "codec": [*_OWN, *_COMPETITORS]},
-        show=[Table([_RATIO, Column("encode_gb_per_s", "encode GB/s", form=".2f"), Column("decode_gb_per_s",
-                                                                                          "decode GB/s", form=".2f")],
-                    rows=("codec",), across="threads")],
-    ),
-    Experiment(
-        key="codec-floats", system="codecs", measure="codec", seconds=60, together=("codec",),
-        question="How fast are truncated and embedded floats, by their bits?",
-        fixed={"threads": 1, "rounds": 5},
-        axes={"gradients": ["gpt@400"], "codec": [
-            *(f"truncated-float:format=native,bits={bits}" for bits in (*_BITS, 24)),
-            *(f"truncated-float:bits={bits}" for bits in _BITS), "truncated-float:bits=8,rounding=stochastic",
-            *(f"embedded-float:bits={bits}" for bits in (*_BITS, 24, 32))]},
-        show=_SHOW,
-        goals=[Goal("encode at least 4 GB/s", _ENCODE, ">=", 4.0), Goal("decode at least 4 GB/s", _DECODE, ">=", 4.0)],
-    ),
-    Experiment(
         key="codec-quantisers", system="codecs", measure="codec", seconds=60, together=("codec",),
         question="How fast are quantisers, without error feedback?",
         fixed={"threads": 1}, axes={"gradients": GRADIENTS, "codec": _QUANTISERS},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradwire_lab.bench.catalogue.schemes import ITERATION, SENT, X_DDP
+from gradwire_lab.bench.catalogue.schemes import ITERATION
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Table
 
 _GPT, _DIGITS = "gpt:n_layers=2,width=64,n_heads=4,length=64,batch_size=8", "resnet:width=8"
@@ -90,16 +90,6 @@ AUTO = {
     "terngrad": "terngrad",
     "terngrad, by bucket": "terngrad:per=bucket",
 }
-BERT = {name: LONG[name] for name in (
-    "plain", "one-bit-adam", "one-bit-adam, two bits", "one-bit-adam, two bits, running correction",
-    "one-bit-adam, frozen after 150", "one-bit-adam, two bits, frozen after 150", "one-bit, groups, 50 plain",
-    "two-bit, groups, 50 plain", "one-bit, groups, 150 plain", "two-bit, groups, 150 plain", "acp-sgd", "power-sgd, rank 8",
-    "PyTorch's bf16 hook", "PyTorch's PowerSGD hook, rank 8",
-)} | {
-    "one-bit-adam, frozen after 300": "one-bit-adam:freeze_step=300",
-    "acp-sgd, 150 plain": "acp-sgd:start_step=150",
-    "PyTorch's PowerSGD hook, rank 8, 150 plain": "ddp-powersgd:rank=8,start=150",
-}  # fmt: skip
 LONG_BERT = {name: LONG[name] for name in ("plain", "acp-sgd", "PyTorch's bf16 hook")} | {
     "one-bit-adam, frozen after 300": "one-bit-adam:freeze_step=300",
     "one-bit-adam, frozen after 600": "one-bit-adam:freeze_step=600",
@@ -150,7 +140,7 @@ RANKS = {
 
 
 def _compare(key: str, question: str, schemes: Mapping[str, str], workload: str, *, steps: int, seconds: float,
-             loss: Column, goals: list[Goal]) -> Experiment:  # fmt: skip
+             loss: Column, goals: list[Goal], is_long: bool = False) -> Experiment:  # fmt: skip
     behind = Column(loss.field, "against plain", loss.scale, loss.form, "difference", "plain", spread=True)
     return Experiment(
         key=f"lossy-{key}", system="lossy", measure="training", seconds=seconds, question=question,
@@ -158,7 +148,7 @@ def _compare(key: str, question: str, schemes: Mapping[str, str], workload: str,
         axes={"seed": [0, 1, 2], "scheme": schemes}, over=("seed",), together=("scheme",),
         baseline={"scheme": "plain"}, show=[Table([loss, behind, _BYTES]),
         Plot("ratio", Column(loss.field, loss.heading, loss.scale, loss.form), log="x", x_title="bytes / ring")],
-        goals=goals,
+        goals=goals, is_long=is_long,
     )  # fmt: skip
 
 
@@ -172,41 +162,33 @@ _SOONER = Column("seconds_to_loss", "x sooner than DDP", kind="speed-up", agains
 _ACCURACY = Column("accuracy", "accuracy, %", 100.0, ".2f", spread=True)
 EXPERIMENTS = [
     _compare("gpt", "Under AdamW, after 500 steps of a small GPT: what does each scheme lose, and send?", LONG, _GPT,
-             steps=500, seconds=120, loss=_NATS,
+             steps=500, seconds=950, is_long=True, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam", "one-bit-adam, two bits"),
                     _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "power-sgd, rank 8")]),
     _compare("first-steps", "The same: what do plain first steps give low rank and sparse schemes, and what do they cost?",
-             FIRST_STEPS, _GPT, steps=500, seconds=120, loss=_NATS,
+             FIRST_STEPS, _GPT, steps=500, seconds=500, is_long=True, loss=_NATS,
              goals=[_at_most(0.05, "acp-sgd, 100 plain", of=FIRST_STEPS)]),
     _compare("levels", "The same with two bits a value: three levels, of which one is zero, or four?", LEVELS, _GPT, steps=500,
-             seconds=120, loss=_NATS,
+             seconds=330, is_long=True, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam, four levels", of=LEVELS),
                     _at_most(0.05, "two-bit, four levels, 50 plain", of=LEVELS)]),
-    _compare("groups", "The same: how many values should share a scale?", GROUPS, _GPT, steps=500, seconds=120, loss=_NATS,
+    _compare("groups", "The same: how many values should share a scale?", GROUPS, _GPT, steps=500, seconds=470,
+             is_long=True, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam, groups of 64", of=GROUPS),
                     _at_most(0.05, "one-bit, 50 plain, groups of 64", "one-bit, 150 plain, groups of 64",
                              "two-bit, four levels, 50 plain, groups of 64", of=GROUPS)]),
     _compare("gpt-short", "The same after 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
-             SHORT, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
-    _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=120,
+             SHORT, _GPT, steps=200, seconds=240, is_long=True, loss=_NATS, goals=[]),
+    _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=330,
              loss=_NATS, goals=[]),
     _compare("rank", "Under AdamW, after 200 steps: which rank does low rank want, with embeddings whole and without?",
-             {"plain": "plain"} | RANKS, _GPT, steps=200, seconds=120, loss=_NATS, goals=[]),
-    Experiment(
-        key="lossy-rank-times", system="lossy", measure="train", seconds=150, baseline={"scheme": "ddp"},
-        question="How long does a step of a GPT take at each rank?",
-        fixed={"workload": "gpt", "ranks": 4, "steps": 10, "warmup": 4},
-        axes={"rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": {"DDP": "ddp"} | RANKS},
-        show=[Table([ITERATION, X_DDP, SENT], across="rate")],
-    ),
+             {"plain": "plain"} | RANKS, _GPT, steps=200, seconds=90, loss=_NATS, goals=[]),
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", SGD, _DIGITS, steps=200,
-             seconds=120, loss=_ACCURACY, goals=[]),
-    _compare("bert", "Under AdamW, a small BERT, 600 steps.", BERT, "bert:n_layers=2,width=64,n_heads=4", steps=600,
-             seconds=300, loss=_NATS, goals=[]),
+             seconds=180, loss=_ACCURACY, goals=[]),
     _compare("bert-long", "The same after 2,400 steps, when every run has left the first plateau of its loss.", LONG_BERT,
-             "bert:n_layers=2,width=64,n_heads=4", steps=2_400, seconds=900, loss=_NATS, goals=[]),
+             "bert:n_layers=2,width=64,n_heads=4", steps=2_400, seconds=900, is_long=True, loss=_NATS, goals=[]),
     Experiment(
-        key="lossy-times", system="lossy", measure="training", seconds=600, baseline={"scheme": "ddp"},
+        key="lossy-times", system="lossy", measure="training", seconds=600, is_long=True, baseline={"scheme": "ddp"},
         question="How long does a GPT take to DDP's loss?",
         fixed={"workload": "gpt", "ranks": 4, "steps": 200, "baseline": "ddp"},
         axes={"rate": {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, "scheme": TIMES}, together=("scheme",),

@@ -50,10 +50,10 @@ def communication_thresholds() -> dict[str, str]:
         for value in (0, 1_500, 15_000, 150_000)}  # fmt: skip
 
 
-def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], workload: str, *, steps: int,
-              seeds: int,
-              seconds: float) -> Experiment:  # fmt: skip
-    is_digits = workload.startswith("resnet")
+def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], *, seeds: int, seconds: float,
+              gain: Mapping[str, Any] | None = None, **axes: Any) -> Experiment:  # fmt: skip
+    """A training for each of `axes`: workload, steps. `gain`: where the strategies are to give back 1.1 points."""
+    is_digits = "resnet" in str(axes["workload"])
     field, scale, form = ("accuracy", 100.0, ".2f") if is_digits else ("held_out_loss", 1.0, ".3f")
     parts = []
     for bits, codec in CODECS.items():
@@ -65,32 +65,29 @@ def _accuracy(key: str, question: str, figure: str, schemes: Mapping[str, str], 
         if mine:
             columns += [Column("ratio", "bytes / ring", form=".3f")]
             parts.append(Table(columns, where={"scheme": mine}, title=bits))
-    gain = [Goal(f"{bits}: the strategies give back at least 1.1 points", Column(field, "", scale, form, "difference",
-                 _slimgc(codec, "threshold_bytes=0"), spread=True), ">=", 1.1,
-                 {"scheme": schemes[f"{bits}, everything"]})
-            for bits, codec in CODECS.items() if figure == "Fig. 9" and is_digits and steps == 50]  # fmt: skip
+    goals = [Goal(f"{bits}: what the strategies give back, points", Column(field, "", scale, form, "difference",
+                  _slimgc(codec, "threshold_bytes=0"), spread=True), ">=", 1.1,
+                  {"scheme": schemes[f"{bits}, everything"], **gain})
+             for bits, codec in CODECS.items() if gain is not None]  # fmt: skip
     folds: dict[str, Any] = {"fold": list(range(5))} if is_digits else {}
     return Experiment(
-        key=f"slimgc-{key}", system="slimgc", measure="training", seconds=seconds, question=question, of=[Ref("SlimGC",
-                                                                                                              figure)],
-        fixed={"workload": workload, "ranks": 2, "steps": steps}, axes={"seed": list(range(seeds)), **folds,
-                                                                        "scheme": schemes},
-        over=("seed", *folds), together=(*folds, "scheme"), baseline={"scheme": "plain"}, show=parts, goals=gain,
+        key=f"slimgc-{key}", system="slimgc", measure="training", seconds=seconds, question=question,
+        of=[Ref("SlimGC", figure)], fixed={"ranks": 2}, axes={**axes, "seed": list(range(seeds)), **folds, "scheme": schemes},
+        over=("seed", *folds), together=(*folds, "scheme"), baseline={"scheme": "plain"}, show=parts, goals=goals,
     )  # fmt: skip
 
 
-def _speed(workload: str, rates: Mapping[str, str], seconds: float, *, ranks: int = 4, measures: bool = True,
-           key: str = "", others: bool = False) -> Experiment:  # fmt: skip
-    schemes = {"ddp": "ddp"} | slimgc_specs(list(CODECS.values()), STRATEGIES, TABLE_STEPS, measures=measures)
-    schemes |= _OTHERS if others else {}
+def _speed(key: str, workloads: list[str], rates: Mapping[str, str], codecs: list[str], seconds: float, *,
+           measures: bool = True) -> Experiment:  # fmt: skip
+    schemes = {"ddp": "ddp"} | slimgc_specs(codecs, STRATEGIES, TABLE_STEPS, measures=measures)
     bound = Column("bound_share", "of the bound, %", 100, ".0f")
     everything = [spec for label, spec in schemes.items() if label.endswith("everything")]
     return Experiment(
-        key=key or f"slimgc-speed-{workload}", system="slimgc", measure="overlap", seconds=seconds,
-        question=f"How long does a step of {workload} take with {ranks} ranks, and what of it overlaps?",
+        key=f"slimgc-speed-{key}", system="slimgc", measure="overlap", seconds=seconds,
+        question=f"How long does a step of {' and '.join(workloads)} take with 4 ranks, and what of it overlaps?",
         of=[Ref("SlimGC", "Fig. 12"), Ref("SlimGC", "Fig. 13"), Ref("SlimGC", "Table 2")],
-        fixed={"workload": workload, "ranks": ranks, "steps": 7, "warmup": 2, "compute": "emulate", "overlap": True},
-        axes={"rate": rates, "scheme": schemes}, baseline=DDP,
+        fixed={"ranks": 4, "steps": 7, "warmup": 2, "compute": "emulate", "overlap": True},
+        axes={"workload": workloads, "rate": rates, "scheme": schemes}, baseline=DDP,
         show=[Table([ITERATION, Column("speed_up", "x bare", form=".2f"), bound], across="rate"),
               Table([ms("computed_s", "C"), ms("codec_busy_s", "K"), ms("wire_s", "X"), EXPOSED, ms("overlap_s", "overlap"),
                      Column("overlap_x", "x on thread", form=".2f"), ms("exposed_codec_s", "exposed codec"),
@@ -118,33 +115,18 @@ EXPERIMENTS = [
                                                                                       100, ".1f")],
                     rows=("workload",), across="below_bytes")],
     ),
-    _accuracy("accuracy-short", "Short trainings, in which bare quantisers lose: what do the strategies give back?",
-              "Fig. 9",
-              strategies(), _DIGITS, steps=50, seeds=10, seconds=90),
-    _accuracy("accuracy-long", "The same trained to the end.", "Fig. 9", strategies(), _DIGITS, steps=200, seeds=10,
-              seconds=200),
-    _accuracy("accuracy-gpt", "The same on a small GPT.", "Fig. 9", strategies(), _GPT, steps=200, seeds=3, seconds=60),
-    _accuracy("accuracy-linear", "The same with the learning rate scaled linearly with the batch.", "Fig. 9",
-              strategies(),
-              _SCALED + "linear", steps=50, seeds=2, seconds=90),
-    _accuracy("accuracy-root", "The same with the square root of it.", "Fig. 9", strategies(), _SCALED + "square-root",
-              steps=50,
-              seeds=2, seconds=90),
+    _accuracy("accuracy", "Short trainings, in which bare quantisers lose, and longer ones: what do strategies give back?",
+              "Fig. 9", strategies(), seeds=2, seconds=145, gain={"steps": 50}, workload=[_DIGITS], steps=[50, 200]),
+    _accuracy("accuracy-gpt", "The same on a small GPT.", "Fig. 9", strategies(), seeds=3, seconds=60, workload=[_GPT],
+              steps=[200]),
+    _accuracy("accuracy-rates", "The same with the learning rate scaled with the batch.", "Fig. 9", strategies(), seeds=2,
+              seconds=90, workload={"linearly": _SCALED + "linear", "by its root": _SCALED + "square-root"}, steps=[50]),
     _accuracy("compression", "How much does the compression threshold matter?", "Fig. 10", compression_thresholds(),
-              _DIGITS,
-              steps=50, seeds=1, seconds=150),
-    _accuracy("compression-gpt", "The same on a small GPT.", "Fig. 10", compression_thresholds(), _GPT, steps=200,
-              seeds=3, seconds=90),
-    _accuracy("communication", "How much does the communication threshold matter?", "Fig. 11",
-              communication_thresholds(), _DIGITS,
-              steps=50, seeds=1, seconds=200),
-    _accuracy("communication-gpt", "The same on a small GPT.", "Fig. 11", communication_thresholds(), _GPT, steps=200,
-              seeds=3,
-              seconds=120),
-    _speed("gpt", {"100 Mb/s": "100mbit", "1 Gb/s": "1gbit"}, 150, others=True),
-    _speed("resnet50", _RATES, 300),
-    _speed("resnet50", _RATES, 250, ranks=2, key="slimgc-speed-resnet50-2-ranks"),
-    *(_speed(name, _RATES, 900, measures=False) for name in ("bert-base", "vgg16", "gpt2")),
+              seeds=1, seconds=150, workload=[_DIGITS], steps=[50]),
+    _accuracy("communication", "How much does the communication threshold matter?", "Fig. 11", communication_thresholds(),
+              seeds=1, seconds=200, workload=[_DIGITS], steps=[50]),
+    _speed("resnet50", ["resnet50"], {name: _RATES[name] for name in ("100 Mb/s", "1 Gb/s")}, list(CODECS.values()), 300),
+    _speed("large", ["bert-base", "vgg16"], {"1 Gb/s": "1gbit"}, ["two-bit"], 480, measures=False),
     Experiment(
         key="slimgc-rivals", system="slimgc", measure="train", seconds=200,
         baseline={"scheme": "slimgc:codec=one-bit,threshold_bytes=0"},

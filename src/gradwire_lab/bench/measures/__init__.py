@@ -13,6 +13,7 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument
 from gradwire_lab.results.experiment import Cell
+from gradwire_lab.results.sources import source_hash
 from gradwire_lab.results.store import Record
 
 # name: "module:function" below this package; only the one that is called is imported.
@@ -46,6 +47,9 @@ _MEASURES: dict[str, str] = {
     "reality": "reality:measure",
     "simulator-sizes": "reality:measure_sizes",
 }
+
+# What a measure writes into the sources themselves: others depend on it, so it comes first, and it does not itself.
+WRITES = {"simulator-sizes": "measured.json"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,12 @@ def by_name(name: str) -> Measure:
     module, _, function = _MEASURES[name].partition(":")
     found: Measure = getattr(importlib.import_module(f"gradwire_lab.bench.measures.{module}"), function)
     return found
+
+
+def code_of(name: str) -> str:
+    """The digest of the sources that a measure's records depend on."""
+    module = _MEASURES[name].partition(":")[0]
+    return source_hash(f"gradwire_lab.bench.measures.{module}", WRITES.get(name, ""))
 
 
 def names() -> list[str]:

@@ -29,22 +29,16 @@ from gradwire.telemetry.environment import describe_environment
 from gradwire_lab import workloads
 from gradwire_lab.bench.lone_rank import LoneRank
 from gradwire_lab.bench.measures import Call
+from gradwire_lab.bench.measures.shapes import rank_of
 from gradwire_lab.bench.timing import Timing
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.records import write_json
 from gradwire_lab.results.store import Record
 
 HOOK = "ddp-powersgd"
-_RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}  # of the ACP-SGD paper, section III-A
-_DEFAULT_RANK = 4
 _WORLD_SIZE = 4  # what schemes believe; sums do not get longer with it, only what is gathered does
 _FIRST_BUCKET_BYTES = 1 << 20  # DDP's own: the first bucket is small, so that communication starts early
 _LOW_RANK = ("acp-sgd", "power-sgd", "power-sgd-overlap")
-
-
-def rank_of(workload: str) -> int:
-    """The rank with which the paper compresses this model."""
-    return _RANKS.get(workload, _DEFAULT_RANK)
 
 
 class Gradients:

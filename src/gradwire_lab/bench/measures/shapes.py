@@ -12,11 +12,12 @@ import torch
 from gradwire.schemes.low_rank.matrices import MatrixShape, matrix_shape
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call
-from gradwire_lab.bench.measures.compression_cost import rank_of
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 
 WORLDS = (4, 8, 32, 64)
+_RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}  # of the ACP-SGD paper, section III-A
+_DEFAULT_RANK = 4
 _MIN_COMPRESSION_RATE = 2.0  # LowRank's default
 _TOP_K_SHARE = 0.001
 _MIB = 1 << 20
@@ -25,34 +26,43 @@ _SMALL_ELEMENTS = 10_000
 _SIZE_LIMITS = (15_000, 2_200_000)  # bytes
 
 Records = list[dict[str, Any]]
+Sizes = Sequence[tuple[int, MatrixShape | None]]
 
 
 def measure(call: Call) -> list[tuple[Cell, Record]]:
-    """What `of` says, of each `workload`: "ratios", "traffic" (also by `world`), "small-tensors", or "sizes"."""
+    """What `of` says, of each `workload`: "ratios", "traffic", "small-tensors", or "sizes"."""
     tables: dict[str, Callable[[str], Records]] = {
         "ratios": describe_ratios,
         "traffic": describe_traffic,
         "small-tensors": describe_small_tensors,
         "sizes": describe_sizes,
     }
-    describe = tables[str(call.get("of"))]
     return [
         (cell, record)
         for cell in call.cells
-        for record in describe(cell["workload"])
-        if record.get("world", cell.get("world")) == cell.get("world")
+        for record in tables[str(cell.get("of", call.get("of")))](cell["workload"])
     ]
 
 
+def rank_of(workload: str) -> int:
+    """The rank with which the paper compresses this model."""
+    return _RANKS.get(workload, _DEFAULT_RANK)
+
+
 @functools.cache  # three tables ask for the same models, and a large one takes seconds to make
-def sizes_of(workload: str, rank: int) -> list[tuple[int, MatrixShape | None]]:
+def sizes_of(workload: str, rank: int) -> Sizes:
     """Elements of each parameter of a workload, and the matrix that it is compressed as."""
     with torch.device("meta"):
         model = workloads.by_name(workload).make_model()
+    return sizes_of_model(model, rank)
+
+
+def sizes_of_model(model: torch.nn.Module, rank: int) -> Sizes:
+    """The same of any model."""
     return [(p.numel(), matrix_shape(p, rank, _MIN_COMPRESSION_RATE)) for p in model.parameters()]
 
 
-def sent_elements(sizes: Sequence[tuple[int, MatrixShape | None]]) -> dict[str, list[int]]:
+def sent_elements(sizes: Sizes) -> dict[str, list[int]]:
     """Elements of every tensor that is summed: "original", and in steps for P and for Q; uncompressed ones in all."""
     sent: dict[str, list[int]] = {"original": [], "p": [], "q": []}
     for n_elements, shape in sizes:
@@ -62,13 +72,31 @@ def sent_elements(sizes: Sequence[tuple[int, MatrixShape | None]]) -> dict[str, 
     return sent
 
 
-def _sums_of(workload: str) -> dict[str, int]:
-    return {side: sum(elements) for side, elements in sent_elements(sizes_of(workload, rank_of(workload))).items()}
+def sums_of(sizes: Sizes) -> dict[str, int]:
+    """Elements that a step sums: "original", "p" and "q" (ACP-SGD's two kinds of step), "power": both factors.
+
+    What is not compressed is in each of them, and once in "power": Power-SGD sends it once beside its two factors.
+    """
+    sums = {side: sum(elements) for side, elements in sent_elements(sizes).items()}
+    return sums | {"power": sums["p"] + sums["q"] - sum(n for n, shape in sizes if shape is None)}
+
+
+def megabytes_of(n_elements: Mapping[str, int], world: int) -> dict[str, float]:
+    """MB that a rank sends in a step, by method; of ACP-SGD the mean of its two kinds of step."""
+    ring, gathered, n = 2 * (world - 1) / world * 4, float(world - 1), n_elements["original"]
+    sent = {
+        "s_sgd": ring * n,
+        "sign_sgd": gathered * n / 8,
+        "top_k": gathered * 8 * _TOP_K_SHARE * n,
+        "power_sgd": ring * n_elements["power"],
+        "acp_sgd": ring * (n_elements["p"] + n_elements["q"]) / 2,
+    }
+    return {method: n_bytes / 1e6 for method, n_bytes in sent.items()}
 
 
 def describe_ratios(workload: str) -> Records:
     """Table I: parameters, and by how much each method shrinks the gradient; for ACP-SGD also its fused buffers."""
-    sums = _sums_of(workload)
+    sums = sums_of(sizes_of(workload, rank_of(workload)))
     n = sums["original"]
     rates = {side: sums[side] / n for side in ("p", "q")}
     return [
@@ -79,7 +107,7 @@ def describe_ratios(workload: str) -> Records:
             "sign_sgd": 32.0,
             "top_k": 1 / _TOP_K_SHARE,
             "top_k_with_indices": 1 / (2 * _TOP_K_SHARE),
-            "power_sgd": n / (sums["p"] + sums["q"]),
+            "power_sgd": n / sums["power"],
             "acp_sgd": 2 * n / (sums["p"] + sums["q"]),  # one factor a step
             **{f"rate_{side}": rate for side, rate in rates.items()},
             **{f"buffer_{side}_mb": 25 * rate for side, rate in rates.items()},
@@ -88,22 +116,9 @@ def describe_ratios(workload: str) -> Records:
 
 
 def describe_traffic(workload: str) -> Records:
-    """Table II in numbers: MB that a rank sends in a step, by method and world; mean of ACP-SGD's two kinds of step."""
-    sums = _sums_of(workload)
-    n = sums["original"]
-    records: Records = []
-    for world in WORLDS:
-        ring = 2 * (world - 1) / world * 4
-        gathered = float(world - 1)
-        megabytes: Mapping[str, float] = {
-            "s_sgd": ring * n,
-            "sign_sgd": gathered * n / 8,
-            "top_k": gathered * 8 * _TOP_K_SHARE * n,
-            "power_sgd": ring * (sums["p"] + sums["q"]),
-            "acp_sgd": ring * (sums["p"] + sums["q"]) / 2,
-        }
-        records.append({"workload": workload, "world": world, **{key: value / 1e6 for key, value in megabytes.items()}})
-    return records
+    """Table II in numbers: MB that a rank sends in a step, by method and world."""
+    sums = sums_of(sizes_of(workload, rank_of(workload)))
+    return [{"workload": workload, "world": world, **megabytes_of(sums, world)} for world in WORLDS]
 
 
 def describe_small_tensors(workload: str) -> Records:

@@ -15,23 +15,18 @@ from gradwire_lab.simulator.jitter import Jitter, Stragglers, Uniform
 from gradwire_lab.simulator.runs import SimulatedRun
 from gradwire_lab.simulator.stage import Setting
 
-# What the paper measured on real training (AQGB's Table 2): rounds to converge of full precision over the scheme's.
-_CONVERGENCE = {"broadcast-32": 1.0, "broadcast-4": 0.76, "aqgb": 0.97, "plain": 1.0}
-
 
 def measure(call: Call) -> list[tuple[Cell, Record]]:
     """One simulation a cell: scheme, workload, workers, gbit_per_s, jitter, sigma, seconds or rounds, seed, codec.
 
-    Fields beside the simulation's: wait_share (T_wait / computation); more_rounds, convergence_x: against `broadcast-32` in
-    the same run, the second times the paper's own convergence rates; samples_per_s where a calibration has a batch size.
+    Fields beside the simulation's: wait_share (T_wait / computation); more_rounds: against `broadcast-32` in the same run;
+    samples_per_s where a calibration has a batch size.
     """
     found = [(cell, simulate(call, cell)[1]) for cell in call.cells]
     for cell, record in found:
         base = next((r for c, r in found if c == {**cell, "scheme": "broadcast-32"}), None)
         if base is not None:
             record["more_rounds"] = record["rounds"] / base["rounds"] - 1
-            if cell["scheme"] in _CONVERGENCE:
-                record["convergence_x"] = record["rounds"] / base["rounds"] * _CONVERGENCE[cell["scheme"]]
     return found
 
 

@@ -29,8 +29,8 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `gradwire bench run`."""
-    parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys, or `all`; "
-                        "`gradwire bench list` has them")  # fmt: skip
+    parser.add_argument("key", nargs="*", metavar="KEY", help="an experiment, or the beginning of several keys; `all`: "
+                        "the catalogue's first list; `long`: its second; `gradwire bench list` has them")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="the small set of `make bench`, under half an hour")
     parser.add_argument(
         "--list", action="store_true", help="list what would be measured and how long it takes, then exit"
@@ -87,11 +87,13 @@ def show(experiments: Sequence[Experiment], store: Store, wide: bool) -> None:
 def choose(experiments: Sequence[Experiment], keys: Sequence[str], *, quick: bool = False) -> list[Experiment]:
     """Those that are named by `keys`; all without any. Raises: InvalidArgument (none is).
 
-    A key names its own experiment, or, if there is none, those whose keys begin with it; `all` names all.
+    A key names its own experiment, or, if there is none, those whose keys begin with it. `all` is the first list, `long`
+    the second one.
     """
     known, wanted = {one.key for one in experiments}, set()
+    lists = {name: {one.key for one in experiments if one.is_long == (name == "long")} for name in ("all", "long")}
     for key in keys:
-        named = {key} if key in known else {other for other in known if key == "all" or other.startswith(key)}
+        named = lists.get(key) or ({key} if key in known else {other for other in known if other.startswith(key)})
         if not named:
             raise InvalidArgument(f"no experiment's key begins with {key}; `gradwire bench list` has them")
         wanted |= named

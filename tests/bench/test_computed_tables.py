@@ -1,0 +1,69 @@
+"""What is reckoned from shapes is what the library sends: every computed table beside live bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import schemes
+from gradwire_lab.bench.measures import shapes
+from ranks import run_ranks
+
+RANK, STEPS = 4, 2  # of ACP-SGD a step for each factor
+SPECS = {
+    "s_sgd": ("plain", {}),
+    "sign_sgd": ("sign-sgd", {}),
+    "top_k": ("top-k", {"share": 0.001}),
+    "power_sgd": ("power-sgd", {"rank": RANK}),
+    "acp_sgd": ("acp-sgd", {"rank": RANK}),
+}
+
+
+def make_model() -> nn.Sequential:
+    """Matrices, filters, and a good share of vectors that low rank leaves whole."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.Flatten(),
+        nn.LayerNorm(64 * 16), nn.Linear(64 * 16, 200),
+    )  # fmt: skip
+
+
+def sent_bytes(rank: int, world_size: int) -> dict[str, float]:
+    """Bytes a step that a rank sends, by method."""
+    found = {}
+    for method, (name, options) in SPECS.items():
+        ddp = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+        scheme = schemes.by_name(name, **schemes.as_published(name, options))
+        attachment = gradwire.attach(ddp, optimizer, scheme)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(10 * rank + step)
+            ddp(torch.randn(2, 3, 8, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[method] = attachment.stats()["bytes_sent"] / STEPS
+        attachment.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_traffic_from_shapes_is_what_a_rank_sends(world_size: int) -> None:
+    """ACP-SGD's Tables I and II: the same sums give both."""
+    reckoned = shapes.megabytes_of(shapes.sums_of(shapes.sizes_of_model(make_model(), RANK)), world_size)
+    for live in run_ranks(sent_bytes, world_size):
+        for method, n_bytes in live.items():
+            # What is above: the headers of messages, and what ranks agree on beside the step.
+            assert n_bytes == pytest.approx(1e6 * reckoned[method], rel=0.005, abs=200), method
+
+
+def test_ratios_are_those_of_the_traffic() -> None:
+    for workload in ("resnet50", "resnet152"):
+        (ratios,), traffic = shapes.describe_ratios(workload), shapes.describe_traffic(workload)
+        for method in ("power_sgd", "acp_sgd"):
+            for row in traffic:
+                assert row["s_sgd"] / row[method] == pytest.approx(ratios[method])
+    assert shapes.describe_ratios("resnet50")[0]["power_sgd"] == pytest.approx(66.5, abs=0.1), "the paper: 67"
+    assert shapes.describe_ratios("resnet152")[0]["power_sgd"] == pytest.approx(52.9, abs=0.1), "the paper: 53"

@@ -23,7 +23,7 @@ import torch
 from gradwire import schemes
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.registry import parse_spec
-from gradwire_lab.bench.exponents import entropy_bits, exponent_histogram
+from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.provenance import code_state
 from gradwire_lab.results.experiment import Cell

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire_lab.bench.train import split_steps
 from gradwire_lab.bench.train_methods import StepTimes
-from gradwire_lab.bench.train_rank import TrainBench
 from ranks import run_ranks
 
 # Three steps on each of two ranks; in the second one rank 1 waits for nobody but the network.
@@ -20,9 +20,7 @@ TIMES = [
 
 
 def split(rank: int, world_size: int) -> tuple[dict[str, float], list[dict[str, float]]]:
-    bench = object.__new__(TrainBench)
-    bench.world_size = world_size
-    return bench._split(TIMES[rank]), [bench._split([step]) for step in TIMES[rank]]
+    return split_steps(TIMES[rank]), [split_steps([step]) for step in TIMES[rank]]
 
 
 def test_computation_exposed_communication_and_waiting_add_up_to_the_step() -> None:

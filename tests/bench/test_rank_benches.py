@@ -88,8 +88,8 @@ def come_and_go(rank: int, world_size: int) -> None:
     ):
         method = TrainMethod(spec, workload, seed=0, has_timeline=True)
         for _ in range(4):
-            method.run_step()
-        method.finish_block()
+            method.step()
+        method.finish_turn()
         method.close()
         seen = [weakref.ref(thing) for thing in (method, method._model, method._optimizer)]
         del method
@@ -138,7 +138,7 @@ def _bench_altered(folder: Path, alteration: str, *arguments: str) -> subprocess
 def test_methods_run_one_after_another_where_memory_is_short(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--workload", "resnet:width=8", "--ranks", "2", "--steps", "1", "--warmup", "1", "--batch-size", "4"]
-    alteration = "import gradwire_lab.bench.train_rank as bench\nbench._MEMORY_SHARE = 0.0"
+    alteration = "import gradwire_lab.bench.train as bench\nbench._MEMORY_SHARE = 0.0"
     command = ["train", "--scheme", "plain", "gcomp", "truncate", *options, "--json", str(out)]
     result = _bench_altered(tmp_path, alteration, *command)
     assert result.returncode == 0, result.stderr
@@ -149,7 +149,7 @@ def test_methods_run_one_after_another_where_memory_is_short(tmp_path: Path) -> 
 
 
 _DIE_AT_THE_SECOND_SIZE = """\
-import gradwire_lab.bench.allreduce_rank as bench
+import gradwire_lab.bench.allreduce as bench
 run_size = bench.AllReduceBench.run_size
 def die_at_the_second(self, n_bytes):
     if n_bytes == 8192 and os.environ["RANK"] == "1":

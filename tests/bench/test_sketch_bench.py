@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradwire.codecs import sketch_sizes
 from gradwire.errors import InvalidArgument
 from gradwire_lab.bench.measures import Call, sketches
+from gradwire_lab.bench.sources import GradientSource
 
 DENSITIES = [10 ** (exponent / 5) for exponent in range(-25, 0)] + [0.7, 0.9, 0.99]
 
@@ -46,14 +48,16 @@ def test_the_filters_rate_of_false_positives_is_where_filter_and_sketch_are_smal
 
 @pytest.mark.parametrize("pattern", ["element", "row", "batch"])
 def test_built_sketches_and_indices_are_as_large_as_the_formulas_say(pattern: str) -> None:
-    for record in sketches.built_sizes(1 << 18, (0.01, 0.1), pattern):
+    for density in (0.01, 0.1):
+        record = sketches.built_sizes(1 << 18, density, pattern)
         assert record["bound_share"] < record["bitmap_share"]
         assert record["bitmap_over_formula"] < 1.05
         assert record["bloom_over_formula"] < 1.1
 
 
 def test_recovery_is_complete_from_gamma_on_and_only_partial_below() -> None:
-    below, above = sketches.recovery_over_size(1 << 17, 0.1, [0.08, 0.15], "element")
+    gradient = torch.from_numpy(GradientSource(None, 0.1, "element").gradient(0, 1 << 17))
+    below, above = (sketches.recovery(gradient, size) for size in (0.08, 0.15))
     assert below["recovery_rate"] < 0.5
     assert below["relative_error"] > 0.5
     assert above["recovery_rate"] == 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from kernel_checks import Float as Codec
 from torch import Tensor
 
 from gradwire import _native
@@ -12,7 +13,6 @@ from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import GradwireError
 from gradwire.gpu.kernels import Kernels, using
 from gradwire.gpu.launching import raise_error
-from gradwire_lab.bench.float_kernel_checks import Codec
 
 
 def message_of(codec: Codec, values: Tensor) -> Tensor:

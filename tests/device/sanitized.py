@@ -1,4 +1,4 @@
-"""Run as a program, under the sanitizers: the kernels in a library beside the CPU's codecs, in an order of threads."""
+"""Run as a program, under the sanitizers: families of kernels beside the CPU's code, in an order of threads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 from emulated import EmulatedKernels
-
-from gradwire_lab.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
+from kernel_checks import run
 
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
-print("products", factor_checks.run(kernels))
-print("cases", kernel_checks.run(kernels, kernel_checks.CODECS, (33, 4097), ("gradient", "nan")))
-print("signs", sign_checks.run(kernels, ((33, 3), (257, 4))))
-print("ternary", ternary_checks.run(kernels, (1, 65, 4800), ("gradient",)))
-print("thc", thc_checks.run(kernels, (65, 1100), ("gradient",)))
-print("indices", index_checks.run(kernels, (33, 1025, 3_000)))
+print("products", run(kernels, "products") + run(kernels, "orthogonal"))
+print("quantised", run(kernels, "quantised", n=(33, 4097), content=("gradient", "nan")))
+print("signs", run(kernels, "signs", shape=((33, 3), (257, 4))))
+print("ternary", run(kernels, "ternary", n=(1, 65, 4800), content=("gradient",)))
+print("thc", run(kernels, "thc", n=(65, 1100), content=("gradient",)))
+print("index", run(kernels, "index", n=(33, 1025, 3_000)))

@@ -8,17 +8,15 @@ from pathlib import Path
 import torch
 from emulated import EmulatedKernels
 from gcomp_lies import is_refused, lies, message_of
-
-from gradwire_lab.bench import gcomp_kernel_checks
-from gradwire_lab.bench.kernel_checks import values_of
+from kernel_checks import GCOMP, importance_of, run, values_of
 
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
 names = ("paper, few codes", "none, every exponent has a code")
-n_cases = gcomp_kernel_checks.run(kernels, names, (0, 33, 1_001), ("nan",), (torch.float32, torch.float16))
+dtypes = (torch.float32, torch.float16)
+n_cases = run(kernels, "gcomp", codec=names, n=(0, 33, 1_001), content=("nan",), dtype=dtypes)
 n_lies = 0
 for name in names:
-    codec, values = gcomp_kernel_checks.CODECS[name], values_of("gradient", 90, torch.float32)
-    importance = gcomp_kernel_checks.importance_of(90)
+    codec, values, importance = GCOMP[name], values_of("gradient", 90), importance_of(90)
     message = message_of(codec, values, importance)
     for lie in lies(message, step=3):
         is_refused(kernels, codec, message, lie, torch.empty(90), importance)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 from emulated import EmulatedKernels
+from kernel_checks import run
 from selection_lies import LIES, is_refused
 
-from gradwire_lab.bench import selection_checks
-
 kernels = EmulatedKernels(Path(sys.argv[1]), int(sys.argv[2]))
-n_cases = selection_checks.run(kernels, (1, 33, 4_800), ("gradient", "alike", "nan"), (0.01, 1.0))
+axes = {"n": (1, 33, 4_800), "share": (0.01, 1.0)}
+n_cases = run(kernels, "selection", content=("gradient", "alike"), **axes)
+n_cases += run(kernels, "selection", content=("nan",), way=("exact",), **axes)
 for lie in LIES.values():
     is_refused(kernels, lie, torch.empty(lie.n_elements))
 print(f"cases {n_cases}, lies {len(LIES)}")

@@ -12,11 +12,12 @@ from unittest import mock
 import emulated
 import pytest
 import torch
+from kernel_checks import run
 
 from gradwire.errors import GradwireError, OutOfMemory, Unsupported
 from gradwire.gpu import compiler
 from gradwire.gpu.driver import CudaKernels
-from gradwire_lab.bench import float_kernel_checks, gcomp_kernel_checks, kernel_checks, selection_checks
+from gradwire_lab.bench import device_checks
 
 HERE = Path(__file__).parent
 STREAM = 0x1234
@@ -69,62 +70,35 @@ def machine(stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mach
 
 def test_messages_through_the_driver_are_the_cpu_codecs(machine: Machine) -> None:
     kernels = machine.kernels()
-    assert kernel_checks.run(kernels, ["one-bit", "qsgd"], (0, 33, 4097), ("gradient",)) == 36
+    assert run(kernels, "quantised", codec=["one-bit", "qsgd"], n=(0, 33, 4097), content=("gradient",)) == 36
     assert machine.library.stub_contexts() == 0
     assert kernels.resources("gw_quantised_pack") == {"registers": 40, "local_bytes": 0}
     assert (kernels.driver, kernels.architecture) == ("13.0", 90)
 
 
-def test_gpu_check_covers_the_kernels(machine: Machine) -> None:
-    kernels = machine.kernels()
+@pytest.mark.parametrize("section", device_checks.KERNELS)
+def test_gpu_check_compares_codecs_and_loads_all_kernels(machine: Machine, section: str) -> None:
+    kernels, names = machine.kernels(), device_checks.KERNELS[section]
+    found = device_checks.check_kernels(kernels, names, (33, 1_000))
+    assert found["n_cases"] == 6 * len(names)
+    assert len(found["kernels"]) == 60
+    assert {"gw_select_write", "gw_gcomp_pack", "gw_multiply_factors", "gw_thc_read"} <= set(found["kernels"])
     with (
-        mock.patch.object(kernel_checks, "SIZES", (33,)),
-        mock.patch.object(kernel_checks, "CONTENTS", ("gradient",)),
-        mock.patch.object(kernel_checks, "_LARGE", (5_000,)),
-        mock.patch.object(selection_checks, "SIZES", (33,)),
+        mock.patch.object(CudaKernels, "launch", return_value=None),
+        pytest.raises(device_checks.CheckFailed, match=f"{names[0]}, 33 x"),
     ):
-        found = kernel_checks.check_kernels(kernels.device, kernels)
-    assert found["n_cases"] == 6 * len(kernel_checks.CODECS) + 9 + 35 + 48 + 240 + 120 + 75 + 168
-    smaller = [name for checks in kernel_checks._SMALLER for name in checks.KERNELS]
-    assert set(found["kernels"]) == {*kernel_checks.KERNELS, *smaller}
-    assert {"gw_index_pack", "gw_multiply_factors", "gw_signs_vote", "gw_ternary_mean", "gw_thc_read"} <= set(smaller)
-
-    def call(device: torch.device, function: Any) -> float:
-        function(1)
-        return 1.0
-
-    with mock.patch.object(kernel_checks, "_rate", call), mock.patch.object(kernel_checks, "_MEASURED", 5_000):
-        rates = kernel_checks.measure_kernels(kernels.device, kernels)["gb_s"]
-    assert len(rates) == 10
-    assert kernel_checks.check_kernels(torch.device("meta"))["status"] == "not run"
-
-
-def test_gpu_check_covers_gcomps_kernels(machine: Machine) -> None:
-    kernels = machine.kernels()
+        device_checks.check_kernels(kernels, names, (33,))
     with (
-        mock.patch.object(gcomp_kernel_checks, "SIZES", (33,)),
-        mock.patch.object(gcomp_kernel_checks, "CONTENTS", ("gradient",)),
-        mock.patch.object(gcomp_kernel_checks, "_LARGE", (500,)),
+        mock.patch.object(CudaKernels, "resources", return_value={"local_bytes": 8}),
+        pytest.raises(device_checks.CheckFailed, match="registers in memory"),
     ):
-        found = gcomp_kernel_checks.check_gcomp_kernels(kernels.device, kernels)
-    assert found["n_cases"] == 3 * len(gcomp_kernel_checks.CODECS) + 6
-    assert set(found["kernels"]) == set(gcomp_kernel_checks.KERNELS)
-    assert gcomp_kernel_checks.check_gcomp_kernels(torch.device("meta"))["status"] == "not run"
+        device_checks.check_kernels(kernels, names, (33,))
 
 
-def test_gpu_check_covers_the_kernels_of_floats(machine: Machine) -> None:
-    kernels, checks = machine.kernels(), float_kernel_checks
-    few = {name: checks.CODECS[name] for name in ("truncated 8", "fp4-e2m1 4 stochastic", "embedded 8")}
-    with (
-        mock.patch.object(checks, "SIZES", (33,)),
-        mock.patch.object(checks, "CONTENTS", ("gradient",)),
-        mock.patch.object(checks, "CODECS", few),
-        mock.patch.object(checks, "_LARGE", (500,)),
-    ):
-        found = checks.check_float_kernels(kernels.device, kernels)
-    assert found["n_cases"] == 3 * 3 * (2 * 2 + 1) + 2 * len(checks.WIDE) + 3
-    assert set(found["kernels"]) == set(checks.KERNELS)
-    assert checks.check_float_kernels(torch.device("meta"))["status"] == "not run"
+def test_kernels_are_nvidias_alone() -> None:
+    found = device_checks.find_kernels(torch.device("meta"))
+    assert isinstance(found, dict)
+    assert found["status"] == "not run"
 
 
 def test_what_was_compiled_is_kept_and_what_does_not_load_is_compiled_anew(machine: Machine, tmp_path: Path) -> None:

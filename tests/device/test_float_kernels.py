@@ -9,6 +9,7 @@ import emulated
 import pytest
 import torch
 from float_lies import error_of, is_refused, lies, message_of
+from kernel_checks import CONTENTS, FLOAT_EDGES, FLOAT_SIZES, FLOATS, ORDERS, WIDE_FLOATS, run, values_of
 from sanitizing import run_sanitized
 
 from gradwire.codecs.embedded_float import EmbeddedFloat
@@ -17,13 +18,7 @@ from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.kernels import using
 from gradwire.gpu.launching import raise_error
-from gradwire_lab.bench import float_kernel_checks
-from gradwire_lab.bench.device_checks import CheckFailed
-from gradwire_lab.bench.float_kernel_checks import CODECS, EDGES, SIZES, WIDE
-from gradwire_lab.bench.kernel_checks import CONTENTS, values_of
 
-# Of threads and blocks: forward, backward, two by chance.
-ORDERS = (0, 1, 5, 6)
 SOME = ("truncated 3", "truncated 8", "truncated native 7 stochastic", "fp4-e2m1 4 stochastic", "embedded 7")
 
 
@@ -33,29 +28,28 @@ def kernels(order: int = 0) -> emulated.EmulatedKernels:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_messages_and_values_are_the_cpus(order: int) -> None:
-    sizes = SIZES if order == 0 else (33, 257)
-    assert float_kernel_checks.run(kernels(order), CODECS, sizes, ("gradient",)) == 3 * len(sizes) * len(CODECS)
-    n_wide = float_kernel_checks.run(kernels(order), WIDE, sizes, ("gradient", "nan"), (torch.float32,))
-    assert n_wide == 2 * len(sizes) * len(WIDE)
+    sizes = FLOAT_SIZES if order == 0 else (33, 257)
+    assert run(kernels(order), "floats", n=sizes, content=("gradient",)) == 3 * len(sizes) * len(FLOATS)
+    wide = {"codec": WIDE_FLOATS, "content": ("gradient", "nan"), "dtype": (torch.float32,)}
+    assert run(kernels(order), "floats", n=sizes, **wide) == 2 * len(sizes) * len(WIDE_FLOATS)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_edges_of_chunks_are_the_cpus(order: int) -> None:
-    some = {name: CODECS[name] for name in SOME}
-    sizes = EDGES if order == 0 else (16_385,)
-    assert float_kernel_checks.run(kernels(order), some, sizes, ("nan",), (torch.float32,)) == len(sizes) * len(SOME)
+    sizes = FLOAT_EDGES if order == 0 else (16_385,)
+    n_cases = run(kernels(order), "floats", codec=SOME, n=sizes, content=("nan",), dtype=(torch.float32,))
+    assert n_cases == len(sizes) * len(SOME)
 
 
 def test_every_content_is_the_cpus() -> None:
-    n_cases = float_kernel_checks.run(kernels(7), CODECS, (70,), CONTENTS)
-    assert n_cases == 3 * len(CODECS) * len(CONTENTS)
+    assert run(kernels(7), "floats", n=(70,)) == 3 * len(FLOATS) * len(CONTENTS)
 
 
 @pytest.mark.parametrize("content", ["gradient", "nan"])
 @pytest.mark.parametrize("name", SOME)
 def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) -> None:
-    codec, used, n = CODECS[name], kernels(), 90
-    message = message_of(codec, values_of(content, n, torch.float32))
+    codec, used, n = FLOATS[name], kernels(), 90
+    message = message_of(codec, values_of(content, n))
     for byte in range(int(message[24:26].view(torch.int16))):
         changed, out = message.clone(), torch.full((n,), 7.0)
         changed[byte] ^= 0x10
@@ -68,8 +62,8 @@ def test_every_changed_byte_is_reported_and_not_read(name: str, content: str) ->
 @pytest.mark.parametrize("content", ["gradient", "nan"])
 @pytest.mark.parametrize("name", SOME)
 def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str, content: str) -> None:
-    codec, used, n = CODECS[name], kernels(), 90
-    message = message_of(codec, values_of(content, n, torch.float32))
+    codec, used, n = FLOATS[name], kernels(), 90
+    message = message_of(codec, values_of(content, n))
     n_bytes = int(message[24:26].view(torch.int16))
     found = [is_refused(used, codec, lie, n_bytes, torch.empty(n)) for lie in lies(codec, message, n_bytes)]
     assert 40 < sum(found) < len(found)  # most change codes, which say anything
@@ -123,12 +117,11 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     assert text.count(right) == 1
     (tmp_path / "source" / name).write_text(text.replace(right, wrong))
     library = emulated.build(source=tmp_path / "source")
-    some = {name: CODECS[name] for name in SOME}
 
     def run_in_all_orders() -> None:
         for order in ORDERS:
             used = emulated.EmulatedKernels(library, order)
-            float_kernel_checks.run(used, some, (300,), ("gradient",), (torch.float32,))
+            run(used, "floats", codec=SOME, n=(300,), content=("gradient",), dtype=(torch.float32,))
 
-    with pytest.raises(CheckFailed, match=r"truncated|fp4|embedded"):
+    with pytest.raises(AssertionError, match=r"truncated|fp4|embedded"):
         run_in_all_orders()

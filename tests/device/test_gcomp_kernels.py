@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gcomp_lies import error_of, is_refused, lies, message_of
+from kernel_checks import CONTENTS, FLOAT_EDGES, GCOMP, GCOMP_SIZES, ORDERS, assert_gcomp, run, values_of
 from sanitizing import run_sanitized
 
 from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, tensor_of, words_of
@@ -24,13 +25,8 @@ from gradwire.errors import (
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.kernels import using
 from gradwire.gpu.launching import raise_error
-from gradwire_lab.bench import gcomp_kernel_checks, kernel_checks
-from gradwire_lab.bench.device_checks import CheckFailed
-from gradwire_lab.bench.gcomp_kernel_checks import CODECS
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gcomp").glob("v2_*.npz"))
-# Of threads and blocks: forward, backward, two by chance.
-ORDERS = (0, 1, 5, 6)
 
 
 def kernels(order: int = 0) -> emulated.EmulatedKernels:
@@ -39,20 +35,20 @@ def kernels(order: int = 0) -> emulated.EmulatedKernels:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_messages_and_values_are_the_cpus(order: int) -> None:
-    sizes = gcomp_kernel_checks.SIZES[:-3] if order == 0 else (0, 33)
-    assert gcomp_kernel_checks.run(kernels(order), CODECS, sizes, ("gradient",)) == 3 * len(sizes) * len(CODECS)
+    sizes = GCOMP_SIZES if order == 0 else (0, 33)
+    assert run(kernels(order), "gcomp", n=sizes, content=("gradient",)) == 3 * len(sizes) * len(GCOMP)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_edges_of_chunks_are_the_cpus(order: int) -> None:
-    sizes = gcomp_kernel_checks.SIZES[-3:] if order == 0 else (16_385,)
+    sizes = FLOAT_EDGES if order == 0 else (16_385,)
     names = ("paper, few codes",) if order else ("paper, few codes", "uniform")
-    found = gcomp_kernel_checks.run(kernels(order), names, sizes, ("gradient",), (torch.float32,))
-    assert found == len(sizes) * len(names)
+    n_cases = run(kernels(order), "gcomp", codec=names, n=sizes, content=("gradient",), dtype=(torch.float32,))
+    assert n_cases == len(sizes) * len(names)
 
 
 def test_some_of_the_messages_have_escapes() -> None:
-    codec, values = CODECS["paper, few codes"], kernel_checks.values_of("gradient", 90, torch.float32)
+    codec, values = GCOMP["paper, few codes"], values_of("gradient", 90)
     counts, lengths = torch.zeros(256, dtype=torch.int64), torch.tensor(codec.table_of_width(8).lengths)
     codec.histogram(values, counts)
     assert int(counts[lengths[:-1] == 0].sum()) > 3
@@ -60,15 +56,14 @@ def test_some_of_the_messages_have_escapes() -> None:
 
 
 def test_every_content_is_the_cpus() -> None:
-    n_cases = gcomp_kernel_checks.run(kernels(7), CODECS, (65,), kernel_checks.CONTENTS)
-    assert n_cases == 3 * len(CODECS) * len(kernel_checks.CONTENTS)
+    assert run(kernels(7), "gcomp", n=(65,)) == 3 * len(GCOMP) * len(CONTENTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bit_pattern_is_the_cpus(kind: str) -> None:
-    for codec in CODECS.values():
+    for codec in GCOMP.values():
         for dtype in NAMES:
-            gcomp_kernel_checks.compare(kernels(), codec, make_gradient(kind, 700, dtype), make_importance(700))
+            assert_gcomp(kernels(), codec, make_gradient(kind, 700, dtype), make_importance(700))
 
 
 def golden(path: Path) -> tuple[dict[str, np.ndarray], torch.dtype, GCompCodec]:
@@ -95,7 +90,7 @@ def test_golden_messages_are_written_and_read(path: Path) -> None:
 
 
 def test_every_changed_byte_is_reported_and_not_read() -> None:
-    codec, n = CODECS["paper, few codes"], 90
+    codec, n = GCOMP["paper, few codes"], 90
     used, importance = kernels(), make_importance(n)
     message = message_of(codec, make_gradient("gaussian", n, torch.float32), importance)
     assert error_of(used, codec, message, torch.empty(n), importance) == 0
@@ -113,7 +108,7 @@ def test_every_changed_byte_is_reported_and_not_read() -> None:
 
 @pytest.mark.parametrize("name", ["paper, few codes", "none, every exponent has a code", "uniform"])
 def test_a_lie_with_right_checksums_is_answered_as_on_the_cpu(name: str) -> None:
-    codec, n = CODECS[name], 90
+    codec, n = GCOMP[name], 90
     used, importance = kernels(), make_importance(n)
     for dtype in (torch.float16, torch.float32):
         message = message_of(codec, make_gradient("gaussian", n, dtype), importance)
@@ -129,7 +124,7 @@ def test_another_table_and_other_importance_are_named() -> None:
     message = message_of(codec, values, importance)
     with pytest.raises(RankMismatch, match="learning rates"):
         raise_error(error_of(used, codec, message, torch.empty(n), importance + 1), "gcomp", used.device)
-    codec.use_table(CODECS["paper, few codes"].table_of_width(8))
+    codec.use_table(GCOMP["paper, few codes"].table_of_width(8))
     with pytest.raises(CorruptMessage, match="another Huffman table"):
         raise_error(error_of(used, codec, message, torch.empty(n), importance), "gcomp", used.device)
     assert error_of(used, codec, message_of(codec, values, importance), torch.empty(n), importance) == 0
@@ -203,9 +198,8 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
 
     def run_in_all_orders() -> None:
         for order in ORDERS:
-            gcomp_kernel_checks.run(
-                emulated.EmulatedKernels(library, order), ["paper"], (100, 16_400), ("gradient",), (torch.float32,)
-            )
+            used = emulated.EmulatedKernels(library, order)
+            run(used, "gcomp", codec=["paper"], n=(100, 16_400), content=("gradient",), dtype=(torch.float32,))
 
-    with pytest.raises(CheckFailed, match="paper"):
+    with pytest.raises(AssertionError, match="paper"):
         run_in_all_orders()

@@ -10,6 +10,7 @@ import emulated
 import pytest
 import torch
 from emulated import EmulatedKernels
+from kernel_checks import CONTENTS, FAMILIES, ORDERS, QUANTISED_SIZES, QUANTISERS, run, values_of
 from sanitizing import run_sanitized
 
 from gradwire.codecs import packed_values
@@ -19,49 +20,42 @@ from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.ternary import Ternary
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
 from gradwire.gpu.compiler import SOURCES
+from gradwire.gpu.driver import CudaKernels
 from gradwire.gpu.kernels import using
 from gradwire.gpu.launching import raise_error
-from gradwire_lab.bench import factor_checks, index_checks, kernel_checks, sign_checks, ternary_checks, thc_checks
-from gradwire_lab.bench.device_checks import CheckFailed
-from gradwire_lab.bench.kernel_checks import CODECS
-
-# Of threads and blocks: forward, backward, two by chance.
-ORDERS = (0, 1, 5, 6)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_messages_residuals_and_values_are_the_cpus(order: int) -> None:
-    kernels = EmulatedKernels(emulated.build(), order)
-    sizes = kernel_checks.SIZES if order == 0 else (0, 33, 4097)
-    names = (
-        ("one-bit", "two-bit", "one-bit two-means by group", "two-bit by group", "four levels by group", "qsgd")
-        if order == 0
-        else CODECS
-    )
-    n_cases = kernel_checks.run(kernels, names, sizes, ("gradient",))
+    sizes = QUANTISED_SIZES if order == 0 else (0, 33, 4097)
+    some = ("one-bit", "two-bit", "one-bit two-means by group", "two-bit by group", "four levels by group", "qsgd")
+    names = some if order == 0 else tuple(QUANTISERS)
+    n_cases = run(EmulatedKernels(emulated.build(), order), "quantised", codec=names, n=sizes, content=("gradient",))
     assert n_cases == 6 * len(sizes) * len(names)
 
 
 def test_every_content_is_the_cpus() -> None:
-    kernels = EmulatedKernels(emulated.build(), 7)
-    assert kernel_checks.run(kernels, CODECS, (65,), kernel_checks.CONTENTS) == 6 * len(CODECS) * 8
+    assert run(EmulatedKernels(emulated.build(), 7), "quantised", n=(65,)) == 6 * len(QUANTISERS) * len(CONTENTS)
 
 
 def test_a_payload_of_many_pieces_is_the_cpus() -> None:
-    kernels = EmulatedKernels(emulated.build())
-    values = kernel_checks.values_of("gradient", 70_001, torch.float32)
-    kernel_checks.compare(kernels, CODECS["qsgd"], values, None, 1.0, step=9)
+    axes = {"codec": ["qsgd"], "n": [70_001], "content": ["gradient"], "dtype": [torch.float32], "residual": [False]}
+    assert run(EmulatedKernels(emulated.build()), "quantised", **axes) == 1
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_products_and_orthogonal_factors_are_the_cpus(order: int) -> None:
-    assert factor_checks.run(EmulatedKernels(emulated.build(), order)) == 28 + 7
+@pytest.mark.parametrize(("family", "n_cases"), [("products", 28), ("orthogonal", 7), ("signs", 48), ("index", 168)])
+def test_what_makes_no_messages_is_the_cpus(family: str, n_cases: int, order: int) -> None:
+    assert run(EmulatedKernels(emulated.build(), order), family) == n_cases
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_ternary_scales_fields_and_means_are_the_cpus(order: int) -> None:
+def test_ternary_and_thc_are_the_cpus(order: int) -> None:
     kernels = EmulatedKernels(emulated.build(), order)
-    assert ternary_checks.run(kernels, contents=ternary_checks.CONTENTS[: 1 + 3 * (order == 0)]) in (60, 240)
+    few = {} if order == 0 else {"content": ("gradient",)}
+    assert run(kernels, "ternary", **few) == (240 if order == 0 else 60)
+    sizes = {} if order == 0 else {"n": (63, 1025)}
+    assert run(kernels, "thc", **few, **sizes) == (120 if order == 0 else 12)
 
 
 def test_ternary_spans_that_are_not_finite_are_nan_on_both() -> None:
@@ -82,20 +76,6 @@ def test_ternary_spans_that_are_not_finite_are_nan_on_both() -> None:
                 assert bool(out[-n_bad:].isnan().all())
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_signs_and_their_majority_are_the_cpus(order: int) -> None:
-    kernels = EmulatedKernels(emulated.build(), order)
-    assert sign_checks.run(kernels) == 6 * len(sign_checks.SHAPES)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_thc_norms_codes_and_means_are_the_cpus(order: int) -> None:
-    kernels = EmulatedKernels(emulated.build(), order)
-    sizes = thc_checks.SIZES if order == 0 else (63, 1025)
-    contents = thc_checks.CONTENTS if order == 0 else ("gradient",)
-    assert thc_checks.run(kernels, sizes, contents) == 6 * len(sizes) * len(contents)
-
-
 def test_thc_blocks_that_are_not_finite_are_nan_on_both() -> None:
     codec, values = Thc(), torch.ones(1100)
     norms, codes = torch.zeros(2), torch.empty(codec.code_bytes(1100, 2), dtype=torch.uint8)
@@ -112,11 +92,6 @@ def test_thc_blocks_that_are_not_finite_are_nan_on_both() -> None:
             assert bool(out[1024:].isnan().all())
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_indices_and_packed_values_are_the_cpus(order: int) -> None:
-    assert index_checks.run(EmulatedKernels(emulated.build(), order)) == 8 * 7 * 3
-
-
 def test_no_more_values_are_packed_than_there_is_room_for() -> None:
     values, message = torch.ones(70), torch.empty(HEAD_WORDS + 3, dtype=torch.int32)
     head, index = message.split([HEAD_WORDS, 3])
@@ -130,14 +105,24 @@ def test_no_more_values_are_packed_than_there_is_room_for() -> None:
     assert values.tolist() == [1.0] * 20 + [0.0] * 50
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_case_is_the_cpus_on_a_gpu(family: str) -> None:
+    kernels = CudaKernels(torch.device("cuda"))
+    assert run(kernels, family) > 0
+    if family in ("quantised", "gcomp", "floats"):
+        some = {"quantised": ("one-bit", "two-bit", "qsgd"), "gcomp": ("uniform", "paper"), "floats": ("truncated 8",)}
+        assert run(kernels, family, codec=some[family], n=((1 << 20) + 1, 1 << 24), content=("gradient",)) > 0
+
+
 def test_kernels_are_clean_under_the_sanitizers() -> None:
     said = run_sanitized("sanitized.py", 5)
-    assert "cases 288" in said
+    assert "quantised 288" in said
     assert "products 35" in said
     assert "signs 12" in said
     assert "ternary 36" in said
     assert "thc 12" in said
-    assert "indices 63" in said
+    assert "index 63" in said
 
 
 # A planted fault, and the order of threads that shows it.
@@ -207,20 +192,20 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     def run_in_all_orders() -> None:
         for order in ORDERS:
             kernels = EmulatedKernels(library, order)
-            kernel_checks.run(kernels, ["one-bit"], (777, 3001, 4097, 9000), ("gradient",))
-            factor_checks.run(kernels)
-            sign_checks.run(kernels)
-            thc_checks.run(kernels, (1100,), ("gradient",))
-            index_checks.run(kernels, (1025,), ("dense",))
+            run(kernels, "quantised", codec=["one-bit"], n=(777, 3001, 4097, 9000), content=("gradient",))
+            run(kernels, "orthogonal")
+            run(kernels, "signs")
+            run(kernels, "thc", n=(1100,), content=("gradient",))
+            run(kernels, "index", n=(1025,), content=("gradient",))
 
-    with pytest.raises(CheckFailed, match=r"one-bit|orthogonal factors|signs|thc|index"):
+    with pytest.raises(AssertionError, match=r"one-bit|orthogonal|signs|thc|index"):
         run_in_all_orders()
 
 
 def message_of(kernels: EmulatedKernels, codec: Quantised, n: int, cuts: tuple[int, ...] = ()) -> torch.Tensor:
     message = torch.empty(codec.message_room(n, cuts), dtype=torch.uint8)
     with using(kernels):
-        codec.encode(kernel_checks.values_of("gradient", n, torch.float32), message, cuts=cuts)
+        codec.encode(values_of("gradient", n), message, cuts=cuts)
     return message
 
 
@@ -239,7 +224,7 @@ def error_of(
     "name", ["one-bit", "two-bit", "one-bit by group", "two-bit by group", "four levels by group", "qsgd"]
 )
 def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
-    kernels, codec, n = EmulatedKernels(emulated.build()), CODECS[name], 200
+    kernels, codec, n = EmulatedKernels(emulated.build()), QUANTISERS[name], 200
     message = message_of(kernels, codec, n)
     assert error_of(kernels, codec, message, n)[0] == 0
     for byte in (0, 4, 5, 6, 7, 8, 16, 20, 28, 31, 32, 40, message.numel() - 1):
@@ -254,7 +239,7 @@ def test_a_changed_message_is_reported_and_not_read(name: str) -> None:
 
 
 def test_a_code_that_no_encoder_writes_is_reported_though_the_checksum_is_right() -> None:
-    kernels, codec = EmulatedKernels(emulated.build()), CODECS["two-bit"]
+    kernels, codec = EmulatedKernels(emulated.build()), QUANTISERS["two-bit"]
     message = message_of(kernels, codec, 16)
     message[32] |= 3
     _seal(message)
@@ -265,7 +250,7 @@ def test_a_code_that_no_encoder_writes_is_reported_though_the_checksum_is_right(
 
 
 def test_groups_that_no_encoder_writes_are_reported_though_the_checksum_is_right() -> None:
-    kernels, codec, n, cuts = EmulatedKernels(emulated.build()), CODECS["two-bit by group"], 200, (130,)
+    kernels, codec, n, cuts = EmulatedKernels(emulated.build()), QUANTISERS["two-bit by group"], 200, (130,)
     message = message_of(kernels, codec, n, cuts)
     # The number of cuts, the cut, the first group's scale (Inf), the first code (3).
     for byte, to, says in ((32, 2, "flags"), (36, 1, "flags"), (41, 0xFF, "no encoder"), (48, 3, "no encoder")):
@@ -275,7 +260,7 @@ def test_groups_that_no_encoder_writes_are_reported_though_the_checksum_is_right
         with pytest.raises(CorruptMessage, match=says):
             raise_error(error_of(kernels, codec, lie, n, cuts)[0], codec.name, kernels.device)
     # All codes of four levels mean something; a scale that is not finite does not.
-    four = CODECS["four levels by group"]
+    four = QUANTISERS["four levels by group"]
     lie = message_of(kernels, four, n)
     lie[36:38] = torch.tensor([0x80, 0x7F])
     _seal(lie)
@@ -288,13 +273,13 @@ def test_groups_that_no_encoder_writes_are_reported_though_the_checksum_is_right
 def test_what_kernels_do_not_do_is_refused() -> None:
     kernels = EmulatedKernels(emulated.build())
     with pytest.raises(InvalidArgument, match="float32 only"), using(kernels):
-        CODECS["one-bit"].decode(torch.empty(40, dtype=torch.uint8), torch.empty(64).half(), adds=True)
+        QUANTISERS["one-bit"].decode(torch.empty(40, dtype=torch.uint8), torch.empty(64).half(), adds=True)
     assert kernels.launched == []
     for codec in (Ternary(), Thc()):
         with pytest.raises(Unsupported, match=f"{codec.name} has no kernels"), using(kernels):
             codec.encode(torch.empty(64), torch.empty(64, dtype=torch.uint8))
     with pytest.raises(Unsupported, match="none for 'meta'"):
-        CODECS["one-bit"].check_device(torch.device("meta"))
+        QUANTISERS["one-bit"].check_device(torch.device("meta"))
 
 
 def _seal(message: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
+from kernel_checks import ORDERS, SELECTED, run
 from sanitizing import run_sanitized
 from selection_lies import LIES, is_refused
 
@@ -16,39 +17,31 @@ from gradwire.codecs.selection import CHECKSUM, OUTSIDE, Sample, raise_error, ta
 from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.gpu.compiler import SOURCES
 from gradwire.gpu.kernels import using
-from gradwire_lab.bench import selection_checks
-from gradwire_lab.bench.device_checks import CheckFailed
-
-# Of threads and blocks: forward, backward, two by chance.
-ORDERS = (0, 1, 5, 6)
-CHECKED = ("gradient", "alike", "short")
 
 
-@pytest.mark.parametrize("content", selection_checks.CONTENTS)
+@pytest.mark.parametrize("content", [*SELECTED, "nan"])
 def test_elements_are_the_cpus(content: str) -> None:
     kernels = emulated.EmulatedKernels(emulated.build())
-    per_share = 1 if content == "nan" else 3
-    assert selection_checks.run(kernels, (1, 33, 2049, 5_000), [content]) == 3 * 4 * per_share
+    ways = ("exact",) if content == "nan" else ("exact", "whole", "spans")
+    assert run(kernels, "selection", n=(1, 33, 2049, 5_000), content=[content], way=ways) == 3 * 4 * len(ways)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_elements_are_the_cpus_in_every_order_of_threads(order: int) -> None:
     kernels = emulated.EmulatedKernels(emulated.build(), order)
-    assert selection_checks.run(kernels, (33, 2047, 17_000), CHECKED, (0.01,)) == 27
+    contents = ("gradient", "alike", "short")
+    assert run(kernels, "selection", n=(33, 2047, 17_000), content=contents, share=(0.01,)) == 27
 
 
 def test_more_pieces_than_a_block_adds_up_at_once() -> None:
-    kernels = emulated.EmulatedKernels(emulated.build())
     n = 33 * 16_384 + 5  # 272 pieces: the sums before them take two rounds of 256 threads
-    values = selection_checks.values_of("short", n)
-    selection_checks.compare_exact(kernels, values, n // 50)
+    kernels = emulated.EmulatedKernels(emulated.build())
+    assert run(kernels, "selection", n=[n], content=["short"], share=[0.02], way=["exact"]) == 1
 
 
 def test_more_tensors_than_a_block_adds_up_at_once() -> None:
     kernels = emulated.EmulatedKernels(emulated.build())
-    values = selection_checks.values_of("gradient", 3 * 300)
-    spans = [(start, start + 3) for start in range(0, 900, 3)]
-    selection_checks.compare_sampled(kernels, values, spans, 0.4)
+    assert run(kernels, "selection", n=[900], content=["gradient"], share=[0.4], way=["threes"]) == 1
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -118,7 +111,7 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
     def run_in_all_orders() -> None:
         for order in ORDERS:
             kernels = emulated.EmulatedKernels(library, order)
-            selection_checks.run(kernels, (2049, 9_000), ("gradient", "short"), (0.01, 0.1))
+            run(kernels, "selection", n=(2049, 9_000), content=("gradient", "short"), share=(0.01, 0.1))
 
-    with pytest.raises(CheckFailed, match="selection of"):
+    with pytest.raises(AssertionError, match="selection, "):
         run_in_all_orders()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import GradwireError
-from gradwire_lab.bench.link_changes import change_links
+from gradwire_lab.bench.launching import change_links
 from gradwire_lab.cli import main
 from ranks import patience
 
@@ -59,7 +59,6 @@ def test_change_that_cannot_be_is_refused_before_a_rank_starts(
     assert message in capsys.readouterr().err
 
 
-def test_launcher_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire_lab.bench.link_changes._PATIENCE_S", 0.1)
+def test_launcher_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(GradwireError, match="did not change the links"):
-        change_links(tmp_path / "log.jsonl", 0, "100mbit")
+        change_links(tmp_path / "log.jsonl", 0, "100mbit", patience_s=0.1)

@@ -1,24 +1,39 @@
-"""gradwire bench allreduce: time and bytes of every scheme's all-reduce beside the backend's own."""
+"""gradwire bench allreduce: time and bytes of every scheme's all-reduce beside the backend's own, every result verified."""
 
 from __future__ import annotations
 
 import argparse
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
-from gradwire.errors import InvalidArgument
+from gradwire.core.threads import use_fair_share_of_cores
+from gradwire.errors import CorruptMessage, InvalidArgument
 from gradwire.registry import choose_specs, spec_of
-from gradwire_lab.bench import reducers
+from gradwire.telemetry.environment import describe_environment
+from gradwire.wire.communicator import Communicator, ring_bytes
+from gradwire_lab.bench import driver, reducers
+from gradwire_lab.bench.allreduce_bounds import Exact, error_bound
 from gradwire_lab.bench.launching import check_rank_arguments, is_rank, needs_switch, run_in_ranks
+from gradwire_lab.bench.reducers import TimedReducer, make_reducer
 from gradwire_lab.bench.sources import GradientSource
+from gradwire_lab.bench.timing import MIN_SAMPLE_S, Timing
+from gradwire_lab.ranks.network import current_network
 from gradwire_lab.results.tables import Grid, print_grid
-from gradwire_lab.workloads.gradients import load_gradients
+from gradwire_lab.workloads.gradients import OptimizerState, load_gradients
 
 QUICK_SIZES = (1 << 10, 1 << 16, 1 << 20, 25_000_000)
 FULL_SIZES = tuple(1 << power for power in range(10, 25, 2)) + (25_000_000, 100_000_000, 400_000_000)
 REFERENCE = "ddp"
+
+# A longer gradient is checked at this many stretches of this many elements, evenly spread, both ends among them: half a
+# million, since checking four million in float64 took longer than most reductions of 25 MB. The checksum covers all.
+_CHECKED_STRETCHES, _STRETCH_ELEMENTS = 128, 1 << 12
+_MAX_REPEATS = 50
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,26 +50,164 @@ def run(args: argparse.Namespace) -> int:
     check_rank_arguments(args)
     if not is_rank():
         return run_in_ranks("allreduce", args, switch=needs_switch(specs))
-    return _run_rank(args, source, specs)
-
-
-def _run_rank(args: argparse.Namespace, source: GradientSource, specs: Sequence[str]) -> int:
-    from gradwire_lab.bench.allreduce_rank import AllReduceBench
-
     sizes = args.n_bytes or (QUICK_SIZES if args.quick else FULL_SIZES)
     if source.file is not None and not args.n_bytes:
         sizes = (source.file.gradient.nbytes,)
-    dist.init_process_group("gloo")
-    try:
+    with driver.as_rank():
+        use_fair_share_of_cores()
         bench = AllReduceBench(args, source, specs)
         for n_bytes in sizes:
             records = bench.run_size(n_bytes)
             if bench.rank == 0:
                 print_grid(make_grid(records), args.wide)
         bench.close()
-    finally:
-        dist.destroy_process_group()
     return 0
+
+
+class AllReduceBench:
+    """All sizes of one run. Every method is collective."""
+
+    def __init__(self, args: argparse.Namespace, source: GradientSource, specs: Sequence[str]) -> None:
+        self.args, self.source, self.specs = args, source, specs
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._environment = describe_environment()
+        self._communicator = Communicator()
+        self._records = driver.Records(args)
+
+    def close(self) -> None:
+        """Let the communicator go."""
+        self._communicator.close()
+
+    def run_size(self, n_bytes: int) -> list[dict[str, Any]]:
+        """Measure every scheme on a gradient of `n_bytes` of float32; returns the records, on every rank."""
+        n_elements = max(1, n_bytes // 4)
+        gradient = torch.from_numpy(self.source.gradient(self.rank, n_elements))
+        exact = self._compute_exact(gradient)
+        state = self.source.file.state if self.source.file is not None else None
+        methods = [make_reducer(spec, self._communicator, state, n_elements) for spec in self.specs]
+        buffer = torch.empty_like(gradient)
+        for method in methods:
+            method.gradient, method.buffer = gradient, buffer
+        try:
+            plans = [self._plan(method) for method in methods]
+            turns: list[list[driver.Turn]] = [[] for _ in methods]
+            verdicts = [("", 0.0)] * len(methods)
+            for round_index in range(max(n_rounds for n_rounds, _ in plans)):
+                for number, (method, (n_rounds, n_repeats)) in enumerate(zip(methods, plans, strict=True)):
+                    if round_index < n_rounds:
+                        turns[number].append(driver.take_turn(method, n_repeats))
+                        verdicts[number] = self._verify(method, exact, state)
+            records = [
+                self._record(method, n_repeats, kept, verdict, exact)
+                for method, (_, n_repeats), kept, verdict in zip(methods, plans, turns, verdicts, strict=True)
+            ]
+        finally:
+            for method in methods:
+                method.close()
+        self._records.add(records)
+        return records
+
+    def _plan(self, method: TimedReducer) -> tuple[int, int]:
+        """Rounds, and steps in a sample, that fit into `--budget`; equal on all ranks.
+
+        It warms up: `--warmup` steps, fewer where the budget is spent before.
+        """
+        total_s = once_s = 0.0
+        for _ in range(max(1, self.args.warmup)):
+            dist.barrier()
+            method.step()
+            once_s = max(driver.largest_over_ranks(method.times[-1:])[0], 1e-5)
+            total_s += once_s
+            if total_s > self.args.budget:
+                break
+        method.times.clear()
+        n_repeats = min(_MAX_REPEATS, max(1, round(MIN_SAMPLE_S / once_s)))
+        n_repeats = -(-n_repeats // method.period) * method.period
+        return int(min(self.args.rounds, max(3, self.args.budget / (once_s * n_repeats)))), n_repeats
+
+    def _compute_exact(self, gradient: torch.Tensor) -> Exact:
+        positions = checked_positions(gradient.numel())
+        mine = torch.from_numpy(gradient.numpy()[positions])
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        total, magnitude = np.zeros(positions.size), np.zeros(positions.size)
+        for values in everyone:
+            total += values.numpy()
+            magnitude += np.abs(values.numpy())
+        return Exact(total / self.world_size, magnitude / self.world_size, positions, self.world_size)
+
+    def _verify(self, method: TimedReducer, exact: Exact, state: OptimizerState | None) -> tuple[str, float]:
+        """Hold the last result to its promise; returns which, and its relative error by norms.
+
+        Raises: CorruptMessage, on every rank.
+        """
+        result = method.buffer.numpy()
+        error = np.abs(result[exact.positions].astype(np.float64) - exact.mean)
+        bound = error_bound(method.name, method.options, exact, state, method.quantum)
+        n_wrong = int((~np.isfinite(error)).sum() if bound is None else (~(error <= bound)).sum())
+        mine = torch.tensor([float(zlib.crc32(result.data)), float(n_wrong)], dtype=torch.float64)
+        by_rank = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(by_rank, mine)
+        checksums, n_wrong_by_rank = zip(*(one.tolist() for one in by_rank), strict=True)
+        drifts_by_design = method.name == "periodic"  # its replicas meet only every few steps
+        if len(set(checksums)) > 1 and not drifts_by_design:
+            raise CorruptMessage(f"{method.name}: ranks hold different results (CRC-32 {checksums}); the run stops")
+        if any(n_wrong_by_rank):
+            raise CorruptMessage(
+                f"{method.name}: of {exact.positions.size} checked, {n_wrong_by_rank} by rank are not within "
+                "its bound, or not finite; its time would mean nothing: the run stops"
+            )
+        promise = "finite (drifts)" if drifts_by_design else "equal on all ranks"
+        scale = float(np.sqrt((exact.mean**2).sum())) or 1.0
+        return promise if bound is None else "within bound", float(np.sqrt((error**2).sum())) / scale
+
+    def _record(
+        self, method: TimedReducer, n_repeats: int, turns: list[driver.Turn], verdict: tuple[str, float], exact: Exact
+    ) -> dict[str, Any]:
+        samples_s = [float(np.mean(method.times[at : at + n_repeats])) for at in range(0, len(method.times), n_repeats)]
+        timing = Timing.of(driver.largest_over_ranks(samples_s), n_repeats)  # it has ended when its last rank has
+        sent = float(np.median([turn["sent_bytes"] for turn in turns])) / n_repeats
+        cpu_s = float(np.median([turn["cpu_s"] - turn["filling_s"] for turn in turns])) / n_repeats
+        kernel = float(np.median([turn["kernel_bytes"] for turn in turns])) / n_repeats
+        mean_sent, mean_cpu_s, mean_kernel = driver.mean_over_ranks([sent, cpu_s, kernel])
+        n_bytes = method.buffer.nbytes
+        network = current_network()
+        ring = ring_bytes(n_bytes, self.world_size)
+        bandwidth = n_bytes / timing.median_s / 1e9
+        return {
+            "scheme": method.name,
+            "options": ",".join(f"{key}={value}" for key, value in method.options.items()),
+            "ranks": self.world_size,
+            "ranks_per_node": network.ranks_per_node,
+            "rate_bps": network.rate_bps,
+            "n_bytes": n_bytes,
+            "gradients": self.source.name,
+            "time_s": timing.median_s,
+            "time_s_low": timing.low_s,
+            "time_s_high": timing.high_s,
+            "cpu_s": mean_cpu_s,
+            "wire_bytes": mean_sent,
+            "wire_bytes_max": driver.largest_over_ranks([sent])[0],
+            "kernel_bytes": None if np.isnan(mean_kernel) else mean_kernel,
+            "wire_ratio": mean_sent / ring if ring else 1.0,
+            "algorithm_gb_per_s": bandwidth,
+            "bus_gb_per_s": bandwidth * 2 * (self.world_size - 1) / self.world_size,
+            "verified": verdict[0],
+            "n_verified": exact.positions.size,
+            "relative_error": verdict[1],
+            "n_samples": timing.n_samples,
+            "n_repeats": timing.n_repeats,
+            "shaped": network.shaped,
+            **self._environment,
+        }
+
+
+def checked_positions(n_elements: int) -> np.ndarray:
+    """Elements that are compared with the exact mean: all, or evenly spread stretches of a long gradient."""
+    if n_elements <= _CHECKED_STRETCHES * _STRETCH_ELEMENTS:
+        return np.arange(n_elements)
+    starts = np.linspace(0, n_elements - _STRETCH_ELEMENTS, _CHECKED_STRETCHES).astype(np.int64)
+    return (starts[:, None] + np.arange(_STRETCH_ELEMENTS)).ravel()
 
 
 def make_grid(records: Sequence[dict[str, Any]]) -> Grid:

@@ -11,10 +11,10 @@ from typing import Any
 
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.telemetry.environment import describe_environment
-from gradwire_lab.bench import method_registry
+from gradwire_lab.bench import codec_methods
 from gradwire_lab.bench.codec_methods import TimedMethod
-from gradwire_lab.bench.exponents import entropy_bits, exponent_histogram
 from gradwire_lab.bench.launching import write_results
+from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures.gradient_files import gradient_file
 from gradwire_lab.bench.timing import Task, Timing, threads, time_interleaved
 from gradwire_lab.results.tables import Grid, print_grid
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
     if min(threads) < 1 or args.rounds < 1:
         raise InvalidArgument(f"--threads {args.threads} --rounds {args.rounds}: both count from 1")
-    names = method_registry.choose_specs(args.codec)
+    names = codec_methods.choose_specs(args.codec)
     # All of them, before anything is timed.
     files = [load_gradients(gradient_file(name, Path("runs/bench"))) for name in args.gradients]
     environment = describe_environment()
@@ -74,7 +74,7 @@ def _start(file: GradientFile, names: Sequence[str] | dict[str, None], n_threads
     running: dict[str, TimedMethod] = {}
     for name in names:
         try:
-            method = method_registry.by_spec(name, file, n_threads)
+            method = codec_methods.by_spec(name, file, n_threads)
         except Unsupported as error:
             if name == REFERENCE:
                 raise

@@ -1,17 +1,19 @@
-"""What one machine with a device can show: copies and their rates, staging, importance, every scheme against the CPU's bits.
+"""What one machine with a device can show: every scheme and codec against the CPU's bits, and rates.
 
 Device-neutral: any accelerator of torch's, so the tests run the same code on a device of their own.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import re
 import shutil
 import statistics
 import subprocess
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,21 +21,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import schemes
+from gradwire import codecs, schemes
 from gradwire.core.bucket import slot_of
 from gradwire.core.staging import Staging
 from gradwire.doors.attachment import attach
 from gradwire.errors import GradwireError
+from gradwire.gpu.compiler import source_files
+from gradwire.gpu.driver import CudaKernels
+from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, using
+from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.low_rank.base import LowRank
 
 _SHAPES = [(60, 20), (60,), (60, 60), (3,), (0,), (40_000,), (25, 4)]
-_COPY_BYTES = 64 << 20
 _N_STEPS = 5
-_N_ROUNDS = 20
 _LOW_RANK_OFF = 1e-4  # of parameters that five steps move by some 0.1
-_BUSY_WIDTH = 1024  # 20 products of matrices of this width hold the stream up before each round
+_TIMED_CALLS = 20  # between two looks at the clock, so that waiting for the device is a small part
+
+# Codecs of each section of kernels. Their kernels' corner cases are tests (tests/device).
+KERNELS = {
+    "kernels": ("one-bit", "two-bit", "qsgd"),
+    "gcomp kernels": ("gcomp",),
+    "float kernels": ("truncated-float", "embedded-float"),
+}
 
 # Options under which a scheme's bits are the same in every run; all others have theirs by default.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -89,38 +100,42 @@ def describe_devices(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def measure_copies(device: torch.device) -> dict[str, Any]:
+def measure_copies(device: torch.device, n_bytes: int = 64 << 20) -> dict[str, Any]:
     """GB/s of pinned memory to the device and back, each alone, and of a copy on the device (read plus write)."""
-    host, back = (torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    there, other = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    host, back = (torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    there, other = (torch.empty(n_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     host.random_()
-
-    def rate(target: Tensor, source: Tensor, factor: int = 1) -> float:
-        times = []
-        for _ in range(12):
-            torch.accelerator.synchronize(device)
-            started = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.accelerator.synchronize(device)
-            times.append(time.perf_counter() - started)
-        return factor * _COPY_BYTES / statistics.median(times[2:]) / 1e9
-
     rates = {
-        "to_device_gb_s": rate(there, host),
-        "on_device_gb_s": rate(other, there, 2),
-        "to_host_gb_s": rate(back, other),
+        "to_device_gb_s": _gb_s(device, n_bytes, lambda: there.copy_(host, non_blocking=True)),
+        "on_device_gb_s": _gb_s(device, 2 * n_bytes, lambda: other.copy_(there)),
+        "to_host_gb_s": _gb_s(device, n_bytes, lambda: back.copy_(other, non_blocking=True)),
     }
     if not torch.equal(back, host):
-        raise CheckFailed(f"{_COPY_BYTES} bytes came back from {device} as others")
+        raise CheckFailed(f"{n_bytes} bytes came back from {device} as others")
     return rates
 
 
-def check_staging(device: torch.device) -> dict[str, Any]:
-    """Buckets go to the host and back behind kernels that take long, many times, on one set of pinned memory."""
-    n_elements, n_rounds = 1 << 20, _N_ROUNDS
+def _gb_s(device: torch.device, n_bytes: int, call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(6):
+        torch.accelerator.synchronize(device)
+        started = time.perf_counter()
+        for _ in range(_TIMED_CALLS):
+            call()
+        torch.accelerator.synchronize(device)
+        times.append((time.perf_counter() - started) / _TIMED_CALLS)
+    return n_bytes / statistics.median(times[1:]) / 1e9
+
+
+def check_staging(device: torch.device, n_rounds: int = 20, busy_width: int = 1024) -> dict[str, Any]:
+    """Buckets go to the host and back behind kernels that take long, many times, on one set of pinned memory.
+
+    `busy_width`: 20 products of matrices of this width hold the stream up before each round.
+    """
+    n_elements = 1 << 20
     staging = Staging([nn.Parameter(torch.empty(n_elements, device=device)) for _ in range(3)])
     expected = torch.arange(float(n_elements)) % 1009
-    busy = torch.ones(_BUSY_WIDTH, _BUSY_WIDTH, device=device)
+    busy = torch.ones(busy_width, busy_width, device=device)
     started = time.perf_counter()
     for number in range(n_rounds):
         for _ in range(20):
@@ -128,29 +143,17 @@ def check_staging(device: torch.device) -> dict[str, Any]:
         buffers = [expected.to(device) + (number + index) for index in range(3)]
         futures: list[torch.futures.Future] = [torch.futures.Future(devices=[device]) for _ in buffers]
         staged = [staging.stage(index, buffer, [(0, n_elements)]) for index, buffer in enumerate(buffers)]
-        wrong: list[str] = []
-
-        def reduce(
-            staged: Any = staged, futures: Any = futures, wrong: list[str] = wrong, number: int = number
-        ) -> None:
-            for index, (bucket, future) in enumerate(zip(staged, futures, strict=True)):
-                bucket.wait_for_all()
-                if not torch.equal(bucket.on_host, expected + (number + index)):
-                    wrong.append(f"bucket {index} of round {number} was read on the host before it was there")
-                bucket.on_host.mul_(2)
-                bucket.send_back()
-                bucket.complete(future)
-
-        lane = threading.Thread(target=reduce)
-        lane.start()
-        for future in futures:
+        for index, (bucket, future) in enumerate(zip(staged, futures, strict=True)):
+            bucket.wait_for_all()
+            if not torch.equal(bucket.on_host, expected + (number + index)):
+                raise CheckFailed(f"bucket {index} of round {number} was read on the host before it was there")
+            bucket.on_host.mul_(2)
+            bucket.send_back()
+            bucket.complete(future)
+        for index, (buffer, future) in enumerate(zip(buffers, futures, strict=True)):
             future.wait()
-        for index, buffer in enumerate(buffers):
             if not torch.equal((buffer + 0).cpu(), 2 * (expected + (number + index))):
-                wrong.append(f"bucket {index} of round {number} was read on the device before it was back")
-        lane.join()
-        if wrong:
-            raise CheckFailed("; ".join(wrong))
+                raise CheckFailed(f"bucket {index} of round {number} was read on the device before it was back")
     return {"n_buckets": 3 * n_rounds, "seconds_a_round": (time.perf_counter() - started) / n_rounds}
 
 
@@ -179,6 +182,83 @@ def check_importance(device: torch.device) -> dict[str, Any]:
             raise CheckFailed(f"{n_different} of {n_elements} bytes of importance are others on {device}")
         n_bytes += n_elements
     return {"n_bytes_compared": n_bytes}
+
+
+def find_kernels(device: torch.device) -> Kernels | dict[str, Any]:
+    """The device's kernels, or what a section says of a device that has none. Raises: Unsupported (no NVRTC, ...)."""
+    if kernels_for(device) is not None:
+        return kernels_on(device)
+    return {"status": "not run", "reason": f"kernels are for NVIDIA GPUs, and this is {device}"}
+
+
+def check_kernels(kernels: Kernels, names: Iterable[str], sizes: Iterable[int] = (1_003, 1 << 24)) -> dict[str, Any]:
+    """All kernels load and keep their registers; those of these codecs make the CPU's messages and values of gradients.
+
+    Raises: CheckFailed.
+    """
+    found: dict[str, Any] = {"n_cases": 0}
+    if isinstance(kernels, CudaKernels):
+        found |= {"driver": kernels.driver, "architecture": kernels.architecture}
+        text = b"".join(source_files().values()).decode()
+        found["kernels"] = {name: kernels.resources(name) for name in re.findall(r"\bGW_KERNEL\((gw_\w+),", text)}
+        spilt = [name for name, used in found["kernels"].items() if used["local_bytes"]]
+        if spilt:
+            raise CheckFailed(f"kernels that keep registers in memory: {', '.join(spilt)}")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for name, n, dtype in itertools.product(names, sizes, dtypes):
+        codec: Any = codecs.by_name(name)
+        generator = torch.Generator().manual_seed(n)
+        values = (torch.randn(n, generator=generator) * torch.logspace(-4, 0, n)).to(dtype)
+        importance = torch.randint(256, (n,), generator=generator, dtype=torch.uint8)
+        message, wanted = torch.empty(codec.max_encoded_bytes(n, dtype), dtype=torch.uint8), torch.empty_like(values)
+        n_bytes = int(codec.encode(values, message, importance))
+        codec.decode(message[:n_bytes], wanted, importance)
+        with using(kernels):
+            sent, weights = values.to(kernels.device), importance.to(kernels.device)
+            written, out = (
+                torch.zeros(message.numel(), dtype=torch.uint8, device=kernels.device),
+                torch.empty_like(sent),
+            )
+            n_written, error = (
+                int(codec.encode(sent, written, weights)),
+                torch.zeros_like(written[:4]).view(torch.int32),
+            )
+            whole = written[:n_written] if name == "gcomp" else written
+            codec.decode(whole, out, weights, error=error)
+        raise_error(int(error), name, kernels.device)
+        if not torch.equal(written[:n_written].cpu(), message[:n_bytes]) or not torch.equal(out.cpu(), wanted):
+            raise CheckFailed(f"{name}, {n} x {dtype}: another message or other values on {kernels.device}")
+        found["n_cases"] += 1
+    return found
+
+
+def measure_kernels(kernels: Kernels, n_elements: int = 1 << 24) -> dict[str, Any]:
+    """GB/s of float32 values that one-bit, two-bit and qsgd encode with error feedback, decode and add; beside a copy.
+
+    Several inputs in turn, so that none is still in the cache.
+    """
+    device = kernels.device
+    inputs = itertools.cycle([torch.randn(n_elements, device=device) for _ in range(4)])
+    copied, residual, sums = (torch.zeros(n_elements, device=device) for _ in range(3))
+    error = torch.zeros(1, dtype=torch.int32, device=device)
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: copied.copy_(next(inputs))}
+    for name in KERNELS["kernels"]:
+        codec: Any = codecs.by_name(name)
+        message = torch.empty(codec.message_room(n_elements), dtype=torch.uint8, device=device)
+        decode = functools.partial(codec.decode, message, sums, error=error)
+
+        def encode(codec: Any = codec, message: Tensor = message) -> None:
+            codec.encode_with_residual(next(inputs), residual, message)
+
+        calls |= {
+            f"{name} encode": encode,
+            f"{name} decode": decode,
+            f"{name} decode and add": functools.partial(decode, adds=True),
+        }
+    with using(kernels):
+        rates = {name: _gb_s(device, 4 * n_elements, call) for name, call in calls.items()}
+    raise_error(int(error), "a message", device)
+    return {"n_elements": n_elements, "gb_s": rates}
 
 
 class GivenGradients(nn.Module):
@@ -242,10 +322,7 @@ def check_schemes(
     for name in schemes.names():
         if schemes.needs_adam(name):  # these steps are SGD's
             continue
-        on_cpu, on_device = (
-            schemes.by_name(name, **_OPTIONS.get(name, {})),
-            schemes.by_name(name, **_OPTIONS.get(name, {})),
-        )
+        on_cpu, on_device = (schemes.by_name(name, **_OPTIONS.get(name, {})) for _ in range(2))
         if placement == "device" and not on_device.works_on_device:
             continue
         expected = train_with_given_gradients(on_cpu, torch.device("cpu"))

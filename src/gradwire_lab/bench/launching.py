@@ -1,4 +1,8 @@
-"""From one command to ranks and back: the launcher's side of `bench allreduce` and `bench train`."""
+"""From one command to ranks and back: the launcher's side of `bench allreduce`, `train` and `regret`.
+
+Ranks may ask the launcher, which owns the links, to change them in the middle of a run: rank 0 asks on standard output, where
+the launcher reads each line, and waits for the answer, a file beside the records' log.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,20 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import InvalidArgument
+from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.registry import parse_spec
-from gradwire_lab.bench.link_changes import LinkChanges
-from gradwire_lab.ranks.launch import start_ranks
+from gradwire_lab.ranks.launch import Launch, start_ranks
+from gradwire_lab.ranks.netlab.rate import parse_rate
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.records import RecordLog, write_csv, write_json
 
 DEFAULT_RANKS = 4
+_QUESTION = "gradwire bench: change links to "
 
 
 def is_rank() -> bool:
@@ -27,8 +33,6 @@ def is_rank() -> bool:
 
 def check_rank_arguments(args: argparse.Namespace) -> None:
     """Raises: InvalidArgument, before any rank is started."""
-    from gradwire_lab.ranks.netlab import parse_rate
-
     if args.ranks is not None and args.ranks < 1:
         raise InvalidArgument(f"--ranks must be at least 1, got {args.ranks}")
     per_node = args.ranks_per_node
@@ -46,6 +50,19 @@ def count_links(args: argparse.Namespace) -> int:
     return int((args.ranks or DEFAULT_RANKS) // args.ranks_per_node)
 
 
+def check_changes(args: argparse.Namespace) -> None:
+    """Raises: InvalidArgument (`--then` without links that can be changed, or with what is no rate)."""
+    n_links = count_links(args)
+    if args.then and args.log is None and (is_rank() or not args.rate or "none" in args.rate):
+        raise InvalidArgument("--then changes the links of the test network: give the rate to begin with, --rate RATE")
+    for rates in args.then:
+        each = [parse_rate(word) for word in rates.split(",")]
+        if None in each or len(each) not in (1, n_links):
+            raise InvalidArgument(
+                f"--then {rates}: expected one rate such as 100mbit, or {n_links} with commas between"
+            )
+
+
 def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) -> int:
     """Run `gradwire bench BENCH` in `--ranks` processes, once for each `--rate`; results so far outlive a failure.
 
@@ -53,30 +70,68 @@ def run_in_ranks(bench: str, args: argparse.Namespace, *, switch: bool = False) 
 
     Raises: PeerLost (a rank failed; the message names it), GradwireError (results could not be written).
     """
-    rates: Sequence[str] = args.rate or ["none"]
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
         log = RecordLog(args.log or Path(folder) / "records.jsonl")
         command = [sys.executable, "-m", "gradwire", "bench", bench, *args.arguments, "--log", str(log.path)]
-        changes = LinkChanges(log.path)
+        started: list[Launch] = []
 
         def take_line(rank: int, line: str) -> None:
-            if not changes.take(line):
+            if line.startswith(_QUESTION):
+                _answer(log.path, started[-1], line)
+            else:
                 print(line, flush=True)  # only rank 0 writes on standard output, so lines need no rank before them
 
-        for rate in rates:
+        for rate in args.rate or ["none"]:
             each: Any = rate.split(",") if "," in rate else rate
             n_ranks, nodes = args.ranks or DEFAULT_RANKS, {"ranks_per_node": args.ranks_per_node}
             with (
                 end_on_signals(),
                 start_ranks(command, n_ranks, each, on_line=take_line, switch=switch, **nodes) as launch,
             ):
-                changes.serve(launch)
+                started.append(launch)
                 try:
                     result = launch.wait()
                 finally:
                     write_results(args, log.read())
             result.raise_if_failed()
     return 0
+
+
+def change_links(log: Path, number: int, rates: str, patience_s: float = 20.0) -> None:
+    """Rank 0's side: have every link changed to `rates` ("100mbit", or one a rank with commas), the run's `number`th change.
+
+    Raises: GradwireError (the launcher could not, or did not answer in `patience_s`).
+    """
+    path = _answer_path(log, number)
+    print(f"{_QUESTION}{number} {rates}", flush=True)
+    deadline = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise GradwireError(f"the launcher did not change the links to {rates} within {patience_s:.0f} s")
+        time.sleep(0.01)
+    answer = path.read_text(encoding="utf-8")
+    path.unlink()
+    if answer:
+        raise GradwireError(f"links were not changed to {rates}: {answer}")
+
+
+def _answer(log: Path, launch: Launch, question: str) -> None:
+    """Change the lab's links as asked, and say so, or why not."""
+    number, rates = question.removeprefix(_QUESTION).split(" ")
+    answer = ""
+    try:
+        if launch.lab is None:
+            raise GradwireError("the ranks have no shaped links")
+        each = rates.split(",")
+        for rank in range(launch.network.n_ranks_on_machine or 0):
+            launch.lab.set_rate(rank, each[rank % len(each)])
+    except GradwireError as error:
+        answer = str(error)
+    _answer_path(log, int(number)).write_text(answer, encoding="utf-8")
+
+
+def _answer_path(log: Path, number: int) -> Path:
+    return log.with_name(f"{log.name}.links-{number}")
 
 
 def write_results(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:

@@ -1,4 +1,5 @@
-"""GComp's level rule in float64 NumPy, straight from the paper's table: the judge of the codec, never its source.
+"""GComp's level rule in float64 NumPy, straight from the paper's table, and the entropy of exponents, the floor under every
+lossless code of them: the judges of the codec, never its source.
 
 Written independently of the library's own importance code on purpose: a slip there must show here.
 """
@@ -71,3 +72,14 @@ def dropped_bits(
     for n_bits in sorted(level_bits):
         dropped[finite & (scale > np.ldexp(np.where(finite, magnitude, 0.0), n_bits))] = n_bits
     return dropped
+
+
+def exponent_histogram(values: FloatArray) -> npt.NDArray[np.int64]:
+    """(256,) counts of the biased exponent field of `values` (n,) float32; zeros and subnormals are field 0."""
+    return np.bincount(values.view(np.uint32) >> 23 & 0xFF, minlength=256).astype(np.int64)
+
+
+def entropy_bits(histogram: npt.NDArray[np.int64]) -> float:
+    """Shannon entropy of one symbol drawn from `histogram`, in bits."""
+    share = histogram[histogram > 0] / histogram.sum()
+    return float(-(share * np.log2(share)).sum()) if share.size > 1 else 0.0

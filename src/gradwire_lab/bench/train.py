@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
+import math
+import os
+import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from gradwire.errors import InvalidArgument
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.registry import choose_specs, parse_spec, spec_of
+from gradwire.telemetry.environment import describe_environment
+from gradwire.wire.communicator import ring_bytes
 from gradwire_lab import workloads
-from gradwire_lab.bench import train_methods
-from gradwire_lab.bench.launching import (
-    check_rank_arguments,
-    count_links,
-    is_rank,
-    needs_switch,
-    run_in_ranks,
-)
-from gradwire_lab.ranks.netlab import parse_rate
+from gradwire_lab.bench import driver, train_methods
+from gradwire_lab.bench.launching import check_changes, check_rank_arguments, is_rank, needs_switch, run_in_ranks
+from gradwire_lab.bench.timing import Timing
+from gradwire_lab.bench.train_methods import BASELINES, SHARDED, StepTimes, TrainMethod, describe
 from gradwire_lab.results.tables import Grid, print_grid
+from gradwire_lab.workloads import Workload
 
 REFERENCE = "ddp"
+
+# Steps of one method before the next has its turn: long enough that caches are its own, short against drifts of the
+# machine's load.
+TURN_STEPS = 5
+# Losses of this many last steps are averaged: one batch's loss is noise.
+_LOSS_STEPS = 10
+# Of the free memory, what methods may take together; the rest is for activations and messages.
+_MEMORY_SHARE = 0.5
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,43 +52,204 @@ def run(args: argparse.Namespace) -> int:
     check_changes(args)
     if not is_rank():
         return run_in_ranks("train", args, switch=needs_switch(specs))
-    return _run_rank(args, specs)
-
-
-def check_changes(args: argparse.Namespace) -> None:
-    """Raises: InvalidArgument (`--then` without links that can be changed, or with what is no rate)."""
-    if not args.then:
-        return
-    n_links = count_links(args)
-    if args.log is None and (is_rank() or not args.rate or "none" in args.rate):
-        raise InvalidArgument("--then changes the links of the test network: give the rate to begin with, --rate RATE")
-    for rates in args.then:
-        each = [parse_rate(word) for word in rates.split(",")]
-        if None in each or len(each) not in (1, n_links):
-            raise InvalidArgument(
-                f"--then {rates}: expected one rate such as 100mbit, or {n_links} with commas between"
-            )
-
-
-def _run_rank(args: argparse.Namespace, specs: Sequence[str]) -> int:
-    import torch.distributed as dist
-
-    from gradwire_lab.bench.train_rank import TrainBench
-
-    options: dict[str, Any] = {"batch_size": args.batch_size, "optimizer": args.optimizer}
-    name, own_options = parse_spec(args.workload)
-    named = own_options | {key: value for key, value in options.items() if value is not None}
-    dist.init_process_group("gloo")
-    try:
-        workload = workloads.by_name(name, compute=args.compute, **named)
-        bench = TrainBench(args, workload, specs)
+    given = {"batch_size": args.batch_size, "optimizer": args.optimizer}
+    name, options = parse_spec(args.workload)
+    options |= {key: value for key, value in given.items() if value is not None}
+    with driver.as_rank():
+        bench = TrainBench(args, workloads.by_name(name, compute=args.compute, **options), specs)
         records = bench.run()
         if bench.rank == 0:
             for phase in range(1 + len(args.then)):
                 print_grid(make_grid([record for record in records if record["phase"] == phase]), args.wide)
-    finally:
-        dist.destroy_process_group()
     return 0
+
+
+class TrainBench:
+    """One run: methods take turns, or train one after another where memory is short. Every call is collective."""
+
+    def __init__(self, args: argparse.Namespace, workload: Workload, specs: Sequence[str]) -> None:
+        self.args, self.workload, self.specs = args, workload, specs
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._environment = describe_environment()
+        self._links = driver.Links(args)
+        self._records = driver.Records(args)
+        self._shared_s: float | None = None
+
+    def run(self) -> list[dict[str, Any]]:
+        """Train every method; returns the records, on every rank."""
+        first = self._start(self.specs[0])
+        if first is None or len(self.specs) == 1 or self._fits(first):
+            others = [self._start(spec) for spec in self.specs[1:]]
+            methods = [method for method in (first, *others) if method is not None]
+            self._train(methods, is_interleaved=len(methods) > 1)
+            return self._records
+        self._train([first], is_interleaved=False)
+        del first
+        for spec in self.specs[1:]:
+            gc.collect()  # models, hooks and attachments refer to each other: they must be gone before the next one comes
+            method = self._start(spec)
+            if method is not None:
+                self._train([method], is_interleaved=False)
+            del method
+        return self._records
+
+    def _start(self, spec: str) -> TrainMethod | None:
+        try:
+            return TrainMethod(spec, self.workload, self.args.seed, self.args.overlap)
+        except Unsupported as error:  # the same on every rank: it depends on the options alone
+            if "all" not in self.args.scheme:
+                raise
+            if self.rank == 0:
+                print(f"left out: {spec}: {error}", flush=True)
+            return None
+
+    def _fits(self, method: TrainMethod) -> bool:
+        """Whether all methods of all ranks on this machine fit into its memory at once; the same on every rank."""
+        needed = method.memory_bytes() * len(self.specs) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return driver.largest_over_ranks([float(needed >= _MEMORY_SHARE * _available_bytes())]) == [0.0]
+
+    def _train(self, methods: Sequence[TrainMethod], is_interleaved: bool) -> None:
+        n_warmup = [self._n_warmup(method) for method in methods]
+        self._take_turns(methods, n_warmup)
+        for method in methods:
+            method.check()
+        by_phase: list[list[list[driver.Turn]]] = []
+        for phase in range(len(self._links.networks)):
+            self._links.enter(phase)
+            by_phase.append(self._take_turns(methods, [self.args.steps] * len(methods)))
+        self._links.enter(0)
+        losses = [driver.mean_over_ranks(method.losses) for method in methods]
+        clocks = [self._wall_clock(method) for method in methods]
+        # Run one after another, later methods are compared at the end of the first, usually DDP.
+        self._shared_s = self._shared_s or min(clock[-1] for clock in clocks)
+        self._records.add(
+            [
+                self._record(method, phase, turns, loss, clock, is_interleaved)
+                for phase, turns_of_all in enumerate(by_phase)
+                for method, turns, loss, clock in zip(methods, turns_of_all, losses, clocks, strict=True)
+            ]
+        )
+        for method in methods:
+            method.close()
+
+    def _n_warmup(self, method: TrainMethod) -> int:
+        """Steps of this method that do not count: what it measures first is not how it will train."""
+        return max(self.args.warmup, method.settling_steps)
+
+    def _take_turns(self, methods: Sequence[TrainMethod], n_steps: Sequence[int]) -> list[list[driver.Turn]]:
+        # Turns are for methods that could disturb each other; the end of one costs a step that looks ahead its lead.
+        return driver.take_turns(methods, n_steps, TURN_STEPS if len(methods) > 1 else max(n_steps))
+
+    def _wall_clock(self, method: TrainMethod) -> list[float]:
+        """When each step of this method would have ended, had it trained alone: sums of the slowest rank's steps."""
+        return list(itertools.accumulate(driver.largest_over_ranks([times.iteration_s for times in method.times])))
+
+    def _record(
+        self,
+        method: TrainMethod,
+        phase: int,
+        turns: list[driver.Turn],
+        losses: list[float],
+        clock: list[float],
+        is_interleaved: bool,
+    ) -> dict[str, Any]:
+        n_warmup = self._n_warmup(method)
+        first = n_warmup + phase * self.args.steps
+        counted = slice(first, first + self.args.steps)
+        times = method.times[counted]
+        steps_s = [end - start for start, end in zip([0.0, *clock], clock, strict=False)][counted]
+        timing = Timing.of(steps_s)
+        split: dict[str, float | None] = dict.fromkeys(("compute_s", "exposed_s", "wait_s"))
+        if method.name not in SHARDED:
+            split |= split_steps(times)
+        spent = {
+            name: sum(turn[name] for turn in turns) / len(times)
+            for name in turns[0]
+            if name not in ("started_s", "ended_s")
+        }
+        means = dict(zip(spent, driver.mean_over_ranks(list(spent.values())), strict=True))
+        # Of equally many steps for all, whatever each took to settle.
+        n_trained = self.args.warmup + (phase + 1) * self.args.steps
+        n_bytes = 4 * method.n_parameters
+        ring = ring_bytes(n_bytes, self.world_size)
+        network = self._links.networks[phase]
+        described = self.workload.describe()
+        assert self._shared_s is not None
+        return {
+            "scheme": method.name,
+            "options": describe(method),
+            "ranks": self.world_size,
+            "ranks_per_node": network.ranks_per_node,
+            "rate_bps": network.rate_bps,
+            "rates": driver.rates_of(network),
+            "phase": phase,
+            "iteration_s": timing.median_s,
+            "iteration_s_low": timing.low_s,
+            "iteration_s_high": timing.high_s,
+            **split,
+            "codec_s": means.get("codec_s"),
+            "decode_s": means.get("decode_s"),
+            **self._overlap(method, turns, len(times)),
+            "cpu_s": means["cpu_s"],
+            "wire_bytes": means["sent_bytes"],
+            "wire_bytes_origin": "computed" if method.name in BASELINES else "counted",
+            "kernel_bytes": None if math.isnan(means["kernel_bytes"]) else means["kernel_bytes"],
+            "wire_ratio": means["sent_bytes"] / ring if ring else 1.0,
+            "samples_per_s": self.world_size * self.workload.batch_size / timing.median_s,
+            "loss": statistics.fmean(losses[:n_trained][-_LOSS_STEPS:]),
+            "loss_at_s": self._shared_s,
+            "loss_after_s": _loss_at(losses, clock, self._shared_s),
+            "n_steps": len(times),
+            "n_warmup": n_warmup,
+            "n_bytes": n_bytes,
+            "is_interleaved": is_interleaved,
+            "emulated": described["compute"] != "real",
+            "shaped": network.shaped,
+            **described,
+            **self._environment,
+            "network": str(network),
+        }
+
+    def _overlap(self, method: TrainMethod, turns: list[driver.Turn], n_steps: int) -> dict[str, float | None]:
+        """Means over ranks and steps of `Timeline.measure`; None where it was not asked for or cannot be told."""
+        if not self.args.overlap:
+            return {}
+        names = ("overlap_s", "exposed_codec_s")
+        found = method.overlap(turns[0]["started_s"], turns[-1]["ended_s"])
+        if found is None:  # the same on every rank
+            return dict.fromkeys(names)
+        means = driver.mean_over_ranks([found[name] / n_steps for name in names])
+        return dict(zip(names, means, strict=True))
+
+
+def split_steps(times: Sequence[StepTimes]) -> dict[str, float]:
+    """Medians over the steps of means over the ranks; waiting is split into slower ranks and the network. Collective.
+
+    A rank that ends its backward pass before the slowest one waits for that rank first, whatever the network does:
+    `wait_s`. The rest is `exposed_s`. Durations are compared, not clocks: all ranks leave a step together.
+    """
+    local = torch.tensor([step.local_s for step in times], dtype=torch.float64)
+    slowest = torch.tensor(driver.largest_over_ranks(local.tolist()), dtype=torch.float64)
+    waiting = torch.tensor([step.waiting_s for step in times], dtype=torch.float64)
+    wait = torch.minimum(slowest - local, waiting)
+    update = torch.tensor([step.update_s for step in times], dtype=torch.float64)
+    parts = torch.stack([local + update, waiting - wait, wait])
+    dist.all_reduce(parts)
+    medians = (parts / dist.get_world_size()).median(dim=1).values.tolist()
+    return dict(zip(("compute_s", "exposed_s", "wait_s"), medians, strict=True))
+
+
+def _loss_at(losses: Sequence[float], clock: Sequence[float], moment_s: float) -> float:
+    """The mean loss of the last steps that had ended at `moment_s`."""
+    n_ended = max(1, sum(end <= moment_s for end in clock))
+    return statistics.fmean(losses[max(0, n_ended - _LOSS_STEPS) : n_ended])
+
+
+def _available_bytes() -> float:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) * 1024
+    return 0.0
 
 
 def make_grid(records: Sequence[dict[str, Any]]) -> Grid:

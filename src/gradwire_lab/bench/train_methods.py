@@ -33,6 +33,7 @@ BASELINES = ("ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8", "hsdp"
 # Several ranks a node: two levels under DDP, FSDP2 in the nodes with torch's all-reduce between them (HSDP) or a scheme's.
 SHARDED = ("hsdp", "fsdp2")
 BY_NAME_ONLY = ("two-level", *SHARDED, *TRAINING_THREAD)
+_HALF_HOOKS = {"ddp-fp16": default_hooks.fp16_compress_hook, "ddp-bf16": torch_hooks.bf16_hook}
 # Options that baselines take in a spec. `bucket_mb`: DDP's bucket_cap_mb, 0 a bucket for every tensor, inf one for all.
 # `start`: steps that powerSGD_hook leaves to the plain all-reduce; its constructor takes no less than 2.
 _BASELINE_OPTIONS = {"ddp": ("bucket_mb",), "ddp-powersgd": ("rank", "start")}
@@ -63,9 +64,8 @@ class StepTimes:
 
 
 class TrainMethod:
-    """A model of its own in training; methods of one run start from the same weights and see the same batches.
-
-    Collective: every rank makes and steps the same ones in the same order.
+    """A model of its own in training, a `Method` of the driver; methods of one run start from the same weights and see the
+    same batches.
 
     Args:
         has_timeline: keep what `overlap` tells.
@@ -85,18 +85,18 @@ class TrainMethod:
         self._model: Any = self._shard(module) if self.name in SHARDED else self._replicate(module)
         self._optimizer = workload.build_optimizer(self._model)
         self._scheduler = workload.build_scheduler(self._optimizer)
-        self._attachment = None
+        self.attachment = None
         self._quantiser: training_thread.TrainingThreadQuantiser | None = None
         self._timeline = Timeline() if has_timeline else None
         self._baseline_bytes: Callable[[], float] = lambda: 0.0
         if self.name in BASELINES:
             self._register_baseline()
         else:
-            self._attachment = gradwire.attach(self._model, self._optimizer, self._make_scheme())
+            self.attachment = gradwire.attach(self._model, self._optimizer, self._make_scheme())
             if self._timeline is not None:
-                self._attachment.recorder.add_sink(self._timeline)
-        self._owns_step = self._attachment is not None and self._attachment.scheme.owns_step
-        self.settling_steps = 0 if self._attachment is None else self._attachment.scheme.settling_steps
+                self.attachment.recorder.add_sink(self._timeline)
+        self._owns_step = self.attachment is not None and self.attachment.scheme.owns_step
+        self.settling_steps = 0 if self.attachment is None else self.attachment.scheme.settling_steps
         self._steps = 0
         self.losses: list[float] = []
         self.times: list[StepTimes] = []
@@ -134,7 +134,7 @@ class TrainMethod:
             return make_scheme(options.pop("scheme", "plain"), options)
         return make_scheme(self.name, options)
 
-    def run_step(self) -> None:
+    def step(self) -> None:
         """One training step; its times and loss are kept."""
         batch = self._workload.batch_at(
             self._steps, self._rank, self._world_size, self._workload.batch_size, self._seed
@@ -156,40 +156,35 @@ class TrainMethod:
         last_gradient_s = self._last_gradient_s or reduced
         waiting_s = reduced - last_gradient_s
         local_s = last_gradient_s - started
-        if self._attachment is not None and self._owns_step:
+        if self.attachment is not None and self._owns_step:
             # The forward pass, too, stood still for blocks of the step before.
-            forward_wait_s = max(0.0, self._attachment.recorder.steps[-1].exposed_ns / 1e9 - waiting_s)
+            forward_wait_s = max(0.0, self.attachment.recorder.steps[-1].exposed_ns / 1e9 - waiting_s)
             local_s, waiting_s = local_s - forward_wait_s, waiting_s + forward_wait_s
         self.times.append(StepTimes(local_s, waiting_s, ended - reduced))
         self.losses.append(self._workload.reported_loss(loss))
         self._steps += 1
 
-    @property
-    def scheme(self) -> schemes.Scheme | None:
-        """gradwire's scheme at work; None for a baseline."""
-        return None if self._attachment is None else self._attachment.scheme
-
-    def stats(self) -> dict[str, Any]:
+    def own_stats(self) -> dict[str, Any]:
         """gradwire's own figures; empty for a baseline."""
-        return {} if self._attachment is None else self._attachment.stats()
+        return {} if self.attachment is None else self.attachment.stats()
 
-    def finish_block(self) -> None:
+    def finish_turn(self) -> None:
         """End of a turn: what a scheme has put off is done before the next method's turn, on the last step's account."""
-        if self._attachment is None or not self._owns_step:
+        if self.attachment is None or not self._owns_step:
             return
         started = time.perf_counter()
-        self._attachment.flush()
+        self.attachment.flush()
         last, ended = self.times[-1], time.perf_counter()
         self.times[-1] = StepTimes(last.local_s, last.waiting_s + ended - started, last.update_s)
         if self._timeline is not None:
             self._timeline.extend_last(ended)
 
-    def check_settled(self) -> None:
+    def check(self) -> None:
         """Raises: GradwireError if the scheme is still measuring after its `settling_steps`."""
-        if self._attachment is None:
+        if self.attachment is None:
             return
-        self._attachment.stats()  # waits for what is under way
-        if not self._attachment.scheme.is_settled:
+        self.attachment.stats()  # waits for what is under way
+        if not self.attachment.scheme.is_settled:
             raise GradwireError(
                 f"{self.name} still measures after {self._steps} steps, and what it does now is not what it will do: "
                 "raise --warmup"
@@ -198,14 +193,14 @@ class TrainMethod:
     def overlap(self, since_s: float, until_s: float) -> dict[str, float] | None:
         """`Timeline.measure` of the steps begun between these moments; None without a timeline, or a count of spans."""
         timeline = self._timeline
-        if timeline is None or (self._attachment is None and self._quantiser is None):
+        if timeline is None or (self.attachment is None and self._quantiser is None):
             return None
         measured = Timeline(
             timeline.computing, timeline.waiting, list(timeline.communicating), list(timeline.training_codec),
             list(timeline.other_codec), timeline.training_thread,
         )  # fmt: skip
-        if self._attachment is not None:
-            measured.add(self._attachment.recorder.unsummed_buckets())
+        if self.attachment is not None:
+            measured.add(self.attachment.recorder.unsummed_buckets())
         if self._quantiser is not None:
             measured.communicating += self._quantiser.communicate_spans
             measured.training_codec += self._quantiser.codec_spans
@@ -216,28 +211,26 @@ class TrainMethod:
         # this rank's own computation.
         self._last_gradient_s = time.perf_counter()
 
-    def sent_bytes(self) -> float:
-        """Bytes this rank has sent for gradients so far: gradwire's count, or what a baseline's hook must send."""
-        if self._attachment is not None:
-            return float(self._attachment.stats()["bytes_sent"])
-        return self._baseline_bytes()
+    def stats(self) -> dict[str, float]:
+        """What it has come to so far on this rank.
 
-    def codec_s(self) -> float | None:
-        """Seconds so far in encoding, decoding and what they need; hidden or not. None where a hook does not tell."""
-        if self._attachment is not None:
-            stats = self._attachment.stats()
-            return float(sum(stats[f"{kind}_s"] for kind in ("encode", "decode", "importance", "table")))
+        `sent_bytes`, for gradients: gradwire's count, or what a baseline's hook must send; seconds in the codec, hidden or not,
+        where a hook tells: `codec_s`, of encoding, decoding and what they need, and of these `decode_s`, which grows with the
+        messages received, the rest with those sent.
+        """
+        if self.attachment is not None:
+            own = self.attachment.stats()
+            codec_s = sum(own[f"{kind}_s"] for kind in ("encode", "decode", "importance", "table"))
+            return {
+                "sent_bytes": float(own["bytes_sent"]),
+                "codec_s": float(codec_s),
+                "decode_s": float(own["decode_s"]),
+            }
+        sent = {"sent_bytes": self._baseline_bytes()}
         if self._quantiser is not None:
-            return self._quantiser.encode_s + self._quantiser.decode_s
-        return 0.0 if self.name == "ddp" else None
-
-    def decode_s(self) -> float | None:
-        """What of `codec_s` was decoding: it grows with the messages received, the rest with those sent."""
-        if self._attachment is not None:
-            return float(self._attachment.stats()["decode_s"])
-        if self._quantiser is not None:
-            return self._quantiser.decode_s
-        return 0.0 if self.name == "ddp" else None
+            encode_s, decode_s = self._quantiser.encode_s, self._quantiser.decode_s
+            return {**sent, "codec_s": encode_s + decode_s, "decode_s": decode_s}
+        return {**sent, "codec_s": 0.0, "decode_s": 0.0} if self.name == "ddp" else sent
 
     def memory_bytes(self) -> int:
         """What it holds on one rank: parameters, gradients, buckets, two optimizer moments, and a scratch."""
@@ -247,18 +240,15 @@ class TrainMethod:
         """Let gradwire go, and the model: autograd holds its hooks where the garbage collector does not look. Collective."""
         for hook in self._hooks:
             hook.remove()
-        if self._attachment is not None:
-            self._attachment.close()
+        if self.attachment is not None:
+            self.attachment.close()
 
     def _register_baseline(self) -> None:
         model, n_elements, world_size = self._model, self.n_parameters, self._world_size
         group = dist.group.WORLD
         element_bytes = 4
-        if self.name == "ddp-fp16":
-            model.register_comm_hook(group, default_hooks.fp16_compress_hook)
-            element_bytes = 2
-        elif self.name == "ddp-bf16":
-            model.register_comm_hook(group, torch_hooks.bf16_hook)
+        if self.name in _HALF_HOOKS:
+            model.register_comm_hook(group, _HALF_HOOKS[self.name])
             element_bytes = 2
         elif self.name == "hsdp":
             n_nodes, n_shard = world_size // ranks_per_node(), -(-n_elements // ranks_per_node())

@@ -102,7 +102,7 @@ def _train(workload_name: str, seconds: float) -> None:
     from gradwire.core.threads import use_fair_share_of_cores
     from gradwire.registry import parse_spec
     from gradwire_lab import workloads
-    from gradwire_lab.bench import over_ranks
+    from gradwire_lab.bench import driver
     from gradwire_lab.bench.train_methods import TrainMethod
 
     dist.init_process_group("gloo")
@@ -111,17 +111,17 @@ def _train(workload_name: str, seconds: float) -> None:
     workload = workloads.by_name(name, **options)
     methods = {spec: TrainMethod(spec, workload, 0) for spec in METHODS}
     for method in methods.values():
-        method.run_step()  # DDP cuts its buckets anew after the first
+        method.step()  # DDP cuts its buckets anew after the first
     n_done, ends = 0, time.monotonic() + seconds
     order = list(methods.values())
     while n_done < _MOST_STEPS:
         for method in order:
             dist.barrier()
             for _ in range(_TURN):
-                method.run_step()
+                method.step()
         order.reverse()
         n_done += _TURN
-        (late_s,) = over_ranks.largest([time.monotonic() - ends])
+        (late_s,) = driver.largest_over_ranks([time.monotonic() - ends])
         if late_s > 0 and n_done >= _FEWEST_STEPS:
             break
         if dist.get_rank() == 0:
@@ -129,9 +129,9 @@ def _train(workload_name: str, seconds: float) -> None:
     result: dict[str, Any] = {"n_steps": n_done, "ranks": dist.get_world_size(), "workload": workload_name, "runs": {}}
     for spec, method in methods.items():
         result["runs"][spec] = {
-            "step_s": over_ranks.largest([times.iteration_s for times in method.times[-n_done:]]),
-            "losses": over_ranks.mean(method.losses[-n_done:]),
-            "sent_bytes_per_step": method.sent_bytes() / (n_done + 1),
+            "step_s": driver.largest_over_ranks([times.iteration_s for times in method.times[-n_done:]]),
+            "losses": driver.mean_over_ranks(method.losses[-n_done:]),
+            "sent_bytes_per_step": method.stats()["sent_bytes"] / (n_done + 1),
         } | _of_auto(method)
     if dist.get_rank() == 0:
         print(_MARK + json.dumps(result), flush=True)
@@ -144,12 +144,12 @@ def _of_auto(method: Any) -> dict[str, Any]:
     """What it decided and why, and what it would take on faster networks."""
     if method.name != "auto":
         return {}
-    scheme = method.scheme
+    scheme = method.attachment.scheme
     plans = {}
     for rate_bps in (1e9, 10e9):
         plan = scheme.plan_for(rate_bps)
         plans[str(int(rate_bps))] = {"plain_s": plan[0], "best": plan[1], "best_s": plan[2]}
-    return {"auto": method.stats()["auto"], "elsewhere": plans}
+    return {"auto": method.own_stats()["auto"], "elsewhere": plans}
 
 
 def show(result: dict[str, Any], console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -14,18 +15,8 @@ from typing import Any
 
 from gradwire.errors import GradwireError, InvalidArgument
 
-SECTIONS = (
-    "devices",
-    "copies",
-    "staging",
-    "importance",
-    "kernels",
-    "gcomp kernels",
-    "float kernels",
-    "kernel rates",
-    "one rank",
-    "two ranks",
-)
+SECTIONS = ("devices", "copies", "staging", "importance", "kernels", "gcomp kernels", "float kernels", "kernel rates",
+            "one rank", "two ranks")  # fmt: skip
 _RANK = "GRADWIRE_GPU_RANK"
 
 
@@ -86,23 +77,27 @@ def run_sections(sections: dict[str, Callable[[], dict[str, Any]]], record: dict
 def _sections() -> dict[str, Callable[[], dict[str, Any]]]:
     import torch
 
-    from gradwire_lab.bench import device_checks, float_kernel_checks, gcomp_kernel_checks, kernel_checks
+    from gradwire_lab.bench import device_checks as checks
 
     current = torch.accelerator.current_accelerator()
     assert current is not None
     device = torch.device(current.type, torch.accelerator.current_device_index())
-    return {
-        "devices": lambda: device_checks.describe_devices(device),
-        "copies": lambda: device_checks.measure_copies(device),
-        "staging": lambda: device_checks.check_staging(device),
-        "importance": lambda: device_checks.check_importance(device),
-        "kernels": lambda: kernel_checks.check_kernels(device),
-        "gcomp kernels": lambda: gcomp_kernel_checks.check_gcomp_kernels(device),
-        "float kernels": lambda: float_kernel_checks.check_float_kernels(device),
-        "kernel rates": lambda: kernel_checks.measure_kernels(device),
-        "one rank": lambda: _check_in_ranks(1),
-        "two ranks": lambda: _check_in_ranks(2),
+
+    def with_kernels(check: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        kernels = checks.find_kernels(device)
+        return kernels if isinstance(kernels, dict) else check(kernels)
+
+    sections: dict[str, Callable[[], dict[str, Any]]] = {
+        "devices": lambda: checks.describe_devices(device),
+        "copies": lambda: checks.measure_copies(device),
+        "staging": lambda: checks.check_staging(device),
+        "importance": lambda: checks.check_importance(device),
     }
+    for section, codecs in checks.KERNELS.items():
+        check = functools.partial(checks.check_kernels, names=codecs)
+        sections[section] = functools.partial(with_kernels, check)
+    sections["kernel rates"] = lambda: with_kernels(checks.measure_kernels)
+    return sections | {"one rank": lambda: _check_in_ranks(1), "two ranks": lambda: _check_in_ranks(2)}
 
 
 def _check_in_ranks(n_ranks: int) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from gradwire_lab.bench.measures.commands import run_process, to_words
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 
+_KEPT = ("step", "elapsed_s", "iteration_s", "bits_per_value", "first_bits_per_value", "loss")
+
 
 def measure(call: Call) -> list[tuple[Cell, Record]]:
     """`gradwire train` inside `gradwire netlab run --at ...`: a record for each `window_s` seconds of training.
@@ -23,22 +25,14 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
     out = (call.folder / "adaptation" / str(cell["scheme"]).replace(":", "-")).resolve()
     ranks = int(call.get("ranks"))
     events = [f"{second}:rate:{rank}={rate}" for second, rate in call.get("at").items() for rank in range(ranks)]
-    lab = to_words({"ranks": ranks, "rate": call.get("rate")})
-    train = to_words(
-        {name: call.get(name) for name in ("workload", "steps", "bucket_mb")} | {"scheme": cell["scheme"], "out": out}
-    )
-    words = [
-        *lab,
-        *(word for event in events for word in ("--at", event)),
-        "--",
-        sys.executable,
-        "-m",
-        "gradwire",
-        "train",
-    ]
-    run_process(
-        [sys.executable, "-m", "gradwire", "netlab", "run", *words, *train], call.folder / "logs" / f"{call.key}.txt"
-    )
+    lab = [*to_words({"ranks": ranks, "rate": call.get("rate")}), *(word for one in events for word in ("--at", one))]
+    train = {name: call.get(name) for name in ("workload", "steps", "bucket_mb")} | {
+        "scheme": cell["scheme"],
+        "out": out,
+    }
+    gradwire = [sys.executable, "-m", "gradwire"]
+    command = [*gradwire, "netlab", "run", *lab, "--", *gradwire, "train", *to_words(train)]
+    run_process(command, call.folder / "logs" / f"{call.key}.txt")
     return [(cell, record) for record in in_windows(read_steps(out), float(call.get("window_s", 4.0)))]
 
 
@@ -56,14 +50,9 @@ def read_steps(folder: Path) -> list[Record]:
         steps = [json.loads(line) for line in lines]
         records = [
             {
-                "step": step["step"],
-                "elapsed_s": step["elapsed_s"],
-                "iteration_s": step["iteration_s"],
-                "bits_per_value": step["bits_per_value"],
-                "first_bits_per_value": step["first_bits_per_value"],
+                **{name: step[name] for name in _KEPT},
                 "q_ratio": step["bits_per_value"] / 32,
                 "acknowledged_bps": step.get("acknowledged_bps", 0.0),
-                "loss": step["loss"],
             }
             for step in steps
             if "bits_per_value" in step

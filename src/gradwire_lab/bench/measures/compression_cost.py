@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, _compute_bucket_assignment_by_size
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import slot_of
 from gradwire.errors import InvalidArgument
 from gradwire.reducer import Reducer
 from gradwire.registry import parse_spec
 from gradwire.telemetry.environment import describe_environment
+from gradwire.wire.communicator import Communicator, completed
 from gradwire_lab import workloads
-from gradwire_lab.bench.lone_rank import LoneRank
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.measures.shapes import rank_of
-from gradwire_lab.bench.timing import Timing
+from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.records import write_json
 from gradwire_lab.results.store import Record
@@ -64,6 +63,31 @@ class Gradients:
         """Put this step's gradient into the buffers, which the method before has overwritten."""
         for buffer, values in zip(self.buffers, self.values, strict=True):
             buffer.copy_(values)
+
+
+class LoneRank(Communicator):
+    """One rank in a world of `world_size` of which all others send what it sends; point to point is not to be had.
+
+    For measuring what a scheme computes and not what it sends: sums are products with the world size.
+
+    Args:
+        world_size: how many ranks the scheme is to believe in. The real group has one, this process.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size = world_size
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(self.world_size)
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future:
+        self.all_reduce(tensor, op)
+        return completed([tensor])
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.repeat(self.world_size, 1)
 
 
 class SchemeSteps:
@@ -189,10 +213,8 @@ def measure(call: Call) -> list[tuple[Cell, Record]]:
 
 
 def time_methods(asked: Asked) -> list[dict[str, Any]]:
-    """Flat records of all methods, PyTorch's hook first; torch's and gradwire's thread counts are set."""
+    """Flat records of all methods, PyTorch's hook first."""
     workload, rank = asked.workload, asked.rank or rank_of(asked.workload)
-    torch.set_num_threads(asked.threads)
-    gradwire.set_thread_count(asked.threads)
     own_group = not dist.is_initialized()
     if own_group:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -200,7 +222,9 @@ def time_methods(asked: Asked) -> list[dict[str, Any]]:
         gradients = Gradients(workload, int(asked.bucket_mb * (1 << 20)))
         methods: list[HookSteps | SchemeSteps] = [HookSteps(rank, gradients)]
         methods += [SchemeSteps(spec, rank, gradients) for spec in asked.schemes]
-        timings = _take_turns([method.take_step for method in methods], gradients, asked.warmup, asked.steps)
+        tasks = {str(number): Task(method.take_step, gradients.refill) for number, method in enumerate(methods)}
+        with threads(asked.threads):
+            timings = list(time_interleaved(tasks, asked.steps, asked.warmup, min_sample_s=0.0).values())
         for method in methods:
             method.close()
     finally:
@@ -221,23 +245,11 @@ def time_methods(asked: Asked) -> list[dict[str, Any]]:
             "step_s_low": timing.low_s,
             "step_s_high": timing.high_s,
             "ratio": timing.median_s / timings[0].median_s,
-            **_split(method.parts[asked.warmup :]),
+            **_split(method.parts[-asked.steps :]),
             **environment,
         }
         for method, timing in zip(methods, timings, strict=True)
     ]
-
-
-def _take_turns(steps: list[Callable[[], None]], gradients: Gradients, n_warmup: int, n_steps: int) -> list[Timing]:
-    samples: list[list[float]] = [[] for _ in steps]
-    for index in range(n_warmup + n_steps):
-        for take_step, kept in zip(steps, samples, strict=True):
-            gradients.refill()
-            started = time.perf_counter()
-            take_step()
-            if index >= n_warmup:
-                kept.append(time.perf_counter() - started)
-    return [Timing.of(kept) for kept in samples]
 
 
 def _split(parts: list[tuple[float, float, float]]) -> dict[str, float | None]:

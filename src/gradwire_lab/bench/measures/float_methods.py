@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec
 from gradwire_lab import workloads
 from gradwire_lab.bench.measures import Call
-from gradwire_lab.bench.measures.gradients import Records, load
+from gradwire_lab.bench.measures.gradients import load
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 from gradwire_lab.workloads.base import step_generator
@@ -33,11 +32,10 @@ def measure_training(call: Call) -> list[tuple[Cell, Record]]:
     workers, steps, decay = int(call.get("workers", 4)), int(call.get("steps")), int(call.get("decay_every", 0))
     if workers < 1 or steps < 1 or decay < 0:
         raise InvalidArgument("workers and steps count from 1, decay_every from 0")
-    found = []
-    for cell in call.cells:
-        records = train(str(call.get("workload")), str(cell["method"]), workers, steps, int(cell["seed"]), decay)
-        found.append((cell, describe_end(records)))
-    return found
+    workload = str(call.get("workload"))
+    return [
+        (cell, train(workload, str(cell["method"]), workers, steps, int(cell["seed"]), decay)[1]) for cell in call.cells
+    ]
 
 
 class Method:
@@ -109,12 +107,16 @@ def describe_errors(file: GradientFile, spec: str) -> Record:
     }
 
 
-def train(workload: str, spec: str, n_workers: int, n_steps: int, seed: int, decay_every: int) -> Records:
+def train(
+    workload: str, spec: str, n_workers: int, n_steps: int, seed: int, decay_every: int
+) -> tuple[list[float], Record]:
     """Train with `n_workers` workers played by this process, as AQGB's sum: every worker's gradient is quantised once, on
     its whole, and the mean of the quantised copies, in worker order, is what the optimizer gets.
 
-    The learning rate is divided by 10 every `decay_every` steps (0: never), as in the paper. One record a step: loss, the
-    mean over the workers before the step; at the end also what the workload's evaluation gives.
+    The learning rate is divided by 10 every `decay_every` steps (0: never), as in the paper.
+
+    Returns: each step's loss, the mean over the workers before it; and the record of the end: the mean loss over the last tenth
+        of the steps, and what the workload's evaluation gives.
     """
     name, options = parse_spec(workload)
     task = workloads.by_name(name, **options)
@@ -122,52 +124,41 @@ def train(workload: str, spec: str, n_workers: int, n_steps: int, seed: int, dec
     optimizer = task.build_optimizer(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     n_values = sum(parameter.numel() for parameter in parameters)
-    residuals = [torch.zeros(n_values) if method.has_error_feedback else None for _ in range(n_workers)]
+    residuals = torch.zeros(n_workers, n_values)
     batches = [task.batches(worker, n_workers, seed=seed) for worker in range(n_workers)]
-    records: Records = []
+    losses, n_bits = [], 0.0
     for step in range(n_steps):
         if decay_every and step and step % decay_every == 0:
             for group in optimizer.param_groups:
                 group["lr"] /= 10
-        total, losses, n_bits = torch.zeros(n_values), [], 0.0
-        for worker in range(n_workers):
+        total, summed = torch.zeros(n_values), 0.0
+        for worker, residual in enumerate(residuals):
             optimizer.zero_grad()
             loss = task.loss(model, next(batches[worker]))
             loss.backward()
-            losses.append(task.reported_loss(loss))
+            summed += task.reported_loss(loss)
             gradient = torch.cat(
                 [torch.zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in parameters]
             )
-            residual = residuals[worker]
-            if residual is not None:
+            if method.has_error_feedback:
                 gradient += residual
             received, n_bits = method.quantise(gradient, step, worker)
-            if residual is not None:
+            if method.has_error_feedback:
                 torch.sub(gradient, received, out=residual)
             total += received
         total /= n_workers
-        offset = 0
-        for parameter in parameters:
-            parameter.grad = total[offset : offset + parameter.numel()].view_as(parameter).clone()
-            offset += parameter.numel()
+        for parameter, mean in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = mean.view_as(parameter).clone()
         optimizer.step()
-        record: dict[str, Any] = {
-            "workload": workload,
-            "method": spec,
-            "seed": seed,
-            "workers": n_workers,
-            "step": step,
-            "loss": sum(losses) / n_workers,
-            "bits_a_value": n_bits,
-        }
-        if step == n_steps - 1:
-            record |= task.evaluate(model)
-        records.append(record)
-    return records
-
-
-def describe_end(records: Records) -> Record:
-    """Of one training's steps: the mean loss over the last tenth of them, and the final evaluation."""
-    last = records[-1]
-    late = [record["loss"] for record in records[-max(1, len(records) // 10) :]]
-    return {**last, "end_loss": float(np.mean(late))}
+        losses.append(summed / n_workers)
+    end = {
+        "workload": workload,
+        "method": spec,
+        "seed": seed,
+        "workers": n_workers,
+        "step": n_steps - 1,
+        "loss": losses[-1],
+        "bits_a_value": n_bits,
+    }
+    late = losses[-max(1, n_steps // 10) :]
+    return losses, {**end, **task.evaluate(model), "end_loss": float(np.mean(late))}

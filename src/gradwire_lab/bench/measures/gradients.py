@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradwire_lab.bench.exponents import entropy_bits, exponent_histogram
-from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits
+from gradwire_lab.bench.level_rule import allowed_scale, dropped_bits, entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.measures.gradient_files import gradient_file
 from gradwire_lab.bench.measures.huffman import escaped_lengths, gradwire_lengths, mean_bits, native_lengths

@@ -20,7 +20,6 @@ _RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}  # o
 _DEFAULT_RANK = 4
 _MIN_COMPRESSION_RATE = 2.0  # LowRank's default
 _TOP_K_SHARE = 0.001
-_MIB = 1 << 20
 # Fig. 5 says which share of the tensors is small; the paper's own bounds were lost with its numbers.
 _SMALL_ELEMENTS = 10_000
 _SIZE_LIMITS = (15_000, 2_200_000)  # bytes

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradwire.codecs import bloom_filter, sketch_sizes
@@ -19,8 +17,6 @@ from gradwire_lab.bench.timing import Task, threads, time_interleaved
 from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.store import Record
 
-Records = list[dict[str, Any]]
-
 _BUILT_BITS = 32
 
 
@@ -29,40 +25,41 @@ def measure_formulas(call: Call) -> list[tuple[Cell, Record]]:
 
     Axes `value_bits`, `density`.
     """
-    found = []
-    for cell in call.cells:
-        value_bits, density = cell["value_bits"], cell["density"]
-        bound, bitmap, bloom = (
-            size(1.0, density, value_bits) / value_bits
-            for size in (sketch_sizes.bound_bits, sketch_sizes.bitmap_bits, sketch_sizes.bloom_bits)
-        )
-        record = {
-            "value_bits": value_bits,
-            "density": density,
-            "bound_share": bound,
-            "bitmap_share": bitmap,
-            "bloom_share": bloom,
-            "best_over_bound": min(bitmap, bloom) / bound,
-            "best": "bitmap" if bitmap <= bloom else "bloom",
-        }
-        found.append((cell, record))
-    return found
+    return [(cell, formulas(cell["value_bits"], cell["density"])) for cell in call.cells]
+
+
+def formulas(value_bits: int, density: float) -> Record:
+    """One record of `measure_formulas`."""
+    bound, bitmap, bloom = (
+        size(1.0, density, value_bits) / value_bits
+        for size in (sketch_sizes.bound_bits, sketch_sizes.bitmap_bits, sketch_sizes.bloom_bits)
+    )
+    return {
+        "value_bits": value_bits,
+        "density": density,
+        "bound_share": bound,
+        "bitmap_share": bitmap,
+        "bloom_share": bloom,
+        "best_over_bound": min(bitmap, bloom) / bound,
+        "best": "bitmap" if bitmap <= bloom else "bloom",
+    }
 
 
 def measure_sizes(call: Call) -> list[tuple[Cell, Record]]:
     """Fig. 2 as built: axes `density`, `pattern`."""
-    return [
-        (cell, record)
-        for cell in call.cells
-        for record in built_sizes(int(call.get("n_elements")), [_density(cell["density"])], str(cell["pattern"]))
-    ]
+    n = int(call.get("n_elements"))
+    return [(cell, built_sizes(n, _density(cell["density"]), str(cell["pattern"]))) for cell in call.cells]
 
 
 def measure_recovery(call: Call) -> list[tuple[Cell, Record]]:
     """Fig. 3: axis `sketch_size`, as a share of the gradient's."""
     n, density = int(call.get("n_elements")), _density(call.get("density"))
-    records = recovery_over_size(n, density, call.values("sketch_size"), str(call.get("pattern", "element")))
-    return [(cell, {**record, "size": cell["sketch_size"]}) for cell, record in zip(call.cells, records, strict=True)]
+    gradient = torch.from_numpy(GradientSource(None, density, str(call.get("pattern", "element"))).gradient(0, n))
+    found = []
+    for cell in call.cells:
+        size = cell["sketch_size"]
+        found.append((cell, {**recovery(gradient, size), "size": size}))
+    return found
 
 
 def measure_speed(call: Call) -> list[tuple[Cell, Record]]:
@@ -85,79 +82,67 @@ def _density(value: Any) -> float:
     return float(value)
 
 
-def built_sizes(n_elements: int, densities: Sequence[float], pattern: str) -> Records:
+def built_sizes(n_elements: int, density: float, pattern: str) -> Record:
     """What the codec sends for a random index of `n_elements` float32, beside formulas and bound; every sketch peels."""
-    records: Records = []
-    for density in densities:
-        index, n_nonzeros = _random_index(n_elements, density, pattern)
-        share = n_nonzeros / n_elements
-        sketch = CountSketch()
-        bitmap_cells, bitmap_attempts = _peeled_cells(sketch, index, n_elements)
-        shape = BloomShape.fit(n_nonzeros, n_elements, sketch.gamma)
-        filter_words = torch.empty(shape.n_words, dtype=torch.int32)
-        bloom_filter.insert(index, n_elements, shape, 0, filter_words)
-        candidates = torch.empty_like(index)
-        n_candidates = bloom_filter.query(filter_words, n_elements, shape, 0, candidates).n_candidates
-        bloom_cells, _ = _peeled_cells(sketch, candidates, n_elements)
-        bitmap = (32 * index.numel() + _BUILT_BITS * bitmap_cells) / (_BUILT_BITS * n_elements)
-        bloom = (32 * shape.n_words + _BUILT_BITS * bloom_cells) / (_BUILT_BITS * n_elements)
-        bound = sketch_sizes.bound_bits(1.0, share, _BUILT_BITS) / _BUILT_BITS
-        formula = sketch_sizes.bitmap_bits(1.0, share, _BUILT_BITS, sketch.gamma) / _BUILT_BITS
-        bloom_formula = sketch_sizes.bloom_bits(1.0, share, _BUILT_BITS, sketch.gamma) / _BUILT_BITS
-        records.append(
-            {
-                "n_elements": n_elements,
-                "pattern": pattern,
-                "density": share,
-                "bound_share": bound,
-                "bitmap_share": bitmap,
-                "bitmap_over_formula": bitmap / formula,
-                "bloom_share": bloom,
-                "bloom_over_formula": bloom / bloom_formula,
-                "false_positives": (n_candidates - n_nonzeros) / max(1, n_elements - n_nonzeros),
-                "best_over_bound": min(bitmap, bloom) / bound,
-                "attempts": bitmap_attempts,
-            }
-        )
-    return records
+    index, n_nonzeros = _random_index(n_elements, density, pattern)
+    share = n_nonzeros / n_elements
+    sketch = CountSketch()
+    bitmap_cells, attempts = _peeled_cells(sketch, index, n_elements)
+    shape = BloomShape.fit(n_nonzeros, n_elements, sketch.gamma)
+    filter_words = torch.empty(shape.n_words, dtype=torch.int32)
+    bloom_filter.insert(index, n_elements, shape, 0, filter_words)
+    candidates = torch.empty_like(index)
+    n_candidates = bloom_filter.query(filter_words, n_elements, shape, 0, candidates).n_candidates
+    bloom_cells, _ = _peeled_cells(sketch, candidates, n_elements)
+    bitmap = (32 * index.numel() + _BUILT_BITS * bitmap_cells) / (_BUILT_BITS * n_elements)
+    bloom = (32 * shape.n_words + _BUILT_BITS * bloom_cells) / (_BUILT_BITS * n_elements)
+    bound = sketch_sizes.bound_bits(1.0, share, _BUILT_BITS) / _BUILT_BITS
+    formula = sketch_sizes.bitmap_bits(1.0, share, _BUILT_BITS, sketch.gamma) / _BUILT_BITS
+    bloom_formula = sketch_sizes.bloom_bits(1.0, share, _BUILT_BITS, sketch.gamma) / _BUILT_BITS
+    return {
+        "n_elements": n_elements,
+        "pattern": pattern,
+        "density": share,
+        "bound_share": bound,
+        "bitmap_share": bitmap,
+        "bitmap_over_formula": bitmap / formula,
+        "bloom_share": bloom,
+        "bloom_over_formula": bloom / bloom_formula,
+        "false_positives": (n_candidates - n_nonzeros) / max(1, n_elements - n_nonzeros),
+        "best_over_bound": min(bitmap, bloom) / bound,
+        "attempts": attempts,
+    }
 
 
-def recovery_over_size(n_elements: int, density: float, sizes: Sequence[float], pattern: str) -> Records:
-    """Fig. 3: share recovered, average relative error and rounds, over the sketch's size as a share of the gradient's."""
-    gradient = torch.from_numpy(GradientSource(None, density, pattern).gradient(0, n_elements))
+def recovery(gradient: torch.Tensor, size: float) -> Record:
+    """Fig. 3: share recovered, average relative error and rounds, by a sketch of `size` of the gradient's."""
+    n_elements = gradient.numel()
     own = torch.empty(index_words(n_elements), dtype=torch.int32)
     n_nonzeros = write_index(gradient, own).n_nonzeros
-    wanted = gradient.numpy().astype(np.float64)
-    places = np.flatnonzero(wanted)
-    records: Records = []
-    for size in sizes:
-        sketch = CountSketch()
-        # A sketch that may be as large as it likes is given gamma of the size asked for.
-        gamma = size * n_elements / n_nonzeros
-        if gamma >= sketch.gamma:
-            sketch = CountSketch(gamma=min(gamma, 10.0))
-            sketch.prepare(own, n_elements)
-        else:
-            sketch.prepare(own, n_elements, max_cells=max(1, int(size * n_elements)))
-        cells, out = torch.empty(sketch.n_cells), torch.empty(n_elements)
-        sketch.add(gradient, own, cells)
-        n_core = sketch.peel(own)
-        sketch.recover(cells, 1.0, out, estimate=True)
-        error = np.abs(out.numpy()[places] - wanted[places]) / np.abs(wanted[places])
-        records.append(
-            {
-                "density": n_nonzeros / n_elements,
-                "sketch_share": sketch.n_cells / n_elements,
-                "cells_a_nonzero": sketch.n_cells / n_nonzeros,
-                "recovery_rate": 1 - n_core / n_nonzeros,
-                "relative_error": float(error.mean()),
-                "rounds": sketch.n_rounds,
-            }
-        )
-    return records
+    sketch = CountSketch()
+    # A sketch that may be as large as it likes is given gamma of the size asked for.
+    gamma = size * n_elements / n_nonzeros
+    if gamma >= sketch.gamma:
+        sketch = CountSketch(gamma=min(gamma, 10.0))
+        sketch.prepare(own, n_elements)
+    else:
+        sketch.prepare(own, n_elements, max_cells=max(1, int(size * n_elements)))
+    cells, out = torch.empty(sketch.n_cells), torch.empty(n_elements)
+    sketch.add(gradient, own, cells)
+    n_core = sketch.peel(own)
+    sketch.recover(cells, 1.0, out, estimate=True)
+    wanted, found = (values[gradient != 0].double() for values in (gradient, out))
+    return {
+        "density": n_nonzeros / n_elements,
+        "sketch_share": sketch.n_cells / n_elements,
+        "cells_a_nonzero": sketch.n_cells / n_nonzeros,
+        "recovery_rate": 1 - n_core / n_nonzeros,
+        "relative_error": float(((found - wanted).abs() / wanted.abs()).mean()),
+        "rounds": sketch.n_rounds,
+    }
 
 
-def _time_one(n_elements: int, density: float, pattern: str, n_rounds: int) -> dict[str, Any]:
+def _time_one(n_elements: int, density: float, pattern: str, n_rounds: int) -> Record:
     gradient = torch.from_numpy(GradientSource(None, density, pattern).gradient(0, n_elements))
     own = torch.empty(index_words(n_elements), dtype=torch.int32)
     sketch = CountSketch()

@@ -7,6 +7,7 @@ one that is finished there, with the code as it is, is not trained again.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import sys
@@ -23,7 +24,7 @@ import torch
 from gradwire import schemes
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.registry import parse_spec
-from gradwire_lab.bench.exponents import entropy_bits, exponent_histogram
+from gradwire_lab.bench.level_rule import entropy_bits, exponent_histogram
 from gradwire_lab.bench.measures import Call
 from gradwire_lab.bench.provenance import code_state
 from gradwire_lab.results.experiment import Cell
@@ -286,18 +287,10 @@ def _name(cell: Cell, scheme: str | None = None) -> str:
 
 
 def _folder_name(config: TrainConfig, n_ranks: int, rate: str) -> str:
-    """All that sets trainings apart, as a name."""
-
-    def spec(name: str, options: dict[str, Any]) -> str:
-        return "-".join([name, *(f"{key}-{value}" for key, value in options.items())])
-
-    words = [spec(config.workload, config.workload_options), spec(config.scheme, config.scheme_options)]
-    words += [f"seed-{config.seed}", f"{config.steps}-steps", f"{n_ranks}-ranks", rate]
-    words += [f"local-sgd-{config.local_sgd}-{config.outer}-{config.feedback_decay}"] * (config.local_sgd > 0)
-    words += [f"batch-{config.batch_size}"] * (config.batch_size is not None)
-    words += [f"bucket-{config.bucket_cap_mb}"] * (config.bucket_cap_mb is not None)
-    words += [f"dump-{config.dump_gradients_every}"] * (config.dump_gradients_every > 0)
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(words))
+    """What is trained in words, and a digest of all that sets trainings apart."""
+    asked = json.dumps([dataclasses.asdict(config) | {"out": None}, n_ranks, rate], default=str, sort_keys=True)
+    words = f"{config.workload}--{config.scheme}--seed-{config.seed}--{config.steps}-steps--{n_ranks}-ranks"
+    return f"{words}--{hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()}"
 
 
 if __name__ == "__main__":

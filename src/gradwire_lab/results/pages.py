@@ -182,8 +182,8 @@ class Book:
         for path, _, plot in self._plots(experiment):
             lines += [f"![{plot.y.heading} by {plot.x.replace('_', ' ')}]({path.name})", ""]
         for goal, found in self._goals(experiment):
-            shown = "; ".join(f"{words} **{verdict}**" for verdict, words in found)
-            lines += [f"- Goal, {goal}: {shown}."]
+            words = "; ".join(f"{text} **{verdict}**" for verdict, text in found)
+            lines += [f"- Goal, {goal}: {words}."]
         if experiment.goals and shown:
             lines.append("")
         if not shown:

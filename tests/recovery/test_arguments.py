@@ -15,11 +15,12 @@ from float_messages import decode, encode, same_bits
 from gradwire import codecs
 from gradwire.codecs.count_sketch import CountSketch
 from gradwire.codecs.embedded_float import EmbeddedFloat
-from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, Truncate, describe
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.ternary import Ternary
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument, Unsupported
+from gradwire_lab.schemes.baselines import Truncate
 
 GRADIENT = torch.linspace(-1, 1, 64)
 OUT = torch.empty(1_000, dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
 from gradwire.wire.communicator import Communicator
@@ -14,7 +14,7 @@ _FIELDS = {"version": int, "scheme": str, "configuration": dict, "world_size": i
 class Saved(Protocol):
     """What a checkpoint knows of a scheme."""
 
-    name: ClassVar[str]
+    name: str
     state_is_per_world: bool
 
     @property

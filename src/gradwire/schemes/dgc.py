@@ -61,6 +61,7 @@ class Dgc(Compressed):
 
     name = "dgc"
     acts_alone = True
+    settles_plainly = False
 
     def __init__(
         self,

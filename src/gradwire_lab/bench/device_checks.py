@@ -26,7 +26,7 @@ from gradwire.doors.attachment import attach
 from gradwire.errors import GradwireError
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from gradwire.schemes.low_rank.base import LowRank
+from gradwire.schemes.low_rank import LowRank
 
 _SHAPES = [(60, 20), (60,), (60, 60), (3,), (0,), (40_000,), (25, 4)]
 _COPY_BYTES = 64 << 20

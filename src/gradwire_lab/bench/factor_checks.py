@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from gradwire.gpu.kernels import Kernels, using
-from gradwire.schemes.low_rank.factors import multiply, orthogonalise
+from gradwire.schemes.low_rank import multiply, orthogonalise
 from gradwire_lab.bench.device_checks import CheckFailed
 
 KERNELS = ("gw_multiply_factors", "gw_orthogonalise_factors")
@@ -21,9 +21,9 @@ def run(kernels: Kernels) -> int:
         left, right, matrix = (_drawn(shape) for shape in ((rank, n), (rank, m), (n, m)))
         for subtract in (False, True) if dtype == torch.float32 else (False,):
             expected, found = matrix.to(dtype, copy=True), matrix.to(kernels.device, dtype, copy=True)
-            multiply(left, right, expected, subtract)
+            multiply(left[None], right[None], [expected], subtract)
             with using(kernels):
-                multiply(left.to(kernels.device), right.to(kernels.device), found, subtract)
+                multiply(left[None].to(kernels.device), right[None].to(kernels.device), [found], subtract)
             _compare(f"a product of rank {rank}, {n} x {m}, {dtype}", expected, found)
             n_cases += 1
     for rank, n in {(rank, n) for rank, n, _ in SHAPES if rank <= n}:

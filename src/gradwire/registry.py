@@ -46,7 +46,9 @@ class Registry(Generic[Made]):
 
     def class_of(self, name: str) -> type[Made]:
         """Raises: InvalidArgument (no such name)."""
-        return _class_made_by(self._maker_of(name))
+        maker = self._maker_of(name)
+        made: type[Made] = maker if isinstance(maker, type) else get_type_hints(maker)["return"]
+        return made
 
     def _maker_of(self, name: str) -> Callable[..., Made]:
         if name not in self._places:
@@ -61,7 +63,7 @@ class Registry(Generic[Made]):
         try:
             return maker(**options)
         except TypeError as error:
-            wrong = describe_wrong_option(maker, options)
+            wrong = describe_wrong_option(self.class_of(name), maker, options)
             raise InvalidArgument(f"{self._kind} {name!r}{' ' + wrong if wrong else f': {error}'}") from error
 
 
@@ -77,15 +79,8 @@ def describe_choices(wrong: str, names: Iterable[str]) -> str:
     return f"there are: {', '.join(known)}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
 
 
-def _class_made_by(maker: Callable[..., Made]) -> type[Made]:
-    """The class itself, or what the function that makes one is annotated with."""
-    made: type[Made] = maker if isinstance(maker, type) else get_type_hints(maker)["return"]
-    return made
-
-
-def describe_wrong_option(maker: Callable[..., Any], options: Iterable[str]) -> str | None:
-    """The first of `options` that `maker` does not take, and those that it takes; None if it takes them all."""
-    cls = _class_made_by(maker)
+def describe_wrong_option(cls: type, maker: Callable[..., Any], options: Iterable[str]) -> str | None:
+    """The first of `options` that `maker` of a `cls` does not take, and those it takes; None if it takes them all."""
     takes = [] if maker is cls else _parameters_of(maker)[0]
     for ancestor in cls.__mro__:  # one that takes **options hands them on to the next ...
         init = vars(ancestor).get("__init__")

@@ -112,8 +112,8 @@ def test_scheme_follows_its_float64_transcription(scheme: str, world_size: int, 
 
 def compare_with_power_sgd(rank: int, world_size: int) -> None:
     """Two alternating steps on one gradient are one step of Power-SGD from the same start, in float64."""
-    options = {"rank": RANK, "min_compression_rate": 0, "error_feedback": False}
-    driver = Driver(schemes.by_name("acp-sgd", **options), parameters_of(), LAYOUTS[0])
+    scheme = schemes.by_name("acp-sgd", rank=RANK, min_compression_rate=0, error_feedback=False)
+    driver = Driver(scheme, parameters_of(), LAYOUTS[0])
     everyone = [gradients_of(other, 0) for other in range(world_size)]
     driver.reduce(everyone[rank])
     results = driver.reduce(everyone[rank])
@@ -156,10 +156,9 @@ def conserve(rank: int, world_size: int, scheme: str, factor_dtype: str) -> dict
     driver = Driver(made, parameters_of(), LAYOUTS[0])
     history: dict[str, list] = {"gradients": [], "results": [], "residuals": []}
     for step in range(6):
-        if step == 4:
-            driver.bucket_sizes = LAYOUTS[1]
         gradients = gradients_of(rank, step)
         if step == 4:
+            driver.bucket_sizes = LAYOUTS[1]
             gradients[0].zero_()  # unused on every rank
             if rank == 0:
                 gradients[2].zero_()  # and on this one

@@ -20,7 +20,6 @@ from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.ternary import Ternary
 from gradwire.codecs.truncated_float import TruncatedFloat
 from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument, Unsupported
-from gradwire_lab.schemes.baselines import Truncate
 
 GRADIENT = torch.linspace(-1, 1, 64)
 OUT = torch.empty(1_000, dtype=torch.uint8)
@@ -246,7 +245,6 @@ def test_calls_that_cannot_be_are_refused(call: Call, error: type[Exception], ma
 
 def test_truncate_drops_eighteen_bits_towards_zero_by_default() -> None:
     codec = codecs.by_name("truncate")
-    assert isinstance(codec, Truncate)
     decoded = decode(codec, encoded(codec), 64)
     assert torch.equal(decoded.view(torch.int32), GRADIENT.view(torch.int32) & ~((1 << 18) - 1))
 

@@ -178,7 +178,7 @@ def matrix_shape(parameter: Slot | Tensor, rank: int, min_compression_rate: floa
     return MatrixShape(n_rows, n_columns, rank)
 
 
-class Group:
+class MatrixGroup:
     """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all.
 
     Attributes:
@@ -218,7 +218,7 @@ class Group:
                 factor.copy_(draw_factor(options.seed, key, step, *factor.shape))
 
 
-class Plan:
+class BucketPlan:
     """How the buckets of one layout are compressed.
 
     Attributes:
@@ -230,7 +230,7 @@ class Plan:
         checksum: of the factors that come in next, for ranks to compare.
     """
 
-    def __init__(self, groups: list[Group], dense: list[tuple[int, int]], device: torch.device) -> None:
+    def __init__(self, groups: list[MatrixGroup], dense: list[tuple[int, int]], device: torch.device) -> None:
         self.groups, self.dense, self.checksum = groups, dense, 0
         self.spans = [span for group in groups for span in group.spans]
         self.sizes = [group.p.shape[0] * group.shape.n_rows * group.shape.n_columns for group in groups]
@@ -257,12 +257,12 @@ class Plans:
 
     def __init__(self, shape_of: Callable[[Slot], MatrixShape | None], seed: int, are_orthogonal: bool) -> None:
         self._shape_of, self._seed, self._are_orthogonal = shape_of, seed, are_orthogonal
-        self._plans: dict[Layout, Plan] = {}
+        self._plans: dict[Layout, BucketPlan] = {}
         self._keys: dict[Slot, str] = {}
         self._n_elements = {"p": 0, "q": 0, "": 0}  # sent of the model so far, dense tensors included, and in all
         self._loose: dict[Slot, Tensor] = {}
 
-    def find(self, bucket: Bucket, turn: str) -> Plan:
+    def find(self, bucket: Bucket, turn: str) -> BucketPlan:
         """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
         plan = self._plans.get(bucket.layout)
         if plan is not None:
@@ -295,7 +295,7 @@ class Plans:
         """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
         return self._n_elements[side] / self._n_elements[""] if self._n_elements[""] else 1.0
 
-    def _make(self, bucket: Bucket) -> Plan:
+    def _make(self, bucket: Bucket) -> BucketPlan:
         dense = [] if bucket.slots else [(0, bucket.n_elements)]
         members: dict[MatrixShape, list[tuple[Slot, str, tuple[int, int]]]] = {}
         for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
@@ -312,10 +312,10 @@ class Plans:
             elif start < end:
                 dense.append((start, end))
         device = bucket.buffer.device
-        return Plan([Group(*group, device) for group in members.items()], dense, device)
+        return BucketPlan([MatrixGroup(*group, device) for group in members.items()], dense, device)
 
 
-def _factors_of(plan: Plan, turn: str) -> Iterator[tuple[Slot, Tensor]]:
+def _factors_of(plan: BucketPlan, turn: str) -> Iterator[tuple[Slot, Tensor]]:
     for group in plan.groups:
         yield from zip(group.slots, group.incoming(turn), strict=True)
 
@@ -341,7 +341,7 @@ class Work:
     bucket: Bucket
     done: Future = field(default_factory=Future)
     wire: Wire = field(init=False)
-    plan: Plan = field(init=False)
+    plan: BucketPlan = field(init=False)
     steps: Iterator[Next] = field(init=False)
     next: Next = "send"
     loss_scale: float = 1.0

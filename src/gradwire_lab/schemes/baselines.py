@@ -54,7 +54,9 @@ class CodecRing(Compressed):
 
     works_on_device = False
 
-    def __init__(self, name: str, topology: str, chunk_elements: int, codec: dict[str, Any], /) -> None:
+    def __init__(
+        self, name: str, codec: dict[str, Any], /, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS
+    ) -> None:
         self.name = name
         super().__init__(collective=Ring(codecs.by_name(name, **codec), topology, chunk_elements))
         self._codec_options = codec
@@ -70,7 +72,7 @@ def truncate_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, 
 
     When not to use this: for training; it is the comparator that GComp's levels are measured against.
     """
-    return CodecRing("truncate", topology, chunk_elements, codec)
+    return CodecRing("truncate", codec, topology, chunk_elements)
 
 
 def zlib_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> CodecRing:
@@ -78,7 +80,7 @@ def zlib_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **co
 
     When not to use this: wherever zstd is to be had.
     """
-    return CodecRing("zlib", topology, chunk_elements, codec)
+    return CodecRing("zlib", codec, topology, chunk_elements)
 
 
 def zstd_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> CodecRing:
@@ -86,7 +88,7 @@ def zstd_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **co
 
     When not to use this: on any network faster than about 0.3 Gb/s a core; it gains 7 % and takes longer than it saves.
     """
-    return CodecRing("zstd", topology, chunk_elements, codec)
+    return CodecRing("zstd", codec, topology, chunk_elements)
 
 
 class Truncate(GCompCodec):

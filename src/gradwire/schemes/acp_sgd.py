@@ -46,13 +46,13 @@ def steps_of(scheme: LowRank, work: Work) -> Iterator[Next]:
         scheme.fusion.flush()
     if scheme.error_feedback:
         for group in groups:  # with this rank's own factor, while its sum is under way
-            multiply(group.p, group.q, group.total, subtract=True)  # E <- (M + E) - P Q^T
+            multiply(scheme.kernels, group.p, group.q, group.total, subtract=True)  # E <- (M + E) - P Q^T
         scheme.keep_totals(work)
     yield "write"
     for group in groups:
-        multiply(group.p, group.q, group.in_bucket(work.bucket.buffer))  # gradient = P Q^T
+        multiply(scheme.kernels, group.p, group.q, group.in_bucket(work.bucket.buffer))  # gradient = P Q^T
     yield "keep"
     for group in groups:
         factors = group.p if turn == "p" else group.q
         group.redraw(factors, scheme.options, work.bucket.step + 1)
-        orthogonalise(factors)
+        orthogonalise(scheme.kernels, factors)

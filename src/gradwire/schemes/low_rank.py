@@ -32,7 +32,7 @@ from gradwire.core.feedback import Unused
 from gradwire.core.session import Session
 from gradwire.core.slot import Slot
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.gpu.kernels import kernels_for
+from gradwire.gpu.kernels import Kernels, kernels_for
 from gradwire.gpu.launching import THREADS, grid
 from gradwire.gpu.structs import fill_struct
 from gradwire.schemes.compressed import Compressed
@@ -102,7 +102,7 @@ class Options:
             object.__setattr__(self, name, float(getattr(self, name)))
 
 
-# ---- factors, each (rank, n): with the same bits on every machine
+# ---- factors, each (rank, n): with the same bits on every machine, by the native core or, if given, kernels
 
 
 def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> Tensor:
@@ -112,12 +112,13 @@ def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> Tenso
     return torch.from_numpy(generator.standard_normal((rank, length), dtype=np.float32))
 
 
-def multiply(left: Tensor, right: Tensor, out: Iterable[Tensor], subtract: bool = False) -> None:
+def multiply(
+    kernels: Kernels | None, left: Tensor, right: Tensor, out: Iterable[Tensor], subtract: bool = False
+) -> None:
     """Each of `out` (n, m) = left^T right, rounded to its dtype; or, of float32, out -= that.
 
     Args: left, right: (k, rank, n), (k, rank, m) float32, for k matrices.
     """
-    kernels = kernels_for(left.device)
     for one, other, matrix in zip(left, right, out, strict=True):
         if kernels is None:
             product = matrix if matrix.dtype == torch.float32 else torch.empty(matrix.shape)
@@ -133,10 +134,9 @@ def multiply(left: Tensor, right: Tensor, out: Iterable[Tensor], subtract: bool 
         kernels.launch("gw_multiply_factors", grid(matrix.numel()), THREADS, 0, parameters)
 
 
-def orthogonalise(factors: Tensor) -> None:
+def orthogonalise(kernels: Kernels | None, factors: Tensor) -> None:
     """Make the rows of each of `factors` (k, rank, n), rank at most n, orthonormal, in place."""
     n_factors, rank, n = factors.shape
-    kernels = kernels_for(factors.device)
     if kernels is None:
         _native.orthogonalise_factors(factors.view(-1), n_factors, rank)
         return
@@ -252,11 +252,13 @@ class Plans:
     Args:
         shape_of: the matrix that a slot is compressed as.
         seed: of factors that are drawn.
-        are_orthogonal: factors come in with orthonormal rows.
+        complete: what is done to a factor (1, rank, n) that was drawn.
     """
 
-    def __init__(self, shape_of: Callable[[Slot], MatrixShape | None], seed: int, are_orthogonal: bool) -> None:
-        self._shape_of, self._seed, self._are_orthogonal = shape_of, seed, are_orthogonal
+    def __init__(
+        self, shape_of: Callable[[Slot], MatrixShape | None], seed: int, complete: Callable[[Tensor], None] | None
+    ) -> None:
+        self._shape_of, self._seed, self._complete = shape_of, seed, complete
         self._plans: dict[Layout, BucketPlan] = {}
         self._keys: dict[Slot, str] = {}
         self._n_elements = {"p": 0, "q": 0, "": 0}  # sent of the model so far, dense tensors included, and in all
@@ -278,8 +280,8 @@ class Plans:
                     factor.copy_(self._loose.pop(slot))
                     continue
                 factor.copy_(draw_factor(self._seed, key, 0, *factor.shape))
-                if self._are_orthogonal:
-                    orthogonalise(factor[None])
+                if self._complete is not None:
+                    self._complete(factor[None])
         plan.keep(turn)
         return plan
 
@@ -545,14 +547,15 @@ class LowRank(Compressed):
         super().bind(session)
         if self.options.exempt is None and is_beside_adam(session):
             self._exempt_words(session)
-        kernels_for(session.wire.device)
+        self.kernels = kernels_for(session.wire.device)
         self._begin_anew(session)
 
     def _begin_anew(self, session: Session) -> None:
         self.turn = "p"
         self._works: list[Work] = []  # all compressed buckets of this step, in order
         buffer_bytes = self.options.buffer_mb * _MIB * (self.wire_dtype.itemsize / 4)
-        self.plans = Plans(self._shape_of, self.options.seed, self._takes_turns)
+        complete = functools.partial(orthogonalise, self.kernels) if self._takes_turns else None
+        self.plans = Plans(self._shape_of, self.options.seed, complete)
         self.fusion = Fusion(session, self.plans, self.wire_dtype, buffer_bytes, self.options.overlap)
 
     def _exempt_words(self, session: Session) -> None:

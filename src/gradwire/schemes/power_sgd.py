@@ -47,12 +47,12 @@ def steps_of(scheme: LowRank, work: Work) -> Iterator[Next]:
         scheme.fusion.send(work, torch.bmm(group.q, group.total.mT, out=group.p), "p")  # P <- (M + E) Q
     yield "send"
     for group in groups:
-        orthogonalise(group.p)
+        orthogonalise(scheme.kernels, group.p)
         scheme.fusion.send(work, torch.bmm(group.p, group.total, out=group.new_q), "q")  # Q <- (M + E)^T P
     yield "write"
     for group in groups:
         matrices = group.in_bucket(gradient)
-        multiply(group.p, group.new_q, matrices)  # gradient = P Q^T
+        multiply(scheme.kernels, group.p, group.new_q, matrices)  # gradient = P Q^T
         if scheme.error_feedback:
             for total, matrix in zip(group.total, matrices, strict=True):
                 total.sub_(matrix)  # E <- (M + E) - gradient

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from gradwire.gpu.kernels import Kernels, using
+from gradwire.gpu.kernels import Kernels
 from gradwire.schemes.low_rank import multiply, orthogonalise
 from gradwire_lab.bench.device_checks import CheckFailed
 
@@ -21,9 +21,8 @@ def run(kernels: Kernels) -> int:
         left, right, matrix = (_drawn(shape) for shape in ((rank, n), (rank, m), (n, m)))
         for subtract in (False, True) if dtype == torch.float32 else (False,):
             expected, found = matrix.to(dtype, copy=True), matrix.to(kernels.device, dtype, copy=True)
-            multiply(left[None], right[None], [expected], subtract)
-            with using(kernels):
-                multiply(left[None].to(kernels.device), right[None].to(kernels.device), [found], subtract)
+            multiply(None, left[None], right[None], [expected], subtract)
+            multiply(kernels, left[None].to(kernels.device), right[None].to(kernels.device), [found], subtract)
             _compare(f"a product of rank {rank}, {n} x {m}, {dtype}", expected, found)
             n_cases += 1
     for rank, n in {(rank, n) for rank, n, _ in SHAPES if rank <= n}:
@@ -34,9 +33,8 @@ def run(kernels: Kernels) -> int:
         for place, size in enumerate((1e15, 1e34, 1e-25, 1e-38, 1e-43), 4):
             factors[place] *= size
         expected, found = factors.clone(), factors.to(kernels.device, copy=True)
-        orthogonalise(expected)
-        with using(kernels):
-            orthogonalise(found)
+        orthogonalise(None, expected)
+        orthogonalise(kernels, found)
         _compare(f"orthogonal factors of rank {rank}, {n}", expected, found)
         n_cases += 1
     return n_cases

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from gradwire.errors import InvalidArgument
 
@@ -27,11 +27,11 @@ def register(kind: str, name: str, place: str) -> None:
 
 
 class Registry(Generic[Made]):
-    """Classes by name, imported when they are first asked for.
+    """Classes by name, or functions that make an object of the class that they are annotated with; imported when asked for.
 
     Args:
         kind: what they are called in an error.
-        places: name -> "module:class".
+        places: name -> "module:class" or "module:function".
     """
 
     def __init__(self, kind: str, places: Mapping[str, str]) -> None:
@@ -46,19 +46,24 @@ class Registry(Generic[Made]):
 
     def class_of(self, name: str) -> type[Made]:
         """Raises: InvalidArgument (no such name)."""
+        maker = self._maker_of(name)
+        made: type[Made] = maker if isinstance(maker, type) else get_type_hints(maker)["return"]
+        return made
+
+    def _maker_of(self, name: str) -> Callable[..., Made]:
         if name not in self._places:
             raise InvalidArgument(f"no {self._kind} is called {name!r}; {describe_choices(name, self.names())}")
-        module_path, class_name = self._places[name].split(":")
-        found: type[Made] = getattr(importlib.import_module(module_path), class_name)
+        module_path, maker = self._places[name].split(":")
+        found: Callable[..., Made] = getattr(importlib.import_module(module_path), maker)
         return found
 
     def make(self, name: str, options: Mapping[str, Any]) -> Made:
         """Raises: InvalidArgument (no such name or option, or a value out of range)."""
-        cls = self.class_of(name)
+        maker = self._maker_of(name)
         try:
-            return cls(**options)
+            return maker(**options)
         except TypeError as error:
-            wrong = describe_wrong_option(cls, options)
+            wrong = describe_wrong_option(self.class_of(name), maker, options)
             raise InvalidArgument(f"{self._kind} {name!r}{' ' + wrong if wrong else f': {error}'}") from error
 
 
@@ -71,9 +76,9 @@ def describe_choices(wrong: str, names: Iterable[str]) -> str:
     return (f"did you mean {nearest[0]!r}? " if nearest else "") + f"there are: {', '.join(known)}"
 
 
-def describe_wrong_option(cls: type, options: Iterable[str]) -> str | None:
-    """The first of `options` that `cls` does not take, and those that it takes; None if it takes them all."""
-    takes: list[str] = []
+def describe_wrong_option(cls: type, maker: Callable[..., Any], options: Iterable[str]) -> str | None:
+    """The first of `options` that `maker` of a `cls` does not take, and those it takes; None if it takes them all."""
+    takes = [] if maker is cls else _parameters_of(maker)[0]
     for ancestor in cls.__mro__:  # one that takes **options hands them on to the next ...
         init = vars(ancestor).get("__init__")
         if init is None:

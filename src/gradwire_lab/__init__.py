@@ -6,9 +6,12 @@ It uses the library, and the library never imports it. Importing it registers wh
 from gradwire.registry import register
 
 register("aggregator", "switch", "gradwire_lab.switch:Switch")
+register("codec", "truncate", "gradwire_lab.schemes.baselines:Truncate")
+register("codec", "zlib", "gradwire_lab.schemes.baselines:ZlibCodec")
+register("codec", "zstd", "gradwire_lab.schemes.baselines:ZstdCodec")
 register("scheme", "periodic", "gradwire_lab.schemes.baselines:Periodic")
 register("scheme", "random-k", "gradwire_lab.schemes.random_k:RandomK")
 register("scheme", "top-k-adam", "gradwire_lab.schemes.top_k_adam:TopKAdam")
-register("scheme", "truncate", "gradwire_lab.schemes.baselines:TruncateRing")
-register("scheme", "zlib", "gradwire_lab.schemes.baselines:ZlibRing")
-register("scheme", "zstd", "gradwire_lab.schemes.baselines:ZstdRing")
+register("scheme", "truncate", "gradwire_lab.schemes.baselines:truncate_ring")
+register("scheme", "zlib", "gradwire_lab.schemes.baselines:zlib_ring")
+register("scheme", "zstd", "gradwire_lab.schemes.baselines:zstd_ring")

@@ -32,7 +32,7 @@ from gradwire.gpu.kernels import Kernels, using
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.compressed import count_of
 from gradwire.schemes.dgc import draw_sample
-from gradwire.schemes.low_rank.factors import multiply, orthogonalise
+from gradwire.schemes.low_rank import multiply, orthogonalise
 
 # Of threads and blocks on the emulator: forward, backward, two by chance.
 ORDERS = (0, 1, 5, 6)
@@ -268,9 +268,8 @@ def assert_products(kernels: Kernels, shape: tuple[int, int, int], way: tuple[to
     (rank, n, m), (dtype, subtract), place = shape, way, kernels.device
     left, right, matrix = (drawn_factors(size) for size in ((rank, n), (rank, m), (n, m)))
     expected, found = matrix.to(dtype, copy=True), matrix.to(place, dtype, copy=True)
-    multiply(left, right, expected, subtract)
-    with using(kernels):
-        multiply(left.to(place), right.to(place), found, subtract)
+    multiply(None, left[None], right[None], [expected], subtract)
+    multiply(kernels, left[None].to(place), right[None].to(place), [found], subtract)
     require_same(found, expected, "products")
 
 
@@ -282,9 +281,8 @@ def assert_orthogonal(kernels: Kernels, shape: tuple[int, int]) -> None:
     factors[3, :, 1:] = 0
     factors[4:] *= torch.tensor([1e15, 1e34, 1e-25, 1e-38, 1e-43]).view(5, 1, 1)
     found = factors.to(kernels.device, copy=True)
-    orthogonalise(factors)
-    with using(kernels):
-        orthogonalise(found)
+    orthogonalise(None, factors)
+    orthogonalise(kernels, found)
     require_same(found, factors, "factors")
 
 

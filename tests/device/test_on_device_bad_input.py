@@ -17,7 +17,7 @@ from test_on_device import SCHEMES, begin_with_kernels, train
 from torch import Tensor
 
 import gradwire
-from gradwire.schemes.low_rank.base import LowRank
+from gradwire.schemes.low_rank import LowRank
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceGroup, DeviceWire, Reading, ResidentBucket
 from gradwire.wire.wire import StepOutcome
@@ -156,7 +156,7 @@ def hold_other_factors(rank: int, world_size: int, library: Path) -> None:
         backward(step)
     attachment.stats()  # which waits until the step is settled
     assert isinstance(scheme, LowRank)
-    for plan in scheme._plans._plans.values() if rank else ():
+    for plan in scheme.plans._plans.values() if rank else ():
         plan.checksum ^= 1
     backward(2)
     with pytest.raises(gradwire.RankMismatch, match=r"different factors before bucket . of step 2"):

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import gradwire
 from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
-from gradwire_lab.schemes.baselines import ZlibRing
+from gradwire_lab.schemes.baselines import CodecRing
 from ranks import run_ranks, try_ranks
 
 
@@ -132,7 +132,7 @@ def test_rank_that_cannot_attach_tells_the_others() -> None:
         assert "Adamax" in str(outcome.error)
 
 
-class FallsBack(ZlibRing):
+class FallsBack(CodecRing):
     """Sends every bucket of step 1 plainly, as a scheme may that meets what it cannot compress."""
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
@@ -141,7 +141,7 @@ class FallsBack(ZlibRing):
         return super().reduce(bucket)
 
 
-class FailsAtTheEnd(ZlibRing):
+class FailsAtTheEnd(CodecRing):
     """Fails when step 1 is to be committed, on one rank."""
 
     def end_step(self, step: int) -> None:
@@ -152,7 +152,7 @@ class FailsAtTheEnd(ZlibRing):
 def count_fallbacks(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, FallsBack(), timeout_s=100)
+    attachment = gradwire.attach(ddp, optimizer, FallsBack("zlib", {}), timeout_s=100)
     for batch in batches(rank, 3):
         take_step(ddp, optimizer, batch)
     assert attachment.stats()["n_fallbacks"] == attachment.recorder.steps[1].n_buckets > 1
@@ -167,7 +167,7 @@ def test_stats_count_every_fallback() -> None:
 def fail_at_the_end(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, FailsAtTheEnd(), timeout_s=100)
+    attachment = gradwire.attach(ddp, optimizer, FailsAtTheEnd("zlib", {}), timeout_s=100)
     n_done = 0
     try:
         for batch in batches(rank, 4):

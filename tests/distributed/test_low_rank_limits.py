@@ -67,9 +67,8 @@ def refuse(rank: int, world_size: int) -> None:
     wider = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Tanh(), nn.Linear(24, 24)))
     load(wider, schemes.by_name("acp-sgd", rank=3), saved, "has no such parameter")
     reshaped = copy.deepcopy(saved)
-    residuals = reshaped["state"]["residuals"]
-    residuals["0.weight"] = torch.zeros(3, 3)
-    load(build()[0], schemes.by_name("acp-sgd", rank=3), reshaped, "expected \\(24, 24\\)")
+    reshaped["state"]["residuals"]["0.weight"] = torch.zeros(3, 3)
+    load(build()[0], schemes.by_name("acp-sgd", rank=3), reshaped, "9 elements for '0.weight'; it has 576")
     load(build()[0], schemes.by_name("acp-sgd", rank=3), {**saved, "state": {}}, "lacks is_step_for_p")
 
 

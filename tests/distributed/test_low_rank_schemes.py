@@ -308,12 +308,10 @@ def spoil_factor(rank: int, world_size: int, scheme: str) -> str:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_factors_that_differ_between_ranks_are_named_on_every_rank(scheme: str) -> None:
-    messages = run_ranks(spoil_factor, 3, scheme)
-    assert all("rank 2: " in message for message in messages)
+    assert all("rank 2: " in message for message in run_ranks(spoil_factor, 3, scheme))
 
 
 def zero_gradients(rank: int, world_size: int, scheme: str) -> None:
-    """Zero gradients for some steps leave neither NaN nor factors that stay zero."""
     ddp, optimizer = build()
     attachment = gradwire.attach(ddp, optimizer, schemes.by_name(scheme, rank=3))
     for _ in range(3):

@@ -38,13 +38,12 @@ def follow_torch(rank: int, world_size: int, name: str) -> None:
         model(gradient).backward()
         if step < 0:  # two plain steps, and one with factors of the hook's own
             continue
-        ours = driver.reduce([gradient])[0] if step else None
         if step == 0:
             factors = {"p0": state.q_memory_dict[0].view(COLUMNS, RANK).T.contiguous()}
             residuals = {"p0": state.error_dict[0].view(ROWS, COLUMNS).clone()}
             driver.scheme.load_state_dict({**driver.scheme.state_dict(), "factors": factors, "residuals": residuals})
             continue
-        assert ours is not None
+        (ours,) = driver.reduce([gradient])
         theirs = model.module.weight.grad
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4), (step, float((ours - theirs).abs().max()))
         kept = driver.scheme.state_dict()["residuals"]["p0"]

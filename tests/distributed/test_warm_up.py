@@ -64,7 +64,7 @@ def test_plain_steps_count_as_settling_and_without_an_optimizer_there_are_none(n
 
 def end_early(rank: int, world_size: int, name: str) -> list[str]:
     texts = log_of("gradwire.schemes.plain_steps")
-    driver = Driver(schemes.by_name(name, **{OPTION[name]: 9}), [torch.zeros(SHAPE)])
+    driver = Driver(schemes.by_name(name, **{OPTION.get(name, "warmup_steps"): 9}), [torch.zeros(SHAPE)])
     driver.reduce([gradient_of(rank, 0).view(SHAPE)])
     driver.close()
     return texts
@@ -74,9 +74,12 @@ def end_early(rank: int, world_size: int, name: str) -> list[str]:
 def test_the_log_names_the_warm_up_and_a_training_that_ended_within(name: str) -> None:
     (texts,) = run_ranks(end_early, 1, name)
     assert f"{name}: steps before 9 are reduced plainly" in texts[0]
-    assert (
-        f"nothing was compressed: the last step was 0, and those before 9 are plain; lower {OPTION[name]}" in texts[1]
-    )
+    ended = f"nothing was compressed: the last step was 0, and those before 9 are plain; lower {OPTION[name]}"
+    assert ended in texts[1]
+
+
+def test_dgc_compresses_from_its_first_step_and_does_not_call_its_warm_up_plain() -> None:
+    assert run_ranks(end_early, 1, "dgc") == [[]]
 
 
 Beside = tuple[dict[str, Any], list[str], int]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import errors, schemes
+from gradwire import codecs, errors, registry, schemes
 from gradwire.core.bucket import check_gradient
 from gradwire_lab.cli import main
 from ranks import patience, try_ranks
@@ -195,6 +195,13 @@ def test_missing_extra_names_the_install_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(errors.Unsupported, match=r"pip install 'gradwire\[bench\]'"):
         schemes.by_name("zstd")
+
+
+def test_a_baseline_of_the_laboratory_says_what_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    for by_name in (codecs.by_name, schemes.by_name):
+        with pytest.raises(errors.InvalidArgument, match=r"'zlib' is a baseline .* `import gradwire_lab` registers it"):
+            by_name("zlib")
 
 
 def attach_another_scheme(rank: int, world_size: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import Kernels
 from gradwire.registry import Registry
 
@@ -82,14 +83,13 @@ _REGISTRY: Registry[Codec] = Registry(
         "qsgd": "gradwire.codecs.qsgd:Qsgd",
         "ternary": "gradwire.codecs.ternary:Ternary",
         "thc": "gradwire.codecs.hadamard:Thc",
-        "truncate": "gradwire.codecs.gcomp:Truncate",
         "two-bit": "gradwire.codecs.two_bit:TwoBit",
         "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",
         "raw": "gradwire.codecs.general:RawCodec",
-        "zlib": "gradwire.codecs.general:ZlibCodec",
-        "zstd": "gradwire.codecs.general:ZstdCodec",
     },
 )
+# Baselines that the laboratory registers when it is imported.
+_OF_THE_LABORATORY = ("truncate", "zlib", "zstd")
 
 
 def names() -> list[str]:
@@ -102,4 +102,6 @@ def by_name(name: str, **options: Any) -> Codec:
 
     Raises: InvalidArgument (unknown name, or an option that the codec does not take).
     """
+    if name in _OF_THE_LABORATORY and name not in names():
+        raise InvalidArgument(f"the codec {name!r} is a baseline for experiments: `import gradwire_lab` registers it")
     return _REGISTRY.make(name, options)

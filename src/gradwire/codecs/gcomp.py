@@ -21,7 +21,7 @@ from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts
 from gradwire.gpu.structs import fill_struct
 
-__all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe", "message_holds_nonfinite"]
+__all__ = ["GCompCodec", "HuffmanTable", "describe", "message_holds_nonfinite"]
 
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _ROUNDINGS = ("nearest", "truncate")
@@ -373,16 +373,6 @@ class CountingCodec:
     def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
         """As `GCompCodec.exchange_codec`."""
         return self._codec.exchange_codec(dtype, importance, self._counts)
-
-
-class Truncate(GCompCodec):
-    """GComp's message with the `bits` lowest mantissa bits always cut off: the comparator of the paper's Fig. 18."""
-
-    name = "truncate"
-
-    def __init__(self, bits: int = 18, table: HuffmanTable | None = None, format: int = 2) -> None:
-        """See `GCompCodec`. Raises: InvalidArgument."""
-        super().__init__(importance="truncate", bits=bits, table=table, format=format)
 
 
 def message_holds_nonfinite(message: Tensor) -> bool:

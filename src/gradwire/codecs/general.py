@@ -1,10 +1,8 @@
-"""General-purpose lossless messages: raw bytes, zlib and zstd. What the specialised codecs are measured against."""
+"""General-purpose lossless messages: raw bytes. The laboratory adds zlib and zstd, which other codecs are measured against."""
 
 from __future__ import annotations
 
 import struct
-import threading
-import zlib
 from typing import Any
 
 import numpy as np
@@ -13,9 +11,9 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.tensors import DTYPE_CODES, bytes_of, check_room, check_size, check_tensor, dtype_code
-from gradwire.errors import BufferTooSmall, CorruptMessage, IncompatibleVersion, InvalidArgument, Unsupported
+from gradwire.errors import BufferTooSmall, CorruptMessage, IncompatibleVersion
 
-__all__ = ["RawCodec", "ZlibCodec", "ZstdCodec", "describe"]
+__all__ = ["RawCodec", "describe"]
 
 MAGIC = b"GWGE"
 VERSION = 1
@@ -24,8 +22,8 @@ VERSION = 1
 _HEADER = struct.Struct("<4sBBBBQQI")
 _CHECKSUM_OFFSET = _HEADER.size - 4
 
-_STORED, _ZLIB, _ZSTD = 0, 1, 2
-_METHOD_NAMES = {_STORED: "raw", _ZLIB: "zlib", _ZSTD: "zstd"}
+_STORED = 0
+_METHOD_NAMES = {_STORED: "raw", 1: "zlib", 2: "zstd"}
 
 
 class RawCodec:
@@ -117,78 +115,6 @@ class RawCodec:
 
     def _decompress(self, payload: np.ndarray[Any, np.dtype[np.uint8]], n_bytes: int) -> bytes:
         raise AssertionError("raw messages have no other method")
-
-
-class ZlibCodec(RawCodec):
-    """zlib (DEFLATE). The bytes depend on the zlib that Python was built with; every zlib reads them.
-
-    When not to use this: to save time; it compresses gradients by 7 % at 0.03 GB/s (level 1).
-    Args: level: 1 (fast) to 9. Raises: InvalidArgument.
-    """
-
-    name = "zlib"
-    _method = _ZLIB
-
-    def __init__(self, level: int = 1) -> None:
-        if not 1 <= level <= 9:
-            raise InvalidArgument(f"zlib: level must be 1 to 9, got {level}")
-        self._level = level
-
-    def _compress(self, values: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes | None:
-        return zlib.compress(values.data, self._level)
-
-    def _decompress(self, payload: np.ndarray[Any, np.dtype[np.uint8]], n_bytes: int) -> bytes:
-        stream = zlib.decompressobj()
-        try:
-            content = stream.decompress(payload.data, n_bytes + 1)  # one more: a longer content must not pass unseen
-        except zlib.error as error:
-            raise CorruptMessage(f"zlib: {error}") from error
-        if not stream.eof or stream.unused_data or stream.unconsumed_tail:
-            raise CorruptMessage("zlib: the stream does not end with the payload")
-        return content
-
-
-class ZstdCodec(RawCodec):
-    """Zstandard. The bytes depend on the version of the zstandard package; every version reads them.
-
-    When not to use this: on networks faster than some 1 Gb/s; it compresses gradients by 7 % at 0.4 GB/s (level 1).
-    Args: level: -7 (fast) to 22, not 0. Raises: InvalidArgument, Unsupported (package not installed).
-    """
-
-    name = "zstd"
-    _method = _ZSTD
-
-    def __init__(self, level: int = 1) -> None:
-        if not -7 <= level <= 22 or level == 0:
-            raise InvalidArgument(f"zstd: level must be -7 to 22 and not 0, got {level}")
-        try:
-            import zstandard
-        except ImportError as error:
-            raise Unsupported(
-                "codec zstd needs the package zstandard: pip install 'gradwire[bench]'; zlib works without"
-            ) from error
-        self._zstandard = zstandard
-        self._level = level
-        self._contexts = threading.local()  # a context serves one call at a time, and costs more than a small message
-
-    def _compress(self, values: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes | None:
-        if not hasattr(self._contexts, "compressor"):
-            self._contexts.compressor = self._zstandard.ZstdCompressor(level=self._level)
-        compressed: bytes = self._contexts.compressor.compress(values.data)
-        return compressed
-
-    def _decompress(self, payload: np.ndarray[Any, np.dtype[np.uint8]], n_bytes: int) -> bytes:
-        if not hasattr(self._contexts, "decompressor"):
-            self._contexts.decompressor = self._zstandard.ZstdDecompressor()
-        try:
-            # The frame says how much it holds, and that much would be allocated: checked first.
-            held = self._zstandard.get_frame_parameters(payload.data).content_size
-            if held != n_bytes:
-                raise CorruptMessage(f"zstd: a frame of {held} bytes, expected {n_bytes}")
-            content: bytes = self._contexts.decompressor.decompress(payload.data, allow_extra_data=False)
-        except self._zstandard.ZstdError as error:
-            raise CorruptMessage(f"zstd: {error}") from error
-        return content
 
 
 def describe(message: Tensor) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ _FIELDS = {"version": int, "scheme": str, "configuration": dict, "world_size": i
 class Saved(Protocol):
     """What a checkpoint knows of a scheme."""
 
-    name: ClassVar[str]
+    name: str
     state_is_per_world: bool
 
     @property

@@ -218,7 +218,7 @@ class Feedback:
                     f"the checkpoint holds a residual of {residual.numel()} elements for {name!r}; it has {has}. "
                     "Load the checkpoint into the model that wrote it."
                 )
-            loaded[slot] = Kept(residual.detach().clone().view(-1))
+            loaded[slot] = Kept(residual.detach().reshape(-1).clone())
         self.clear()
         self._current = loaded
 

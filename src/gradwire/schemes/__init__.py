@@ -18,7 +18,7 @@ __all__ = ["Scheme", "Session", "TwoLevel", "by_name", "names"]
 _REGISTRY: Registry[Scheme] = Registry(
     "scheme",
     {
-        "acp-sgd": "gradwire.schemes.acp_sgd:AcpSgd",
+        "acp-sgd": "gradwire.schemes.acp_sgd:acp_sgd",
         "aqgb": "gradwire.schemes.aqgb.scheme:Aqgb",
         "auto": "gradwire.schemes.auto.scheme:Auto",
         "bf16": "gradwire.schemes.bf16:Bf16",
@@ -30,8 +30,8 @@ _REGISTRY: Registry[Scheme] = Registry(
         "one-bit": "gradwire.schemes.quantisers:OneBitScheme",
         "one-bit-adam": "gradwire.schemes.one_bit_adam:OneBitAdam",
         "plain": "gradwire.schemes.plain:Plain",
-        "power-sgd": "gradwire.schemes.power_sgd:PowerSgd",
-        "power-sgd-overlap": "gradwire.schemes.power_sgd:PowerSgdOverlap",
+        "power-sgd": "gradwire.schemes.power_sgd:power_sgd",
+        "power-sgd-overlap": "gradwire.schemes.power_sgd:power_sgd_overlap",
         "qsgd": "gradwire.schemes.quantisers:QsgdScheme",
         "sign-sgd": "gradwire.schemes.sign_sgd:SignSgd",
         "slimgc": "gradwire.schemes.slimgc:SlimGC",

@@ -16,45 +16,43 @@ models of few or small matrices, or where every step's gradient has to be exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from gradwire.schemes.low_rank.base import LowRank
-from gradwire.schemes.low_rank.factors import orthogonalise, redraw_factors
-from gradwire.schemes.low_rank.fusion import Work
+from gradwire.schemes.low_rank import LowRank, Next, Options, Work, multiply, orthogonalise
 
 
-class AcpSgd(LowRank):
-    """Mean over the ranks, in low rank, one factor a step. Options: see LowRank.
+def acp_sgd(**options: Any) -> LowRank:
+    """Mean over the ranks, in low rank, one factor a step. Options: see `gradwire.schemes.low_rank.Options`.
 
     Beside Adam its first 100 steps are plain: that takes off a third of what it loses there. Power-SGD loses too little.
     """
+    return LowRank("acp-sgd", steps_of, Options(**options), True)
 
-    name = "acp-sgd"
 
-    takes_turns = True
-
-    def steps(self, work: Work) -> Iterator[None]:
-        groups, turn = work.plan.groups, self.turn
-        self.fusion.send(work, work.dense, turn)
-        for group in groups:
-            group.correct(work.bucket.buffer, work.wire, work.loss_scale)
-            if turn == "p":
-                factors = torch.bmm(group.q, group.corrected.mT, out=group.p)
-            else:
-                factors = torch.bmm(group.p, group.corrected, out=group.q)
-            factors.copy_(factors.to(self.wire_dtype))  # what is sent of them
-            self.fusion.send(work, factors, turn)
-        if work.bucket.is_last:
-            self.fusion.flush()
-        if self.error_feedback:
-            for group in groups:  # with this rank's own factor, while its sum is under way
-                group.subtract_product()
-        yield
-        for group in groups:
-            group.write_product(work.bucket.buffer, group.p, group.q)
-        yield
-        for group in groups:
-            factors = group.p if turn == "p" else group.q
-            redraw_factors(factors, group.keys, self.seed, work.bucket.step + 1, only_zero=self.reuse)
-            orthogonalise(factors)
+def steps_of(scheme: LowRank, work: Work) -> Iterator[Next]:
+    """Algorithm 2 for one bucket, over all its matrices of one shape at a time; factors are kept transposed."""
+    groups, turn = work.plan.groups, scheme.turn
+    for group in groups:
+        if turn == "p":  # P <- (M + E) Q
+            sent, other, total = group.p, group.q, group.total.mT
+        else:  # Q <- (M + E)^T P
+            sent, other, total = group.q, group.p, group.total
+        torch.bmm(other, total, out=sent)
+        sent.copy_(sent.to(scheme.wire_dtype))  # what of it is sent
+        scheme.fusion.send(work, sent, turn)
+    if work.bucket.is_last:
+        scheme.fusion.flush()
+    if scheme.error_feedback:
+        for group in groups:  # with this rank's own factor, while its sum is under way
+            multiply(scheme.kernels, group.p, group.q, group.total, subtract=True)  # E <- (M + E) - P Q^T
+        scheme.keep_totals(work)
+    yield "write"
+    for group in groups:
+        multiply(scheme.kernels, group.p, group.q, group.in_bucket(work.bucket.buffer))  # gradient = P Q^T
+    yield "keep"
+    for group in groups:
+        factors = group.p if turn == "p" else group.q
+        group.redraw(factors, scheme.options, work.bucket.step + 1)
+        orthogonalise(scheme.kernels, factors)

@@ -22,7 +22,7 @@ class Scheme(metaclass=ABCMeta):
     bucket, `end_buckets` and `end_step`; `state_dict` between steps; `close` at the end.
     """
 
-    name: ClassVar[str]
+    name: str
     # Whether its state depends on how many ranks there are (residuals do, code tables do not).
     state_is_per_world: bool = False
     # Fields of its state that differ between ranks: tensors by name, of which another number of ranks gets the mean.

@@ -60,6 +60,7 @@ class Dgc(Compressed):
 
     name = "dgc"
     acts_alone = True
+    settles_plainly = False
 
     def __init__(
         self,

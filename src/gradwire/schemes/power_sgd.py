@@ -12,52 +12,53 @@ product, as published: where ranks see different data each rank's own E grows, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from gradwire.schemes.low_rank.base import LowRank
-from gradwire.schemes.low_rank.factors import orthogonalise, redraw_factors
-from gradwire.schemes.low_rank.fusion import Work
+from gradwire.schemes.low_rank import LowRank, Next, Options, Work, multiply, orthogonalise
 
 
-class PowerSgd(LowRank):
+def power_sgd(rank: int = 4, buffer_mb: float = math.inf, **options: Any) -> LowRank:
     """Mean over the ranks, in low rank; everything is compressed and sent after the backward pass, packed.
 
-    Options: see LowRank, but for `overlap`, which is what `power-sgd-overlap` is for; `buffer_mb` is inf by default.
+    Options: see `gradwire.schemes.low_rank.Options`, but for `overlap`; `buffer_mb` is inf by default.
     """
-
-    name = "power-sgd"
-    n_waits = 2
-
-    def __init__(self, rank: int = 4, buffer_mb: float = float("inf"), **options: Any) -> None:
-        if "overlap" in options:
-            raise TypeError("overlap is the difference between power-sgd and power-sgd-overlap; choose one of them")
-        super().__init__(rank=rank, buffer_mb=buffer_mb, overlap=type(self) is PowerSgdOverlap, **options)
-
-    def steps(self, work: Work) -> Iterator[None]:
-        groups = work.plan.groups
-        self.fusion.send(work, work.dense, "p")
-        for group in groups:
-            group.correct(work.bucket.buffer, work.wire, work.loss_scale)
-            self.fusion.send(work, torch.bmm(group.q, group.corrected.mT, out=group.p), "p")
-        yield
-        for group in groups:
-            orthogonalise(group.p)
-            self.fusion.send(work, torch.bmm(group.p, group.corrected, out=group.new_q), "q")
-        yield
-        for group in groups:
-            group.write_product(work.bucket.buffer, group.p, group.new_q)
-            if self.error_feedback:
-                group.subtract_result(work.bucket.buffer)
-        yield
-        for group in groups:
-            group.q, group.new_q = group.new_q, group.q
-            redraw_factors(group.q, group.keys, self.seed, work.bucket.step + 1, only_zero=self.reuse)
+    return _make("power-sgd", False, options | {"rank": rank, "buffer_mb": buffer_mb})
 
 
-class PowerSgdOverlap(PowerSgd):
+def power_sgd_overlap(rank: int = 4, buffer_mb: float = math.inf, **options: Any) -> LowRank:
     """Power-SGD bucket by bucket inside the backward pass: what PyTorch's own powerSGD_hook does."""
+    return _make("power-sgd-overlap", True, options | {"rank": rank, "buffer_mb": buffer_mb})
 
-    name = "power-sgd-overlap"
+
+def _make(name: str, overlap: bool, options: dict[str, Any]) -> LowRank:
+    if "overlap" in options:
+        raise TypeError("overlap is the difference between power-sgd and power-sgd-overlap; choose one of them")
+    return LowRank(name, steps_of, Options(overlap=overlap, **options))
+
+
+def steps_of(scheme: LowRank, work: Work) -> Iterator[Next]:
+    """Algorithm 1 for one bucket, over all its matrices of one shape at a time; factors are kept transposed."""
+    groups, gradient = work.plan.groups, work.bucket.buffer
+    for group in groups:
+        scheme.fusion.send(work, torch.bmm(group.q, group.total.mT, out=group.p), "p")  # P <- (M + E) Q
+    yield "send"
+    for group in groups:
+        orthogonalise(scheme.kernels, group.p)
+        scheme.fusion.send(work, torch.bmm(group.p, group.total, out=group.new_q), "q")  # Q <- (M + E)^T P
+    yield "write"
+    for group in groups:
+        matrices = group.in_bucket(gradient)
+        multiply(scheme.kernels, group.p, group.new_q, matrices)  # gradient = P Q^T
+        if scheme.error_feedback:
+            for total, matrix in zip(group.total, matrices, strict=True):
+                total.sub_(matrix)  # E <- (M + E) - gradient
+    if scheme.error_feedback:
+        scheme.keep_totals(work)
+    yield "keep"
+    for group in groups:
+        group.q, group.new_q = group.new_q, group.q
+        group.redraw(group.q, scheme.options, work.bucket.step + 1)

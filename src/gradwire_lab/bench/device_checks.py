@@ -32,7 +32,7 @@ from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, using
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from gradwire.schemes.low_rank.base import LowRank
+from gradwire.schemes.low_rank import LowRank
 
 _SHAPES = [(60, 20), (60,), (60, 60), (3,), (0,), (40_000,), (25, 4)]
 _N_STEPS = 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -349,7 +349,7 @@ class Aqgb(BlockBroadcast):
         options: see BlockBroadcast.
     """
 
-    name: ClassVar[str] = "aqgb"
+    name = "aqgb"
 
     def __init__(
         self, floor: float = DEFAULT_FLOOR, ceiling: float = 1.0, blocks: Division = 4,
@@ -384,7 +384,7 @@ class Broadcast(BlockBroadcast):
     Options: see BlockBroadcast.
     """
 
-    name: ClassVar[str] = "broadcast"
+    name = "broadcast"
 
     def __init__(self, bits: int = 4, blocks: Division = 4, max_grad_norm: float | None = None, **options: Any) -> None:
         super().__init__(blocks, max_grad_norm, **options)

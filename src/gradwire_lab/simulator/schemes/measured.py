@@ -20,7 +20,7 @@ from gradwire_lab.simulator.schemes.collective import Cost, Lane
 TABLE = Path(__file__).with_name("measured.json")
 FORMAT = 1
 
-# Schemes whose sums run on while the next bucket is compressed (schemes/low_rank/fusion.py, schemes/plain.py).
+# Schemes whose sums run on while the next bucket is compressed (schemes/low_rank.py, schemes/plain.py).
 _ASYNCHRONOUS = ("plain", "periodic", "acp-sgd")
 
 _SHAPES = {

@@ -1,0 +1,760 @@
+"""Low-rank schemes: each gradient matrix is approximated by P Q^T, and factors are summed in its place.
+
+An algorithm (`acp_sgd.py`, `power_sgd.py`) is one function: what becomes of the matrices of one bucket. `LowRank` is the scheme
+around it, and `Fusion` runs it for all buckets of a step, so that sums are fused and overlap the backward pass. Tensors lie in
+host memory, or on a device, where work is enqueued on the current stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire import _native
+from gradwire.checks import choice as check_choice
+from gradwire.codecs.tensors import dtype_code
+from gradwire.core.bucket import Bucket, Layout, Slot, offsets_of
+from gradwire.core.checkpoint import not_the_state
+from gradwire.core.feedback import Unused
+from gradwire.core.session import Session
+from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.gpu.kernels import Kernels, kernels_for
+from gradwire.gpu.launching import THREADS, grid
+from gradwire.gpu.structs import fill_struct
+from gradwire.schemes.compressed import Compressed
+from gradwire.schemes.plain_steps import PlainSteps, is_beside_adam
+from gradwire.schemes.selection import ByName, Names, embeddings_and_heads
+from gradwire.wire.communicator import ring_bytes
+from gradwire.wire.device_wire import DeviceWire
+from gradwire.wire.preamble import compare_preambles, name_other_factors
+from gradwire.wire.wire import Wire
+
+_log = logging.getLogger(__name__)
+_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MAX_RANKS_BFLOAT16 = 256  # fingerprints are counts of ranks, and bfloat16 holds integers up to here
+_MIB = float(1 << 20)
+
+# What an algorithm does when it goes on: send more, write the mean, or keep factors for the next step. Before "send" and
+# "write" all that it has sent must have come back as its mean, before "keep" the step must count.
+Next = Literal["send", "write", "keep"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of low-rank schemes.
+
+    Attributes:
+        rank: of the approximation; a matrix with fewer rows or columns uses that many.
+        min_compression_rate: a matrix n x m is sent as it is if n m / ((n + m) rank) is below. 0: compress all.
+        start_step: steps before this one are reduced plainly. None: 0, but 100 for acp-sgd beside Adam and its kin.
+        error_feedback: add what compression left out to the next gradient.
+        reuse: begin with the factor of the step before; False draws a new one every step.
+        overlap: compress during the backward pass; False waits for its end, so that nothing competes with it.
+        buffer_mb: tensor fusion: buffers are summed when they hold what stands for this much gradient (MiB x the
+            model's compression rate). 0: every tensor alone; inf: all at the end. Buffers join successive buckets, and
+            what fills early is sent early; for compression in smaller portions lower DDP's own bucket_cap_mb.
+        factor_dtype: "float32" or "bfloat16", of everything on the wire. Rounding of factors is fed back,
+            that of uncompressed parameters is not.
+        seed: of the factors that training starts with; the same on all ranks.
+        exempt, only: tensors that are not, or that alone are, compressed, by name. exempt=None: none, but under Adam
+            the embeddings and the heads, whose rows are words, most of them of none of a batch's.
+    Raises: InvalidArgument (a value out of range).
+    """
+
+    rank: int = 4
+    min_compression_rate: float = 2.0
+    start_step: int | None = None
+    error_feedback: bool = True
+    reuse: bool = True
+    overlap: bool = True
+    buffer_mb: float = 25.0
+    factor_dtype: str = "float32"
+    seed: int = 0
+    exempt: Names | None = None
+    only: Names | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise InvalidArgument(f"rank must be an integer of at least 1, got {self.rank!r}")
+        if not self.min_compression_rate >= 0:
+            raise InvalidArgument(
+                f"min_compression_rate must be at least 0 (compress all), got {self.min_compression_rate}"
+            )
+        if math.isnan(self.buffer_mb) or self.buffer_mb < 0:
+            raise InvalidArgument(f"buffer_mb must be 0 (no fusion), a size or inf, got {self.buffer_mb}")
+        check_choice("factor_dtype", self.factor_dtype, _WIRE_DTYPES)
+        for name in ("min_compression_rate", "buffer_mb"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+
+# ---- factors, each (rank, n): with the same bits on every machine, by the native core or, if given, kernels
+
+
+def draw_factor(seed: int, key: str, step: int, rank: int, length: int) -> Tensor:
+    """(rank, length) float32 from N(0, 1), the same on every rank: from what all ranks share alone."""
+    digest = hashlib.blake2b(repr((seed, key, step, rank, length)).encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    return torch.from_numpy(generator.standard_normal((rank, length), dtype=np.float32))
+
+
+def multiply(
+    kernels: Kernels | None, left: Tensor, right: Tensor, out: Iterable[Tensor], subtract: bool = False
+) -> None:
+    """Each of `out` (n, m) = left^T right, rounded to its dtype; or, of float32, out -= that.
+
+    Args: left, right: (k, rank, n), (k, rank, m) float32, for k matrices.
+    """
+    for one, other, matrix in zip(left, right, out, strict=True):
+        if kernels is None:
+            product = matrix if matrix.dtype == torch.float32 else torch.empty(matrix.shape)
+            _native.multiply_factors(one.view(-1), other.view(-1), one.shape[0], subtract, product.view(-1))
+            if product is not matrix:
+                matrix.copy_(product)
+            continue
+        sizes = {"n_rows": matrix.shape[0], "n_columns": matrix.shape[1], "rank": one.shape[0]}
+        dtype = dtype_code(matrix.dtype)
+        parameters = fill_struct(
+            "MultiplyFactors", left=one, right=other, matrix=matrix, **sizes, dtype=dtype, subtracts=subtract
+        )
+        kernels.launch("gw_multiply_factors", grid(matrix.numel()), THREADS, 0, parameters)
+
+
+def orthogonalise(kernels: Kernels | None, factors: Tensor) -> None:
+    """Make the rows of each of `factors` (k, rank, n), rank at most n, orthonormal, in place."""
+    n_factors, rank, n = factors.shape
+    if kernels is None:
+        _native.orthogonalise_factors(factors.view(-1), n_factors, rank)
+        return
+    parameters = fill_struct("OrthogonaliseFactors", factors=factors, n=n, rank=rank)
+    kernels.launch("gw_orthogonalise_factors", n_factors, THREADS, 4 * (2 + rank), parameters)
+
+
+def _checksum(factors: Tensor, before: int) -> int:
+    """32 bits of `factors` and of `before`, for ranks to compare; waits for a device's current stream."""
+    if factors.device.type == "cpu":
+        return _native.crc32c(factors.view(-1).view(torch.uint8), before)
+    words = factors.view(-1).view(torch.int32)
+    return (31 * before + int(words.sum(dtype=torch.int64))) & 0xFFFFFFFF
+
+
+# ---- parameters as matrices
+
+
+class MatrixShape(NamedTuple):
+    """A parameter as a matrix, first dimension by the rest, and the rank it is approximated with."""
+
+    n_rows: int
+    n_columns: int
+    rank: int
+
+
+def matrix_shape(parameter: Slot | Tensor, rank: int, min_compression_rate: float) -> MatrixShape | None:
+    """The matrix that `parameter` is compressed as, or None if it travels as it is.
+
+    The rate is n m / ((n + m) r): what both factors together save, as in PyTorch's powerSGD_hook.
+    """
+    if parameter.dim() < 2 or parameter.numel() == 0:
+        return None
+    n_rows = parameter.shape[0]
+    n_columns = parameter.numel() // n_rows
+    rank = min(rank, n_rows, n_columns)
+    if n_rows * n_columns < min_compression_rate * (n_rows + n_columns) * rank:
+        return None
+    return MatrixShape(n_rows, n_columns, rank)
+
+
+class MatrixGroup:
+    """The matrices of one shape in one bucket, stacked, so that one batched product compresses them all.
+
+    Attributes:
+        keys: what the factors of each are drawn from.
+        spans: where each lies in the bucket.
+        p: (k, rank, n_rows), q: (k, rank, n_columns): the factors, transposed. Row after row they are contiguous.
+        new_q: as q, for a Q that is made while the last one still counts.
+        total: (k, n_rows, n_columns) float32: gradient + residual; less what of it is sent, the new residual.
+    """
+
+    total: Tensor
+
+    def __init__(self, shape: MatrixShape, members: Sequence[tuple[Slot, str, tuple[int, int]]], device: torch.device):
+        self.shape = shape
+        self.slots, self.keys, self.spans = map(list, zip(*members, strict=True))
+        # Zeros, so that ranks agree on the other factors even where their turn comes before they were ever summed.
+        self.p = torch.zeros(len(members), shape.rank, shape.n_rows, device=device)
+        self.q = torch.zeros(len(members), shape.rank, shape.n_columns, device=device)
+
+    @functools.cached_property
+    def new_q(self) -> Tensor:
+        return torch.empty_like(self.q)
+
+    def incoming(self, turn: str) -> Tensor:
+        """(k, rank, n): the factors that come in when `turn`, "p" or "q", is computed."""
+        return self.q if turn == "p" else self.p
+
+    def in_bucket(self, flat: Tensor) -> list[Tensor]:
+        """k times (n_rows, n_columns): the matrices in a tensor that is laid out as the bucket."""
+        return [flat[start:end].view(self.shape.n_rows, self.shape.n_columns) for start, end in self.spans]
+
+    def redraw(self, factors: Tensor, options: Options, step: int) -> None:
+        """Draw `factors` anew; with `reuse` only those that are zero: they would stay so, whatever the gradients."""
+        are_kept = factors.flatten(1).any(1).tolist() if options.reuse else [False] * len(self.keys)
+        for factor, key, is_kept in zip(factors, self.keys, are_kept, strict=True):
+            if not is_kept:
+                factor.copy_(draw_factor(options.seed, key, step, *factor.shape))
+
+
+class BucketPlan:
+    """How the buckets of one layout are compressed.
+
+    Attributes:
+        groups: its matrices by shape.
+        dense: where the tensors lie that travel as they are.
+        spans: where the matrices lie in the bucket, group by group.
+        sizes: values of each group.
+        matrices: a bucket of the matrices alone, group by group: as residuals are kept. Its values are nobody's.
+        checksum: of the factors that come in next, for ranks to compare.
+    """
+
+    def __init__(self, groups: list[MatrixGroup], dense: list[tuple[int, int]], device: torch.device) -> None:
+        self.groups, self.dense, self.checksum = groups, dense, 0
+        self.spans = [span for group in groups for span in group.spans]
+        self.sizes = [group.p.shape[0] * group.shape.n_rows * group.shape.n_columns for group in groups]
+        slots = [slot for group in groups for slot in group.slots]
+        *offsets, n = offsets_of(slots)
+        values = torch.empty(1, device=device).expand(n)
+        self.matrices = Bucket(values, Layout(values, slots, offsets))
+
+    def keep(self, turn: str) -> None:
+        """The factors that come in for `turn` are those of the next step."""
+        self.checksum = 0
+        for group in self.groups:
+            self.checksum = _checksum(group.incoming(turn), self.checksum)
+
+
+class Plans:
+    """A plan for every bucket layout in use, and factors of slots that are in none: buckets are rebuilt.
+
+    Args:
+        shape_of: the matrix that a slot is compressed as.
+        seed: of factors that are drawn.
+        complete: what is done to a factor (1, rank, n) that was drawn.
+    """
+
+    def __init__(
+        self, shape_of: Callable[[Slot], MatrixShape | None], seed: int, complete: Callable[[Tensor], None] | None
+    ) -> None:
+        self._shape_of, self._seed, self._complete = shape_of, seed, complete
+        self._plans: dict[Layout, BucketPlan] = {}
+        self._keys: dict[Slot, str] = {}
+        self._n_elements = {"p": 0, "q": 0, "": 0}  # sent of the model so far, dense tensors included, and in all
+        self._loose: dict[Slot, Tensor] = {}
+
+    def find(self, bucket: Bucket, turn: str) -> BucketPlan:
+        """The plan of this bucket; if `turn` is "p", Q comes in. In a new plan it is that of earlier steps, or drawn."""
+        plan = self._plans.get(bucket.layout)
+        if plan is not None:
+            return plan
+        for layout, old in list(self._plans.items()):  # those that share a slot with it are of an old layout, and go
+            if not layout.slots or not set(bucket.slots).isdisjoint(layout.slots):
+                del self._plans[layout]
+                self._loose.update(_factors_of(old, turn))
+        plan = self._plans[bucket.layout] = self._make(bucket)
+        for group in plan.groups:
+            for slot, key, factor in zip(group.slots, group.keys, group.incoming(turn), strict=True):
+                if slot in self._loose:
+                    factor.copy_(self._loose.pop(slot))
+                    continue
+                factor.copy_(draw_factor(self._seed, key, 0, *factor.shape))
+                if self._complete is not None:
+                    self._complete(factor[None])
+        plan.keep(turn)
+        return plan
+
+    def factors(self, turn: str) -> dict[Slot, Tensor]:
+        """(rank, n) by slot: what comes in next."""
+        return dict(pair for plan in self._plans.values() for pair in _factors_of(plan, turn)) | self._loose
+
+    def load(self, factors: dict[Slot, Tensor]) -> None:
+        """Begin with these."""
+        self._plans, self._loose = {}, factors
+
+    def rate_of(self, side: str) -> float:
+        """Elements sent / elements of the gradient, over the whole model as far as it has been seen."""
+        return self._n_elements[side] / self._n_elements[""] if self._n_elements[""] else 1.0
+
+    def _make(self, bucket: Bucket) -> BucketPlan:
+        dense = [] if bucket.slots else [(0, bucket.n_elements)]
+        members: dict[MatrixShape, list[tuple[Slot, str, tuple[int, int]]]] = {}
+        for slot, (start, end) in zip(bucket.slots, bucket.spans, strict=True):
+            shape = self._shape_of(slot)
+            if slot not in self._keys:
+                # Without names: the order in which slots first appear, which is the same on all ranks.
+                self._keys[slot] = slot.name or f"#{len(self._keys)}"
+                n = slot.numel()
+                n_p, n_q = (shape.rank * shape.n_rows, shape.rank * shape.n_columns) if shape else (n, n)
+                for side, n_sent in (("", n), ("p", n_p), ("q", n_q)):
+                    self._n_elements[side] += n_sent
+            if shape is not None:
+                members.setdefault(shape, []).append((slot, self._keys[slot], (start, end)))
+            elif start < end:
+                dense.append((start, end))
+        device = bucket.buffer.device
+        return BucketPlan([MatrixGroup(*group, device) for group in members.items()], dense, device)
+
+
+def _factors_of(plan: BucketPlan, turn: str) -> Iterator[tuple[Slot, Tensor]]:
+    for group in plan.groups:
+        yield from zip(group.slots, group.incoming(turn), strict=True)
+
+
+# ---- one bucket of a step, and all of them
+
+
+@dataclass(eq=False)
+class Work:
+    """One bucket on its way through an algorithm.
+
+    Attributes:
+        wire: the bucket's end of it.
+        steps: the algorithm, which pauses where it waits; `next` is what it does then.
+        dense: the tensors that travel as they are.
+        fingerprint: of these, what ranks must share; None on a device, where no host would read its mean.
+        total: the totals of all groups, one after the other.
+        unused: residuals of matrices that wait.
+        n_awaited: tensors that are still to be summed.
+        done: that the mean is there.
+    """
+
+    bucket: Bucket
+    done: Future = field(default_factory=Future)
+    wire: Wire = field(init=False)
+    plan: BucketPlan = field(init=False)
+    steps: Iterator[Next] = field(init=False)
+    next: Next = "send"
+    loss_scale: float = 1.0
+    dense: list[Tensor] = field(init=False)
+    fingerprint: Tensor | None = None
+    n_awaited: int = 0
+    total: Tensor = field(init=False)
+    unused: Unused | None = None
+
+
+@dataclass
+class _FusedBuffer:
+    """Tensors that share one all-reduce, and `values`, all of them.
+
+    Attributes:
+        wait: until it is summed; on a device: has the stream wait.
+    """
+
+    tensors: list[tuple[Work, Tensor]]
+    values: Tensor
+    wait: Callable[[], None]
+    is_summed: Callable[[], bool] = lambda: True
+
+
+class Fusion:
+    """Runs the algorithm for a step's buckets: fused sums in an order that all ranks share, beside what is still compressed.
+
+    Used on the lane.
+
+    Args:
+        dtype: of the sums: float32 or bfloat16.
+        buffer_bytes: of a fused buffer, if nothing were compressed.
+        overlaps: buckets are compressed inside the backward pass; otherwise at its end, so that nothing competes with it.
+    """
+
+    def __init__(self, session: Session, plans: Plans, dtype: torch.dtype, buffer_bytes: float, overlaps: bool) -> None:
+        self._communicator, self._wire, self._plans = session.communicator, session.wire, plans
+        self._dtype, self._buffer_bytes, self._overlaps = dtype, buffer_bytes, overlaps
+        self.drop()
+        self.n_buffers = 0
+
+    def drop(self) -> None:
+        """Forget everything, after a failure."""
+        self._held: list[Work] = []  # for the end of the backward pass
+        self._half_sent: list[Work] = []  # they have sums to wait for before they send the rest
+        self._filling: list[tuple[Work, Tensor]] = []
+        self._filling_bytes = 0
+        self._started: deque[_FusedBuffer] = deque()
+        self._is_end = False  # the last bucket has come: the lane waits for all sums that are started
+
+    def take(self, work: Work) -> None:
+        """Have a bucket send what it has, now or at the end of the backward pass; with the last one all of the step ends.
+
+        What waits for a first sum goes on when the next bucket has come, so that all ranks keep one order of sums.
+        """
+        self._is_end = is_last = work.bucket.is_last
+        self._held.append(work)
+        if not (self._overlaps or is_last):
+            return
+        before, self._half_sent = self._half_sent, []
+        for held in self._held:
+            self._go_on(held)
+            if held.next == "send":
+                self._half_sent.append(held)
+        self._held = []
+        if self._half_sent:
+            self.flush()
+        for works in [before, self._half_sent] if is_last else [before]:
+            for half_sent in works:
+                while half_sent.n_awaited:
+                    self._finish_first()
+                self._go_on(half_sent)
+            if works:
+                self.flush()
+        if is_last:
+            self.flush()
+            while self._started:
+                self._finish_first()
+        elif self._wire.on_device:
+            self._finish_summed()
+
+    def _go_on(self, work: Work) -> None:
+        """Run a bucket's algorithm up to where it waits for its sums."""
+        with work.wire.timing("encode"):
+            work.next = next(work.steps)
+        self._write_if_summed(work)
+
+    def _write_if_summed(self, work: Work) -> None:
+        if work.next != "write" or work.n_awaited:
+            return
+        mean = work.bucket.buffer
+        with work.wire.timing("decode"):
+            work.next = next(work.steps)
+        work.wire.conclude(mean)
+        if mean.dtype == torch.float16:
+            work.wire.note(work.wire.all_finite(mean))  # it may leave float16's range although no sum did
+        if not work.bucket.is_last:  # the last one is there when all ranks are known to agree
+            work.done.set_result(mean)
+
+    def send(self, work: Work, tensors: Iterable[Tensor], side: str) -> None:
+        """Have tensors replaced by their means over the ranks, in buffers of the size for `side`, "p" or "q"."""
+        cap_bytes = self._buffer_bytes * self._plans.rate_of(side)
+        for tensor in tensors:
+            work.n_awaited += 1
+            self._filling.append((work, tensor.view(-1)))
+            self._filling_bytes += tensor.numel() * self._dtype.itemsize
+            if self._filling_bytes >= cap_bytes and tensor is not work.fingerprint:
+                self.flush()
+
+    def flush(self) -> None:
+        """Start to sum what is left."""
+        if not self._filling:
+            return
+        n = self._filling_bytes // self._dtype.itemsize
+        values = torch.empty(n, dtype=self._dtype, device=self._wire.device)
+        torch.cat([tensor for _, tensor in self._filling], out=values)
+        tensors = self._filling
+        self._filling, self._filling_bytes = [], 0
+        self.n_buffers += 1
+        if isinstance(self._wire, DeviceWire):
+            self._started.append(_FusedBuffer(tensors, values, self._wire.group.start_reduce(values)))
+            return
+        timing = tensors[-1][0].bucket.record.timing("communicate")
+        summed = self._communicator.start_all_reduce(values)
+        finish = functools.partial(self._communicator.finish, summed)
+        self._started.append(_FusedBuffer(tensors, values, finish, summed.done))
+
+        def note_end(_: Future) -> None:
+            timing.end()
+            if not self._is_end:
+                with contextlib.suppress(InvalidArgument):  # closed since
+                    self._communicator.submit(self._finish_summed)
+
+        summed.add_done_callback(note_end)
+
+    def _finish_summed(self) -> None:
+        """Hand out the buffers, from the first on, that are summed already."""
+        while self._started and self._started[0].is_summed():
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        buffer = self._started.popleft()
+        buffer.wait()
+        mean = self._wire.divide(buffer.values.to(torch.float32), self._wire.world_size)
+        sizes: dict[Work, int] = {}  # of what each has in it, one after the other
+        parts = mean.split([tensor.numel() for _, tensor in buffer.tensors])
+        for (work, tensor), part in zip(buffer.tensors, parts, strict=True):
+            tensor.copy_(part)
+            work.n_awaited -= 1
+            sizes[work] = sizes.get(work, 0) + part.numel()
+        for work, part in zip(sizes, mean.split(list(sizes.values())), strict=True):
+            n_bytes = part.numel() * self._dtype.itemsize
+            work.bucket.record.count_exchanged(ring_bytes(n_bytes, self._wire.world_size))
+            work.wire.note_message(self._wire.all_finite(part))  # the same bits, and so the same verdict, on all ranks
+            self._write_if_summed(work)
+
+
+# ---- the scheme
+
+Algorithm = Callable[["LowRank", Work], Iterator[Next]]
+
+
+class LowRank(Compressed):
+    """Mean over the ranks, in low rank.
+
+    Args:
+        name: by which the registry knows the algorithm.
+        steps: the algorithm, for one bucket: what it sends is the mean over the ranks when it goes on.
+        takes_turns: a step sends the one or the other factor; what comes in was summed a step ago, and is orthonormal.
+
+    Attributes:
+        turn: "p" or "q": the factor that a step computes first; the other one comes in.
+    """
+
+    options_of = Options
+
+    def __init__(self, name: str, steps: Algorithm, options: Options, takes_turns: bool = False, /) -> None:
+        self.name = name
+        self._steps, self.options, self._takes_turns = steps, options, takes_turns
+        super().__init__(
+            error_feedback=options.error_feedback,
+            plain=PlainSteps(name, "start_step", options.start_step),
+            select=ByName(options.exempt or (), options.only or ()),
+        )
+        self.wire_dtype = _WIRE_DTYPES[options.factor_dtype]
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        chosen = ("start_step", "exempt", "only")
+        shared = {name: value for name, value in vars(self.options).items() if name not in chosen}
+        return shared | {self.plain.option: self.plain.n} | self.select.configuration
+
+    def bind(self, session: Session) -> None:
+        """Raises: Unsupported (more ranks than bfloat16 can count), InvalidArgument (names of no tensor)."""
+        n_ranks = session.communicator.world_size
+        if self.wire_dtype == torch.bfloat16 and n_ranks > _MAX_RANKS_BFLOAT16:
+            raise Unsupported(
+                f'factor_dtype="bfloat16" takes up to {_MAX_RANKS_BFLOAT16} ranks, this run has '
+                f'{n_ranks}; use factor_dtype="float32"'
+            )
+        super().bind(session)
+        if self.options.exempt is None and is_beside_adam(session):
+            self._exempt_words(session)
+        self.kernels = kernels_for(session.wire.device)
+        self._begin_anew(session)
+
+    def _begin_anew(self, session: Session) -> None:
+        self.turn = "p"
+        self._works: list[Work] = []  # all compressed buckets of this step, in order
+        buffer_bytes = self.options.buffer_mb * _MIB * (self.wire_dtype.itemsize / 4)
+        complete = functools.partial(orthogonalise, self.kernels) if self._takes_turns else None
+        self.plans = Plans(self._shape_of, self.options.seed, complete)
+        self.fusion = Fusion(session, self.plans, self.wire_dtype, buffer_bytes, self.options.overlap)
+
+    def _exempt_words(self, session: Session) -> None:
+        words = embeddings_and_heads(session.module)
+        self.select.bind(session, words)
+        if words:
+            whole = {name: slot.numel() for name, slot in session.slots.items() if not self.select(slot)}
+            share = sum(whole.values()) / max(1, sum(slot.numel() for slot in session.slots.values()))
+            _log.info(
+                "gradwire %s: sent whole, under Adam: %s, %.0f %% of the gradient; exempt=() compresses them",
+                self.name, ", ".join(whole), 100 * share,
+            )  # fmt: skip
+
+    def _shape_of(self, slot: Slot) -> MatrixShape | None:
+        options = self.options
+        return matrix_shape(slot, options.rank, options.min_compression_rate) if self.select(slot) else None
+
+    # ---- a step
+
+    def reduce(self, bucket: Bucket) -> Future:
+        """Compress on the lane. The future may complete with a later bucket, at the latest with the last one."""
+        work = Work(bucket)
+        self.session.communicator.submit(self._take, work).add_done_callback(functools.partial(self._fail_open, work))
+        return work.done
+
+    def _fail_open(self, work: Work, taken: Future) -> None:
+        """If a bucket has failed, no other of the step is waited for any longer."""
+        try:
+            taken.wait()
+        except Exception as error:
+            for one in [work, *self._works]:
+                if not one.done.done():
+                    one.done.set_exception(error)
+
+    def _take(self, work: Work) -> None:
+        bucket = work.bucket
+        wire = work.wire = self.wire(bucket)
+        if wire.world_size == 1:  # the mean of one is itself: nothing to send, so nothing to lose
+            work.done.set_result(bucket.buffer)
+            return
+        if not wire.on_device:
+            self._agree_while_settling(bucket)
+        with bucket.at_work():
+            is_plain = bucket.step < self.plain.n
+            if not is_plain:
+                self._begin(work)
+            if wire.on_device and bucket.is_last:  # no host reads a fingerprint there: compared one step behind
+                held = zlib.crc32(repr([one.plan.checksum for one in self._works]).encode())
+                self._check.start(self.preamble(bucket), bucket.record, held)
+                self._check.fail_early()
+            if is_plain:
+                wire.mean(bucket.buffer)
+                work.done.set_result(bucket.buffer)
+                return
+            self.fusion.take(work)
+            if bucket.is_last:
+                self._compare_fingerprints()
+                work.done.set_result(bucket.buffer)
+
+    def _begin(self, work: Work) -> None:
+        bucket = work.bucket
+        work.plan = self.plans.find(bucket, self.turn)
+        work.loss_scale = self.session.loss_scale() if self.session.has_scaler else 1.0
+        work.steps = self._run(work)
+        work.dense = [bucket.buffer[start:end] for start, end in work.plan.dense]
+        if not work.wire.on_device:
+            # 32 bits as floats: their means are 0 or 1 if ranks share them. bfloat16 counts up to 256 exactly.
+            facts = (self.configuration_hash, bucket.layout_hash, bucket.step, work.plan.checksum)
+            bits = zlib.crc32(repr(facts).encode())
+            work.fingerprint = torch.tensor([float(bits >> place & 1) for place in range(32)])
+            work.dense.insert(0, work.fingerprint)
+        self._works.append(work)
+
+    def _run(self, work: Work) -> Iterator[Next]:
+        """The algorithm, and what comes before."""
+        self.fusion.send(work, work.dense, self.turn)
+        if work.plan.groups:
+            self._add_residuals(work)
+        yield from self._steps(self, work)
+
+    def _add_residuals(self, work: Work) -> None:
+        """total = gradient + residual, both multiplied by the loss scale, of every matrix; the bucket stays as it is.
+
+        A matrix whose gradient is all zero on this rank (an unused parameter) sends nothing and keeps its residual: if
+        it is unused everywhere, DDP throws the result away, and the residual would go with it. On a device, which would have
+        to be asked, it sends its residual.
+        """
+        matrices, gradient, feedback = work.plan.matrices, work.bucket.buffer, self.session.feedback
+        residual = None
+        if self.error_feedback:
+            residual, work.total = feedback.pair(matrices)
+            if not all(is_used := work.wire.used(gradient, work.plan.spans)):
+                work.unused = Unused(matrices.spans, is_used, residual)
+        else:
+            work.total = feedback.room(matrices.layout, matrices.n_elements, device=gradient.device)
+        for (first, last), (start, end) in zip(work.plan.spans, matrices.spans, strict=True):
+            values, total = gradient[first:last], work.total[start:end]
+            if residual is None:
+                total.copy_(values)
+            elif values.dtype == torch.float32:
+                torch.add(values, residual[start:end], alpha=work.loss_scale, out=total)
+            else:
+                total.copy_(values).add_(residual[start:end], alpha=work.loss_scale)
+        if work.unused is not None:
+            work.unused.put_back()
+        for group, total in zip(work.plan.groups, work.total.split(work.plan.sizes), strict=True):
+            group.total = total.view(-1, group.shape.n_rows, group.shape.n_columns)
+
+    def keep_totals(self, work: Work) -> None:
+        """What is left of the totals are the next residuals, if the step counts."""
+        if not work.plan.groups:
+            return
+        if work.loss_scale != 1:
+            work.wire.divide(work.total, work.loss_scale)
+        if work.unused is not None:
+            work.unused.keep(work.total, [True] * len(work.plan.spans))
+        self.session.feedback.stage_bucket(work.plan.matrices, work.total)
+
+    def _compare_fingerprints(self) -> None:
+        """After the last sum, at a point that all ranks share. Raises: RankMismatch."""
+        for work in self._works:
+            shares = work.fingerprint
+            if shares is not None and not bool(((shares == 0) | (shares == 1)).all()):
+                mine = self.preamble(work.bucket)
+                compare_preambles(self.session.communicator, mine, work.bucket.record)
+                name_other_factors(self.session.communicator, mine, work.plan.checksum)
+
+    def commit(self) -> None:
+        """Residuals and factors of the step are those of the next."""
+        if not self._works:  # in plain steps, and with one rank
+            return
+        record = self.session.recorder.open_bucket(self._works[0].bucket.step, -1, 0)
+        with contextlib.nullcontext() if self.session.wire.on_device else record.timing("encode"):
+            super().commit()
+            for work in self._works:
+                next(work.steps, None)
+            if self._takes_turns:
+                self.turn = "q" if self.turn == "p" else "p"
+            for work in self._works:
+                work.plan.keep(self.turn)
+        self.session.recorder.close_bucket(record)
+
+    def discard(self) -> None:
+        self._works.clear()
+        self.fusion.drop()
+        super().discard()
+
+    def close(self) -> None:
+        super().close()
+        self._begin_anew(self.session)
+
+    # ---- between steps
+
+    def stats(self) -> dict[str, Any]:
+        """Matrices compressed, elements sent / elements by side, buffers summed, steps in which something was not finite."""
+        return {
+            "n_matrices": len(self.plans.factors(self.turn)),
+            "compression_rate_p": self.plans.rate_of("p"),
+            "compression_rate_q": self.plans.rate_of("q"),
+            "n_fused_buffers": self.fusion.n_buffers,
+            **super().stats(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies: {"residuals": {name: (n_rows, n_columns)}, "factors": {name: (rank, n)}}, float32."""
+        slots = self.session.slots
+        residuals = {
+            name: residual.view(shape.n_rows, shape.n_columns)
+            for name, residual in super().state_dict().get("residuals", {}).items()
+            if (shape := self._shape_of(slots[name])) is not None
+        }
+        names = {slot: name for name, slot in slots.items()}
+        factors = {names[slot]: factor.to("cpu", copy=True) for slot, factor in self.plans.factors(self.turn).items()}
+        turn = {"is_step_for_p": self.turn == "p"} if self._takes_turns else {}
+        return {"residuals": residuals, "factors": factors, **turn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises: InvalidArgument (another model or rank, fields missing)."""
+        is_step_for_p = state.get("is_step_for_p") if self._takes_turns else True
+        if not isinstance(is_step_for_p, bool):
+            raise not_the_state(f"scheme {self.name}", "it lacks is_step_for_p")
+        if not isinstance(state.get("factors"), Mapping):
+            raise not_the_state(f"scheme {self.name}", "it lacks factors")
+        factors = {}
+        for name, factor in sorted(state["factors"].items()):
+            slot = self.session.slots.get(name)
+            shape = None if slot is None else self._shape_of(slot)
+            if slot is None or shape is None:
+                raise InvalidArgument(
+                    f"the checkpoint holds a factor of {name!r}, but this run "
+                    f"{'has no such parameter' if slot is None else 'does not compress it'}; load the checkpoint into the "
+                    "model that wrote it"
+                )
+            expected = (shape.rank, shape.n_columns if is_step_for_p else shape.n_rows)
+            if not isinstance(factor, Tensor) or factor.shape != expected or factor.dtype != torch.float32:
+                found = getattr(factor, "shape", type(factor).__name__), getattr(factor, "dtype", None)
+                raise InvalidArgument(
+                    f"the checkpoint's factor of {name!r} is {found}, expected {expected} torch.float32; attach the "
+                    "scheme with the rank, and load into the model, of the saved run"
+                )
+            factors[slot] = factor.clone()
+        super().load_state_dict(state)
+        self.plans.load(factors)
+        self.turn = "p" if is_step_for_p else "q"

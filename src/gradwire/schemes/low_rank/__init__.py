@@ -1,1 +1,0 @@
-"""What ACP-SGD and Power-SGD share: gradients as matrices, factors, error feedback, fused sums."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.quantised import Quantised, check_scale_values
 from gradwire.codecs.tensors import check_positive
@@ -46,3 +48,7 @@ class OneBit(Quantised):
         self.threshold = check_positive("threshold", 0.5 if threshold is None else threshold)
         self._rule = _RULES[scale]
         self._parameter = self.threshold if scale == "fixed" else 0.0
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"scale": self.scale, "threshold": self.threshold, **super().configuration}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.tensors import check_seed
@@ -37,3 +39,7 @@ class Qsgd(Quantised):
         self.levels = self._levels = levels
         self.block = self._block = block
         self.seed = check_seed(seed)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"levels": self.levels, "block": self.block, "seed": self.seed}

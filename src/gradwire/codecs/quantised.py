@@ -77,6 +77,11 @@ class Quantised:
         self._layouts: dict[tuple[int, tuple[int, ...]], _Layout] = {}
         self._uploads = Uploads()
 
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The options that ranks must share, as plain values."""
+        return {"scale_values": self.scale_values} if self.scale_values else {}
+
     def check_device(self, device: torch.device) -> Kernels:
         """See `DeviceCodec`."""
         if not self._has_kernels:

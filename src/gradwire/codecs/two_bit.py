@@ -6,6 +6,8 @@ distributed values is the least that two bits can have (Max 1960): 0.12 of their
 
 from __future__ import annotations
 
+from typing import Any
+
 from gradwire.codecs.quantised import TWO_SCALES, Quantised, check_scale_values
 from gradwire.codecs.tensors import check_positive
 from gradwire.errors import InvalidArgument
@@ -66,3 +68,8 @@ class TwoBit(Quantised):
         self.levels = levels
         self._rule = TWO_SCALES if levels == 4 else 1 if self.relative else 0
         self._parameter = self.threshold
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        levels = {"levels": self.levels} if self.levels == 4 else {}
+        return {"threshold": self.threshold, "relative": self.relative, **super().configuration, **levels}

@@ -52,7 +52,7 @@ class OneBitScheme(Compressed):
         only: Names = (),
     ) -> None:
         self._asked = scale, threshold, scale_values
-        self.codec = self._make_codec(None)
+        self.codec = self._codec_beside(None)
         super().__init__(
             collective=Owners(self.codec, pull, chunk_elements),
             error_feedback=error_feedback,
@@ -60,26 +60,17 @@ class OneBitScheme(Compressed):
             select=ByName(exempt, only),
         )
 
-    def _make_codec(self, session: Session | None) -> OneBit:
-        scale, threshold, asked = self._asked
-        return OneBit(scale, threshold, scale_values_for(self.name, asked, session if scale != "fixed" else None))
-
     @property
     def configuration(self) -> dict[str, Any]:
-        codec = {"scale": self.codec.scale, "threshold": self.codec.threshold, **_scales_of(self.codec)}
-        return {
-            "error_feedback": self.error_feedback,
-            **self.collective.configuration,
-            **self.frame_configuration,
-            **codec,
-        }
+        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
 
     def bind(self, session: Session) -> None:
-        self.codec = self.collective.codec = self._make_codec(session)
+        self.codec = self.collective.codec = self._codec_beside(session)
         super().bind(session)
 
-    def _chosen_beside_adam(self) -> dict[str, Any]:
-        return {**super()._chosen_beside_adam(), "scale_values": self.codec.scale_values or "message"}
+    def _codec_beside(self, session: Session | None) -> OneBit:
+        scale, threshold, asked = self._asked
+        return OneBit(scale, threshold, _scale_values(self.name, asked, None if scale == "fixed" else session))
 
 
 class TwoBitScheme(Compressed):
@@ -119,7 +110,7 @@ class TwoBitScheme(Compressed):
             raise InvalidArgument("levels=4 is for scales by group: give scale_values=64 too")
         self._levels_in_groups = levels or (4 if scale_values is None and threshold is None else 3)
         self._asked = threshold, relative, scale_values
-        self.codec = self._make_codec(None)
+        self.codec = self._codec_beside(None)
         super().__init__(
             collective=Owners(self.codec, pull, chunk_elements),
             error_feedback=error_feedback,
@@ -127,33 +118,18 @@ class TwoBitScheme(Compressed):
             select=ByName(**names),
         )
 
-    def _make_codec(self, session: Session | None) -> TwoBit:
-        threshold, relative, asked = self._asked
-        values = scale_values_for(self.name, asked, session if relative else None)
-        return TwoBit(threshold, relative, values, 3 if values is None else self._levels_in_groups)
-
     @property
     def configuration(self) -> dict[str, Any]:
-        threshold, relative, _ = self._asked
-        codec = {
-            "threshold": TwoBit(threshold, relative).threshold,
-            "relative": bool(relative),
-            **_scales_of(self.codec),
-        }
-        codec |= {"levels": 4} if self.codec.levels == 4 else {}
-        return {
-            "error_feedback": self.error_feedback,
-            **self.collective.configuration,
-            **self.frame_configuration,
-            **codec,
-        }
+        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
 
     def bind(self, session: Session) -> None:
-        self.codec = self.collective.codec = self._make_codec(session)
+        self.codec = self.collective.codec = self._codec_beside(session)
         super().bind(session)
 
-    def _chosen_beside_adam(self) -> dict[str, Any]:
-        return {**super()._chosen_beside_adam(), "scale_values": self.codec.scale_values or "message"}
+    def _codec_beside(self, session: Session | None) -> TwoBit:
+        threshold, relative, asked = self._asked
+        values = _scale_values(self.name, asked, session if relative else None)
+        return TwoBit(threshold, relative, values, 3 if values is None else self._levels_in_groups)
 
 
 class QsgdScheme(Compressed):
@@ -186,16 +162,11 @@ class QsgdScheme(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        codec = {"levels": self.codec.levels, "block": self.codec.block, "seed": self.codec.seed}
-        return {"error_feedback": self.error_feedback, **self.collective.configuration, **codec}
+        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
 
 
-def scale_values_for(scheme: str, asked: int | str | None, session: Session | None) -> Any:
+def _scale_values(scheme: str, asked: int | str | None, session: Session | None) -> Any:
     """Values to a scale, None for one scale a message: as asked, or by the optimizer of `session`."""
     if asked is None:
         return BESIDE_ADAM[scheme]["scale_values"][1] if session is not None and is_beside_adam(session) else None
     return None if asked in ("message", "none") else asked
-
-
-def _scales_of(codec: OneBit | TwoBit) -> dict[str, Any]:
-    return {"scale_values": codec.scale_values} if codec.scale_values else {}

@@ -31,8 +31,7 @@ class Periodic(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        assert self.collective is not None
-        return {**self.collective.configuration, "every": self.every}
+        return {**self.frame_configuration, "every": self.every}
 
     def step(self, part: Part, wire: Wire) -> None:
         if part.bucket.step % self.every == self.every - 1:
@@ -54,8 +53,7 @@ class TruncateRing(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        assert self.collective is not None
-        return {**self.collective.configuration, **self._codec_options}
+        return {**self.frame_configuration, **self._codec_options}
 
 
 class ZlibRing(TruncateRing):

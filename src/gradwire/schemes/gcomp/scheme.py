@@ -78,7 +78,7 @@ class GComp(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {**self.collective.configuration, **self._options}
+        return {**self.frame_configuration, **self._options}
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no optimizer), Unsupported (an optimizer that the paper's table does not hold)."""

@@ -96,7 +96,6 @@ class Thc(Quantised):
             parameters = self._struct(values, norms, residual=residual, residual_scale=residual_scale)
             kernels.launch("gw_thc_norms", parts(8 * norms.numel(), THREADS), THREADS, 0, parameters)
             return
-        check_tensor("values", values)
         check_tensor("norms", norms, torch.float32, self.n_norms(values.numel()))
         _native.thc_write_norms(bytes_of(values), dtype_code(values.dtype), residual, residual_scale, norms)
 
@@ -129,19 +128,11 @@ class Thc(Quantised):
         kernels = kernels_for(values.device)
         if kernels is not None:
             parameters = self._struct(
-                values,
-                norms,
-                n_ranks,
-                codes=codes,
-                sign_step=sign_step,
-                step=step,
-                residual=residual,
-                left_out=new_residual,
-                residual_scale=residual_scale,
-            )
+                values, norms, n_ranks, codes=codes, sign_step=sign_step, step=step, residual=residual,
+                left_out=new_residual, residual_scale=residual_scale,
+            )  # fmt: skip
             kernels.launch("gw_thc_write", norms.numel(), THREADS, _SHARED_BYTES, parameters)
             return
-        check_tensor("values", values)
         check_tensor("codes", codes, torch.uint8, self.code_bytes(values.numel(), n_ranks))
         narrow = torch.empty(codes.numel() // 2, dtype=torch.uint8) if self.sums_are_wide(n_ranks) else codes
         summed = bytes_of(values), dtype_code(values.dtype), residual, residual_scale
@@ -163,8 +154,6 @@ class Thc(Quantised):
             parameters = self._struct(out, norms, n_ranks, codes=sums, sign_step=sign_step)
             kernels.launch("gw_thc_read", norms.numel(), THREADS, _SHARED_BYTES, parameters)
             return
-        check_tensor("sums", sums, torch.uint8)
-        check_tensor("out", out)
         rotation, code = (self.clip, self.sign_seed, sign_step), dtype_code(out.dtype)
         _native.thc_read_sums(sums, self.sums_are_wide(n_ranks), n_ranks, norms, *rotation, code, bytes_of(out))
         if not norms.numel() or math.isfinite(float(norms.max())):
@@ -176,15 +165,6 @@ class Thc(Quantised):
         self, values: Tensor, norms: Tensor, n_ranks: int = 1, **others: Tensor | float | None
     ) -> ctypes.Structure:
         return fill_struct(
-            "Rotated",
-            values=values,
-            norms=norms,
-            n=values.numel(),
-            sign_seed=self.sign_seed,
-            seed=self.seed,
-            clip=self.clip,
-            dtype=dtype_code(values.dtype),
-            n_ranks=n_ranks,
-            are_wide=self.sums_are_wide(n_ranks),
-            **others,
-        )
+            "Rotated", values=values, norms=norms, n=values.numel(), sign_seed=self.sign_seed, seed=self.seed,
+            clip=self.clip, dtype=dtype_code(values.dtype), n_ranks=n_ranks, are_wide=self.sums_are_wide(n_ranks), **others,
+        )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.codecs.tensors import bytes_of, check_room, check_size, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_in, bytes_of, check_room, check_size, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, Uploads, grid, parts
@@ -110,19 +110,12 @@ class Quantised:
         step: int = 0,
         cuts: Sequence[int] = (),
     ) -> int | Tensor:
-        """Write `gradient` as one message.
+        """As `DeviceCodec.encode`.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous; any n from 0.
-            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous; on a device, (>= message_room(n, cuts),).
-            importance: not used.
-            step: what stochastic rounding draws by, beside the codec's seed: from 0 to 2^64 - 1. Messages whose errors
-                have to be independent (of other steps, ranks, chunks) need steps of their own.
+            out: on a device, (>= message_room(n, cuts),).
             cuts: where tensors begin in `gradient`, ascending, from 1 to n - 1; only for codecs with `scale_values`,
                 none of whose scales then serves two tensors.
-        Returns: bytes written; on a device (1,) int64 there.
-        Raises: InvalidArgument (shape, dtype, device, step, cuts), BufferTooSmall.
-        Cost: one or two passes, no allocation once warm, releases the GIL.
         """
         return self._encode(gradient, None, 1.0, None, out, step, cuts)
 
@@ -143,7 +136,7 @@ class Quantised:
             gradient: (n,) float32, bfloat16 or float16, contiguous; not changed.
             residual: (n,) float32, contiguous: what earlier messages left out, divided by `residual_scale`. None for
                 nothing; then `new_residual` has to be given.
-            out, step, cuts: as in `encode`.
+            out, step, cuts: see `encode`.
             new_residual: (n,) float32: where the new residual goes; `residual` itself if not given. Given another
                 tensor, `residual` is not changed, so that a step may still be thrown away.
             residual_scale: what the gradient is multiplied by and the residual is not (AMP's loss scale); positive.
@@ -169,34 +162,23 @@ class Quantised:
         cuts: Sequence[int] = (),
         error: Tensor | None = None,
     ) -> None:
-        """Read exactly one message of this quantiser into `out`.
-
-        In host memory it may be of any options. On a device it has this codec's and these cuts, and what is wrong with it
-        gives NaN and an error word.
+        """As `DeviceCodec.decode`; into float32 values / divisor can be added.
 
         Args:
-            message: (n_bytes,) uint8, contiguous; on a device, (>= message_room(n, cuts),).
-            out: (n,) float32, bfloat16 or float16, contiguous; n is the sender's. Undefined after an error.
-            importance: not used.
-            divisor: `out` gets the values / divisor.
-            adds: `out`, float32, has the values / divisor added.
+            message: on a device, (>= message_room(n, cuts),).
             cuts: where tensors begin in the values; looked at on a device only.
-            error: (1,) int32 on the device; see `DeviceCodec`.
-        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
-        Cost: one pass, no allocation but with `divisor` and `adds`, releases the GIL.
         """
         code = dtype_code(out.dtype)
         if adds and out.dtype != torch.float32:
             raise InvalidArgument("values are added to float32 only: pass a float32 tensor as out")
         n = out.numel()
         if not has_kernels(out.device):
-            check_tensor("message", message, torch.uint8)
-            check_tensor("out", out)
+            encoded, decoded = bytes_in("message", message, torch.uint8), bytes_in("out", out)
             if divisor == 1 and not adds:
-                _native.quantiser_decode(bytes_of(message), self._kind, code, bytes_of(out))
+                _native.quantiser_decode(encoded, self._kind, code, decoded)
                 return
             values = torch.empty(n)
-            _native.quantiser_decode(bytes_of(message), self._kind, 0, bytes_of(values))
+            _native.quantiser_decode(encoded, self._kind, 0, bytes_of(values))
             values /= divisor
             out.copy_(out + values if adds else values)
             return
@@ -243,25 +225,18 @@ class Quantised:
             for name, tensor in (("residual", residual), ("new_residual", new_residual)):
                 if tensor is not None:
                     check_tensor(name, tensor, torch.float32, gradient.numel())
-            code = dtype_code(gradient.dtype)
-            check_tensor("gradient", gradient)
+            code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
             if cuts and self.scale_values is None:
                 raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
             if any(not 0 < cut < gradient.numel() for cut in cuts):
                 raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
-            if self.scale_values is None or not cuts:
-                check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
+            room = (
+                0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
+            )  # with cuts, native code looks
             return _native.quantiser_encode(
-                bytes_of(gradient),
-                code,
-                residual,
-                residual_scale,
-                new_residual,
-                *self.native_options,
-                check_step(step),
-                bytes_of(out),
-                cuts,
-            )
+                values, code, residual, residual_scale, new_residual, *self.native_options, check_step(step),
+                check_room(self.name, out, room), cuts,
+            )  # fmt: skip
         n, device = gradient.numel(), gradient.device
         launch = self.check_device(device).launch
         kind, rule, parameter, levels, block, seed = self.native_options
@@ -350,5 +325,4 @@ def describe(message: Tensor) -> dict[str, Any]:
     Keys: codec, format_version, n_elements, message_bytes, is_finite, levels, block, first_scale, second_scale.
     Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
     """
-    check_tensor("message", message, torch.uint8)
-    return _native.quantiser_describe(bytes_of(message))
+    return _native.quantiser_describe(bytes_in("message", message, torch.uint8))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, dtype_code
 from gradwire.errors import Unsupported
 from gradwire.gpu.kernels import kernels_for, upload_rows
 from gradwire.gpu.launching import THREADS, grid, parts
@@ -148,7 +148,6 @@ class Ternary(Quantised):
             parameters = self._struct(out, shares, scales, n_ranks, counts=counts)
             kernels.launch("gw_ternary_mean", grid(shares.n), THREADS, 0, parameters)
             return
-        check_tensor("counts", counts, torch.uint8)
         means = out if shares.is_single else torch.empty(shares.n)
         scale = float(scales) if shares.is_single else 1.0
         bits, code = self.field_bits(n_ranks), dtype_code(means.dtype)

@@ -7,10 +7,8 @@ has it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,12 +126,10 @@ class FusedExchange:
 
             rest = None if stays_with_owners else finish
         else:
-            codec: Any = self._codec
-            if isinstance(codec, Quantised):  # each message rounds by random numbers of its own
-                codec = SimpleNamespace(exchange_codec=functools.partial(codec.exchange_codec, first_step=draw))
+            drawn: dict[str, Any] = {"first_step": draw} if isinstance(self._codec, Quantised) else {}
             mean_through_codec(
-                wire.communicator, codec, values, wire.facts, wire.record, importance,
-                chunk_elements=self._group_elements, left_out=lost.zero_(),
+                wire.communicator, self._codec, values, wire.facts, wire.record, importance,
+                chunk_elements=self._group_elements, left_out=lost.zero_(), **drawn,
             )  # fmt: skip
         if left_out is not None and loss_scale != 1.0:
             wire.divide(left_out, loss_scale)

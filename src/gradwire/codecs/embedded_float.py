@@ -123,7 +123,7 @@ class EmbeddedFloat(Floats):
 
 
 class EmbeddedValues:
-    """What a receiver knows of one gradient: 4 bytes a value and one a partition, refined message by message.
+    """A receiver's knowledge of one gradient: 4 bytes a value and one a partition, refined message by message.
 
     Attributes:
         n_bits: bits known of every value, 0 to 32.
@@ -173,7 +173,7 @@ class EmbeddedValues:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a message says of itself, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
+    """Describe a message, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
     n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
 
     Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.

@@ -1,4 +1,4 @@
-"""What the codecs of truncated and embedded floats share: where messages are made and read, by native calls or kernels."""
+"""The base of the codecs of truncated and embedded floats: messages made and read by native calls or kernels."""
 
 from __future__ import annotations
 

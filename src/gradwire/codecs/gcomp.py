@@ -21,7 +21,7 @@ from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts
 from gradwire.gpu.structs import fill_struct
 
-__all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe", "message_holds_nonfinite"]
+__all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe"]
 
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _ROUNDINGS = ("nearest", "truncate")
@@ -323,16 +323,8 @@ class Truncate(GCompCodec):
         super().__init__(importance="truncate", bits=bits, table=table, format=format)
 
 
-def message_holds_nonfinite(message: Tensor) -> bool:
-    """Whether some value in a GComp message is Inf or NaN, from its header alone.
-
-    Raises: InvalidArgument, CorruptMessage (headers only; the values are not checked), IncompatibleVersion.
-    """
-    return _native.gcomp_read_header(bytes_in("message", message, torch.uint8))[3]
-
-
 def describe(message: Tensor) -> dict[str, Any]:
-    """Where the bytes of a GComp message go, as plain values.
+    """Break the bytes of a GComp message down, as plain values.
 
     Keys: codec, format_version, dtype, importance, kept_mantissa_bits, table_id, n_elements, n_chunks, n_raw_chunks,
     holds_nonfinite, message_bytes, header_bytes, exponent_bytes, level_bytes, mantissa_bytes, and per value

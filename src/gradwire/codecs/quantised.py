@@ -1,4 +1,7 @@
-"""What the quantisers' codecs share: native calls and kernels, with error feedback in the same sweep as encoding."""
+"""The codecs `one-bit`, `two-bit` and `qsgd`, and the base of all quantisers' codecs.
+
+The base makes native calls and launches kernels, with error feedback in the same sweep as encoding.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,18 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.codecs.tensors import bytes_in, bytes_of, check_room, check_size, check_step, check_tensor, dtype_code
+from gradwire.checks import choice as check_choice
+from gradwire.codecs.tensors import (
+    bytes_in,
+    bytes_of,
+    check_positive,
+    check_room,
+    check_seed,
+    check_size,
+    check_step,
+    check_tensor,
+    dtype_code,
+)
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, Uploads, grid, parts
@@ -25,9 +39,16 @@ TWO_SCALES = 2
 _CPU_BLOCK, _SUMS_BYTES, _PIECE_BYTES = 4096, 32, 16_384
 _HEADER_BYTES = 32
 
+_RULES = {"fixed": 0, "mean": 1, "two-means": 2}
+_BLOCKS = tuple(128 << i for i in range(6))
+# Of a threshold that is also what values decode to, in units of the mean magnitude: the squared error is least at sqrt(2)
+# for a Laplace distribution and at 1.1 for a Gaussian; 1.25 is 1.2 % and 2.6 % above the least.
+DEFAULT_THRESHOLD = 1.25
+PAPER_THRESHOLD = 0.5
+
 
 class _Layout(NamedTuple):
-    """Where everything of a message lies that is made on a device.
+    """The places of everything in a message that is made on a device.
 
     Attributes:
         n_bytes: of the message.
@@ -130,7 +151,7 @@ class Quantised:
         residual_scale: float = 1.0,
         cuts: Sequence[int] = (),
     ) -> int | Tensor:
-        """Error feedback in one sweep: encode gradient + residual, and keep what the message left out of it.
+        """Error feedback in one sweep: residual += gradient; encode(residual); residual -= decoded.
 
         Args:
             gradient: (n,) float32, bfloat16 or float16, contiguous; not changed.
@@ -230,13 +251,19 @@ class Quantised:
                 raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
             if any(not 0 < cut < gradient.numel() for cut in cuts):
                 raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
-            room = (
-                0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
-            )  # with cuts, native code looks
+            # With cuts the native code says what is too small.
+            room = 0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
             return _native.quantiser_encode(
-                values, code, residual, residual_scale, new_residual, *self.native_options, check_step(step),
-                check_room(self.name, out, room), cuts,
-            )  # fmt: skip
+                values,
+                code,
+                residual,
+                residual_scale,
+                new_residual,
+                *self.native_options,
+                check_step(step),
+                check_room(self.name, out, room),
+                cuts,
+            )
         n, device = gradient.numel(), gradient.device
         launch = self.check_device(device).launch
         kind, rule, parameter, levels, block, seed = self.native_options
@@ -307,6 +334,140 @@ class Quantised:
         return _Layout(n_bytes, n_groups, n_words, torch.tensor(rows, dtype=torch.int64))
 
 
+class OneBit(Quantised):
+    """The sign of every value, and one or two scales for all of them (Seide et al., Interspeech 2014). 1/32 of float32.
+
+    Values from zero up (and -0.0) decode to +scale, values below zero to -scale.
+
+    Args:
+        scale: "mean": the mean magnitude, so that the sum of magnitudes is kept; "two-means": the mean of the values
+            from zero up for the one sign, of those below for the other, which is the smallest squared error that one
+            bit can have; "fixed": `threshold` for every message, as in SlimGC's experiments.
+        threshold: only with "fixed"; 0.5 if not given, which is in units of a gradient *summed* over the batch: with a
+            mean loss, divide it by the batch size.
+        scale_values: values to a scale, 64, 128, ..., 4096; None for one scale a message. A scale is then rounded to
+            bfloat16, so that 64 values take 1.25 bits each, 512 take 1.03, and belongs to values of one tensor (`cuts`).
+    Raises: InvalidArgument.
+    When not to use this: without error feedback; every value decodes to the same magnitude, zeros included.
+    """
+
+    name = "one-bit"
+    _kind = 0
+    _per_word = 32
+    _has_kernels = True
+
+    def __init__(self, scale: str = "mean", threshold: float | None = None, scale_values: int | None = None) -> None:
+        super().__init__()
+        check_choice("scale", scale, _RULES)
+        if threshold is not None and scale != "fixed":
+            raise InvalidArgument(f'threshold={threshold} means nothing with scale="{scale}": use scale="fixed"')
+        if scale_values is not None and scale == "fixed":
+            raise InvalidArgument('scale_values means nothing with scale="fixed", which is one for all values')
+        self.scale = scale
+        self.scale_values = check_scale_values(scale_values)
+        self._block = self.scale_values or 0
+        self.threshold = check_positive("threshold", 0.5 if threshold is None else threshold)
+        self._rule = _RULES[scale]
+        self._parameter = self.threshold if scale == "fixed" else 0.0
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"scale": self.scale, "threshold": self.threshold, **super().configuration}
+
+
+class TwoBit(Quantised):
+    """+t, 0 or -t for every value, by a threshold t (SlimGC's 2-bit quantiser, that of MXNet). 1/16 of float32.
+
+    Values >= t decode to t, values <= -t to -t, others to 0. With `levels=4` nothing decodes to zero: a value becomes the
+    nearest of four levels, whose squared error for normally distributed values is the least that two bits can have (Max
+    1960): 0.12 of their square, where three levels leave 0.35.
+
+    Args:
+        threshold: t; relative, 1.25 if not given; absolute, 0.5 as in the paper, which is in units of a gradient
+            *summed* over the batch (with a mean loss, divide it by the batch size).
+        relative: t is in units of each message's mean magnitude. The default, because an absolute threshold that does
+            not fit the gradient's scale sends either nothing or noise, and that scale changes in the course of training.
+        scale_values: values to a mean magnitude, 64, 128, ..., 4096; None for one threshold a message. A threshold is
+            then rounded to bfloat16 and belongs to values of one tensor (`cuts`).
+        levels: 3 (+t, 0, -t), or 4: +-0.5675 and +-1.893 mean magnitudes, with `scale_values` only and without a
+            threshold.
+    Raises: InvalidArgument.
+    When not to use this: without error feedback; values below the threshold would never be sent.
+    """
+
+    name = "two-bit"
+    _kind = 1
+    _has_kernels = True
+
+    def __init__(
+        self,
+        threshold: float | None = None,
+        relative: bool = True,
+        scale_values: int | None = None,
+        levels: int = 3,
+    ) -> None:
+        super().__init__()
+        if levels not in (3, 4):
+            raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
+        if levels == 4 and (threshold is not None or not relative or scale_values is None):
+            raise InvalidArgument(
+                "levels=4 is for scale_values=64, 128, ..., 4096, whose mean magnitudes it follows: leave threshold and "
+                "relative out"
+            )
+        default = DEFAULT_THRESHOLD if relative else PAPER_THRESHOLD
+        self.threshold = check_positive("threshold", default if threshold is None else threshold)
+        self.relative = bool(relative)
+        if scale_values is not None and not relative:
+            raise InvalidArgument(
+                "scale_values means nothing with relative=False, whose threshold is one for all values"
+            )
+        self.scale_values = check_scale_values(scale_values)
+        self._block = self.scale_values or 0
+        self.levels = levels
+        self._rule = TWO_SCALES if levels == 4 else 1 if self.relative else 0
+        self._parameter = self.threshold
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        levels = {"levels": self.levels} if self.levels == 4 else {}
+        return {"threshold": self.threshold, "relative": self.relative, **super().configuration, **levels}
+
+
+class Qsgd(Quantised):
+    """Levels between zero and the norm of a block, rounded by chance (Alistarh et al., NeurIPS 2017).
+
+    x becomes norm x sign(x) x l / levels, where l is |x| / norm x levels rounded up or down by chance: right on average.
+
+    Every block has its own Euclidean norm; a block of norm zero (below 2^-100) decodes to zeros. With up to 7 levels
+    and the sign a value takes 4 bits, with more 8: 0.133 or 0.258 of float32 at 512 values a block.
+
+    Args:
+        levels: 1 to 127; 7 in the comparison of SlimGC.
+        block: values to a norm: 128, 256, ..., 4096. Smaller blocks have smaller norms and so smaller errors.
+        seed: of the rounding.
+    Raises: InvalidArgument.
+    When not to use this: at levels 7 where one-bit or two-bit with error feedback converges: they send less.
+    """
+
+    name = "qsgd"
+    _kind = 3
+    _has_kernels = True
+    feeds_back = False
+
+    def __init__(self, levels: int = 7, block: int = 512, seed: int = 0) -> None:
+        super().__init__()
+        if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
+            raise InvalidArgument(f"levels must be an integer from 1 to 127, got {levels!r}")
+        check_choice("block", block, _BLOCKS)
+        self.levels = self._levels = levels
+        self.block = self._block = block
+        self.seed = check_seed(seed)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"levels": self.levels, "block": self.block, "seed": self.seed}
+
+
 def check_scale_values(scale_values: int | None) -> int | None:
     """Values to a scale: None, or a power of two from 64 to 4,096. Raises: InvalidArgument."""
     if scale_values is None:
@@ -320,7 +481,7 @@ def check_scale_values(scale_values: int | None) -> int | None:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a quantiser's message says of itself, as plain values; the codes are checked against the checksum only.
+    """Describe a quantiser's message, as plain values; the codes are checked against the checksum only.
 
     Keys: codec, format_version, n_elements, message_bytes, is_finite, levels, block, first_scale, second_scale.
     Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.

@@ -1,4 +1,4 @@
-"""What codecs demand of tensors and numbers, and the numbers that dtypes have in the native core."""
+"""Checks of the tensors and numbers that codecs are given, and the dtypes' numbers in the native core."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def draw_after(first: int, n_messages: int) -> int:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a message says of itself, as plain values: codec, format_version, dtype, format, bits, partition,
+    """Describe a message, as plain values: codec, format_version, dtype, format, bits, partition,
     n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
 
     Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.

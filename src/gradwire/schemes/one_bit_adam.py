@@ -15,23 +15,26 @@ goes on changing, as after a second warm-up of the learning rate; where gradient
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gradwire.codecs.one_bit import OneBit
-from gradwire.codecs.qsgd import Qsgd
-from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.two_bit import TwoBit
+from gradwire.checks import choice as check_choice
+from gradwire.codecs.quantised import OneBit, Qsgd, Quantised, TwoBit
 from gradwire.core.bucket import Bucket
-from gradwire.errors import InvalidArgument
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.selection import ByName, Names, Selection
 
-_CODECS = ("one-bit", "two-bit", "four-level", "qsgd")
+_CODECS: dict[str, Callable[[Any], Quantised]] = {
+    "one-bit": lambda values: OneBit(scale_values=values),
+    "two-bit": lambda values: TwoBit(scale_values=values),
+    "four-level": lambda values: TwoBit(scale_values=values, levels=4),
+    "qsgd": lambda values: Qsgd(),
+}
 
 
 class OneBitAdam(Compressed):
@@ -61,7 +64,8 @@ class OneBitAdam(Compressed):
         exempt: Names = (),
         only: Names = (),
     ) -> None:
-        self.codec, self._codec_name = _codec_of(codec, None if scale_values == "none" else scale_values), codec
+        self._codec_name = check_choice("codec", codec, _CODECS)
+        self.codec = _CODECS[codec](None if scale_values == "none" else scale_values)
         super().__init__(
             collective=Owners(self.codec, pull, chunk_elements),
             error_feedback=True,
@@ -90,15 +94,3 @@ class OneBitAdam(Compressed):
             momentum, beta1 = self.adam.momentum(slot)
             old, new = momentum.mul(loss_scale), span.in_fused(part.buffer)
             span.in_bucket(bucket.buffer).copy_(new.sub_(old).div_(1 - beta1).add_(old))
-
-
-def _codec_of(name: str, scale_values: Any) -> Quantised:
-    if name == "one-bit":
-        return OneBit(scale_values=scale_values)
-    if name == "two-bit":
-        return TwoBit(scale_values=scale_values)
-    if name == "four-level":
-        return TwoBit(scale_values=scale_values, levels=4)
-    if name == "qsgd":
-        return Qsgd()
-    raise InvalidArgument(f"codec is one of {', '.join(_CODECS)}, not {name!r}")

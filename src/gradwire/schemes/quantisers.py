@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.codecs.one_bit import OneBit
-from gradwire.codecs.qsgd import Qsgd
-from gradwire.codecs.two_bit import TwoBit
+from gradwire.codecs.quantised import OneBit, Qsgd, TwoBit
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.owners import Owners
@@ -24,7 +22,7 @@ class OneBitScheme(Compressed):
     """The sign of every value and a scale, with error feedback (Seide et al., Interspeech 2014).
 
     Args:
-        scale, threshold: see `gradwire.codecs.one_bit.OneBit`.
+        scale, threshold: see `gradwire.codecs.quantised.OneBit`.
         error_feedback: add what messages left out to the next gradient.
         pull, chunk_elements: see `Owners`.
         warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
@@ -79,7 +77,7 @@ class TwoBitScheme(Compressed):
     Beside Adam, where scales are by group, four levels instead of three: docs/results/lossy.md.
 
     Args:
-        threshold, relative: see `gradwire.codecs.two_bit.TwoBit`.
+        threshold, relative: see `gradwire.codecs.quantised.TwoBit`.
         levels: 3, or 4 (with `scale_values` only, and without a threshold). None: 4 where `scale_values` is left out and
             becomes a number beside Adam, else 3.
         The others: see `OneBitScheme`.
@@ -139,7 +137,7 @@ class QsgdScheme(Compressed):
     would grow. Sums are rounded a second time on their way back.
 
     Args:
-        levels, block, seed: see `gradwire.codecs.qsgd.Qsgd`.
+        levels, block, seed: see `gradwire.codecs.quantised.Qsgd`.
         pull, chunk_elements: see `Owners`.
 
     When not to use this: at 4 bits where one-bit or two-bit with error feedback converges, which send less; with few levels

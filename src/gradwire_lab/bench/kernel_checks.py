@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.codecs.one_bit import OneBit
-from gradwire.codecs.qsgd import Qsgd
-from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.two_bit import TwoBit
+from gradwire.codecs.quantised import OneBit, Qsgd, Quantised, TwoBit
 from gradwire.errors import GradwireError
 from gradwire.gpu.driver import CudaKernels
 from gradwire.gpu.kernels import Kernels, using

@@ -94,7 +94,7 @@ class TopKAdam(Compressed):
 
 
 class ShortElements(Elements):
-    """How elements travel in 4 bytes each: half of its index, and its value as bfloat16; what that loses stays.
+    """The layout of elements in 4 bytes each: half of its index, and its value as bfloat16; what that loses stays.
 
     A payload: how many are in each block of 65,536 elements, int32; places in their block, int16; values, bfloat16.
     """

@@ -21,6 +21,7 @@ from gradwire.core.session import Session
 from gradwire.errors import Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.ring import Ring
+from gradwire.gpu.kernels import kernels_for
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.frozen_adam import FrozenAdam
@@ -73,7 +74,7 @@ class Compressed(Scheme):
     @property
     def frame_configuration(self) -> dict[str, Any]:
         """The collective's options, and of the frame's own those that are not as published."""
-        shared = {self.plain.option: self.plain.n} if self.plain.n else {}
+        shared: dict[str, Any] = {self.plain.option: self.plain.n} if self.plain.n else {}
         for part in (self.collective, self.select, self.adam):
             if part is not None:
                 shared |= part.configuration
@@ -102,6 +103,8 @@ class Compressed(Scheme):
         self._sends_all = not self.select
         if self.collective is not None:
             self.collective.bind(session.wire)
+        else:
+            kernels_for(session.wire.device)
         self._check = StepCheck(session.communicator)
         self.n_not_finite = 0
         if self.adam is not None:

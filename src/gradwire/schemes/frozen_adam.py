@@ -83,7 +83,7 @@ class FrozenAdam:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What ranks must share."""
+        """The options that ranks must share."""
         return {"freeze_step": self.freeze_step, "correction": self.correction}
 
     def check(self, session: Session) -> None:
@@ -143,7 +143,7 @@ class FrozenAdam:
         return True
 
     def _has_begun(self, parameter: Tensor, state: Mapping[str, Any]) -> bool:
-        """Whether it has had a gradient."""
+        """Return whether the parameter has had a gradient that was not zero."""
         variance = local_of(self._variance(state))
         return holds_nonzero(variance.reshape(-1)) if self._begun is None else self._begun.has(parameter, variance)
 
@@ -186,7 +186,7 @@ class FrozenAdam:
             })  # fmt: skip
 
     def _warn_of_large_updates(self) -> None:
-        """Of this step's updates; on a device, of those whose sizes have come."""
+        """Look at the sizes of this step's updates; on a device, at those that have been read."""
         if self._sizes:
             squares = torch.stack([square.float() for square, _ in self._sizes])
             self._read_sizes = Reading(squares), sum(n for _, n in self._sizes)
@@ -223,7 +223,7 @@ class FrozenAdam:
         values.addcdiv_(taken, root, value=-lr / (1 - beta1 ** float(state["step"])))
 
     def _root(self, parameter: Tensor) -> Tensor:
-        """As the local part of the parameter: of the variance, from its floor up."""
+        """The root of the variance, from its floor up, in the shape of the parameter's local part."""
         variance = local_of(self._variance(self._optimizer.state[parameter]))
         if parameter not in self._largest:
             # Which one is the largest does not hang on the order in which threads look, as a mean does.
@@ -257,7 +257,7 @@ class FrozenAdam:
     # ---- between steps
 
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, dict[str, int]]:
-        """What `load_by_name` takes: counts of updates, by name."""
+        """Counts of updates by parameter name, for `load_by_name`."""
         return {
             key: {name: counts[slot.parameter] for name, slot in slots.items() if slot.parameter in counts}
             for key, counts in (("frozen_at", self.frozen_at), ("idle_until", self.idle_until))
@@ -283,7 +283,7 @@ class FrozenAdam:
 
 
 class _BegunVariances:
-    """Of each parameter on a device, whether its variance holds anything but zeros. One that does goes on doing so."""
+    """Remembers which variances on a device hold anything but zeros; those that do go on doing so."""
 
     def __init__(self) -> None:
         self._known: dict[Tensor, Tensor] = {}  # variances that do, by parameter

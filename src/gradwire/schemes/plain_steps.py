@@ -30,7 +30,7 @@ BESIDE_ADAM: dict[str, dict[str, tuple[Any, Any]]] = {
 
 
 class PlainSteps:
-    """How many of a training's first steps are reduced plainly.
+    """The count of a training's first steps that are reduced plainly.
 
     Args:
         scheme: its registry name.
@@ -78,7 +78,7 @@ class PlainSteps:
 
 
 def is_beside_adam(session: Session) -> bool:
-    """Whether the optimizer, where the session has one, divides by a moment of the gradient."""
+    """Return whether the session has an optimizer that divides by a moment of the gradient."""
     return session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
 
 

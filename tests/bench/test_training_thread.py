@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.codecs.one_bit import OneBit
+from gradwire.codecs.quantised import OneBit
 from gradwire.schemes.slimgc import SlimGC
 from gradwire_lab.bench.training_thread import TrainingThreadQuantiser
 from ranks import patience, run_ranks

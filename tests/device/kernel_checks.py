@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from gradwire.codecs.one_bit import OneBit
+from gradwire.codecs.qsgd import Qsgd
+from gradwire.codecs.two_bit import TwoBit
 from torch import Tensor
 
 from gradwire.codecs import packed_values
@@ -17,16 +20,13 @@ from gradwire.codecs.count_sketch import index_words
 from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 from gradwire.codecs.hadamard import Thc
-from gradwire.codecs.one_bit import OneBit
 from gradwire.codecs.packed_values import FLAGS_AT, HEAD_WORDS, PAST_THE_END
-from gradwire.codecs.qsgd import Qsgd
 from gradwire.codecs.quantised import Quantised
 from gradwire.codecs.selection import add_elements, take_by_sample, take_largest
 from gradwire.codecs.selection import raise_error as raise_selection_error
 from gradwire.codecs.signs import Signs
 from gradwire.codecs.ternary import Ternary
 from gradwire.codecs.truncated_float import TruncatedFloat
-from gradwire.codecs.two_bit import TwoBit
 from gradwire.errors import GradwireError
 from gradwire.gpu.kernels import Kernels, using
 from gradwire.gpu.launching import raise_error

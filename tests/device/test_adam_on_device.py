@@ -64,7 +64,7 @@ class Run:
         self.optimizer.step()
 
     def counts(self) -> dict[str, dict[str, int]]:
-        counts: dict[str, dict[str, int]] = self.scheme._freezing.adam.state_by_name(self.scheme.session.slots)
+        counts: dict[str, dict[str, int]] = self.scheme.adam.state_by_name(self.scheme.session.slots)
         return counts
 
 

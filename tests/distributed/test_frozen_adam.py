@@ -316,14 +316,15 @@ def train_channels_last(rank: int, world_size: int, scheme: str) -> bool:
         optimizer.step()
     first, second = (optimizer.state[net.weight][key] for key in ("exp_avg", "exp_avg_sq"))
     assert not first.is_contiguous()
-    adam = attachment.scheme._freezing.adam
+    adam = attachment.scheme.adam
     momentum, beta1 = adam.momentum(slot_of(net.weight))
     assert beta1 == BETAS[0]
     assert torch.equal(momentum, first.permute(0, 2, 3, 1).reshape(-1))
     root = second.clamp(min=FLOOR_SHARE * float(second.max())).sqrt()
     assert torch.equal(adam.root(slot_of(net.weight)), root.permute(0, 2, 3, 1).reshape(-1))
+    n_frozen = len(adam.frozen_at)
     attachment.close()
-    return len(adam.frozen_at) == 2
+    return n_frozen == 2
 
 
 @both

@@ -9,7 +9,7 @@ import torch
 import gcomp_oracle as oracle
 from float_messages import DTYPES, LEVELS, at_level, decode, encode
 from gcomp_gradients import KINDS, NAMES, make_gradient, make_importance, words_of
-from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe, message_holds_nonfinite
+from gradwire.codecs.gcomp import GCompCodec, HuffmanTable, describe
 
 MODES = (("none", None), ("paper", None), ("uniform", 0), ("uniform", 5), ("truncate", 0), ("truncate", 4))
 SIZES = [*range(0, 71), 511, 513]
@@ -109,9 +109,9 @@ def test_infinities_and_nans_keep_every_bit_in_every_mode_and_are_told_of(
     assert nonfinite.any()
     np.testing.assert_array_equal(words_of(decoded)[nonfinite], words_of(gradient)[nonfinite])
     assert decoded[~nonfinite].isfinite().all()  # rounding never makes an infinity
-    assert message_holds_nonfinite(encode(codec, gradient, importance=importance))
+    assert describe(encode(codec, gradient, importance=importance))["holds_nonfinite"]
     finite = make_gradient("gaussian", 5000, dtype)
-    assert not message_holds_nonfinite(encode(codec, finite, importance=importance))
+    assert not describe(encode(codec, finite, importance=importance))["holds_nonfinite"]
 
 
 @each_format

@@ -10,7 +10,7 @@ import torch
 
 from float_messages import DTYPES, decode, encode, every_16_bit_value, finite_gradient, same_bits, there_and_back
 from gcomp_gradients import tensor_of, words_of
-from gradwire.codecs.truncated_float import TruncatedFloat, describe
+from gradwire.codecs.truncated_float import TruncatedFloat, describe, draw_after, first_draw
 
 ROUNDINGS = ("truncate", "nearest", "stochastic")
 SIZES = (0, 1, 2, 31, 33, 255, 256, 257, 1000, 16384, 16385, 40_007)
@@ -274,7 +274,8 @@ def test_seed_and_step_choose_the_numbers_and_nothing_else_does() -> None:
     assert not torch.equal(message(1, 2), message(2, 2))
     codec = TruncatedFloat(10, "native", "stochastic", 1)
     assert same_bits(there_and_back(codec, gradient)[:700], there_and_back(codec, gradient[:700]))
-    streams = codec.streams(3, 1, 4)
-    first, second = (encode(streams, gradient) for _ in range(2))
+    first, second = (encode(codec, gradient, step=draw_after(first_draw(3, 1, 4), n)) for n in range(2))
     assert not torch.equal(first, second)
-    assert torch.equal(encode(codec.streams(3, 1, 4), gradient), first)
+    assert torch.equal(encode(codec, gradient, step=first_draw(3, 1, 4)), first)
+    assert not torch.equal(encode(codec, gradient, step=first_draw(3, 1, 5)), first)
+    assert draw_after((1 << 64) - 1, 1) == 0

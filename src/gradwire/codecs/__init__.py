@@ -17,6 +17,9 @@ __all__ = ["Codec", "DeviceCodec", "by_name", "names"]
 class Codec(Protocol):
     """Floats to one self-contained message and back; thread-safe; the same bytes for every thread count and SIMD.
 
+    Tensors are contiguous, of one dimension, on the CPU. A message says all that its reading needs, but for what two ranks
+    know anyway: size and dtype of the values. Calls release the GIL, and allocate nothing once warm.
+
     Attributes:
         feeds_back: whether what a message leaves out may be added to the next gradient (error feedback). Not of codecs that
             are right on average, but whose error may be larger than the values: what is left out would grow.
@@ -26,15 +29,29 @@ class Codec(Protocol):
     feeds_back: bool
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """Bytes that no message of `n_elements` values of `dtype` exceeds."""
+        """Bytes that no message of `n_elements` values of `dtype` exceeds. Raises: InvalidArgument."""
         ...
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int | Tensor:
-        """Write `gradient` (n,) into `out` (>= max_encoded_bytes,) uint8; returns the bytes written."""
+        """Write `gradient` as one message.
+
+        Args:
+            gradient: (n,) float32, bfloat16 or float16; any n from 0.
+            out: (>= max_encoded_bytes(n, dtype),) uint8.
+            importance: (n,) uint8, for a codec that weighs its values; ignored by others.
+        Returns: bytes written.
+        Raises: InvalidArgument (shape, dtype, device, an option that does not fit the dtype), BufferTooSmall.
+        """
         ...
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """Read `message` (exactly one message, uint8) into `out` (n,), whose size and dtype the caller knows."""
+        """Read `message`, whatever options of this codec it was written with.
+
+        Args:
+            message: uint8, exactly one message.
+            out: (n,) of the sender's size and dtype; undefined after an error.
+        Raises: InvalidArgument, CorruptMessage (failed checks, another dtype or size), IncompatibleVersion.
+        """
         ...
 
 
@@ -43,7 +60,8 @@ class DeviceCodec(Codec, Protocol):
     """A codec that also takes tensors on a device: the same bytes and values, made by kernels.
 
     Calls with such tensors enqueue kernels on the current stream, and wait for nothing. What they are given is trusted:
-    tensors of one device, contiguous, as long as said, messages at a multiple of 4 bytes.
+    tensors of one device, contiguous, as long as said, messages at a multiple of 4 bytes and written with this codec's
+    options.
     """
 
     def check_device(self, device: torch.device) -> Kernels:
@@ -51,7 +69,12 @@ class DeviceCodec(Codec, Protocol):
         ...
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
-        """As `Codec.encode`; on a device it returns (1,) int64 there. `step`: what is drawn by, where anything is."""
+        """As `Codec.encode`; on a device it returns (1,) int64 there.
+
+        Args:
+            step: what is drawn by beside the codec's seed, where anything is: 0 to 2^64 - 1. Messages whose errors have to
+                be independent (of other steps, ranks, chunks) need steps of their own.
+        """
         ...
 
     def decode(
@@ -64,11 +87,14 @@ class DeviceCodec(Codec, Protocol):
         adds: bool = False,
         error: Tensor | None = None,
     ) -> None:
-        """As `Codec.decode`; `out` gets the values / divisor, or has them added.
+        """As `Codec.decode`.
 
-        A message on a device was written with this codec's options. If it is not whole, `out` becomes NaN, and `error`,
-        (1,) int32 there, keeps the worst of what was wrong since it was 0 (`gpu.launching.raise_error` says it). No message
-        counts as whole beside one that was not. None: NaN alone tells.
+        Args:
+            divisor: `out` gets the values / divisor.
+            adds: `out` has the values added.
+            error: (1,) int32 on the device: if the message is not whole, `out` becomes NaN, and this keeps the worst of what
+                was wrong since it was 0 (`gpu.launching.raise_error` says it). No message counts as whole beside one that
+                was not. None: NaN alone tells.
         """
         ...
 
@@ -79,11 +105,11 @@ _REGISTRY: Registry[Codec] = Registry(
     {
         "embedded-float": "gradwire.codecs.embedded_float:EmbeddedFloat",
         "gcomp": "gradwire.codecs.gcomp:GCompCodec",
-        "one-bit": "gradwire.codecs.one_bit:OneBit",
-        "qsgd": "gradwire.codecs.qsgd:Qsgd",
+        "one-bit": "gradwire.codecs.quantised:OneBit",
+        "qsgd": "gradwire.codecs.quantised:Qsgd",
         "ternary": "gradwire.codecs.ternary:Ternary",
         "thc": "gradwire.codecs.hadamard:Thc",
-        "two-bit": "gradwire.codecs.two_bit:TwoBit",
+        "two-bit": "gradwire.codecs.quantised:TwoBit",
         "truncated-float": "gradwire.codecs.truncated_float:TruncatedFloat",
         "raw": "gradwire.codecs.general:RawCodec",
     },

@@ -22,7 +22,7 @@ _VALUE_BITS = 32
 
 
 class BloomShape(NamedTuple):
-    """How large a filter is. All ranks compute the same from the same numbers: only +, -, x, / and comparisons.
+    """The size of a filter. All ranks compute the same from the same numbers: only +, -, x, / and comparisons.
 
     Attributes:
         n_hashes: rows that a non-zero sets a bit in.
@@ -51,7 +51,7 @@ class BloomShape(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a filter lets through.
+    """The values that a filter lets through.
 
     Attributes:
         n_candidates: values that it may hold.

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from gradwire import _native
-from gradwire.errors import CorruptMessage, InvalidArgument
+from gradwire.errors import InvalidArgument
 
 __all__ = ["MAX_CORE", "CountSketch", "FixedPoint", "IndexFacts", "Outcome", "index_words", "write_index"]
 
@@ -46,7 +46,7 @@ _INFINITY_BITS = 0x7F800000
 
 
 class Outcome(enum.IntEnum):
-    """What a recovery came to."""
+    """The outcome of a recovery."""
 
     COMPLETE = 0
     NONFINITE = 1  # sums of finite values have left the range of float32
@@ -54,7 +54,7 @@ class Outcome(enum.IntEnum):
 
 
 class IndexFacts(NamedTuple):
-    """What one pass over a gradient finds.
+    """The findings of one pass over a gradient.
 
     Attributes:
         n_nonzeros: values that are neither 0.0 nor -0.0.
@@ -92,7 +92,7 @@ class FixedPoint(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What an integer is multiplied by to get its value."""
+        """The factor of an integer that gives its value."""
         return math.ldexp(1.0, -self.shift)
 
     def quantise(self, values: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ class CountSketch:
 
     @property
     def estimate_shrinkage(self) -> float:
-        """What to multiply estimates by, so that error feedback converges: 1 / (1 + relative variance).
+        """The factor of estimates with which error feedback converges: 1 / (1 + relative variance).
 
         A core value's cell holds about L = 3 n_core / n_cells of them, so a row's estimate has the variance L of one
         value's square, and the median of three such rows 0.45 of that.
@@ -299,20 +299,6 @@ class CountSketch:
             bound = float(cells.abs().max()) if kind == 0 and cells.numel() else 0.0
         raw, values = cells.view(torch.uint8), out.view(torch.uint8)
         return Outcome(self._plan.recover(raw, kind, scale, estimate, bound, values, code))
-
-    def recover_all(self, cells: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-        """`recover` for callers without a core: raises where it is not complete.
-
-        Raises: CorruptMessage (foreign or altered sketch), InvalidArgument (there is a core).
-        """
-        if self._n_core:
-            raise InvalidArgument(f"{self._n_core} values do not come out of this sketch; prepare another attempt")
-        outcome = self.recover(cells, scale, out)
-        if outcome is not Outcome.COMPLETE:
-            raise CorruptMessage(
-                f"the sketch of {self._n_elements} values is not that of its index ({outcome.name.lower()}): ranks "
-                "differ in seed or batch size, or it was altered on its way"
-            )
 
 
 def _dtype_code(tensor: torch.Tensor) -> int:

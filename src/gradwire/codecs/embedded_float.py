@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.floats import Floats
-from gradwire.codecs.tensors import bytes_of, check_partition, check_room, check_size, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_in, check_partition, check_room, check_size, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels
 from gradwire.gpu.launching import WARP, grid, parts
@@ -97,29 +97,25 @@ class EmbeddedFloat(Floats):
         Bit 0 is the sign, bit 1 the most significant of the magnitude. The gradient must be the same at every call.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous, CPU; any n from 0.
+            gradient: as in `encode`.
             first_bit, n_bits: 0 <= first_bit, 1 <= n_bits <= 32 - first_bit.
-            out: (>= max_plane_bytes(n, dtype, first_bit, n_bits),) uint8, contiguous, CPU.
+            out: (>= max_plane_bytes(n, dtype, first_bit, n_bits),) uint8.
         Returns: bytes written.
         Raises: InvalidArgument, BufferTooSmall.
-        Cost: one pass, no allocation below bit 31, releases the GIL.
+        Cost: one pass, no allocation below bit 31.
         """
-        code = dtype_code(gradient.dtype)
-        check_tensor("gradient", gradient)
-        n_needed = self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits)
-        check_room(self.name, out, n_needed)
-        return _native.embedded_float_encode(bytes_of(gradient), code, self.partition, first_bit, n_bits, bytes_of(out))
+        code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
+        room = check_room(self.name, out, self.max_plane_bytes(gradient.numel(), gradient.dtype, first_bit, n_bits))
+        return _native.embedded_float_encode(values, code, self.partition, first_bit, n_bits, room)
 
     def quantise(self, gradient: Tensor, n_bits: int, out: Tensor) -> None:
         """Put into `out` what every receiver of the first `n_bits` bits (1 to 32) of `gradient` has, bit for bit.
 
-        Args: gradient, out: (n,), equal dtypes, contiguous, CPU; may be the same tensor.
-        Raises: InvalidArgument. Cost: one pass, no allocation, releases the GIL.
+        Args: gradient, out: (n,), equal dtypes; may be the same tensor.
+        Raises: InvalidArgument. Cost: one pass.
         """
-        code = dtype_code(gradient.dtype)
-        check_tensor("gradient", gradient)
-        check_tensor("out", out, gradient.dtype)
-        _native.embedded_float_quantise(bytes_of(gradient), code, self.partition, n_bits, bytes_of(out))
+        code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
+        _native.embedded_float_quantise(values, code, self.partition, n_bits, bytes_in("out", out, gradient.dtype))
 
     def receive(self, n_elements: int, dtype: torch.dtype) -> EmbeddedValues:
         """An empty receiver for the messages of one gradient. Raises: InvalidArgument."""
@@ -127,7 +123,7 @@ class EmbeddedFloat(Floats):
 
 
 class EmbeddedValues:
-    """What a receiver knows of one gradient: 4 bytes a value and one a partition, refined message by message.
+    """A receiver's knowledge of one gradient: 4 bytes a value and one a partition, refined message by message.
 
     Attributes:
         n_bits: bits known of every value, 0 to 32.
@@ -153,18 +149,17 @@ class EmbeddedValues:
 
         Raises: InvalidArgument, CorruptMessage (also: other bits than the next ones, another size, dtype or
             partition), IncompatibleVersion; nothing has changed then.
-        Cost: one pass over the codes, no allocation below bit 31, releases the GIL.
+        Cost: one pass over the codes, no allocation below bit 31.
         """
-        check_tensor("message", message, torch.uint8)
+        encoded = bytes_in("message", message, torch.uint8)
         self.n_bits = _native.embedded_float_refine(
-            bytes_of(message), self._codes, self._exponents, self._dtype_code, self.partition, self.n_bits
+            encoded, self._codes, self._exponents, self._dtype_code, self.partition, self.n_bits
         )
         return self.n_bits
 
     def write(self, out: Tensor) -> None:
         """Put the values as they are known into `out`, (n,) of the sender's dtype. Raises: InvalidArgument."""
-        check_tensor("out", out, self.dtype)
-        _native.embedded_float_write(*self._known(), bytes_of(out))
+        _native.embedded_float_write(*self._known(), bytes_in("out", out, self.dtype))
 
     def add_to(self, sums: Tensor) -> None:
         """sums += the values as they are known; (n,) float32, one rounding a value. Raises: InvalidArgument."""
@@ -178,10 +173,9 @@ class EmbeddedValues:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a message says of itself, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
+    """Describe a message, as plain values: codec, format_version, dtype, first_bit, n_bits, partition,
     n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
 
     Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.
     """
-    check_tensor("message", message, torch.uint8)
-    return _native.embedded_float_header(bytes_of(message))
+    return _native.embedded_float_header(bytes_in("message", message, torch.uint8))

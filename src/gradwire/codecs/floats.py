@@ -1,4 +1,4 @@
-"""What the codecs of truncated and embedded floats share: where messages are made and read, by native calls or kernels."""
+"""The base of the codecs of truncated and embedded floats: messages made and read by native calls or kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from gradwire.codecs.tensors import bytes_of, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_in, bytes_of, check_step, check_tensor, dtype_code
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, parts
@@ -52,18 +52,7 @@ class Floats(ABC):
         """Kernels, and blocks of threads of each, that write codes and scales, and that read them."""
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
-        """Write `gradient` as one message.
-
-        Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous; any n from 0.
-            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous.
-            importance: ignored.
-            step: what "stochastic" rounding draws by, beside the seed, 0 to 2^64 - 1. Messages whose errors have to be
-                independent (of other steps, ranks, chunks) need steps of their own: see `TruncatedFloat.streams`.
-        Returns: bytes written; on a device (1,) int64 there.
-        Raises: InvalidArgument (shape, dtype, step, more bits than the dtype has), BufferTooSmall.
-        Cost: one or two passes, no allocation below bit 31, releases the GIL.
-        """
+        """As `DeviceCodec.encode`. Cost: one or two passes, no allocation below bit 31."""
         if kernels_for(gradient.device) is None:
             return self._encode_natively(gradient, out, step)
         n, device = gradient.numel(), gradient.device
@@ -92,27 +81,17 @@ class Floats(ABC):
         adds: bool = False,
         error: Tensor | None = None,
     ) -> None:
-        """Read `message` into `out`; in host memory whatever settings it was written with, on a device only with these.
+        """As `DeviceCodec.decode`, with a divisor or adding. Of embedded floats a message begins with bit 0.
 
-        Args:
-            message: exactly one message, uint8, contiguous; on a device, (>= max_encoded_bytes(n, dtype),). Of embedded
-                floats it begins with bit 0.
-            out: (n,) of the sender's dtype and size, contiguous; undefined after an error.
-            importance: ignored.
-            divisor: `out` gets the values / divisor; not together with `adds`.
-            adds: `out` has the values added.
-            error: (1,) int32 on the device; see `DeviceCodec`.
-        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
-        Cost: one pass, no allocation but with `adds`, releases the GIL.
+        Cost: one pass, no allocation but with `adds`.
         """
         code = dtype_code(out.dtype)
         if adds and divisor != 1:
             raise InvalidArgument("values are added without a divisor")
         if kernels_for(out.device) is None:
-            check_tensor("message", message, torch.uint8)
             check_tensor("out", out)
             values = torch.empty_like(out) if adds else out
-            self._decode_natively(bytes_of(message), code, bytes_of(values))
+            self._decode_natively(bytes_in("message", message, torch.uint8), code, bytes_of(values))
             if adds:
                 out += values
             elif divisor != 1:

@@ -15,13 +15,13 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.huffman import LOOK_UP_BITS, HuffmanTable, exponent_bits_of
-from gradwire.codecs.tensors import DTYPE_CODES, bytes_of, check_size, check_tensor
-from gradwire.errors import BufferTooSmall, CorruptMessage, InvalidArgument, Unsupported
+from gradwire.codecs.tensors import DTYPE_CODES, bytes_in, check_room, check_size, check_tensor
+from gradwire.errors import CorruptMessage, InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts
 from gradwire.gpu.structs import fill_struct
 
-__all__ = ["GCompCodec", "HuffmanTable", "describe", "message_holds_nonfinite"]
+__all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe"]
 
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _ROUNDINGS = ("nearest", "truncate")
@@ -114,7 +114,7 @@ class GCompCodec:
         return kernels_on(device)
 
     def max_encoded_bytes(self, n_elements: int, dtype: torch.dtype) -> int:
-        """Bytes that no message of `n_elements` values of `dtype` exceeds: what `encode` asks of `out`.
+        """As `Codec.max_encoded_bytes`.
 
         About 1.1 of the original size for float32, 1.2 to 1.4 for the 16-bit types, and 300 bytes.
         Raises: InvalidArgument (dtype, negative n_elements).
@@ -124,49 +124,27 @@ class GCompCodec:
         return _native.gcomp_max_encoded_bytes(n_elements, _dtype_code(dtype), mode_code, self.format)
 
     def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None, *, step: int = 0) -> int | Tensor:
-        """Write `gradient` as one GComp message.
+        """As `DeviceCodec.encode`. Cost: about two passes.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous; any n from 0.
-            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous.
-            importance: (n,) uint8, contiguous, with importance="paper" only: the importance bytes of
-                `gradwire.schemes.gcomp.importance`.
-            step: not used.
-        Returns: bytes written; on a device (1,) int64 there.
-        Raises: InvalidArgument (shape, dtype, device, missing importance), BufferTooSmall.
-        Cost: about two passes, no allocation once warm, releases the GIL.
+            importance: with importance="paper", the importance bytes of `gradwire.schemes.gcomp.importance`.
         """
         code, n, device = _dtype_code(gradient.dtype), gradient.numel(), gradient.device
         importance = self._needed(importance)
         mode, kept_bits = _MODE_CODES[self.importance], self._kept_bits(gradient.dtype)
         if kernels_for(device) is None:
-            check_tensor("gradient", gradient)
-            check_tensor("out", out, torch.uint8)
-            if importance is not None:
-                _check_importance(importance, gradient)
-            n_needed = self.max_encoded_bytes(n, gradient.dtype)
-            if out.numel() < n_needed:
-                raise BufferTooSmall(
-                    f"out has {out.numel()} bytes; a message of {n} values may need {n_needed} (max_encoded_bytes)"
-                )
-            return _native.gcomp_encode(
-                bytes_of(gradient),
-                None if importance is None else bytes_of(importance),
-                code,
-                mode,
-                kept_bits,
-                self.rounding == "truncate",
-                self.format,
-                self.table_in_use(gradient.dtype).native,
-                bytes_of(out),
-            )
-        launch, table, n_chunks = self.check_device(device).launch, self.table_of_width(8), parts(n, _CHUNK_VALUES)
+            values = bytes_in("gradient", gradient)
+            weights = None if importance is None else _bytes_of_importance(importance, gradient)
+            room = check_room(self.name, out, self.max_encoded_bytes(n, gradient.dtype))
+            table, truncates = self.table_in_use(gradient.dtype).native, self.rounding == "truncate"
+            return _native.gcomp_encode(values, weights, code, mode, kept_bits, truncates, self.format, table, room)
+        launch, wide, n_chunks = self.check_device(device).launch, self.table_of_width(8), parts(n, _CHUNK_VALUES)
         n_bytes = torch.empty(1, dtype=torch.int64, device=device)
         exponents = torch.empty(n_chunks * _CHUNK_VALUES, dtype=torch.uint8, device=device)
         lengths = torch.empty(n_chunks * _LENGTHS_BYTES, dtype=torch.uint8, device=device)
         parameters = fill_struct(
-            "GCompEncode", values=gradient, importance=importance, table=table.on_device(device), message=out,
-            n_bytes=n_bytes, exponents=exponents, chunks=lengths, n=n, table_id=table.id, dtype=code, mode=mode,
+            "GCompEncode", values=gradient, importance=importance, table=wide.on_device(device), message=out,
+            n_bytes=n_bytes, exponents=exponents, chunks=lengths, n=n, table_id=wide.id, dtype=code, mode=mode,
             kept_bits=kept_bits, rounds=self.importance == "uniform" or (importance is not None and self.rounding == "nearest"),
         )  # fmt: skip
         launch("gw_gcomp_measure", n_chunks, THREADS, _SHARED_OF_MEASURES, parameters)
@@ -188,22 +166,15 @@ class GCompCodec:
         adds: bool = False,
         error: Tensor | None = None,
     ) -> None:
-        """Read `message` into `out`; in host memory whatever importance and format it was written with, on a device only
-        with this codec's options and table.
+        """As `DeviceCodec.decode`, with a divisor or adding; on a device also of this codec's table alone.
 
         Args:
-            message: exactly one message, uint8, contiguous.
-            out: (n,) of the dtype and size that the sender's gradient had, contiguous; undefined after an error.
-            importance: (n,) uint8, contiguous: the bytes that the sender encoded by. Needed for messages of format 2 with
-                importance="paper", otherwise not looked at.
-            addend: like `out`: `out` becomes addend + value, in the same pass.
-            divisor: `out` becomes value / divisor, in the same pass; not together with `addend` or `adds`.
-            adds: `out` is its own addend.
-            error: (1,) int32 on the device; see `DeviceCodec`.
-        Raises: InvalidArgument (out, message or importance is no such buffer, or is missing), CorruptMessage (failed
-            checks, another dtype or size, or a table that is not known: see `add_table`), IncompatibleVersion,
-            RankMismatch (the sender's importance bytes are others than these).
-        Cost: about two passes, no allocation once warm, releases the GIL.
+            importance: the bytes that the sender encoded by. Needed for messages of format 2 with importance="paper",
+                otherwise not looked at.
+            addend: like `out`, which becomes addend + value in the same pass; with `adds` it is `out` itself.
+        Raises: also CorruptMessage (a table that is not known: see `add_table`), RankMismatch (the sender's importance
+            bytes are others than these).
+        Cost: about two passes.
         """
         code, n, device = _dtype_code(out.dtype), out.numel(), out.device
         addend = out if adds else addend
@@ -212,22 +183,12 @@ class GCompCodec:
         if divisor < 1:
             raise InvalidArgument(f"divisor is at least 1, got {divisor}")
         if kernels_for(device) is None:
-            check_tensor("message", message, torch.uint8)
-            check_tensor("out", out)
-            if importance is not None:
-                _check_importance(importance, out)
-            if addend is not None:
-                check_tensor("addend", addend, out.dtype)
-            table_id, _, _, _, exponent_bits = _native.gcomp_read_header(bytes_of(message))
-            _native.gcomp_decode(
-                bytes_of(message),
-                code,
-                self._table_by_id(table_id, exponent_bits).native,
-                None if importance is None else bytes_of(importance),
-                None if addend is None else bytes_of(addend),
-                float(divisor),
-                bytes_of(out),
-            )
+            encoded, values = bytes_in("message", message, torch.uint8), bytes_in("out", out)
+            weights = None if importance is None else _bytes_of_importance(importance, out)
+            added = None if addend is None else bytes_in("addend", addend, out.dtype)
+            table_id, _, _, _, exponent_bits = _native.gcomp_read_header(encoded)
+            known = self._table_by_id(table_id, exponent_bits).native
+            _native.gcomp_decode(encoded, code, known, weights, added, float(divisor), values)
             return
         if addend is not None and not adds:
             out.copy_(addend)
@@ -281,10 +242,8 @@ class GCompCodec:
         """Add the exponent fields of `gradient` to the counts in `out`, for `HuffmanTable.from_histogram`.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous.
-            out: (256,) int64, or (32,) for float16 in format 1, contiguous; added to, so start from zeros.
-        Raises: InvalidArgument.
-        Cost: one pass, no allocation, releases the GIL.
+            out: (256,) int64, or (32,) for float16 in format 1; added to, so start from zeros.
+        Raises: InvalidArgument. Cost: one pass.
         """
         code = _dtype_code(gradient.dtype)
         if kernels_for(gradient.device) is not None:
@@ -292,12 +251,12 @@ class GCompCodec:
             launch = self.check_device(gradient.device).launch
             launch("gw_gcomp_count", grid(gradient.numel()), THREADS, _SHARED_OF_COUNTS, parameters)
             return
-        check_tensor("gradient", gradient)
+        values = bytes_in("gradient", gradient)
         check_tensor("out", out, torch.int64)
         n_counts = 1 << self.exponent_bits(gradient.dtype)
         if out.numel() != n_counts:
             raise InvalidArgument(f"a histogram of {gradient.dtype} has {n_counts} counts, out has {out.numel()}")
-        _native.gcomp_count_exponents(bytes_of(gradient), code, self.format, out)
+        _native.gcomp_count_exponents(values, code, self.format, out)
 
     def exchange_codec(
         self, dtype: torch.dtype, importance: _native.BucketImportance | None, counts: Tensor | None = None
@@ -318,10 +277,6 @@ class GCompCodec:
             importance if self.importance == "paper" else None,
             counts,
         )
-
-    def counting(self, counts: torch.Tensor) -> CountingCodec:
-        """This codec, which also counts the exponents of all that it encodes, as `histogram` does, in `counts`."""
-        return CountingCodec(self, counts)
 
     def _needed(self, importance: Tensor | None) -> Tensor | None:
         """`importance`, with "paper"; the scheme may hand it to every codec alike. Raises: InvalidArgument (missing)."""
@@ -358,42 +313,25 @@ class GCompCodec:
         return table
 
 
-class CountingCodec:
-    """See `GCompCodec.counting`."""
+class Truncate(GCompCodec):
+    """GComp's message with the `bits` lowest mantissa bits always cut off: the comparator of the paper's Fig. 18."""
 
-    def __init__(self, codec: GCompCodec, counts: Tensor) -> None:
-        self.name, self.feeds_back, self._codec, self._counts = codec.name, codec.feeds_back, codec, counts
-        self.max_encoded_bytes, self.decode = codec.max_encoded_bytes, codec.decode
+    name = "truncate"
 
-    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int | Tensor:
-        """As `GCompCodec.encode`."""
-        self._codec.histogram(gradient, self._counts)
-        return self._codec.encode(gradient, out, importance)
-
-    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
-        """As `GCompCodec.exchange_codec`."""
-        return self._codec.exchange_codec(dtype, importance, self._counts)
-
-
-def message_holds_nonfinite(message: Tensor) -> bool:
-    """Whether some value in a GComp message is Inf or NaN, from its header alone.
-
-    Raises: InvalidArgument, CorruptMessage (headers only; the values are not checked), IncompatibleVersion.
-    """
-    check_tensor("message", message, torch.uint8)
-    return _native.gcomp_read_header(bytes_of(message))[3]
+    def __init__(self, bits: int = 18, table: HuffmanTable | None = None, format: int = 2) -> None:
+        """See `GCompCodec`. Raises: InvalidArgument."""
+        super().__init__(importance="truncate", bits=bits, table=table, format=format)
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """Where the bytes of a GComp message go, as plain values.
+    """Break the bytes of a GComp message down, as plain values.
 
     Keys: codec, format_version, dtype, importance, kept_mantissa_bits, table_id, n_elements, n_chunks, n_raw_chunks,
     holds_nonfinite, message_bytes, header_bytes, exponent_bytes, level_bytes, mantissa_bytes, and per value
     exponent_bits, level_bits, mantissa_bits, message_bits (0 for an empty message).
     Raises: InvalidArgument, CorruptMessage (headers only), IncompatibleVersion.
     """
-    check_tensor("message", message, torch.uint8)
-    parts: dict[str, Any] = _native.gcomp_describe(bytes_of(message))
+    parts: dict[str, Any] = _native.gcomp_describe(bytes_in("message", message, torch.uint8))
     n_values = max(1, parts["n_elements"])
     for part in ("exponent", "level", "mantissa", "message"):
         parts[f"{part}_bits"] = 8 * parts[f"{part}_bytes"] / n_values if parts["n_elements"] else 0.0
@@ -405,7 +343,8 @@ def _dtype_code(dtype: torch.dtype) -> int:
     return DTYPE_CODES[dtype]
 
 
-def _check_importance(importance: Tensor, values: Tensor) -> None:
-    check_tensor("importance", importance, torch.uint8)
-    if importance.numel() != values.numel():
-        raise InvalidArgument(f"importance has {importance.numel()} bytes for a gradient of {values.numel()} values")
+def _bytes_of_importance(importance: Tensor, values: Tensor) -> Tensor:
+    weights = bytes_in("importance", importance, torch.uint8)
+    if weights.numel() != values.numel():
+        raise InvalidArgument(f"importance has {weights.numel()} bytes for a gradient of {values.numel()} values")
+    return weights

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_tensor, dtype_code
 from gradwire.errors import Unsupported
 from gradwire.gpu.kernels import kernels_for
 from gradwire.gpu.launching import THREADS, parts
@@ -30,8 +30,7 @@ class Thc(Quantised):
     `write_norms`, `write_codes` and `read_sums` are for ranks that share norms: table values can be summed as integers. They
     work in host memory and on devices, where they are enqueued on the current stream and wait for nothing.
 
-    Fused form for error feedback: `encode_with_residual(gradient, residual, out, step)`. In a message, `step` gives both
-    the signs and the rounding, and the signs' share of it travels along.
+    In a message, `step` gives both the signs and the rounding, and the signs' share of it travels along.
 
     Args:
         clip: in standard deviations of the rotated values; 2.15 clamps one in 32, as published.
@@ -56,7 +55,7 @@ class Thc(Quantised):
 
     @staticmethod
     def n_norms(n_elements: int) -> int:
-        """How many blocks `n_elements` make."""
+        """The number of blocks of `n_elements` values."""
         return parts(n_elements, TRANSFORM_ELEMENTS)
 
     @staticmethod
@@ -66,7 +65,7 @@ class Thc(Quantised):
 
     @staticmethod
     def sums_are_wide(n_ranks: int) -> bool:
-        """Whether a sum over `n_ranks` takes two bytes instead of one: more than 8 ranks. Raises: Unsupported."""
+        """Return whether a sum over `n_ranks` takes two bytes instead of one: more than 8 ranks. Raises: Unsupported."""
         if not 1 <= n_ranks <= _MAX_RANKS:
             raise Unsupported(f"thc's sums take 1 to {_MAX_RANKS} ranks, not {n_ranks}; use two-bit")
         return n_ranks > _MAX_RANKS_IN_BYTES
@@ -96,7 +95,6 @@ class Thc(Quantised):
             parameters = self._struct(values, norms, residual=residual, residual_scale=residual_scale)
             kernels.launch("gw_thc_norms", parts(8 * norms.numel(), THREADS), THREADS, 0, parameters)
             return
-        check_tensor("values", values)
         check_tensor("norms", norms, torch.float32, self.n_norms(values.numel()))
         _native.thc_write_norms(bytes_of(values), dtype_code(values.dtype), residual, residual_scale, norms)
 
@@ -124,8 +122,6 @@ class Thc(Quantised):
             residual, new_residual, residual_scale: as in `encode_with_residual`.
         Raises: InvalidArgument, Unsupported.
         """
-        check_step(sign_step)
-        check_step(step)
         kernels = kernels_for(values.device)
         if kernels is not None:
             parameters = self._struct(
@@ -141,7 +137,6 @@ class Thc(Quantised):
             )
             kernels.launch("gw_thc_write", norms.numel(), THREADS, _SHARED_BYTES, parameters)
             return
-        check_tensor("values", values)
         check_tensor("codes", codes, torch.uint8, self.code_bytes(values.numel(), n_ranks))
         narrow = torch.empty(codes.numel() // 2, dtype=torch.uint8) if self.sums_are_wide(n_ranks) else codes
         summed = bytes_of(values), dtype_code(values.dtype), residual, residual_scale
@@ -157,14 +152,11 @@ class Thc(Quantised):
         A block whose norm is not finite becomes NaN. sums: (code_bytes(n, n_ranks),) uint8.
         Raises: InvalidArgument, Unsupported.
         """
-        check_step(sign_step)
         kernels = kernels_for(out.device)
         if kernels is not None:
             parameters = self._struct(out, norms, n_ranks, codes=sums, sign_step=sign_step)
             kernels.launch("gw_thc_read", norms.numel(), THREADS, _SHARED_BYTES, parameters)
             return
-        check_tensor("sums", sums, torch.uint8)
-        check_tensor("out", out)
         rotation, code = (self.clip, self.sign_seed, sign_step), dtype_code(out.dtype)
         _native.thc_read_sums(sums, self.sums_are_wide(n_ranks), n_ranks, norms, *rotation, code, bytes_of(out))
         if not norms.numel() or math.isfinite(float(norms.max())):

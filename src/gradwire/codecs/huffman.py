@@ -88,12 +88,12 @@ class HuffmanTable:
 
     @property
     def native(self) -> _native.HuffmanTable:
-        """What the native functions take."""
+        """The table as native functions take it."""
         return self._native
 
     @property
     def placeholder(self) -> int:
-        """What kernels have an escape's code decode to: the lowest exponent without a code, or a number that is none."""
+        """The exponent that an escape's code decodes to in kernels: the lowest without a code, or a number that is none."""
         return self.lengths[:-1].index(0) if self.lengths[-1] else _NO_PLACEHOLDER
 
     def on_device(self, device: torch.device) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Head(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether no rank holds Inf or NaN."""
+        """No rank holds Inf or NaN."""
         return not self.flags & NOT_FINITE
 
 
@@ -63,7 +63,7 @@ def head_of(facts: int, found: IndexFacts) -> Tensor:
 
 
 def read_head(words: Sequence[int]) -> Head:
-    """Of HEAD_WORDS int32, ORed over the ranks."""
+    """Read HEAD_WORDS int32 that were ORed over the ranks."""
     head = struct.pack(f"<{HEAD_WORDS}i", *words)
     facts, complement, flags = _HEAD.unpack_from(head)
     run = int.from_bytes(head[_HEAD.size :], "little")
@@ -93,7 +93,7 @@ def write_index(values: Tensor, message: Tensor, facts: int) -> None:
 
 
 def count(index: Tensor, n_elements: int, head: Tensor | None = None) -> Tensor:
-    """How many bits are set, as the last of (m,) integers; of a device, up to the end of each 1,024 values.
+    """Count the bits that are set: the last of (m,) integers; on a device, up to the end of each 1,024 values.
 
     Args:
         head: (HEAD_WORDS,) int32: on a device it is told of bits past the end, which do not count.

@@ -1,4 +1,7 @@
-"""What the quantisers' codecs share: native calls and kernels, with error feedback in the same sweep as encoding."""
+"""The codecs `one-bit`, `two-bit` and `qsgd`, and the base of all quantisers' codecs.
+
+The base makes native calls and launches kernels, with error feedback in the same sweep as encoding.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,18 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.codecs.tensors import bytes_of, check_room, check_size, check_step, check_tensor, dtype_code
+from gradwire.checks import choice as check_choice
+from gradwire.codecs.tensors import (
+    bytes_in,
+    bytes_of,
+    check_positive,
+    check_room,
+    check_seed,
+    check_size,
+    check_step,
+    check_tensor,
+    dtype_code,
+)
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.gpu.kernels import Kernels, kernels_for, kernels_on, table_of, upload_once
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, grid, parts
@@ -25,9 +39,16 @@ TWO_SCALES = 2
 _CPU_BLOCK, _SUMS_BYTES, _PIECE_BYTES = 4096, 32, 16_384
 _HEADER_BYTES = 32
 
+_RULES = {"fixed": 0, "mean": 1, "two-means": 2}
+_BLOCKS = tuple(128 << i for i in range(6))
+# Of a threshold that is also what values decode to, in units of the mean magnitude: the squared error is least at sqrt(2)
+# for a Laplace distribution and at 1.1 for a Gaussian; 1.25 is 1.2 % and 2.6 % above the least.
+DEFAULT_THRESHOLD = 1.25
+PAPER_THRESHOLD = 0.5
+
 
 class _Layout(NamedTuple):
-    """Where everything of a message lies that is made on a device.
+    """The places of everything in a message that is made on a device.
 
     Attributes:
         n_bytes: of the message.
@@ -76,6 +97,11 @@ class Quantised:
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, tuple[int, ...]], _Layout] = {}
 
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The options that ranks must share, as plain values."""
+        return {"scale_values": self.scale_values} if self.scale_values else {}
+
     def check_device(self, device: torch.device) -> Kernels:
         """See `DeviceCodec`."""
         if not self._has_kernels:
@@ -104,19 +130,12 @@ class Quantised:
         step: int = 0,
         cuts: Sequence[int] = (),
     ) -> int | Tensor:
-        """Write `gradient` as one message.
+        """As `DeviceCodec.encode`.
 
         Args:
-            gradient: (n,) float32, bfloat16 or float16, contiguous; any n from 0.
-            out: (>= max_encoded_bytes(n, dtype),) uint8, contiguous; on a device, (>= message_room(n, cuts),).
-            importance: not used.
-            step: what stochastic rounding draws by, beside the codec's seed: from 0 to 2^64 - 1. Messages whose errors
-                have to be independent (of other steps, ranks, chunks) need steps of their own.
+            out: on a device, (>= message_room(n, cuts),).
             cuts: where tensors begin in `gradient`, ascending, from 1 to n - 1; only for codecs with `scale_values`,
                 none of whose scales then serves two tensors.
-        Returns: bytes written; on a device (1,) int64 there.
-        Raises: InvalidArgument (shape, dtype, device, step, cuts), BufferTooSmall.
-        Cost: one or two passes, no allocation once warm, releases the GIL.
         """
         return self._encode(gradient, None, 1.0, None, out, step, cuts)
 
@@ -131,13 +150,13 @@ class Quantised:
         residual_scale: float = 1.0,
         cuts: Sequence[int] = (),
     ) -> int | Tensor:
-        """Error feedback in one sweep: encode gradient + residual, and keep what the message left out of it.
+        """Error feedback in one sweep: residual += gradient; encode(residual); residual -= decoded.
 
         Args:
             gradient: (n,) float32, bfloat16 or float16, contiguous; not changed.
             residual: (n,) float32, contiguous: what earlier messages left out, divided by `residual_scale`. None for
                 nothing; then `new_residual` has to be given.
-            out, step, cuts: as in `encode`.
+            out, step, cuts: see `encode`.
             new_residual: (n,) float32: where the new residual goes; `residual` itself if not given. Given another
                 tensor, `residual` is not changed, so that a step may still be thrown away.
             residual_scale: what the gradient is multiplied by and the residual is not (AMP's loss scale); positive.
@@ -163,34 +182,23 @@ class Quantised:
         cuts: Sequence[int] = (),
         error: Tensor | None = None,
     ) -> None:
-        """Read exactly one message of this quantiser into `out`.
-
-        In host memory it may be of any options. On a device it has this codec's and these cuts, and what is wrong with it
-        gives NaN and an error word.
+        """As `DeviceCodec.decode`; into float32 values / divisor can be added.
 
         Args:
-            message: (n_bytes,) uint8, contiguous; on a device, (>= message_room(n, cuts),).
-            out: (n,) float32, bfloat16 or float16, contiguous; n is the sender's. Undefined after an error.
-            importance: not used.
-            divisor: `out` gets the values / divisor.
-            adds: `out`, float32, has the values / divisor added.
+            message: on a device, (>= message_room(n, cuts),).
             cuts: where tensors begin in the values; looked at on a device only.
-            error: (1,) int32 on the device; see `DeviceCodec`.
-        Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
-        Cost: one pass, no allocation but with `divisor` and `adds`, releases the GIL.
         """
         code = dtype_code(out.dtype)
         if adds and out.dtype != torch.float32:
             raise InvalidArgument("values are added to float32 only: pass a float32 tensor as out")
         n = out.numel()
         if kernels_for(out.device) is None:
-            check_tensor("message", message, torch.uint8)
-            check_tensor("out", out)
+            encoded, decoded = bytes_in("message", message, torch.uint8), bytes_in("out", out)
             if divisor == 1 and not adds:
-                _native.quantiser_decode(bytes_of(message), self._kind, code, bytes_of(out))
+                _native.quantiser_decode(encoded, self._kind, code, decoded)
                 return
             values = torch.empty(n)
-            _native.quantiser_decode(bytes_of(message), self._kind, 0, bytes_of(values))
+            _native.quantiser_decode(encoded, self._kind, 0, bytes_of(values))
             values /= divisor
             out.copy_(out + values if adds else values)
             return
@@ -237,23 +245,22 @@ class Quantised:
             for name, tensor in (("residual", residual), ("new_residual", new_residual)):
                 if tensor is not None:
                     check_tensor(name, tensor, torch.float32, gradient.numel())
-            code = dtype_code(gradient.dtype)
-            check_tensor("gradient", gradient)
+            code, values = dtype_code(gradient.dtype), bytes_in("gradient", gradient)
             if cuts and self.scale_values is None:
                 raise InvalidArgument(f"{self.name} has one scale a message here, which cuts mean nothing to")
             if any(not 0 < cut < gradient.numel() for cut in cuts):
                 raise InvalidArgument(f"cuts lie from 1 to {gradient.numel() - 1}, got {list(cuts)[:8]}")
-            if self.scale_values is None or not cuts:
-                check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
+            # With cuts the native code says what is too small.
+            room = 0 if cuts else self.max_encoded_bytes(gradient.numel(), gradient.dtype)
             return _native.quantiser_encode(
-                bytes_of(gradient),
+                values,
                 code,
                 residual,
                 residual_scale,
                 new_residual,
                 *self.native_options,
                 check_step(step),
-                bytes_of(out),
+                check_room(self.name, out, room),
                 cuts,
             )
         n, device = gradient.numel(), gradient.device
@@ -325,6 +332,140 @@ class Quantised:
         return _Layout(n_bytes, n_groups, n_words, rows)
 
 
+class OneBit(Quantised):
+    """The sign of every value, and one or two scales for all of them (Seide et al., Interspeech 2014). 1/32 of float32.
+
+    Values from zero up (and -0.0) decode to +scale, values below zero to -scale.
+
+    Args:
+        scale: "mean": the mean magnitude, so that the sum of magnitudes is kept; "two-means": the mean of the values
+            from zero up for the one sign, of those below for the other, which is the smallest squared error that one
+            bit can have; "fixed": `threshold` for every message, as in SlimGC's experiments.
+        threshold: only with "fixed"; 0.5 if not given, which is in units of a gradient *summed* over the batch: with a
+            mean loss, divide it by the batch size.
+        scale_values: values to a scale, 64, 128, ..., 4096; None for one scale a message. A scale is then rounded to
+            bfloat16, so that 64 values take 1.25 bits each, 512 take 1.03, and belongs to values of one tensor (`cuts`).
+    Raises: InvalidArgument.
+    When not to use this: without error feedback; every value decodes to the same magnitude, zeros included.
+    """
+
+    name = "one-bit"
+    _kind = 0
+    _per_word = 32
+    _has_kernels = True
+
+    def __init__(self, scale: str = "mean", threshold: float | None = None, scale_values: int | None = None) -> None:
+        super().__init__()
+        check_choice("scale", scale, _RULES)
+        if threshold is not None and scale != "fixed":
+            raise InvalidArgument(f'threshold={threshold} means nothing with scale="{scale}": use scale="fixed"')
+        if scale_values is not None and scale == "fixed":
+            raise InvalidArgument('scale_values means nothing with scale="fixed", which is one for all values')
+        self.scale = scale
+        self.scale_values = check_scale_values(scale_values)
+        self._block = self.scale_values or 0
+        self.threshold = check_positive("threshold", 0.5 if threshold is None else threshold)
+        self._rule = _RULES[scale]
+        self._parameter = self.threshold if scale == "fixed" else 0.0
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"scale": self.scale, "threshold": self.threshold, **super().configuration}
+
+
+class TwoBit(Quantised):
+    """+t, 0 or -t for every value, by a threshold t (SlimGC's 2-bit quantiser, that of MXNet). 1/16 of float32.
+
+    Values >= t decode to t, values <= -t to -t, others to 0. With `levels=4` nothing decodes to zero: a value becomes the
+    nearest of four levels, whose squared error for normally distributed values is the least that two bits can have (Max
+    1960): 0.12 of their square, where three levels leave 0.35.
+
+    Args:
+        threshold: t; relative, 1.25 if not given; absolute, 0.5 as in the paper, which is in units of a gradient
+            *summed* over the batch (with a mean loss, divide it by the batch size).
+        relative: t is in units of each message's mean magnitude. The default, because an absolute threshold that does
+            not fit the gradient's scale sends either nothing or noise, and that scale changes in the course of training.
+        scale_values: values to a mean magnitude, 64, 128, ..., 4096; None for one threshold a message. A threshold is
+            then rounded to bfloat16 and belongs to values of one tensor (`cuts`).
+        levels: 3 (+t, 0, -t), or 4: +-0.5675 and +-1.893 mean magnitudes, with `scale_values` only and without a
+            threshold.
+    Raises: InvalidArgument.
+    When not to use this: without error feedback; values below the threshold would never be sent.
+    """
+
+    name = "two-bit"
+    _kind = 1
+    _has_kernels = True
+
+    def __init__(
+        self,
+        threshold: float | None = None,
+        relative: bool = True,
+        scale_values: int | None = None,
+        levels: int = 3,
+    ) -> None:
+        super().__init__()
+        if levels not in (3, 4):
+            raise InvalidArgument(f"levels is 3 or 4, not {levels!r}")
+        if levels == 4 and (threshold is not None or not relative or scale_values is None):
+            raise InvalidArgument(
+                "levels=4 is for scale_values=64, 128, ..., 4096, whose mean magnitudes it follows: leave threshold and "
+                "relative out"
+            )
+        default = DEFAULT_THRESHOLD if relative else PAPER_THRESHOLD
+        self.threshold = check_positive("threshold", default if threshold is None else threshold)
+        self.relative = bool(relative)
+        if scale_values is not None and not relative:
+            raise InvalidArgument(
+                "scale_values means nothing with relative=False, whose threshold is one for all values"
+            )
+        self.scale_values = check_scale_values(scale_values)
+        self._block = self.scale_values or 0
+        self.levels = levels
+        self._rule = TWO_SCALES if levels == 4 else 1 if self.relative else 0
+        self._parameter = self.threshold
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        levels = {"levels": self.levels} if self.levels == 4 else {}
+        return {"threshold": self.threshold, "relative": self.relative, **super().configuration, **levels}
+
+
+class Qsgd(Quantised):
+    """Levels between zero and the norm of a block, rounded by chance (Alistarh et al., NeurIPS 2017).
+
+    x becomes norm x sign(x) x l / levels, where l is |x| / norm x levels rounded up or down by chance: right on average.
+
+    Every block has its own Euclidean norm; a block of norm zero (below 2^-100) decodes to zeros. With up to 7 levels
+    and the sign a value takes 4 bits, with more 8: 0.133 or 0.258 of float32 at 512 values a block.
+
+    Args:
+        levels: 1 to 127; 7 in the comparison of SlimGC.
+        block: values to a norm: 128, 256, ..., 4096. Smaller blocks have smaller norms and so smaller errors.
+        seed: of the rounding.
+    Raises: InvalidArgument.
+    When not to use this: at levels 7 where one-bit or two-bit with error feedback converges: they send less.
+    """
+
+    name = "qsgd"
+    _kind = 3
+    _has_kernels = True
+    feeds_back = False
+
+    def __init__(self, levels: int = 7, block: int = 512, seed: int = 0) -> None:
+        super().__init__()
+        if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
+            raise InvalidArgument(f"levels must be an integer from 1 to 127, got {levels!r}")
+        check_choice("block", block, _BLOCKS)
+        self.levels = self._levels = levels
+        self.block = self._block = block
+        self.seed = check_seed(seed)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        return {"levels": self.levels, "block": self.block, "seed": self.seed}
+
+
 def check_scale_values(scale_values: int | None) -> int | None:
     """Values to a scale: None, or a power of two from 64 to 4,096. Raises: InvalidArgument."""
     if scale_values is None:
@@ -338,10 +479,9 @@ def check_scale_values(scale_values: int | None) -> int | None:
 
 
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a quantiser's message says of itself, as plain values; the codes are checked against the checksum only.
+    """Describe a quantiser's message, as plain values; the codes are checked against the checksum only.
 
     Keys: codec, format_version, n_elements, message_bytes, is_finite, levels, block, first_scale, second_scale.
     Raises: InvalidArgument, CorruptMessage, IncompatibleVersion.
     """
-    check_tensor("message", message, torch.uint8)
-    return _native.quantiser_describe(bytes_of(message))
+    return _native.quantiser_describe(bytes_in("message", message, torch.uint8))

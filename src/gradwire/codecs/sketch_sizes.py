@@ -39,7 +39,7 @@ def bloom_bits(n_elements: float, density: float, value_bits: int, gamma: float 
 
 
 def _entropy_bits(share: float) -> float:
-    """Of a yes that comes with this probability."""
+    """The entropy of a yes that comes with this probability."""
     return -sum(p * math.log2(p) for p in (share, 1 - share) if p > 0)
 
 

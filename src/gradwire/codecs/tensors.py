@@ -1,4 +1,4 @@
-"""What codecs demand of tensors and numbers, and the numbers that dtypes have in the native core."""
+"""Checks of the tensors and numbers that codecs are given, and the dtypes' numbers in the native core."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def check_room(name: str, out: Tensor, n_bytes: int) -> None:
-    """Raises: InvalidArgument (no uint8 buffer), BufferTooSmall (fewer than `n_bytes`)."""
+def check_room(name: str, out: Tensor, n_bytes: int) -> Tensor:
+    """The memory of `out`. Raises: InvalidArgument (no uint8 buffer), BufferTooSmall (fewer than `n_bytes`)."""
     check_tensor("out", out, torch.uint8)
     if out.numel() < n_bytes:
         raise BufferTooSmall(f"{name}: out has {out.numel()} bytes, the message may take {n_bytes}")
+    return bytes_of(out)
 
 
 def check_size(n_elements: int) -> None:
@@ -67,6 +68,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's memory; a contiguous tensor of one value or none may have any stride, which a view refuses."""
     flat = tensor.detach()
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+
+def bytes_in(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_elements: int | None = None) -> Tensor:
+    """The memory of a tensor that was given from outside. Raises: as `check_tensor`."""
+    check_tensor(what, tensor, dtype, n_elements)
+    return bytes_of(tensor)
 
 
 def check_tensor(what: str, tensor: Tensor, dtype: torch.dtype | None = None, n_elements: int | None = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, check_step, check_tensor, dtype_code
+from gradwire.codecs.tensors import bytes_of, check_positive, check_seed, dtype_code
 from gradwire.errors import Unsupported
 from gradwire.gpu.kernels import kernels_for, table_of, upload_once
 from gradwire.gpu.launching import THREADS, grid, parts
@@ -126,7 +126,7 @@ class Ternary(Quantised):
         """
         kernels = kernels_for(values.device)
         if kernels is not None:
-            parameters = self._struct(values, shares, scales, n_ranks, counts=counts, step=check_step(step))
+            parameters = self._struct(values, shares, scales, n_ranks, counts=counts, step=step)
             kernels.launch("gw_ternary_count", grid(8 * parts(shares.n, _GROUP)), THREADS, 0, parameters)
             return
         if not shares.is_single:
@@ -136,7 +136,7 @@ class Ternary(Quantised):
                     values[start:end].div_(scale)
         scale = float(scales) if shares.is_single else 1.0
         code, bits = dtype_code(values.dtype), self.field_bits(n_ranks)
-        _native.write_ternary_counts(bytes_of(values), code, scale, self.seed, check_step(step), bits, counts)
+        _native.write_ternary_counts(bytes_of(values), code, scale, self.seed, step, bits, counts)
 
     def read_counts(self, counts: Tensor, shares: Shares, scales: Tensor, n_ranks: int, out: Tensor) -> None:
         """Sums of `n_ranks` fields to the mean of what they stand for, in the spans of `out` (n,).
@@ -148,7 +148,6 @@ class Ternary(Quantised):
             parameters = self._struct(out, shares, scales, n_ranks, counts=counts)
             kernels.launch("gw_ternary_mean", grid(shares.n), THREADS, 0, parameters)
             return
-        check_tensor("counts", counts, torch.uint8)
         means = out if shares.is_single else torch.empty(shares.n)
         scale = float(scales) if shares.is_single else 1.0
         bits, code = self.field_bits(n_ranks), dtype_code(means.dtype)

@@ -12,18 +12,18 @@ from gradwire import _native
 from gradwire.checks import choice as check_choice
 from gradwire.codecs.floats import Floats
 from gradwire.codecs.tensors import (
-    bytes_of,
+    bytes_in,
     check_partition,
     check_room,
+    check_seed,
     check_size,
     check_step,
-    check_tensor,
     dtype_code,
 )
 from gradwire.errors import InvalidArgument
 from gradwire.gpu.launching import THREADS, WARP, grid, parts
 
-__all__ = ["RandomStreams", "TruncatedFloat", "describe"]
+__all__ = ["TruncatedFloat", "describe"]
 
 _FORMATS = {"native": 0, "fp16": 1, "fp8-e4m3": 2, "fp8-e5m2": 3, "fp4-e2m1": 4, "fp6-e3m2": 5}
 _FORMAT_WIDTHS = {"fp16": 16, "fp8-e4m3": 8, "fp8-e5m2": 8, "fp4-e2m1": 4, "fp6-e3m2": 6}
@@ -86,13 +86,11 @@ class TruncatedFloat(Floats):
         if not 2 <= bits <= widest:
             raise InvalidArgument(f"bits is from 2 to {widest} with format {format!r}, not {bits}")
         check_choice("rounding", rounding, _ROUNDINGS)
-        if not 0 <= seed < 1 << 64:
-            raise InvalidArgument(f"seed is from 0 to 2^64 - 1, not {seed}")
         self.bits = bits
         self.format = format
         self.rounding = rounding
         self.native_rounding = _ROUNDINGS[rounding]
-        self.seed = seed
+        self.seed = check_seed(seed)
         self.partition = check_partition(partition)
 
     def format_for(self, dtype: torch.dtype) -> str:
@@ -110,11 +108,10 @@ class TruncatedFloat(Floats):
         return _native.truncated_float_max_bytes(n_elements, *self.native_settings(dtype))
 
     def _encode_natively(self, gradient: Tensor, out: Tensor, step: int) -> int:
-        settings = self.native_settings(gradient.dtype)
-        check_tensor("gradient", gradient)
-        check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
+        settings, values = self.native_settings(gradient.dtype), bytes_in("gradient", gradient)
+        room = check_room(self.name, out, self.max_encoded_bytes(gradient.numel(), gradient.dtype))
         return _native.truncated_float_encode(
-            bytes_of(gradient), *settings, self.native_rounding, self.seed, check_step(step), bytes_of(out)
+            values, *settings, self.native_rounding, self.seed, check_step(step), room
         )
 
     def _format(self, dtype: torch.dtype) -> dict[str, int]:
@@ -134,10 +131,6 @@ class TruncatedFloat(Floats):
             *self.native_settings(dtype), self.native_rounding, self.seed, first_step
         )
 
-    def streams(self, *key: int) -> RandomStreams:
-        """This codec with numbers of its own for every message, of those named by `key` (rank, step, bucket)."""
-        return RandomStreams(self, *key)
-
     def native_settings(self, dtype: torch.dtype) -> tuple[int, int, int, int]:
         """Codes of dtype and format, bits, partition. Raises: InvalidArgument (more bits than the dtype has)."""
         code, format_name = dtype_code(dtype), self.format_for(dtype)
@@ -149,42 +142,19 @@ class TruncatedFloat(Floats):
 
 
 def first_draw(*key: int) -> int:
-    """What the first of the messages named by `key` draws by."""
+    """The step that the first of the messages named by `key` (rank, step, bucket) draws by."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
 def draw_after(first: int, n_messages: int) -> int:
-    """What a message draws by that comes so many messages after the first."""
+    """The step that a message draws by that comes so many messages after the first."""
     return (first + n_messages) & 0xFFFFFFFFFFFFFFFF
 
 
-class RandomStreams:
-    """A codec that draws its n-th message's numbers by step (hash of the key) + n; for one thread at a time."""
-
-    def __init__(self, codec: TruncatedFloat, *key: int) -> None:
-        """See `TruncatedFloat.streams`."""
-        self.name, self.feeds_back = codec.name, codec.feeds_back
-        self._codec = codec
-        self._next = first_draw(*key)
-        self.max_encoded_bytes = codec.max_encoded_bytes
-        self.decode = codec.decode
-
-    def encode(self, gradient: Tensor, out: Tensor, importance: Tensor | None = None) -> int | Tensor:
-        """As `TruncatedFloat.encode`, with numbers that no other message has."""
-        step = self._next
-        self._next = draw_after(step, 1)
-        return self._codec.encode(gradient, out, importance, step=step)
-
-    def exchange_codec(self, dtype: torch.dtype, importance: _native.BucketImportance | None) -> _native.ExchangeCodec:
-        """As `TruncatedFloat.exchange_codec`; this object and what it returns draw the same numbers."""
-        return self._codec.exchange_codec(dtype, importance, self._next)
-
-
 def describe(message: Tensor) -> dict[str, Any]:
-    """What a message says of itself, as plain values: codec, format_version, dtype, format, bits, partition,
+    """Describe a message, as plain values: codec, format_version, dtype, format, bits, partition,
     n_elements, holds_nonfinite, message_bytes. Chunks are not checked.
 
     Raises: InvalidArgument, CorruptMessage (header only), IncompatibleVersion.
     """
-    check_tensor("message", message, torch.uint8)
-    return _native.truncated_float_header(bytes_of(message))
+    return _native.truncated_float_header(bytes_in("message", message, torch.uint8))

@@ -92,14 +92,14 @@ class Ring:
         if self._on_device is not None:
             self._on_device.mean(bucket, importance, counts)
             return
-        codec = self.codec
-        if isinstance(codec, TruncatedFloat):
-            codec = codec.streams(wire.rank, bucket.step, bucket.index)
-        elif isinstance(codec, GCompCodec) and counts is not None:
-            codec = codec.counting(counts)
+        options: dict[str, Any] = {}
+        if isinstance(self.codec, TruncatedFloat):
+            options["first_step"] = first_draw(wire.rank, bucket.step, bucket.index)
+        elif isinstance(self.codec, GCompCodec):
+            options["counts"] = counts
         mean_through_codec(
-            wire.communicator, codec, bucket.buffer, wire.facts, wire.record, importance,
-            topology=self.topology, chunk_elements=self.chunk_elements,
+            wire.communicator, self.codec, bucket.buffer, wire.facts, wire.record, importance,
+            topology=self.topology, chunk_elements=self.chunk_elements, **options,
         )  # fmt: skip
 
 
@@ -114,6 +114,7 @@ def mean_through_codec(
     topology: str = "ring",
     chunk_elements: int = CHUNK_ELEMENTS,
     left_out: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """Replace `buffer` (n,), in host memory, by the mean over the ranks; on the lane.
 
@@ -121,6 +122,7 @@ def mean_through_codec(
         importance: of the bucket's values, for codecs that weigh them.
         left_out: (n,) for error feedback: what this rank's encodings lost. N x result + the sum of all ranks'
             left_out = the sum of their gradients.
+        options: of the codec's own `exchange_codec`.
     Raises: PeerLost, RankMismatch, CorruptMessage, IncompatibleVersion, and whatever the codec raises.
     """
     if communicator.world_size == 1 or buffer.numel() == 0:
@@ -129,7 +131,7 @@ def mean_through_codec(
         communicator.mesh,
         communicator.next_stream(),
         facts,
-        engine_codec(codec, buffer.dtype, importance),
+        engine_codec(codec, buffer.dtype, importance, **options),
         bytes_of(buffer),
         dtype_code(buffer.dtype),
         None if left_out is None else bytes_of(left_out),
@@ -138,12 +140,14 @@ def mean_through_codec(
     record.add_account(*account)
 
 
-def engine_codec(codec: Codec, dtype: torch.dtype, importance: Importance | None) -> _native.ExchangeCodec:
+def engine_codec(
+    codec: Codec, dtype: torch.dtype, importance: Importance | None, **options: Any
+) -> _native.ExchangeCodec:
     """The codec as the engine calls it, for one bucket: native where it can say how, else called back."""
     native: Callable[..., _native.ExchangeCodec] | None = getattr(codec, "exchange_codec", None)
     if native is None:
         return _native.python_exchange_codec(codec, dtype, importance)
-    return native(dtype, importance)
+    return native(dtype, importance, **options)
 
 
 class DeviceRing:

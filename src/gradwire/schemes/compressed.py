@@ -20,8 +20,10 @@ from gradwire.core.session import Session
 from gradwire.errors import Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.ring import Ring
+from gradwire.gpu.kernels import kernels_for
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
+from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.schemes.selection import ByName, Selection
 from gradwire.wire.preamble import StepCheck
@@ -39,6 +41,7 @@ class Compressed(Scheme):
         momenta: keep a momentum of every slot, each rank its own, as residuals are kept.
         plain: the first steps, which are reduced plainly.
         select: which tensors are compressed; the others are reduced plainly.
+        adam: the user's optimizer, for a scheme of its momenta: only tensors whose variance is frozen are compressed.
     """
 
     works_on_device = True
@@ -54,34 +57,43 @@ class Compressed(Scheme):
         momenta: bool = False,
         plain: PlainSteps | None = None,
         select: ByName | None = None,
+        adam: FrozenAdam | None = None,
     ) -> None:
         self.collective = collective
         self.error_feedback = bool(error_feedback)
         self.momenta = Feedback() if momenta else None
         self.state_is_per_world = self.error_feedback or momenta
         self.per_rank_state = ("residuals", "momenta") if momenta else ("residuals",)
-        self.plain = PlainSteps(self.name) if plain is None else plain
+        # Beside a frozen Adam none are plain by their number: a tensor is until its own variance is frozen.
+        self.plain = plain or PlainSteps(self.name, "warmup_steps" if adam is None else "freeze_step")
         self.select = ByName() if select is None else select
+        self.adam = adam
         self.n_not_finite = 0
 
     @property
     def frame_configuration(self) -> dict[str, Any]:
-        """Of the frame's options those that are not as published."""
-        return ({self.plain.option: self.plain.n} if self.plain.n else {}) | self.select.configuration
+        """The collective's options, and of the frame's own those that are not as published."""
+        shared: dict[str, Any] = {self.plain.option: self.plain.n} if self.plain.n else {}
+        for part in (self.collective, self.select, self.adam):
+            if part is not None:
+                shared |= part.configuration
+        return shared
 
     @property
     def settling_steps(self) -> int:
-        """Steps that are reduced plainly."""
-        return self.plain.n
+        """Steps that are reduced plainly; beside a frozen Adam, unless the optimizer has taken them before."""
+        return self.plain.n if self.adam is None else self.adam.freeze_step
 
     @property
     def is_settled(self) -> bool:
         """Whether the next step is compressed."""
-        return self.plain.last + 1 >= self.plain.n
+        return self.plain.last + 1 >= self.plain.n if self.adam is None else bool(self.adam.frozen_at)
 
     def bind(self, session: Session) -> None:
-        """Raises: InvalidArgument (names of no tensor), Unsupported (on a device: error feedback where DDP looks for unused
-        parameters; no kernels for the codec)."""
+        """Raises: InvalidArgument (names of no tensor), Unsupported (no Adam for a scheme of its momenta; on a device: error
+        feedback where DDP looks for unused parameters; no kernels for the codec)."""
+        if self.adam is not None:
+            self.adam.check(session)
         if session.wire.on_device and (self.error_feedback or self.momenta is not None):
             refuse_unused_parameters(session)
         self.plain.bind(session)
@@ -90,14 +102,14 @@ class Compressed(Scheme):
         self._sends_all = not self.select
         if self.collective is not None:
             self.collective.bind(session.wire)
+        else:
+            kernels_for(session.wire.device)
         self._check = StepCheck(session.communicator)
         self.n_not_finite = 0
+        if self.adam is not None:
+            self.adam.bind(session)
         if self.settles_plainly:
-            self.plain.tell(self, session, self._chosen_beside_adam())
-
-    def _chosen_beside_adam(self) -> dict[str, Any]:
-        """The options that the optimizer has chosen, with their values."""
-        return {self.plain.option: self.plain.n}
+            self.plain.tell(self)
 
     @property
     def _kept(self) -> dict[str, Feedback]:
@@ -189,12 +201,14 @@ class Compressed(Scheme):
 
     def choose(self, bucket: Bucket) -> Selection | None:
         """Which of the bucket's tensors are compressed; None: the bucket, as it lies."""
+        if self.adam is not None:
+            return self.adam.choose(bucket, self.select)
         chosen = None if self._sends_all else Selection(bucket, self.select)
         return chosen if chosen is not None and chosen.raw else None
 
     def part_dtype(self, bucket: Bucket) -> torch.dtype:
         """The dtype of what is sent of the chosen tensors."""
-        return bucket.buffer.dtype
+        return bucket.buffer.dtype if self.adam is None else torch.float32
 
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         """Write what is sent of the chosen tensors, one after the other, to `part`."""
@@ -248,15 +262,19 @@ class Compressed(Scheme):
             self.plain.tell_unused(self)
         for kept in self._kept.values():
             kept.clear()
+        if self.adam is not None:
+            self.adam.close()
 
     # ---- between steps
 
     def stats(self) -> dict[str, Any]:
-        """Steps in which something was not finite; through a ring it travels as any value does."""
-        return {} if isinstance(self.collective, Ring) else {"n_steps_not_finite": self.n_not_finite}
+        """Steps in which something was not finite (through a ring it travels as any value does), and frozen variances."""
+        steps = {} if isinstance(self.collective, Ring) else {"n_steps_not_finite": self.n_not_finite}
+        return steps if self.adam is None else {**steps, "n_frozen": len(self.adam.frozen_at)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: kept.state_by_name(self.session.slots) for name, kept in self._kept.items()}
+        kept = {name: kept.state_by_name(self.session.slots) for name, kept in self._kept.items()}
+        return kept if self.adam is None else {**kept, **self.adam.state_by_name(self.session.slots)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: InvalidArgument."""
@@ -265,6 +283,8 @@ class Compressed(Scheme):
                 raise not_the_state(f"scheme {self.name}", f"it lacks {name}")
         for name, kept in self._kept.items():
             kept.load_by_name(state[name], self.session.slots)
+        if self.adam is not None:
+            self.adam.load_by_name(state, self.session.slots)
 
 
 def refuse_unused_parameters(session: Session) -> None:

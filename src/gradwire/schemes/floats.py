@@ -27,7 +27,6 @@ class EmbeddedFloatScheme(Compressed):
 
     name = "embedded-float"
     options_of = EmbeddedFloat
-    collective: Ring
 
     def __init__(self, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> None:
         super().__init__(collective=Ring(EmbeddedFloat(**codec), topology, chunk_elements))
@@ -35,7 +34,7 @@ class EmbeddedFloatScheme(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {**self.collective.configuration, **self._codec_options}
+        return {**self.frame_configuration, **self._codec_options}
 
 
 class TruncatedFloatScheme(Compressed):
@@ -56,7 +55,6 @@ class TruncatedFloatScheme(Compressed):
 
     name = "truncated-float"
     options_of = TruncatedFloat
-    collective: Ring
 
     def __init__(self, topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> None:
         super().__init__(collective=Ring(TruncatedFloat(**codec), topology, chunk_elements))
@@ -64,4 +62,4 @@ class TruncatedFloatScheme(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {**self.collective.configuration, **self._codec_options}
+        return {**self.frame_configuration, **self._codec_options}

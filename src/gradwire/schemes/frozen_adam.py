@@ -6,14 +6,14 @@ and hyper-parameters as they are at that moment, and hidden from it; just after,
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.checks import choice as check_choice
 from gradwire.core.bucket import Bucket, Slot, flatten_like, local_of
@@ -35,11 +35,13 @@ FLOOR_SHARE = 1e-4
 _LARGE_UPDATES = 4.0
 _LOOK_EVERY = 16  # steps
 _UNTAKEN = ("maximize", "capturable", "differentiable", "fused")
-_CPU = torch.device("cpu")
 
 
-class Freezing:
-    """When variances are frozen, and the user's Adam while a scheme is bound: what schemes of its momenta are made with.
+class FrozenAdam:
+    """The user's Adam or AdamW, while a scheme of its momenta is bound: its variances are frozen one by one.
+
+    Where momenta are wanted on a device, the host does not wait for it, but for `choose`: for the step before, and once
+    more after a state was loaded.
 
     Args:
         scheme: whose name errors have.
@@ -50,6 +52,11 @@ class Freezing:
             "running", as Adam's own, by which steps grow to 1 / sqrt(1 - beta2^freeze_step) times theirs: what is
             published has no correction, and ends there.
     Raises: InvalidArgument.
+
+    Attributes:
+        frozen_at: frozen parameters, each with the updates that its variance had seen.
+        idle_until: parameters with the updates that they had seen no gradient in.
+        updates: frozen parameters whose gradient is what the step takes for their momentum.
     """
 
     def __init__(self, scheme: str, instead: str, freeze_step: int, correction: str) -> None:
@@ -58,106 +65,66 @@ class Freezing:
         if self.freeze_step < 1:
             raise InvalidArgument("freeze_step must be at least 1: a variance that has seen nothing cannot be frozen")
         self.correction = check_choice("correction", correction, ("frozen", "running"))
-        self._adam: FrozenAdam | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._reset()
 
-    @property
-    def configuration(self) -> dict[str, Any]:
-        """What ranks must share."""
-        return {"freeze_step": self.freeze_step, "correction": self.correction}
-
-    @property
-    def n_frozen(self) -> int:
-        """How many variances are frozen."""
-        return len(self._adam.frozen_at) if self._adam is not None else 0
-
-    @property
-    def adam(self) -> FrozenAdam:
-        """The user's optimizer, while bound."""
-        assert self._adam is not None
-        return self._adam
-
-    @contextlib.contextmanager
-    def binding(self, session: Session) -> Iterator[None]:
-        """Take the optimizer, unless what is inside fails. Raises: Unsupported (no DDP, no Adam, options it cannot do)."""
-        if session.module is None:
-            raise Unsupported(f"{self._scheme} works inside DDP; behind other doors take {self._instead}")
-        adam = FrozenAdam(
-            session.optimizer, self.freeze_step, self.correction == "frozen", self._scheme, self._instead,
-            session.wire.device,
-        )  # fmt: skip
-        with contextlib.ExitStack() as undo:
-            undo.callback(adam.close)
-            yield
-            undo.pop_all()
-        self._adam = adam
-
-    def choose(self, bucket: Bucket, select: ByName) -> Selection:
-        """The tensors of which momenta are sent; on a device it may have to wait for the step before."""
-        # All are asked, because to ask is to count.
-        frozen = {slot: self.adam.is_frozen(slot) for slot in bucket.slots}
-        return Selection(bucket, lambda slot, n_bytes: slot is not None and frozen[slot] and select(slot, n_bytes))
-
-    def close(self) -> None:
-        """Leave the optimizer as it was."""
-        if self._adam is not None:
-            self._adam.close()
-            self._adam = None
-
-
-class FrozenAdam:
-    """The parameters of one Adam or AdamW whose variance is frozen.
-
-    Args:
-        optimizer: the user's.
-        freeze_step: updates of a parameter, from its first gradient on, before it is frozen.
-        keeps_correction: Adam's correction of the variance for its zero start stays as it was at the freeze, too.
-        scheme: whose name errors have.
-        instead: what they tell to take.
-        device: where momenta are wanted. If it is no CPU, the host does not wait for it, but for `is_frozen`: for the
-            step before, and once more after a state was loaded.
-    Raises: Unsupported (another optimizer, or options that change what its state means).
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        freeze_step: int,
-        keeps_correction: bool,
-        scheme: str,
-        instead: str,
-        device: torch.device = _CPU,
-    ) -> None:
-        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            what = "no optimizer was given" if optimizer is None else f"this is {type(optimizer).__name__}"
-            raise Unsupported(
-                f"{scheme} compresses the momenta of Adam and AdamW, and {what}: give attach() the AdamW, or take {instead}"
-            )
-        self._optimizer, self._freeze_step, self._keeps_correction = optimizer, freeze_step, keeps_correction
-        self._scheme, self._instead, self._device = scheme, instead, device
-        self._begun = None if device.type == "cpu" else _BegunVariances()
-        self.frozen_at: dict[Tensor, int] = {}  # updates that the variance had seen
-        self.idle_until: dict[Tensor, int] = {}  # updates that a parameter had seen no gradient in
-        self.updates: set[Tensor] = set()  # frozen parameters whose gradient is what the step takes for their momentum
+    def _reset(self) -> None:
+        self._begun: _BegunVariances | None = None
+        self.frozen_at: dict[Tensor, int] = {}
+        self.idle_until: dict[Tensor, int] = {}
+        self.updates: set[Tensor] = set()
         self._largest: dict[Tensor, Tensor] = {}  # variances, each where its parameter is
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._n_steps = 0  # with frozen parameters
         self._sizes: list[tuple[Tensor, int]] = []  # of this step's updates: sum of squares, values
         self._read_sizes: tuple[Reading, int] | None = None
         self._has_warned = False
-        self._groups()
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The options that ranks must share."""
+        return {"freeze_step": self.freeze_step, "correction": self.correction}
+
+    def check(self, session: Session) -> None:
+        """Raises: Unsupported (no DDP, no Adam, or options that change what its state means)."""
+        if session.module is None:
+            raise Unsupported(f"{self._scheme} works inside DDP; behind other doors take {self._instead}")
+        optimizer = session.optimizer
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            what = "no optimizer was given" if optimizer is None else f"this is {type(optimizer).__name__}"
+            raise Unsupported(
+                f"{self._scheme} compresses the momenta of Adam and AdamW, and {what}: give attach() the AdamW, or take "
+                f"{self._instead}"
+            )
+        self._groups_of(optimizer)
+
+    def bind(self, session: Session) -> None:
+        """Step frozen parameters of the session's optimizer, which was checked, from now on until `close`."""
+        assert session.optimizer is not None
+        self._reset()
+        self._optimizer, self._device = session.optimizer, session.wire.device
+        self._begun = None if self._device.type == "cpu" else _BegunVariances()
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
-        ]  # fmt: skip
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
 
     def close(self) -> None:
         """Leave the optimizer as it was; its variance goes on from where it stood."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+        self._reset()
 
     # ---- on the lane, between two steps of the optimizer
 
-    def is_frozen(self, slot: Slot) -> bool:
-        """Whether the momentum of `slot` is what ranks exchange from now on; alike on all ranks, as their states are."""
+    def choose(self, bucket: Bucket, select: ByName) -> Selection:
+        """The tensors of which momenta are sent from now on; alike on all ranks, as their optimizers' states are."""
+        # All are asked, because to ask is to count.
+        frozen = {slot: self._is_frozen(slot) for slot in bucket.slots}
+        return Selection(bucket, lambda slot, n_bytes: slot is not None and frozen[slot] and select(slot, n_bytes))
+
+    def _is_frozen(self, slot: Slot) -> bool:
         parameter = slot.parameter
         if parameter is None:
             return False
@@ -169,13 +136,13 @@ class FrozenAdam:
         n_updates = int(state["step"])
         if not self._has_begun(parameter, state):
             self.idle_until[parameter] = n_updates
-        if n_updates - self.idle_until.get(parameter, 0) < self._freeze_step:
+        if n_updates - self.idle_until.get(parameter, 0) < self.freeze_step:
             return False
         self.frozen_at[parameter] = n_updates
         return True
 
     def _has_begun(self, parameter: Tensor, state: Mapping[str, Any]) -> bool:
-        """Whether it has had a gradient."""
+        """Return whether the parameter has had a gradient that was not zero."""
         variance = local_of(self._variance(state))
         return holds_nonzero(variance.reshape(-1)) if self._begun is None else self._begun.has(parameter, variance)
 
@@ -197,7 +164,7 @@ class FrozenAdam:
             return
         if any(one is not None for one in (*args[1:], *kwargs.values())):
             raise Unsupported(f"{self._scheme}: optimizer.step() takes no closure; compute the loss before it")
-        for group in self._groups():
+        for group in self._groups_of(optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter in self.frozen_at:
                     self._step(parameter, group)
@@ -218,7 +185,7 @@ class FrozenAdam:
             })  # fmt: skip
 
     def _warn_of_large_updates(self) -> None:
-        """Of this step's updates; on a device, of those whose sizes have come."""
+        """Look at the sizes of this step's updates; on a device, at those that have been read."""
         if self._sizes:
             squares = torch.stack([square.float() for square, _ in self._sizes])
             self._read_sizes = Reading(squares), sum(n for _, n in self._sizes)
@@ -247,7 +214,7 @@ class FrozenAdam:
         if group["weight_decay"]:
             values.mul_(1 - lr * float(group["weight_decay"]))
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta1)
-        n_seen = self.frozen_at[parameter] if self._keeps_correction else float(state["step"])
+        n_seen = self.frozen_at[parameter] if self.correction == "frozen" else float(state["step"])
         root = self._root(parameter).div_(math.sqrt(1 - beta2**n_seen)).add_(float(group["eps"]))
         taken = gradient.to(momentum.dtype) if parameter in self.updates else momentum
         if not self._has_warned and self._n_steps % _LOOK_EVERY == 0:
@@ -255,7 +222,7 @@ class FrozenAdam:
         values.addcdiv_(taken, root, value=-lr / (1 - beta1 ** float(state["step"])))
 
     def _root(self, parameter: Tensor) -> Tensor:
-        """As the local part of the parameter: of the variance, from its floor up."""
+        """The root of the variance, from its floor up, in the shape of the parameter's local part."""
         variance = local_of(self._variance(self._optimizer.state[parameter]))
         if parameter not in self._largest:
             # Which one is the largest does not hang on the order in which threads look, as a mean does.
@@ -268,20 +235,20 @@ class FrozenAdam:
     def _variance(state: Mapping[str, Any]) -> Tensor:
         return state["max_exp_avg_sq"] if "max_exp_avg_sq" in state else state["exp_avg_sq"]
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """The parameter groups as they are now. Raises: Unsupported."""
-        for group in self._optimizer.param_groups:
+        for group in optimizer.param_groups:
             for option in _UNTAKEN:
                 if group.get(option):
                     raise Unsupported(
                         f"{self._scheme} does not take {option}=True; leave it out, or take {self._instead}"
                     )
-            is_decoupled = isinstance(self._optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+            is_decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
             if group["weight_decay"] and not is_decoupled:
                 raise Unsupported(
                     f"{self._scheme}: Adam adds its weight_decay to the gradient, and so to the momenta; use AdamW"
                 )
-        return self._optimizer.param_groups
+        return optimizer.param_groups
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         return next(group for group in self._optimizer.param_groups if any(one is parameter for one in group["params"]))
@@ -289,7 +256,7 @@ class FrozenAdam:
     # ---- between steps
 
     def state_by_name(self, slots: Mapping[str, Slot]) -> dict[str, dict[str, int]]:
-        """What `load_by_name` takes: counts of updates, by name."""
+        """Counts of updates by parameter name, for `load_by_name`."""
         return {
             key: {name: counts[slot.parameter] for name, slot in slots.items() if slot.parameter in counts}
             for key, counts in (("frozen_at", self.frozen_at), ("idle_until", self.idle_until))
@@ -315,7 +282,7 @@ class FrozenAdam:
 
 
 class _BegunVariances:
-    """Of each parameter on a device, whether its variance holds anything but zeros. One that does goes on doing so."""
+    """Remembers which variances on a device hold anything but zeros; those that do go on doing so."""
 
     def __init__(self) -> None:
         self._known: dict[Tensor, Tensor] = {}  # variances that do, by parameter

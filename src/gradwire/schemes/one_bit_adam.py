@@ -15,32 +15,33 @@ goes on changing, as after a second warm-up of the learning rate; where gradient
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gradwire.codecs.one_bit import OneBit
-from gradwire.codecs.qsgd import Qsgd
-from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.two_bit import TwoBit
+from gradwire.checks import choice as check_choice
+from gradwire.codecs.quantised import OneBit, Qsgd, Quantised, TwoBit
 from gradwire.core.bucket import Bucket
-from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.parts import QUANTISED_CHUNK_ELEMENTS
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.frozen_adam import Freezing
-from gradwire.schemes.plain_steps import PlainSteps
+from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.selection import ByName, Names, Selection
 
-_CODECS = ("one-bit", "two-bit", "four-level", "qsgd")
+_CODECS: dict[str, Callable[[Any], Quantised]] = {
+    "one-bit": lambda values: OneBit(scale_values=values),
+    "two-bit": lambda values: TwoBit(scale_values=values),
+    "four-level": lambda values: TwoBit(scale_values=values, levels=4),
+    "qsgd": lambda values: Qsgd(),
+}
 
 
 class OneBitAdam(Compressed):
     """Momenta through a quantiser. On a device they are where the optimizer keeps them, and both run there.
 
     Args:
-        freeze_step, correction: see `Freezing`.
+        freeze_step, correction: see `FrozenAdam`.
         codec: "one-bit", "two-bit" (+t, 0, -t), "four-level" (two bits too; needs `scale_values`) or "qsgd" (4 bits).
         scale_values: values to a scale; None for one scale a message.
         pull, chunk_elements: see `Owners`.
@@ -50,6 +51,7 @@ class OneBitAdam(Compressed):
     name = "one-bit-adam"
     needs_adam = True
     collective: Owners
+    adam: FrozenAdam
 
     def __init__(
         self,
@@ -62,57 +64,26 @@ class OneBitAdam(Compressed):
         exempt: Names = (),
         only: Names = (),
     ) -> None:
-        self._freezing = Freezing(self.name, "one-bit or two-bit", freeze_step, correction)
-        plain = PlainSteps(
-            self.name, "freeze_step"
-        )  # none by their number: a variance that is not frozen travels plainly
-        self.codec, self._codec_name = _codec_of(codec, None if scale_values == "none" else scale_values), codec
+        self._codec_name = check_choice("codec", codec, _CODECS)
+        self.codec = _CODECS[codec](None if scale_values == "none" else scale_values)
         super().__init__(
             collective=Owners(self.codec, pull, chunk_elements),
             error_feedback=True,
-            plain=plain,
+            adam=FrozenAdam(self.name, "one-bit or two-bit", freeze_step, correction),
             select=ByName(exempt, only),
         )
 
     @property
     def configuration(self) -> dict[str, Any]:
-        codec = {"codec": self._codec_name} | (
-            {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
-        )
-        shared = {"error_feedback": self.error_feedback, **self._freezing.configuration}
-        return {**shared, **self.select.configuration, **codec, **self.collective.configuration}
-
-    @property
-    def settling_steps(self) -> int:
-        """Steps that are reduced plainly, unless the optimizer has taken them before."""
-        return self._freezing.freeze_step
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether a variance is frozen."""
-        return self._freezing.n_frozen > 0
-
-    def bind(self, session: Session) -> None:
-        """Raises: Unsupported (an optimizer that is no Adam, or with options it cannot do; no kernels on the device)."""
-        with self._freezing.binding(session):
-            super().bind(session)
-
-    def close(self) -> None:
-        super().close()
-        self._freezing.close()
+        scales = {"scale_values": self.codec.scale_values} if self.codec.scale_values else {}
+        return {"error_feedback": True, **self.frame_configuration, "codec": self._codec_name, **scales}
 
     # ---- one bucket
-
-    def choose(self, bucket: Bucket) -> Selection:
-        return self._freezing.choose(bucket, self.select)
-
-    def part_dtype(self, bucket: Bucket) -> torch.dtype:
-        return torch.float32
 
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         loss_scale = self.session.loss_scale()
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
-            momentum, beta1 = self._freezing.adam.momentum(slot)
+            momentum, beta1 = self.adam.momentum(slot)
             mine = span.in_fused(part.buffer)
             torch.mul(momentum, loss_scale, out=mine)
             mine.lerp_(span.in_bucket(bucket.buffer).float(), 1 - beta1)
@@ -120,32 +91,6 @@ class OneBitAdam(Compressed):
     def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         loss_scale = self.session.loss_scale()
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
-            momentum, beta1 = self._freezing.adam.momentum(slot)
+            momentum, beta1 = self.adam.momentum(slot)
             old, new = momentum.mul(loss_scale), span.in_fused(part.buffer)
             span.in_bucket(bucket.buffer).copy_(new.sub_(old).div_(1 - beta1).add_(old))
-
-    # ---- between steps
-
-    def stats(self) -> dict[str, Any]:
-        """Tensors whose variance is frozen, and steps in which something was not finite."""
-        return {**super().stats(), "n_frozen": self._freezing.n_frozen}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._freezing.adam.state_by_name(self.session.slots)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InvalidArgument."""
-        super().load_state_dict(state)
-        self._freezing.adam.load_by_name(state, self.session.slots)
-
-
-def _codec_of(name: str, scale_values: Any) -> Quantised:
-    if name == "one-bit":
-        return OneBit(scale_values=scale_values)
-    if name == "two-bit":
-        return TwoBit(scale_values=scale_values)
-    if name == "four-level":
-        return TwoBit(scale_values=scale_values, levels=4)
-    if name == "qsgd":
-        return Qsgd()
-    raise InvalidArgument(f"codec is one of {', '.join(_CODECS)}, not {name!r}")

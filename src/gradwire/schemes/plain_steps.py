@@ -30,7 +30,7 @@ BESIDE_ADAM: dict[str, dict[str, tuple[Any, Any]]] = {
 
 
 class PlainSteps:
-    """How many of a training's first steps are reduced plainly.
+    """The count of a training's first steps that are reduced plainly.
 
     Args:
         scheme: its registry name.
@@ -55,16 +55,17 @@ class PlainSteps:
         if self._asked is None and is_beside_adam(session):
             self.n = BESIDE_ADAM.get(self._scheme, {}).get(self.option, (0, 0))[1]
 
-    def tell(self, scheme: Scheme, session: Session, chosen: dict[str, Any]) -> None:
-        """Log how many there are; and on rank 0 all that was `chosen` beside Adam, by option, if the count was."""
+    def tell(self, scheme: Scheme) -> None:
+        """Log how many there are; and on rank 0, if the optimizer has chosen that, all options that it may choose."""
         if scheme.settling_steps:
             _log.info("gradwire %s: steps before %d are reduced plainly", self._scheme, scheme.settling_steps)
-        if self.n and self._asked is None and session.communicator.rank == 0:
-            published = {option: BESIDE_ADAM[self._scheme][option][0] for option in chosen}
+        if self.n and self._asked is None and scheme.session.communicator.rank == 0:
+            published = {option: value for option, (value, _) in BESIDE_ADAM[self._scheme].items()}
+            chosen = {option: scheme.configuration.get(option, value) for option, value in published.items()}
             _log.warning(
                 "gradwire %s beside %s: %s (as published: %s). Its loss stays above plain's even so (docs/results/lossy.md): "
                 'one-bit-adam is nearer, and scheme="auto" with fidelity="close" keeps the loss',
-                self._scheme, type(session.optimizer).__name__, _as_text(chosen), _as_text(published),
+                self._scheme, type(scheme.session.optimizer).__name__, _as_text(chosen), _as_text(published),
             )  # fmt: skip
 
     def tell_unused(self, scheme: Scheme) -> None:
@@ -77,7 +78,7 @@ class PlainSteps:
 
 
 def is_beside_adam(session: Session) -> bool:
-    """Whether the optimizer, where the session has one, divides by a moment of the gradient."""
+    """Return whether the session has an optimizer that divides by a moment of the gradient."""
     return session.optimizer is not None and family_of_optimizer(session.optimizer) == "adam"
 
 

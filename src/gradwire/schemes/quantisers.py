@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwire.codecs.one_bit import OneBit
-from gradwire.codecs.qsgd import Qsgd
-from gradwire.codecs.two_bit import TwoBit
+from gradwire.codecs.quantised import OneBit, Qsgd, TwoBit
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument
 from gradwire.exchange.owners import Owners
@@ -24,7 +22,7 @@ class OneBitScheme(Compressed):
     """The sign of every value and a scale, with error feedback (Seide et al., Interspeech 2014).
 
     Args:
-        scale, threshold: see `gradwire.codecs.one_bit.OneBit`.
+        scale, threshold: see `gradwire.codecs.quantised.OneBit`.
         error_feedback: add what messages left out to the next gradient.
         pull, chunk_elements: see `Owners`.
         warmup_steps: the first steps of the training, which are reduced plainly. None: 50 beside Adam and its kin, else 0.
@@ -52,7 +50,7 @@ class OneBitScheme(Compressed):
         only: Names = (),
     ) -> None:
         self._asked = scale, threshold, scale_values
-        self.codec = self._make_codec(None)
+        self.codec = self._codec_beside(None)
         super().__init__(
             collective=Owners(self.codec, pull, chunk_elements),
             error_feedback=error_feedback,
@@ -60,26 +58,17 @@ class OneBitScheme(Compressed):
             select=ByName(exempt, only),
         )
 
-    def _make_codec(self, session: Session | None) -> OneBit:
-        scale, threshold, asked = self._asked
-        return OneBit(scale, threshold, scale_values_for(self.name, asked, session if scale != "fixed" else None))
-
     @property
     def configuration(self) -> dict[str, Any]:
-        codec = {"scale": self.codec.scale, "threshold": self.codec.threshold, **_scales_of(self.codec)}
-        return {
-            "error_feedback": self.error_feedback,
-            **self.collective.configuration,
-            **self.frame_configuration,
-            **codec,
-        }
+        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
 
     def bind(self, session: Session) -> None:
-        self.codec = self.collective.codec = self._make_codec(session)
+        self.codec = self.collective.codec = self._codec_beside(session)
         super().bind(session)
 
-    def _chosen_beside_adam(self) -> dict[str, Any]:
-        return {**super()._chosen_beside_adam(), "scale_values": self.codec.scale_values or "message"}
+    def _codec_beside(self, session: Session | None) -> OneBit:
+        scale, threshold, asked = self._asked
+        return OneBit(scale, threshold, _scale_values(self.name, asked, None if scale == "fixed" else session))
 
 
 class TwoBitScheme(Compressed):
@@ -88,7 +77,7 @@ class TwoBitScheme(Compressed):
     Beside Adam, where scales are by group, four levels instead of three: docs/results/lossy.md.
 
     Args:
-        threshold, relative: see `gradwire.codecs.two_bit.TwoBit`.
+        threshold, relative: see `gradwire.codecs.quantised.TwoBit`.
         levels: 3, or 4 (with `scale_values` only, and without a threshold). None: 4 where `scale_values` is left out and
             becomes a number beside Adam, else 3.
         The others: see `OneBitScheme`.
@@ -119,7 +108,7 @@ class TwoBitScheme(Compressed):
             raise InvalidArgument("levels=4 is for scales by group: give scale_values=64 too")
         self._levels_in_groups = levels or (4 if scale_values is None and threshold is None else 3)
         self._asked = threshold, relative, scale_values
-        self.codec = self._make_codec(None)
+        self.codec = self._codec_beside(None)
         super().__init__(
             collective=Owners(self.codec, pull, chunk_elements),
             error_feedback=error_feedback,
@@ -127,33 +116,18 @@ class TwoBitScheme(Compressed):
             select=ByName(**names),
         )
 
-    def _make_codec(self, session: Session | None) -> TwoBit:
-        threshold, relative, asked = self._asked
-        values = scale_values_for(self.name, asked, session if relative else None)
-        return TwoBit(threshold, relative, values, 3 if values is None else self._levels_in_groups)
-
     @property
     def configuration(self) -> dict[str, Any]:
-        threshold, relative, _ = self._asked
-        codec = {
-            "threshold": TwoBit(threshold, relative).threshold,
-            "relative": bool(relative),
-            **_scales_of(self.codec),
-        }
-        codec |= {"levels": 4} if self.codec.levels == 4 else {}
-        return {
-            "error_feedback": self.error_feedback,
-            **self.collective.configuration,
-            **self.frame_configuration,
-            **codec,
-        }
+        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
 
     def bind(self, session: Session) -> None:
-        self.codec = self.collective.codec = self._make_codec(session)
+        self.codec = self.collective.codec = self._codec_beside(session)
         super().bind(session)
 
-    def _chosen_beside_adam(self) -> dict[str, Any]:
-        return {**super()._chosen_beside_adam(), "scale_values": self.codec.scale_values or "message"}
+    def _codec_beside(self, session: Session | None) -> TwoBit:
+        threshold, relative, asked = self._asked
+        values = _scale_values(self.name, asked, session if relative else None)
+        return TwoBit(threshold, relative, values, 3 if values is None else self._levels_in_groups)
 
 
 class QsgdScheme(Compressed):
@@ -163,7 +137,7 @@ class QsgdScheme(Compressed):
     would grow. Sums are rounded a second time on their way back.
 
     Args:
-        levels, block, seed: see `gradwire.codecs.qsgd.Qsgd`.
+        levels, block, seed: see `gradwire.codecs.quantised.Qsgd`.
         pull, chunk_elements: see `Owners`.
 
     When not to use this: at 4 bits where one-bit or two-bit with error feedback converges, which send less; with few levels
@@ -186,16 +160,11 @@ class QsgdScheme(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        codec = {"levels": self.codec.levels, "block": self.codec.block, "seed": self.codec.seed}
-        return {"error_feedback": self.error_feedback, **self.collective.configuration, **codec}
+        return {"error_feedback": self.error_feedback, **self.frame_configuration, **self.codec.configuration}
 
 
-def scale_values_for(scheme: str, asked: int | str | None, session: Session | None) -> Any:
+def _scale_values(scheme: str, asked: int | str | None, session: Session | None) -> Any:
     """Values to a scale, None for one scale a message: as asked, or by the optimizer of `session`."""
     if asked is None:
         return BESIDE_ADAM[scheme]["scale_values"][1] if session is not None and is_beside_adam(session) else None
     return None if asked in ("message", "none") else asked
-
-
-def _scales_of(codec: OneBit | TwoBit) -> dict[str, Any]:
-    return {"scale_values": codec.scale_values} if codec.scale_values else {}

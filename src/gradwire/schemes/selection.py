@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -102,16 +102,6 @@ def _join(spans: Sequence[TensorSpan]) -> list[TensorSpan]:
     return runs
 
 
-class AtLeast:
-    """Selects tensors of `n_bytes` or more; empty ones never."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self.n_bytes = max(1, n_bytes)
-
-    def __call__(self, slot: Slot | None, n_bytes: int) -> bool:
-        return n_bytes >= self.n_bytes
-
-
 def matrices(slot: Slot | None, n_bytes: int = 0) -> bool:
     """Selects what has two dimensions or more, and what nothing is known of."""
     return slot is None or slot.dim() >= 2
@@ -121,20 +111,20 @@ class ByName:
     """Selects the tensors that `only` names (all, if it names none), but for those that `exempt` names.
 
     Tensors without a name are compressed. Raises: InvalidArgument (names that are no names).
+
+    Attributes:
+        configuration: what ranks must share: of each option patterns, or, once bound, the tensors that its function names.
     """
 
     def __init__(self, exempt: Names = (), only: Names = ()) -> None:
-        self._rules = {"exempt": _rule("exempt", exempt), "only": _rule("only", only)}
+        self._exempt, self._only = _read("exempt", exempt), _read("only", only)
         self._exempted: set[int] = set()  # parameters that a scheme leaves out besides, by id
+        options = {"exempt": self._exempt, "only": self._only}
+        self.configuration = {key: [] if callable(names) else list(names) for key, names in options.items() if names}
 
     def __bool__(self) -> bool:
-        """Whether anything may be left out."""
-        return any(map(bool, self._rules.values())) or bool(self._exempted)
-
-    @property
-    def configuration(self) -> dict[str, Any]:
-        """What ranks must share; nothing if nothing is named."""
-        return {key: rule.text for key, rule in self._rules.items() if rule}
+        """Return whether anything may be left out."""
+        return bool(self._exempt or self._only or self._exempted)
 
     def bind(self, session: Session, exempted: Sequence[torch.Tensor] = ()) -> None:
         """Check the names against the model's. Raises: InvalidArgument (a name that matches nothing; nothing is left)."""
@@ -142,55 +132,46 @@ class ByName:
         slots = dict(session.slots)
         if not slots:
             return
-        for key, rule in self._rules.items():
-            rule.check(key, slots)
+        for key, names in (("exempt", self._exempt), ("only", self._only)):
+            if callable(names):
+                self.configuration[key] = [name for name, slot in slots.items() if _are_of(names, slot)]
+                continue
+            for pattern in names:
+                if not any(fnmatchcase(name, pattern) for name in slots):
+                    raise InvalidArgument(f"{key}={pattern!r} matches no tensor; there are {_shown(slots)}")
         if self and not any(self(slot) for slot in slots.values()):
             raise InvalidArgument(f"exempt= and only= leave nothing to compress; there are {_shown(slots)}")
 
     def __call__(self, slot: Slot | None, n_bytes: int = 0) -> bool:
-        """Whether `slot` is compressed."""
+        """Return whether `slot` is compressed."""
         if slot is None:
             return True
         if slot.parameter is not None and id(slot.parameter) in self._exempted:
             return False
-        only, exempt = self._rules["only"], self._rules["exempt"]
-        return not slot.name or ((not only or only.matches(slot)) and not (exempt and exempt.matches(slot)))
+        return not slot.name or ((not self._only or _are_of(self._only, slot)) and not _are_of(self._exempt, slot))
 
 
-class _Rule:
-    """Patterns, or a function."""
-
-    def __init__(self, patterns: tuple[str, ...], function: Callable[[str, torch.Size], bool] | None) -> None:
-        self.patterns, self.function = patterns, function
-        self.text: Any = list(patterns)
-
-    def __bool__(self) -> bool:
-        return bool(self.patterns) or self.function is not None
-
-    def matches(self, slot: Slot) -> bool:
-        if self.function is not None:
-            return bool(self.function(slot.name, slot.shape))
-        return any(fnmatchcase(slot.name, pattern) for pattern in self.patterns)
-
-    def check(self, key: str, slots: dict[str, Slot]) -> None:
-        if self.function is not None:
-            self.text = [name for name, slot in slots.items() if self.matches(slot)]
-            return
-        for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name in slots):
-                raise InvalidArgument(f"{key}={pattern!r} matches no tensor; there are {_shown(slots)}")
+# As `Names`, read: patterns, or a function.
+_Read = tuple[str, ...] | Callable[[str, torch.Size], bool]
 
 
-def _rule(key: str, names: Names) -> _Rule:
+def _read(key: str, names: Names) -> _Read:
     if isinstance(names, str):
         names = [] if names in ("", "none") else names.split("+")
     if callable(names):
-        return _Rule((), names)
+        return names
     if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
         raise InvalidArgument(
             f"{key} takes names (* and ? stand for any), or a function of (name, shape), not {names!r}"
         )
-    return _Rule(tuple(names), None)
+    return tuple(names)
+
+
+def _are_of(names: _Read, slot: Slot) -> bool:
+    """Return whether `names` name the slot."""
+    if callable(names):
+        return bool(names(slot.name, slot.shape))
+    return any(fnmatchcase(slot.name, pattern) for pattern in names)
 
 
 def _shown(slots: dict[str, Slot]) -> str:

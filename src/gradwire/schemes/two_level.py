@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.core.bucket import Bucket, Slot
+from gradwire.core.bucket import Bucket, Layout, Slot
 from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.schemes.base import Scheme
@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 
 
 class _Cut:
-    """How one bucket layout is cut over the ranks of a node: each owner's pieces, and this rank's inner slots."""
+    """One bucket layout, cut over the ranks of a node: each owner's pieces, and this rank's inner slots."""
 
     def __init__(self, bucket: Bucket, size: int, own: int) -> None:
         self.pieces: list[list[_Piece]] = [[] for _ in range(size)]
@@ -114,7 +114,7 @@ class TwoLevel(Scheme):
         self._sums, self._gathers = communicator.subgroup(in_node), communicator.subgroup(in_node)
         self._between = communicator.subgroup([members[node[self._own]] for node in nodes])
         self._inner_slots: dict[str, Slot] = {}
-        self._cuts: dict[tuple[int, int], _Cut] = {}
+        self._cuts: dict[Layout, _Cut] = {}
         self._ready: dict[int, Callable[[], None]] = {}  # gathers whose turn has not come, by number
         self._pending: dict[int, torch.futures.Future] = {}
         self._n_begun = self._n_gathered = self._bytes_in_node = 0
@@ -151,30 +151,20 @@ class TwoLevel(Scheme):
             timing.end()
             self._bytes_in_node += 2 * (self._size - 1) * share.numel() * share.element_size()
 
-        def reduce_between(summed: torch.futures.Future) -> None:
-            try:
-                summed.wait()
-                if bucket.index == 0:
-                    self.inner.begin_step(bucket.step)
-                inner_bucket = Bucket(
-                    share[: cut.n_own], cut.slots, cut.offsets, index=bucket.index, step=bucket.step,
-                    is_last=bucket.is_last, record=bucket.record,
-                )  # fmt: skip
-                reduced = self.inner.reduce(inner_bucket)
-                if bucket.is_last:
-                    self.inner.end_buckets(bucket.step)
-                    # Here and not in `end_step`, which runs on another lane and would overtake it.
-                    self._between.submit(self.inner.end_step, bucket.step).add_done_callback(self._note_failure)
-                reduced.add_done_callback(gather_in_turn)
-            except Exception as error:
-                self._fail_all(error)
-
-        def gather_in_turn(reduced: torch.futures.Future) -> None:
-            try:
-                reduced.wait()
-                self._in_turn(number, lambda: self._gathers.submit(gather).add_done_callback(finish))
-            except Exception as error:
-                self._fail_all(error)
+        def reduce_between() -> None:
+            if bucket.index == 0:
+                self.inner.begin_step(bucket.step)
+            inner_bucket = Bucket(
+                share[: cut.n_own], cut.slots, cut.offsets, index=bucket.index, step=bucket.step,
+                is_last=bucket.is_last, record=bucket.record,
+            )  # fmt: skip
+            reduced = self.inner.reduce(inner_bucket)
+            if bucket.is_last:
+                self.inner.end_buckets(bucket.step)
+                # Here and not in `end_step`, which runs on another lane and would overtake it.
+                self._then(self._between.submit(self.inner.end_step, bucket.step), lambda: None)
+            # In the order of the buckets: the inner scheme may end in another order on another rank of the node.
+            self._then(reduced, lambda: self._in_turn(number, lambda: self._then(self._gathers.submit(gather), finish)))
 
         def gather() -> None:
             timing = bucket.record.timing("communicate")
@@ -184,51 +174,39 @@ class TwoLevel(Scheme):
                     bucket.buffer[start:end] = flat[owner, place : place + end - start]
             timing.end()
 
-        def finish(gathered: torch.futures.Future) -> None:
-            try:
-                gathered.wait()
-            except Exception as error:
-                self._fail_all(error)
-            else:
-                self._pending.pop(number, done)
+        def finish() -> None:
+            if self._pending.pop(number, None) is not None:  # else it was told of a failure
                 done.set_result(bucket.buffer)
 
-        self._sums.submit(sum_in_node).add_done_callback(reduce_between)
+        self._then(self._sums.submit(sum_in_node), reduce_between)
         return done
 
     def _cut_of(self, bucket: Bucket) -> _Cut:
-        key = (bucket.index, bucket.layout_hash)
-        cut = self._cuts.get(key)
-        if cut is None or [(s.name, s.parameter) for s in cut.slots] != self._owned(bucket):
-            cut = self._cuts[key] = _Cut(bucket, self._size, self._own)
+        if bucket.layout not in self._cuts:
+            cut = self._cuts[bucket.layout] = _Cut(bucket, self._size, self._own)
             self._inner_slots.update({slot.name: slot for slot in cut.slots if slot.name})
-        return cut
+        return self._cuts[bucket.layout]
 
-    def _owned(self, bucket: Bucket) -> list[tuple[str, torch.Tensor | None]]:
-        """Whose rows this rank owns some of."""
-        owned = []
-        for slot in bucket.slots:
-            start, end = cut_rows(slot, slot.numel(), self._size)[self._own]
-            if start != end:
-                owned.append((slot.name, slot.parameter))
-        return owned
+    def _then(self, begun: torch.futures.Future, work: Callable[[], None]) -> None:
+        """Do `work` when what has begun has ended; where either fails, all buckets do, which would wait for their turn."""
+
+        def go_on(ended: torch.futures.Future) -> None:
+            try:
+                ended.wait()
+                work()
+            except Exception as error:
+                self._fail_all(error)
+
+        begun.add_done_callback(go_on)
 
     def _in_turn(self, number: int, start: Callable[[], None]) -> None:
-        """Gathers go in the order of the buckets: the inner scheme may end in another order on another rank of the node."""
         with self._turns:
             self._ready[number] = start
             while self._n_gathered in self._ready:
                 self._ready.pop(self._n_gathered)()
                 self._n_gathered += 1
 
-    def _note_failure(self, ended: torch.futures.Future) -> None:
-        try:
-            ended.wait()
-        except Exception as error:
-            self._fail_all(error)
-
     def _fail_all(self, error: Exception) -> None:
-        """One bucket has failed: those that wait for their turn would wait for ever."""
         failure = self.session.communicator.fail(error)
         for number in list(self._pending):
             done = self._pending.pop(number, None)

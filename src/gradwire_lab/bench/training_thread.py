@@ -18,9 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.codecs.one_bit import OneBit
-from gradwire.codecs.quantised import Quantised
-from gradwire.codecs.two_bit import TwoBit
+from gradwire.codecs.quantised import OneBit, Quantised, TwoBit
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.wire.communicator import completed
 

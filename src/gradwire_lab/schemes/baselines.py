@@ -37,8 +37,7 @@ class Periodic(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        assert self.collective is not None
-        return {**self.collective.configuration, "every": self.every}
+        return {**self.frame_configuration, "every": self.every}
 
     def step(self, part: Part, wire: Wire) -> None:
         if part.bucket.step % self.every == self.every - 1:
@@ -63,8 +62,7 @@ class CodecRing(Compressed):
 
     @property
     def configuration(self) -> dict[str, Any]:
-        assert self.collective is not None
-        return {**self.collective.configuration, **self._codec_options}
+        return {**self.frame_configuration, **self._codec_options}
 
 
 def truncate_ring(topology: str = "ring", chunk_elements: int = CHUNK_ELEMENTS, **codec: Any) -> CodecRing:

@@ -25,10 +25,8 @@ from torch import Tensor
 from gradwire.checks import share as check_share
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
-from gradwire.core.session import Session
 from gradwire.schemes.compressed import Compressed
-from gradwire.schemes.frozen_adam import Freezing
-from gradwire.schemes.plain_steps import PlainSteps
+from gradwire.schemes.frozen_adam import FrozenAdam
 from gradwire.schemes.selection import ByName, Names, Selection
 from gradwire.schemes.top_k import Elements, send_largest
 from gradwire.wire.wire import Wire
@@ -41,13 +39,14 @@ class TopKAdam(Compressed):
 
     Args:
         share: of a bucket's elements that are sent, at least one; 4 bytes each.
-        freeze_step, correction: see `Freezing`.
+        freeze_step, correction: see `FrozenAdam`.
         exempt, only: see `ByName`.
     """
 
     name = "top-k-adam"
     needs_adam = True
     works_on_device = False
+    adam: FrozenAdam
 
     def __init__(
         self,
@@ -57,48 +56,19 @@ class TopKAdam(Compressed):
         exempt: Names = (),
         only: Names = (),
     ) -> None:
-        self._freezing = Freezing(self.name, "top-k", freeze_step, correction)
-        plain = PlainSteps(
-            self.name, "freeze_step"
-        )  # none by their number: a variance that is not frozen travels plainly
-        super().__init__(error_feedback=True, momenta=True, plain=plain, select=ByName(exempt, only))
+        adam = FrozenAdam(self.name, "top-k", freeze_step, correction)
+        super().__init__(error_feedback=True, momenta=True, adam=adam, select=ByName(exempt, only))
         self.share = check_share("share", share)
 
     @property
     def configuration(self) -> dict[str, Any]:
-        shared = {"error_feedback": self.error_feedback, **self._freezing.configuration, "share": self.share}
-        return {**shared, **self.select.configuration}
-
-    @property
-    def settling_steps(self) -> int:
-        """Steps that are reduced plainly, unless the optimizer has taken them before."""
-        return self._freezing.freeze_step
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether a variance is frozen."""
-        return self._freezing.n_frozen > 0
-
-    def bind(self, session: Session) -> None:
-        """Raises: Unsupported (an optimizer that is no Adam, or with options it cannot do; no kernels on the device)."""
-        with self._freezing.binding(session):
-            super().bind(session)
-
-    def close(self) -> None:
-        super().close()
-        self._freezing.close()
+        return {"error_feedback": True, "share": self.share, **self.frame_configuration}
 
     # ---- one bucket
 
-    def choose(self, bucket: Bucket) -> Selection:
-        return self._freezing.choose(bucket, self.select)
-
-    def part_dtype(self, bucket: Bucket) -> torch.dtype:
-        return torch.float32
-
     def fill(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         assert self.momenta is not None
-        loss_scale, adam = self.session.loss_scale(), self._freezing.adam
+        loss_scale, adam = self.session.loss_scale(), self.adam
         is_new = [self.momenta.of(slot) is None for slot in chosen.slots]
         momenta, new_momenta = self.momenta.pair(part)
         for slot, span, new in zip(chosen.slots, chosen.compressed, is_new, strict=True):
@@ -116,29 +86,15 @@ class TopKAdam(Compressed):
 
     def take(self, part: Bucket, bucket: Bucket, chosen: Selection) -> None:
         for slot, span in zip(chosen.slots, chosen.compressed, strict=True):
-            span.in_bucket(bucket.buffer).copy_(span.in_fused(part.buffer).mul_(self._freezing.adam.root(slot)))
-        self._freezing.adam.updates.update(part.parameters)
+            span.in_bucket(bucket.buffer).copy_(span.in_fused(part.buffer).mul_(self.adam.root(slot)))
+        self.adam.updates.update(part.parameters)
 
     def step(self, part: Part, wire: Wire) -> None:
         send_largest(part, wire, self.share, ShortElements())
 
-    # ---- between steps
-
-    def stats(self) -> dict[str, Any]:
-        """Tensors whose variance is frozen, and steps in which something was not finite."""
-        return {**super().stats(), "n_frozen": self._freezing.n_frozen}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._freezing.adam.state_by_name(self.session.slots)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises: InvalidArgument."""
-        super().load_state_dict(state)
-        self._freezing.adam.load_by_name(state, self.session.slots)
-
 
 class ShortElements(Elements):
-    """How elements travel in 4 bytes each: half of its index, and its value as bfloat16; what that loses stays.
+    """The layout of elements in 4 bytes each: half of its index, and its value as bfloat16; what that loses stays.
 
     A payload: how many are in each block of 65,536 elements, int32; places in their block, int16; values, bfloat16.
     """

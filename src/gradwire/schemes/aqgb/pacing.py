@@ -67,8 +67,9 @@ class PacingLimits:
 
     Attributes:
         floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
-        confidence: of the estimated rate, what is counted on.
-        max_contention: see BitCeiling; 1: the network alone bounds the bits.
+        confidence: the share of the estimated rate that is planned with.
+        max_contention: of the time in which threads could run, the share that they may wait for a core before fewer bits
+            are sent (BitCeiling); 1: bits are bounded by the network alone, as in the paper.
     Raises: InvalidArgument.
     """
 
@@ -124,9 +125,8 @@ class Pacing:
         self._busy_until_s = 0.0  # when what was sent will have arrived, as far as we know
         self.order = list(range(len(self._sizes)))
         self._appeared: list[float] = []  # when gradients did
-        self._forward: dict[
-            int, tuple[float, float]
-        ] = {}  # block: when its forward pass came to it, how long it waited
+        # By block: when its forward pass came to it, and how long it waited.
+        self._forward: dict[int, tuple[float, float]] = {}
         self._forward_began: float | None = None
         self._last_gradient_s: float | None = None
         self._core_times = core_times

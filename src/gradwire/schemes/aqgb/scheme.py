@@ -341,11 +341,8 @@ class Aqgb(BlockBroadcast):
     must give the same bits, as what is sent depends on the network's speed.
 
     Args:
-        floor, ceiling: the least and the largest share of its 32 bits that a value is sent with.
+        floor, ceiling, confidence, max_contention: see PacingLimits.
         blocks: how many, or lists of module names; DDP's buckets (`bucket_cap_mb`) should be no larger than a block.
-        confidence: the share of the estimated rate that is planned with.
-        max_contention: of the time in which threads could run, the share that they may wait for a core before fewer bits
-            are sent; 1: bits are bounded by the network alone, as in the paper.
         options: see BlockBroadcast.
     """
 

@@ -1,13 +1,14 @@
-"""GComp's quantisation metric: how much of each gradient value can still reach its parameter, one byte an element."""
+"""GComp's quantisation metric: how much of each gradient value can still reach its parameter, one byte an element.
+
+The bytes are computed where parameters and moments lie: by a native kernel, or by torch operations on a device.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.codecs.tensors import check_tensor
 from gradwire.core.bucket import Slot, flatten_like, local_of, offsets_of, slot_of
+from gradwire.core.session import Session
 from gradwire.core.staging import StagedBucket
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire.schemes.gcomp import importance_on_device
 from gradwire.schemes.gcomp.terms import TERMS_BY_OPTIMIZER, Terms
 
 __all__ = ["QuantisationMetric"]
@@ -28,6 +29,8 @@ _MANTISSA_BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch
 
 # What float32 holds without overflow: beyond it S would be Inf or NaN, and the metric says nothing.
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+# As native/gcomp/importance.hpp has them.
+_LOWEST_CODE, _INFINITY = 348, 0x7F800000
 
 # 1 MiB of float32: long beside the handful of calls a tile takes, small beside any bucket.
 _TILE_ELEMENTS = 1 << 18
@@ -59,11 +62,21 @@ class QuantisationMetric:
         self._optimizer = optimizer
         self._terms_of = _find_terms(optimizer)
         self._world_factor = world_size / 2 ** (world_size - 1).bit_length()
-        self._tiles = _Tiles()
+        self._tiles: dict[tuple[int, torch.device], Tensor] = {}
         self._ready = torch.empty(0, dtype=torch.uint8)  # bytes that are written before they are asked for
         self._n_ready = 0
         for group in optimizer.param_groups:
             _require_supported(optimizer, group)
+
+    @classmethod
+    def beside(cls, session: Session) -> QuantisationMetric:
+        """That of the session's optimizer. Raises: InvalidArgument (there is none), Unsupported."""
+        if session.optimizer is None:
+            raise InvalidArgument(
+                'importance="paper" reads the optimizer, and none was given: pass HookState(scheme, optimizer=optimizer), or '
+                'choose importance="uniform" or "none"'
+            )
+        return cls(session.optimizer, session.communicator.world_size)
 
     def write_importance(
         self,
@@ -103,7 +116,7 @@ class QuantisationMetric:
         gradient_dtype: torch.dtype | None = None,
         staged: StagedBucket | None = None,
     ) -> _native.BucketImportance:
-        """What `write_importance` writes, for any range of the bucket, from parameters and state as they are then.
+        """The bytes of `write_importance` for any range of the bucket, from parameters and state as they are then.
 
         The optimizer must not step before it has been used; it is void when this is called again.
 
@@ -111,27 +124,30 @@ class QuantisationMetric:
             staged: of a bucket from a device: the bytes are computed there, and wait for nothing else. Raises: OutOfMemory.
         """
         places = sorted(zip(offsets, map(slot_of, slots), strict=True), key=lambda place: place[0])
+        written: Sequence[Tensor | None] = [None] * len(places)
         if staged is not None:
             in_order, device = [slot for _, slot in places], staged.on_device.device
             on_host = staged.compute(lambda: self.bytes_on_device(in_order, device, loss_scale, gradient_dtype))
-            return _windows_of(on_host, places)
+            written = on_host.split([slot.numel() for slot in in_order])
         operands_of = self._reader(loss_scale, gradient_dtype)
         windows: list[tuple[int, int, int, int, int, float, float, float, int]] = []
         reads: list[Tensor] = []
         self._n_ready = 0
-        for offset, slot in places:
-            n, operands = slot.numel(), operands_of(slot)
+        for (offset, slot), ready in zip(places, written, strict=True):
+            n = slot.numel()
             if n == 0:
                 continue
-            if operands is None:
+            if ready is None:
+                operands = operands_of(slot)
+                if operands is not None and operands.are_plain:
+                    theta, second, first = (0 if one is None else one.data_ptr() for one in operands.in_kernel)
+                    a, b, c = operands.terms.a, operands.terms.b, operands.terms.c
+                    reads += [one for one in operands.in_kernel if one is not None]
+                    windows.append((offset, n, theta, second, first, a, b, c, 0))
+                    continue
                 ready = self._reserve(n).zero_()
-            elif operands.is_plain:
-                reads += operands.tensors
-                windows.append((offset, n, *operands.addresses, operands.a, operands.b, operands.c, 0))
-                continue
-            else:
-                ready = self._reserve(n)
-                self._write(operands, ready)
+                if operands is not None:
+                    self._write(operands, ready)
             reads.append(ready)
             windows.append((offset, n, 0, 0, 0, 0.0, 0.0, 0.0, ready.data_ptr()))
         importance = _native.BucketImportance(windows)
@@ -168,7 +184,7 @@ class QuantisationMetric:
                 self._write(operands, out[offset : offset + slot.numel()])
 
     def _reader(self, loss_scale: float, gradient_dtype: torch.dtype | None) -> Callable[[Slot], _Operands | None]:
-        """What to read for a slot; None: nothing of it may be dropped. Raises: InvalidArgument."""
+        """A function of a slot that gives its operands; None: nothing of it may be dropped. Raises: InvalidArgument."""
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise InvalidArgument(f"loss_scale must be positive and finite, got {loss_scale}")
         groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -209,53 +225,48 @@ class QuantisationMetric:
 
     def _write(self, operands: _Operands, out: Tensor) -> None:
         """The bytes of a parameter that the kernel cannot read where it lies, in its memory order, tile by tile."""
+        terms, device = operands.terms, out.device
         for begin in range(0, out.numel(), _TILE_ELEMENTS):
             tile = slice(begin, min(begin + _TILE_ELEMENTS, out.numel()))
-            load = functools.partial(self._tiles.load, tile=tile, device=out.device)
-            theta_tile = load(0, operands.theta)
-            second_tile = None if operands.second is None else load(1, operands.second)
-            first_tile = None if operands.first is None else load(2, operands.first)
-            if operands.mean is not None and second_tile is not None:
-                mean_tile = load(3, operands.mean[1])
-                second_tile.addcmul_(mean_tile, mean_tile, value=-operands.mean[0])
-            if operands.shift is not None:
-                theta_tile.add_(load(3, operands.shift[1]), alpha=operands.shift[0])
-            write = _native.importance if out.device.type == "cpu" else importance_on_device.write_importance
-            write(theta_tile, second_tile, first_tile, operands.a, operands.b, operands.c, out[tile])
+            theta_tile, second_tile, first_tile = (
+                None if values is None else self._float32(number, values[tile], device)
+                for number, values in enumerate(operands.in_kernel)
+            )
+            assert theta_tile is not None
+            if terms.mean is not None and second_tile is not None:
+                mean_tile = self._float32(3, terms.mean[1][tile], device)
+                second_tile.addcmul_(mean_tile, mean_tile, value=-terms.mean[0])
+            if terms.shift is not None:
+                theta_tile.add_(self._float32(3, terms.shift[1][tile], device), alpha=terms.shift[0])
+            write = _native.importance if device.type == "cpu" else _write_on_device
+            write(theta_tile, second_tile, first_tile, terms.a, terms.b, terms.c, out[tile])
+
+    def _float32(self, number: int, values: Tensor, device: torch.device) -> Tensor:
+        """A float32 copy on the device of one tile of operand `number`, until its next one."""
+        key = number, device
+        if key not in self._tiles:
+            self._tiles[key] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32, device=device)
+        return self._tiles[key][: values.numel()].copy_(values)
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """The terms of one parameter, as (n,) in the order of its gradient."""
+class _Operands(NamedTuple):
+    """The operands of one parameter's metric; tensors are (n,) in the order of its gradient."""
 
-    a: float
-    b: float
-    c: float
     theta: Tensor
-    second: Tensor | None
-    first: Tensor | None
-    mean: tuple[float, Tensor] | None
-    shift: tuple[float, Tensor] | None
+    terms: Terms
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the kernel can read them where they lie."""
-        return self.mean is None and self.shift is None and all(map(_is_plain, (self.theta, self.second, self.first)))
+    def in_kernel(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.theta, self.terms.second_moment, self.terms.first_moment
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [values for values in (self.theta, self.second, self.first) if values is not None]
-
-    @property
-    def addresses(self) -> tuple[int, int, int]:
-        theta, second, first = (
-            0 if values is None else values.data_ptr() for values in (self.theta, self.second, self.first)
-        )
-        return theta, second, first
+    def are_plain(self) -> bool:
+        """The kernel can read them where they lie."""
+        return self.terms.mean is None and self.terms.shift is None and all(map(_is_plain, self.in_kernel))
 
 
 def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _Operands | None:
-    """Those of one part of a parameter, in its memory order.
+    """Lay out the operands of one part of a parameter, in its memory order.
 
     None where a step size lies beyond float32 (eta below 1e-38, say, or NaN): nothing may be dropped then.
     """
@@ -264,41 +275,31 @@ def _operands(terms: Terms, parameter: Tensor, factor: float, part: slice) -> _O
         return None
     parameter = local_of(parameter)
 
-    def flatten(values: Tensor | None) -> Tensor | None:
-        return None if values is None else _flatten_like(values, parameter)[part]
+    def flat(values: Tensor) -> Tensor:
+        return _flatten_like(values, parameter)[part]
 
-    def flatten_weighted(weighted: tuple[float, Tensor] | None) -> tuple[float, Tensor] | None:
-        return None if weighted is None else (weighted[0], _flatten_like(weighted[1], parameter)[part])
-
-    return _Operands(
-        a, b, c, _flatten_like(parameter, parameter)[part], flatten(terms.second_moment), flatten(terms.first_moment),
-        flatten_weighted(terms.mean), flatten_weighted(terms.shift),
-    )  # fmt: skip
+    second, first = (None if one is None else flat(one) for one in (terms.second_moment, terms.first_moment))
+    mean, shift = (None if one is None else (one[0], flat(one[1])) for one in (terms.mean, terms.shift))
+    return _Operands(flat(parameter), Terms(a, b, c, second, first, mean, shift))
 
 
-def _windows_of(ready: Tensor, places: Sequence[tuple[int, Slot]]) -> _native.BucketImportance:
-    """Bytes that are there already, one slot's after the other's, as the kernels ask for them."""
-    windows, address = [], ready.data_ptr()
-    for offset, slot in places:
-        if slot.numel():
-            windows.append((offset, slot.numel(), 0, 0, 0, 0.0, 0.0, 0.0, address))
-        address += slot.numel()
-    importance = _native.BucketImportance(windows)
-    importance.reads = [ready]
-    return importance
+def _write_on_device(
+    theta: Tensor, second_moment: Tensor | None, first_moment: Tensor | None, a: float, b: float, c: float, out: Tensor
+) -> None:
+    """out (n,) uint8 = the bytes of `_native.importance` for (n,) float32 operands, all on one device; enqueues only.
 
-
-class _Tiles:
-    """Float32 copies of one tile of each operand, where the kernel cannot read the operand itself."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[int, torch.device], Tensor] = {}
-
-    def load(self, slot: int, values: Tensor, tile: slice, device: torch.device) -> Tensor:
-        key = slot, device
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(_TILE_ELEMENTS, dtype=torch.float32, device=device)
-        return self._buffers[key][: tile.stop - tile.start].copy_(values[tile])
+    Every product and sum is an operation of its own, and so rounded on its own: as in the kernel for CPUs.
+    """
+    factor: Tensor | float = b if second_moment is None else second_moment.sqrt().mul_(a).add_(b)
+    scale = theta * factor
+    if first_moment is not None:
+        scale.add_(first_moment * c)
+    magnitude = scale.view(torch.int32).bitwise_and_(0x7FFFFFFF)
+    code = (magnitude >> 21).sub_(_LOWEST_CODE).clamp_(0, 255)
+    code.masked_fill_(magnitude > _INFINITY, 0)
+    if second_moment is not None:
+        code.masked_fill_(second_moment.view(torch.int32) <= 0, 0)  # on the bits: subnormals count
+    out.copy_(code)
 
 
 def _find_terms(optimizer: torch.optim.Optimizer) -> Callable[..., Terms | None]:

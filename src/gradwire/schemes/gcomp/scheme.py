@@ -18,7 +18,7 @@ from gradwire.codecs.gcomp import GCompCodec
 from gradwire.core.bucket import Bucket
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
-from gradwire.errors import InvalidArgument, Unsupported
+from gradwire.errors import Unsupported
 from gradwire.exchange.parts import CHUNK_ELEMENTS
 from gradwire.exchange.ring import Importance, Ring
 from gradwire.schemes.compressed import Compressed
@@ -39,15 +39,12 @@ class GComp(Compressed):
     precision is enough: under adaptive optimizers importance="uniform" with 10 bits sends far less.
 
     Args:
-        importance: which mantissa bits travel: "paper" (per value, from the optimizer), "uniform" (the `bits` highest,
-            rounded to nearest) or "none" (all: lossless but for subnormals of float32 and bfloat16, which become 0).
-        bits: mantissa bits to keep with importance="uniform"; with "paper" no value keeps more (no cap if not given).
+        importance: which mantissa bits travel: "paper" (per value, from the optimizer), "uniform" (`bits`) or "none" (all).
+        bits, rounding, format: see `GCompCodec`.
         refresh_every: steps between two Huffman tables (50 as published); 0 keeps the built-in one. None: by need, when
             the table in use takes 3 % more bits than the entropy of the exponents.
         topology: "ring", as in the paper, or "direct".
         chunk_elements: values encoded, sent and decoded at a time.
-        rounding: what importance="paper" does with the bits it lets go of: "nearest", or "truncate" as published.
-        format: of the messages: 2, or 1 as published: four levels, which travel (18 to 30 % more bytes).
     Raises: InvalidArgument.
     """
 
@@ -65,30 +62,23 @@ class GComp(Compressed):
         format: int = 2,
     ) -> None:
         check_choice("importance", importance, ("paper", "uniform", "none"))
-        codec = GCompCodec(importance, bits, rounding=rounding, format=format)
-        options = {"importance": importance, "bits": bits, "refresh_every": refresh_every, "rounding": rounding}
-        options["format"] = format
-        super().__init__(collective=Ring(codec, topology, chunk_elements))
-        self.codec, self._options = codec, options
-        self._importance, self._format = importance, format
-        self._refresh_every = refresh_every
-        self._tables = TableRefresh(codec, refresh_every)
+        self.codec = GCompCodec(importance, bits, rounding=rounding, format=format)
+        super().__init__(collective=Ring(self.codec, topology, chunk_elements))
+        self._reads_optimizer, self._format, self._refresh_every = importance == "paper", format, refresh_every
+        self._tables = TableRefresh(self.codec, refresh_every)
         self._metric: QuantisationMetric | None = None
         self._watch: OptimizerWatch | None = None
 
     @property
     def configuration(self) -> dict[str, Any]:
-        return {**self.collective.configuration, **self._options}
+        of_codec = {name: getattr(self.codec, name) for name in ("importance", "bits", "rounding")}
+        return {**self.frame_configuration, **of_codec, "refresh_every": self._refresh_every, "format": self._format}
 
     def bind(self, session: Session) -> None:
         """Raises: InvalidArgument (no optimizer), Unsupported (an optimizer that the paper's table does not hold)."""
-        if self._importance == "paper":
-            if session.optimizer is None:
-                raise InvalidArgument(
-                    'importance="paper" reads the optimizer, and none was given: pass HookState(scheme, '
-                    'optimizer=optimizer), or choose importance="uniform" or "none"'
-                )
-            self._metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
+        if self._reads_optimizer:
+            self._metric = QuantisationMetric.beside(session)
+            assert session.optimizer is not None
             self._watch = OptimizerWatch(session.optimizer)
         # A scheme that is bound again keeps its Huffman tables, but not a refresh that the last session left half done.
         self._tables = TableRefresh(self.codec, self._refresh_every, session.wire)
@@ -96,7 +86,7 @@ class GComp(Compressed):
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         """Raises: Unsupported (the optimizer that importance is read from is not the one that makes the steps)."""
-        if self._importance == "paper" and bucket.resident is not None and self._is_joining():
+        if self._reads_optimizer and bucket.resident is not None and self._is_joining():
             raise Unsupported(
                 'ddp.join() with importance="paper" sends levels of format 1, for which devices have no kernels: leave '
                 'placement out, or use importance="uniform" or "none"'
@@ -110,7 +100,7 @@ class GComp(Compressed):
         bucket = part.bucket
         self._tables.begin_bucket(bucket.step, wire.communicator, wire.record)
         # A rank that ran out of input (ddp.join) makes no steps: what it would derive is not what the others do.
-        self.codec.format = 1 if self._importance == "paper" and self._is_joining() else self._format
+        self.codec.format = 1 if self._reads_optimizer and self._is_joining() else self._format
         importance = self._importance_of(part, wire)
         self.collective.mean(part, wire, importance, self._tables.counts_for(bucket.step, bucket.buffer.dtype))
         if self._watch is not None:

@@ -57,7 +57,7 @@ class TableRefresh:
         self._n_refreshes = 0
 
     def counts_in(self, step: int) -> bool:
-        """Whether what is sent in `step` is counted."""
+        """Return whether what is sent in `step` is counted."""
         return self._every > 0 and step % self._every == 0
 
     def begin_bucket(self, step: int, communicator: Communicator, record: BucketRecord) -> None:
@@ -106,7 +106,7 @@ class TableRefresh:
             self._sum = None
 
     def stats(self) -> dict[str, Any]:
-        """How often the table was refreshed, and the ids of those in use."""
+        """The number of refreshes, and the ids of the tables in use."""
         return {
             "table_refreshes": self._n_refreshes,
             **{f"table_id_{name}": self._codec.table_of_width(width).id for name, (width, _) in _WIDTHS.items()},

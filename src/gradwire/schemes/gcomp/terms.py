@@ -1,4 +1,4 @@
-"""What each optimizer does with a gradient, as the terms of GComp's quantisation metric.
+"""The terms of GComp's quantisation metric, from what each optimizer does with a gradient.
 
 Every supported optimizer adds gain x g to its parameter, for a gain that the size of g hardly changes. With A = what
 gain x g is added to,

@@ -1,4 +1,4 @@
-"""What steps learn of buckets: how many non-zeros to expect, which salt peels, and which are too dense to gain."""
+"""Facts that steps learn of buckets: non-zeros to expect, the salt that peels, and which are too dense to gain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Learnt:
         self._staged: dict[tuple[str, str], Any] = {}
 
     def of(self, name: str, key: str) -> Any:
-        """What counts of a bucket; None where nothing was learnt."""
+        """Return the value that counts for a bucket; None where nothing was learnt."""
         return self._current[name].get(key)
 
     def learn(self, name: str, key: str, value: Any) -> None:
@@ -63,7 +63,7 @@ class Learnt:
         self.learn("dense_for_steps", key, _STEPS_BETWEEN_TRIES)
 
     def is_dense(self, key: str) -> bool:
-        """Whether the bucket is sent plainly in this step; asked once a step."""
+        """Return whether the bucket is sent plainly in this step; asked once a step."""
         steps = self.of("dense_for_steps", key) or 0
         self.learn("dense_for_steps", key, max(0, steps - 1))
         return bool(steps > 1)
@@ -86,7 +86,7 @@ class Learnt:
 
 
 def is_too_dense(bucket: Bucket, cell_bytes: int, n_cells: int) -> bool:
-    """Whether an index and so many cells are no gain on the bucket itself."""
+    """Return whether an index and so many cells are no gain on the bucket itself."""
     return n_cells > 0 and cell_bytes * n_cells + bucket.n_elements / 8 > _MAX_SHARE * bucket.original_bytes
 
 

@@ -33,7 +33,6 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
-from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.schemes.homomorphic.learnt import Learnt, is_too_dense
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
@@ -41,9 +40,6 @@ from gradwire.schemes.homomorphic.sketch_sum import SketchSum, Summand
 from gradwire.wire.wire import Wire
 
 _log = logging.getLogger(__name__)
-_MODES = ("packed", "sketch", "exact", "lossy")
-_INDICES = ("auto", "bitmap", "bloom")
-_SPARSIFIERS = (None, "top-k")
 _INTEGERS = {32: torch.int32, 64: torch.int64}
 _TOO_DENSE = "too dense to gain: this bucket was sent uncompressed"
 _TOO_LARGE = "too large for a sketch of float32 to hold its sums: this bucket was sent uncompressed"
@@ -90,13 +86,10 @@ class Homomorphic(Compressed):
         aggregator: str | Aggregator = "process-group",
         **sketch: Any,
     ) -> None:
-        for what, value, known in (
-            ("mode", mode, _MODES),
-            ("index", index, _INDICES),
-            ("sparsifier", sparsifier, _SPARSIFIERS),
-            ("integer_bits", integer_bits, tuple(_INTEGERS)),
-        ):
-            check_choice(what, value, known)
+        check_choice("mode", mode, ("packed", "sketch", "exact", "lossy"))
+        check_choice("index", index, ("auto", "bitmap", "bloom"))
+        check_choice("sparsifier", sparsifier, (None, "top-k"))
+        check_choice("integer_bits", integer_bits, tuple(_INTEGERS))
         leaves_out = sparsifier is not None or mode == "lossy"
         if error_feedback and not leaves_out:
             raise InvalidArgument('error_feedback needs something that is left out: a sparsifier, or mode="lossy"')
@@ -108,7 +101,6 @@ class Homomorphic(Compressed):
         self._index = SharedIndex(index, self._sketch.seed, self._learnt, self.aggregator)
         self._sketches = SketchSum(self._sketch, mode, self.budget, self._learnt, self.aggregator)
         self._n_plain = {_TOO_DENSE: 0, _TOO_LARGE: 0}
-        self._is_aggregator_bound = False
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -136,10 +128,8 @@ class Homomorphic(Compressed):
             )
         if session.wire.on_device:
             self._check_device()
-            kernels_for(session.wire.device)
         self._index.kind = "bitmap" if session.wire.on_device else self.index  # which may be "auto"
         self.aggregator.bind(session.communicator, session.recorder)
-        self._is_aggregator_bound = True
         super().bind(session)
 
     def _check_device(self) -> None:
@@ -233,7 +223,7 @@ class Homomorphic(Compressed):
                 part.values.copy_(out)
 
     def _send_plainly(self, part: Part, wire: Wire, why: str) -> None:
-        """As DDP does; the residual stays as it is."""
+        """Send the bucket as DDP does; the residual stays as it is."""
         if not self._n_plain[why]:
             _log.info("gradwire %s: %s (step %d)", self.name, why, part.bucket.step)
         self._n_plain[why] += 1
@@ -254,7 +244,7 @@ class Homomorphic(Compressed):
         return FixedPoint.fit(union.head.exponent or 0, self.session.wire.world_size, _INTEGERS[self.integer_bits])
 
     def _may_overflow(self, union: Union) -> bool:
-        """Whether finite values may leave float32 in the cells of a sketch."""
+        """Return whether sums of finite values may leave float32 in the cells of a sketch."""
         exponent, bits_of_world = union.head.exponent, self.session.wire.world_size.bit_length()
         return self.mode in ("sketch", "lossy") and exponent is not None and exponent + bits_of_world > _MAX_EXPONENT
 
@@ -294,6 +284,4 @@ class Homomorphic(Compressed):
     def close(self) -> None:
         super().close()
         self._learnt.clear()
-        if self._is_aggregator_bound:
-            self.aggregator.close()
-            self._is_aggregator_bound = False
+        self.aggregator.close()

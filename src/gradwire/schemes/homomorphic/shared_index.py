@@ -29,7 +29,7 @@ _MAX_OVER_EXPECTED = 4
 
 
 class Union(NamedTuple):
-    """What all ranks know after the OR.
+    """The united index, which all ranks know after the OR.
 
     Attributes:
         own: (words,) int32, scratch: this rank's non-zeros.
@@ -137,7 +137,7 @@ class SharedIndex:
 
     @staticmethod
     def _read(own: Tensor, message: Tensor, n_elements: int, counts: bool, total: Sum | None, wire: Wire) -> Union:
-        """What the united message says; on a device the lane waits for it. Raises: RankMismatch, CorruptMessage."""
+        """Read the united message; on a device the lane waits for it. Raises: RankMismatch, CorruptMessage."""
         own_head, index = message[:HEAD_WORDS], message[HEAD_WORDS:]
         ends = packed_values.count(index, n_elements, own_head) if counts else message[:0]
         with wire.record.timing("communicate"):
@@ -154,7 +154,7 @@ class SharedIndex:
 
 
 def _is_worth(found: Found, shape: BloomShape, n_elements: int, cell_bits: float) -> bool:
-    """Whether summing all candidates costs no more than a bitmap and the non-zeros, as far as the filter can tell."""
+    """Return whether summing all candidates costs no more than a bitmap and the non-zeros, as far as the filter can tell."""
     if found.share_set > _MAX_SHARE_SET or found.n_candidates > _MAX_OVER_EXPECTED * shape.expected_candidates:
         return False
     return cell_bits * found.n_candidates <= n_elements + cell_bits * found.n_nonzeros

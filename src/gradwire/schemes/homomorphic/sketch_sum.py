@@ -32,7 +32,7 @@ _MIN_SHARE = 0.5
 
 
 class Summand(NamedTuple):
-    """What this rank adds to the sum of one bucket, and what all ranks know of that.
+    """This rank's addend to the sum of one bucket, and the union that all ranks know.
 
     Attributes:
         key: the bucket's, for what is learnt of it.
@@ -78,7 +78,7 @@ class SketchSum:
         return cells_of
 
     def take_at_once(self, summand: Summand) -> bool:
-        """Whether all values come out of the sketch that was sent with its index; the mean then lies in the bucket."""
+        """Return whether all values come out of the sketch sent with its index; the mean then lies in the bucket."""
         part, wire, key, _, union = summand
         assert union.total is not None
         with wire.timing("decode"):

@@ -7,9 +7,7 @@ has it.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from gradwire.core.bucket import Bucket, Layout
 from gradwire.exchange.owners import DeviceOwners
 from gradwire.exchange.parts import Chunk, Cut
 from gradwire.exchange.ring import Importance, engine_codec, mean_through_codec
-from gradwire.schemes.selection import AtLeast, Selection
+from gradwire.schemes.selection import Selection
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
 
@@ -47,7 +45,7 @@ class CutSelection(Selection):
     def __init__(
         self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int, keeps_places: bool
     ) -> None:
-        super().__init__(bucket, AtLeast(threshold_bytes), keeps_places)
+        super().__init__(bucket, lambda _, n_bytes: n_bytes >= max(1, threshold_bytes), keeps_places)
         self.keeps_places, self.dtype = keeps_places, bucket.buffer.dtype
         self.n_bit_buf = bucket.n_elements if keeps_places else self.n_compressed
         spans = [(span.fused, span.fused + span.n_elements) for span in self.compressed]
@@ -61,9 +59,7 @@ class FusedExchange:
 
     Args:
         wire: where the values lie. On a device the codec is a quantiser, and all goes through owners.
-        topology: "server", where every rank owns a part, or "all-reduce", a ring.
-        pull: what an owner answers with: "compressed", or "raw" in full precision.
-        group_elements: values encoded and sent at a time.
+        topology, pull, group_elements: as of the scheme.
     Raises: Unsupported (a codec without kernels, or no kernels here).
 
     Attributes:
@@ -127,12 +123,10 @@ class FusedExchange:
             if not stays_with_owners:
                 wire.communicator.defer(finish)
         else:
-            codec: Any = self._codec
-            if isinstance(codec, Quantised):  # each message rounds by random numbers of its own
-                codec = SimpleNamespace(exchange_codec=functools.partial(codec.exchange_codec, first_step=draw))
+            drawn: dict[str, Any] = {"first_step": draw} if isinstance(self._codec, Quantised) else {}
             mean_through_codec(
-                wire.communicator, codec, values, wire.facts, wire.record, importance,
-                chunk_elements=self._group_elements, left_out=lost.zero_(),
+                wire.communicator, self._codec, values, wire.facts, wire.record, importance,
+                chunk_elements=self._group_elements, left_out=lost.zero_(), **drawn,
             )  # fmt: skip
         if left_out is not None and loss_scale != 1.0:
             wire.divide(left_out, loss_scale)

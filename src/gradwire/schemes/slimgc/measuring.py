@@ -24,9 +24,12 @@ import torch.distributed as dist
 from gradwire.checks import choice as check_choice
 from gradwire.core.checkpoint import not_the_state
 from gradwire.errors import InvalidArgument
-from gradwire.schemes.slimgc.clock import Later
 from gradwire.schemes.slimgc.threshold import METHODS, SizeTimes, ThresholdTable, has_drifted, log_spaced
+from gradwire.telemetry.recorder import BucketRecord
+from gradwire.telemetry.stopwatch import Stopwatch
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import DeviceTimes, DeviceWire
+from gradwire.wire.wire import Wire
 
 # DDP's first step has one bucket for the whole model and every buffer is new: nothing in it is typical.
 COLD_STEPS = 2
@@ -38,10 +41,71 @@ _MAX_PROBE_BYTES = 8 << 20
 # the first may find its memory untouched or a core taken, and one such time would decide for all large tensors.
 _SMALL_BYTES, _SMALL_REPEATS, _LARGE_REPEATS = 256 << 10, 3, 2
 
+# Reads what an exchange took, when it is over: (seconds, of them in the codec). On a device the host waits for it.
+Later = Callable[[], tuple[float, float]]
 # (values (n,) of the gradient's dtype, is_compressed): sends one tensor by itself; what comes of it is thrown away.
 Send = Callable[[torch.Tensor, bool], Later]
 # (raw, compressed, codec) seconds, of one size; None where it was not measured in that mode.
 _Times = tuple[float | None, float | None, float | None]
+
+
+class HostClock:
+    """Times one attachment in host memory, where what was sent has arrived when the lane goes on."""
+
+    def __init__(self) -> None:
+        self._records: list[BucketRecord] = []
+
+    def begin_bucket(self, record: BucketRecord) -> None:
+        """A bucket is about to be reduced."""
+        if self._records and self._records[0].step != record.step:
+            self._records.clear()  # of a step that was given up half-way
+        self._records.append(record)
+
+    def take_communicate_s(self) -> float:
+        """Seconds that the buckets of the last step communicated; forgets them."""
+        records, self._records = self._records, []
+        return sum(record.busy_ns["communicate"] for record in records) / 1e9
+
+    def time(self, wire: Wire, send: Callable[[], None]) -> Later:
+        """Have all ranks `send` by this end of the wire at the same time: waiting for a slow one is not communication."""
+        wire.communicator.all_reduce(torch.zeros(1))
+        watch = Stopwatch()
+        with watch:
+            send()
+        busy_ns = wire.record.busy_ns
+        taken = watch.total_ns / 1e9, (busy_ns["encode"] + busy_ns["decode"]) / 1e9
+        return lambda: taken
+
+
+class DeviceClock:
+    """Times one attachment on a device, all that its stream does from now on until `close`; see `HostClock`."""
+
+    def __init__(self, wire: DeviceWire) -> None:
+        self._wire, self._of_step = wire, DeviceTimes(wire.device)
+        wire.note_times(self._of_step)
+
+    def take_communicate_s(self) -> float:
+        """As `HostClock`'s, of all that was enqueued."""
+        return self._of_step.take().get("communicate", 0.0)
+
+    def time(self, wire: Wire, send: Callable[[], None]) -> Later:
+        """As `HostClock`'s; nobody waits before the times are read."""
+        self._wire.group.sum(self._wire.scratch("start", 1).zero_())
+        times = DeviceTimes(self._wire.device)
+        self._wire.note_times(times)
+        send()
+        self._wire.note_times(self._of_step)
+
+        def read() -> tuple[float, float]:
+            taken = times.take()
+            codec_s = taken.get("encode", 0.0) + taken.get("decode", 0.0)
+            return codec_s + taken["communicate"], codec_s
+
+        return read
+
+    def close(self) -> None:
+        """Times are noted no more."""
+        self._wire.note_times(None)
 
 
 class Measuring:
@@ -88,7 +152,7 @@ class Measuring:
     # ---- what a step asks
 
     def warmup_mode(self, step: int) -> bool | None:
-        """Say if `step` sends everything compressed, as the first and every other step of the warm-up, or everything raw.
+        """True: `step` sends everything compressed, as the first and every other step of the warm-up; False: everything raw.
 
         None: it is after the warm-up, which begins with the first step that is asked about.
         """
@@ -98,7 +162,7 @@ class Measuring:
         return None if self.table is not None or n_before >= self.warmup_steps else n_before % 2 == 0
 
     def may_probe(self, step: int, is_ahead: bool) -> bool:
-        """Say if tensors may be sent by themselves at the end of `step`; also on the training thread after its buckets.
+        """Return whether tensors may be sent by themselves after `step`; also asked on the training thread after its buckets.
 
         `is_ahead`: the training does not wait for the aggregation. Then a look at the network does not make it wait
         either, and what a look measures counts to the step in which it ends.
@@ -163,7 +227,7 @@ class Measuring:
         return (mode,) if self.may_probe(step, is_ahead=False) else ()
 
     def _is_outdated(self, communicator: Communicator) -> bool:
-        """Say if the network has changed, or any rank wants to know: the same on all of them."""
+        """Return whether the network has changed or any rank wants to know, the same on all of them."""
         facts = torch.tensor([statistics.median(self._communicate_s), -float(self.is_requested)], dtype=torch.float64)
         communicator.all_reduce(facts, dist.ReduceOp.MIN)
         current_s, is_requested = float(facts[0]), facts[1] < 0

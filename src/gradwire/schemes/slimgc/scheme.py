@@ -17,23 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire import codecs
+from gradwire.checks import choice as check_choice
 from gradwire.codecs import Codec
+from gradwire.codecs.quantised import Quantised
 from gradwire.core.bucket import Bucket
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import GradwireError, InvalidArgument, Unsupported
-from gradwire.exchange.parts import Cut
+from gradwire.exchange.parts import CHUNK_ELEMENTS, QUANTISED_CHUNK_ELEMENTS, Cut
 from gradwire.exchange.ring import Importance
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.compressed import Compressed
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.schemes.selection import tensors_of
-from gradwire.schemes.slimgc.clock import DeviceClock, HostClock, Later
 from gradwire.schemes.slimgc.exchange import CutSelection, FusedExchange
-from gradwire.schemes.slimgc.measuring import Measuring
-from gradwire.schemes.slimgc.options import options_of, read_options, refuse_on_device
+from gradwire.schemes.slimgc.measuring import DeviceClock, HostClock, Later, Measuring
 from gradwire.schemes.slimgc.threshold import NEVER, check_threshold
 from gradwire.stepping.look_ahead import LookAhead, LookAheadOptions
 from gradwire.stepping.owner_step import Owned, OwnerStep
@@ -43,6 +44,23 @@ from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles
 from gradwire.wire.wire import Wire
 
+# Of the scheme; all others belong to the codec that is named.
+_DEFAULTS: dict[str, Any] = {
+    "topology": "server",
+    "pull": "compressed",
+    "group_elements": None,
+    "warmup_steps": 10,
+    "method": "fit",
+    "drift_every": 50,
+    "drift_factor": 1.5,
+    "backup": False,
+    "local": "peek",
+    "local_rate": None,
+    "sync_steps": None,
+    "max_grad_norm": None,
+    "update": "worker",
+    "max_grad_value": None,
+}
 _MEASURED = ("warmup_steps", "method", "drift_every", "drift_factor")
 _LOOK_AHEAD = ("local", "local_rate", "sync_steps", "max_grad_norm")
 
@@ -89,7 +107,7 @@ class SlimGC(Compressed):
         **options: Any,
     ) -> None:
         super().__init__(error_feedback=error_feedback)
-        self.codec, mine = read_options(codec, options)
+        self.codec, mine = _read_options(codec, options)
         self.threshold_bytes = None if threshold_bytes is None else check_threshold(threshold_bytes)
         if mine["sync_steps"] is None:
             mine["sync_steps"] = 2 + (mine["warmup_steps"] if threshold_bytes is None else 0)
@@ -128,7 +146,7 @@ class SlimGC(Compressed):
     def configuration(self) -> dict[str, Any]:
         return {
             "codec": self.codec.name,
-            "codec_options": options_of(self.codec),
+            "codec_options": _options_of(self.codec),
             "threshold_bytes": self.threshold_bytes,
             "error_feedback": self.error_feedback,
             **self._options,
@@ -139,19 +157,14 @@ class SlimGC(Compressed):
         device, options that need the host)."""
         wire, metric = session.wire, None
         if getattr(self.codec, "importance", None) == "paper":
-            if session.optimizer is None:
-                raise InvalidArgument(
-                    'this codec reads the optimizer (importance="paper"), and none was given: pass HookState(scheme, '
-                    'optimizer=optimizer), or choose importance="none"'
-                )
+            metric = QuantisationMetric.beside(session)
             if self.update == "owner":
                 raise Unsupported(
                     'importance="paper" reads the optimizer\'s whole state, and with update="owner" no rank has it: choose '
                     'importance="none", or update="worker"'
                 )
-            metric = QuantisationMetric(session.optimizer, session.communicator.world_size)
         if wire.on_device:
-            refuse_on_device(self.codec, self._options)
+            _refuse_on_device(self.codec, self._options)
         super().bind(session)
         self._reset()
         how = (self._options[name] for name in ("topology", "pull", "group_elements"))
@@ -485,3 +498,71 @@ class SlimGC(Compressed):
             if isinstance(clock, DeviceClock):
                 clock.close()
             super().close()
+
+
+def _read_options(codec: Any, given: dict[str, Any]) -> tuple[Codec, dict[str, Any]]:
+    """Returns: the codec, made by name with its options, given, or a scheme's; and all options of SlimGC's own.
+
+    Raises: InvalidArgument.
+    """
+    options = {name: given.pop(name, default) for name, default in _DEFAULTS.items()}
+    is_server = check_choice("topology", options["topology"], ("server", "all-reduce")) == "server"
+    is_raw = check_choice("pull", options["pull"], ("compressed", "raw")) == "raw"
+    is_owners = check_choice("update", options["update"], ("worker", "owner")) == "owner"
+    backup = options["backup"] = bool(options["backup"])
+    most, group_elements = options["max_grad_value"], options["group_elements"]
+    if is_raw and not is_server:
+        raise InvalidArgument('pull="raw" needs topology="server": in a ring nobody owns the result')
+    if group_elements is not None and group_elements < 1:
+        raise InvalidArgument(f"group_elements must be at least 1, got {group_elements}")
+    if is_owners and backup:
+        raise InvalidArgument('backup=True moves local weights by the whole optimizer: it needs update="worker"')
+    if most is not None and (not is_owners or not most > 0):
+        raise InvalidArgument(
+            f'max_grad_value is positive and belongs to update="owner", got {most!r}; otherwise clip .grad as ever'
+        )
+    if not backup and (options["max_grad_norm"] is not None or options["local_rate"] is not None):
+        raise InvalidArgument("max_grad_norm and local_rate belong to backup=True; without it, clip .grad as ever")
+    if is_owners and not is_raw:
+        raise InvalidArgument(
+            'update="owner" pulls parameters, raw, from the ranks that own them: it needs topology="server" and '
+            'pull="raw"'
+        )
+    made = _codec_of(codec, given)
+    if group_elements is None:
+        options["group_elements"] = QUANTISED_CHUNK_ELEMENTS if isinstance(made, Quantised) else CHUNK_ELEMENTS
+    return made, options
+
+
+def _codec_of(codec: Any, options: dict[str, Any]) -> Codec:
+    if isinstance(codec, str):
+        return codecs.by_name(codec, **options)
+    if options:
+        raise InvalidArgument(f"{', '.join(options)}: options are for a codec given by name; make the codec with them")
+    inner: Any = getattr(codec, "codec", None) if isinstance(codec, Scheme) else codec
+    if not all(callable(getattr(inner, method, None)) for method in ("encode", "decode", "max_encoded_bytes")):
+        raise InvalidArgument(
+            f"codec is a name ({', '.join(codecs.names())}), a codec, or a scheme that is one, "
+            f"not {type(codec).__name__}"
+        )
+    checked: Codec = inner
+    return checked
+
+
+def _options_of(codec: Codec) -> dict[str, Any]:
+    """A codec's options, as plain values: what ranks compare."""
+    plain = (bool, int, float, str, type(None))
+    return {k: v for k, v in sorted(vars(codec).items()) if not k.startswith("_") and isinstance(v, plain)}
+
+
+def _refuse_on_device(codec: Codec, options: dict[str, Any]) -> None:
+    """Raises: Unsupported (what needs the host)."""
+    for name, wanted in (("backup", False), ("update", "worker"), ("topology", "server"), ("pull", "compressed")):
+        if options[name] != wanted:
+            value = f'"{options[name]}"' if isinstance(options[name], str) else options[name]
+            raise Unsupported(f"slimgc with {name}={value} works on host memory: leave that or placement out")
+    if not isinstance(codec, Quantised):
+        raise Unsupported(
+            f"slimgc works on devices with one-bit, two-bit and qsgd, not with {codec.name}: take one of these, or leave "
+            "placement out"
+        )

@@ -190,7 +190,7 @@ def check_threshold(threshold_bytes: Any) -> int:
 
 
 def has_drifted(reference_s: float, current_s: float, factor: float) -> bool:
-    """Say if a step's communication has become `factor` times slower or faster than when the table was measured.
+    """Return whether a step's communication has become `factor` times slower or faster than when the table was measured.
 
     Args:
         reference_s, current_s: typical communication of a step, then and now; both of the quickest rank, the one that

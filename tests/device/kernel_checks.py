@@ -10,9 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from gradwire.codecs.one_bit import OneBit
-from gradwire.codecs.qsgd import Qsgd
-from gradwire.codecs.two_bit import TwoBit
 from torch import Tensor
 
 from gradwire.codecs import packed_values
@@ -21,7 +18,7 @@ from gradwire.codecs.embedded_float import EmbeddedFloat
 from gradwire.codecs.gcomp import GCompCodec, HuffmanTable
 from gradwire.codecs.hadamard import Thc
 from gradwire.codecs.packed_values import FLAGS_AT, HEAD_WORDS, PAST_THE_END
-from gradwire.codecs.quantised import Quantised
+from gradwire.codecs.quantised import OneBit, Qsgd, Quantised, TwoBit
 from gradwire.codecs.selection import add_elements, take_by_sample, take_largest
 from gradwire.codecs.selection import raise_error as raise_selection_error
 from gradwire.codecs.signs import Signs

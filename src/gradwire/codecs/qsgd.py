@@ -26,6 +26,7 @@ class Qsgd(Quantised):
 
     name = "qsgd"
     _kind = 3
+    draws = True
     _has_kernels = True
     feeds_back = False
 

@@ -61,6 +61,7 @@ class Quantised:
 
     name: str
     feeds_back = True
+    draws: ClassVar[bool] = False  # whether values are rounded by chance
     _has_kernels: ClassVar[bool] = False
     _kind: ClassVar[int]
     _per_word: ClassVar[int] = 16  # codes in 32 bits

@@ -288,7 +288,7 @@ class Part:
 
         The residuals of the others count as zero.
         """
-        return self.wire.used(self.values, self.bucket.spans)
+        return self.wire.used(self.bucket.buffer, self.bucket.spans)
 
     def total(self) -> Tensor:
         """(n,) float32, to be changed: gradient + residual x loss_scale; what stays of it is kept, after `keep`."""

@@ -1,17 +1,44 @@
-"""What a scheme is given to work with."""
+"""The session: all that a scheme is given to work with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from gradwire.core.bucket import Slot
 from gradwire.core.feedback import Feedback
+from gradwire.core.staging import Staging
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.wire import Wire
+
+
+class LossScale:
+    """The factor of the gradients of this backward pass (AMP), read so that no thread waits for the whole device.
+
+    Args:
+        scaler: the GradScaler; None: nothing is scaled.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self._scaler = scaler
+        self._read: Callable[[], float] | None = None
+
+    def note(self, staging: Staging) -> None:
+        """Start reading the scale, with the first bucket of a pass that comes from a device."""
+        # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
+        scale = getattr(self._scaler, "_scale", None)
+        self._read = None
+        if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
+            self._read = staging.read_later(scale)
+
+    def __call__(self) -> float:
+        if self._scaler is None:
+            return 1.0
+        return float(self._scaler.get_scale()) if self._read is None else self._read()
 
 
 @dataclass(frozen=True)

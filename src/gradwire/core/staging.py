@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -105,31 +104,6 @@ class StagedBucket:
         """Complete DDP's future: whoever waits for it has his stream wait for what was sent back."""
         with self._device.stream:
             reduced.set_result(self.on_device)
-
-
-class LossScale:
-    """What the gradients of this backward pass are multiplied by, read so that no thread waits for the whole device.
-
-    Args:
-        scaler: the GradScaler; None: nothing is scaled.
-    """
-
-    def __init__(self, scaler: Any = None) -> None:
-        self._scaler = scaler
-        self._read: Callable[[], float] | None = None
-
-    def note(self, staging: Staging) -> None:
-        """Start reading the scale, with the first bucket of a pass that comes from a device."""
-        # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
-        scale = getattr(self._scaler, "_scale", None)
-        self._read = None
-        if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
-            self._read = staging.read_later(scale)
-
-    def __call__(self) -> float:
-        if self._scaler is None:
-            return 1.0
-        return float(self._scaler.get_scale()) if self._read is None else self._read()
 
 
 class _Device:

@@ -184,7 +184,8 @@ class Communicator:
     def _run_task(self, task: _Task) -> _Task | None:
         """The task again, if it has deferred something."""
         try:
-            self.raise_if_failed()
+            if self._failure is not None:
+                raise self._failure
             result = task.run()
         except Exception as error:
             self._deferred.clear()
@@ -278,10 +279,11 @@ class Communicator:
                 mesh.break_off()
         return self._mesh
 
-    def next_stream(self) -> int:
-        """The first of two numbers for one exchange's messages, the same on all ranks, which call this in the same order."""
+    def open_exchange(self) -> tuple[_native.Mesh, int]:
+        """The mesh, and the first of two numbers for one exchange's messages: the same on all ranks, which call this in the
+        same order. Raises: as `mesh`."""
         self._n_streams = (self._n_streams + 2) % (1 << 32)
-        return self._n_streams
+        return self._mesh or self.mesh, self._n_streams
 
     def scratch(self, name: str, n_bytes: int) -> torch.Tensor:
         """(n_bytes,) uint8 that lives until the next call with this name: work space allocated once, not every step."""
@@ -419,7 +421,7 @@ def _abandon_lanes() -> None:
 
 
 def ring_bytes(n_bytes: int, world_size: int) -> int:
-    """What the backend's ring all-reduce of `n_bytes` sends, and receives, per rank."""
+    """Bytes that each rank sends, and receives, in the backend's ring all-reduce of `n_bytes`."""
     return 2 * (world_size - 1) * n_bytes // world_size
 
 

@@ -208,7 +208,7 @@ class DeviceWire(Wire):
 
 
 class _DeviceStep:
-    """What the ends of all buckets of a step share on the host."""
+    """Shared on the host by the ends of all buckets of a step."""
 
     def __init__(self) -> None:
         self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True)
@@ -337,7 +337,7 @@ class Reading:
         self._arrival.record(torch.accelerator.current_stream(values.device))
 
     def is_there(self) -> bool:
-        """Whether `wait` would not wait."""
+        """True if `wait` would not wait."""
         return self._arrival is None or self._arrival.query()
 
     def wait(self) -> Tensor:
@@ -358,7 +358,7 @@ class ResidentBucket:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """What is enqueued inside comes on the wire's stream, behind the gradient; on the lane. Raises: OutOfMemory."""
+        """Enqueue what is inside on the wire's stream, behind the gradient; on the lane. Raises: OutOfMemory."""
         self._wire.stream.wait_event(self._written)
         with self._wire.at_work():
             yield

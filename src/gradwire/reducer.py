@@ -176,18 +176,12 @@ class Reducer:
         """What the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
         if buffer.device.type == "cpu":
             return Bucket(buffer, layout, **place)
-        is_first, wire = place["index"] == 0, self.session.wire
-        if isinstance(wire, DeviceWire):
-            if is_first:
-                self._staging.begin_step()
-                self._loss_scale.note(self._staging)
-            return Bucket(buffer, layout, resident=ResidentBucket(wire, buffer), **place)
-        bounds = [(0, buffer.numel())]
-        if self.scheme.waits_by_tensor:
-            bounds = layout.spans
+        if place["index"] == 0:
+            self._loss_scale.note()
+        if isinstance(self.session.wire, DeviceWire):
+            return Bucket(buffer, layout, resident=ResidentBucket(self.session.wire, buffer), **place)
+        bounds = layout.spans if self.scheme.waits_by_tensor else [(0, buffer.numel())]
         staged = self._staging.stage(place["index"], buffer, bounds)
-        if is_first:
-            self._loss_scale.note(self._staging)
         return Bucket(staged.on_host, layout, staged=staged, **place)
 
     def _parameters_of_buckets(self) -> list[torch.Tensor]:

@@ -100,7 +100,8 @@ class Layout:
         self.slots, self.offsets = tuple(slots), tuple(offsets)
         self.n_elements, self.dtype = buffer.numel(), buffer.dtype
         self.spans = [(start, start + slot.numel()) for slot, start in zip(slots, offsets, strict=True)]
-        self.hash = hash_layout(buffer, self.slots, self.offsets)
+        text = repr((str(self.dtype), self.n_elements, [tuple(slot.shape) for slot in slots], list(offsets)))
+        self.hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
         self._key = self.hash, self.slots
         self._key_hash = hash(self._key)
 
@@ -228,12 +229,6 @@ def check_gradient(gradient: torch.Tensor, on_any_device: bool = False) -> None:
             f"a gradient must be one-dimensional and contiguous, got shape {tuple(gradient.shape)} with strides "
             f"{gradient.stride()}; pass gradient.contiguous().view(-1)"
         )
-
-
-def hash_layout(buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]) -> int:
-    """32 bits that differ, but for chance, when dtype, length, shapes or offsets do."""
-    text = repr((str(buffer.dtype), buffer.numel(), [tuple(slot.shape) for slot in slots], list(offsets)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 def cut_into_buckets(

@@ -10,9 +10,9 @@ import torch
 
 from gradwire.core.bucket import Slot
 from gradwire.core.feedback import Feedback
-from gradwire.core.staging import Staging
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import Reading
 from gradwire.wire.wire import Wire
 
 
@@ -25,20 +25,19 @@ class LossScale:
 
     def __init__(self, scaler: Any = None) -> None:
         self._scaler = scaler
-        self._read: Callable[[], float] | None = None
+        self._reading: Reading | None = None
 
-    def note(self, staging: Staging) -> None:
-        """Start reading the scale, with the first bucket of a pass that comes from a device."""
+    def note(self) -> None:
+        """Start reading the scale, with the first bucket of a pass that comes from a device, on its stream."""
         # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
-        scale = getattr(self._scaler, "_scale", None)
-        self._read = None
-        if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
-            self._read = staging.read_later(scale)
+        scale: Any = getattr(self._scaler, "_scale", None)
+        is_on_device = isinstance(scale, torch.Tensor) and scale.device.type != "cpu"
+        self._reading = Reading(scale.detach()) if is_on_device else None
 
     def __call__(self) -> float:
         if self._scaler is None:
             return 1.0
-        return float(self._scaler.get_scale()) if self._read is None else self._read()
+        return float(self._scaler.get_scale() if self._reading is None else self._reading.wait())
 
 
 @dataclass(frozen=True)

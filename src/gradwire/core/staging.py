@@ -47,18 +47,10 @@ class Staging:
             bounds: first and past-the-last value of each piece that can be waited for by itself.
         Raises: OutOfMemory, Unsupported.
         """
-        if index == 0:
-            self.begin_step()
+        if index == 0:  # all buckets of the pass before are reduced
+            for device in self._devices.values():
+                device.begin_step()
         return StagedBucket(self._device(buffer.device), buffer, bounds)
-
-    def begin_step(self) -> None:
-        """Use the memory of the pass before again, all of whose buckets are reduced."""
-        for device in self._devices.values():
-            device.begin_step()
-
-    def read_later(self, value: torch.Tensor) -> Callable[[], float]:
-        """A function that gives the value that a tensor of one element on a device has now, once it has arrived."""
-        return self._device(value.device).read_later(value)
 
     def _device(self, device: torch.device) -> _Device:
         if device not in self._devices:
@@ -159,16 +151,6 @@ class _Device:
                 source.record_stream(self.stream)  # its memory must not be given away before
                 arrivals.append(self._record())
         return arrivals
-
-    def read_later(self, value: torch.Tensor) -> Callable[[], float]:
-        target = self.take(1, value.dtype)
-        (arrival,) = self.start_copies([(value.detach().reshape(1), target)])
-
-        def read() -> float:
-            arrival.synchronize()
-            return float(target[0])
-
-        return read
 
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         position, self._n_results = self._n_results, self._n_results + 1

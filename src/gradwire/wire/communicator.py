@@ -325,7 +325,11 @@ class Communicator:
                 failure = RankMismatch(f"rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
             if isinstance(failure, PeerLost):
-                failure = self._name_who_closed(failure)
+                better: list[PeerLost] = [
+                    failure
+                ]  # it may be that peers have closed their ends while this rank goes on
+                try_for(lambda: better.extend(self.notes.blame_closed(better[0])))
+                failure = better[-1]
             note = self.notes.leave_failure(failure)
             if note.rank != self.rank:
                 is_lost = note.cls is PeerLost
@@ -337,12 +341,6 @@ class Communicator:
         if dist.get_rank() == 0:  # it usually hosts the store
             self.notes.let_peers_read()
         return failure
-
-    def _name_who_closed(self, lost: PeerLost) -> PeerLost:
-        """`lost`, or a better one if peers have closed their ends while this rank goes on."""
-        better: list[PeerLost] = []
-        try_for(lambda: better.extend(self.notes.blame_closed(lost)))
-        return better[0] if better else lost
 
     def _break_connections(self) -> None:
         """Close every connection of this group, which wakes all peers that wait on them.

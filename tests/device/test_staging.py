@@ -94,7 +94,7 @@ def let_go_at_once(functions: Any, staging: Staging, device: torch.device) -> bo
     on_host, arrival = staged.on_host, staged._arrivals[0]
     del staged, buffer
     torch.accelerator.current_stream(device).synchronize()
-    arrival.synchronize()
+    arrival.wait()
     return torch.equal(on_host, torch.arange(1.0, N + 1))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from gradwire.errors import OutOfMemory
-from gradwire.wire.device_wire import check_accelerator
+from gradwire.wire.device_wire import Reading, check_accelerator
 
 _ALIGNMENT_BYTES = 512
 
@@ -74,12 +74,12 @@ class StagedBucket:
 
     def wait_for(self, position: int) -> None:
         """Return when piece number `position` has arrived; on the lane."""
-        self._arrivals[position].synchronize()
+        self._arrivals[position].wait()
 
     def wait_for_all(self) -> None:
         """Return when the whole bucket has arrived; on the lane."""
         if self._arrivals:
-            self._arrivals[-1].synchronize()  # the stream is in order
+            self._arrivals[-1].wait()  # the stream is in order
 
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The (n,) result of `function`, which works on the device, in host memory; on the lane.
@@ -141,15 +141,14 @@ class _Device:
 
     # ---- the stream
 
-    def start_copies(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Event]:
+    def start_copies(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Reading]:
         """Copy (source on the device, target on the host) in order, behind what the calling thread's stream was given."""
         self._follow_caller()
         arrivals = []
         with self.stream:
             for source, target in pieces:
-                target.copy_(source, non_blocking=True)
+                arrivals.append(Reading(source, target))
                 source.record_stream(self.stream)  # its memory must not be given away before
-                arrivals.append(self._record())
         return arrivals
 
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -157,19 +156,16 @@ class _Device:
         try:
             with self.stream:
                 result = function()
-                kept = self._results.get(position)
-                if kept is None or kept.numel() * kept.element_size() < result.numel() * result.element_size():
-                    kept = self._results[position] = self._pin(result.numel() * result.element_size())
-                on_host = kept[: result.numel() * result.element_size()].view(result.dtype)
-                on_host.copy_(result, non_blocking=True)
-                arrival = self._record()
+                n_bytes, kept = result.numel() * result.element_size(), self._results.get(position)
+                if kept is None or kept.numel() < n_bytes:
+                    kept = self._results[position] = self._pin(n_bytes)
+                arrival = Reading(result, kept[:n_bytes].view(result.dtype))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{self._name} has no memory left for what gradwire computes there: make the model or the batch smaller, or "
                 f"close() the attachment and train without gradwire. Backend: {error}"
             ) from error
-        arrival.synchronize()
-        return on_host
+        return arrival.wait()
 
     def send_back(self, source: torch.Tensor, target: torch.Tensor) -> None:
         with self.stream:
@@ -178,11 +174,6 @@ class _Device:
 
     def _follow_caller(self) -> None:
         self.stream.wait_stream(torch.accelerator.current_stream(self._name))
-
-    def _record(self) -> torch.Event:
-        event = torch.Event(device=self._name, blocking=True)  # where it is heeded, the waiting lane leaves its core
-        event.record(self.stream)
-        return event
 
 
 def _aligned(n_bytes: int) -> int:

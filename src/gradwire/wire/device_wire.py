@@ -333,7 +333,9 @@ class Reading:
             return
         target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_host is None else on_host
         self._on_host = target.copy_(values, non_blocking=True)
-        self._arrival = torch.Event(device=values.device, blocking=True)
+        self._arrival = torch.Event(
+            device=values.device, blocking=True
+        )  # where it is heeded, who waits leaves its core
         self._arrival.record(torch.accelerator.current_stream(values.device))
 
     def is_there(self) -> bool:

@@ -26,13 +26,15 @@ class LossScale:
     def __init__(self, scaler: Any = None) -> None:
         self._scaler = scaler
         self._reading: Reading | None = None
+        self._pinned: torch.Tensor | None = None
 
     def note(self) -> None:
         """Start reading the scale, with the first bucket of a pass that comes from a device, on its stream."""
         # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
         scale: Any = getattr(self._scaler, "_scale", None)
         is_on_device = isinstance(scale, torch.Tensor) and scale.device.type != "cpu"
-        self._reading = Reading(scale.detach()) if is_on_device else None
+        self._reading = Reading(scale.detach(), self._pinned) if is_on_device else None
+        self._pinned = self._reading.on_host if self._reading is not None else None
 
     def __call__(self) -> float:
         if self._scaler is None:

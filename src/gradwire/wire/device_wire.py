@@ -324,18 +324,20 @@ class Reading:
     Args:
         values: on any device; those of the CPU are there at once, and stay where they are.
         on_host: of the shape and dtype of `values`, pinned. None: made here.
+
+    Attributes:
+        on_host: where the values are, once `wait` has returned.
     """
 
     def __init__(self, values: Tensor, on_host: Tensor | None = None) -> None:
-        self._on_host = values
+        self.on_host = values
         self._arrival: torch.Event | None = None
         if values.device.type == "cpu":
             return
         target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_host is None else on_host
-        self._on_host = target.copy_(values, non_blocking=True)
-        self._arrival = torch.Event(
-            device=values.device, blocking=True
-        )  # where it is heeded, who waits leaves its core
+        self.on_host = target.copy_(values, non_blocking=True)
+        # Blocking, where it is heeded: who waits leaves its core.
+        self._arrival = torch.Event(device=values.device, blocking=True)
         self._arrival.record(torch.accelerator.current_stream(values.device))
 
     def is_there(self) -> bool:
@@ -346,7 +348,7 @@ class Reading:
         """The values on the host, when they are there."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return self._on_host
+        return self.on_host
 
 
 class ResidentBucket:

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,6 @@ from gradwire.wire.rendezvous import meet, name_group, ranks_of, restart_advice,
 _SILENT_TAG = 1 << 20
 # A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
 _EXIT_WAIT_S = 0.5
-
-
-class Breakable(Protocol):
-    """Connections that end with the group."""
-
-    def break_off(self) -> None: ...
 
 
 @dataclass
@@ -90,7 +84,7 @@ class Communicator:
         self._failure_lock = threading.Lock()
         self.notes = Notes(self._store, self._name, self.rank, self.world_size)
         self._subgroups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
-        self._parts: list[Breakable] = []
+        self._break_too: list[Callable[[], None]] = []
         self._mesh: _native.Mesh | None = None
         self._group: Any = None  # as long as it is being made, there are no connections to break
         try:
@@ -129,9 +123,9 @@ class Communicator:
         """A place in the store that all ranks share, of this group alone."""
         return dist.distributed_c10d.PrefixStore(f"{self._name}/{purpose}", self._store)
 
-    def break_together(self, part: Breakable) -> None:
-        """Break `part` off when this group fails: peers that wait there wake too."""
-        self._parts.append(part)
+    def break_together(self, break_off: Callable[[], None]) -> None:
+        """Call `break_off`, which ends other connections, when this group fails: peers that wait there wake too."""
+        self._break_too.append(break_off)
 
     # ---- the lane
 
@@ -354,8 +348,8 @@ class Communicator:
             self._mesh.break_off()
         for subgroup in list(self._subgroups):
             subgroup._break_connections()
-        for part in self._parts:
-            part.break_off()
+        for break_off in self._break_too:
+            break_off()
         peer = (self.rank + 1) % self.world_size
         with contextlib.suppress(Exception):
             work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _SILENT_TAG)

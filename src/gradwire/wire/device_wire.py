@@ -229,7 +229,7 @@ class DeviceGroup:
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._is_broken = False
         self._group = _make_backend(communicator, device)
-        communicator.break_together(self)
+        communicator.break_together(self.break_off)
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace `values` by their sum over all ranks."""

@@ -20,8 +20,8 @@ from gradwire.checks import choice as check_choice
 from gradwire.core import checkpoint
 from gradwire.core.bucket import Bucket, Layout, Slot, check_gradient, named_parameters, slot_of, slots_by_name
 from gradwire.core.named_tensors import AllReduceWork, Flattener
-from gradwire.core.session import Session
-from gradwire.core.staging import LossScale, Staging
+from gradwire.core.session import LossScale, Session
+from gradwire.core.staging import Staging
 from gradwire.core.threads import use_fair_share_of_cores
 from gradwire.errors import GradwireError, InvalidArgument
 from gradwire.schemes import Scheme, by_name
@@ -57,6 +57,10 @@ class Reducer:
         timeout_s: how long to wait for a peer before PeerLost is raised (default: the timeout of `group`).
         trace: record the spans of a Chrome trace.
     Raises: InvalidArgument, Unsupported, PeerLost (a rank did not come).
+
+    Attributes:
+        communicator: the ranks and the lane.
+        closed: whether `close` was called.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Reducer:
         self.scheme = _free_scheme(scheme)
         use_fair_share_of_cores()
         self.step = 0
-        self._closed = False
+        self.closed = False
         self._op = op
         self._error: GradwireError | None = None
         self._layouts: dict[int, Layout] = {}  # the last one of each bucket index
@@ -86,7 +90,7 @@ class Reducer:
         module = names if isinstance(names, nn.Module) else None
         self.slots = slots_by_name(named_parameters(names) if isinstance(names, nn.Module) else names or {})
         self._flattener = Flattener(self.slots, bucket_mb * (1 << 20))
-        communicator = group if isinstance(group, Communicator) else Communicator(group, timeout_s)
+        self.communicator = communicator = group if isinstance(group, Communicator) else Communicator(group, timeout_s)
         self.recorder = Recorder(communicator.rank, communicator.world_size, trace=trace)
         self._loss_scale = LossScale(scaler)
         try:
@@ -102,16 +106,6 @@ class Reducer:
             communicator.fail(error)  # the other ranks, which may have bound theirs, would wait for this one
             communicator.close()
             raise
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
-    def communicator(self) -> Communicator:
-        """The ranks and the lane."""
-        return self.session.communicator
 
     # ---- tensors
 
@@ -172,7 +166,7 @@ class Reducer:
             self.recorder.close_bucket(record)
             reduced.set_result(buffer)
         else:
-            done.add_done_callback(lambda future: self._finish_bucket(bucket, buffer, future, reduced))
+            done.add_done_callback(functools.partial(self._finish_bucket, bucket, buffer, reduced))
         if is_last:
             self.step += 1
             self.communicator.submit(self._end_step, step)
@@ -182,18 +176,12 @@ class Reducer:
         """What the scheme works on: the buffer itself, or its copy on the way to host memory. The one seam for devices."""
         if buffer.device.type == "cpu":
             return Bucket(buffer, layout, **place)
-        is_first, wire = place["index"] == 0, self.session.wire
-        if isinstance(wire, DeviceWire):
-            if is_first:
-                self._staging.begin_step()
-                self._loss_scale.note(self._staging)
-            return Bucket(buffer, layout, resident=ResidentBucket(wire, buffer), **place)
-        bounds = [(0, buffer.numel())]
-        if self.scheme.waits_by_tensor:
-            bounds = layout.spans
+        if place["index"] == 0:
+            self._loss_scale.note()
+        if isinstance(self.session.wire, DeviceWire):
+            return Bucket(buffer, layout, resident=ResidentBucket(self.session.wire, buffer), **place)
+        bounds = layout.spans if self.scheme.waits_by_tensor else [(0, buffer.numel())]
         staged = self._staging.stage(place["index"], buffer, bounds)
-        if is_first:
-            self._loss_scale.note(self._staging)
         return Bucket(staged.on_host, layout, staged=staged, **place)
 
     def _parameters_of_buckets(self) -> list[torch.Tensor]:
@@ -213,7 +201,7 @@ class Reducer:
         compare_preambles(self.communicator, self.scheme.preamble(bucket), bucket.record)
 
     def _finish_bucket(
-        self, bucket: Bucket, buffer: torch.Tensor, done: torch.futures.Future, reduced: torch.futures.Future
+        self, bucket: Bucket, buffer: torch.Tensor, reduced: torch.futures.Future, done: torch.futures.Future
     ) -> None:
         """On the lane or the backend's thread: hand the mean, or whatever there is in case of an error, to the door."""
         try:
@@ -254,7 +242,7 @@ class Reducer:
 
     def stats(self) -> dict[str, Any]:
         """Totals so far (bytes, times, fallbacks) and the scheme's own figures; also after `close`."""
-        if not self._closed:
+        if not self.closed:
             self.wait_until_idle()
         return {
             "scheme": self.scheme.name,
@@ -279,7 +267,7 @@ class Reducer:
         optimizer, and `close` flush by themselves.
         Raises: the error of the group, if it has failed.
         """
-        if not self._closed:
+        if not self.closed:
             self.scheme.flush()
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
@@ -334,9 +322,9 @@ class Reducer:
 
         A DDP model continues with its own all-reduce.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.communicator.close(self.step)
         try:
             self.scheme.close()

@@ -56,13 +56,13 @@ FLOOR_OF = {
 # total: later work that needs more in a room takes it from the reserve, here, and what it deletes it gives back.
 BUDGETS = {
     "Python": {
-        "gradwire/loose": 1_030,
-        "gradwire/telemetry": 1_060,
-        "gradwire/wire": 1_840,
-        "gradwire/codecs": 3_260,
-        "gradwire/gpu": 560,
-        "gradwire/core": 1_230,
-        "gradwire/exchange": 950,
+        "gradwire/loose": 1_020,
+        "gradwire/telemetry": 1_050,
+        "gradwire/wire": 1_750,
+        "gradwire/codecs": 3_340,
+        "gradwire/gpu": 540,
+        "gradwire/core": 1_180,
+        "gradwire/exchange": 880,
         "gradwire/stepping": 1_490,
         "gradwire/schemes": 10_015,
         "gradwire/doors": 1_130,

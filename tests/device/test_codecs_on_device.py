@@ -26,6 +26,8 @@ from test_staged_schemes import counting_waits_of_hooks
 
 import gradwire
 from gradwire import schemes
+from gradwire.codecs.general import RawCodec
+from gradwire.exchange.ring import Ring
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.device_wire import DeviceGroup, DeviceWire
 from ranks import run_ranks
@@ -55,6 +57,11 @@ GCOMP: dict[Feature, list[str]] = {
 @pytest.mark.parametrize("features", [FLOATS, GCOMP])
 def test_features_of_ddp_have_their_bits_of_the_cpu(library: Path, features: dict[Feature, list[str]]) -> None:
     run_ranks(compare_features, 2, library, features, timeout_s=170)
+
+
+def test_a_codec_that_works_on_host_memory_is_refused() -> None:
+    with pytest.raises(gradwire.Unsupported, match="codec 'raw' works on host memory"):
+        Ring(RawCodec()).bind(DeviceWire.__new__(DeviceWire))
 
 
 # ---- what travels

@@ -17,7 +17,8 @@ from torch import Tensor
 import gradwire
 from gradwire.core import staging
 from gradwire.core.bucket import Bucket, slot_of
-from gradwire.core.staging import LossScale, StagedBucket, Staging
+from gradwire.core.session import LossScale
+from gradwire.core.staging import StagedBucket, Staging
 from gradwire.schemes.gcomp.importance import QuantisationMetric
 from ranks import run_ranks
 
@@ -93,7 +94,7 @@ def let_go_at_once(functions: Any, staging: Staging, device: torch.device) -> bo
     on_host, arrival = staged.on_host, staged._arrivals[0]
     del staged, buffer
     torch.accelerator.current_stream(device).synchronize()
-    arrival.synchronize()
+    arrival.wait()
     return torch.equal(on_host, torch.arange(1.0, N + 1))
 
 
@@ -175,10 +176,9 @@ def read_scale(rank: int, world_size: int, library: Path) -> None:
     scaler = torch.amp.GradScaler("late", init_scale=1024.0)
     scale = LossScale(scaler)
     scaler.scale(torch.ones((), device=device))
-    staging = Staging()
     scaler._scale.mul_(4)  # type: ignore[union-attr]
     waits = functions.n_waits_here()
-    scale.note(staging)
+    scale.note()
     assert functions.n_waits_here() == waits
     scaler._scale.mul_(2)  # type: ignore[union-attr]  # of the next pass
     assert scale() == 4096.0

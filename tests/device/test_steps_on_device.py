@@ -74,13 +74,13 @@ class _Asked(TorchDispatchMode):
 
 def ask(rank: int, world_size: int, library: Path) -> None:
     _, place = begin_with_kernels(library)
-    compress, asked = Compressed._compress, _Asked()
+    reduce, asked = Compressed._reduce_on_lane, _Asked()
 
     def watched(*arguments: Any) -> Any:
         with asked:
-            return compress(*arguments)
+            return reduce(*arguments)
 
-    with mock.patch.object(Compressed, "_compress", watched):
+    with mock.patch.object(Compressed, "_reduce_on_lane", watched):
         for name in SCHEMES:
             if any(part in name for part in ("one-bit", "sign-sgd", "top-k", "dgc")):
                 train(rank, place, SCHEMES[name](), n_steps=2)

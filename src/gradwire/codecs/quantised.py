@@ -82,6 +82,7 @@ class Quantised:
 
     name: str
     feeds_back = True
+    draws: ClassVar[bool] = False  # whether values are rounded by chance
     _has_kernels: ClassVar[bool] = False
     _kind: ClassVar[int]
     _per_word: ClassVar[int] = 16  # codes in 32 bits
@@ -449,6 +450,7 @@ class Qsgd(Quantised):
 
     name = "qsgd"
     _kind = 3
+    draws = True
     _has_kernels = True
     feeds_back = False
 

@@ -1,4 +1,4 @@
-"""What every reduction works on: buckets, residuals, the session, host copies of device buckets. Plain parts, no algorithm.
+"""Every reduction works on these: buckets, residuals, the session, host copies of device buckets. No algorithm.
 
 May use: wire, telemetry. Used by: schemes, doors, stepping.
 """

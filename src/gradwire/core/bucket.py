@@ -10,7 +10,7 @@ import hashlib
 import math
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -41,11 +41,11 @@ class Slot:
         self._numel = math.prod(self.shape)
 
     def numel(self) -> int:
-        """How many elements it has on this rank."""
+        """Elements that it has on this rank."""
         return self._numel
 
     def dim(self) -> int:
-        """How many dimensions."""
+        """Number of dimensions."""
         return len(self.shape)
 
     def __eq__(self, other: object) -> bool:
@@ -79,13 +79,13 @@ def named_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, sharing its memory; any other tensor as it is."""
+    """This rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)  # to_local() waits for collectives: none here
     return tensor if local is None else local
 
 
 class Layout:
-    """Where slots lie in a flat gradient: made once, for all steps whose buckets lie alike. Equal layouts are one key.
+    """The places of slots in a flat gradient: made once, for all steps whose buckets lie alike. Equal layouts are one key.
 
     Attributes:
         slots: in their order.
@@ -100,7 +100,8 @@ class Layout:
         self.slots, self.offsets = tuple(slots), tuple(offsets)
         self.n_elements, self.dtype = buffer.numel(), buffer.dtype
         self.spans = [(start, start + slot.numel()) for slot, start in zip(slots, offsets, strict=True)]
-        self.hash = hash_layout(buffer, self.slots, self.offsets)
+        text = repr((str(self.dtype), self.n_elements, [tuple(slot.shape) for slot in slots], list(offsets)))
+        self.hash = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
         self._key = self.hash, self.slots
         self._key_hash = hash(self._key)
 
@@ -111,7 +112,7 @@ class Layout:
         return self._key_hash
 
     def is_of(self, buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]) -> bool:
-        """Whether these slots lie so in a flat gradient like `buffer`, by the identity of the slots."""
+        """True if these slots lie so in a flat gradient like `buffer`, by the identity of the slots."""
         return (
             buffer.numel() == self.n_elements
             and buffer.dtype == self.dtype
@@ -134,11 +135,12 @@ class Bucket:
         record: where times and bytes of this bucket are noted.
         staged: if the gradient comes from a device, its copy under way to `buffer`; see `wait_for`.
         resident: if it is reduced on its device, how work gets behind it there.
+        at_work: `with bucket.at_work():` enqueues what is inside behind the gradient, if the bucket stays on its device.
     """
 
     __slots__ = (
-        "buffer", "index", "is_last", "layout", "layout_hash", "n_elements", "offsets", "record", "resident", "slots", "spans",
-        "staged", "step",
+        "at_work", "buffer", "index", "is_last", "layout", "layout_hash", "n_elements", "offsets", "record", "resident",
+        "slots", "spans", "staged", "step",
     )  # fmt: skip
 
     def __init__(
@@ -169,15 +171,14 @@ class Bucket:
             step, index, buffer.numel() * buffer.element_size(), trace=False, lock=threading.Lock()
         )
         self.staged, self.resident = staged, resident
+        self.at_work: Callable[[], AbstractContextManager[None]] = (
+            contextlib.nullcontext if resident is None else resident.at_work
+        )
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, step: int = 0) -> Bucket:
         """A bucket without slots, for benchmarks and for reducing a plain tensor."""
         return cls(tensor, step=step)
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """`with bucket.at_work():` enqueues what is inside behind the gradient, if the bucket stays on its device."""
-        return contextlib.nullcontext() if self.resident is None else self.resident.at_work()
 
     def wait_for(self, position: int) -> None:
         """Return when the gradient of slot number `position` may be read; at once, but for device gradients.
@@ -230,12 +231,6 @@ def check_gradient(gradient: torch.Tensor, on_any_device: bool = False) -> None:
         )
 
 
-def hash_layout(buffer: torch.Tensor, slots: Sequence[Slot], offsets: Sequence[int]) -> int:
-    """32 bits that differ, but for chance, when dtype, length, shapes or offsets do."""
-    text = repr((str(buffer.dtype), buffer.numel(), [tuple(slot.shape) for slot in slots], list(offsets)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
-
-
 def cut_into_buckets(
     slotted: Sequence[tuple[Slot, torch.Tensor]], bucket_bytes: float
 ) -> Iterator[list[tuple[Slot, torch.Tensor]]]:
@@ -254,7 +249,7 @@ def cut_into_buckets(
 
 
 def offsets_of(slots: Sequence[Slot]) -> list[int]:
-    """Where each slot begins in a flat bucket, and last where it ends."""
+    """First element of each slot in a flat bucket, and last the end of it."""
     offsets = [0]
     for slot in slots:
         offsets.append(offsets[-1] + slot.numel())
@@ -276,7 +271,7 @@ def flatten_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(values: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    """True if the elements fill one stretch of memory, each once, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
         if size == 1:

@@ -17,7 +17,7 @@ _FIELDS = {"version": int, "scheme": str, "configuration": dict, "world_size": i
 
 
 class Saved(Protocol):
-    """What a checkpoint knows of a scheme."""
+    """A scheme as a checkpoint sees it."""
 
     name: str
     state_is_per_world: bool
@@ -42,7 +42,7 @@ def state_of(scheme: Saved, communicator: Communicator, step: int) -> dict[str, 
 
 
 def not_the_state(of: str, why: str) -> InvalidArgument:
-    """What a part raises that cannot go on from what it was given as its saved state."""
+    """The error of a part that cannot go on from what it was given as its saved state."""
     return InvalidArgument(f"this is not the state of {of}: {why}; pass what attachment.state_dict() returned")
 
 
@@ -121,7 +121,7 @@ def gather(state: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
 
 
 def is_gathered(state: Any) -> bool:
-    """Whether `state` is one for all ranks."""
+    """True if `state` is one for all ranks."""
     return isinstance(state, dict) and "ranks" in state
 
 

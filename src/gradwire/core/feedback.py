@@ -129,26 +129,17 @@ class Feedback:
     ) -> Tensor:
         """(n_elements,) to write into, in which no residual lies that counts; `key`: whose, to be found again."""
         rooms = [room for room in self._rooms.get(key, ()) if room.numel() == n_elements and room.device == device]
-        free = next((room for room in rooms if room is not other_than and not self._counts_in(room)), None)
+        counting = self._whole, self._current
+        free = next((room for room in rooms if room is not other_than and not _is_used(room, *counting)), None)
         if free is None:
             free = torch.zeros(n_elements, dtype=dtype, device=device)
             self._rooms = {  # those of earlier layouts go as soon as no slot lies in them
                 key: kept
                 for key, kept in self._rooms.items()
-                if any(self._counts_in(room) or self._is_staged_in(room) for room in kept)
+                if any(_is_used(room, *counting) or _is_used(room, self._staged_whole, self._staged) for room in kept)
             }
         self._rooms[key] = [free, *(room for room in rooms if room is not free)][:2]
         return free
-
-    def _counts_in(self, room: Tensor) -> bool:
-        return any(whole is room for whole in self._whole.values()) or any(
-            kept.values._base is room for kept in self._current.values()
-        )
-
-    def _is_staged_in(self, room: Tensor) -> bool:
-        return any(whole is room for whole in self._staged_whole.values()) or any(
-            kept is not None and kept.values._base is room for kept in self._staged.values()
-        )
 
     def stage(self, slot: Slot, unsent: Tensor | None, scale: float = 1.0) -> None:
         """Keep `unsent` / `scale`, a view of a room, from the next `commit` on; None: nothing is left."""
@@ -223,6 +214,12 @@ class Feedback:
         self._current = loaded
 
 
+def _is_used(room: Tensor, whole: Mapping[Layout, Tensor], by_slot: Mapping[Slot, Kept | None]) -> bool:
+    """True if any of these residuals lies in `room`."""
+    lying = [*whole.values(), *(kept.values._base for kept in by_slot.values() if kept is not None)]
+    return any(one is room for one in lying)
+
+
 class Unused:
     """The residuals of parameters that this rank did not use in this step: they wait.
 
@@ -288,7 +285,7 @@ class Part:
 
         The residuals of the others count as zero.
         """
-        return self.wire.used(self.values, self.bucket.spans)
+        return self.wire.used(self.bucket.buffer, self.bucket.spans)
 
     def total(self) -> Tensor:
         """(n,) float32, to be changed: gradient + residual x loss_scale; what stays of it is kept, after `keep`."""

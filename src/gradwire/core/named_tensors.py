@@ -56,7 +56,7 @@ class Flattener:
         return [self._fill(group) for group in list(cut_into_buckets(slotted, self._bucket_bytes))]
 
     def give_back(self, buckets: list[FlatBucket]) -> None:
-        """What they hold has been taken: the next step may write over it."""
+        """The next step may write over what they hold."""
         self._spare.update((bucket.names, bucket.values) for bucket in buckets)
 
     def _fill(self, group: list[tuple[Slot, torch.Tensor]]) -> FlatBucket:
@@ -94,7 +94,7 @@ class AllReduceWork:
         self._targets = {name: local_of(tensor) for name, tensor in tensors.items()}
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         return all(future.done() for future in self._futures)
 
     @torch.no_grad()

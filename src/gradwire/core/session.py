@@ -1,9 +1,10 @@
-"""What a scheme is given to work with."""
+"""The session: all that a scheme is given to work with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,7 +12,34 @@ from gradwire.core.bucket import Slot
 from gradwire.core.feedback import Feedback
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
+from gradwire.wire.device_wire import Reading
 from gradwire.wire.wire import Wire
+
+
+class LossScale:
+    """The factor of the gradients of this backward pass (AMP), read so that no thread waits for the whole device.
+
+    Args:
+        scaler: the GradScaler; None: nothing is scaled.
+    """
+
+    def __init__(self, scaler: Any = None) -> None:
+        self._scaler = scaler
+        self._reading: Reading | None = None
+        self._pinned: torch.Tensor | None = None
+
+    def note(self) -> None:
+        """Start reading the scale, with the first bucket of a pass that comes from a device, on its stream."""
+        # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
+        scale: Any = getattr(self._scaler, "_scale", None)
+        is_on_device = isinstance(scale, torch.Tensor) and scale.device.type != "cpu"
+        self._reading = Reading(scale.detach(), self._pinned) if is_on_device else None
+        self._pinned = self._reading.on_host if self._reading is not None else None
+
+    def __call__(self) -> float:
+        if self._scaler is None:
+            return 1.0
+        return float(self._scaler.get_scale() if self._reading is None else self._reading.wait())
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
 from gradwire.errors import OutOfMemory
-from gradwire.wire.device_wire import check_accelerator
+from gradwire.wire.device_wire import Reading, check_accelerator
 
 _ALIGNMENT_BYTES = 512
 
@@ -48,18 +47,10 @@ class Staging:
             bounds: first and past-the-last value of each piece that can be waited for by itself.
         Raises: OutOfMemory, Unsupported.
         """
-        if index == 0:
-            self.begin_step()
+        if index == 0:  # all buckets of the pass before are reduced
+            for device in self._devices.values():
+                device.begin_step()
         return StagedBucket(self._device(buffer.device), buffer, bounds)
-
-    def begin_step(self) -> None:
-        """Use the memory of the pass before again, all of whose buckets are reduced."""
-        for device in self._devices.values():
-            device.begin_step()
-
-    def read_later(self, value: torch.Tensor) -> Callable[[], float]:
-        """A function that gives the value that a tensor of one element on a device has now, once it has arrived."""
-        return self._device(value.device).read_later(value)
 
     def _device(self, device: torch.device) -> _Device:
         if device not in self._devices:
@@ -83,12 +74,12 @@ class StagedBucket:
 
     def wait_for(self, position: int) -> None:
         """Return when piece number `position` has arrived; on the lane."""
-        self._arrivals[position].synchronize()
+        self._arrivals[position].wait()
 
     def wait_for_all(self) -> None:
         """Return when the whole bucket has arrived; on the lane."""
         if self._arrivals:
-            self._arrivals[-1].synchronize()  # the stream is in order
+            self._arrivals[-1].wait()  # the stream is in order
 
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The (n,) result of `function`, which works on the device, in host memory; on the lane.
@@ -105,31 +96,6 @@ class StagedBucket:
         """Complete DDP's future: whoever waits for it has his stream wait for what was sent back."""
         with self._device.stream:
             reduced.set_result(self.on_device)
-
-
-class LossScale:
-    """What the gradients of this backward pass are multiplied by, read so that no thread waits for the whole device.
-
-    Args:
-        scaler: the GradScaler; None: nothing is scaled.
-    """
-
-    def __init__(self, scaler: Any = None) -> None:
-        self._scaler = scaler
-        self._read: Callable[[], float] | None = None
-
-    def note(self, staging: Staging) -> None:
-        """Start reading the scale, with the first bucket of a pass that comes from a device."""
-        # GradScaler has no public way to it but get_scale(), which waits for all that the device was given.
-        scale = getattr(self._scaler, "_scale", None)
-        self._read = None
-        if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
-            self._read = staging.read_later(scale)
-
-    def __call__(self) -> float:
-        if self._scaler is None:
-            return 1.0
-        return float(self._scaler.get_scale()) if self._read is None else self._read()
 
 
 class _Device:
@@ -175,45 +141,31 @@ class _Device:
 
     # ---- the stream
 
-    def start_copies(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Event]:
+    def start_copies(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Reading]:
         """Copy (source on the device, target on the host) in order, behind what the calling thread's stream was given."""
         self._follow_caller()
         arrivals = []
         with self.stream:
             for source, target in pieces:
-                target.copy_(source, non_blocking=True)
+                arrivals.append(Reading(source, target))
                 source.record_stream(self.stream)  # its memory must not be given away before
-                arrivals.append(self._record())
         return arrivals
-
-    def read_later(self, value: torch.Tensor) -> Callable[[], float]:
-        target = self.take(1, value.dtype)
-        (arrival,) = self.start_copies([(value.detach().reshape(1), target)])
-
-        def read() -> float:
-            arrival.synchronize()
-            return float(target[0])
-
-        return read
 
     def compute(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         position, self._n_results = self._n_results, self._n_results + 1
         try:
             with self.stream:
                 result = function()
-                kept = self._results.get(position)
-                if kept is None or kept.numel() * kept.element_size() < result.numel() * result.element_size():
-                    kept = self._results[position] = self._pin(result.numel() * result.element_size())
-                on_host = kept[: result.numel() * result.element_size()].view(result.dtype)
-                on_host.copy_(result, non_blocking=True)
-                arrival = self._record()
+                n_bytes, kept = result.numel() * result.element_size(), self._results.get(position)
+                if kept is None or kept.numel() < n_bytes:
+                    kept = self._results[position] = self._pin(n_bytes)
+                arrival = Reading(result, kept[:n_bytes].view(result.dtype))
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{self._name} has no memory left for what gradwire computes there: make the model or the batch smaller, or "
                 f"close() the attachment and train without gradwire. Backend: {error}"
             ) from error
-        arrival.synchronize()
-        return on_host
+        return arrival.wait()
 
     def send_back(self, source: torch.Tensor, target: torch.Tensor) -> None:
         with self.stream:
@@ -222,11 +174,6 @@ class _Device:
 
     def _follow_caller(self) -> None:
         self.stream.wait_stream(torch.accelerator.current_stream(self._name))
-
-    def _record(self) -> torch.Event:
-        event = torch.Event(device=self._name, blocking=True)  # where it is heeded, the waiting lane leaves its core
-        event.record(self.stream)
-        return event
 
 
 def _aligned(n_bytes: int) -> int:

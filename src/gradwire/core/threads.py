@@ -1,4 +1,4 @@
-"""How many threads the codecs use: by default this rank's fair share of the machine's cores."""
+"""The number of threads that codecs use: by default this rank's fair share of the machine's cores."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ it is), and an all-gather brings that to all. Messages there have a fixed room, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,14 +59,14 @@ class Owners:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What ranks must share."""
+        """Options that ranks must share."""
         return {"pull": self.pull, "chunk_elements": self.chunk_elements}
 
     def bind(self, wire: Wire) -> None:
         """Take the wire. Raises: Unsupported (a codec without kernels, or no kernels on its device)."""
         self._on_device = DeviceOwners(wire, self.codec) if isinstance(wire, DeviceWire) else None
         self._options = self.codec.native_options
-        self._cuts: dict[int, tuple[int, _Parts]] = {}  # by layout, as ranks compare them
+        self._cuts: dict[int, tuple[int, int, _Parts]] = {}  # by layout, as ranks compare them
 
     def mean(self, part: Part, wire: Wire) -> None:
         """Replace `part.values` by their mean, on the lane.
@@ -73,24 +74,27 @@ class Owners:
         Cost: sends 2 (N-1)/N of the encoded bucket, to N-1 peers; every element is encoded once.
         """
         bucket, rank, world = part.bucket, wire.rank, wire.world_size
-        n_chunks, parts = self._cuts.get(bucket.layout_hash) or self._cut(bucket, world)
+        n_chunks, dtype, parts = self._cuts.get(bucket.layout_hash) or self._cut(bucket, world)
         if self._on_device is not None:
             self._on_device.mean(part, parts, self.pull == "raw")
             return
+        draws = [0] * (world * n_chunks)
+        if self.codec.draws:
+            numbers = itertools.product(range(world), range(n_chunks))
+            draws = [bucket.draw(rank, owner, chunk, owner == rank) for owner, chunk in numbers]
         part.used_by_any, is_finite, account = _native.quantised_mean(
-            wire.communicator.mesh,
-            wire.communicator.next_stream(),
+            *wire.communicator.open_exchange(),
             wire.facts,
             self._options,
-            bytes_of(part.values),
-            dtype_code(part.values.dtype),
+            bytes_of(bucket.buffer),
+            dtype,
             part.residual,
             part.unsent,
             part.loss_scale,
             bucket.spans,
             part.is_used,
             n_chunks,
-            [bucket.draw(rank, owner, chunk, owner == rank) for owner in range(world) for chunk in range(n_chunks)],
+            draws,
             self.pull == "raw",
         )
         n = bucket.n_elements
@@ -98,15 +102,15 @@ class Owners:
         wire.record.add_account(*account)
         wire.note(is_finite)
 
-    def _cut(self, bucket: Bucket, world: int) -> tuple[int, _Parts]:
-        """Chunks to a part, and for kernels where they are; found once for a layout."""
+    def _cut(self, bucket: Bucket, world: int) -> tuple[int, int, _Parts]:
+        """Chunks to a part, the dtype's code, and for kernels the chunks; found once for a layout."""
         n, parts = bucket.n_elements, []
         n_chunks = count_chunks(-(-n // world), self.chunk_elements, QUANTISED_MIN_CHUNKS)
         if self._on_device is not None:
             starts = sorted({start for start, _ in bucket.spans}) if self.codec.scale_values else []
             parts = cut_into_chunks(n, world, n_chunks, self.codec.message_room, starts)
-        self._cuts[bucket.layout_hash] = n_chunks, parts
-        return n_chunks, parts
+        found = self._cuts[bucket.layout_hash] = n_chunks, dtype_code(bucket.buffer.dtype), parts
+        return found
 
 
 class DeviceOwners:

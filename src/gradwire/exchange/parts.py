@@ -101,8 +101,7 @@ class Cut:
         group_elements: values that travel together, at most.
 
     Attributes:
-        groups, n_groups: by part, the groups in order, and how many. Parts differ by one travelling value at most; small
-            buffers have empty ones.
+        groups: by part, in order. Parts differ by one travelling value at most; small buffers have empty ones.
         native: the same for the core.
     """
 
@@ -114,7 +113,6 @@ class Cut:
             n_groups = -(-(end - start) // group_elements)
             edges = [start + (end - start) * i // n_groups for i in range(n_groups + 1)] if n_groups else []
             self.groups.append([_group(spans, *ends) for ends in itertools.pairwise(edges)])
-        self.n_groups = [len(groups) for groups in self.groups]
         self.native = _native.PieceGroups(self.groups)
 
 

@@ -67,7 +67,7 @@ class Ring:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What ranks must share."""
+        """Options that ranks must share."""
         return {"topology": self.topology, "chunk_elements": self.chunk_elements}
 
     def bind(self, wire: Wire) -> None:
@@ -128,8 +128,7 @@ def mean_through_codec(
     if communicator.world_size == 1 or buffer.numel() == 0:
         return
     account = _RUN[topology](
-        communicator.mesh,
-        communicator.next_stream(),
+        *communicator.open_exchange(),
         facts,
         engine_codec(codec, buffer.dtype, importance, **options),
         bytes_of(buffer),

@@ -50,7 +50,7 @@ class Compiler:
         return sorted(found)
 
     def target_for(self, architecture: int) -> str:
-        """What to compile for: the device itself, or PTX for a device that is newer than this compiler.
+        """The target to compile for: the device itself, or PTX for a device that is newer than this compiler.
 
         Raises: Unsupported (older than sm_80).
         """
@@ -108,7 +108,7 @@ class Compiler:
 
 
 def compiled_for(architecture: int, load: _Load = ctypes.CDLL, *, again: bool = False) -> bytes:
-    """What the driver loads for a device, from the disk where it lies there, by what it is made from.
+    """The module that the driver loads for a device, from the disk where it lies there, by what it is made from.
 
     Args:
         again: what lies there is of no use.
@@ -134,7 +134,7 @@ def compiled_for(architecture: int, load: _Load = ctypes.CDLL, *, again: bool = 
 
 
 def _is_ours_alone(path: Path) -> bool:
-    """Whether nobody but this user can have written it: what lies there runs with this user's data. Raises: OSError."""
+    """True if nobody but this user can have written it: what lies there runs with this user's data. Raises: OSError."""
     found = path.stat()
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

@@ -1,4 +1,4 @@
-"""What runs kernels: a GPU's driver (`CudaKernels`), or in tests an emulator with the same face."""
+"""Kernels at work: by a GPU's driver (`CudaKernels`), or in tests by an emulator with the same face."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kernels(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where they run, and where the memory is that parameters point to."""
+        """The device that they run on, and whose memory parameters point to."""
         ...
 
     def launch(self, name: str, n_blocks: int, n_threads: int, shared_bytes: int, parameters: ctypes.Structure) -> None:
@@ -87,7 +87,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 def upload_once(device: torch.device, make: Callable[..., Tensor], *key: Hashable) -> Tensor:
-    """What `make(*key)` makes in host memory, for launches on the device's current stream; uploaded once for each, and kept."""
+    """The host's `make(*key)` on the device, for launches on its current stream; uploaded once for each stream, and kept."""
     stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
     return _uploaded(device, stream, make, key)
 

@@ -11,7 +11,7 @@ import torch
 from gradwire.core.bucket import Bucket, Slot
 from gradwire.core.session import Session
 from gradwire.errors import Unsupported
-from gradwire.wire.preamble import FORMAT_VERSION, Facts, Preamble, compare_preambles, hash_configuration
+from gradwire.wire.preamble import FORMAT_VERSION, Preamble, compare_preambles, hash_configuration
 from gradwire.wire.wire import Wire
 
 
@@ -47,7 +47,7 @@ class Scheme(metaclass=ABCMeta):
 
     @property
     def is_transparent(self) -> bool:
-        """Whether this step's buckets are DDP's own affair, reduced as without gradwire (`auto` while it stays plain)."""
+        """True if this step's buckets are DDP's own affair, reduced as without gradwire (`auto` while it stays plain)."""
         return False
 
     def add_residuals(self, slots: Sequence[Slot], gradients: Sequence[torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ class Scheme(metaclass=ABCMeta):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the scheme has a session: one scheme serves one attachment at a time."""
+        """True if the scheme has a session: one scheme serves one attachment at a time."""
         return "session" in vars(self)
 
     def unbind(self) -> None:
@@ -107,7 +107,7 @@ class Scheme(metaclass=ABCMeta):
 
     @property
     def is_settled(self) -> bool:
-        """Whether what had to be measured first is measured; the same on all ranks between two steps."""
+        """True if what had to be measured first is measured; the same on all ranks between two steps."""
         return True
 
     def take_over(self) -> None:
@@ -159,12 +159,8 @@ class Scheme(metaclass=ABCMeta):
         """This rank's end of the collectives of one bucket; on the lane."""
         return self.session.wire.for_bucket(self.preamble(bucket), bucket.record)
 
-    def facts(self, bucket: Bucket) -> Facts:
-        """What every frame of this bucket's messages carries, for the receiver to compare."""
-        return Facts(self.configuration_hash, bucket.layout_hash, bucket.step & 0xFFFFFFFF, bucket.index)
-
     def preamble(self, bucket: Bucket) -> Preamble:
-        """What ranks compare in full before the first payload of this bucket's layout."""
+        """The record that ranks compare in full before the first payload of this bucket's layout."""
         return Preamble(
             FORMAT_VERSION,
             bucket.index,

@@ -69,6 +69,7 @@ class Compressed(Scheme):
         self.select = ByName() if select is None else select
         self.adam = adam
         self.n_not_finite = 0
+        self._kept: dict[str, Feedback] = {}  # by its name in a checkpoint, what counts from the end of a step on
 
     @property
     def frame_configuration(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Compressed(Scheme):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the next step is compressed."""
+        """True if the next step is compressed."""
         return self.plain.last + 1 >= self.plain.n if self.adam is None else bool(self.adam.frozen_at)
 
     def bind(self, session: Session) -> None:
@@ -100,6 +101,10 @@ class Compressed(Scheme):
         self.select.bind(session)
         super().bind(session)
         self._sends_all = not self.select
+        self._settles_until = self.settling_steps or -1
+        self._kept = {"residuals": session.feedback} if self.error_feedback else {}
+        if self.momenta is not None:
+            self._kept["momenta"] = self.momenta
         if self.collective is not None:
             self.collective.bind(session.wire)
         else:
@@ -110,12 +115,6 @@ class Compressed(Scheme):
             self.adam.bind(session)
         if self.settles_plainly:
             self.plain.tell(self)
-
-    @property
-    def _kept(self) -> dict[str, Feedback]:
-        """What counts from the end of a step on, by its name in a checkpoint."""
-        kept = {"residuals": self.session.feedback} if self.error_feedback else {}
-        return kept if self.momenta is None else {**kept, "momenta": self.momenta}
 
     # ---- a step
 
@@ -132,30 +131,31 @@ class Compressed(Scheme):
     def reduce(self, bucket: Bucket) -> torch.futures.Future:
         return self.session.communicator.submit(self._reduce_on_lane, bucket)
 
-    def _reduce_on_lane(self, bucket: Bucket) -> Any:
-        """Replace the bucket by its mean; gives back what a task of the lane's does that has more to do."""
+    def _reduce_on_lane(self, bucket: Bucket) -> torch.futures.Future | None:
+        """Replace the bucket by its mean; or return the future of it, for which the lane need not wait."""
         wire = self.wire(bucket)
         if wire.world_size == 1 and not self.acts_alone:
-            return
+            return None
         if wire.on_device and (bucket.is_last or self.waits_in_step):
             self._check.start(self.preamble(bucket), bucket.record)
             self._check.fail_early()
         if bucket.n_elements == 0:
-            return
-        if not wire.on_device and wire.world_size > 1:
+            return None
+        if bucket.step <= self._settles_until and not wire.on_device and wire.world_size > 1:
             self._agree_while_settling(bucket)
         with bucket.at_work():
             if bucket.step < self.plain.n:
                 wire.mean(bucket.buffer)
+                return None
+            chosen = self.choose(bucket)
+            if chosen is None:
+                self._send(bucket, wire)
             else:
-                self._compress(bucket, wire)
+                self._send_chosen(bucket, chosen, wire)
+        return None
 
-    def _compress(self, bucket: Bucket, wire: Wire) -> None:
+    def _send_chosen(self, bucket: Bucket, chosen: Selection, wire: Wire) -> None:
         """Reduce the chosen tensors compressed, and the others plainly."""
-        chosen = self.choose(bucket)
-        if chosen is None:
-            self._send(bucket, wire)
-            return
         if chosen.n_compressed:
             part = Bucket(
                 wire.scratch("chosen", chosen.n_compressed, self.part_dtype(bucket)), chosen.slots, chosen.offsets,
@@ -200,7 +200,7 @@ class Compressed(Scheme):
     # ---- which tensors are compressed, and what is sent of them
 
     def choose(self, bucket: Bucket) -> Selection | None:
-        """Which of the bucket's tensors are compressed; None: the bucket, as it lies."""
+        """Choose which of the bucket's tensors are compressed; None: the bucket, as it lies."""
         if self.adam is not None:
             return self.adam.choose(bucket, self.select)
         chosen = None if self._sends_all else Selection(bucket, self.select)
@@ -296,5 +296,5 @@ def refuse_unused_parameters(session: Session) -> None:
 
 
 def count_of(share: float, n_elements: int) -> int:
-    """How many of `n_elements` are sent: at least one, as long as there is one."""
+    """Count of `n_elements` that are sent: at least one, as long as there is one."""
     return min(n_elements, max(1, round(share * n_elements)))

@@ -321,8 +321,15 @@ class Recorder:
             )
             self.steps.append(step_record)
             self.last_buckets = buckets
-            self._count(step_record, buckets)
-        self._feed_sinks(step_record, buckets)
+            self._totals.update(sums | busy_ns)
+            self._totals.update(n_steps=1, exposed=exposed_ns, iteration=now_ns - started_ns)
+            for record in buckets:
+                record._summed_into = self._totals
+                for reason in record.fallbacks:
+                    if reason in self.fallback_reasons or len(self.fallback_reasons) < _MAX_FALLBACK_REASONS:
+                        self.fallback_reasons[reason] += 1
+        if self._sinks:
+            self._feed_sinks(step_record, buckets)
         return step_record
 
     def unsummed_buckets(self) -> list[BucketRecord]:
@@ -359,19 +366,6 @@ class Recorder:
                 # A sink may be the user's own and raise anything; the others are closed all the same.
                 except Exception:
                     _log.exception("telemetry sink %s failed to close; its output may be incomplete", _name(sink))
-
-    def _count(self, step_record: StepRecord, buckets: Sequence[BucketRecord]) -> None:
-        self._totals["n_steps"] += 1
-        for name in ("n_buckets", "n_messages", "n_fallbacks", "original_bytes", "bytes_sent", "bytes_received"):
-            self._totals[name] += getattr(step_record, name)
-        self._totals.update(step_record.busy_ns)
-        self._totals["exposed"] += step_record.exposed_ns
-        self._totals["iteration"] += step_record.iteration_ns
-        for record in buckets:
-            record._summed_into = self._totals
-            for reason in record.fallbacks:
-                if reason in self.fallback_reasons or len(self.fallback_reasons) < _MAX_FALLBACK_REASONS:
-                    self.fallback_reasons[reason] += 1
 
     def _feed_sinks(self, step_record: StepRecord, buckets: Sequence[BucketRecord]) -> None:
         with self._sink_lock:

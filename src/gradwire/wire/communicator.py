@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,6 @@ from gradwire.wire.rendezvous import meet, name_group, ranks_of, restart_advice,
 _SILENT_TAG = 1 << 20
 # A lane with nothing to wait for ends in microseconds; one that waits for a peer is torn loose after this long.
 _EXIT_WAIT_S = 0.5
-
-
-class Breakable(Protocol):
-    """Connections that end with the group."""
-
-    def break_off(self) -> None: ...
 
 
 @dataclass
@@ -90,7 +84,7 @@ class Communicator:
         self._failure_lock = threading.Lock()
         self.notes = Notes(self._store, self._name, self.rank, self.world_size)
         self._subgroups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # closed ones go
-        self._parts: list[Breakable] = []
+        self._break_too: list[Callable[[], None]] = []
         self._mesh: _native.Mesh | None = None
         self._group: Any = None  # as long as it is being made, there are no connections to break
         try:
@@ -129,9 +123,9 @@ class Communicator:
         """A place in the store that all ranks share, of this group alone."""
         return dist.distributed_c10d.PrefixStore(f"{self._name}/{purpose}", self._store)
 
-    def break_together(self, part: Breakable) -> None:
-        """Break `part` off when this group fails: peers that wait there wake too."""
-        self._parts.append(part)
+    def break_together(self, break_off: Callable[[], None]) -> None:
+        """Call `break_off`, which ends other connections, when this group fails: peers that wait there wake too."""
+        self._break_too.append(break_off)
 
     # ---- the lane
 
@@ -184,7 +178,8 @@ class Communicator:
     def _run_task(self, task: _Task) -> _Task | None:
         """The task again, if it has deferred something."""
         try:
-            self.raise_if_failed()
+            if self._failure is not None:
+                raise self._failure
             result = task.run()
         except Exception as error:
             self._deferred.clear()
@@ -278,10 +273,11 @@ class Communicator:
                 mesh.break_off()
         return self._mesh
 
-    def next_stream(self) -> int:
-        """The first of two numbers for one exchange's messages, the same on all ranks, which call this in the same order."""
+    def open_exchange(self) -> tuple[_native.Mesh, int]:
+        """The mesh, and the first of two numbers for one exchange's messages: the same on all ranks, which call this in the
+        same order. Raises: as `mesh`."""
         self._n_streams = (self._n_streams + 2) % (1 << 32)
-        return self._n_streams
+        return self._mesh or self.mesh, self._n_streams
 
     def scratch(self, name: str, n_bytes: int) -> torch.Tensor:
         """(n_bytes,) uint8 that lives until the next call with this name: work space allocated once, not every step."""
@@ -323,7 +319,11 @@ class Communicator:
                 failure = RankMismatch(f"rank {self.members[self.rank]} failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
             if isinstance(failure, PeerLost):
-                failure = self._name_who_closed(failure)
+                better: list[PeerLost] = [
+                    failure
+                ]  # it may be that peers have closed their ends while this rank goes on
+                try_for(lambda: better.extend(self.notes.blame_closed(better[0])))
+                failure = better[-1]
             note = self.notes.leave_failure(failure)
             if note.rank != self.rank:
                 is_lost = note.cls is PeerLost
@@ -335,12 +335,6 @@ class Communicator:
         if dist.get_rank() == 0:  # it usually hosts the store
             self.notes.let_peers_read()
         return failure
-
-    def _name_who_closed(self, lost: PeerLost) -> PeerLost:
-        """`lost`, or a better one if peers have closed their ends while this rank goes on."""
-        better: list[PeerLost] = []
-        try_for(lambda: better.extend(self.notes.blame_closed(lost)))
-        return better[0] if better else lost
 
     def _break_connections(self) -> None:
         """Close every connection of this group, which wakes all peers that wait on them.
@@ -354,8 +348,8 @@ class Communicator:
             self._mesh.break_off()
         for subgroup in list(self._subgroups):
             subgroup._break_connections()
-        for part in self._parts:
-            part.break_off()
+        for break_off in self._break_too:
+            break_off()
         peer = (self.rank + 1) % self.world_size
         with contextlib.suppress(Exception):
             work = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _SILENT_TAG)
@@ -419,7 +413,7 @@ def _abandon_lanes() -> None:
 
 
 def ring_bytes(n_bytes: int, world_size: int) -> int:
-    """What the backend's ring all-reduce of `n_bytes` sends, and receives, per rank."""
+    """Bytes that each rank sends, and receives, in the backend's ring all-reduce of `n_bytes`."""
     return 2 * (world_size - 1) * n_bytes // world_size
 
 

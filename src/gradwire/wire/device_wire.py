@@ -208,7 +208,7 @@ class DeviceWire(Wire):
 
 
 class _DeviceStep:
-    """What the ends of all buckets of a step share on the host."""
+    """Shared on the host by the ends of all buckets of a step."""
 
     def __init__(self) -> None:
         self.pinned = torch.empty(2, dtype=torch.int32, pin_memory=True)
@@ -229,7 +229,7 @@ class DeviceGroup:
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._is_broken = False
         self._group = _make_backend(communicator, device)
-        communicator.break_together(self)
+        communicator.break_together(self.break_off)
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace `values` by their sum over all ranks."""
@@ -324,27 +324,31 @@ class Reading:
     Args:
         values: on any device; those of the CPU are there at once, and stay where they are.
         on_host: of the shape and dtype of `values`, pinned. None: made here.
+
+    Attributes:
+        on_host: where the values are, once `wait` has returned.
     """
 
     def __init__(self, values: Tensor, on_host: Tensor | None = None) -> None:
-        self._on_host = values
+        self.on_host = values
         self._arrival: torch.Event | None = None
         if values.device.type == "cpu":
             return
         target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True) if on_host is None else on_host
-        self._on_host = target.copy_(values, non_blocking=True)
+        self.on_host = target.copy_(values, non_blocking=True)
+        # Blocking, where it is heeded: who waits leaves its core.
         self._arrival = torch.Event(device=values.device, blocking=True)
         self._arrival.record(torch.accelerator.current_stream(values.device))
 
     def is_there(self) -> bool:
-        """Whether `wait` would not wait."""
+        """True if `wait` would not wait."""
         return self._arrival is None or self._arrival.query()
 
     def wait(self) -> Tensor:
         """The values on the host, when they are there."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return self._on_host
+        return self.on_host
 
 
 class ResidentBucket:
@@ -358,7 +362,7 @@ class ResidentBucket:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """What is enqueued inside comes on the wire's stream, behind the gradient; on the lane. Raises: OutOfMemory."""
+        """Enqueue what is inside on the wire's stream, behind the gradient; on the lane. Raises: OutOfMemory."""
         self._wire.stream.wait_event(self._written)
         with self._wire.at_work():
             yield

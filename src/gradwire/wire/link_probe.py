@@ -1,4 +1,4 @@
-"""What the link does, measured by a few small collectives: before training, and now and then beside it."""
+"""Measures a link by a few small collectives: before training, and now and then beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REPEATS = 3
 
 
 def probe_transfer_us(communicator: Communicator) -> int:
-    """How long the sum of a quarter of a megabyte takes now, in microseconds; on the lane, every rank."""
+    """Time the sum of a quarter of a megabyte, in microseconds; on the lane, every rank."""
     return int(1e6 * _time_of(communicator, PROBE_ELEMENTS))
 
 

@@ -1,5 +1,5 @@
-"""What the ranks of a group leave for each other in their store: what the first that failed failed of, so that all raise the
-same error, and who has closed its end at which step, so that a rank that closes alone is told, and told of."""
+"""Notes that the ranks of a group leave in their store: the error of the first that failed, so that all raise the same, and who
+has closed its end at which step, so that a rank that closes alone is told, and told of."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Notes:
     # ---- a failure
 
     def is_failure_left(self) -> bool:
-        """Whether any rank has failed, as far as the store can say."""
+        """True if any rank has failed, as far as the store can say."""
         noted: list[bool] = []
         try_for(lambda: noted.append(self._store.check([self._name + "/failure"])))
         return any(noted)
@@ -78,7 +78,7 @@ class Notes:
             self._store.set(self._key(self._rank), str(step))
 
     def blame_closed(self, lost: PeerLost) -> list[PeerLost]:
-        """What to raise in the place of `lost`, if peers have closed their ends."""
+        """The error to raise in the place of `lost`, if peers have closed their ends."""
         others = [
             rank for rank in range(self._world_size) if rank != self._rank and self._store.check([self._key(rank)])
         ]

@@ -27,7 +27,7 @@ _LAYOUT = struct.Struct("<HH16sIIIQ")
 
 
 class Facts(NamedTuple):
-    """What both ends of a stream must agree on; carried by every message header, compared on receipt."""
+    """Both ends of a stream must agree on these; carried by every message header, compared on receipt."""
 
     configuration: int
     layout: int
@@ -36,7 +36,7 @@ class Facts(NamedTuple):
 
 
 class Preamble(NamedTuple):
-    """What all ranks must agree on before a layout's first payload."""
+    """All ranks must agree on this before a layout's first payload."""
 
     format_version: int
     bucket: int

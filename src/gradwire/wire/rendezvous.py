@@ -1,5 +1,5 @@
-"""How the ranks of a group find each other: who they are, the group's name in the store that they share already, addresses
-and a secret."""
+"""Ranks of a group find each other: who they are, the group's name in the store that they share already, addresses and a
+secret."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ranks_of(group: dist.ProcessGroup | Sequence[int] | None) -> list[int]:
 
 
 def timeout_of(group: dist.ProcessGroup | Sequence[int] | None) -> float:
-    """How long `group` waits by itself, in seconds; a list of ranks and None stand for the group of all ranks."""
+    """Seconds that `group` waits by itself; a list of ranks and None stand for the group of all ranks."""
     backends: Any = dist.group.WORLD if group is None or isinstance(group, Sequence) else group
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):  # a group may serve only one of them
@@ -57,7 +57,7 @@ def timeout_of(group: dist.ProcessGroup | Sequence[int] | None) -> float:
 
 
 def restart_advice() -> str:
-    """What to try where a group cannot be built in a restarted life; nothing in the first."""
+    """Advice where a group cannot be built in a restarted life; none in the first."""
     if _life() == "0":
         return ""
     return (
@@ -67,7 +67,7 @@ def restart_advice() -> str:
 
 
 def _life() -> str:
-    """How often torchrun has restarted this rank."""
+    """Count of restarts of this rank by torchrun."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

@@ -126,7 +126,7 @@ class Wire(ABC):
 
     @abstractmethod
     def all_finite(self, values: Tensor) -> Flag:
-        """Whether all `values` are finite: one pass without a copy."""
+        """True if all `values` are finite: one pass without a copy."""
 
     @abstractmethod
     def used(self, gradient: Tensor, spans: Sequence[tuple[int, int]]) -> list[bool]:
@@ -214,7 +214,7 @@ class Wire(ABC):
     def largest(
         self, is_used: Sequence[bool], n_scales: int, write_scales: Callable[[Tensor], None]
     ) -> tuple[list[bool], Tensor]:
-        """Which flags any rank has set, and the largest of every scale over the ranks.
+        """Find the flags that any rank has set, and the largest of every scale over the ranks.
 
         Args:
             write_scales: fills (n_scales,) float32, not negative; not finite if this rank's gradient is not.
@@ -393,14 +393,14 @@ class HostWire(Wire):
 
 
 class _HostStep:
-    """What the ends of all buckets of a step note together."""
+    """Shared by the ends of all buckets of a step."""
 
     is_over = False
     is_finite = True
 
 
 def holds_nonzero(gradient: Tensor) -> bool:
-    """Whether a parameter with this gradient was used."""
+    """True if a parameter with this gradient was used."""
     if not gradient.numel():
         return False
     # A used parameter shows at its first values, and spares the sweep. The norm allocates nothing, as any() would.

@@ -125,7 +125,7 @@ class BlockBroadcast(Scheme):
         communicator = self.session.communicator
         shapes = [(one.block.name, one.block.n_elements, dtype_code(one.gradient.dtype)) for one in self._open]
         return _native.Broadcast(
-            communicator.mesh, communicator.next_stream(), self.topology == "ring", shapes, self._partition,
+            *communicator.open_exchange(), self.topology == "ring", shapes, self._partition,
             self.configuration_hash, self.blocks_hash,
         )  # fmt: skip
 

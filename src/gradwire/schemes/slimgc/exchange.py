@@ -112,7 +112,7 @@ class FusedExchange:
             push = engine_codec(self._codec, torch.float32, importance)
             pull = engine_codec(RawCodec(), torch.float32, None) if self._pulls_raw else push
             exchange = _native.PieceExchange(
-                wire.communicator.mesh, wire.communicator.next_stream(), wire.facts, push, pull, cut.native, values,
+                *wire.communicator.open_exchange(), wire.facts, push, pull, cut.native, values,
                 residual, lost, draw, not stays_with_owners, _PULL_BYTES_AHEAD,
             )  # fmt: skip
             wire.record.add_account(*exchange.run())

@@ -59,12 +59,12 @@ BUDGETS = {
         "gradwire/loose": 1_030,
         "gradwire/telemetry": 1_060,
         "gradwire/wire": 1_840,
-        "gradwire/codecs": 3_340,
+        "gradwire/codecs": 3_210,
         "gradwire/gpu": 560,
         "gradwire/core": 1_230,
         "gradwire/exchange": 950,
         "gradwire/stepping": 1_490,
-        "gradwire/schemes": 10_040,
+        "gradwire/schemes": 9_780,
         "gradwire/doors": 1_130,
         "gradwire/planning": 390,
         "gradwire/integrations": 170,
@@ -77,12 +77,12 @@ BUDGETS = {
         "gradwire_lab/simulator": 3_390,
         "gradwire_lab/bench": 8_460,
         "gradwire_lab/cli": 1_680,
-        "gradwire_lab/schemes": 320,
+        "gradwire_lab/schemes": 280,
     },
     "native": {"native": 16_530, "gradwire/gpu/source": 2_930},
     "tests": {"tests": 37_010},
 }
-RESERVES = {"Python": 4_000, "native": 1_000, "tests": 1_990}
+RESERVES = {"Python": 4_430, "native": 1_000, "tests": 1_990}
 TOTALS = {"Python": 50_130, "native": 20_460, "tests": 39_000}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()

@@ -18,7 +18,7 @@ class Codec(Protocol):
     """Floats to one self-contained message and back; thread-safe; the same bytes for every thread count and SIMD.
 
     Tensors are contiguous, of one dimension, on the CPU. A message says all that its reading needs, but for what two ranks
-    know anyway: size and dtype of the values. Calls release the GIL, and allocate nothing once warm.
+    know anyway: size and dtype of the values. Native calls release the GIL, and allocate nothing once warm.
 
     Attributes:
         feeds_back: whether what a message leaves out may be added to the next gradient (error feedback). Not of codecs that

@@ -114,6 +114,7 @@ class FrozenAdam:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        vars(self).pop("_optimizer", None)
         self._reset()
 
     # ---- on the lane, between two steps of the optimizer

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -73,35 +72,6 @@ class OpenBlock:
         if bool(torch.isfinite(unsent).all()):
             for slot, part in self.slots(unsent):
                 feedback.stage(slot, part)
-
-
-class Heard(NamedTuple):
-    """A head of a peer, and the fate of the body behind it, if there was one.
-
-    Attributes:
-        origin: the rank whose gradient the body held.
-        block: its block; None: the head came alone.
-        body_bytes, forwarded_bytes: of the body, and of what was passed on to the right neighbour.
-        received_bytes, receiving_us: of bodies of this rank that the origin has received since it was attached, and how
-            long those transfers took: acknowledgements, which carry both b and u of the control law.
-        remaining_s: [block] from now until the origin's next forward pass needs it; None if it cannot tell yet.
-        ceiling_bits: of a value, that the origin's processors have time for (BitCeiling).
-        newly_ended: blocks of which the origin sends no more in this step.
-        duration_ns, arrived_ns, decoded_ns: of the transfer; when the body was there, and when it was decoded.
-    """
-
-    origin: int
-    block: int | None
-    body_bytes: int
-    forwarded_bytes: int
-    received_bytes: int
-    receiving_us: int
-    remaining_s: list[float] | None
-    ceiling_bits: int
-    newly_ended: list[int]
-    duration_ns: int
-    arrived_ns: int
-    decoded_ns: int
 
 
 class Round:
@@ -279,23 +249,41 @@ class BlockExchange:
         try:
             while (step := self._steps.get()) is not None:  # from its first head to its last
                 while (heard := self._native.receive(step & 0xFFFFFFFF, self._session.communicator.rank)) is not None:
-                    self._take(Heard(*heard))
+                    self._take(*heard)
         except Exception as error:
             self.fail(error)
 
-    def _take(self, heard: Heard) -> None:
+    def _take(
+        self,
+        origin: int,
+        block: int | None,
+        body_bytes: int,
+        forwarded_bytes: int,
+        received_bytes: int,
+        receiving_us: int,
+        remaining_s: list[float] | None,
+        ceiling_bits: int,
+        ended: list[int],
+        duration_ns: int,
+        arrived_ns: int,
+        decoded_ns: int,
+    ) -> None:
+        """Take in a head of a peer and the body behind it, if there was one: see `_Heard` of _native.pyi.
+
+        What the origin has received of this rank, and in what time, are acknowledgements: b and u of the control law.
+        """
         current = self._round
         assert current is not None
-        self._pacing.hear(heard.origin, heard.received_bytes, heard.receiving_us, heard.remaining_s, heard.ceiling_bits)
-        record = self._record_of(current, heard.block)
-        if heard.forwarded_bytes:
-            record.count_sent(heard.forwarded_bytes)
-        if heard.block is not None:
-            self._figures.note("receive", heard.duration_ns)
-            record.add("communicate", heard.arrived_ns - heard.duration_ns, heard.arrived_ns)
-            record.add("decode", heard.arrived_ns, heard.decoded_ns)
-            record.count_received(heard.body_bytes)
-        for index in heard.newly_ended:
+        self._pacing.hear(origin, received_bytes, receiving_us, remaining_s, ceiling_bits)
+        record = self._record_of(current, block)
+        if forwarded_bytes:
+            record.count_sent(forwarded_bytes)
+        if block is not None:
+            self._figures.note("receive", duration_ns)
+            record.add("communicate", arrived_ns - duration_ns, arrived_ns)
+            record.add("decode", arrived_ns, decoded_ns)
+            record.count_received(body_bytes)
+        for index in ended:
             self._end_block(current, index)
 
     def _end_block(self, current: Round, index: int) -> None:

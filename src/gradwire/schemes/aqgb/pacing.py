@@ -131,10 +131,9 @@ class Pacing:
         self._last_gradient_s: float | None = None
         self._core_times = core_times
         self._core_times_before = None if core_times is None else core_times()
-        self._processors: BitCeiling | None = None
-        if self._core_times_before is not None:
-            floor_bits = min(bits_of_ratio(limits.floor), limits.most_bits)
-            self._processors = BitCeiling(floor_bits, limits.most_bits, limits.max_contention)
+        is_bounded = self._core_times_before is not None
+        floor_bits = min(bits_of_ratio(limits.floor), limits.most_bits) if is_bounded else limits.most_bits
+        self._processors = BitCeiling(floor_bits, limits.most_bits, limits.max_contention)
         self._told_ceilings: dict[int, int] = {}
         self.ceiling_bits = self.own_ceiling_bits
         self._n_rounds_held = 0
@@ -196,7 +195,7 @@ class Pacing:
 
     def _learn_contention(self) -> None:
         """Take in how the processors fared in the round that is over; the bits of this one follow."""
-        if self._processors is None or self._core_times is None or self._core_times_before is None:
+        if self._core_times is None or self._core_times_before is None:
             return
         now = self._core_times()
         if now is not None:
@@ -218,14 +217,14 @@ class Pacing:
     @property
     def own_ceiling_bits(self) -> int:
         """The bits of a value that this rank's processors have time for; all ranks use the lowest, `ceiling_bits`."""
-        return self._limits.most_bits if self._processors is None else self._processors.bits
+        return self._processors.bits
 
     def figures(self) -> dict[str, float]:
         """The bounds of the bits: b, the ceiling of all ranks, and this rank's contention for cores (see BitCeiling)."""
         return {
             "acknowledged_bps": self.rate_bps,
             "ceiling_bits": float(self.ceiling_bits),
-            "contention": 0.0 if self._processors is None else self._processors.contention,
+            "contention": self._processors.contention,
             "rounds_held": float(self._n_rounds_held),
         }
 

@@ -16,8 +16,8 @@ import torch
 
 from gradwire import _native
 from gradwire.checks import choice as check_choice
-from gradwire.codecs.embedded_float import DEFAULT_PARTITION, EmbeddedFloat
-from gradwire.codecs.tensors import dtype_code
+from gradwire.codecs.embedded_float import DEFAULT_PARTITION
+from gradwire.codecs.tensors import check_partition, dtype_code
 from gradwire.core.bucket import Bucket, slot_of
 from gradwire.core.checkpoint import not_the_state
 from gradwire.core.session import Session
@@ -69,7 +69,7 @@ class BlockBroadcast(Scheme):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InvalidArgument(f"max_grad_norm must be positive, got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
-        self._partition = EmbeddedFloat(partition=partition).partition
+        self._partition = check_partition(partition)
         self.topology = check_choice("topology", topology, _TOPOLOGIES)
         self.error_feedback = self.state_is_per_world = error_feedback
         self._clock = clock

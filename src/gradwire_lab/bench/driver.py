@@ -171,19 +171,23 @@ def rates_of(network: Network) -> str:
 # ---- records
 
 
-class Records(list[dict[str, Any]]):
-    """The records of a run so far, which rank 0 writes as they come: to its launcher, or where `--json` and `--csv` say."""
+class Records:
+    """The records of a run, which rank 0 writes as they come: to its launcher, or where `--json` and `--csv` say.
+
+    Attributes:
+        all: those so far.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
         self._args = args
+        self.all: list[dict[str, Any]] = []
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Raises: GradwireError (they cannot be written)."""
-        self += records
+        self.all += records
         if dist.get_rank() != 0:
             return
         if self._args.log:
             RecordLog(self._args.log).append(records)
         else:
-            write_results(self._args, self)
+            write_results(self._args, self.all)

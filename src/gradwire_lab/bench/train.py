@@ -82,7 +82,7 @@ class TrainBench:
             others = [self._start(spec) for spec in self.specs[1:]]
             methods = [method for method in (first, *others) if method is not None]
             self._train(methods, is_interleaved=len(methods) > 1)
-            return self._records
+            return self._records.all
         self._train([first], is_interleaved=False)
         del first
         for spec in self.specs[1:]:
@@ -91,7 +91,7 @@ class TrainBench:
             if method is not None:
                 self._train([method], is_interleaved=False)
             del method
-        return self._records
+        return self._records.all
 
     def _start(self, spec: str) -> TrainMethod | None:
         try:

@@ -75,14 +75,14 @@ BUDGETS = {
         "gradwire_lab/training": 1_260,
         "gradwire_lab/report": 1_700,
         "gradwire_lab/simulator": 3_390,
-        "gradwire_lab/bench": 7_340,
+        "gradwire_lab/bench": 7_310,
         "gradwire_lab/cli": 1_670,
         "gradwire_lab/schemes": 420,
     },
     "native": {"native": 16_530, "gradwire/gpu/source": 2_930},
     "tests": {"tests": 37_510},
 }
-RESERVES = {"Python": 5_130, "native": 1_000, "tests": 1_990}
+RESERVES = {"Python": 5_160, "native": 1_000, "tests": 1_990}
 TOTALS = {"Python": 50_130, "native": 20_460, "tests": 39_500}
 
 UPWARD_ARROWS: set[tuple[str, str]] = set()

@@ -178,6 +178,7 @@ def require_same(found: Tensor, expected: Tensor, what: str, *, any_nan: bool = 
     """Bit by bit; with `any_nan`, whatever a NaN looks like. Raises: AssertionError, with the first that differ."""
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[expected.element_size()]
     found = found.cpu()
+    require(found.shape == expected.shape, f"{what} of another shape")
     differs = found.contiguous().view(words) != expected.view(words)
     if any_nan:
         differs &= ~(found.isnan() & expected.isnan())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -216,31 +216,25 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     network = f"{first['rate_bps'] / 1e6:g} Mb/s" if first["rate_bps"] else f"not shaped ({first['network']})"
     size = format_bytes(first["n_bytes"])
     reference = next((record["time_s"] for record in records if record["scheme"] == REFERENCE), None)
-    rows = []
-    for record in records:
-        kernel = record["kernel_bytes"]
-        rows.append(
-            [
-                spec_of(record),
-                f"{record['time_s'] * 1e3:.2f}",
-                f"({record['time_s_low'] * 1e3:.2f}-{record['time_s_high'] * 1e3:.2f})",
-                "-" if reference is None else f"{record['time_s'] / reference:.2f}",
-                f"{record['wire_ratio']:.3f}",
-                f"{record['wire_bytes']:,.0f}",
-                f"{record['algorithm_gb_per_s']:.3f}",
-                f"{record['bus_gb_per_s']:.3f}",
-                "-" if kernel is None else f"{kernel:,.0f}",
-                f"{record['relative_error']:.1e}",
-                record["verified"],
-            ]
-        )
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "scheme": spec_of,
+        "time ms": lambda r: f"{r['time_s'] * 1e3:.2f}",
+        "quartiles": lambda r: f"({r['time_s_low'] * 1e3:.2f}-{r['time_s_high'] * 1e3:.2f})",
+        "x ddp": lambda r: "-" if reference is None else f"{r['time_s'] / reference:.2f}",
+        "ratio": lambda r: f"{r['wire_ratio']:.3f}",
+        "wire bytes": lambda r: f"{r['wire_bytes']:,.0f}",
+        "algbw GB/s": lambda r: f"{r['algorithm_gb_per_s']:.3f}",
+        "busbw GB/s": lambda r: f"{r['bus_gb_per_s']:.3f}",
+        "kernel bytes": lambda r: "-" if r["kernel_bytes"] is None else f"{r['kernel_bytes']:,.0f}",
+        "error": lambda r: f"{r['relative_error']:.1e}",
+        "verified": lambda r: str(r["verified"]),
+    }
     return Grid(
         f"all-reduce of {size} ({first['gradients']}), {first['ranks']} ranks, {network}",
-        ["scheme", "time ms", "quartiles", "x ddp", "ratio", "wire bytes", "algbw GB/s", "busbw GB/s", "kernel bytes",
-         "error", "verified"],
-        rows,
+        list(columns),
+        [[cell(record) for cell in columns.values()] for record in records],
         "time: median over samples of the slowest rank; bytes: sent per rank, mean",
-    )  # fmt: skip
+    )
 
 
 def format_bytes(n_bytes: int) -> str:

@@ -1,6 +1,6 @@
 """The one driver of `bench allreduce`, `train` and `regret`, on a rank: warm up, take turns, time, count, gather, record.
 
-A benchmark makes `Method`s and says what a record of them holds; whose turn it is, what is counted in a turn, which links
+A benchmark makes `RankMethod`s and says what a record of them holds; whose turn it is, what is counted in a turn, which links
 it runs on, and where records go is done here. The launcher's side is `launching.py`.
 """
 
@@ -27,7 +27,7 @@ from gradwire_lab.results.records import RecordLog
 Turn = dict[str, float]
 
 
-class Method(Protocol):
+class RankMethod(Protocol):
     """What is measured: every rank makes the same ones, and each call is collective.
 
     Attributes:
@@ -70,7 +70,7 @@ def as_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def take_turn(method: Method, n_steps: int) -> Turn:
+def take_turn(method: RankMethod, n_steps: int) -> Turn:
     """Run steps, all ranks starting together, and count what they took on this rank.
 
     Returns: `started_s` and `ended_s` (`time.perf_counter`); `cpu_s` of all threads of this rank, and of the kernel on their
@@ -88,7 +88,7 @@ def take_turn(method: Method, n_steps: int) -> Turn:
     return turn | {"kernel_bytes": sent_by_kernel() - kernel}
 
 
-def take_turns(methods: Sequence[Method], n_steps: Sequence[int], n_a_turn: int) -> list[list[Turn]]:
+def take_turns(methods: Sequence[RankMethod], n_steps: Sequence[int], n_a_turn: int) -> list[list[Turn]]:
     """Each method's turns, of `n_a_turn` steps, one method after the other until each has taken its `n_steps`."""
     turns: list[list[Turn]] = [[] for _ in methods]
     for done in range(0, max(n_steps), n_a_turn):
@@ -171,19 +171,23 @@ def rates_of(network: Network) -> str:
 # ---- records
 
 
-class Records(list[dict[str, Any]]):
-    """The records of a run so far, which rank 0 writes as they come: to its launcher, or where `--json` and `--csv` say."""
+class Records:
+    """The records of a run, which rank 0 writes as they come: to its launcher, or where `--json` and `--csv` say.
+
+    Attributes:
+        all: those so far.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
         self._args = args
+        self.all: list[dict[str, Any]] = []
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Raises: GradwireError (they cannot be written)."""
-        self += records
+        self.all += records
         if dist.get_rank() != 0:
             return
         if self._args.log:
             RecordLog(self._args.log).append(records)
         else:
-            write_results(self._args, self)
+            write_results(self._args, self.all)

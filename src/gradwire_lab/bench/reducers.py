@@ -34,7 +34,7 @@ _NOT_FINITE = 1 << 20  # above every exponent of float32
 
 
 class TimedReducer(ABC):
-    """One way to replace a tensor by its mean over the ranks: a `Method` of the driver.
+    """One way to replace a tensor by its mean over the ranks: a `RankMethod` of the driver.
 
     Attributes:
         gradient, buffer: (n,) float32: what a step reduces, and where; given by whoever times it.

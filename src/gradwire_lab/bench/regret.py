@@ -11,7 +11,7 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,26 +149,24 @@ def below_the_bars(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def make_grid(records: Sequence[Mapping[str, Any]]) -> Grid:
     """For people: a line for each method and network."""
-    rows = []
-    for record in records:
-        is_auto = record["scheme"] == "auto"
-        rows.append(
-            [
-                record["rates"],
-                spec_of(record),
-                f"{1e3 * record['iteration_s']:.1f}",
-                f"{record['x_ddp']:.3f}",
-                f"{record['x_best_last_half']:.3f}" if is_auto else "",
-                record["best"] if is_auto else "",
-                record["ends_with"] if is_auto else "",
-                str(record["good_after"]) if is_auto else "",
-            ]
-        )
-    first = records[0]
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "links": lambda r: r["rates"],
+        "": spec_of,
+        "step ms": lambda r: f"{1e3 * r['iteration_s']:.1f}",
+        "x DDP": lambda r: f"{r['x_ddp']:.3f}",
+        "x best, 2nd half": lambda r: f"{r['x_best_last_half']:.3f}",
+        "best": lambda r: r["best"],
+        "ends with": lambda r: r["ends_with"],
+        "good after": lambda r: str(r["good_after"]),
+    }
+    first, n_of_all = records[0], 4  # the other columns are auto's
     return Grid(
         f"{first['workload']}, {first['ranks']} ranks, {first['n_steps']} steps",
-        ["links", "", "step ms", "x DDP", "x best, 2nd half", "best", "ends with", "good after"],
-        rows,
+        list(columns),
+        [
+            [cell(r) if r["scheme"] == "auto" or at < n_of_all else "" for at, cell in enumerate(columns.values())]
+            for r in records
+        ],
         "x DDP and x best: above 1 is faster; all trials are on auto's own bill",
         2,
     )

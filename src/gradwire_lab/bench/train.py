@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class TrainBench:
             others = [self._start(spec) for spec in self.specs[1:]]
             methods = [method for method in (first, *others) if method is not None]
             self._train(methods, is_interleaved=len(methods) > 1)
-            return self._records
+            return self._records.all
         self._train([first], is_interleaved=False)
         del first
         for spec in self.specs[1:]:
@@ -91,7 +91,7 @@ class TrainBench:
             if method is not None:
                 self._train([method], is_interleaved=False)
             del method
-        return self._records
+        return self._records.all
 
     def _start(self, spec: str) -> TrainMethod | None:
         try:
@@ -261,33 +261,28 @@ def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
     marks = [f"computation {first['compute']}"] if first["compute"] != "real" else []
     marks += ["methods one after another"] if not first["is_interleaved"] and len(records) > 1 else []
     reference = next((record["iteration_s"] for record in records if record["scheme"] == REFERENCE), None)
-    rows = []
-    for record in records:
-        rows.append(
-            [
-                spec_of(record),
-                f"{record['iteration_s'] * 1e3:.1f}",
-                f"({record['iteration_s_low'] * 1e3:.0f}-{record['iteration_s_high'] * 1e3:.0f})",
-                "-" if reference is None else f"{record['iteration_s'] / reference:.2f}",
-                _ms(record["exposed_s"]),
-                f"{record['wire_bytes'] / 1e6:.3f}",
-                f"{record['loss']:.4f}",
-                _ms(record["codec_s"]),
-                _ms(record["compute_s"]),
-                _ms(record["wait_s"]),
-                f"{record['wire_ratio']:.3f}",
-                f"{record['samples_per_s']:.1f}",
-                f"{record['loss_after_s']:.4f}",
-            ]
-        )
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "scheme": spec_of,
+        "step ms": lambda r: f"{r['iteration_s'] * 1e3:.1f}",
+        "quartiles": lambda r: f"({r['iteration_s_low'] * 1e3:.0f}-{r['iteration_s_high'] * 1e3:.0f})",
+        "x ddp": lambda r: "-" if reference is None else f"{r['iteration_s'] / reference:.2f}",
+        "exposed": lambda r: _ms(r["exposed_s"]),
+        "MB sent": lambda r: f"{r['wire_bytes'] / 1e6:.3f}",
+        "loss": lambda r: f"{r['loss']:.4f}",
+        "codec": lambda r: _ms(r["codec_s"]),
+        "compute": lambda r: _ms(r["compute_s"]),
+        "wait": lambda r: _ms(r["wait_s"]),
+        "ratio": lambda r: f"{r['wire_ratio']:.3f}",
+        "samples/s": lambda r: f"{r['samples_per_s']:.1f}",
+        f"loss at {first['loss_at_s']:.1f} s": lambda r: f"{r['loss_after_s']:.4f}",
+    }
     return Grid(
         ", ".join([f"{first['workload']}, {first['ranks']} ranks, {network}, {first['n_steps']} steps", *marks]),
-        ["scheme", "step ms", "quartiles", "x ddp", "exposed", "MB sent", "loss", "codec", "compute", "wait", "ratio",
-         "samples/s", f"loss at {first['loss_at_s']:.1f} s"],
-        rows,
+        list(columns),
+        [[cell(record) for cell in columns.values()] for record in records],
         f"ms a step, medians; codec time is busy time, hidden or not; loss: mean of the last steps, and of those before "
         f"{first['loss_at_s']:.1f} s",
-    )  # fmt: skip
+    )
 
 
 def _ms(seconds: float | None) -> str:

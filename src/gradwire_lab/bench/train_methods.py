@@ -64,7 +64,7 @@ class StepTimes:
 
 
 class TrainMethod:
-    """A model of its own in training, a `Method` of the driver; methods of one run start from the same weights and see the
+    """A model of its own in training, a `RankMethod` of the driver; methods of one run start from the same weights and see the
     same batches.
 
     Args:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.results.experiment import Experiment, Plot, Table
-from gradwire_lab.results.grids import judge, make_grids
-from gradwire_lab.results.plots import digest_in, digest_of, series_of, to_svg
+from gradwire_lab.results.experiment import Experiment, Place, Plot, Table
+from gradwire_lab.results.grids import VERDICTS, Answer, answer_of, make_grid
+from gradwire_lab.results.plots import Series, digest_in, digest_of, series_of, to_svg
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.store import Store, machines, name_of
 from gradwire_lab.results.summary import Summary, chosen
@@ -19,6 +20,7 @@ from gradwire_lab.results.tables import Grid, to_markdown
 
 Record = dict[str, Any]
 
+MOST_LINES, MOST_COLUMNS, MOST_PICTURES = 150, 7, 2  # of a page, a table on it, a page
 _MARKS = re.compile(r"(<!-- generated: bench render (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 # The page of all papers' figures.
 COVERAGE = "coverage"
@@ -47,7 +49,7 @@ class Book:
         root: the checkout; `docs` and `results` are in it.
         systems: {name: title}, a page each, in order.
         snippets: {name: (experiment's key, table)} for marks in other pages.
-        left_out: {(paper, figure): why nothing here gives it}.
+        left_out: {(paper, figure): where it stands, if no experiment gives it}.
         code: the digest of the sources that the records of a measure, by name, depend on.
     """
 
@@ -55,7 +57,7 @@ class Book:
     experiments: Sequence[Experiment]
     systems: Mapping[str, str]
     snippets: Mapping[str, tuple[str, Table]] = field(default_factory=dict)
-    left_out: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    left_out: Mapping[tuple[str, str], Place] = field(default_factory=dict)
     code: Callable[[str], str] = lambda measure: ""
 
     def by_key(self, key: str) -> Experiment:
@@ -85,9 +87,12 @@ class Book:
         )
 
     def render(self) -> list[Path]:
-        """Write every page, plot and table between marks; returns what changed. Raises: GradwireError, Unsupported."""
+        """Write every page, plot and table between marks, remove what is no more; returns what changed.
+
+        Raises: GradwireError, Unsupported (plots need matplotlib).
+        """
         changed = []
-        for path, series, plot in self._plots(*self.experiments):
+        for path, series, plot in self._plots():
             if digest_in(path) != digest_of(plot, series):
                 write_text(path, to_svg(plot, series))
                 changed.append(path)
@@ -95,11 +100,14 @@ class Book:
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 write_text(path, text)
                 changed.append(path)
+        for path in self.stale():
+            path.unlink()
+            changed.append(path)
         return changed
 
     def stale(self) -> list[Path]:
-        """Pages and plots that are not what the records say; nothing is written."""
-        plots = list(self._plots(*self.experiments))
+        """Pages and plots that are not what the records say, and files that are no more; nothing is written."""
+        plots = list(self._plots())
         texts = list(self._texts())
         found = [path for path, series, plot in plots if digest_in(path) != digest_of(plot, series)]
         found += [path for path, text in texts if not path.is_file() or path.read_text(encoding="utf-8") != text]
@@ -110,25 +118,31 @@ class Book:
         docs = self.root / "docs"
         yield docs / "results.md", self.overview()
         for system in self.systems:
-            yield docs / "results" / f"{system}.md", self.page(system)
+            yield docs / "results" / f"{system}.md", self.coverage() if system == COVERAGE else self.page(system)
         for path in [self.root / "README.md", *sorted(docs.glob("*.md")), *sorted(docs.glob("systems/*.md"))]:
             if path.is_file() and path != docs / "results.md":
                 text = path.read_text(encoding="utf-8")
                 if _MARKS.search(text):
                     yield path, _MARKS.sub(lambda m: f"{m[1]}{self.snippet(m[2])}{m[4]}", text)
 
-    def _plots(self, *experiments: Experiment) -> Iterator[tuple[Path, Any, Plot]]:
-        for experiment in experiments:
-            for number, plot in enumerate(one for one in experiment.show if isinstance(one, Plot)):
-                found = self.shown(experiment, plot.where)
-                shown = found.records if found else []
+    def _plots(self) -> Iterator[tuple[Path, Series, Plot]]:
+        """The pictures of every page: of its first experiments that have a plot and records for it."""
+        for system in self.systems:
+            drawn = [found for one in self._of(system) if (found := self._plot(one))]
+            yield from drawn[:MOST_PICTURES]
+
+    def _plot(self, experiment: Experiment) -> tuple[Path, Series, Plot] | None:
+        for plot in (one for one in experiment.show if isinstance(one, Plot)):
+            if found := self.shown(experiment, plot.where):
                 # What was measured differs from seed to seed: as x, it is averaged over them as y is.
                 split = (plot.series,) if experiment.over else (plot.x, plot.series)
                 extra = [name for name in split if name not in experiment.axes]
-                series = series_of(plot, Summary(experiment, shown, extra))
-                if series:
-                    path = self.root / "docs" / "results" / f"{experiment.key}-{number + 1}.svg"
-                    yield path, series, plot
+                if series := series_of(plot, Summary(experiment, found.records, extra)):
+                    return self.root / "docs" / "results" / f"{experiment.key}-1.svg", series, plot
+        return None
+
+    def _of(self, system: str) -> list[Experiment]:
+        return [one for one in self.experiments if one.system == system]
 
     # ---- pages
 
@@ -139,60 +153,74 @@ class Book:
         for system, title in self.systems.items():
             if system == COVERAGE:
                 continue
-            mine = [one for one in self.experiments if one.system == system]
+            mine = self._of(system)
             n_done = sum(self.is_complete(one) for one in mine)
-            verdicts = [verdict for one in mine for _, found in self._goals(one) for verdict, _ in found]
-            counts = [
-                f"{verdicts.count(word)} {word}" for word in ("reached", "missed", "undecided") if word in verdicts
-            ]
-            rows.append([f"[{title}](results/{system}.md)", f"{n_done} of {len(mine)}", ", ".join(counts) or "-"])
-        lines.append(to_markdown(Grid("", ["system", "experiments measured", "goals, cell by cell"], rows)))
+            n_known = sum(self.shown(one) is not None for one in mine)
+            verdicts = Counter(answer.verdict for one in mine for answer in self._answers(one))
+            counts = [f"{verdicts[word]} {word}" for word in VERDICTS if verdicts[word]]
+            rows.append(
+                [
+                    f"[{title}](results/{system}.md)",
+                    f"{n_done} of {len(mine)}",
+                    str(n_known - n_done),
+                    ", ".join(counts) or "-",
+                ]
+            )
+        headings = ["system", "experiments measured", "in part, or stale", "goals"]
+        lines.append(to_markdown(Grid("", headings, rows)))
         lines += ["The papers' figures and tables, and where each is: [coverage](results/coverage.md)."]
         return "\n".join(lines) + "\n"
 
     def page(self, system: str) -> str:
-        """A system's experiments, one after another."""
-        if system == COVERAGE:
-            return self.coverage()
-        mine = [one for one in self.experiments if one.system == system]
-        lines = [
-            _DO_NOT_EDIT,
-            "",
-            f"# {self.systems[system]}",
-            "",
-            "[All results](../results.md)",
-            "",
-            *_note(self.root, system),
-        ]
+        """A system's page: as many rows of its tables as let it stay within `MOST_LINES`."""
+        for most_rows in range(30, 1, -1):
+            text = self._page(system, most_rows)
+            if text.count("\n") <= MOST_LINES:
+                break
+        return text
+
+    def _page(self, system: str, most_rows: int) -> str:
+        mine = self._of(system)
+        known = {one.key: shown for one in mine if (shown := self.shown(one, _first_table(one).where))}
+        lines = [_DO_NOT_EDIT, "", f"# {self.systems[system]}", "", "[All results](../results.md)", ""]
+        lines += _note(self.root, system)
+        rows = []
         for experiment in mine:
-            lines += [self.section(experiment), ""]
+            for answer in self._answers(experiment):
+                asked = f"[{answer.asked}](#{experiment.key})" if experiment.key in known else answer.asked
+                rows.append(
+                    [asked, answer.figure, answer.paper, answer.here, answer.goal, answer.verdict, experiment.differs]
+                )
+        if rows:
+            headings = ["asked", "in the paper", "paper", "here", "goal", "", "what differs"]
+            lines.append(to_markdown(Grid("", headings, [[cell or "-" for cell in row] for row in rows])))
+        for experiment in mine:
+            if experiment.key in known:
+                lines += [self.section(experiment, known[experiment.key], most_rows)]
+        if left := [one for one in mine if one.key not in known]:
+            lines += ["## Not measured yet", ""]
+            cells = [[f"`gradwire bench run {one.key}`", one.question, _figures(one)] for one in left]
+            lines.append(to_markdown(Grid("", ["command", "question", "figures"], cells, n_names=3)))
         return "\n".join(lines).rstrip() + "\n"
 
-    def section(self, experiment: Experiment) -> str:
-        """One experiment: the question, the command, what was measured, the goals, the note, where it was measured."""
-        figures = "; ".join(f"{paper}, {figure}" for paper, figure in experiment.of)
-        fixed = ", ".join(f"{key.replace('_', ' ')} {_words(value)}" for key, value in experiment.fixed.items())
+    def section(self, experiment: Experiment, shown: Shown, most_rows: int = 30) -> str:
+        """One experiment: the question, one picture, one table, what it means, where it was measured."""
+        figures = _figures(experiment)
         lines = [f"## {experiment.key}", "", f"**{experiment.question}**" + (f" ({figures})" if figures else ""), ""]
-        lines += [f"`gradwire bench run {experiment.key}`" + (f"; {fixed}." if fixed else ""), ""]
-        tables = [one for one in experiment.show if isinstance(one, Table)]
-        if shown := self.shown(experiment, tables[0].where):
-            for table in tables:
-                lines += [to_markdown(grid) for grid in make_grids(experiment, table, shown.records)]
-            lines += [_provenance(shown), ""]
-        for path, _, plot in self._plots(experiment):
+        for path, _, plot in [one for one in self._plots() if one[0].stem == f"{experiment.key}-1"]:
             lines += [f"![{plot.y.heading} by {plot.x.replace('_', ' ')}]({path.name})", ""]
-        for goal, found in self._goals(experiment):
-            shown = "; ".join(f"{words} **{verdict}**" for verdict, words in found)
-            lines += [f"- Goal, {goal}: {shown}."]
-        if experiment.goals and shown:
-            lines.append("")
-        if not shown:
-            lines += ["Not measured yet.", ""]
-        lines += _note(self.root, experiment.key)
-        return "\n".join(lines).rstrip() + "\n"
+        grid = make_grid(experiment, _first_table(experiment), shown.records, MOST_COLUMNS)
+        if (n_left := len(grid.rows) - most_rows) > 0:
+            grid = replace(
+                grid, rows=grid.rows[:most_rows], caption=f"{grid.caption} {n_left} more rows: see below.".strip()
+            )
+        fixed = ", ".join(f"{key.replace('_', ' ')} {_words(value)}" for key, value in experiment.fixed.items())
+        command = f"`gradwire bench render {experiment.key}` prints all of it" + (f"; {fixed}" if fixed else "")
+        lines += [to_markdown(grid), *_note(self.root, experiment.key), f"{_provenance(shown)} {command}.", ""]
+        return "\n".join(lines)
 
     def coverage(self) -> str:
-        """Every figure and table of the papers, and the experiment that gives it."""
+        """Every figure and table of the papers: as in the paper, differs and why, not measured, or cannot be here."""
         found: dict[tuple[str, str], list[Experiment]] = {}
         for experiment in self.experiments:
             for ref in experiment.of:
@@ -205,14 +233,31 @@ class Book:
             "[All results](../results.md)",
             "",
         ]
+        lines += _note(self.root, COVERAGE)
         for paper in dict.fromkeys(paper for paper, _ in (*found, *self.left_out)):
             places = {place for place in (*found, *self.left_out) if place[0] == paper}
             rows = []
             for place in sorted(places, key=lambda place: _natural(place[1])):
-                links = [f"[{one.key}]({one.system}.md#{one.key})" for one in found.get(place, [])]
-                rows.append([place[1], ", ".join(links) or f"not measured: {self.left_out[place]}"])
-            lines += [f"## {paper}", "", to_markdown(Grid("", ["in the paper", "here"], rows, n_names=2))]
+                state, why = self.left_out[place] if place in self.left_out else self._place(found[place])
+                rows.append([place[1], state, why])
+            lines += [
+                f"## {paper}",
+                "",
+                to_markdown(Grid("", ["in the paper", "here", "where, and what differs"], rows, n_names=3)),
+            ]
         return "\n".join(lines).rstrip() + "\n"
+
+    def _place(self, experiments: Sequence[Experiment]) -> Place:
+        known = [one for one in experiments if self.shown(one)]
+        if not known:
+            return Place("not measured", ", ".join(f"`gradwire bench run {one.key}`" for one in experiments))
+        words = []
+        for one in known:
+            shown = self.shown(one)
+            stale = "" if shown and shown.is_current else " (stale)"
+            anchor = f"#{one.key}" if self.shown(one, _first_table(one).where) else ""
+            words.append(f"[{one.key}]({one.system}.md{anchor}){stale}" + (f": {one.differs}" if one.differs else ""))
+        return Place("differs" if all(one.differs for one in known) else "as in the paper", "; ".join(words))
 
     def snippet(self, name: str) -> str:
         """What stands between the marks of NAME: a snippet of the catalogue, or the tables of an experiment's key."""
@@ -225,7 +270,7 @@ class Book:
         shown = self.shown(experiment, tables[0].where)
         if not shown:
             return "Not measured yet.\n"
-        grids = [to_markdown(grid) for table in tables for grid in make_grids(experiment, table, shown.records)]
+        grids = [to_markdown(make_grid(experiment, table, shown.records)) for table in tables]
         return "\n".join([*grids, _provenance(shown)]) + "\n"
 
     def is_complete(self, experiment: Experiment) -> bool:
@@ -234,13 +279,21 @@ class Book:
         names = {name_of(experiment, record) for record in shown.everything} if shown else set()
         return shown is not None and shown.is_current and names >= {name_of(experiment, c) for c in experiment.cells()}
 
-    def _goals(self, experiment: Experiment) -> list[tuple[str, list[tuple[str, str]]]]:
-        found = []
-        for goal in experiment.goals:
-            shown = self.shown(experiment, goal.where if goal.column.kind == "value" else {})
-            if shown and (judged := judge(experiment, goal, shown.records)):
-                found.append((goal.says, judged))
-        return found
+    def _answers(self, experiment: Experiment) -> list[Answer]:
+        """A row for each goal, and for each number of the papers."""
+        answers = []
+        for one in (*experiment.claims, *experiment.goals):
+            shown = self.shown(experiment, one.where if one.column.kind == "value" else {})
+            answers.append(answer_of(experiment, one, shown.records if shown else []))
+        return answers
+
+
+def _first_table(experiment: Experiment) -> Table:
+    return next(one for one in experiment.show if isinstance(one, Table))
+
+
+def _figures(experiment: Experiment) -> str:
+    return "; ".join(f"{paper}, {figure}" for paper, figure in experiment.of)
 
 
 def _note(root: Path, key: str) -> list[str]:
@@ -255,7 +308,7 @@ def _provenance(shown: Shown) -> str:
     commits = sorted({str(record.get("commit")) for record in records})
     if shown.is_current:  # committing results moves the commit and not the code
         commits = commits[:1]
-    words = [] if shown.is_current else ["stale: the code has changed since"]
+    words = [] if shown.is_current else ["Stale: code or settings have changed since"]
     words += [shown.machine, f"commit {', '.join(commits)}", " to ".join(dict.fromkeys((dates[0], dates[-1])))]
     for name, what in (("load_before", "load before"), ("load_during", "cores others used meanwhile")):
         loads = [float(record[name]) for record in records if record.get(name) is not None]

@@ -24,6 +24,12 @@ SLOTS: dict[str, tuple[str, str]] = {
     "c10": ("#7d5138", "#d3a581"),
     "c11": ("#30373f", "#e8edf3"),
 }
+# Where the seconds of a step go.
+PARTS = {
+    "computation": ("#b8c4d2", "#4b5a6b"),
+    "exposed communication": ("#c0392b", "#ef6a5b"),
+    "waiting for slower ranks": ("#e6a6a0", "#8f4a44"),
+}
 # Schemes that appear on most pages keep their slot from page to page; all others take what is free, in order of name.
 FIXED_SLOTS = {
     "plain": "c0",
@@ -67,6 +73,28 @@ STYLE: Any = {
     "lines.linewidth": 2,
     "lines.solid_capstyle": "round",
 }
+
+
+# CSS variable: (light, dark).
+_VARIABLES: dict[str, tuple[str, str]] = {
+    "ink": (INK, "#e6ebf1"),
+    "muted": (MUTED, "#9ba7b5"),
+    "grid": (GRID, "#2d3641"),
+    "surface": ("#fdfdfd", "#161b22"),
+    **{part.partition(" ")[0]: colours for part, colours in PARTS.items()},
+    **SLOTS,
+}
+_NAMES = {light: name for name, (light, _) in _VARIABLES.items()}
+
+
+def css_variables(dark: bool) -> str:
+    """The palette as CSS declarations."""
+    return "".join(f"--{name}:{colours[dark]};" for name, colours in _VARIABLES.items())
+
+
+def as_variable(colour: str) -> str:
+    """A colour of the light palette as its CSS variable, any other as it is."""
+    return f"var(--{_NAMES[colour]})" if colour in _NAMES else colour
 
 
 def assign_slots(names: Iterable[str]) -> dict[str, tuple[str, int]]:

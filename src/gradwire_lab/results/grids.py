@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Table
@@ -105,7 +105,8 @@ def answer_of(experiment: Experiment, asked: Goal | Claim, records: Sequence[Rec
         if verdict and (n_reached := verdicts.count("reached")) not in (0, len(verdicts)):
             verdict += f", {n_reached} of {len(verdicts)} reached"
         goal = f"{asked.sign} {format(asked.bound, asked.column.form if asked.column.kind == 'value' else '.4g')}"
-    values = sorted((value.middle, show_value(value, asked.column)) for _, _, value in judged)
+    column = replace(asked.column, spread=False)
+    values = sorted((value.middle, show_value(value, column)) for _, _, value in judged)
     here = "not measured" if not values else values[0][1]
     if len(values) > 1:
         here += f" to {values[-1][1]} ({len(values)} cells)"

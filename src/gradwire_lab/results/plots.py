@@ -26,6 +26,7 @@ Slots = Mapping[str, tuple[str, int]]
 
 TIMES = "\u00d7"  # ruff takes the sign itself for a typing error
 SIZE_IN = (7.2, 3.8)
+_LOOK = 2  # raised when figures are drawn anew, whatever their points
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 _LABEL_PT = 14.5  # a line of 11 pt type
@@ -60,7 +61,7 @@ def _x_of(row: Mapping[str, Any], plot: Plot) -> Any:
 def digest_of(plot: Plot, series: Series) -> str:
     """What a drawn plot says it was drawn from: equal for equal points, whatever draws them."""
     points = {name: [(str(x), y.middle, y.low, y.high) for x, y in line] for name, line in series.items()}
-    return hashlib.sha256(json.dumps([repr(plot), points]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([_LOOK, repr(plot), points]).encode()).hexdigest()[:16]
 
 
 def digest_in(path: Path) -> str | None:
@@ -95,10 +96,11 @@ def draw(
 
 def to_svg(plot: Plot, series: Series) -> str:
     """The plot as a file that follows the reader's colour scheme, its digest in a comment. Raises: Unsupported."""
-    style = f"<style>svg{{{css_variables(dark=False)}}}@media(prefers-color-scheme:dark){{svg{{{css_variables(dark=True)}}}}}"
+    light, dark = css_variables(dark=False), css_variables(dark=True)
+    fonts = "--sans:system-ui,'DejaVu Sans',sans-serif;font-family:var(--sans)"
+    style = f"<style>svg{{{light}{fonts}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
     opening, _, rest = draw(plot, series).partition(">")
     opening = opening.replace(' aria-hidden="true"', ' xmlns="http://www.w3.org/2000/svg"')
-    style += "text{font-family:system-ui,'DejaVu Sans',sans-serif}</style>"
     return f"{opening}>{style}{rest}\n<!-- drawn from {digest_of(plot, series)} -->\n"
 
 

@@ -32,6 +32,7 @@ SYSTEMS = {
     "slimgc": "SlimGC",
     "homomorphic": "Homomorphic compression",
     "lossy": "Which scheme under which optimizer",
+    "defaults": "Defaults beside Adam: plain first steps, levels, groups, ranks",
     "simulator": "The simulator",
     COVERAGE: "The papers' figures and tables, one by one",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire import schemes
-from gradwire_lab.results.experiment import Column, Experiment, Goal, Ref, Table, mb, ms
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, mb, ms
 
 # PyTorch's own: DDP, and its hooks.
 HOOKS = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8"]
@@ -104,7 +104,7 @@ EXPERIMENTS = [
         of=[Ref("GComp", "Fig. 15")],
         fixed={"workload": "resnet", "ranks": 4, "steps": 20, "warmup": 3},
         axes={"rate": RATES, "scheme": EVERYTHING},
-        show=[BY_RATE, PARTS],
+        show=[SPEED_TABLE, PARTS, Plot("rate", ms("iteration_s", "ms a step"), style="bars", where={"scheme": _README})],
         goals=[Goal("GComp faster than DDP at 100 Mb/s", X_DDP, "<=", 0.95, {"rate": "100mbit", "scheme": "gcomp"})],
     ),
     Experiment(

@@ -85,7 +85,8 @@ def test_page_says_question_values_the_papers_number_and_where_it_was_measured(p
     note.write_text("What is to be learnt.\n")
     text = pages.page("system")
     for words in ("**How fast?** (GComp, Fig. 15)", "`gradwire bench render speed` prints all of it; ranks 4.",
-                  "| gcomp | 40 (40 to 40) | 0.40 |", "here-2-cores; commit abc", "load before at most 0.1", "What is to be learnt.",
+                  "| gcomp | 40 (40 to 40) | 0.40 |", "here-2-cores; commit abc", "load before at most 0.1",
+                  "What is to be learnt.",
                   "| [half of it](#speed) | GComp, Fig. 15 | 0.5 | 0.40 | <= 0.5 | reached | a small model |",
                   "| [times faster](#speed) | - | 2 to 3 | 2.50 | - | - | a small model |"):  # fmt: skip
         assert words in text, words

@@ -61,10 +61,6 @@ def _axis_title(axis: str) -> str:
     return axis.replace("_", " ").replace("n bytes", "bytes")
 
 
-def _axis_title(axis: str) -> str:
-    return axis.replace("_", " ").replace("n bytes", "bytes")
-
-
 def show_value(value: Value, column: Column) -> str:
     """`127 (120 to 133)`; `~0.97` where noise may be all of it; `-` where it was not measured."""
     if value.middle is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.results.experiment import Experiment, Place, Plot, Table
+from gradwire_lab.results.experiment import Claim, Experiment, Goal, Place, Plot, Table
 from gradwire_lab.results.grids import VERDICTS, Answer, answer_of, make_grid
 from gradwire_lab.results.plots import Series, digest_in, digest_of, series_of, to_svg
 from gradwire_lab.results.records import write_text
@@ -203,12 +203,12 @@ class Book:
         head = [_DO_NOT_EDIT, "", f"# {self.systems[system]}", "", "[All results](../results.md)", ""]
         head += [*_note(self.root, system), *([to_markdown(answers)] if rows else [])]
         tail = ["## Not measured yet", "", to_markdown(Grid("", ["command", "question", "figures"], left, n_names=3))]
-        shown = [one for one in mine if one.key in known]
-        grids = {one.key: make_grid(one, _first_table(one), known[one.key].records, MOST_COLUMNS) for one in shown}
+        there = [one for one in mine if one.key in known]
+        grids = {one.key: make_grid(one, _first_table(one), known[one.key].records, MOST_COLUMNS) for one in there}
         for most_rows in range(30, 1, -1):
             sections = [
                 self._section(one, known[one.key], _cut(grids[one.key], most_rows), pictures.get(one.key))
-                for one in shown
+                for one in there
             ]
             text = "\n".join([*head, *sections, *(tail if left else [])]).rstrip() + "\n"
             if text.count("\n") <= MOST_LINES:
@@ -291,7 +291,8 @@ class Book:
     def _answers(self, experiment: Experiment) -> list[Answer]:
         """A row for each goal, and for each number of the papers."""
         answers = []
-        for one in (*experiment.claims, *experiment.goals):
+        asked: list[Goal | Claim] = [*experiment.claims, *experiment.goals]
+        for one in asked:
             shown = self.shown(experiment, one.where if one.column.kind == "value" else {})
             answers.append(answer_of(experiment, one, shown.records if shown else []))
         return answers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-INK, MUTED, GRID = "#1b2430", "#5d6876", "#e2e6eb"
+INK, MUTED, GRID, SURFACE = "#1b2430", "#5d6876", "#e2e6eb", "#fdfdfd"
 
 SLOTS: dict[str, tuple[str, str]] = {
     "c0": ("#6f7a88", "#9aa5b4"),
@@ -80,7 +80,7 @@ _VARIABLES: dict[str, tuple[str, str]] = {
     "ink": (INK, "#e6ebf1"),
     "muted": (MUTED, "#9ba7b5"),
     "grid": (GRID, "#2d3641"),
-    "surface": ("#fdfdfd", "#161b22"),
+    "surface": (SURFACE, "#161b22"),
     **{part.partition(" ")[0]: colours for part, colours in PARTS.items()},
     **SLOTS,
 }

@@ -17,7 +17,17 @@ from typing import Any
 
 from gradwire.errors import Unsupported
 from gradwire_lab.results.experiment import Plot
-from gradwire_lab.results.palette import INK, MARKERS, PARTS, SLOTS, STYLE, as_variable, assign_slots, css_variables
+from gradwire_lab.results.palette import (
+    INK,
+    MARKERS,
+    PARTS,
+    SLOTS,
+    STYLE,
+    SURFACE,
+    as_variable,
+    assign_slots,
+    css_variables,
+)
 from gradwire_lab.results.records import write_bytes
 from gradwire_lab.results.summary import Summary, Value, chosen
 
@@ -233,10 +243,17 @@ def _draw_stacks(axes: Any, series: Series) -> None:
                       label=part if place == points[0][0] else None)  # fmt: skip
             if width > 0.09 * max(totals.values()):
                 axes.text(left[place] + width / 2, places.index(place), f"{width / totals[place]:.0%}", ha="center",
-                          va="center", color=INK, size=10)  # fmt: skip
+                          va="center", color=SURFACE if part.startswith("exposed") else INK, size=10)  # fmt: skip
             left[place] += width
     for place, total in totals.items():
-        axes.text(total, places.index(place), f" {total:,.3g}", va="center", weight="bold", size=10.5)
+        axes.text(
+            total,
+            places.index(place),
+            f" {total:,.0f}" if total >= 100 else f" {total:.3g}",
+            va="center",
+            weight="bold",
+            size=10.5,
+        )
     axes.set_yticks(range(len(places)), places)
     axes.set_ylim(len(places) - 0.5, -0.5)
     axes.set_xlim(0, 1.15 * max(totals.values(), default=1) or 1)

@@ -31,7 +31,6 @@ _SHORT = [f"gcomp:dtype={dtype}" for dtype in ("bfloat16", "float16")]
 _QUANTISERS = ["one-bit", "one-bit:scale=two-means", "two-bit", "ternary", "qsgd", "thc"]
 _ENCODE, _DECODE = (Column(f"{way}_gb_per_s", form=".2f") for way in ("encode", "decode"))
 _FORMAT_2 = ["gcomp", "gcomp:importance=uniform,bits=10"]
-_BITS = (2, 4, 8, 12, 16)
 
 EXPERIMENTS = [
     Experiment(

@@ -21,7 +21,7 @@ class Ref(NamedTuple):
     figure: str
 
 
-class Place(NamedTuple):
+class Coverage(NamedTuple):
     """Where a figure or table of a paper stands: "as in the paper", "differs", "not measured" or "cannot be here"; why."""
 
     state: str

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import InvalidArgument
-from gradwire_lab.results.experiment import Claim, Experiment, Goal, Place, Plot, Table
+from gradwire_lab.results.experiment import Claim, Coverage, Experiment, Goal, Plot, Table
 from gradwire_lab.results.grids import VERDICTS, Answer, answer_of, make_grid
 from gradwire_lab.results.plots import Series, digest_in, digest_of, series_of, to_svg
 from gradwire_lab.results.records import write_text
@@ -62,7 +62,7 @@ class Book:
     experiments: Sequence[Experiment]
     systems: Mapping[str, str]
     snippets: Mapping[str, tuple[str, Table]] = field(default_factory=dict)
-    left_out: Mapping[tuple[str, str], Place] = field(default_factory=dict)
+    left_out: Mapping[tuple[str, str], Coverage] = field(default_factory=dict)
     code: Callable[[str], str] = lambda measure: ""
 
     def by_key(self, key: str) -> Experiment:
@@ -256,17 +256,17 @@ class Book:
             ]
         return "\n".join(lines).rstrip() + "\n"
 
-    def _place(self, experiments: Sequence[Experiment]) -> Place:
+    def _place(self, experiments: Sequence[Experiment]) -> Coverage:
         known = [one for one in experiments if self.shown(one)]
         if not known:
-            return Place("not measured", ", ".join(f"`gradwire bench run {one.key}`" for one in experiments))
+            return Coverage("not measured", ", ".join(f"`gradwire bench run {one.key}`" for one in experiments))
         words = []
         for one in known:
             shown = self.shown(one)
             stale = "" if shown and shown.is_current else " (stale)"
             anchor = f"#{one.key}" if self.shown(one, _first_table(one).where) else ""
             words.append(f"[{one.key}]({one.system}.md{anchor}){stale}" + (f": {one.differs}" if one.differs else ""))
-        return Place("differs" if all(one.differs for one in known) else "as in the paper", "; ".join(words))
+        return Coverage("differs" if all(one.differs for one in known) else "as in the paper", "; ".join(words))
 
     def snippet(self, name: str) -> str:
         """What stands between the marks of NAME: a snippet of the catalogue, or the tables of an experiment's key."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Place, Ref
+from gradwire_lab.results.experiment import Claim, Column, Coverage, Experiment, Goal, Ref
 
 _SMALL = "small models, 4 ranks on 2 cores"
 _EMULATED = "4 ranks on 2 cores, computation emulated, links of 0.1 to 1 Gb/s"
@@ -50,30 +50,30 @@ DIFFERS = {
 }
 
 _CANNOT, _AS, _DIFFERS = "cannot be here", "as in the paper", "differs"
-_METHOD = Place(_AS, "the method, `docs/format.md`")
-_LOW_RANK = Place(_AS, "the method, proven against transcriptions: `tests/distributed/test_low_rank_oracles.py`")
-_BROADCAST = Place(_AS, "the method, `docs/systems/aqgb.md`; proven in `tests/broadcast` and `tests/control`")
-_SLIM = Place(_AS, "the method, `docs/systems/slimgc.md`; proven in `tests/distributed/test_slimgc.py`")
+_METHOD = Coverage(_AS, "the method, `docs/format.md`")
+_LOW_RANK = Coverage(_AS, "the method, proven against transcriptions: `tests/distributed/test_low_rank_oracles.py`")
+_BROADCAST = Coverage(_AS, "the method, `docs/systems/aqgb.md`; proven in `tests/broadcast` and `tests/control`")
+_SLIM = Coverage(_AS, "the method, `docs/systems/slimgc.md`; proven in `tests/distributed/test_slimgc.py`")
 # Figures and tables that no experiment gives: what stands for them, or why nothing can.
 LEFT_OUT = {
-    ("GComp", "Fig. 1"): Place(_CANNOT, "scaling of large models on its authors' cluster"),
+    ("GComp", "Fig. 1"): Coverage(_CANNOT, "scaling of large models on its authors' cluster"),
     **{("GComp", f"Fig. {n}"): _METHOD for n in (4, 5, 6, 7, 8)},
     ("GComp", "Table 1"): _METHOD,
-    ("GComp", "Table 2"): Place(
+    ("GComp", "Table 2"): Coverage(
         _AS, "metrics of seven optimizers, proven: `tests/recovery/test_quantisation_metric.py`"
     ),
     ("ACP-SGD", "Fig. 1"): _LOW_RANK,
     ("ACP-SGD", "Fig. 4"): _LOW_RANK,
     **{("AQGB", f"Fig. {n}"): _BROADCAST for n in (1, 3, 4, 5, 6)},
-    ("AQGB", "Fig. 7"): Place(_AS, "truncation of a float, bit for bit: `tests/recovery/test_truncated_float.py`"),
-    ("AQGB", "Table 1"): Place(_AS, "a model's blocks, the simulator's workload `resnet50-4blocks`"),
-    ("SlimGC", "Fig. 2"): Place(_DIFFERS, "in `stats()` and the report of every run of `slimgc`"),
+    ("AQGB", "Fig. 7"): Coverage(_AS, "truncation of a float, bit for bit: `tests/recovery/test_truncated_float.py`"),
+    ("AQGB", "Table 1"): Coverage(_AS, "a model's blocks, the simulator's workload `resnet50-4blocks`"),
+    ("SlimGC", "Fig. 2"): Coverage(_DIFFERS, "in `stats()` and the report of every run of `slimgc`"),
     **{("SlimGC", f"Fig. {n}"): _SLIM for n in (3, 4, 7, 8)},
-    ("SlimGC", "Fig. 6"): Place(_DIFFERS, "in `stats()` and the report of every run of `slimgc`"),
-    ("SlimGC", "Fig. 14"): Place(_CANNOT, "memory of a GPU"),
-    ("SlimGC", "Table 1"): Place(_AS, "symbols, `docs/terminology.md`"),
+    ("SlimGC", "Fig. 6"): Coverage(_DIFFERS, "in `stats()` and the report of every run of `slimgc`"),
+    ("SlimGC", "Fig. 14"): Coverage(_CANNOT, "memory of a GPU"),
+    ("SlimGC", "Table 1"): Coverage(_AS, "symbols, `docs/terminology.md`"),
     ("Homomorphic", "Fig. 1"): _METHOD,
-    ("Homomorphic", "Table 1"): Place(_CANNOT, "models and their sparsity, on data that cannot be had here"),
+    ("Homomorphic", "Table 1"): Coverage(_CANNOT, "models and their sparsity, on data that cannot be had here"),
 }
 
 

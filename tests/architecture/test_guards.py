@@ -70,7 +70,7 @@ BUDGETS = {
         "gradwire/integrations": 170,
         "gradwire_lab/loose": 305,
         "gradwire_lab/ranks": 1_820,
-        "gradwire_lab/results": 1_390,
+        "gradwire_lab/results": 1_850,
         "gradwire_lab/workloads": 2_580,
         "gradwire_lab/training": 1_260,
         "gradwire_lab/report": 1_700,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import CorruptMessage, InvalidArgument
-from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, ms
+from gradwire_lab.results.experiment import Claim, Column, Coverage, Experiment, Goal, Plot, Ref, Table, ms
 from gradwire_lab.results.pages import Book
 from gradwire_lab.results.store import Store, find_root, machine_name
 
@@ -17,7 +17,8 @@ TABLE = Table([ms("time_s", "ms", spread=True), Column("time_s", "x ddp", kind="
 EXPERIMENT = Experiment(
     "speed", "system", "How fast?", "train", {"rate": ["1gbit"], "scheme": ["ddp", "gcomp"]}, {"ranks": 4},
     baseline={"scheme": "ddp"}, of=[Ref("GComp", "Fig. 15")], show=[TABLE, Plot("scheme", ms("time_s", "ms"), style="bars")],
-    goals=[Goal("half of it", TABLE.columns[1], "<=", 0.5, {"scheme": "gcomp"})],
+    goals=[Goal("half of it", TABLE.columns[1], "<=", 0.5, {"scheme": "gcomp"}, paper="0.5", of=Ref("GComp", "Fig. 15"))],
+    claims=[Claim("times faster", Column("time_s", kind="speed-up"), {"scheme": "gcomp"}, "2 to 3")], differs="a small model",
 )  # fmt: skip
 
 CODE = "123456789abc"
@@ -46,7 +47,7 @@ def pages(tmp_path: Path) -> Book:
         [EXPERIMENT],
         systems,
         {"short": ("speed", Table(TABLE.columns[:1]))},
-        {("GComp", "Fig. 1"): "no"},
+        {("GComp", "Fig. 1"): Coverage("cannot be here", "no")},
         lambda measure: CODE,
     )
 
@@ -77,40 +78,60 @@ def test_page_edited_by_hand_or_left_over_is_stale(pages: Book) -> None:
     assert {path.name for path in pages.stale()} == {"system.md", "gone.md"}
 
 
-def test_section_says_question_command_values_goals_and_where_it_was_measured(pages: Book) -> None:
+def test_page_says_question_values_the_papers_number_and_where_it_was_measured(pages: Book) -> None:
     measure(pages)
     note = pages.root / "results" / "notes" / "speed.md"
     note.parent.mkdir()
     note.write_text("What is to be learnt.\n")
-    text = pages.section(EXPERIMENT)
-    for words in ("**How fast?** (GComp, Fig. 15)", "`gradwire bench run speed`; ranks 4.", "| gcomp | 40 (40 to 40) | 0.40 |",
-                  "Goal, half of it: 1gbit, gcomp: 0.40", "**reached**", "here-2-cores; commit abc",
-                  "load before at most 0.1",
-                  "What is to be learnt."):  # fmt: skip
+    text = pages.page("system")
+    for words in ("**How fast?** (GComp, Fig. 15)", "`gradwire bench render speed` prints all of it; ranks 4.",
+                  "| gcomp | 40 (40 to 40) | 0.40 |", "here-2-cores; commit abc", "load before at most 0.1",
+                  "What is to be learnt.",
+                  "| [half of it](#speed) | GComp, Fig. 15 | 0.5 | 0.40 | <= 0.5 | reached | a small model |",
+                  "| [times faster](#speed) | - | 2 to 3 | 2.50 | - | - | a small model |"):  # fmt: skip
         assert words in text, words
     assert "Not measured" not in text
+
+
+def test_page_is_cut_to_its_length_and_says_what_it_leaves_out(pages: Book) -> None:
+    many = {"scheme": ["ddp", *(f"s{number}" for number in range(400))]}
+    experiments = [replace(EXPERIMENT, key=f"speed-{number}", axes={"rate": ["1gbit"], **many}) for number in range(6)]
+    store = Store(pages.root / "results", "here-2-cores")
+    for one in experiments:
+        store.replace(one, one.cells(), [record(scheme, 0.1) for scheme in many["scheme"]])
+    text = replace(pages, experiments=experiments).page("system")
+    assert 130 < text.count("\n") <= 150
+    assert "more rows." in text
+
+
+def test_coverage_has_four_states(pages: Book) -> None:
+    assert "| Fig. 15 | not measured | `gradwire bench run speed` |" in pages.coverage()
+    assert "| Fig. 1 | cannot be here | no |" in pages.coverage()
+    measure(pages)
+    assert "| Fig. 15 | differs | [speed](system.md#speed): a small model |" in pages.coverage()
+    same = replace(pages, experiments=[replace(EXPERIMENT, differs="")])
+    assert "| Fig. 15 | as in the paper | [speed](system.md#speed) |" in same.coverage()
+    assert "(stale)" in replace(same, code=lambda measure: "another").coverage()
 
 
 def test_overview_is_one_screen_and_leads_to_the_command_in_two_clicks(pages: Book) -> None:
     measure(pages)
     overview = pages.overview()
     assert len(overview.splitlines()) < 45
-    assert "| [A system](results/system.md) | 1 of 1 | 1 reached |" in overview
-    assert "`gradwire bench run speed`" in pages.page("system")
-    assert "| Fig. 15 | [speed](system.md#speed) |" in pages.coverage()
-    assert "| Fig. 1 | not measured: no |" in pages.coverage()
+    assert "| [A system](results/system.md) | 1 of 1 | 0 | 1 reached |" in overview
+    assert "`gradwire bench render speed`" in pages.page("system")
 
 
 def test_a_table_is_of_the_code_as_it_is_or_says_that_it_is_stale(pages: Book) -> None:
     store = measure(pages)
-    assert "stale" not in pages.section(EXPERIMENT)
+    assert "Stale" not in pages.page("system")
     changed = replace(pages, code=lambda measure: "another")
-    assert "stale: the code has changed since; here-2-cores; commit abc" in changed.section(EXPERIMENT)
+    assert "Stale: code or settings have changed since; here-2-cores; commit abc" in changed.page("system")
     assert not changed.is_complete(EXPERIMENT)
     other = replace(EXPERIMENT, fixed={"ranks": 8})
-    assert "stale" in replace(pages, experiments=[other]).section(other), "measured with other settings"
+    assert "Stale" in replace(pages, experiments=[other]).page("system"), "measured with other settings"
     store.replace(EXPERIMENT, EXPERIMENT.cells()[1:], [record("gcomp", 0.04, code="old")])
-    assert "gcomp" not in pages.section(EXPERIMENT), "what is current stands alone"
+    assert "gcomp" not in pages.page("system"), "what is current stands alone"
 
 
 def test_tables_of_other_pages_stand_between_marks(pages: Book) -> None:
@@ -134,7 +155,7 @@ def test_records_of_cells_that_are_no_more_are_not_shown(pages: Book) -> None:
     store = measure(pages)
     lines = store.path("speed").read_text() + json.dumps(record("gone", 9.0)) + "\n"
     store.path("speed").write_text(lines)
-    assert "gone" not in pages.section(EXPERIMENT)
+    assert "gone" not in pages.page("system")
 
 
 def test_new_records_replace_the_cells_that_they_are_of_and_no_others(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradwire_lab.results.experiment import Column, Experiment, Goal, Table, ms
-from gradwire_lab.results.grids import judge, make_grids, show_value
+from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Table, ms
+from gradwire_lab.results.grids import answer_of, judge, make_grid, show_value
 from gradwire_lab.results.summary import Summary
 from gradwire_lab.results.tables import Grid, to_markdown, to_text
 
@@ -52,7 +52,7 @@ def test_ratio_is_to_the_baseline_of_the_same_run() -> None:
 def test_nothing_is_claimed_where_quartiles_overlap() -> None:
     summary, gcomp = row(SPEED, [timed("ddp", 1.0, 0.1), timed("gcomp", 0.95, 0.1)], scheme="gcomp")
     assert summary.value(gcomp, X_DDP).is_noise
-    (grid,) = make_grids(SPEED, Table([X_DDP]), [timed("ddp", 1.0, 0.1), timed("gcomp", 0.95, 0.1)])
+    grid = make_grid(SPEED, Table([X_DDP]), [timed("ddp", 1.0, 0.1), timed("gcomp", 0.95, 0.1)])
     assert [r[1] for r in grid.rows] == ["1.00", "~0.95"]
     assert "within the noise" in grid.caption
 
@@ -119,17 +119,37 @@ def test_each_phase_of_a_run_is_held_to_a_goal_and_not_their_mean() -> None:
     assert [words.partition(":")[0] for _, words in verdicts] == ["1gbit, gcomp, phase 0", "1gbit, gcomp, phase 1"]
 
 
-def test_axes_that_are_neither_rows_nor_columns_make_tables_of_their_own() -> None:
+def test_axes_that_are_neither_rows_nor_columns_name_rows_too() -> None:
     experiment = dataclasses.replace(SPEED, axes={"rate": {"fast": "1gbit", "slow": "100mbit"}, "scheme": SCHEMES})
-    records = [timed("ddp", 1.0, rate=rate) for rate in ("1gbit", "100mbit")]
-    assert [grid.title for grid in make_grids(experiment, Table([STEP]), records)] == ["rate fast", "rate slow"]
-    (wide,) = make_grids(experiment, Table([STEP], across="rate"), records)
-    assert (wide.title, wide.headings) == ("ms", ["scheme", "fast", "slow"])
-    (two,) = make_grids(
-        experiment, Table([STEP, Column("n_bytes", "bytes")], across="rate"), [r | {"n_bytes": 1} for r in records]
+    records = [timed("ddp", 1.0, rate=rate, n_bytes=1) for rate in ("1gbit", "100mbit")]
+    grid = make_grid(experiment, Table([STEP]), records)
+    assert (list(grid.headings), [row[:2] for row in grid.rows]) == (
+        ["rate", "scheme", "ms"],
+        [["fast", "ddp"], ["slow", "ddp"]],
     )
-    assert two.headings == ["scheme", "fast: ms", "fast: bytes", "slow: ms", "slow: bytes"]
-    assert len(make_grids(experiment, Table([STEP], where={"rate": "1gbit"}), records)) == 1
+    wide = make_grid(experiment, Table([STEP], across="rate"), records)
+    assert (wide.title, wide.headings) == ("ms", ["scheme", "fast", "slow"])
+    two = Table([STEP, Column("n_bytes", "bytes")], across="rate")
+    assert make_grid(experiment, two, records).headings == [
+        "scheme",
+        "fast: ms",
+        "fast: bytes",
+        "slow: ms",
+        "slow: bytes",
+    ]
+    narrow = make_grid(experiment, two, records, most_columns=4)
+    assert (narrow.headings, narrow.caption) == (["scheme", "fast", "slow"], "Also measured: bytes.")
+    assert list(make_grid(experiment, Table([STEP], where={"rate": "1gbit"}), records).headings) == ["scheme", "ms"]
+
+
+def test_an_answer_says_how_far_the_cells_of_a_goal_reach() -> None:
+    records = [timed("ddp", 1.0), timed("plain", 0.5), timed("gcomp", 0.25)]
+    goal = Goal("half", X_DDP, "<=", 0.4, {"scheme": ["plain", "gcomp"]}, paper="0.3")
+    answer = answer_of(SPEED, goal, records)
+    assert (answer.here, answer.goal, answer.verdict) == ("0.25 to 0.50 (2 cells)", "<= 0.4", "missed, 1 of 2 reached")
+    assert answer_of(SPEED, goal, []).here == "not measured"
+    claim = Claim("as fast", X_DDP, {"scheme": "gcomp"}, "0.3")
+    assert (answer_of(SPEED, claim, records).here, answer_of(SPEED, claim, records).verdict) == ("0.25", "")
 
 
 LONG = "homomorphic:mode=exact,aggregator=switch,integer_bits=64"

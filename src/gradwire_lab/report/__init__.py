@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.errors import InvalidArgument, Unsupported
-from gradwire_lab.report import benches, inputs, runs
-from gradwire_lab.report.drawing import Palette, css_variables
+from gradwire_lab.report import inputs
 from gradwire_lab.report.inputs import Inputs
-from gradwire_lab.report.runs import Section
+from gradwire_lab.report.sections import Section, make_sections
+from gradwire_lab.results.palette import css_variables
 
 __all__ = ["write_report"]
 
@@ -38,10 +38,7 @@ def write_report(
     if baseline is not None and baseline not in schemes:
         there_are = ", ".join(sorted(schemes)) or "none"
         raise InvalidArgument(f"no run or record is of a scheme called {baseline!r}; there are: {there_are}")
-    # Codecs never share a figure with schemes.
-    palette = Palette.of(schemes, [benches.codec_label(record) for record in found.records["codec"]])
-    sections = runs.make_run_sections(found.runs, palette, baseline)
-    sections += benches.make_bench_sections(found.records, palette, baseline)
+    sections = make_sections(found.runs, found.records, baseline)
     page = _render(title, sections, found)
     out = Path(out)
     draft = out.with_name(f".{out.name}.{os.getpid()}")

@@ -21,6 +21,13 @@ class Ref(NamedTuple):
     figure: str
 
 
+class Coverage(NamedTuple):
+    """Where a figure or table of a paper stands: "as in the paper", "differs", "not measured" or "cannot be here"; why."""
+
+    state: str
+    why: str
+
+
 @dataclass(frozen=True)
 class Column:
     """One field of the records, as it is shown.
@@ -74,12 +81,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """Records as a plot: `y` over `x`, a line (or a group of bars) for each value of `series`."""
+    """Records as a plot: `y` over `x`, a line (or bars, or the part of stacked bars) for each value of `series`."""
 
     x: str
     y: Column
     series: str = "scheme"
-    style: Literal["lines", "bars"] = "lines"
+    style: Literal["lines", "bars", "stacks"] = "lines"
     log: str = ""  # "x", "y", "xy"
     x_title: str = ""
     x_scale: float = 1.0
@@ -88,12 +95,26 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Goal:
-    """A bound that the records of `where` are held to: `column` is at most, or at least, `bound`. `says`: in words.
+class Claim:
+    """What a paper says, and the `column` of the records of `where` that stands beside it. `says`: in words.
 
     Attributes:
-        by: fields that a cell's records differ in, such as a phase: each is held to it, not their mean.
+        paper: the paper's number; "" of a goal that no paper has.
+        of: the figure or table that it stands in.
+        by: fields that a cell's records differ in, such as a phase: each is shown, not their mean.
     """
+
+    says: str
+    column: Column
+    where: Mapping[str, Any] = field(default_factory=dict)
+    paper: str = ""
+    of: Ref | None = None
+    by: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound that the records of `where` are held to: `column` is at most, or at least, `bound`. Else as a `Claim`."""
 
     says: str
     column: Column
@@ -101,6 +122,8 @@ class Goal:
     bound: float
     where: Mapping[str, Any] = field(default_factory=dict)
     by: Sequence[str] = ()
+    paper: str = ""
+    of: Ref | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +144,8 @@ class Experiment:
         of: the papers' figures and tables that it gives, in kind.
         show: tables and plots, in order.
         goals: what was promised.
+        claims: what the papers say beyond that.
+        differs: from the papers' conditions; "" where nothing that matters does.
         seconds: about how long one run of the `together` cells takes on two cores; the store knows better once it has.
         quick: part of `make bench`.
         is_long: of the second list, which `gradwire bench run long` measures; `all` are the others.
@@ -139,6 +164,8 @@ class Experiment:
     of: Sequence[Ref] = ()
     show: Sequence[Table | Plot] = ()
     goals: Sequence[Goal] = ()
+    claims: Sequence[Claim] = ()
+    differs: str = ""
     seconds: float = 60.0
     quick: bool = False
     is_long: bool = False

@@ -4,53 +4,46 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gradwire_lab.results.experiment import Column, Experiment, Goal, Table
+from gradwire_lab.results.experiment import Claim, Column, Experiment, Goal, Table
 from gradwire_lab.results.summary import Summary, Value, chosen
 from gradwire_lab.results.tables import Grid
 
 Record = dict[str, Any]
 
 NOISE = "~"
+# Of a goal, the best first.
+VERDICTS = ("reached", "undecided", "missed")
 
 
-def make_grids(experiment: Experiment, table: Table, records: Sequence[Record]) -> list[Grid]:
-    """One grid, or one for each combination of the axes that are neither its rows nor its columns."""
-    summary = Summary(experiment, [r for r in records if chosen(r, table.where)], _more_axes(experiment, table))
-    used = {*table.rows, table.across, *experiment.over}
-    left = [axis for axis in experiment.axes if axis not in used and len({str(r.get(axis)) for r in summary.rows}) > 1]
-    parts: dict[tuple[str, ...], list[Record]] = {}
-    for row in summary.rows:
-        parts.setdefault(tuple(experiment.label(axis, row.get(axis)) for axis in left), []).append(row)
-    grids = []
-    for place, rows in parts.items():
-        words = [f"{axis.replace('_', ' ')} {value}" for axis, value in zip(left, place, strict=True)]
-        title = ", ".join(filter(None, [table.title, *words]))
-        grids.append(_grid(experiment, table, summary, rows, title))
-    return grids
+def make_grid(experiment: Experiment, table: Table, records: Sequence[Record], most_columns: int | None = None) -> Grid:
+    """The table of `records`; axes that are neither its rows nor its columns name rows too, if they vary.
 
-
-def _more_axes(experiment: Experiment, table: Table) -> list[str]:
-    """Fields that a cell's several records differ in, such as a phase: the table's rows or columns that are no axes."""
-    return [name for name in (*table.rows, table.across) if name and name not in experiment.axes]
-
-
-def _grid(experiment: Experiment, table: Table, summary: Summary, rows: Sequence[Record], title: str) -> Grid:
+    `most_columns`: no more than these; what it leaves out is named in the caption.
+    """
+    more = [name for name in (*table.rows, table.across) if name and name not in experiment.axes]
+    summary = Summary(experiment, [record for record in records if chosen(record, table.where)], more)
+    rows, used = summary.rows, {*table.rows, table.across, *experiment.over}
+    left = [axis for axis in experiment.axes if axis not in used and len({str(row.get(axis)) for row in rows}) > 1]
+    names = [*left, *table.rows]
     by_name: dict[tuple[str, ...], list[Record]] = {}
     for row in rows:
-        by_name.setdefault(tuple(experiment.label(axis, row.get(axis)) for axis in table.rows), []).append(row)
-    across = [experiment.label(table.across, r.get(table.across)) for r in rows] if table.across else [""]
+        by_name.setdefault(tuple(experiment.label(axis, row.get(axis)) for axis in names), []).append(row)
+    across = [experiment.label(table.across, row.get(table.across)) for row in rows] if table.across else [""]
     heads = list(dict.fromkeys(across))
-    known = [c for c in table.columns if any(summary.value(row, c).middle is not None for row in rows)]
-    # Columns that do not depend on what is across stand once, at the end.
-    headings = [": ".join(filter(None, (head, column.heading))) for head in heads for column in known]
-    if table.across and len(known) == 1:  # said once
-        title, headings = ", ".join(filter(None, [title, known[0].heading])), heads
+    columns = [column for column in table.columns if any(summary.value(row, column).middle is not None for row in rows)]
+    room = most_columns - len(names) if most_columns else len(heads) * len(columns)
+    heads = heads[: max(1, room)]
+    shown = columns[: max(1, room // max(1, len(heads)))]
+    title, headings = table.title, [": ".join(filter(None, (head, one.heading))) for head in heads for one in shown]
+    if table.across and len(shown) == 1:  # said once
+        title, headings = ", ".join(filter(None, [table.title, shown[0].heading])), heads
     lines, has_noise = [], False
     for name, group in by_name.items():
         cells = []
-        for head, column in itertools.product(heads, known):
+        for head, column in itertools.product(heads, shown):
             found = [
                 r for r in group if not table.across or experiment.label(table.across, r.get(table.across)) == head
             ]
@@ -58,13 +51,10 @@ def _grid(experiment: Experiment, table: Table, summary: Summary, rows: Sequence
             has_noise |= value.is_noise
             cells.append(show_value(value, column))
         lines.append([*name, *cells])
-    caption = f"{NOISE} within the noise: nothing is claimed." if has_noise else ""
-    names = [_axis_title(axis) for axis in table.rows]
-    return Grid(title, [*names, *headings], lines, caption, len(names))
-
-
-def _axis_title(axis: str) -> str:
-    return axis.replace("_", " ").replace("n bytes", "bytes")
+    captions = [f"{NOISE} within the noise: nothing is claimed."] if has_noise else []
+    if more_columns := [column.heading for column in columns if column not in shown]:
+        captions.append(f"Also measured: {', '.join(more_columns)}.")
+    return Grid(title, [*map(_axis_title, names), *headings], lines, " ".join(captions), len(names))
 
 
 def show_value(value: Value, column: Column) -> str:
@@ -85,19 +75,61 @@ def show_value(value: Value, column: Column) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A goal, or a paper's number, beside what was measured, as words. `verdict`: one of `VERDICTS`; "" of no goal."""
+
+    asked: str
+    figure: str
+    paper: str
+    here: str
+    goal: str
+    verdict: str
+
+
+def answer_of(experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]) -> Answer:
+    """All cells that it speaks of as one row: the value, or how far they reach."""
+    judged = _judged(experiment, asked, records)
+    verdicts = [verdict for verdict, *_ in judged]
+    verdict, goal = "", ""
+    if isinstance(asked, Goal):
+        verdict = next((word for word in VERDICTS[::-1] if word in verdicts), "")
+        if verdict and (n_reached := verdicts.count("reached")) not in (0, len(verdicts)):
+            verdict += f", {n_reached} of {len(verdicts)} reached"
+        goal = f"{asked.sign} {format(asked.bound, asked.column.form if asked.column.kind == 'value' else '.4g')}"
+    column = replace(asked.column, spread=False)
+    values = sorted((value.middle, show_value(value, column)) for _, _, value in judged)
+    here = "not measured" if not values else values[0][1]
+    if len(values) > 1:
+        here += f" to {values[-1][1]} ({len(values)} cells)"
+    figure = f"{asked.of.paper}, {asked.of.figure}" if asked.of else ""
+    return Answer(asked.says, figure, asked.paper, here, goal, verdict)
+
+
 def judge(experiment: Experiment, goal: Goal, records: Sequence[Record]) -> list[tuple[str, str]]:
     """(verdict, in words) of every cell that a goal speaks of: reached, missed, or undecided where the noise decides."""
-    summary = Summary(experiment, records, goal.by)
+    column = Column(goal.column.field, form=goal.column.form, kind=goal.column.kind, spread=True)
+    return [
+        (verdict, f"{', '.join(names)}: {show_value(value, column)}")
+        for verdict, names, value in _judged(experiment, goal, records)
+    ]
+
+
+def _judged(
+    experiment: Experiment, asked: Goal | Claim, records: Sequence[Record]
+) -> list[tuple[str, list[str], Value]]:
+    summary = Summary(experiment, records, asked.by)
     found = []
     for row in summary.rows:
-        value = summary.value(row, goal.column) if chosen(row, goal.where) else Value(None)
+        value = summary.value(row, asked.column) if chosen(row, asked.where) else Value(None)
         if not isinstance(value.middle, float):
             continue
-        is_met = value.middle <= goal.bound if goal.sign == "<=" else value.middle >= goal.bound
-        is_between = value.low is not None and value.high is not None and value.low < goal.bound < value.high
-        verdict = "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"
+        verdict = ""
+        if isinstance(asked, Goal):
+            is_met = value.middle <= asked.bound if asked.sign == "<=" else value.middle >= asked.bound
+            is_between = value.low is not None and value.high is not None and value.low < asked.bound < value.high
+            verdict = "missed" if value.n_without else "undecided" if is_between else "reached" if is_met else "missed"
         names = [experiment.label(axis, row.get(axis)) for axis in experiment.axes if axis not in experiment.over]
-        names += [f"{_axis_title(name)} {row.get(name)}" for name in goal.by]
-        shown = show_value(value, Column(goal.column.field, form=goal.column.form, kind=goal.column.kind, spread=True))
-        found.append((verdict, f"{', '.join(names)}: {shown}"))
+        names += [f"{_axis_title(name)} {row.get(name)}" for name in asked.by]
+        found.append((verdict, names, value))
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-INK, MUTED, GRID = "#1b2430", "#5d6876", "#e2e6eb"
+INK, MUTED, GRID, SURFACE = "#1b2430", "#5d6876", "#e2e6eb", "#fdfdfd"
 
 SLOTS: dict[str, tuple[str, str]] = {
     "c0": ("#6f7a88", "#9aa5b4"),
@@ -23,6 +23,12 @@ SLOTS: dict[str, tuple[str, str]] = {
     "c9": ("#557a12", "#a9d94f"),
     "c10": ("#7d5138", "#d3a581"),
     "c11": ("#30373f", "#e8edf3"),
+}
+# Where the seconds of a step go.
+PARTS = {
+    "computation": ("#b8c4d2", "#4b5a6b"),
+    "exposed communication": ("#c0392b", "#ef6a5b"),
+    "waiting for slower ranks": ("#e6a6a0", "#8f4a44"),
 }
 # Schemes that appear on most pages keep their slot from page to page; all others take what is free, in order of name.
 FIXED_SLOTS = {
@@ -67,6 +73,28 @@ STYLE: Any = {
     "lines.linewidth": 2,
     "lines.solid_capstyle": "round",
 }
+
+
+# CSS variable: (light, dark).
+_VARIABLES: dict[str, tuple[str, str]] = {
+    "ink": (INK, "#e6ebf1"),
+    "muted": (MUTED, "#9ba7b5"),
+    "grid": (GRID, "#2d3641"),
+    "surface": (SURFACE, "#161b22"),
+    **{part.partition(" ")[0]: colours for part, colours in PARTS.items()},
+    **SLOTS,
+}
+_NAMES = {light: name for name, (light, _) in _VARIABLES.items()}
+
+
+def css_variables(dark: bool) -> str:
+    """The palette as CSS declarations."""
+    return "".join(f"--{name}:{colours[dark]};" for name, colours in _VARIABLES.items())
+
+
+def as_variable(colour: str) -> str:
+    """A colour of the light palette as its CSS variable, any other as it is."""
+    return f"var(--{_NAMES[colour]})" if colour in _NAMES else colour
 
 
 def assign_slots(names: Iterable[str]) -> dict[str, tuple[str, int]]:

@@ -1,4 +1,7 @@
-"""The one style of every plot of records: lines over a number, or bars, as SVG."""
+"""The one style of every figure: in the pages, in a report, of a command. Lines, points, bars and stacked bars, as SVG.
+
+Figures are drawn in the light palette. Its colours become CSS variables in the SVG, so that one figure serves both schemes.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,42 @@ import io
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import Unsupported
 from gradwire_lab.results.experiment import Plot
-from gradwire_lab.results.palette import MARKERS, SLOTS, STYLE, assign_slots
+from gradwire_lab.results.palette import (
+    INK,
+    MARKERS,
+    PARTS,
+    SLOTS,
+    STYLE,
+    SURFACE,
+    as_variable,
+    assign_slots,
+    css_variables,
+)
 from gradwire_lab.results.records import write_bytes
 from gradwire_lab.results.summary import Summary, Value, chosen
 
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 Series = dict[str, list[tuple[Any, Value]]]
+Slots = Mapping[str, tuple[str, int]]
+
+TIMES = "\u00d7"  # ruff takes the sign itself for a typing error
+SIZE_IN = (7.2, 3.8)
+_LOOK = 2  # raised when figures are drawn anew, whatever their points
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
+_SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+_LABEL_PT = 14.5  # a line of 11 pt type
+# Where a label may stand beside its point, in points, the best place first.
+_OFFSETS = ((8, 0), (-8, 0), (0, 8), (0, -8), (7, 7), (7, -7), (-7, 7), (-7, -7), (18, 14), (18, -14), (-18, 14),
+            (-18, -14))  # fmt: skip
+
+
+# ---- what is drawn
 
 
 def series_of(plot: Plot, summary: Summary) -> Series:
@@ -44,87 +71,149 @@ def _x_of(row: Mapping[str, Any], plot: Plot) -> Any:
 def digest_of(plot: Plot, series: Series) -> str:
     """What a drawn plot says it was drawn from: equal for equal points, whatever draws them."""
     points = {name: [(str(x), y.middle, y.low, y.high) for x, y in line] for name, line in series.items()}
-    return hashlib.sha256(json.dumps([repr(plot), points]).encode()).hexdigest()[:16]
-
-
-def to_svg(plot: Plot, series: Series) -> str:
-    """The plot, its digest in a comment. Raises: Unsupported (matplotlib is not installed)."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unsupported(f"plots need matplotlib ({error}); pip install 'gradwire[report]'") from error
-    settings: Any = {**STYLE, "svg.hashsalt": "gradwire"}
-    with mpl.rc_context(settings):
-        figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-        axes = figure.add_subplot()
-        slots = assign_slots(series)
-        draw = _draw_lines if plot.style == "lines" else _draw_bars
-        draw(axes, series, slots)
-        axes.set(xlabel=plot.x_title or plot.x.replace("_", " "), ylabel=plot.y.heading, title=plot.title)
-        for axis in plot.log:
-            _scale_by_powers(axes, axis)
-        if "y" not in plot.log:
-            axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-        if len(series) > 1:
-            figure.legend(loc="outside right upper", fontsize=9, frameon=False)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", buffer.getvalue(), flags=re.DOTALL)
-    return f"{svg.rstrip()}\n<!-- drawn from {digest_of(plot, series)} -->\n"
-
-
-def _scale_by_powers(axes: Any, axis: str) -> None:
-    """A logarithmic axis with plain numbers on it: text that stays text in an SVG knows no exponents."""
-    from matplotlib.ticker import LogFormatter
-
-    class Plain(LogFormatter):
-        def _num_to_string(self, x: float, vmin: float, vmax: float) -> str:
-            return f"{x:g}"
-
-    (axes.set_xscale if axis == "x" else axes.set_yscale)("log")
-    chosen_axis = axes.xaxis if axis == "x" else axes.yaxis
-    chosen_axis.set_major_formatter(Plain())
-    chosen_axis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
+    return hashlib.sha256(json.dumps([_LOOK, repr(plot), points]).encode()).hexdigest()[:16]
 
 
 def digest_in(path: Path) -> str | None:
     """The digest of a drawn plot; None where there is none."""
-    if not path.is_file():
-        return None
-    found = re.search(r"<!-- drawn from (\w+) -->\s*$", path.read_text(encoding="utf-8"))
+    found = re.search(r"<!-- drawn from (\w+) -->\s*$", path.read_text(encoding="utf-8")) if path.is_file() else None
     return found.group(1) if found else None
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure in the format of the name. Raises: GradwireError."""
-    buffer = io.BytesIO()
-    kind = path.suffix.removeprefix(".")
-    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {})
+# ---- drawing
+
+
+def draw(
+    plot: Plot,
+    series: Series,
+    name: str = "plot",
+    slots: Slots | None = None,
+    size_in: tuple[float, float] = SIZE_IN,
+    points: Mapping[str, Any] | None = None,
+) -> str:
+    """The plot as an <svg> element with CSS variables for colours. Raises: Unsupported (matplotlib is not installed).
+
+    Args:
+        name: makes the ids in it unique in a page.
+        slots: the colours of names that other figures of the page show too; by default those of this figure alone.
+        points: {name: (x, y) arrays} that are drawn faintly behind the line of this name.
+    """
+    with _figure(size_in) as figure:
+        axes = figure.add_subplot()
+        _draw_in(axes, plot, series, slots or assign_slots(series), points or {})
+        return _as_element(figure, name)
+
+
+def to_svg(plot: Plot, series: Series) -> str:
+    """The plot as a file that follows the reader's colour scheme, its digest in a comment. Raises: Unsupported."""
+    light, dark = css_variables(dark=False), css_variables(dark=True)
+    fonts = "--sans:system-ui,'DejaVu Sans',sans-serif;font-family:var(--sans)"
+    style = f"<style>svg{{{light}{fonts}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    opening, _, rest = draw(plot, series).partition(">")
+    opening = opening.replace(' aria-hidden="true"', ' xmlns="http://www.w3.org/2000/svg"')
+    return f"{opening}>{style}{rest}\n<!-- drawn from {digest_of(plot, series)} -->\n"
+
+
+def draw_panels(plots: Sequence[tuple[Plot, Series]], path: Path) -> None:
+    """Several plots side by side in one file, PNG or SVG. Raises: GradwireError, Unsupported."""
+    with _figure((4.6 * len(plots), 3.4), facecolor="white") as figure:
+        for panel, (plot, series) in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
+            _draw_in(panel, plot, series, assign_slots(series), {}, are_named=False)
+        handles = panel.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
+        buffer, kind = io.BytesIO(), path.suffix.removeprefix(".")
+        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {})
     write_bytes(path, buffer.getvalue())
 
 
-def _draw_lines(axes: Any, series: Series, slots: Mapping[str, tuple[str, int]]) -> None:
-    for index, (name, points) in enumerate(series.items()):
+@contextmanager
+def _figure(size_in: tuple[float, float], facecolor: str = "none") -> Iterator[Any]:
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Unsupported(f"plots need matplotlib ({error}); pip install 'gradwire[report]'") from error
+    settings: Any = {**STYLE, "svg.hashsalt": "gradwire", "figure.facecolor": facecolor}
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=size_in, layout="constrained")
+        FigureCanvasAgg(figure)  # measures text for the placing of labels
+        yield figure
+
+
+def _draw_in(
+    axes: Any, plot: Plot, series: Series, slots: Slots, behind: Mapping[str, Any], are_named: bool = True
+) -> None:
+    axes.set(xlabel=plot.x_title or plot.x.replace("_", " "), ylabel=plot.y.heading, title=plot.title)
+    if plot.style == "stacks":
+        _draw_stacks(axes, series)
+        axes.set(xlabel=plot.y.heading, ylabel="")
+        return
+    if plot.style == "bars":
+        _draw_bars(axes, series, slots)
+    else:
+        _draw_lines(axes, series, slots, behind)
+    for axis in plot.log:
+        _scale_by_powers(axes.xaxis if axis == "x" else axes.yaxis)
+    if "y" not in plot.log and plot.style == "bars":
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    if not are_named:
+        return
+    if plot.style == "bars":
+        if len(series) > 1:
+            axes.figure.legend(loc="outside upper left", ncols=4, fontsize=9, frameon=False)
+        return
+    colours = {name: SLOTS[slots[name][0]][0] for name in series}
+    ends = [
+        (points[-1][0], points[-1][1].middle, name, colours[name]) for name, points in _sorted(series).items() if points
+    ]
+    if all(len(points) == 1 for points in series.values()):
+        axes.margins(0.08)
+        _name_points(axes, ends)
+    elif len(series) > 1:
+        longest = max(len(name) for name in series)
+        width, height = axes.figure.get_size_inches()
+        # Bold DejaVu takes 7.8 pt a character; half a line above the topmost label.
+        axes.figure.get_layout_engine().set(
+            rect=(0, 0, 1 - min(0.45, (0.108 * longest + 0.28) / width), 1 - 0.1 / height)
+        )
+        _name_ends(axes, [(_place(axes, x), y, name, colour) for x, y, name, colour in ends])
+
+
+def _place(axes: Any, x: Any) -> float:
+    """Where a value of a numbered or a named axis stands."""
+    return float(axes.convert_xunits(x))
+
+
+def _sorted(series: Series) -> Series:
+    """Points in order of x, where x is a number."""
+    return {
+        name: sorted(points, key=lambda point: point[0]) if _are_numbers(points) else points
+        for name, points in series.items()
+    }
+
+
+def _are_numbers(points: Sequence[tuple[Any, Value]]) -> bool:
+    return all(isinstance(x, int | float) for x, _ in points)
+
+
+def _draw_lines(axes: Any, series: Series, slots: Slots, behind: Mapping[str, Any]) -> None:
+    for name, points in _sorted(series).items():
         slot, again = slots[name]
-        colour = SLOTS[slot][0]
+        look = {"color": SLOTS[slot][0], "ls": _DASHES[again % len(_DASHES)]}
         xs, ys = [x for x, _ in points], [y.middle for _, y in points]
-        if all(isinstance(x, float | int) for x in xs):
-            ordered = sorted(zip(xs, range(len(xs)), strict=True))
-            xs, points = [x for x, _ in ordered], [points[at] for _, at in ordered]
-            ys = [y.middle for _, y in points]
-        axes.plot(xs, ys, color=colour, marker=MARKERS[index % len(MARKERS)], ms=4, lw=1.5, label=name,
-                  ls=_DASHES[again % len(_DASHES)])  # fmt: skip
-        if len(points) == 1 and points[0][1].low is not None:
-            (y,) = (y for _, y in points)
-            axes.plot([xs[0]] * 2, [y.low, y.high], color=colour, lw=1, alpha=0.6)
-        elif all(y.low is not None and y.high is not None for _, y in points):
-            axes.fill_between(
-                xs, [y.low for _, y in points], [y.high for _, y in points], color=colour, alpha=0.15, lw=0
-            )
+        if name in behind:
+            axes.plot(*behind[name], color=look["color"], lw=0.7, alpha=0.22)
+        marker = MARKERS[(list(SLOTS).index(slot) + 5 * again) % len(MARKERS)] if len(points) <= 30 else ""
+        axes.plot(xs, ys, marker=marker, ms=5, lw=1.6, label=name, **look)
+        ends = [(y.low, y.high) for _, y in points]
+        if len(points) == 1 and None not in ends[0]:
+            axes.plot([xs[0]] * 2, ends[0], color=look["color"], lw=1, alpha=0.6)
+        elif points and all(low is not None and high is not None for low, high in ends):
+            axes.fill_between(xs, *zip(*ends, strict=True), color=look["color"], alpha=0.15, lw=0)
 
 
-def _draw_bars(axes: Any, series: Series, slots: Mapping[str, tuple[str, int]]) -> None:
+def _draw_bars(axes: Any, series: Series, slots: Slots) -> None:
     places = list(dict.fromkeys(x for points in series.values() for x, _ in points))
     width = 0.84 / max(1, len(series))
     for index, (name, points) in enumerate(series.items()):
@@ -141,20 +230,157 @@ def _draw_bars(axes: Any, series: Series, slots: Mapping[str, tuple[str, int]]) 
     axes.grid(axis="x", visible=False)
 
 
-def draw_panels(plots: Sequence[tuple[Plot, Series]], path: Path) -> None:
-    """Several plots side by side in one file, PNG or SVG. Raises: GradwireError, Unsupported."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Unsupported(f"plots need matplotlib ({error}); pip install 'gradwire[report]'") from error
-    settings: Any = {**STYLE, "svg.hashsalt": "gradwire", "figure.facecolor": "white"}
-    with mpl.rc_context(settings):
-        figure = Figure(figsize=(4.2 * len(plots), 3.4), layout="constrained")
-        for panel, (plot, series) in zip(figure.subplots(1, len(plots), squeeze=False)[0], plots, strict=True):
-            (_draw_lines if plot.style == "lines" else _draw_bars)(panel, series, assign_slots(series))
-            panel.set(xlabel=plot.x_title or plot.x.replace("_", " "), ylabel=plot.y.heading)
-        figure.legend(
-            *panel.get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=8, frameon=False
+def _draw_stacks(axes: Any, series: Series) -> None:
+    """A horizontal bar a place, the series its parts one after another; shares of wide parts stand on them."""
+    places = list(dict.fromkeys(x for points in series.values() for x, _ in points))
+    totals = {place: sum(float(y.middle or 0) for points in series.values() for x, y in points if x == place)
+              for place in places}  # fmt: skip
+    left = dict.fromkeys(places, 0.0)
+    for part, points in series.items():
+        for place, y in points:
+            width = float(y.middle or 0)
+            axes.barh(places.index(place), width, 0.6, left[place], color=PARTS[part][0], ec="none",
+                      label=part if place == points[0][0] else None)  # fmt: skip
+            if width > 0.09 * max(totals.values()):
+                axes.text(left[place] + width / 2, places.index(place), f"{width / totals[place]:.0%}", ha="center",
+                          va="center", color=SURFACE if part.startswith("exposed") else INK, size=10)  # fmt: skip
+            left[place] += width
+    for place, total in totals.items():
+        axes.text(
+            total,
+            places.index(place),
+            f" {total:,.0f}" if total >= 100 else f" {total:.3g}",
+            va="center",
+            weight="bold",
+            size=10.5,
         )
-        save_figure(figure, path)
+    axes.set_yticks(range(len(places)), places)
+    axes.set_ylim(len(places) - 0.5, -0.5)
+    axes.set_xlim(0, 1.15 * max(totals.values(), default=1) or 1)
+    axes.grid(axis="y", visible=False)
+    axes.figure.legend(loc="outside upper left", ncols=4, fontsize=9, frameon=False)
+
+
+# ---- axes and labels
+
+
+def _scale_by_powers(axis: Any) -> None:
+    """A log axis with ticks that people read: 1, 2 and 5 over three decades, powers over more."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes = axis.axes
+    (axes.set_yscale if axis is axes.yaxis else axes.set_xscale)("log")
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1500 * low else (1,), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_power(value)))
+    axis.set_minor_locator(NullLocator())
+
+
+def format_power(value: float) -> str:
+    """`0.02`, `500`, and beyond these sizes 10 with its power."""
+    if value == 0 or 1e-2 <= abs(value) < 1e5:
+        return f"{value:,.10g}"
+    mantissa, _, power = f"{value:.1e}".partition("e")
+    mantissa = mantissa.removesuffix(".0")
+    raised = "10" + str(int(power)).translate(_SUPERSCRIPTS)
+    return raised if mantissa == "1" else f"{mantissa}{TIMES}{raised}"
+
+
+def _name_ends(axes: Any, ends: Sequence[tuple[float, Any, str, str]]) -> None:
+    """Name lines at the right edge; labels that would overlap move apart, with a thin leader to their line.
+
+    Args:
+        ends: (x, y of the line's end in data units, text, colour) a line.
+    """
+    figure = axes.figure
+    axes.margins(x=0.01)
+    limits = axes.get_xlim(), axes.get_ylim()
+    _settle(figure)
+    box = axes.get_window_extent()
+    wanted = []
+    for x, y, text, colour in ends:
+        at_x, at_y = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
+        wanted.append((min(max(at_y, 0.0), 1.0), at_x, text, colour))
+    wanted.sort(key=lambda label: label[0])
+    unit = 8 / 72 * figure.dpi / box.width  # of the leader
+    heights = _apart([label[0] for label in wanted], _LABEL_PT / 72 * figure.dpi / box.height)
+    for (height, at_x, text, colour), y in zip(wanted, heights, strict=True):
+        line = {"transform": axes.transAxes, "color": colour, "clip_on": False, "in_layout": False}
+        if at_x < 0.97:  # this line ends before the others: a faint guide leads on to the edge
+            axes.plot([at_x, 1], [height, height], lw=0.9, alpha=0.4, ls=(0, (1, 2)), **line)
+        axes.plot([1 + 0.3 * unit, 1 + 1.2 * unit, 1 + 1.7 * unit], [height, y, y], lw=0.9, **line)
+        axes.text(1 + 2.2 * unit, y, text, va="center", weight="bold", **line)
+    axes.set(xlim=limits[0], ylim=limits[1])
+
+
+def _name_points(axes: Any, points: Sequence[tuple[float, Any, str, str]]) -> None:
+    """Name points beside them, each where it hides neither a point nor another label: (x, y, text, colour)."""
+    figure = axes.figure
+    _settle(figure)
+    renderer, scale, frame = figure.canvas.get_renderer(), figure.dpi / 72, axes.get_window_extent()
+    marks = [axes.transData.transform(point[:2]) for point in points]
+    blocked = [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in marks]
+    for x, y, text, colour in points:
+        found: list[tuple[float, Any, Any]] = []
+        for rank, (dx, dy) in enumerate(_OFFSETS):
+            across = "left" if dx > 0 else "right" if dx < 0 else "center"
+            down = "center" if not dy else "bottom" if dy > 0 else "top"
+            label = axes.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", color=colour, ha=across,
+                                  va=down, size=9, weight="bold")  # fmt: skip
+            extent = label.get_window_extent(renderer)
+            area = (extent.x0, extent.y0, extent.x1, extent.y1)
+            outside = max(0, frame.x0 - area[0]) + max(0, area[2] - frame.x1) + max(0, area[3] - frame.y1)
+            cost = (
+                sum(_shared(area, other) for other in blocked) + 1e3 * (outside + max(0, frame.y0 - area[1])) + rank / 2
+            )
+            found.append((cost, label, area))
+        best = min(found, key=lambda one: one[0])
+        for one in found:
+            if one is not best:
+                one[1].remove()
+        blocked.append(best[2])
+
+
+def _settle(figure: Any) -> None:
+    """Lay the figure out for good, without drawing it: labels are placed in a frame that does not move any more."""
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
+
+
+def _shared(a: Sequence[float], b: Sequence[float]) -> float:
+    return max(0, min(a[2], b[2]) - max(a[0], b[0])) * max(0, min(a[3], b[3]) - max(a[1], b[1]))
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Sorted `heights` moved as little as needed so that neighbours are `gap` apart, and inside 0..1 if they fit."""
+    groups: list[tuple[float, int]] = []  # (mean wanted height of the group, members)
+    for height in heights:
+        groups.append((height, 1))
+        while len(groups) > 1:
+            (low, n_low), (high, n_high) = groups[-2:]
+            if high - low >= gap * (n_low + n_high) / 2:
+                break
+            n_members = n_low + n_high
+            centre = (low * n_low + high * n_high) / n_members
+            half = gap * (n_members - 1) / 2
+            groups[-2:] = [(min(max(centre, min(half, 0.5)), max(1 - half, 0.5)), n_members)]
+    return [centre + gap * (i - (n - 1) / 2) for centre, n in groups for i in range(n)]
+
+
+def _as_element(figure: Any, name: str) -> str:
+    """The figure as an <svg> element: ids made unique by `name`, colours as CSS variables, the page's own fonts."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = buffer.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r"<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>", r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg).replace("xlink:href", "href")
+    svg = re.sub(r"font(-family)?: ([^;\"]*?)'DejaVu Sans'[^;\"]*", _font, svg)
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda match: as_variable(match.group()), svg)
+    svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)  # a hundredth of a point is enough
+    return re.sub(r"\s*\n\s*", " ", svg).replace("> <", "><").strip()
+
+
+def _font(match: re.Match[str]) -> str:
+    # `font-family` alone, or the shorthand `font: bold 11px 'DejaVu Sans', ...`, which must end in a family.
+    return "font-family: inherit" if match.group(1) else f"font: {match.group(2)}var(--sans, sans-serif)"

@@ -40,7 +40,7 @@ def files_of(module: str) -> list[Path]:
     waiting = [path for path in [_file(module)] if path]
     while waiting:
         path = waiting.pop()
-        if path not in found:
+        if path not in found and not _only_shows(path):
             found.add(path)
             used, starts_a_process = _used(path)
             if starts_a_process:
@@ -52,11 +52,11 @@ def files_of(module: str) -> list[Path]:
         native = SOURCES.parent / "native"
         found |= {*native.rglob("*.cpp"), *native.rglob("*.hpp")} or set(SOURCES.glob("gradwire/_native*.so"))
     found |= {one for path in list(found) for one in path.parent.iterdir() if one.suffix in _DATA}
-    return sorted(path for path in found if not str(path.relative_to(SOURCES.parent)).startswith(_shown()))
+    return sorted(path for path in found if not _only_shows(path))
 
 
-def _shown() -> tuple[str, ...]:
-    return tuple(f"{SOURCES.name}/{room}" for room in _NOT_MEASURING)
+def _only_shows(path: Path) -> bool:
+    return path.is_relative_to(SOURCES) and path.relative_to(SOURCES).as_posix().startswith(_NOT_MEASURING)
 
 
 def _used(path: Path) -> tuple[list[str], bool]:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradwire.errors import InvalidArgument
 from gradwire.registry import parse_spec, spec_of
-from gradwire_lab.results.experiment import Column, Experiment, Plot
+from gradwire_lab.results.experiment import Column, Experiment, Plot, Table
+from gradwire_lab.results.grids import make_grid
 from gradwire_lab.results.plots import draw_panels, series_of
 from gradwire_lab.results.records import write_csv, write_json
 from gradwire_lab.results.summary import Summary
@@ -147,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chrome_trace:
         n_events = write_trace(args.chrome_trace, simulation, n_rounds=args.trace_rounds)
         print(f"{n_events} events in {args.chrome_trace}: open it at ui.perfetto.dev")
-    print_grid(make_grid(records), args.wide)
+    print_grid(make_table(records), args.wide)
     for path in args.plot or ():
         plot_sweep(records, path)
         print(f"plot: {path}")
@@ -212,45 +214,27 @@ def parse_link_rate(text: str) -> float:
     return float(rate_bps)
 
 
-def make_grid(records: Sequence[dict[str, Any]]) -> Grid:
+_TABLE = Table(
+    [
+        Column("rounds", form=".0f"), Column("round_s", "round s", form=".3f"), Column("utilisation", "use, %", 100, ".1f"),
+        Column("wait_s", "wait s", form=".3f"), Column("row", "ROW", form=".2f"), Column("osf", "OSF", form=".3f"),
+        Column("bits_per_value", "bits", form=".2f"), Column("seconds", form=".0f"),
+    ],
+    rows=("scheme", "workers", "Gb/s"),
+)  # fmt: skip
+_CAPTION = (
+    "use: utilisation of the links; wait: mean of a worker and round; ROW, OSF: means over rounds; bits: sent of each "
+    "value, all copies one"
+)
+
+
+def make_table(records: Sequence[dict[str, Any]]) -> Grid:
     """The records, for people."""
-    rows = [
-        [
-            spec_of(record),
-            str(record["workers"]),
-            f"{record['rate_bps'] / 1e9:g}",
-            str(record["rounds"]),
-            _number(record["round_s"], 3),
-            f"{100 * record['utilisation']:.1f} %",
-            _number(record["wait_s"], 3),
-            _number(record["row"], 2),
-            _number(record["osf"], 3),
-            _number(record["bits_per_value"], 2),
-            f"{record['seconds']:.0f}",
-            record["workload"],
-        ]
-        for record in records
-    ]
-    return Grid(
-        f"simulated: {records[0]['jitter']} jitter",
-        [
-            "scheme",
-            "workers",
-            "Gb/s",
-            "rounds",
-            "round s",
-            "use",
-            "wait s",
-            "ROW",
-            "OSF",
-            "bits",
-            "seconds",
-            "workload",
-        ],
-        rows,
-        "use: utilisation of the links; wait: mean of a worker and round; ROW, OSF: means over rounds; bits: sent of each "
-        "value, all copies one",
-    )
+    shown = [{**record, "scheme": spec_of(record), "Gb/s": f"{record['rate_bps'] / 1e9:g}"} for record in records]
+    axes: dict[str, list[Any]] = {axis: [] for axis in ("workload", *_TABLE.rows)}
+    grid = make_grid(Experiment("simulated", "", "", "", axes), _TABLE, shown)
+    workloads_of = ", ".join(dict.fromkeys(record["workload"] for record in records))
+    return replace(grid, title=f"simulated {workloads_of}: {records[0]['jitter']} jitter", caption=_CAPTION)
 
 
 def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -275,7 +259,3 @@ def plot_sweep(records: Sequence[dict[str, Any]], path: Path) -> None:
              x_scale=scale if is_line else 1.0) for one in measures
     ]  # fmt: skip
     draw_panels([(plot, series_of(plot, summary)) for plot in plots], path)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -12,6 +12,7 @@ from gradwire_lab.bench.catalogue import (
     gcomp,
     homomorphic,
     lossy,
+    papers,
     schemes,
     simulator,
     slimgc,
@@ -31,12 +32,15 @@ SYSTEMS = {
     "slimgc": "SlimGC",
     "homomorphic": "Homomorphic compression",
     "lossy": "Which scheme under which optimizer",
+    "defaults": "Defaults beside Adam: plain first steps, levels, groups, ranks",
     "simulator": "The simulator",
     COVERAGE: "The papers' figures and tables, one by one",
 }
 
 _MODULES = (auto, schemes, codecs, gcomp, acp_sgd, aqgb, slimgc, homomorphic, lossy, simulator)
-EXPERIMENTS: tuple[Experiment, ...] = tuple(one for module in _MODULES for one in module.EXPERIMENTS)
+EXPERIMENTS: tuple[Experiment, ...] = tuple(
+    papers.beside_the_papers(one) for module in _MODULES for one in module.EXPERIMENTS
+)
 
 # Tables for other pages, between `<!-- generated: bench render NAME -->` and `<!-- end -->`.
 SNIPPETS: dict[str, tuple[str, Table]] = {
@@ -46,23 +50,7 @@ SNIPPETS: dict[str, tuple[str, Table]] = {
     "schemes-speed": ("train-resnet", schemes.SPEED_TABLE),
 }
 
-# The papers' figures and tables that nothing here gives.
-LEFT_OUT = {
-    ("GComp", "Fig. 1"): "scaling of large models on its authors' cluster",
-    **{("GComp", f"Fig. {n}"): "the method: `docs/format.md`" for n in (4, 5, 6, 7, 8)},
-    ("GComp", "Table 1"): "the method: `docs/format.md`",
-    ("GComp", "Table 2"): "metrics of seven optimizers: proven in `tests/recovery/test_quantisation_metric.py`",
-    ("ACP-SGD", "Fig. 1"): "the method: proven against transcriptions in `tests/distributed/test_low_rank_oracles.py`",
-    ("ACP-SGD", "Fig. 4"): "the method: proven against transcriptions in `tests/distributed/test_low_rank_oracles.py`",
-    ("AQGB", "Table 1"): "a model's blocks: the simulator's workload `resnet50-4blocks`",
-    ("SlimGC", "Fig. 2"): "in `stats()` and the report of every run of `slimgc`",
-    ("SlimGC", "Fig. 6"): "in `stats()` and the report of every run of `slimgc`",
-    ("SlimGC", "Fig. 14"): "memory of a GPU",
-    ("Homomorphic", "Fig. 1"): "an example: `docs/format.md`",
-    ("Homomorphic", "Table 1"): "models and their sparsity: data that cannot be had here",
-}
-
 
 def book(root: Path) -> Book:
     """The pages of the checkout at `root`."""
-    return Book(root, EXPERIMENTS, SYSTEMS, SNIPPETS, LEFT_OUT, code_of)
+    return Book(root, EXPERIMENTS, SYSTEMS, SNIPPETS, papers.LEFT_OUT, code_of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradwire_lab.results.experiment import Column, Experiment, Goal, Table
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Table
 
 GRADIENTS = ["gpt@400", "resnet@400"]
 STEPS = {name: [f"{name}@{step}" for step in (10, 20, 40, 60)] for name in ("gpt", "resnet")}
@@ -26,11 +26,11 @@ _OWN = [
     "gradwire:zlib",
     "gradwire:zstd",
 ]
+_DRAWN = ["gcomp", "gcomp:importance=none", "gcomp:importance=uniform,bits=10", "truncate", "zstd", "lz4", "zipnn"]
 _SHORT = [f"gcomp:dtype={dtype}" for dtype in ("bfloat16", "float16")]
 _QUANTISERS = ["one-bit", "one-bit:scale=two-means", "two-bit", "ternary", "qsgd", "thc"]
 _ENCODE, _DECODE = (Column(f"{way}_gb_per_s", form=".2f") for way in ("encode", "decode"))
 _FORMAT_2 = ["gcomp", "gcomp:importance=uniform,bits=10"]
-_BITS = (2, 4, 8, 12, 16)
 
 EXPERIMENTS = [
     Experiment(
@@ -39,7 +39,9 @@ EXPERIMENTS = [
         fixed={"threads": 1}, axes={"gradients": GRADIENTS, "codec": [*_OWN, *_SHORT, *_COMPETITORS]},
         show=[Table([_RATIO, *_SPEED, Column("exponent_bits", form=".3f"), Column("exponent_entropy_bits", "entropy",
                                                                                   form=".3f")],
-                    rows=("codec",))],
+                    rows=("codec",)),
+              Plot("ratio", Column("encode_gb_per_s", "encode, GB/s"), "codec", log="y", x_title="size / original",
+                   where={"gradients": GRADIENTS[0], "codec": _DRAWN})],
         goals=[Goal("decode at least 2.5 times as fast as zstd -1", Column("decode_vs_zstd", form=".1f"), ">=", 2.5,
                     {"codec": "gcomp"}),
                Goal("encode at least 3 times as fast", Column("encode_vs_zstd", form=".1f"), ">=", 3.0,

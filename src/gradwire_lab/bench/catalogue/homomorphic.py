@@ -27,10 +27,6 @@ _SKETCHES = sorted([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.2, 1.6, 2.0, *_E
 _ERROR = Column("relative_error", "error", form=".1e")
 
 
-def _speed(field: str) -> Column:
-    return Column(f"{field}_gb_per_s", field, form=".1f")
-
-
 def _lossy(name: str, workload: str, *, metric: str, steps: int, seconds: float, **fixed: Any) -> Experiment:
     scale, form = (100.0, ".2f") if metric == "accuracy" else (1.0, ".3f")
     return Experiment(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gradwire_lab.bench.catalogue.schemes import ITERATION
 from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Table
@@ -139,16 +139,22 @@ RANKS = {
 }
 
 
+# What chose the defaults beside Adam, on a page of their own.
+_DEFAULTS = ("first-steps", "levels", "groups", "gpt-short", "rank")
+
+
 def _compare(key: str, question: str, schemes: Mapping[str, str], workload: str, *, steps: int, seconds: float,
-             loss: Column, goals: list[Goal], is_long: bool = False) -> Experiment:  # fmt: skip
+             loss: Column, goals: list[Goal], is_long: bool = False,
+             drawn: Sequence[str] = ()) -> Experiment:  # fmt: skip
     behind = Column(loss.field, "against plain", loss.scale, loss.form, "difference", "plain", spread=True)
     return Experiment(
-        key=f"lossy-{key}", system="lossy", measure="training", seconds=seconds, question=question,
+        key=f"lossy-{key}", system="defaults" if key in _DEFAULTS else "lossy", measure="training",
+        seconds=seconds, question=question,
         fixed={"workload": workload, "ranks": 2, "steps": steps, "baseline": "plain"},
         axes={"seed": [0, 1, 2], "scheme": schemes}, over=("seed",), together=("scheme",),
-        baseline={"scheme": "plain"}, show=[Table([loss, behind, _BYTES]),
-        Plot("ratio", Column(loss.field, loss.heading, loss.scale, loss.form), log="x", x_title="bytes / ring")],
-        goals=goals, is_long=is_long,
+        baseline={"scheme": "plain"}, goals=goals, is_long=is_long, show=[Table([loss, behind, _BYTES]), *([Plot(
+            "ratio", Column(loss.field, loss.heading, loss.scale, loss.form), log="x", x_title="bytes / ring",
+            where={"scheme": [schemes[name] for name in drawn]})] if drawn else [])],
     )  # fmt: skip
 
 
@@ -157,35 +163,41 @@ def _at_most(nats: float, *names: str, of: Mapping[str, str] = LONG) -> Goal:
     return Goal(f"at most {nats} nats behind plain", column, "<=", nats, {"scheme": [of[name] for name in names]})
 
 
+# No more lines than can be told apart.
+_DRAWN = ["plain", "PyTorch's bf16 hook", "embedded-float, 5 bits", "one-bit-adam", "two-bit, groups, 50 plain",
+          "power-sgd, rank 8", "top-k-adam, share 0.05"]  # fmt: skip
 _NATS = Column("held_out_loss", "held-out loss", 1.0, ".3f", spread=True)
 _SOONER = Column("seconds_to_loss", "x sooner than DDP", kind="speed-up", against="ddp")
 _ACCURACY = Column("accuracy", "accuracy, %", 100.0, ".2f", spread=True)
 EXPERIMENTS = [
     _compare("gpt", "Under AdamW, after 500 steps of a small GPT: what does each scheme lose, and send?", LONG, _GPT,
-             steps=500, seconds=950, is_long=True, loss=_NATS,
+             steps=500, seconds=950, is_long=True, loss=_NATS, drawn=_DRAWN,
              goals=[_at_most(0.02, "one-bit-adam", "one-bit-adam, two bits"),
                     _at_most(0.05, "one-bit, groups, 50 plain", "two-bit, groups, 50 plain", "power-sgd, rank 8")]),
-    _compare("first-steps", "The same: what do plain first steps give low rank and sparse schemes, and what do they cost?",
+    _compare("first-steps",
+             "What do plain first steps give low rank and sparse schemes, and what do they cost?",
              FIRST_STEPS, _GPT, steps=500, seconds=500, is_long=True, loss=_NATS,
              goals=[_at_most(0.05, "acp-sgd, 100 plain", of=FIRST_STEPS)]),
-    _compare("levels", "The same with two bits a value: three levels, of which one is zero, or four?", LEVELS, _GPT, steps=500,
+    _compare("levels",
+             "A small GPT with two bits a value: three levels, of which one is zero, or four?", LEVELS, _GPT, steps=500,
              seconds=330, is_long=True, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam, four levels", of=LEVELS),
                     _at_most(0.05, "two-bit, four levels, 50 plain", of=LEVELS)]),
-    _compare("groups", "The same: how many values should share a scale?", GROUPS, _GPT, steps=500, seconds=470,
+    _compare("groups", "How many values should share a scale?", GROUPS, _GPT, steps=500, seconds=470,
              is_long=True, loss=_NATS,
              goals=[_at_most(0.02, "one-bit-adam, groups of 64", of=GROUPS),
                     _at_most(0.05, "one-bit, 50 plain, groups of 64", "one-bit, 150 plain, groups of 64",
                              "two-bit, four levels, 50 plain, groups of 64", of=GROUPS)]),
-    _compare("gpt-short", "The same after 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
+    _compare("gpt-short", "After 200 steps: what groups, plain first steps, the freeze and exempt embeddings do.",
              SHORT, _GPT, steps=200, seconds=240, is_long=True, loss=_NATS, goals=[]),
     _compare("auto", "The schemes that `auto` may use under AdamW, after 200 steps.", AUTO, _GPT, steps=200, seconds=330,
+             drawn=["plain", "gcomp, 12 bits", "bf16", "embedded-float, 5 bits", "thc", "qsgd", "terngrad"],
              loss=_NATS, goals=[]),
     _compare("rank", "Under AdamW, after 200 steps: which rank does low rank want, with embeddings whole and without?",
              {"plain": "plain"} | RANKS, _GPT, steps=200, seconds=90, loss=_NATS, goals=[]),
     _compare("digits", "Under SGD with momentum, a small ResNet on handwritten digits, 200 steps.", SGD, _DIGITS, steps=200,
              seconds=180, loss=_ACCURACY, goals=[]),
-    _compare("bert-long", "The same after 2,400 steps, when every run has left the first plateau of its loss.", LONG_BERT,
+    _compare("bert-long", "A small BERT after 2,400 steps, when every run has left the first plateau of its loss.", LONG_BERT,
              "bert:n_layers=2,width=64,n_heads=4", steps=2_400, seconds=900, is_long=True, loss=_NATS, goals=[]),
     Experiment(
         key="lossy-times", system="lossy", measure="training", seconds=600, is_long=True, baseline={"scheme": "ddp"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradwire import schemes
-from gradwire_lab.results.experiment import Column, Experiment, Goal, Ref, Table, mb, ms
+from gradwire_lab.results.experiment import Column, Experiment, Goal, Plot, Ref, Table, mb, ms
 
 # PyTorch's own: DDP, and its hooks.
 HOOKS = ["ddp", "ddp-fp16", "ddp-bf16", "ddp-powersgd", "ddp-quant8"]
@@ -24,10 +24,8 @@ TIME = ms("time_s", "ms", spread=True)
 TIME_X_DDP = Column("time_s", "x ddp", kind="ratio")
 CPU_X_DDP = Column("cpu_s", "cpu x ddp", kind="ratio")
 RATIO = Column("wire_ratio", "wire ratio", form=".3f")
-BY_RATE = Table([ITERATION, X_DDP, EXPOSED], across="rate")
 PARTS = Table([SENT, CODEC, LOSS], where={"rate": "1gbit"}, title="What is sent, and what the loss pays, at 1 Gb/s")
 SIZES = {"1 KB": 1024, "64 KB": 65536, "1 MB": 1048576, "5 MB": 5000000, "25 MB": 25000000}
-STRAGGLER = "1gbit,1gbit,1gbit,100mbit"
 
 _README = ["ddp", "ddp-bf16", "gcomp", "embedded-float", "one-bit", "acp-sgd"]
 README_TABLE = Table([ms("iteration_s", "step, ms"), Column("iteration_s", "x faster than DDP", kind="speed-up"), SENT,
@@ -37,13 +35,6 @@ _SPEEDS = [*_README, "power-sgd", "terngrad", "qsgd", "two-bit"]
 SPEED_TABLE = Table([ms("iteration_s", "ms"), Column("iteration_s", "x DDP", kind="speed-up")], across="rate",
                     where={"scheme": _SPEEDS})  # fmt: skip
 
-_CHANGING = ["ddp", "plain", "gcomp", "gcomp:importance=uniform,bits=12", "acp-sgd", "top-k", "one-bit", "two-bit",
-             "homomorphic", "aqgb", "aqgb:max_contention=1", "broadcast", "slimgc"]  # fmt: skip
-_EIGHT = [*dict.fromkeys([*_CHANGING, "sign-sgd", "ddp-bf16", "power-sgd", "power-sgd-overlap", "random-k", "dgc",
-                          "terngrad",
-                          "qsgd", "thc", "truncated-float", "embedded-float", "truncate", "zstd",
-                          "periodic"])]  # fmt: skip
-_PHASES = Table([ITERATION, Column("wire_bytes", "MB sent", 1e-6, ".2f")], across="phase")
 
 _CHUNKED = [
     "ddp",
@@ -75,8 +66,6 @@ _LOCAL = [
     for outer, schemes in _LOCAL_SCHEMES.items()
     for scheme in schemes
 ]
-# A hundred outer steps without momentum: plain, and within 2 % of it two-bit with its error feedback.
-_HUNDRED = [f"{scheme}:local_sgd=4,outer=average" for scheme in ("plain", "two-bit")]
 
 
 def _nodes(key: str, per_node: int, seconds: float) -> Experiment:
@@ -104,7 +93,7 @@ EXPERIMENTS = [
         of=[Ref("GComp", "Fig. 15")],
         fixed={"workload": "resnet", "ranks": 4, "steps": 20, "warmup": 3},
         axes={"rate": RATES, "scheme": EVERYTHING},
-        show=[BY_RATE, PARTS],
+        show=[SPEED_TABLE, PARTS, Plot("rate", ms("iteration_s", "ms a step"), style="bars", where={"scheme": _README})],
         goals=[Goal("GComp faster than DDP at 100 Mb/s", X_DDP, "<=", 0.95, {"rate": "100mbit", "scheme": "gcomp"})],
     ),
     Experiment(

@@ -12,7 +12,7 @@ from gradwire_lab.results.experiment import Cell
 from gradwire_lab.results.records import write_text
 from gradwire_lab.results.store import Record
 from gradwire_lab.simulator.predictions import predict
-from gradwire_lab.simulator.schemes.measured import FORMAT, TABLE, MeasuredTable
+from gradwire_lab.simulator.schemes.measured import FORMAT, TABLE, MeasuredTable, to_text
 
 # A reduction of so few bytes takes its hops' latency and nothing else; by a scheme of each kind of lane.
 _LATENCY_BYTES = 1024
@@ -50,7 +50,7 @@ def measure_sizes(call: Call) -> list[tuple[Cell, Record]]:
         "command": f"gradwire bench run {call.key}; {name}{words}",
         **{key: first.get(key) for key in ("gradients", "cpu", "n_cores", "torch")},
     }
-    write_text(TABLE, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_text(TABLE, to_text(content))
     return found
 
 

@@ -12,7 +12,7 @@ from gradwire_lab.bench.catalogue import EXPERIMENTS, book
 from gradwire_lab.bench.runner import Runner
 from gradwire_lab.ranks.supervisor import end_on_signals
 from gradwire_lab.results.experiment import Experiment, Table
-from gradwire_lab.results.grids import make_grids
+from gradwire_lab.results.grids import make_grid
 from gradwire_lab.results.store import Store, find_root, machine_name
 from gradwire_lab.results.tables import print_grid
 
@@ -77,9 +77,8 @@ def show(experiments: Sequence[Experiment], store: Store, wide: bool) -> None:
         records = [record for record in store.read(experiment.key) if "absent" not in record]
         for table in experiment.show:
             if records and isinstance(table, Table):
-                for grid in make_grids(experiment, table, records):
-                    print()
-                    print_grid(grid, wide)
+                print()
+                print_grid(make_grid(experiment, table, records), wide)
         if records:
             print(f"records: {store.path(experiment.key)}")
 

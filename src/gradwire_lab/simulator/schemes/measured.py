@@ -7,6 +7,7 @@ several: as a ring's 2 (N-1)/N of something, or as the N-1 copies of an all-gath
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,12 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
             best = found
     assert best is not None
     return best
+
+
+def to_text(content: Mapping[str, Any]) -> str:
+    """A table's content as its file: JSON, a line a measurement."""
+    text = json.dumps(content, indent=1, allow_nan=False)
+    return re.sub(r'\{\s*"ranks"[^{}]*\}', lambda found: " ".join(found.group().split()), text) + "\n"
 
 
 class MeasuredTable:

@@ -1,0 +1,174 @@
+"""The papers beside what is measured: their numbers, what differs from their conditions, and what nothing here gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gradwire_lab.results.experiment import Claim, Column, Coverage, Experiment, Goal, Ref
+
+_SMALL = "small models, 4 ranks on 2 cores"
+_EMULATED = "4 ranks on 2 cores, computation emulated, links of 0.1 to 1 Gb/s"
+# By experiment: what differs from the paper where it does; those that are not here are in the paper's own setting.
+DIFFERS = {
+    "train-resnet": "a small ResNet, 4 ranks on 2 cores; the paper: ResNet-50, 4 A100, 10 Gb/s",
+    "allreduce-gradient": "gradients of small models at 1 Gb/s; the paper: 10 Gb/s",
+    "gcomp-fidelity": "a GPT of 1.4 M and a small ResNet; the paper: ResNet-50, BERT-base",
+    "gcomp-load": "ranks share 2 cores; the paper: 12 cores a rank",
+    "gcomp-spread": "small models, whose gradients are larger beside their parameters",
+    "gcomp-cross-tables": "small models",
+    "gcomp-mantissa": "small models, the four levels of format 1",
+    "gcomp-scaling": "simulated from sizes of small models",
+    "acp-iteration-gpt": _SMALL,
+    "acp-iteration-resnet50": "4 emulated ranks on 2 cores, at most 1 Gb/s; the paper: 32 GPUs, 10 Gb/s",
+    "acp-iteration-bert-base": _EMULATED,
+    "acp-optimisations": _EMULATED,
+    "acp-buffers": _EMULATED,
+    "acp-batch": "a small ResNet",
+    "acp-rank": _EMULATED,
+    "acp-world": "2 to 8 ranks on 2 cores; the paper: 8 to 64 GPUs",
+    "acp-convergence-resnet": "a small ResNet on digits; the paper: VGG-16 and ResNet-18 on CIFAR-10",
+    "aqgb-live": "a small GPT, 2 and 4 ranks on 2 cores; the paper: 16 simulated workers",
+    "aqgb-adaptation": "live on 4 ranks; the paper: 8 simulated workers",
+    "aqgb-accuracy": "digits; the paper: CIFAR-10",
+    "aqgb-times": _SMALL,
+    "aqgb-float-training": "a small ResNet and 150 steps; the paper: ResNeXt101",
+    "slimgc-accuracy": "digits; the paper: CIFAR and ImageNet",
+    "slimgc-accuracy-gpt": "a small GPT",
+    "slimgc-accuracy-rates": "digits",
+    "slimgc-compression": "digits",
+    "slimgc-communication": "digits",
+    "slimgc-speed-resnet50": "4 emulated ranks on 2 cores, 0.1 and 1 Gb/s; the paper: 16 V100, 10 and 100 Gb/s",
+    "slimgc-speed-large": _EMULATED,
+    "slimgc-rivals": "ResNet-50 at 1 Gb/s; the paper: VGG-16 at 100 Gb/s",
+    "homomorphic-allreduce": "over loopback at 200 Mb/s, an emulated switch; the paper: NCCL at 100 Gb/s, a Tofino",
+    "homomorphic-shapes": _EMULATED,
+    "homomorphic-time-ncf": _SMALL,
+    "homomorphic-time-lstm": _SMALL,
+    "homomorphic-lossy-vgg": "a small VGG on digits",
+    "homomorphic-lossy-bert": "a small BERT",
+}
+
+_CANNOT, _AS, _DIFFERS = "cannot be here", "as in the paper", "differs"
+_METHOD = Coverage(_AS, "the method, `docs/format.md`")
+_LOW_RANK = Coverage(_AS, "the method, proven against transcriptions: `tests/distributed/test_low_rank_oracles.py`")
+_BROADCAST = Coverage(_AS, "the method, `docs/systems/aqgb.md`; proven in `tests/broadcast` and `tests/control`")
+_SLIM = Coverage(_AS, "the method, `docs/systems/slimgc.md`; proven in `tests/distributed/test_slimgc.py`")
+# Figures and tables that no experiment gives: what stands for them, or why nothing can.
+LEFT_OUT = {
+    ("GComp", "Fig. 1"): Coverage(_CANNOT, "scaling of large models on its authors' cluster"),
+    **{("GComp", f"Fig. {n}"): _METHOD for n in (4, 5, 6, 7, 8)},
+    ("GComp", "Table 1"): _METHOD,
+    ("GComp", "Table 2"): Coverage(
+        _AS, "metrics of seven optimizers, proven: `tests/recovery/test_quantisation_metric.py`"
+    ),
+    ("ACP-SGD", "Fig. 1"): _LOW_RANK,
+    ("ACP-SGD", "Fig. 4"): _LOW_RANK,
+    **{("AQGB", f"Fig. {n}"): _BROADCAST for n in (1, 3, 4, 5, 6)},
+    ("AQGB", "Fig. 7"): Coverage(_AS, "truncation of a float, bit for bit: `tests/recovery/test_truncated_float.py`"),
+    ("AQGB", "Table 1"): Coverage(_AS, "a model's blocks, the simulator's workload `resnet50-4blocks`"),
+    ("SlimGC", "Fig. 2"): Coverage(_DIFFERS, "in `stats()` and the report of every run of `slimgc`"),
+    **{("SlimGC", f"Fig. {n}"): _SLIM for n in (3, 4, 7, 8)},
+    ("SlimGC", "Fig. 6"): Coverage(_DIFFERS, "in `stats()` and the report of every run of `slimgc`"),
+    ("SlimGC", "Fig. 14"): Coverage(_CANNOT, "memory of a GPU"),
+    ("SlimGC", "Table 1"): Coverage(_AS, "symbols, `docs/terminology.md`"),
+    ("Homomorphic", "Fig. 1"): _METHOD,
+    ("Homomorphic", "Table 1"): Coverage(_CANNOT, "models and their sparsity, on data that cannot be had here"),
+}
+
+
+def _faster(says: str, paper: str, figure: Ref, where: dict[str, Any], against: str | None = None) -> Claim:
+    return Claim(says, Column("iteration_s", kind="speed-up", against=against, form=".2f"), where, paper, figure)
+
+
+def _ratio(method: str, workload: str, paper: str) -> Claim:
+    name = {"power_sgd": "Power-SGD", "acp_sgd": "ACP-SGD, a step"}[method]
+    column = Column(method, form=".1f")
+    where = {"of": "ratios", "workload": workload}
+    return Claim(f"{name}: times fewer bytes, {workload}", column, where, paper, Ref("ACP-SGD", "Table I"))
+
+
+_ROUNDS, _MORE = Column("rounds", form=".0f"), Column("more_rounds", "", 100, ".0f")
+_RIVALS = {"terngrad": "1.17", "thc": "1.56", "top-k:share=0.1": "2.07", "dgc:share=0.1": "2.89"}
+_FIG_10 = Ref("AQGB", "Fig. 10")
+# By experiment: numbers of the paper, and the column that stands beside them here.
+CLAIMS: dict[str, list[Claim]] = {
+    "gcomp-fidelity": [
+        Claim("bytes / a ring's, mean over training", Column("ratio_mean", form=".2f"), {"scheme": "gcomp:importance=paper"},
+              "0.33 to 0.37", Ref("GComp", "Fig. 9"))],
+    "allreduce-gradient": [
+        Claim("time of an all-reduce, x Gloo's", Column("time_s", kind="ratio"), {"scheme": "gcomp"}, "0.47 to 0.62",
+              Ref("GComp", "Fig. 10"))],
+    "gcomp-load": [
+        Claim("cores busy, %", Column("machine_load", "", 100, ".0f"), {"scheme": "gcomp:importance=paper"}, "below 21.6",
+              Ref("GComp", "Fig. 11"))],
+    "gcomp-scaling": [
+        Claim("throughput of 128 workers, x a ring's", Column("round_s", kind="speed-up"),
+              {"scheme": "gcomp", "workers": 128, "codec": True}, "1.35 to 2.27", Ref("GComp", "Fig. 17"))],
+    "train-resnet": [
+        _faster("GComp's step at 100 Mb/s, times faster than DDP's", "1.5 to 1.9", Ref("GComp", "Fig. 15"),
+                {"rate": "100mbit", "scheme": "gcomp"})],
+    "acp-shapes": [_ratio("power_sgd", "resnet50", "67"), _ratio("power_sgd", "resnet152", "53"),
+                   _ratio("power_sgd", "bert-base", "16"), _ratio("power_sgd", "bert-large", "21"),
+                   _ratio("acp_sgd", "resnet50", "-")],
+    "acp-iteration-resnet50": [
+        _faster(f"ACP-SGD's step at {name}, times faster than DDP's", paper, Ref("ACP-SGD", "Fig. 13"),
+                {"rate": rate, "scheme": "acp-sgd:rank=4"})
+        for name, rate, paper in (("100 Mb/s", "100mbit", "-"), ("1 Gb/s", "1gbit", "4.06, mean of 4 models at 10 Gb/s"))],
+    "aqgb-live": [
+        _faster(f"AQGB at {name}, times faster than DDP's ring", "-", _FIG_10, {"rate": rate, "scheme": "aqgb:bucket_mb=0.5"})
+        for name, rate in (("100 Mb/s", "100mbit"), ("1 Gb/s", "1gbit"))],
+    "aqgb-fig10": [
+        Claim(f"rounds in 200 s, {name}", _ROUNDS, {"scheme": scheme, "jitter": "common"}, paper, _FIG_10)
+        for name, scheme, paper in (("32-bit broadcast", "broadcast-32", "39"), ("4-bit broadcast", "broadcast-4", "130"),
+                                    ("an uncompressed ring", "plain", "-"))],
+    "aqgb-fig13": [
+        Claim(f"more rounds than 32 bits, %, {name}", _MORE, {"scheme": scheme, "sigma": 1.5}, paper, Ref("AQGB", "Fig. 13"))
+        for name, scheme, paper in (("4 bits", "broadcast-4", "126"), ("AQGB", "aqgb", "118"))],
+    "slimgc-speed-resnet50": [
+        Claim("a step, times faster than the bare quantiser's", Column("speed_up", form=".2f"),
+              {"scheme": lambda spec: str(spec).startswith("slimgc") and "backup" in str(spec)}, "1.04 to 1.76",
+              Ref("SlimGC", "Fig. 12"))],
+    "slimgc-rivals": [
+        Claim(f"a step of {scheme.partition(':')[0]}, x that of slimgc", Column("iteration_s", kind="ratio"),
+              {"scheme": scheme}, paper, Ref("SlimGC", "Table 3")) for scheme, paper in _RIVALS.items()],
+    "homomorphic-time-ncf": [
+        _faster("a step of NCF, times faster than DDP's", "2.01", Ref("Homomorphic", "Fig. 7"),
+                {"scheme": "homomorphic:mode=sketch"})],
+    "homomorphic-time-lstm": [
+        _faster("a step of the LSTM, times faster than DDP's", "1.31", Ref("Homomorphic", "Fig. 7"),
+                {"scheme": "homomorphic:mode=sketch"})],
+    "homomorphic-shapes": [
+        _faster(f"a step of {name}, times faster than DDP's", paper, Ref("Homomorphic", "Fig. 7"),
+                {"workload": workload, "scheme": "homomorphic:mode=lossy,budget=0.1"})
+        for name, workload, paper in (("VGG19", "vgg19", "3.45"), ("BERT-base", "bert-base", "1.17"))],
+}  # fmt: skip
+# The same of goals, which have a bound of their own: by experiment and the goal's words.
+GOALS = {
+    ("gcomp-fidelity", "95 % below truncate"): ("0.07 to 0.26", Ref("GComp", "Fig. 18")),
+    ("gcomp-fidelity", "95 % below periodic"): ("0.03 to 0.23", Ref("GComp", "Fig. 19")),
+    ("aqgb-live", "3.15 times as fast as 32 bits at 100 Mb/s (the paper)"): ("3.15", Ref("AQGB", "Table 2")),
+    ("aqgb-accuracy", "AQGB's accuracy beside full precision"): ("-0.67", Ref("AQGB", "Table 2")),
+    ("aqgb-fig10", "AQGB's 127 rounds, to 5 %: at least"): ("127", _FIG_10),
+    ("aqgb-fig10", "utilisation within 5 points of 77 %"): ("77", _FIG_10),
+    ("slimgc-accuracy", "1 bit: what the strategies give back, points"): ("1.1 to 2.3", Ref("SlimGC", "Fig. 9")),
+    ("slimgc-accuracy", "2 bit: what the strategies give back, points"): ("1.1 to 1.6", Ref("SlimGC", "Fig. 9")),
+    ("slimgc-speed-resnet50", "overlap at least 3.5 times that of the codec on the training thread"):
+        ("3.5 to 6.4", Ref("SlimGC", "Fig. 13")),
+    ("homomorphic-allreduce", "6.33 times as fast as Gloo at 1 %"): ("4.97", Ref("Homomorphic", "Fig. 5")),
+    ("homomorphic-allreduce", "over a switch 6.33 times as fast as the switch without compression at 1 %"):
+        ("6.33", Ref("Homomorphic", "Fig. 6")),
+    ("sketch-formulas", "at most 1.6 times the bound"): ("1.6", Ref("Homomorphic", "Fig. 2")),
+}  # fmt: skip
+
+
+def beside_the_papers(experiment: Experiment) -> Experiment:
+    """The experiment with the papers' numbers at its goals, what the papers claim beyond these, and what differs."""
+    goals = [_with_paper(experiment.key, goal) for goal in experiment.goals]
+    claims = CLAIMS.get(experiment.key, [])
+    return replace(experiment, goals=goals, claims=claims, differs=DIFFERS.get(experiment.key, ""))
+
+
+def _with_paper(key: str, goal: Goal) -> Goal:
+    paper, of = GOALS.get((key, goal.says), ("", None))
+    return replace(goal, paper=paper, of=of)

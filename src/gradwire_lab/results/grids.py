@@ -57,6 +57,10 @@ def make_grid(experiment: Experiment, table: Table, records: Sequence[Record], m
     return Grid(title, [*map(_axis_title, names), *headings], lines, " ".join(captions), len(names))
 
 
+def _axis_title(axis: str) -> str:
+    return axis.replace("_", " ").replace("n bytes", "bytes")
+
+
 def show_value(value: Value, column: Column) -> str:
     """`127 (120 to 133)`; `~0.97` where noise may be all of it; `-` where it was not measured."""
     if value.middle is None:

@@ -92,7 +92,7 @@ def test_another_size_dtype_codec_or_version_is_refused_by_name(written: Written
                 decode(written.codec, written.message, 2 * written.n, other)
     for foreign in WRITTEN.values():
         if SEALS[foreign.name] is not SEALS[written.name]:
-            with pytest.raises(CorruptMessage, match="does not begin with|it begins with"):
+            with pytest.raises(CorruptMessage, match=r"does not begin with|it begins with"):
                 written.read(foreign.message)
         elif foreign.name not in (written.name, "raw"):
             with pytest.raises(CorruptMessage, match=rf"(one of|method) {foreign.name}"):

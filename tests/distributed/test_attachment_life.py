@@ -16,10 +16,17 @@ import gradwire
 from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
 from gradwire_lab.schemes.baselines import ZlibRing
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, try_ranks
 
 
-def refuse(rank: int, world_size: int) -> None:
+def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@on_ranks(2)
+def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     bare = build_model()
@@ -52,16 +59,6 @@ def refuse(rank: int, world_size: int) -> None:
         gradwire.attach(hooked, sgd(hooked), "plain", timeout_s=100)
 
 
-def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def test_what_cannot_be_attached_is_refused_by_name() -> None:
-    run_ranks(refuse, 2)
-
-
 @pytest.mark.parametrize("registry", [schemes, codecs])
 def test_option_that_there_is_not_is_named_with_those_that_there_are(registry: ModuleType) -> None:
     with pytest.raises(
@@ -70,7 +67,8 @@ def test_option_that_there_is_not_is_named_with_those_that_there_are(registry: M
         registry.by_name("gcomp", importnce="none")
 
 
-def switch_in_mid_run(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_switch_goes_on_from_the_same_bits_on_all_ranks(rank: int, world_size: int) -> None:
     ddp, alone = wrap(build_model()), wrap(build_model())
     optimizer, optimizer_alone = sgd(ddp), sgd(alone)
     attachment = attach(ddp, optimizer, schemes.by_name("gcomp", refresh_every=3))
@@ -91,10 +89,6 @@ def switch_in_mid_run(rank: int, world_size: int) -> None:
     found, expected = finish(ddp, attachment), finish(alone, None)
     assert agree(rank, found)
     assert torch.allclose(found, expected, rtol=0, atol=1e-5)
-
-
-def test_switch_goes_on_from_the_same_bits_on_all_ranks() -> None:
-    run_ranks(switch_in_mid_run, 2)
 
 
 def switch_to_different_schemes(rank: int, world_size: int) -> None:
@@ -143,7 +137,8 @@ class FailsAtTheEnd(ZlibRing):
             raise ZeroDivisionError("a bug in commit")
 
 
-def count_fallbacks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_stats_count_every_fallback(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, FallsBack(), timeout_s=100)
@@ -152,10 +147,6 @@ def count_fallbacks(rank: int, world_size: int) -> None:
     assert attachment.stats()["n_fallbacks"] == attachment.recorder.steps[1].n_buckets > 1
     assert attachment.recorder.fallback_reasons == {"not compressible": attachment.recorder.steps[1].n_buckets}
     attachment.close()
-
-
-def test_stats_count_every_fallback() -> None:
-    run_ranks(count_fallbacks, 2)
 
 
 def fail_at_the_end(rank: int, world_size: int) -> None:
@@ -180,7 +171,8 @@ def test_exception_at_the_end_of_a_step_is_raised_on_all_ranks() -> None:
         assert "rank 1 failed: ZeroDivisionError: a bug in commit" in str(outcome.error)
 
 
-def raise_between_steps(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_error_of_the_users_between_two_steps_harms_nothing(rank: int, world_size: int) -> None:
     """The user's own error, caught by the user: one rank loses a batch's forward pass and takes another."""
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
@@ -191,10 +183,6 @@ def raise_between_steps(rank: int, world_size: int) -> None:
                 ddp(batch[:, :3])
         take_step(ddp, optimizer, batch)
     assert agree(rank, finish(ddp, attachment))
-
-
-def test_error_of_the_users_between_two_steps_harms_nothing() -> None:
-    run_ranks(raise_between_steps, 2)
 
 
 def send_sparse_gradients(rank: int, world_size: int) -> None:

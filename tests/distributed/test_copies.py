@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import gradwire
 from gradwire import schemes
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, try_ranks
 
 
 def saved_and_loaded(ddp: Any) -> Any:
@@ -23,7 +23,8 @@ def saved_and_loaded(ddp: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def copy_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_model_with_an_attachment_is_copied_and_saved_as_any_other(rank: int, world_size: int) -> None:
     for scheme in ("gcomp", "one-bit", "broadcast"):
         ddp = wrap(build_model())
         optimizer = adamw(ddp)
@@ -52,10 +53,6 @@ def copy_models(rank: int, world_size: int) -> None:
     state.close()
 
 
-def test_model_with_an_attachment_is_copied_and_saved_as_any_other() -> None:
-    run_ranks(copy_models, 2)
-
-
 class HandedThrough(torch.optim.Optimizer):
     """As Accelerate wraps an optimizer: a torch Optimizer by name alone, without its own fields."""
 
@@ -77,7 +74,8 @@ class HandedThrough(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-def train_wrapped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizer_that_hands_through_to_another_is_taken_for_the_one_inside(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     with pytest.raises(gradwire.Unsupported, match=r"attach the optimizer inside it \(AdamW\)"):
         gradwire.attach(ddp, HandedThrough(adamw(ddp)), "broadcast", timeout_s=100)
@@ -92,10 +90,6 @@ def train_wrapped(rank: int, world_size: int) -> None:
                 take_step(ddp, optimizer, batch)
             ends.append(finish(ddp, attachment))
         assert torch.equal(*ends), scheme
-
-
-def test_optimizer_that_hands_through_to_another_is_taken_for_the_one_inside() -> None:
-    run_ranks(train_wrapped, 2)
 
 
 def register_wrongly(rank: int, world_size: int, what: str) -> None:

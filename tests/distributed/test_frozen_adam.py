@@ -16,7 +16,7 @@ from gradwire import InvalidArgument, Unsupported, schemes
 from gradwire.core.slot import slot_of
 from gradwire.schemes.frozen_adam import FLOOR_SHARE
 from logs import log_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 both = pytest.mark.parametrize("scheme", SCHEMES)
 
@@ -194,7 +194,9 @@ def test_overflow_in_the_step_of_the_freeze(scheme: str) -> None:
         assert bool(one.isfinite().all())
 
 
-def refused(rank: int, world_size: int, scheme: str) -> None:
+@both
+@on_ranks(2)
+def test_what_is_refused_and_how(rank: int, world_size: int, scheme: str) -> None:
     ddp = DistributedDataParallel(model())
     instead = scheme.removesuffix("-adam")
     with pytest.raises(Unsupported, match=rf"{scheme}.* SGD.*give attach\(\) the AdamW, or take {instead}"):
@@ -227,11 +229,6 @@ def refused(rank: int, world_size: int, scheme: str) -> None:
     with pytest.raises(InvalidArgument, match="nowhere"):
         attachment.load_state_dict(state)
     attachment.close()
-
-
-@both
-def test_what_is_refused_and_how(scheme: str) -> None:
-    run_ranks(refused, 2, scheme)
 
 
 @pytest.mark.parametrize("wrong", [{"freeze_step": 0}, {"freeze_step": -1}, {"freeze_step": 1.5}, {"exempt": 7},

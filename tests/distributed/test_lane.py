@@ -11,7 +11,7 @@ import pytest
 from gradwire.errors import RankMismatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.lane import Continuation
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 
 class Log:
@@ -59,7 +59,8 @@ def test_only_a_task_that_may_overtake_goes_before_a_rest(tasks: list[tuple[str,
     assert run_ranks(order_of, 1, tasks) == [expected.split(", ")]
 
 
-def run_alone(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_rest_waits_for_no_other_task_and_is_run_before_the_lane_ends(rank: int, world_size: int) -> None:
     communicator, log = Communicator(), Log()
     assert communicator.submit(log.task("a", has_rest=True)).wait() == "a"  # nothing comes after it
     last = communicator.submit(log.task("b", has_rest=True), may_overtake=True)
@@ -68,11 +69,8 @@ def run_alone(rank: int, world_size: int) -> None:
     assert log.lines == ["a", "rest of a", "b", "rest of b"]
 
 
-def test_a_rest_waits_for_no_other_task_and_is_run_before_the_lane_ends() -> None:
-    run_ranks(run_alone, 1)
-
-
-def fail_in_rest(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_an_error_in_a_rest_is_the_tasks_error_and_ends_the_group(rank: int, world_size: int) -> None:
     communicator, is_open = Communicator(), threading.Event()
 
     def fail() -> None:
@@ -85,7 +83,3 @@ def fail_in_rest(rank: int, world_size: int) -> None:
         with pytest.raises(RankMismatch, match="spilt"):
             future.wait()
     communicator.close()
-
-
-def test_an_error_in_a_rest_is_the_tasks_error_and_ends_the_group() -> None:
-    run_ranks(fail_in_rest, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 import gradwire
 from gradwire import schemes
 from gradwire.wire.communicator import Communicator
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 
 def train_two_models(rank: int, names: tuple[str | None, str | None]) -> list[Tensor]:
@@ -85,7 +85,8 @@ def test_subgroups_of_different_ranks_train_side_by_side() -> None:
             assert all(torch.equal(a, b) for a, b in zip(rank[which], ranks[0][which], strict=True)), which
 
 
-def let_a_model_go(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_closed_attachment_keeps_no_model_alive(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = adamw(ddp)
     attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=100)
@@ -98,11 +99,8 @@ def let_a_model_go(rank: int, world_size: int) -> None:
     assert attachment.stats()["n_steps"] == 1
 
 
-def test_closed_attachment_keeps_no_model_alive() -> None:
-    run_ranks(let_a_model_go, 2)
-
-
-def share_a_scheme(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_scheme_object_serves_one_attachment_at_a_time(rank: int, world_size: int) -> None:
     scheme = schemes.by_name("gcomp")
     first, second = wrap(build_model(1)), wrap(build_model(2))
     attachment = gradwire.attach(first, adamw(first), scheme, timeout_s=100)
@@ -116,15 +114,8 @@ def share_a_scheme(rank: int, world_size: int) -> None:
     other.close()
 
 
-def test_scheme_object_serves_one_attachment_at_a_time() -> None:
-    run_ranks(share_a_scheme, 2)
-
-
-def come_and_go(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_communicator_may_be_closed_at_once(rank: int, world_size: int) -> None:
     """A rank that closes at once leaves nobody behind who still connects to it or to others."""
     for _ in range(40):
         Communicator(timeout_s=100).close()
-
-
-def test_communicator_may_be_closed_at_once() -> None:
-    run_ranks(come_and_go, 4)

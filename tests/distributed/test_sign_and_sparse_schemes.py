@@ -15,7 +15,7 @@ import gradwire
 from buckets import Driver
 from gradwire import schemes
 from gradwire_lab.schemes.random_k import draw_indices
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
 LAYOUT = [2, 4]
@@ -52,7 +52,9 @@ def buckets_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 # ---- against their definitions
 
 
-def vote(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_sign_sgd_is_the_majority_of_signs_in_units_of_the_loss_scale(rank: int, world_size: int) -> None:
     for dtype in DTYPES:
         for ties in ("zero", "positive"):
             driver = Driver(
@@ -71,12 +73,12 @@ def vote(rank: int, world_size: int) -> None:
             driver.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sign_sgd_is_the_majority_of_signs_in_units_of_the_loss_scale(world_size: int) -> None:
-    run_ranks(vote, world_size)
-
-
-def follow(rank: int, world_size: int, scheme: str, feedback: bool) -> None:
+@pytest.mark.parametrize("scheme", ["top-k", "random-k"])
+@pytest.mark.parametrize(("world_size", "feedback"), [(2, True), (3, False), (4, True)])
+@on_ranks()
+def test_sparse_scheme_follows_its_float64_transcription(
+    rank: int, world_size: int, scheme: str, feedback: bool
+) -> None:
     """Six steps in float64, all ranks at once: choose, take the mean, keep the rest."""
     share = 0.05
     driver = Driver(
@@ -106,12 +108,6 @@ def follow(rank: int, world_size: int, scheme: str, feedback: bool) -> None:
         kept = torch.cat([state[f"p{i}"].view(-1) for i in range(len(SHAPES))])
         assert torch.allclose(kept.double(), torch.cat(errors[rank]), atol=1e-5)
     driver.close()
-
-
-@pytest.mark.parametrize("scheme", ["top-k", "random-k"])
-@pytest.mark.parametrize(("world_size", "feedback"), [(2, True), (3, False), (4, True)])
-def test_sparse_scheme_follows_its_float64_transcription(scheme: str, world_size: int, feedback: bool) -> None:
-    run_ranks(follow, world_size, scheme, feedback)
 
 
 def conserve(rank: int, world_size: int, scheme: str, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
@@ -234,11 +230,6 @@ def test_parameters_are_identical_on_all_ranks_and_the_loss_falls(world_size: in
                 assert 0 < stats["ratio"] < 0.5, scheme
 
 
-def overflow_all(rank: int, world_size: int) -> None:
-    for scheme in OPTIONS:
-        overflow(rank, scheme)
-
-
 def overflow(rank: int, scheme: str) -> None:
     runs = []
     for meets_inf in (True, False):
@@ -265,13 +256,10 @@ def overflow(rank: int, scheme: str) -> None:
     assert torch.equal(runs[0], runs[1]), scheme
 
 
-def test_step_with_inf_on_one_rank_is_as_if_it_had_not_been() -> None:
-    run_ranks(overflow_all, 3)
-
-
-def resume_all(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_step_with_inf_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int) -> None:
     for scheme in OPTIONS:
-        resume(rank, scheme)
+        overflow(rank, scheme)
 
 
 def resume(rank: int, scheme: str) -> None:
@@ -297,8 +285,10 @@ def resume(rank: int, scheme: str) -> None:
     assert torch.equal(results[0], results[1]), scheme
 
 
-def test_resumed_run_continues_bit_by_bit() -> None:
-    run_ranks(resume_all, 2)
+@on_ranks(2)
+def test_resumed_run_continues_bit_by_bit(rank: int, world_size: int) -> None:
+    for scheme in OPTIONS:
+        resume(rank, scheme)
 
 
 def other_dtypes(rank: int, world_size: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.codecs.count_sketch import FixedPoint
-from ranks import run_ranks
+from ranks import on_ranks
 from sketches import quantise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,7 +89,10 @@ def check_bytes(mode: str, index: str, gradient: Tensor, n_nonzeros: int, n_byte
         assert least * cell_bytes * n_nonzeros < n_sent < 0.75 * n * gradient.element_size()
 
 
-def sum_gradients(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(timeout_s=200)
+def test_sparse_gradients_are_sent_compressed_and_summed_exactly(rank: int, world_size: int, name: str) -> None:
     for (mode, options), dtype, index in itertools.product(MODES.items(), DTYPES, ("bitmap", "auto")):
         model = build(name, dtype)
         ddp = DistributedDataParallel(model)
@@ -111,12 +114,6 @@ def sum_gradients(rank: int, world_size: int, name: str) -> None:
         attachment.close()
         assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == stats["n_sketches_resent"] == 0
         assert stats["n_fallbacks"] == stats["n_bloom_fallbacks"]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_sparse_gradients_are_sent_compressed_and_summed_exactly(name: str, world_size: int) -> None:
-    run_ranks(sum_gradients, world_size, name, timeout_s=200)
 
 
 # ---- DDP's features
@@ -190,7 +187,9 @@ FEATURES: dict[str, tuple[Wrap, Step]] = {
 TOLERANCES = {"packed": 0.0, "sketch": 1e-6, "exact 32": 1e-7, "exact 64": 1e-7}
 
 
-def train(rank: int, world_size: int, feature: str) -> None:
+@pytest.mark.parametrize("feature", FEATURES)
+@on_ranks(2, timeout_s=120)
+def test_features_of_ddp_with_sparse_models_train_as_ddp_does(rank: int, world_size: int, feature: str) -> None:
     wrap, take_step = FEATURES[feature]
     for name in MODELS:
         results: dict[str, Tensor] = {}
@@ -211,8 +210,3 @@ def train(rank: int, world_size: int, feature: str) -> None:
             assert agree(rank, results[mode]), (name, mode)
             deviation = float((results[mode] - results["ddp"]).abs().max())
             assert deviation <= TOLERANCES.get(mode, 0.0) * float(results["ddp"].abs().max()), (name, mode, deviation)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features_of_ddp_with_sparse_models_train_as_ddp_does(feature: str) -> None:
-    run_ranks(train, 2, feature, timeout_s=120)

@@ -18,7 +18,7 @@ from gradwire.codecs.selection import take_by_sample
 from gradwire.core.bucket import Bucket
 from gradwire.errors import RankMismatch, Unsupported
 from gradwire.schemes.dgc import Dgc, draw_sample
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, run_ranks, try_ranks
 
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
 LAYOUT = [2, 4]
@@ -83,7 +83,15 @@ def follow_terngrad(rank: int, world_size: int, per: str) -> None:
     driver.close()
 
 
-def follow_thc(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_terngrad_follows_its_transcription(world_size: int) -> None:
+    for per in ("layer", "bucket"):
+        run_ranks(follow_terngrad, world_size, per)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_thc_follows_its_transcription(rank: int, world_size: int) -> None:
     for feeds_back in (True, False):
         scheme = schemes.by_name("thc", seed=SEED, error_feedback=feeds_back)
         driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
@@ -117,18 +125,9 @@ def follow_thc(rank: int, world_size: int) -> None:
         driver.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_terngrad_follows_its_transcription(world_size: int) -> None:
-    for per in ("layer", "bucket"):
-        run_ranks(follow_terngrad, world_size, per)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_thc_follows_its_transcription(world_size: int) -> None:
-    run_ranks(follow_thc, world_size)
-
-
-def follow_dgc(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> None:
     """Six steps in float64, all ranks at once; in buckets this small every element is sampled, so the selection is exact."""
     for options in ({}, {"momentum": 0.5, "warmup_steps": 3}, {"max_norm": 4.0}, {"nesterov": True}, {"per": "layer"}):
         scheme = Dgc(**{"share": 0.05, "per": "bucket", **options})
@@ -187,12 +186,8 @@ def follow_dgc(rank: int, world_size: int) -> None:
         driver.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_dgc_follows_its_float64_transcription(world_size: int) -> None:
-    run_ranks(follow_dgc, world_size)
-
-
-def be_alone(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_dgc_alone_is_the_gradient_with_momentum(rank: int, world_size: int) -> None:
     driver = Driver(Dgc(), [torch.zeros(shape) for shape in SHAPES], LAYOUT)
     velocity = torch.zeros(flat(gradients_of(0, 0)).numel())
     for step in range(4):
@@ -201,11 +196,9 @@ def be_alone(rank: int, world_size: int) -> None:
     driver.close()
 
 
-def test_dgc_alone_is_the_gradient_with_momentum() -> None:
-    run_ranks(be_alone, 1)
-
-
-def train_alone(rank: int, world_size: int, nesterov: bool) -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+@on_ranks(1)
+def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(rank: int, world_size: int, nesterov: bool) -> None:
     """dgc's momentum and weight decay over bare SGD, beside SGD with its own: several buckets, a convolution's memory order."""
     models, attachment = [], None
     for is_dgc in (True, False):
@@ -229,12 +222,8 @@ def train_alone(rank: int, world_size: int, nesterov: bool) -> None:
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(nesterov: bool) -> None:
-    run_ranks(train_alone, 1, nesterov)
-
-
-def send_all(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_dgc_takes_weight_decay_into_what_it_sends(rank: int, world_size: int) -> None:
     """Everything is sent, so that factor masking forgets all momentum: each step is Nesterov's first, of the ranks' mean."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4, bias=False)
@@ -256,11 +245,8 @@ def send_all(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def test_dgc_takes_weight_decay_into_what_it_sends() -> None:
-    run_ranks(send_all, 2)
-
-
-def wait_unused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_of_unused_parameters_waits(rank: int, world_size: int) -> None:
     """State of what a rank has no gradient of stays, and a result that nobody has a share in is zero."""
     for name in ("dgc", "thc"):
         scheme = schemes.by_name(name)
@@ -282,10 +268,6 @@ def wait_unused(rank: int, world_size: int) -> None:
             if name == "dgc" and rank == 0:
                 assert torch.equal(before[kind]["p2"], after[kind]["p2"])
         driver.close()
-
-
-def test_state_of_unused_parameters_waits() -> None:
-    run_ranks(wait_unused, 2)
 
 
 def disagree(rank: int, world_size: int, name: str) -> None:
@@ -332,18 +314,15 @@ def test_sampled_threshold_selects_about_as_many_of_the_largest_as_were_asked_fo
     assert chosen_of(torch.ones(1), 1).tolist() == [0]
 
 
-def be_refused(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["terngrad", "thc"])
+@on_ranks(1)
+def test_more_ranks_than_can_be_summed_are_refused(rank: int, world_size: int, name: str) -> None:
     scheme = schemes.by_name(name)
     driver = Driver(scheme, [torch.zeros(3)])
     scheme.unbind()
     driver.communicator.world_size = 2_000
     with pytest.raises(Unsupported, match="two-bit"):
         scheme.bind(type("Many", (), {"communicator": driver.communicator})())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["terngrad", "thc"])
-def test_more_ranks_than_can_be_summed_are_refused(name: str) -> None:
-    run_ranks(be_refused, 1, name)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.schemes.slimgc import SlimGC
 from gradwire_lab.training.digest import gather_hashes, hash_parameters
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -71,7 +71,8 @@ def train(optimizer_name: str, case: str, scheme: SlimGC | None) -> tuple[Tensor
     return torch.cat([v.detach().double().reshape(-1) for v in ddp.state_dict().values()]), losses, state
 
 
-def check_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_one_rank_without_compression_is_synchronous_training_bit_for_bit(rank: int, world_size: int) -> None:
     cases = [(name, "plain") for name in OPTIMIZERS]
     cases += [("adamw", case) for case in ("schedule", "accumulation", "clipping", "evaluation", "zeros", "view")]
     cases += [(name, "everything") for name in ("sgd", "momentum", "adam", "adamw")]
@@ -83,10 +84,6 @@ def check_one_rank(rank: int, world_size: int) -> None:
         assert found[1] == expected[1], (name, case)
         for mine, theirs in zip(found[2]["state"].values(), expected[2]["state"].values(), strict=True):
             assert all(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k])) for k in theirs), (name, case)
-
-
-def test_one_rank_without_compression_is_synchronous_training_bit_for_bit() -> None:
-    run_ranks(check_one_rank, 1)
 
 
 def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: SlimGC | None) -> Tensor:
@@ -105,7 +102,8 @@ def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: SlimGC | 
     return torch.cat([value.detach().double().reshape(-1) for value in ddp.state_dict().values()])
 
 
-def check_scaled(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup(rank: int, world_size: int) -> None:
     fused: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
         "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -113,10 +111,6 @@ def check_scaled(rank: int, world_size: int) -> None:
     for name, make in (OPTIMIZERS | fused).items():
         found = train_scaled(make, SlimGC(**PLAIN, local="peek", sync_steps=0))
         assert torch.equal(found, train_scaled(make, None)), name
-
-
-def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup() -> None:
-    run_ranks(check_scaled, 1)
 
 
 # ---- two ranks: the very formula, and the staleness
@@ -211,13 +205,6 @@ def watch_staleness(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def check_two_ranks(rank: int, world_size: int) -> None:
-    for local in ("peek", "sgd"):
-        follow_formula(rank, world_size, local)
-    watch_staleness(rank, world_size)
-    check_resumption(rank, world_size)
-
-
 def check_resumption(rank: int, world_size: int) -> None:
     """Saved in the middle of a pending step, a run goes on elsewhere with the same bits as here."""
     options = {"codec": "one-bit", "threshold_bytes": 400, "backup": True, "sync_steps": 2}
@@ -257,8 +244,12 @@ def check_resumption(rank: int, world_size: int) -> None:
     assert torch.equal(results[0], results[1])
 
 
-def test_two_ranks_follow_the_formula_one_step_stale_and_never_two() -> None:
-    run_ranks(check_two_ranks, 2)
+@on_ranks(2)
+def test_two_ranks_follow_the_formula_one_step_stale_and_never_two(rank: int, world_size: int) -> None:
+    for local in ("peek", "sgd"):
+        follow_formula(rank, world_size, local)
+    watch_staleness(rank, world_size)
+    check_resumption(rank, world_size)
 
 
 # ---- all worlds: identical global weights

@@ -15,7 +15,7 @@ from gradwire.codecs.general import RawCodec
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.schemes.slimgc import SlimGC
 from gradwire_lab.training.digest import hash_parameters
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, try_ranks
 
 
 class Odd(torch.optim.SGD):
@@ -27,7 +27,8 @@ class Odd(torch.optim.SGD):
         super().step(closure)
 
 
-def check_refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size: int) -> None:
     for kind in (Odd, torch.optim.LBFGS):
         ddp = build()
         with pytest.raises(Unsupported, match="cannot be peeked"):
@@ -72,10 +73,6 @@ def check_refusals(rank: int, world_size: int) -> None:
     attachment.flush()
     assert bool(next(ddp.parameters()).isnan().any())
     attachment.close()
-
-
-def test_what_cannot_be_peeked_or_would_be_lost_is_refused() -> None:
-    run_ranks(check_refusals, 2)
 
 
 def die_between_push_and_pull(rank: int, world_size: int) -> None:

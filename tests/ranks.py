@@ -102,12 +102,23 @@ def on_ranks(
                 return
             for outcome in try_ranks(test, n_ranks, *given, timeout_s=timeout_s):
                 assert isinstance(outcome.error, raises), outcome
-                assert re.search(match, str(outcome.error)), outcome
+                assert re.search(match, str(outcome.error), re.DOTALL), outcome
 
         test.__signature__ = inspect.Signature(others if world_size else [of_world, *others])  # type: ignore[attr-defined]
         return test
 
     return decorate
+
+
+def agree(values: Any, group: Any = None) -> bool:
+    """Asked by every rank, of the default group or `group`: whether all hold the same bits."""
+    import torch
+    import torch.distributed as dist
+
+    raw = values.detach().contiguous().reshape(-1).view(torch.uint8)
+    gathered = [torch.empty_like(raw) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, raw, group=group)
+    return all(torch.equal(raw, other) for other in gathered)
 
 
 def bits_of(tensor: Any) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from gradwire.errors import RankMismatch
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.lane import Continuation
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 
 
 class Log:
@@ -32,20 +32,6 @@ class Log:
         return run
 
 
-def order_of(rank: int, world_size: int, tasks: list[tuple[str, bool, bool]]) -> list[str]:
-    """The order in which tasks (name, has a rest, may overtake) run that are all there before the first one ends."""
-    communicator, log, is_open = Communicator(), Log(), threading.Event()
-    communicator.submit(is_open.wait)
-    futures = [
-        communicator.submit(log.task(name, has_rest), may_overtake=may_overtake)
-        for name, has_rest, may_overtake in tasks
-    ]
-    is_open.set()
-    assert [future.wait() for future in futures] == [name for name, _, _ in tasks]
-    communicator.close()
-    return log.lines
-
-
 @pytest.mark.parametrize(
     ("tasks", "expected"),
     [
@@ -55,8 +41,21 @@ def order_of(rank: int, world_size: int, tasks: list[tuple[str, bool, bool]]) ->
         ([("a", False, True), ("b", False, True)], "a, b"),
     ],
 )
-def test_only_a_task_that_may_overtake_goes_before_a_rest(tasks: list[tuple[str, bool, bool]], expected: str) -> None:
-    assert run_ranks(order_of, 1, tasks) == [expected.split(", ")]
+@on_ranks(1)
+def test_only_a_task_that_may_overtake_goes_before_a_rest(
+    rank: int, world_size: int, tasks: list[tuple[str, bool, bool]], expected: str
+) -> None:
+    """Tasks (name, has a rest, may overtake) that are all there before the first one ends."""
+    communicator, log, is_open = Communicator(), Log(), threading.Event()
+    communicator.submit(is_open.wait)
+    futures = [
+        communicator.submit(log.task(name, has_rest), may_overtake=may_overtake)
+        for name, has_rest, may_overtake in tasks
+    ]
+    is_open.set()
+    assert [future.wait() for future in futures] == [name for name, _, _ in tasks]
+    communicator.close()
+    assert log.lines == expected.split(", ")
 
 
 @on_ranks(1)

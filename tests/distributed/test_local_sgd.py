@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_cases import Net, build, make_mesh, shards_of, train
+from one_rank_fails import FAILURES, assert_failure_is_told
 from torch import nn
 
 import gradwire
 from gradwire import schemes
 from gradwire.core.slot import local_of
 from gradwire.doors.local_sgd import nesterov
-from ranks import on_ranks, patience, run_ranks, try_ranks
+from ranks import agree, on_ranks, patience, run_ranks, try_ranks
 
 EVERY = 4
 
@@ -96,9 +97,7 @@ def test_it_resumes_in_mid_interval_bit_for_bit(rank: int, world_size: int) -> N
             loop.close()
             nets.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
         assert torch.equal(*nets), name
-        other = nets[0].clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(other, nets[0]), name
+        assert agree(nets[0]), name
 
 
 @on_ranks(4)
@@ -109,11 +108,7 @@ def test_shards_of_fsdp2_are_exchanged_between_nodes(rank: int, world_size: int)
     loop = gradwire.LocalSgd(net, optimizer, "plain", 2, group=mesh.get_group("replicate"), timeout_s=100)
     train(net, optimizer, rank, range(4))
     loop.close()
-    for own in shards_of(net):
-        other = own.clone()
-        group = mesh.get_group("replicate")
-        dist.broadcast(other, dist.get_process_group_ranks(group)[0], group)
-        assert torch.equal(other, own)
+    assert all(agree(own, mesh.get_group("replicate")) for own in shards_of(net))
     reference, optimizer = build(mesh["shard"])  # by hand, on the shards
     anchors = [nn.Parameter(local_of(p.detach()).clone()) for p in reference.parameters()]
     outer = nesterov(anchors)
@@ -323,21 +318,9 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     loop.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "words"),
-    [
-        ("mismatch", gradwire.RankMismatch, "disagree on configuration"),
-        ("codec", gradwire.RankMismatch, "rank 1 failed"),
-        ("death", gradwire.PeerLost, "rank 1"),
-    ],
-)
-def test_what_one_rank_fails_of_is_raised_on_all(how: str, error: type[Exception], words: str) -> None:
-    for rank, outcome in enumerate(try_ranks(break_it, 3, how, timeout_s=60)):
-        if how == "death" and rank == 1:
-            assert outcome.exit_code == 7
-        else:
-            assert isinstance(outcome.error, error), (rank, outcome)
-            assert words in str(outcome.error)
+@pytest.mark.parametrize("how", FAILURES)
+def test_what_one_rank_fails_of_is_raised_on_all(how: str) -> None:
+    assert_failure_is_told(how, try_ranks(break_it, 3, how, timeout_s=60), "rank 1")
 
 
 @on_ranks(2)
@@ -352,7 +335,5 @@ def test_a_loss_that_is_not_finite_is_seen_by_all(rank: int, world_size: int) ->
     step_inner(net, optimizer, rank, range(1))
     first = next(net.parameters()).detach()
     assert not bool(torch.isfinite(first).all())
-    others = [torch.empty_like(first) for _ in range(world_size)]
-    dist.all_gather(others, first)
-    assert all(torch.equal(first.isnan(), other.isnan()) for other in others)
+    assert agree(first.isnan())
     loop.close()

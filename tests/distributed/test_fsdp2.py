@@ -17,7 +17,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.slot import Slot, local_of
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from ranks import on_ranks, patience, run_ranks, try_ranks
+from ranks import agree, on_ranks, patience, try_ranks
 
 CASES = ["", "clip", "noreshard", "mixed32", "offload", "bf16", "micro sync", "micro all-reduce", "compile"]
 CHECKPOINTING = ["ordinary", "reentrant"]
@@ -27,9 +27,10 @@ def options_of(case: str) -> dict[str, Any]:
     return {"clip": "clip" in case, "micro": 3 if "micro" in case else 1}
 
 
-def compare_with_hsdp(rank: int, world_size: int, cases: list[tuple[str, str]]) -> None:
+@on_ranks(4)
+def test_plain_between_nodes_gives_the_bits_of_native_hsdp(rank: int, world_size: int) -> None:
     mesh = make_mesh()
-    for case, checkpointing in cases:
+    for case, checkpointing in [(case, "") for case in CASES] + [("", kind) for kind in CHECKPOINTING]:
         native, optimizer = build(mesh, case, checkpointing)
         between = lambda is_last: None  # noqa: E731
         if "sync" in case:
@@ -49,10 +50,6 @@ def compare_with_hsdp(rank: int, world_size: int, cases: list[tuple[str, str]]) 
         state.close()
         for mine, theirs in zip(shards_of(ours), shards_of(native), strict=True):
             assert torch.equal(mine, theirs), (case, checkpointing)
-
-
-def test_plain_between_nodes_gives_the_bits_of_native_hsdp() -> None:
-    run_ranks(compare_with_hsdp, 4, [(case, "") for case in CASES] + [("", kind) for kind in CHECKPOINTING])
 
 
 @on_ranks(4)
@@ -145,12 +142,7 @@ def test_every_reducing_scheme_serves_shards_and_resumes(rank: int, world_size: 
         saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), state.state_dict()))
         train(net, optimizer, rank, range(3, 5))
         state.close()
-        for shard in shards_of(net):
-            other = shard.clone()
-            dist.broadcast(
-                other, dist.get_process_group_ranks(mesh.get_group("replicate"))[0], mesh.get_group("replicate")
-            )
-            assert torch.equal(other, shard), name
+        assert all(agree(shard, mesh.get_group("replicate")) for shard in shards_of(net)), name
         again, optimizer = build(mesh["shard"])
         state = attach(again, optimizer, mesh, as_published(name))
         again.load_state_dict(saved[0])
@@ -304,9 +296,7 @@ def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
     (net["body"](x) if rank else hooked(x)).square().mean().backward()
     gradients = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
     assert gradients.numel() == sum(p.numel() for p in net.parameters())
-    gathered = [torch.empty_like(gradients) for _ in range(world_size)]
-    dist.all_gather(gathered, gradients)
-    assert all(torch.equal(gradients, other) for other in gathered)
+    assert agree(gradients)
     assert net["extra"].weight.grad.abs().sum() > 0  # type: ignore[union-attr,operator]
     # A pass that was given up before anything was sent does no harm.
     optimizer.zero_grad()
@@ -325,17 +315,13 @@ def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
         gradwire.attach(other, torch.optim.SGD(other.parameters(), 0.1), "plain", timeout_s=100)
 
 
-def meet_nan(rank: int, world_size: int) -> bool:
+@on_ranks(4)
+def test_a_nan_on_one_rank_is_seen_by_all(rank: int, world_size: int) -> None:
     mesh = make_mesh()
     net, optimizer = build(mesh["shard"])
     state = attach(net, optimizer, mesh, "one-bit")
     x, y = batch_of(rank, 0)
     loss = nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
     (loss * (float("nan") if rank == 2 else 1.0)).backward()
-    seen = all(not local_of(p.grad).isfinite().all() for p in net.head.parameters() if p.grad is not None)  # type: ignore[union-attr]
+    assert all(not local_of(p.grad).isfinite().all() for p in net.head.parameters() if p.grad is not None)  # type: ignore[union-attr]
     state.close()
-    return seen
-
-
-def test_a_nan_on_one_rank_is_seen_by_all() -> None:
-    assert all(run_ranks(meet_nan, 4))

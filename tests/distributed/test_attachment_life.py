@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from ddp_cases import agree, attach, batches, build_model, finish, sgd, take_step, wrap
+from ddp_cases import attach, batches, build_model, finish, sgd, take_step, wrap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -16,7 +16,7 @@ import gradwire
 from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
 from gradwire_lab.schemes.baselines import ZlibRing
-from ranks import on_ranks, try_ranks
+from ranks import agree, on_ranks
 
 
 def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -87,11 +87,12 @@ def test_switch_goes_on_from_the_same_bits_on_all_ranks(rank: int, world_size: i
     assert attachment.stats()["scheme"] == "gcomp"
     assert attachment.step == 16
     found, expected = finish(ddp, attachment), finish(alone, None)
-    assert agree(rank, found)
+    assert agree(found)
     assert torch.allclose(found, expected, rtol=0, atol=1e-5)
 
 
-def switch_to_different_schemes(rank: int, world_size: int) -> None:
+@on_ranks(3, raises=gradwire.RankMismatch, match="disagree on scheme.*rank 2: zlib; the others: plain")
+def test_ranks_that_switch_to_different_schemes_are_named_on_all_of_them(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=100)
@@ -100,24 +101,12 @@ def switch_to_different_schemes(rank: int, world_size: int) -> None:
     take_step(ddp, optimizer, next(batches(rank)))
 
 
-def test_ranks_that_switch_to_different_schemes_are_named_on_all_of_them() -> None:
-    for outcome in try_ranks(switch_to_different_schemes, 3):
-        assert type(outcome.error) is gradwire.RankMismatch
-        assert "disagree on scheme" in str(outcome.error)
-        assert "rank 2: zlib; the others: plain" in str(outcome.error)
-
-
-def bind_on_some_ranks_only(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.Unsupported, match="Adamax")  # in less than the attachment's own timeout
+def test_rank_that_cannot_attach_tells_the_others(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = torch.optim.Adamax(ddp.parameters()) if rank == 1 else sgd(ddp)
     gradwire.attach(ddp, optimizer, "gcomp", timeout_s=300)
     take_step(ddp, optimizer, next(batches(rank)))
-
-
-def test_rank_that_cannot_attach_tells_the_others() -> None:
-    for outcome in try_ranks(bind_on_some_ranks_only, 2):  # less than the attachment's own timeout
-        assert type(outcome.error) is gradwire.Unsupported
-        assert "Adamax" in str(outcome.error)
 
 
 class FallsBack(ZlibRing):
@@ -149,7 +138,8 @@ def test_stats_count_every_fallback(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def fail_at_the_end(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.RankMismatch, match="rank 1 failed: ZeroDivisionError: a bug in commit")
+def test_exception_at_the_end_of_a_step_is_raised_on_all_ranks(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, FailsAtTheEnd(), timeout_s=100)
@@ -165,12 +155,6 @@ def fail_at_the_end(rank: int, world_size: int) -> None:
         attachment.close()
 
 
-def test_exception_at_the_end_of_a_step_is_raised_on_all_ranks() -> None:
-    for outcome in try_ranks(fail_at_the_end, 2):
-        assert type(outcome.error) is gradwire.RankMismatch, outcome
-        assert "rank 1 failed: ZeroDivisionError: a bug in commit" in str(outcome.error)
-
-
 @on_ranks(2)
 def test_error_of_the_users_between_two_steps_harms_nothing(rank: int, world_size: int) -> None:
     """The user's own error, caught by the user: one rank loses a batch's forward pass and takes another."""
@@ -182,16 +166,11 @@ def test_error_of_the_users_between_two_steps_harms_nothing(rank: int, world_siz
             with pytest.raises(RuntimeError, match="mat1 and mat2"):
                 ddp(batch[:, :3])
         take_step(ddp, optimizer, batch)
-    assert agree(rank, finish(ddp, attachment))
+    assert agree(finish(ddp, attachment))
 
 
-def send_sparse_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.Unsupported, match=r"Embedding\(sparse=False\)")
+def test_sparse_gradient_is_refused_with_advice_on_all_ranks(rank: int, world_size: int) -> None:
     ddp = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
     gradwire.attach(ddp, sgd(ddp), "gcomp", timeout_s=100)
     ddp(torch.tensor([rank, 3])).sum().backward()
-
-
-def test_sparse_gradient_is_refused_with_advice_on_all_ranks() -> None:
-    for outcome in try_ranks(send_sparse_gradients, 2):
-        assert type(outcome.error) is gradwire.Unsupported, outcome
-        assert "Embedding(sparse=False)" in str(outcome.error)

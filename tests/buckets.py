@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from gradwire import schemes
 from gradwire.core.bucket import Bucket, slots_by_name
 from gradwire.schemes import Scheme, Session
 from gradwire.telemetry.recorder import Recorder
@@ -65,6 +67,40 @@ class Driver:
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
         ]
 
+    def state(self, kind: str = "residuals") -> torch.Tensor:
+        """(n,): what the scheme keeps of every parameter, one after the other."""
+        kept = self.scheme.state_dict()[kind]
+        return torch.cat([kept[f"p{i}"].reshape(-1) for i in range(len(self.parameters))])
+
     def close(self) -> None:
         self.scheme.close()
         self.communicator.close()
+
+
+# Matrices, vectors, nothing and a scalar, in two buckets.
+SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
+LAYOUT = [2, 4]
+
+
+def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def by_bucket(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [flat(tensors[: LAYOUT[0]]), flat(tensors[LAYOUT[0] :])]
+
+
+def drive(
+    scheme: Scheme | str,
+    options: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    layout: Sequence[int] | None = LAYOUT,
+) -> Driver:
+    """A scheme, or that of this name, at work on parameters of SHAPES."""
+    made = schemes.by_name(scheme, **(options or {})) if isinstance(scheme, str) else scheme
+    return Driver(made, [torch.zeros(shape, dtype=dtype) for shape in SHAPES], layout)

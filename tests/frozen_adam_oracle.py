@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import gradwire
 from gradwire import schemes
 from gradwire.schemes.frozen_adam import FLOOR_SHARE
+from small_training import Training
 
 LR, BETAS, EPS, DECAY, FREEZE, STEPS = 0.01, (0.9, 0.99), 1e-8, 0.1, 4, 10
 Q = 64  # values to a scale
@@ -24,8 +25,12 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
 
 
+def adamw_of(parameters: Any, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY, **options)
+
+
 def adamw(module: nn.Module, **options: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(module.parameters(), LR, BETAS, EPS, DECAY, **options)
+    return adamw_of(module.parameters(), **options)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -48,6 +53,25 @@ def quantised(values: Tensor) -> Tensor:
 def attach(ddp: Any, optimizer: Any, scaler: Any = None, scheme: str = "one-bit-adam", **options: Any) -> Any:
     made = schemes.by_name(scheme, **{"freeze_step": FREEZE, **options})
     return gradwire.attach(ddp, optimizer, made, scaler)
+
+
+def start(
+    rank: int, scheme: str, adam: dict[str, Any] | None = None, ddp: Any = None, scaler: Any = None, **options: Any
+) -> Training:
+    """The training that is transcribed; `adam`, `ddp`: options of AdamW and of DDP, `options` those of the scheme."""
+    made = schemes.by_name(scheme, **{"freeze_step": FREEZE, **options})
+    ddp = {"bucket_cap_mb": 25, **(ddp or {})}
+    return Training(rank, made, lambda p: adamw_of(p, **(adam or {})), model, loss_of, ddp, scaler=scaler)
+
+
+def check(ranks: list[list[Tensor]], expected: list[Tensor]) -> None:
+    """The parameters of every rank are the same, and those of a transcription."""
+    for ours_and_theirs, wanted in zip(zip(*ranks, strict=True), expected, strict=True):
+        ours, *others = ours_and_theirs
+        assert all(torch.equal(ours, theirs) for theirs in others)
+        # A value at the very edge between two codes may fall to the other side; its error is fed back.
+        close = torch.isclose(ours.double(), wanted, rtol=1e-4, atol=1e-5)
+        assert close.float().mean() > 0.98, (ours.double() - wanted).abs().max()
 
 
 def as_set(step: int, name: str) -> tuple[float, float]:

@@ -6,13 +6,16 @@ Ranks are forked from a server that has imported torch, gradwire and pytest once
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,76 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             raise AssertionError(f"rank {rank} raised:\n{outcome.traceback}") from outcome.error
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
     return [outcome.result for outcome in outcomes]
+
+
+def on_ranks(
+    world_size: int | None = None,
+    timeout_s: float = 120,
+    raises: type[BaseException] | None = None,
+    match: str = "",
+) -> Callable[[Callable[..., object]], Any]:
+    """A test that every rank goes through: `def test_...(rank, world_size, ...)`, with pytest's other arguments.
+
+    What it returns has to be the same on all ranks, to the bit.
+
+    Args:
+        world_size: None: the test is parametrised by it.
+        raises: what every rank has to raise, with a text in which `match` is found.
+    """
+
+    def decorate(function: Callable[..., object]) -> Any:
+        _, of_world, *others = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            n_ranks = arguments["world_size"] if world_size is None else world_size
+            given = [arguments[other.name] for other in others]
+            if raises is None:
+                assert_alike(run_ranks(test, n_ranks, *given, timeout_s=timeout_s))
+                return
+            for outcome in try_ranks(test, n_ranks, *given, timeout_s=timeout_s):
+                assert isinstance(outcome.error, raises), outcome
+                assert re.search(match, str(outcome.error), re.DOTALL), outcome
+
+        test.__signature__ = inspect.Signature(others if world_size else [of_world, *others])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def agree(values: Any, group: Any = None) -> bool:
+    """Asked by every rank, of the default group or `group`: whether all hold the same bits."""
+    import torch
+    import torch.distributed as dist
+
+    raw = values.detach().contiguous().reshape(-1).view(torch.uint8)
+    gathered = [torch.empty_like(raw) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, raw, group=group)
+    return all(torch.equal(raw, other) for other in gathered)
+
+
+def bits_of(tensor: Any) -> bytes:
+    """Of any dtype."""
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_alike(results: Sequence[Any]) -> None:
+    """All are the same: tensors to the bit, and what lists, tuples and dicts hold."""
+    first, *others = results
+    for other in others:
+        assert type(other) is type(first)
+        if isinstance(first, list | tuple | dict):
+            keys = first if isinstance(first, dict) else range(len(first))
+            assert len(other) == len(first)
+            for key in keys:
+                assert_alike([first[key], other[key]])
+        elif hasattr(first, "detach"):
+            assert (first.shape, first.dtype) == (other.shape, other.dtype)
+            assert bits_of(first) == bits_of(other)
+        else:
+            assert other == first
 
 
 def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Outcome]:
@@ -140,6 +213,7 @@ def _run_rank(
             os._exit(_PORT_TAKEN)
         raise
     try:
+        function = getattr(function, "__wrapped__", function)  # of a test on ranks, what each does
         outcome = Outcome(result=function(rank, world_size, *args))
     except BaseException as error:
         outcome = Outcome(error=error, traceback=traceback.format_exc())

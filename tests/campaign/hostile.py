@@ -21,6 +21,7 @@ import torch
 import gradwire
 from campaign import models
 from campaign.findings import Found, launch, require, results_of
+from gcomp_oracle import crc32c
 from gradwire import codecs
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
@@ -169,27 +170,6 @@ def _decode(case: dict[str, Any], codec: Any, message: bytes, n: int, dtype: tor
 # ---- sealed lies: the checksums of docs/format.md
 
 
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-_TABLE = _crc_table()
-
-
-def crc32c(*parts: bytes | bytearray) -> int:
-    """CRC32C (Castagnoli) of the parts, one after another."""
-    crc = 0xFFFFFFFF
-    for part in parts:
-        for byte in part:
-            crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
-
-
 def seal(message: bytearray) -> bool:
     """Make the checksum right; False for a format of which the checksum is not known here."""
     kind, n = bytes(message[:5]), len(message)
@@ -205,7 +185,7 @@ def seal(message: bytearray) -> bool:
         at, covered = 36, (message[:36], message[40 : 40 + 8 * min(n_chunks, n)])
     else:
         return False
-    message[at : at + 4] = crc32c(*covered).to_bytes(4, "little")
+    message[at : at + 4] = crc32c(b"".join(covered)).to_bytes(4, "little")
     return True
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, density_of
-from ranks import run_ranks
+from ranks import on_ranks
+from small_training import Training
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
@@ -61,24 +60,20 @@ def test_a_profile_keeps_its_density_and_an_old_one_is_dense() -> None:
     assert CostProfile.from_dict(saved).density == 1.0
 
 
-def look_at_gradients(rank: int, world_size: int) -> float:
+def embedding() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(4_000, 16), nn.Flatten(), nn.Linear(64, 1))
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    attachment = gradwire.attach(ddp, optimizer)
-    for step in range(6):
-        optimizer.zero_grad()
-        rows = torch.arange(40 * step, 40 * step + 40).view(10, 4) + 1_000 * rank
-        ddp(rows).sum().backward()
-        optimizer.step()
-    scheme = attachment.scheme
-    density: float = scheme._profile.density  # type: ignore[attr-defined]
-    attachment.close()
+    return nn.Sequential(nn.Embedding(4_000, 16), nn.Flatten(), nn.Linear(64, 1))
+
+
+def sum_of_rows(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return module(torch.arange(40 * step, 40 * step + 40).view(10, 4) + 1_000 * rank).sum()
+
+
+@on_ranks(2)
+def test_ranks_agree_on_what_they_saw(rank: int, world_size: int) -> float:
+    training = Training(rank, "auto", model=embedding, loss=sum_of_rows, ddp={"bucket_cap_mb": 25})
+    training.take_steps(range(6))
+    density: float = training.attachment.scheme._profile.density
+    training.close()
+    assert 0.005 <= density <= 0.05, "80 rows of 4,000, and the last layer"
     return density
-
-
-def test_ranks_agree_on_what_they_saw() -> None:
-    first, second = run_ranks(look_at_gradients, 2)
-    assert first == second
-    assert 0.005 <= first <= 0.05, "80 rows of 4,000, and the last layer"

@@ -14,7 +14,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.checkpoint import STATE_VERSION
 from gradwire.errors import CorruptMessage, IncompatibleVersion, InvalidArgument
-from ranks import run_ranks
+from ranks import on_ranks
 
 
 class PerRank(schemes.by_name("zlib").__class__):  # type: ignore[misc]
@@ -43,7 +43,8 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
-def load_misfits(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=60)
+def test_misfit_checkpoint_raises_its_error_and_changes_nothing(rank: int, world_size: int) -> None:
     attachment = attach(schemes.by_name("gcomp", refresh_every=4))
     good = attachment.state_dict()
     file = io.BytesIO()
@@ -102,7 +103,3 @@ def load_misfits(rank: int, world_size: int) -> None:
     with pytest.raises(InvalidArgument, match="load each rank's own file"):
         attachment.load_state_dict({**good, "rank": 1 - rank})
     attachment.close()
-
-
-def test_misfit_checkpoint_raises_its_error_and_changes_nothing() -> None:
-    run_ranks(load_misfits, 2, timeout_s=60)

@@ -17,7 +17,7 @@ import gradwire
 from gradwire import _native, codecs, schemes
 from gradwire.core import threads
 from gradwire.core.bucket import Bucket
-from ranks import run_ranks
+from ranks import assert_alike, on_ranks
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ class Listening:
         return n_bytes
 
 
-def hash_what_is_sent(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """(hash of all messages, hash of the result) of one ring, for several thread counts."""
+@on_ranks(2, timeout_s=60)
+def test_messages_in_the_ring_are_the_same_for_every_thread_count(rank: int, world_size: int) -> torch.Tensor:
     torch.manual_seed(rank)
     n = 600_001
     parameter = nn.Parameter(torch.randn(n))
@@ -82,17 +82,10 @@ def hash_what_is_sent(rank: int, world_size: int) -> list[tuple[str, str]]:
         listening = ring.codec = Listening(ring.codec)
         bucket = Bucket(gradient.clone(), [parameter], [0])
         state.scheme.reduce(bucket).wait()
-        result = hashlib.blake2b(bucket.buffer.numpy().tobytes(), digest_size=16).hexdigest()
-        results.append((listening.digest.hexdigest(), result))
+        results.append((listening.digest.hexdigest(), bucket.buffer))
         state.close()
-    return results
-
-
-def test_messages_in_the_ring_are_the_same_for_every_thread_count() -> None:
-    ranks = run_ranks(hash_what_is_sent, 2, timeout_s=60)
-    for results in ranks:
-        assert len(set(results)) == 1
-    assert ranks[0][0][1] == ranks[1][0][1]  # and the mean on all ranks
+    assert_alike(results)
+    return results[0][1]
 
 
 N = 1 << 20

@@ -107,6 +107,25 @@ def agree(rank: int, values: Tensor) -> bool:
     return all(torch.equal(raw, other) for other in gathered)
 
 
+def train(
+    rank: int,
+    scheme: Scheme | None,
+    ddp: Any,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    step: Callable[[Any, torch.optim.Optimizer, Tensor], None] = take_step,
+    look_at: Callable[[Any], None] = lambda attachment: None,
+    **options: Any,
+) -> Tensor:
+    """All parameters after N_STEPS steps, before whose end `look_at` sees the attachment; `options` are its own."""
+    made = optimizer(ddp)
+    attachment = attach(ddp, made, scheme, **options)
+    for batch in batches(rank):
+        step(ddp, made, batch)
+    if attachment is not None:
+        look_at(attachment)
+    return finish(ddp, attachment)
+
+
 def check_case(rank: int, world_size: int, case: Case, tolerance: float = 1.0) -> None:
     """Run `case` with DDP alone, then with every scheme: ranks agree, and no scheme is farther off than it may be.
 

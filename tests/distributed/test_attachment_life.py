@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from ddp_cases import agree, attach, batches, build_model, finish, sgd, take_step, wrap
+from ddp_cases import attach, batches, build_model, finish, sgd, take_step, wrap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -16,10 +16,17 @@ import gradwire
 from gradwire import codecs, schemes
 from gradwire.core.bucket import Bucket
 from gradwire_lab.schemes.baselines import CodecRing
-from ranks import run_ranks, try_ranks
+from ranks import agree, on_ranks
 
 
-def refuse(rank: int, world_size: int) -> None:
+def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@on_ranks(2)
+def test_what_cannot_be_attached_is_refused_by_name(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     bare = build_model()
@@ -58,16 +65,6 @@ def refuse(rank: int, world_size: int) -> None:
         gradwire.attach(hooked, sgd(hooked), "plain", timeout_s=100)
 
 
-def gradwire_free_hook(state, bucket):  # type: ignore[no-untyped-def]
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def test_what_cannot_be_attached_is_refused_by_name() -> None:
-    run_ranks(refuse, 2)
-
-
 @pytest.mark.parametrize("registry", [schemes, codecs])
 def test_option_that_there_is_not_is_named_with_those_that_there_are(registry: ModuleType) -> None:
     with pytest.raises(
@@ -76,7 +73,8 @@ def test_option_that_there_is_not_is_named_with_those_that_there_are(registry: M
         registry.by_name("gcomp", importnce="none")
 
 
-def switch_in_mid_run(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_switch_goes_on_from_the_same_bits_on_all_ranks(rank: int, world_size: int) -> None:
     ddp, alone = wrap(build_model()), wrap(build_model())
     optimizer, optimizer_alone = sgd(ddp), sgd(alone)
     attachment = attach(ddp, optimizer, schemes.by_name("gcomp", refresh_every=3))
@@ -95,15 +93,12 @@ def switch_in_mid_run(rank: int, world_size: int) -> None:
     assert attachment.stats()["scheme"] == "gcomp"
     assert attachment.step == 16
     found, expected = finish(ddp, attachment), finish(alone, None)
-    assert agree(rank, found)
+    assert agree(found)
     assert torch.allclose(found, expected, rtol=0, atol=1e-5)
 
 
-def test_switch_goes_on_from_the_same_bits_on_all_ranks() -> None:
-    run_ranks(switch_in_mid_run, 2)
-
-
-def switch_to_different_schemes(rank: int, world_size: int) -> None:
+@on_ranks(3, raises=gradwire.RankMismatch, match="disagree on scheme.*rank 2: zlib; the others: plain")
+def test_ranks_that_switch_to_different_schemes_are_named_on_all_of_them(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=100)
@@ -112,24 +107,12 @@ def switch_to_different_schemes(rank: int, world_size: int) -> None:
     take_step(ddp, optimizer, next(batches(rank)))
 
 
-def test_ranks_that_switch_to_different_schemes_are_named_on_all_of_them() -> None:
-    for outcome in try_ranks(switch_to_different_schemes, 3):
-        assert type(outcome.error) is gradwire.RankMismatch
-        assert "disagree on scheme" in str(outcome.error)
-        assert "rank 2: zlib; the others: plain" in str(outcome.error)
-
-
-def bind_on_some_ranks_only(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.Unsupported, match="Adamax")  # in less than the attachment's own timeout
+def test_rank_that_cannot_attach_tells_the_others(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = torch.optim.Adamax(ddp.parameters()) if rank == 1 else sgd(ddp)
     gradwire.attach(ddp, optimizer, "gcomp", timeout_s=300)
     take_step(ddp, optimizer, next(batches(rank)))
-
-
-def test_rank_that_cannot_attach_tells_the_others() -> None:
-    for outcome in try_ranks(bind_on_some_ranks_only, 2):  # less than the attachment's own timeout
-        assert type(outcome.error) is gradwire.Unsupported
-        assert "Adamax" in str(outcome.error)
 
 
 class FallsBack(CodecRing):
@@ -149,7 +132,8 @@ class FailsAtTheEnd(CodecRing):
             raise ZeroDivisionError("a bug in commit")
 
 
-def count_fallbacks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_stats_count_every_fallback(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, FallsBack("zlib", {}), timeout_s=100)
@@ -160,11 +144,8 @@ def count_fallbacks(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def test_stats_count_every_fallback() -> None:
-    run_ranks(count_fallbacks, 2)
-
-
-def fail_at_the_end(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.RankMismatch, match="rank 1 failed: ZeroDivisionError: a bug in commit")
+def test_exception_at_the_end_of_a_step_is_raised_on_all_ranks(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, FailsAtTheEnd("zlib", {}), timeout_s=100)
@@ -180,13 +161,8 @@ def fail_at_the_end(rank: int, world_size: int) -> None:
         attachment.close()
 
 
-def test_exception_at_the_end_of_a_step_is_raised_on_all_ranks() -> None:
-    for outcome in try_ranks(fail_at_the_end, 2):
-        assert type(outcome.error) is gradwire.RankMismatch, outcome
-        assert "rank 1 failed: ZeroDivisionError: a bug in commit" in str(outcome.error)
-
-
-def raise_between_steps(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_error_of_the_users_between_two_steps_harms_nothing(rank: int, world_size: int) -> None:
     """The user's own error, caught by the user: one rank loses a batch's forward pass and takes another."""
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
@@ -196,20 +172,11 @@ def raise_between_steps(rank: int, world_size: int) -> None:
             with pytest.raises(RuntimeError, match="mat1 and mat2"):
                 ddp(batch[:, :3])
         take_step(ddp, optimizer, batch)
-    assert agree(rank, finish(ddp, attachment))
+    assert agree(finish(ddp, attachment))
 
 
-def test_error_of_the_users_between_two_steps_harms_nothing() -> None:
-    run_ranks(raise_between_steps, 2)
-
-
-def send_sparse_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.Unsupported, match=r"Embedding\(sparse=False\)")
+def test_sparse_gradient_is_refused_with_advice_on_all_ranks(rank: int, world_size: int) -> None:
     ddp = wrap(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
     gradwire.attach(ddp, sgd(ddp), "gcomp", timeout_s=100)
     ddp(torch.tensor([rank, 3])).sum().backward()
-
-
-def test_sparse_gradient_is_refused_with_advice_on_all_ranks() -> None:
-    for outcome in try_ranks(send_sparse_gradients, 2):
-        assert type(outcome.error) is gradwire.Unsupported, outcome
-        assert "Embedding(sparse=False)" in str(outcome.error)

@@ -12,7 +12,7 @@ from gradwire.exchange.ring import mean_through_codec
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
 from gradwire.wire.preamble import Facts
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 COLLECTIVES = {topology: functools.partial(mean_through_codec, topology=topology) for topology in ("ring", "direct")}
 LENGTHS = [0, 1, 2, 3, 5, 7, 64, 65, 1_000, 20_011]
@@ -68,7 +68,14 @@ def expected_mean(which: str, world_size: int, n: int, dtype: torch.dtype) -> to
     return result
 
 
-def reduce_everything(rank: int, world_size: int, which: str, chunk_elements: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize("which", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("world_size", "chunk_elements"), [(1, 64), (2, 64), (2, 1 << 18), (3, 500), (4, 64), (5, 999)]
+)
+@on_ranks()
+def test_mean_is_exact_and_the_same_on_all_ranks(
+    rank: int, world_size: int, which: str, chunk_elements: int
+) -> list[torch.Tensor]:
     communicator = Communicator(timeout_s=100)
     recorder = Recorder(rank, world_size)
     results = []
@@ -90,16 +97,6 @@ def reduce_everything(rank: int, world_size: int, which: str, chunk_elements: in
             results.append(buffer)
     communicator.close()
     return results
-
-
-@pytest.mark.parametrize("which", COLLECTIVES)
-@pytest.mark.parametrize(
-    ("world_size", "chunk_elements"), [(1, 64), (2, 64), (2, 1 << 18), (3, 500), (4, 64), (5, 999)]
-)
-def test_mean_is_exact_and_the_same_on_all_ranks(which: str, world_size: int, chunk_elements: int) -> None:
-    results = run_ranks(reduce_everything, world_size, which, chunk_elements)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
 def count_bytes(rank: int, world_size: int, which: str, n: int) -> tuple[int, int]:

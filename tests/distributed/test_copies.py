@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_cases import adamw, agree, attach, batches, build_model, finish, sgd, take_step, wrap
+from ddp_cases import adamw, attach, batches, build_model, finish, sgd, take_step, wrap
 from torch.optim.swa_utils import AveragedModel
 
 import gradwire
 from gradwire import schemes
-from ranks import run_ranks, try_ranks
+from ranks import agree, on_ranks
 
 
 def saved_and_loaded(ddp: Any) -> Any:
@@ -23,7 +23,8 @@ def saved_and_loaded(ddp: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def copy_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_model_with_an_attachment_is_copied_and_saved_as_any_other(rank: int, world_size: int) -> None:
     for scheme in ("gcomp", "one-bit", "broadcast"):
         ddp = wrap(build_model())
         optimizer = adamw(ddp)
@@ -44,16 +45,12 @@ def copy_models(rank: int, world_size: int) -> None:
             again = gradwire.attach(twin, twin_optimizer, scheme, timeout_s=100)
             for batch in batches(rank, 3):
                 take_step(twin, twin_optimizer, batch)
-            assert agree(rank, finish(twin, again)), scheme
+            assert agree(finish(twin, again)), scheme
     hooked = wrap(build_model())
     state = gradwire.HookState("plain", timeout_s=100)
     hooked.register_comm_hook(state, gradwire.ddp_hook)
     assert saved_and_loaded(copy.deepcopy(hooked)).module is not hooked.module
     state.close()
-
-
-def test_model_with_an_attachment_is_copied_and_saved_as_any_other() -> None:
-    run_ranks(copy_models, 2)
 
 
 class HandedThrough(torch.optim.Optimizer):
@@ -77,7 +74,8 @@ class HandedThrough(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-def train_wrapped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizer_that_hands_through_to_another_is_taken_for_the_one_inside(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     with pytest.raises(gradwire.Unsupported, match=r"attach the optimizer inside it \(AdamW\)"):
         gradwire.attach(ddp, HandedThrough(adamw(ddp)), "broadcast", timeout_s=100)
@@ -94,17 +92,9 @@ def train_wrapped(rank: int, world_size: int) -> None:
         assert torch.equal(*ends), scheme
 
 
-def test_optimizer_that_hands_through_to_another_is_taken_for_the_one_inside() -> None:
-    run_ranks(train_wrapped, 2)
-
-
-def register_wrongly(rank: int, world_size: int, what: str) -> None:
+@pytest.mark.parametrize("what", ["nothing", "group"])
+@on_ranks(2, raises=Exception, match="needs a gradwire.HookState, got")
+def test_hook_with_another_state_says_what_it_needs(rank: int, world_size: int, what: str) -> None:
     ddp = wrap(build_model())
     ddp.register_comm_hook(None if what == "nothing" else ddp.process_group, gradwire.ddp_hook)
     take_step(ddp, sgd(ddp), next(batches(rank)))
-
-
-@pytest.mark.parametrize("what", ["nothing", "group"])
-def test_hook_with_another_state_says_what_it_needs(what: str) -> None:
-    for outcome in try_ranks(register_wrongly, 2, what):
-        assert "needs a gradwire.HookState, got" in str(outcome.error), outcome

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from ddp_cases import N_STEPS, adamw, attach, batches, build_model, check_case, finish, sgd, take_step, wrap
+from ddp_cases import attach, batches, build_model, check_case, finish, sgd, take_step, train, wrap
 from torch import Tensor, nn
 
 from gradwire.schemes import Scheme
-from ranks import run_ranks
+from ranks import on_ranks
 
 
 def train_with_autocast(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(build_model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for batch in batches(rank):
+    def step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = ddp(batch).float().square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return finish(ddp, attachment)
+
+    return train(rank, scheme, wrap(build_model()), step=step)
 
 
 def train_with_scaler(rank: int, scheme: Scheme | None) -> Tensor:
@@ -46,20 +46,10 @@ def train_with_scaler(rank: int, scheme: Scheme | None) -> Tensor:
 
 
 def train_in(dtype: torch.dtype, rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(build_model().to(dtype))
-    optimizer = sgd(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for batch in batches(rank):
+    def step(ddp: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
         take_step(ddp, optimizer, batch.to(dtype))
-    return finish(ddp, attachment)
 
-
-def train_in_bfloat16(rank: int, scheme: Scheme | None) -> Tensor:
-    return train_in(torch.bfloat16, rank, scheme)
-
-
-def train_in_float16(rank: int, scheme: Scheme | None) -> Tensor:
-    return train_in(torch.float16, rank, scheme)
+    return train(rank, scheme, wrap(build_model().to(dtype)), sgd, step)
 
 
 class Mixed(nn.Module):
@@ -76,30 +66,24 @@ class Mixed(nn.Module):
 
 
 def train_mixed_dtypes(rank: int, scheme: Scheme | None) -> Tensor:
-    ddp = wrap(Mixed())
-    optimizer = sgd(ddp)
-    attachment = attach(ddp, optimizer, scheme)
-    for batch in batches(rank, N_STEPS):
-        take_step(ddp, optimizer, batch)
-    if attachment:
+    def count(attachment: Any) -> None:
         assert min(step.n_buckets for step in attachment.recorder.steps) >= 3
-    return finish(ddp, attachment)
+
+    return train(rank, scheme, wrap(Mixed()), sgd, look_at=count)
 
 
 # A unit in the last place of bfloat16 is 2^16 of float32's, of float16 2^13: near-lossless means as much less there.
-@pytest.mark.parametrize(
-    ("case", "tolerance"),
-    [
-        (
-            train_with_autocast,
-            100,
-        ),  # the activations' rounding to bfloat16 magnifies a difference in float32's last place
-        (train_with_scaler, 1),
-        (train_in_bfloat16, 2**14),
-        (train_in_float16, 2**12),
-        (train_mixed_dtypes, 2**14),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_dtype_works_with_every_scheme(case: Callable[[int, Scheme | None], Tensor], tolerance: float) -> None:
-    run_ranks(check_case, 2, case, tolerance, timeout_s=120)
+CASES: dict[str, tuple[Callable[[int, Scheme | None], Tensor], float]] = {
+    # The activations' rounding to bfloat16 magnifies a difference in float32's last place.
+    "autocast": (train_with_autocast, 100),
+    "scaler": (train_with_scaler, 1),
+    "bfloat16": (functools.partial(train_in, torch.bfloat16), 2**14),
+    "float16": (functools.partial(train_in, torch.float16), 2**12),
+    "mixed": (train_mixed_dtypes, 2**14),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2)
+def test_dtype_works_with_every_scheme(rank: int, world_size: int, case: str) -> None:
+    check_case(rank, world_size, *CASES[case])

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire
 from gradwire.schemes import Scheme
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 
 def run(rank: int, scheme: Scheme | None, ddp: DistributedDataParallel) -> Tensor:
@@ -248,7 +248,8 @@ def test_feature_works_with_every_scheme(feature: Callable[[int, Scheme | None],
     run_ranks(check_case, 2, feature, timeout_s=120)
 
 
-def join_with_another_divisor(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_join_that_changes_the_divisor_is_refused(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, "plain", timeout_s=100)
@@ -258,7 +259,3 @@ def join_with_another_divisor(rank: int, world_size: int) -> None:
     ):
         take_step(ddp, optimizer, next(batches(rank)))
     attachment.close()
-
-
-def test_join_that_changes_the_divisor_is_refused() -> None:
-    run_ranks(join_with_another_divisor, 2)

@@ -13,7 +13,7 @@ from ddp_cases import agree
 from buckets import Driver
 from gradwire import schemes
 from gradwire.codecs.count_sketch import FixedPoint
-from ranks import run_ranks
+from ranks import on_ranks
 from sketches import PATTERNS, gradient_of, quantise
 
 N = 30_011
@@ -62,7 +62,9 @@ def check_mean(options: dict[str, Any], is_plain: bool, mean: torch.Tensor, shar
         assert not bool(mean[(shares == 0).all(0)].any())
 
 
-def run_through_densities(rank: int, world_size: int, pattern: str) -> None:
+@pytest.mark.parametrize("pattern", PATTERNS)
+@on_ranks(3, timeout_s=200)
+def test_densities_from_none_to_all_and_back_in_one_run(rank: int, world_size: int, pattern: str) -> None:
     ring = 2 * (world_size - 1) / world_size
     for options, dtype in itertools.product(MODES, DTYPES):
         driver = Driver(schemes.by_name("homomorphic", **options), [torch.zeros(N, dtype=dtype)])
@@ -100,15 +102,11 @@ def run_through_densities(rank: int, world_size: int, pattern: str) -> None:
         driver.close()
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_densities_from_none_to_all_and_back_in_one_run(pattern: str) -> None:
-    run_ranks(run_through_densities, 3, pattern, timeout_s=200)
-
-
 # ---- values at the ends of their dtype
 
 
-def meet_extremes(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout_s=100)
+def test_values_at_the_ends_of_their_dtype_arrive(rank: int, world_size: int) -> None:
     """Subnormals and the largest finite values are values like any other; -0.0 is a zero."""
     for options, dtype in itertools.product(MODES, DTYPES):
         info = torch.finfo(dtype)
@@ -132,7 +130,3 @@ def meet_extremes(rank: int, world_size: int) -> None:
                 assert not is_plain
                 assert float(mean[0]) == pytest.approx(info.max, rel=4 * EPSILON[dtype])
         driver.close()
-
-
-def test_values_at_the_ends_of_their_dtype_arrive() -> None:
-    run_ranks(meet_extremes, 2, timeout_s=100)

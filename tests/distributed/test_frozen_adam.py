@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -11,31 +10,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from frozen_adam_oracle import BETAS, FREEZE, SCHEMES, STEPS, adamw, attach, loss_of, model, transcribed
+from frozen_adam_oracle import BETAS, FREEZE, SCHEMES, STEPS, adamw, attach, check, loss_of, model, start, transcribed
 from gradwire import InvalidArgument, Unsupported, schemes
 from gradwire.core.bucket import slot_of
 from gradwire.schemes.frozen_adam import FLOOR_SHARE
 from logs import log_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
+from small_training import Training
+from small_training import adamw as adamw_by_default
 
 both = pytest.mark.parametrize("scheme", SCHEMES)
 
 
-def train(rank: int, world_size: int, scheme: str, options: dict[str, Any], exempt: str | None) -> list[Tensor]:
-    ddp = DistributedDataParallel(model())
-    optimizer = adamw(ddp, **options)
-    attachment = attach(ddp, optimizer, scheme=scheme, exempt=exempt or (), **SCHEMES[scheme])
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
-    assert attachment.stats()["n_frozen"] == 4
-    attachment.close()
-    return [parameter.detach().clone() for parameter in ddp.parameters()]
+def variance_of(training: Training) -> Tensor:
+    return torch.cat([state["exp_avg_sq"].view(-1) for state in training.optimizer.state.values()]).clone()
+
+
+def n_updates_of(training: Training) -> int:
+    return int(next(iter(training.optimizer.state.values()))["step"])
+
+
+def train(rank: int, world_size: int, scheme: str, adam: dict[str, Any], exempt: str | None) -> list[Tensor]:
+    training = start(rank, scheme, adam, exempt=exempt or (), **SCHEMES[scheme])
+    training.take_steps(range(STEPS))
+    assert training.close()["n_frozen"] == 4
+    return [parameter.detach().clone() for parameter in training.ddp.parameters()]
 
 
 @pytest.mark.parametrize(
-    ("scheme", "n_ranks", "options", "exempt"),
+    ("scheme", "n_ranks", "adam", "exempt"),
     [
         ("one-bit-adam", 2, {}, None),
         ("one-bit-adam", 2, {"foreach": True}, None),
@@ -43,46 +46,24 @@ def train(rank: int, world_size: int, scheme: str, options: dict[str, Any], exem
         ("top-k-adam", 3, {}, "0.weight"),
     ],
 )
-def test_a_training_is_the_transcription(
-    scheme: str, n_ranks: int, options: dict[str, Any], exempt: str | None
-) -> None:
-    ranks = run_ranks(train, n_ranks, scheme, options, exempt)
-    expected = transcribed(n_ranks, scheme=scheme, exempt=exempt)
-    for *ours_and_theirs, wanted in zip(*ranks, expected, strict=True):
-        ours, *others = ours_and_theirs
-        assert all(torch.equal(ours, theirs) for theirs in others)
-        # A value at the very edge between two codes may fall to the other side; its error is fed back.
-        close = torch.isclose(ours.double(), wanted, rtol=1e-4, atol=1e-5)
-        assert close.float().mean() > 0.98, (ours.double() - wanted).abs().max()
-
-
-def train_alone(rank: int, world_size: int, scheme: str) -> tuple[list[Tensor], list[Tensor], int]:
-    ddp = DistributedDataParallel(model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme=scheme)
-    frozen = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
-        frozen.append(torch.cat([state["exp_avg_sq"].view(-1) for state in optimizer.state.values()]).clone())
-    grads = [parameter.grad for parameter in ddp.parameters()]
-    assert all(grad is not None for grad in grads)
-    attachment.close()
-    optimizer.zero_grad()
-    loss_of(ddp, rank, 0).backward()
-    optimizer.step()
-    after = torch.cat([state["exp_avg_sq"].view(-1) for state in optimizer.state.values()])
-    return frozen, [after], int(next(iter(optimizer.state.values()))["step"])
+def test_a_training_is_the_transcription(scheme: str, n_ranks: int, adam: dict[str, Any], exempt: str | None) -> None:
+    check(run_ranks(train, n_ranks, scheme, adam, exempt), transcribed(n_ranks, scheme=scheme, exempt=exempt))
 
 
 @both
-def test_the_variance_stays_from_the_freeze_on_and_goes_on_after_close(scheme: str) -> None:
-    for frozen, (after,), n_updates in run_ranks(train_alone, 2, scheme):
-        assert n_updates == STEPS + 1
-        for step in range(1, STEPS):
-            assert torch.equal(frozen[step], frozen[step - 1]) == (step >= FREEZE)
-        assert not torch.equal(after, frozen[-1])
+@on_ranks(2)
+def test_the_variance_stays_from_the_freeze_on_and_goes_on_after_close(rank: int, world_size: int, scheme: str) -> None:
+    training, seen = start(rank, scheme), []
+    for step in range(STEPS):
+        training.take_steps([step])
+        seen.append(variance_of(training))
+    for step in range(1, STEPS):
+        assert torch.equal(seen[step], seen[step - 1]) == (step >= FREEZE)
+    assert all(parameter.grad is not None for parameter in training.ddp.parameters())
+    training.close()
+    training.take_steps([0])
+    assert n_updates_of(training) == STEPS + 1
+    assert not torch.equal(variance_of(training), seen[-1])
 
 
 class Late(nn.Module):
@@ -98,79 +79,59 @@ class Late(nn.Module):
         return (self.late(x) if uses_late else x.mean(-1, keepdim=True) + 0 * self.late(x)).square().mean()
 
 
-def train_late(rank: int, world_size: int, scheme: str) -> tuple[list[Tensor], dict[str, Any]]:
-    ddp = DistributedDataParallel(Late())
-    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
-    attachment = attach(ddp, optimizer, scheme=scheme)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(16):
-        if step == 8:  # a restart of the learning rate
-            optimizer.param_groups[0]["lr"] = 1e-2
-        optimizer.zero_grad()
-        rows = torch.randint(0, 10 if step < 10 else 40, (32,), generator=generator)
-        ddp(rows, step >= 7).backward()
-        optimizer.step()
-    state = attachment.state_dict()
-    attachment.close()
-    return [parameter.detach().clone() for parameter in ddp.parameters()], state["state"]
+def looked_up(module: nn.Module, rank: int, step: int) -> Tensor:
+    rows = torch.randint(0, 10 if step < 10 else 40, (32,), generator=torch.Generator().manual_seed(99 * rank + step))
+    return module(rows, step >= 7)
 
 
 @both
-def test_zeros_in_the_variance_and_parameters_that_train_late(scheme: str) -> None:
+@on_ranks(2)
+def test_zeros_in_the_variance_and_parameters_that_train_late(rank: int, world_size: int, scheme: str) -> Tensor:
     """Rows without a gradient before the freeze divide by the floor, and a late layer has a freeze of its own."""
-    (ours, state), (theirs, _) = run_ranks(train_late, 2, scheme)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-        assert bool(one.isfinite().all())
-    start = [parameter.detach() for parameter in Late().parameters()]
-    moved = max(float((one - first).abs().max()) for one, first in zip(ours, start, strict=True))
-    assert moved < 10, "a step divided by epsilon alone is some thousand"
+    made = schemes.by_name(scheme, freeze_step=FREEZE)
+    training = Training(rank, made, adamw_by_default, Late, looked_up, {"bucket_cap_mb": 25})
+    begin = training.flat()
+    training.take_steps(range(8))
+    training.optimizer.param_groups[0]["lr"] = 1e-2  # a restart of the learning rate
+    training.take_steps(range(8, 16))
+    state = training.attachment.state_dict()["state"]
+    training.close()
+    assert bool(training.flat().isfinite().all())
+    assert float((training.flat() - begin).abs().max()) < 10, "a step divided by epsilon alone is some thousand"
     assert state["frozen_at"]["rows.weight"] == FREEZE
     assert state["idle_until"]["late.weight"] == 7
     assert state["frozen_at"]["late.weight"] == 7 + FREEZE
-
-
-def resume(rank: int, world_size: int, scheme: str, at: int) -> list[bool]:
-    """Through, and saved and loaded into new objects after `at` steps: bit for bit the same.
-
-    DDP does not rebuild its buckets where it looks for unused parameters, so both cut them alike.
-    """
-    found = []
-    for is_cut in (False, True):
-        ddp = DistributedDataParallel(model(), find_unused_parameters=True)
-        optimizer = adamw(ddp)
-        attachment = attach(ddp, optimizer, scheme=scheme)
-        for step in range(STEPS):
-            if is_cut and step == at:
-                saved = copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict(), attachment.state_dict()])
-                attachment.close()
-                ddp = DistributedDataParallel(model(), find_unused_parameters=True)
-                optimizer = adamw(ddp)
-                attachment = attach(ddp, optimizer, scheme=scheme)
-                ddp.module.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-                attachment.load_state_dict(saved[2])
-            optimizer.zero_grad()
-            loss_of(ddp, rank, step).backward()
-            optimizer.step()
-        attachment.close()
-        found.append([parameter.detach().clone() for parameter in ddp.parameters()])
-    return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    return training.flat()
 
 
 @pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 3])
 @both
-def test_resume_before_in_and_after_the_freeze(scheme: str, at: int) -> None:
-    for equal in run_ranks(resume, 2, scheme, at):
-        assert all(equal)
+@on_ranks(2)
+def test_resume_before_in_and_after_the_freeze(rank: int, world_size: int, scheme: str, at: int) -> None:
+    """Through, and saved and loaded into new objects after `at` steps: bit for bit the same.
+
+    DDP does not rebuild its buckets where it looks for unused parameters, so both cut them alike.
+    """
+    ddp = {"find_unused_parameters": True}
+    through, first = start(rank, scheme, ddp=ddp), start(rank, scheme, ddp=ddp)
+    through.take_steps(range(STEPS))
+    through.close()
+    first.take_steps(range(at))
+    saved = first.state()
+    first.close()
+    resumed = start(rank, scheme, ddp=ddp).load(saved)
+    resumed.take_steps(range(at, STEPS))
+    resumed.close()
+    assert torch.equal(through.flat(), resumed.flat())
 
 
-def overflow(rank: int, world_size: int, scheme: str) -> tuple[list[Tensor], int]:
+@both
+@on_ranks(2)
+def test_overflow_in_the_step_of_the_freeze(rank: int, world_size: int, scheme: str) -> Tensor:
     """A GradScaler, Inf on one rank in the step of the freeze and in a later one."""
-    ddp = DistributedDataParallel(model())
-    optimizer = adamw(ddp)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    attachment = attach(ddp, optimizer, scaler, scheme)
+    training = start(rank, scheme, scaler=scaler)
+    ddp, optimizer = training.ddp, training.optimizer
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(ddp, rank, step)
@@ -179,22 +140,15 @@ def overflow(rank: int, world_size: int, scheme: str) -> tuple[list[Tensor], int
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), 100.0)
         scaler.step(optimizer)
         scaler.update()
-    attachment.close()
-    return [parameter.detach().clone() for parameter in ddp.parameters()], int(
-        next(iter(optimizer.state.values()))["step"]
-    )
+    training.close()
+    assert n_updates_of(training) == STEPS - 2
+    assert bool(training.flat().isfinite().all())
+    return training.flat()
 
 
 @both
-def test_overflow_in_the_step_of_the_freeze(scheme: str) -> None:
-    (ours, n_updates), (theirs, _) = run_ranks(overflow, 2, scheme)
-    assert n_updates == STEPS - 2
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-        assert bool(one.isfinite().all())
-
-
-def refused(rank: int, world_size: int, scheme: str) -> None:
+@on_ranks(2)
+def test_what_is_refused_and_how(rank: int, world_size: int, scheme: str) -> None:
     ddp = DistributedDataParallel(model())
     instead = scheme.removesuffix("-adam")
     with pytest.raises(Unsupported, match=rf"{scheme}.* SGD.*give attach\(\) the AdamW, or take {instead}"):
@@ -229,11 +183,6 @@ def refused(rank: int, world_size: int, scheme: str) -> None:
     attachment.close()
 
 
-@both
-def test_what_is_refused_and_how(scheme: str) -> None:
-    run_ranks(refused, 2, scheme)
-
-
 @pytest.mark.parametrize("wrong", [{"freeze_step": 0}, {"freeze_step": -1}, {"freeze_step": 1.5}, {"exempt": 7},
                                    {"only": [""]}, {"correction": "none"}])  # fmt: skip
 @both
@@ -257,51 +206,42 @@ def test_wrong_options_of_one(scheme: str, wrong: dict[str, Any]) -> None:
         schemes.by_name(scheme, **wrong)
 
 
-def outgrow(rank: int, world_size: int, scheme: str, factor: float) -> list[str]:
+@pytest.mark.parametrize("factor", [1_000.0, 1.0])
+@both
+@on_ranks(2)
+def test_gradients_that_outgrow_the_variance_are_told_once(
+    rank: int, world_size: int, scheme: str, factor: float
+) -> None:
     """Gradients that are `factor` times as large from the freeze on."""
-    texts = log_of("gradwire.schemes.frozen_adam")
-    ddp = DistributedDataParallel(model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme=scheme)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (loss_of(ddp, rank, step) * (factor if step >= FREEZE else 1)).backward()
-        optimizer.step()
-    attachment.close()
-    return texts
+    texts, training = log_of("gradwire.schemes.frozen_adam"), start(rank, scheme)
+    training.take_steps(range(FREEZE))
+    training.take_steps(range(FREEZE, STEPS), factor)
+    training.close()
+    assert len(texts) == (factor != 1)
+    for text in texts:
+        assert f"frozen after {FREEZE} updates: it was frozen too early" in text
+        assert "freeze_step=" in text
+
+
+@pytest.mark.parametrize("freeze_step", [1, 99])
+@on_ranks(1)
+def test_a_run_that_ends_before_the_freeze_is_told(rank: int, world_size: int, freeze_step: int) -> None:
+    texts = log_of("gradwire.schemes.plain_steps")
+    training = start(rank, "one-bit-adam", freeze_step=freeze_step)
+    training.take_steps(range(2))
+    training.close()
+    if freeze_step == 1:
+        assert len(texts) == 1
+        assert "nothing" not in texts[0], "one rank has nothing to compress, and that is no fault of freeze_step"
+    else:
+        assert "steps before 99 are reduced plainly" in texts[0]
+        assert "nothing was compressed" in texts[1]
+        assert "lower freeze_step" in texts[1]
 
 
 @both
-def test_gradients_that_outgrow_the_variance_are_told_once(scheme: str) -> None:
-    for texts in run_ranks(outgrow, 2, scheme, 1_000.0):
-        assert len(texts) == 1
-        assert f"frozen after {FREEZE} updates: it was frozen too early" in texts[0]
-        assert "freeze_step=" in texts[0]
-    assert run_ranks(outgrow, 2, scheme, 1.0) == [[], []]
-
-
-def end_early(rank: int, world_size: int, freeze_step: int) -> list[str]:
-    texts = log_of("gradwire.schemes.plain_steps")
-    ddp = DistributedDataParallel(model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, freeze_step=freeze_step)
-    for step in range(2):
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
-    attachment.close()
-    return texts
-
-
-def test_a_run_that_ends_before_the_freeze_is_told() -> None:
-    ((only_the_freeze,),) = run_ranks(end_early, 1, 1)
-    assert "nothing" not in only_the_freeze, "one rank has nothing to compress, and that is no fault of freeze_step"
-    (texts,) = run_ranks(end_early, 1, 99)
-    assert "steps before 99 are reduced plainly" in texts[0]
-    assert "nothing was compressed" in texts[1]
-    assert "lower freeze_step" in texts[1]
-
-
-def train_channels_last(rank: int, world_size: int, scheme: str) -> bool:
+@on_ranks(2)
+def test_moments_lie_as_their_bucket_does(rank: int, world_size: int, scheme: str) -> None:
     """A bucket holds channels_last weights in the order of memory, and so must the moments that it is joined with."""
     torch.manual_seed(0)
     net = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
@@ -324,9 +264,4 @@ def train_channels_last(rank: int, world_size: int, scheme: str) -> bool:
     assert torch.equal(adam.root(slot_of(net.weight)), root.permute(0, 2, 3, 1).reshape(-1))
     n_frozen = len(adam.frozen_at)
     attachment.close()
-    return n_frozen == 2
-
-
-@both
-def test_moments_lie_as_their_bucket_does(scheme: str) -> None:
-    assert run_ranks(train_channels_last, 2, scheme) == [True, True]
+    assert n_frozen == 2

@@ -8,61 +8,43 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from frozen_adam_oracle import DECAY, FREEZE, LR, SCHEMES, STEPS, adamw, attach, loss_of, model, transcribed
+from frozen_adam_oracle import DECAY, FREEZE, LR, SCHEMES, STEPS, check, start, transcribed
 from gradwire import InvalidArgument
 from ranks import run_ranks
+from small_training import Training
 
 CHANGE = FREEZE + 2
 
 
-def attached(scheme: str) -> tuple[Any, torch.optim.AdamW, Any]:
-    ddp = DistributedDataParallel(model())
-    optimizer = adamw(ddp)
-    return ddp, optimizer, attach(ddp, optimizer, scheme=scheme, **SCHEMES[scheme])
+def begin(rank: int, scheme: str) -> Training:
+    return start(rank, scheme, **SCHEMES[scheme])
 
 
-def take_steps(ddp: Any, optimizer: torch.optim.Optimizer, rank: int, first: int, last: int) -> None:
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
-
-
-def parameters_of(ddp: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in ddp.parameters()]
+def ended(training: Training) -> list[Tensor]:
+    training.close()
+    return [parameter.detach().clone() for parameter in training.ddp.parameters()]
 
 
 def restart(rank: int, world_size: int, scheme: str) -> list[Tensor]:
     """A schedule that falls, and starts again after the freeze."""
-    ddp, optimizer, attachment = attached(scheme)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, CHANGE)
+    training = begin(rank, scheme)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(training.optimizer, CHANGE)
     for step in range(STEPS):
-        take_steps(ddp, optimizer, rank, step, step + 1)
+        training.take_steps([step])
         schedule.step()
-    attachment.close()
-    return parameters_of(ddp)
+    return ended(training)
 
 
 def cut_groups(rank: int, world_size: int, scheme: str, change: dict[str, Any]) -> list[Tensor]:
     """The first layer goes into a group of its own after the freeze."""
-    ddp, optimizer, attachment = attached(scheme)
-    take_steps(ddp, optimizer, rank, 0, CHANGE)
-    parameters = optimizer.param_groups[0]["params"]
-    optimizer.param_groups[0]["params"] = parameters[2:]
-    optimizer.add_param_group({"params": parameters[:2], **change})
-    take_steps(ddp, optimizer, rank, CHANGE, STEPS)
-    attachment.close()
-    return parameters_of(ddp)
-
-
-def check(ranks: list[list[Tensor]], expected: list[Tensor]) -> None:
-    for ours, theirs, wanted in zip(*ranks, expected, strict=True):
-        assert torch.equal(ours, theirs)
-        # A value at the very edge between two codes may fall to the other side; its error is fed back.
-        close = torch.isclose(ours.double(), wanted, rtol=1e-4, atol=1e-5)
-        assert close.float().mean() > 0.98, (ours.double() - wanted).abs().max()
+    training = begin(rank, scheme)
+    training.take_steps(range(CHANGE))
+    group = training.optimizer.param_groups[0]
+    parameters, group["params"] = group["params"], group["params"][2:]
+    training.optimizer.add_param_group({"params": parameters[:2], **change})
+    training.take_steps(range(CHANGE, STEPS))
+    return ended(training)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -89,31 +71,27 @@ def test_groups_cut_anew_after_the_freeze_rule_from_the_next_step_on(scheme: str
 
 
 def save(rank: int, world_size: int, scheme: str) -> list[Any]:
-    ddp, optimizer, attachment = attached(scheme)
-    take_steps(ddp, optimizer, rank, 0, CHANGE)
-    states = [attachment.state_dict(), attachment.state_dict(all_ranks=True)]
-    saved = copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict(), *states])
-    attachment.close()
+    training = begin(rank, scheme)
+    training.take_steps(range(CHANGE))
+    saved = [*training.state(), copy.deepcopy(training.attachment.state_dict(all_ranks=True))]
+    training.close()
     return saved
 
 
 def go_on(rank: int, world_size: int, scheme: str, saved: list[Any]) -> tuple[dict[str, Any], list[Tensor]]:
     """Load another number's checkpoint; the state that it becomes, and the parameters in the end."""
-    saved = copy.deepcopy(saved)  # the optimizer would step the very tensors, which the ranks' processes share
-    ddp, optimizer, attachment = attached(scheme)
-    ddp.module.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    training = begin(rank, scheme)
+    attachment, optimizer = training.attachment, training.optimizer
     with pytest.raises(InvalidArgument, match=r"written by 2 ranks.*state_dict\(all_ranks=True\)"):
         attachment.load_state_dict(saved[2], strict=False)
-    attachment.load_state_dict(saved[3])
+    training.load((*saved[:2], saved[3]))
     loaded = copy.deepcopy(attachment.state_dict()["state"])
     before = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
-    take_steps(ddp, optimizer, rank, CHANGE, STEPS)
+    training.take_steps(range(CHANGE, STEPS))
     after = [state["exp_avg_sq"] for state in optimizer.state.values()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "the variance stays frozen"
-    assert attachment.stats()["n_frozen"] == len(before)
-    attachment.close()
-    return loaded, parameters_of(ddp)
+    assert training.stats()["n_frozen"] == len(before)
+    return loaded, ended(training)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -17,7 +17,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import Slot, local_of
 from gradwire.schemes.gcomp.importance import QuantisationMetric
-from ranks import patience, run_ranks, try_ranks
+from ranks import agree, on_ranks, patience, try_ranks
 
 CASES = ["", "clip", "noreshard", "mixed32", "offload", "bf16", "micro sync", "micro all-reduce", "compile"]
 CHECKPOINTING = ["ordinary", "reentrant"]
@@ -27,9 +27,10 @@ def options_of(case: str) -> dict[str, Any]:
     return {"clip": "clip" in case, "micro": 3 if "micro" in case else 1}
 
 
-def compare_with_hsdp(rank: int, world_size: int, cases: list[tuple[str, str]]) -> None:
+@on_ranks(4)
+def test_plain_between_nodes_gives_the_bits_of_native_hsdp(rank: int, world_size: int) -> None:
     mesh = make_mesh()
-    for case, checkpointing in cases:
+    for case, checkpointing in [(case, "") for case in CASES] + [("", kind) for kind in CHECKPOINTING]:
         native, optimizer = build(mesh, case, checkpointing)
         between = lambda is_last: None  # noqa: E731
         if "sync" in case:
@@ -51,11 +52,8 @@ def compare_with_hsdp(rank: int, world_size: int, cases: list[tuple[str, str]]) 
             assert torch.equal(mine, theirs), (case, checkpointing)
 
 
-def test_plain_between_nodes_gives_the_bits_of_native_hsdp() -> None:
-    run_ranks(compare_with_hsdp, 4, [(case, "") for case in CASES] + [("", kind) for kind in CHECKPOINTING])
-
-
-def accumulate_without_no_sync(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_accumulation_without_no_sync_costs_a_step_each_and_is_right(rank: int, world_size: int) -> None:
     """Every backward pass then is a step of the scheme, and sends what is new: the sum of both means, as under native HSDP."""
     mesh = make_mesh()
     ended = []
@@ -72,11 +70,8 @@ def accumulate_without_no_sync(rank: int, world_size: int) -> None:
         torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
 
 
-def test_accumulation_without_no_sync_costs_a_step_each_and_is_right() -> None:
-    run_ranks(accumulate_without_no_sync, 4)
-
-
-def compare_in_float16(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_float16_reductions_differ_from_native_hsdp_by_their_rounding(rank: int, world_size: int) -> None:
     """torch divides float16 in two steps around its sums, gradwire before them: equal to the dtype's rounding."""
     mesh = make_mesh()
     ended = []
@@ -94,11 +89,8 @@ def compare_in_float16(rank: int, world_size: int) -> None:
         torch.testing.assert_close(ours, native, rtol=0, atol=4 * 2.0**-11 * moved + 1e-7)
 
 
-def test_float16_reductions_differ_from_native_hsdp_by_their_rounding() -> None:
-    run_ranks(compare_in_float16, 4)
-
-
-def take_over(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_native_hsdp_model_is_taken_over_as_it_is(rank: int, world_size: int) -> None:
     """A native HSDP model gets the `attach` line only; after `close` it all-reduces by itself again."""
     mesh = make_mesh()
     for case in ("clip", "micro sync", "micro all-reduce", "noreshard"):
@@ -121,10 +113,6 @@ def take_over(rank: int, world_size: int) -> None:
             assert torch.equal(mine, theirs), case
 
 
-def test_a_native_hsdp_model_is_taken_over_as_it_is() -> None:
-    run_ranks(take_over, 4)
-
-
 # Codecs that keep no state are one case: embedded-float stands for them.
 STATELESS = {"periodic", "plain", "truncate", "truncated-float", "zlib", "zstd"}
 SCHEMES = sorted(
@@ -143,7 +131,8 @@ def as_published(name: str) -> schemes.Scheme:
     return schemes.by_name(name, **schemes.as_published(name, OPTIONS.get(name, {})))
 
 
-def resume(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_every_reducing_scheme_serves_shards_and_resumes(rank: int, world_size: int) -> None:
     """Replicas stay equal, and a resumed run goes on with the same bits."""
     mesh = make_mesh()
     for name in SCHEMES:
@@ -153,12 +142,7 @@ def resume(rank: int, world_size: int) -> None:
         saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), state.state_dict()))
         train(net, optimizer, rank, range(3, 5))
         state.close()
-        for shard in shards_of(net):
-            other = shard.clone()
-            dist.broadcast(
-                other, dist.get_process_group_ranks(mesh.get_group("replicate"))[0], mesh.get_group("replicate")
-            )
-            assert torch.equal(other, shard), name
+        assert all(agree(shard, mesh.get_group("replicate")) for shard in shards_of(net)), name
         again, optimizer = build(mesh["shard"])
         state = attach(again, optimizer, mesh, as_published(name))
         again.load_state_dict(saved[0])
@@ -169,11 +153,8 @@ def resume(rank: int, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(shards_of(again), shards_of(net), strict=True)), name
 
 
-def test_every_reducing_scheme_serves_shards_and_resumes() -> None:
-    run_ranks(resume, 4)
-
-
-def importance(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_importance_of_shards_is_that_of_the_whole(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -200,11 +181,8 @@ def importance(rank: int, world_size: int) -> None:
         assert torch.equal(found, expected.view(whole.shape)[rank * n_rows : (rank + 1) * n_rows].reshape(-1))
 
 
-def test_importance_of_shards_is_that_of_the_whole() -> None:
-    run_ranks(importance, 2)
-
-
-def overlap(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_backward_pass_waits_for_no_mean(rank: int, world_size: int) -> None:
     """Arrivals never block: the first layer's backward pass begins before the first mean is there."""
     mesh = make_mesh()
     net, optimizer = build(mesh["shard"])
@@ -226,10 +204,6 @@ def overlap(rank: int, world_size: int) -> None:
     train(net, optimizer, rank, range(1))
     assert events.index("first layer") < events.index("mean")
     state.close()
-
-
-def test_the_backward_pass_waits_for_no_mean() -> None:
-    run_ranks(overlap, 4)
 
 
 def break_it(rank: int, world_size: int, how: str) -> None:
@@ -276,7 +250,8 @@ def test_a_rank_that_is_killed_in_mid_pass_is_told_of_to_all() -> None:
         assert isinstance(error, gradwire.PeerLost) or (rank == 2 and isinstance(error, RuntimeError)), (rank, error)
 
 
-def refuse(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_what_this_door_cannot_serve_is_refused_by_name(rank: int, world_size: int) -> None:
     mesh = make_mesh()
     net, optimizer = build(mesh["shard"])
     for options, error, words in [
@@ -301,11 +276,12 @@ def refuse(rank: int, world_size: int) -> None:
     dist.barrier()  # rank 0 holds the store, and waits for the ranks of its own group only
 
 
-def test_what_this_door_cannot_serve_is_refused_by_name() -> None:
-    run_ranks(refuse, 4)
+def raise_error(*_: Any) -> None:
+    raise ZeroDivisionError
 
 
-def bare(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_bare_module_needs_no_ddp(rank: int, world_size: int) -> None:
     """A module that nothing else reduces: replicas stay equal, and a parameter used on one rank only is stepped on all."""
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -320,9 +296,7 @@ def bare(rank: int, world_size: int) -> None:
     (net["body"](x) if rank else hooked(x)).square().mean().backward()
     gradients = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
     assert gradients.numel() == sum(p.numel() for p in net.parameters())
-    gathered = [torch.empty_like(gradients) for _ in range(world_size)]
-    dist.all_gather(gathered, gradients)
-    assert all(torch.equal(gradients, other) for other in gathered)
+    assert agree(gradients)
     assert net["extra"].weight.grad.abs().sum() > 0  # type: ignore[union-attr,operator]
     # A pass that was given up before anything was sent does no harm.
     optimizer.zero_grad()
@@ -341,25 +315,13 @@ def bare(rank: int, world_size: int) -> None:
         gradwire.attach(other, torch.optim.SGD(other.parameters(), 0.1), "plain", timeout_s=100)
 
 
-def raise_error(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
-def test_a_bare_module_needs_no_ddp() -> None:
-    run_ranks(bare, 2)
-
-
-def meet_nan(rank: int, world_size: int) -> bool:
+@on_ranks(4)
+def test_a_nan_on_one_rank_is_seen_by_all(rank: int, world_size: int) -> None:
     mesh = make_mesh()
     net, optimizer = build(mesh["shard"])
     state = attach(net, optimizer, mesh, "one-bit")
     x, y = batch_of(rank, 0)
     loss = nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
     (loss * (float("nan") if rank == 2 else 1.0)).backward()
-    seen = all(not local_of(p.grad).isfinite().all() for p in net.head.parameters() if p.grad is not None)  # type: ignore[union-attr]
+    assert all(not local_of(p.grad).isfinite().all() for p in net.head.parameters() if p.grad is not None)  # type: ignore[union-attr]
     state.close()
-    return seen
-
-
-def test_a_nan_on_one_rank_is_seen_by_all() -> None:
-    assert all(run_ranks(meet_nan, 4))

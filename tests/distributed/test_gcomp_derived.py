@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_gcomp_scheme import build, run_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gcomp_gradients import make_gradient
 from gradwire import schemes
-from ranks import run_ranks
+from ranks import on_ranks
+from small_training import Training, adamw
 
 
-def diverge(rank: int, world_size: int, how: str) -> None:
-    ddp, optimizer = build()
-    gradwire.attach(ddp, optimizer, "gcomp")
-    run_steps(ddp, optimizer, rank, range(2))
+@pytest.mark.parametrize("how", ["learning rate", "betas", "eps", "step", "parameter", "anew", "state"])
+@on_ranks(3, raises=gradwire.RankMismatch, match="hyper-parameters")
+def test_optimizer_that_diverged_on_one_rank_raises_on_all(rank: int, world_size: int, how: str) -> None:
+    training = Training(rank, "gcomp", adamw)
+    training.take_steps(range(2))
     if rank == 1:
-        group, first = optimizer.param_groups[0], next(iter(ddp.parameters()))
+        optimizer = training.optimizer
+        group, first = optimizer.param_groups[0], next(iter(training.ddp.parameters()))
         if how == "learning rate":
             group["lr"] *= 2
         elif how == "betas":
@@ -34,13 +36,7 @@ def diverge(rank: int, world_size: int, how: str) -> None:
             optimizer.state.clear()
         else:
             optimizer.state[first]["exp_avg_sq"].mul_(4)
-    with pytest.raises(gradwire.RankMismatch, match="hyper-parameters"):
-        run_steps(ddp, optimizer, rank, range(2, 4))
-
-
-@pytest.mark.parametrize("how", ["learning rate", "betas", "eps", "step", "parameter", "anew", "state"])
-def test_optimizer_that_diverged_on_one_rank_raises_on_all(how: str) -> None:
-    run_ranks(diverge, 3, how)
+    training.take_steps(range(2, 4))
 
 
 class Constant(nn.Module):
@@ -54,7 +50,10 @@ class Constant(nn.Module):
         return (self.weight * gradient).sum()
 
 
-def large_half(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_mean_of_large_float16_values_does_not_overflow_in_any_scheme_through_a_codec(
+    rank: int, world_size: int
+) -> None:
     for name, options in (
         ("gcomp", {}),
         ("gcomp", {"topology": "direct"}),
@@ -75,10 +74,6 @@ def large_half(rank: int, world_size: int) -> None:
         # Four hops that truncate 2 of 10 bits may take 4 x 3 x 16 away.
         assert (parameter.grad - 30_000).abs().max() <= (192 if name == "truncate" else 16), (name, options)
         attachment.close()
-
-
-def test_mean_of_large_float16_values_does_not_overflow_in_any_scheme_through_a_codec() -> None:
-    run_ranks(large_half, 4)
 
 
 class Given(nn.Module):
@@ -103,7 +98,8 @@ class _Give(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
-def special_values(rank: int, world_size: int) -> list[bytes]:
+@on_ranks(3)
+def test_special_values_of_every_dtype_arrive_alike_on_all_ranks(rank: int, world_size: int) -> list[torch.Tensor]:
     """Through every hop: NaN, Inf, -0, subnormals and the largest finite value, against the ordered sum by torch."""
     results = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -126,33 +122,16 @@ def special_values(rank: int, world_size: int) -> list[bytes]:
             tolerance = 4 * last_place * size + 4 * torch.finfo(dtype).tiny
             close = (mean - exact).abs() <= tolerance
             assert bool(close[small & ~nonfinite].all()), (dtype, options)
-            results.append(parameter.grad.view(torch.uint8).numpy().tobytes())
+            results.append(parameter.grad.clone())
             attachment.close()
     return results
 
 
-def test_special_values_of_every_dtype_arrive_alike_on_all_ranks() -> None:
-    first, *others = run_ranks(special_values, 3)
-    assert all(other == first for other in others)
-
-
-def capped(rank: int, world_size: int) -> int:
-    ddp, optimizer = build()
-    attachment = gradwire.attach(ddp, optimizer, schemes.by_name("gcomp", bits=6))
-    run_steps(ddp, optimizer, rank, range(3))
-    n_bytes = attachment.stats()["bytes_sent"]
-    attachment.close()
-    return int(n_bytes)
-
-
-def uncapped(rank: int, world_size: int) -> int:
-    ddp, optimizer = build()
-    attachment = gradwire.attach(ddp, optimizer, "gcomp")
-    run_steps(ddp, optimizer, rank, range(3))
-    n_bytes = attachment.stats()["bytes_sent"]
-    attachment.close()
-    return int(n_bytes)
-
-
-def test_cap_beside_the_papers_rule_sends_fewer_bytes() -> None:
-    assert run_ranks(capped, 2)[0] < 0.7 * run_ranks(uncapped, 2)[0]
+@on_ranks(2)
+def test_cap_beside_the_papers_rule_sends_fewer_bytes(rank: int, world_size: int) -> None:
+    n_bytes = []
+    for options in ({"bits": 6}, {}):
+        training = Training(rank, schemes.by_name("gcomp", **options), adamw)
+        training.take_steps(range(3))
+        n_bytes.append(training.close()["bytes_sent"])
+    assert n_bytes[0] < 0.7 * n_bytes[1]

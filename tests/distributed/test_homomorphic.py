@@ -11,7 +11,7 @@ from homomorphic_cases import DTYPES, LAYOUT, by_bucket, flat, gradients_of, mak
 from buckets import Driver
 from gradwire.codecs.count_sketch import FixedPoint
 from gradwire.exchange.aggregators.process_group import ProcessGroup
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sketches import quantise
 
 
@@ -100,7 +100,8 @@ def test_wire_volume_is_index_plus_gamma_times_density() -> None:
 # ---- awkward steps and layouts
 
 
-def skip_a_step(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_step_without_gradients_is_not_followed_by_plain_ones(rank: int, world_size: int) -> None:
     """A step without gradients, then what came before it: never taken for a dense bucket, whatever the mode."""
     for mode in ("packed", "sketch"):
         driver = Driver(make(mode=mode), parameters(), LAYOUT)
@@ -116,11 +117,8 @@ def skip_a_step(rank: int, world_size: int) -> None:
         driver.close()
 
 
-def test_step_without_gradients_is_not_followed_by_plain_ones() -> None:
-    run_ranks(skip_a_step, 2)
-
-
-def cancel(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_ranks_that_nearly_cancel_are_summed(rank: int, world_size: int) -> None:
     """Sums 10^-4 of the values, with other ranks' rounding in every cell."""
     for mode in ("packed", "sketch"):
         driver = Driver(make(mode=mode), parameters(), LAYOUT)
@@ -137,11 +135,8 @@ def cancel(rank: int, world_size: int) -> None:
         driver.close()
 
 
-def test_ranks_that_nearly_cancel_are_summed() -> None:
-    run_ranks(cancel, 4)
-
-
-def send_columns(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_columns_of_a_matrix_are_sent_once(rank: int, world_size: int) -> None:
     parameter = torch.zeros(1024, 1024)
     gradient = torch.zeros(1024, 1024)
     gradient[:, 64:80] = torch.randn(1024, 16, generator=torch.Generator().manual_seed(rank))
@@ -151,7 +146,3 @@ def send_columns(rank: int, world_size: int) -> None:
         assert driver.last_buckets[0].record.bytes_sent <= 1.05 * (1024 * 1024 / 8 + 1.3 * 4 * 16 * 1024)
     assert driver.scheme.stats()["n_sketches_resent"] == 0
     driver.close()
-
-
-def test_columns_of_a_matrix_are_sent_once() -> None:
-    run_ranks(send_columns, 2)

@@ -15,10 +15,11 @@ from buckets import Driver
 from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
 from gradwire.wire.wire import Wire
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, try_ranks
 
 
-def meet_nonfinite(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_step_with_inf_or_nan_on_one_rank_is_as_if_it_had_not_been(rank: int, world_size: int) -> None:
     """What a step with Inf or NaN leaves behind: NaN on all ranks where its bucket was, and nothing else."""
     for options in (
         {},
@@ -49,11 +50,8 @@ def meet_nonfinite(rank: int, world_size: int) -> None:
         assert torch.equal(runs[1], runs[2])
 
 
-def test_step_with_inf_or_nan_on_one_rank_is_as_if_it_had_not_been() -> None:
-    run_ranks(meet_nonfinite, 2)
-
-
-def meet_dense_nan(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nan_in_a_dense_bucket_is_noticed(rank: int, world_size: int) -> None:
     """In a bucket that is known to be dense, for which no index goes first."""
     driver = Driver(make(), parameters(), LAYOUT)
     for step in range(3):
@@ -68,11 +66,8 @@ def meet_dense_nan(rank: int, world_size: int) -> None:
     driver.close()
 
 
-def test_nan_in_a_dense_bucket_is_noticed() -> None:
-    run_ranks(meet_dense_nan, 2)
-
-
-def meet_large_values(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_values_too_large_for_a_sketch_of_floats_are_sent_plainly(rank: int, world_size: int) -> None:
     """Near the end of float32 a sketch of floats could overflow, and the plain mean does not: it is taken, and counts."""
     for options in ({"mode": "sketch"}, {"mode": "lossy", "error_feedback": True}):
         driver = Driver(make(**options), parameters(), LAYOUT)
@@ -95,11 +90,8 @@ def meet_large_values(rank: int, world_size: int) -> None:
         driver.close()
 
 
-def test_values_too_large_for_a_sketch_of_floats_are_sent_plainly() -> None:
-    run_ranks(meet_large_values, 2)
-
-
-def overflow(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_step_whose_mean_overflows_float16_keeps_no_residual(rank: int, world_size: int) -> None:
     """With residuals a mean leaves float16's range, though no gradient does."""
     driver = Driver(make(sparsifier="top-k", density=0.05), parameters(torch.float16), LAYOUT)
     gradients = [torch.full(shape, 40_000.0, dtype=torch.float16) for shape in SHAPES]
@@ -110,10 +102,6 @@ def overflow(rank: int, world_size: int) -> None:
     assert not bool(result.isnan().any())
     assert str(driver.scheme.state_dict()) == str(before)
     driver.close()
-
-
-def test_step_whose_mean_overflows_float16_keeps_no_residual() -> None:
-    run_ranks(overflow, 2)
 
 
 def disagree(rank: int, world_size: int, options: list[dict[str, Any]]) -> None:
@@ -168,7 +156,8 @@ class IntegersOnly(ProcessGroup):
     sums_floats = False
 
 
-def meet_faults(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_altered_sums_raise_and_integer_aggregators_get_integers(rank: int, world_size: int) -> None:
     for mode in ("sketch", "exact"):
         driver = Driver(make(mode=mode, aggregator=Altering()), parameters(), LAYOUT)
         with pytest.raises(Exception, match="altered on its way"):
@@ -179,10 +168,6 @@ def meet_faults(rank: int, world_size: int) -> None:
     driver = Driver(make(mode="exact", aggregator=IntegersOnly()), parameters())
     driver.reduce(gradients_of(rank, world_size, 0, 0.05))
     driver.close()
-
-
-def test_altered_sums_raise_and_integer_aggregators_get_integers() -> None:
-    run_ranks(meet_faults, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from homomorphic_cases import LAYOUT, SHAPES, flat, make, parameters
 
 from buckets import Driver
 from gradwire import schemes
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 
-def conserve(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_results_and_residuals_conserve_the_gradients(rank: int, world_size: int) -> None:
     for options in (
         {"sparsifier": "top-k", "density": 0.05},
         {"mode": "lossy", "budget": 0.05, "error_feedback": True},
@@ -33,10 +34,6 @@ def conserve(rank: int, world_size: int) -> None:
         stats = driver.scheme.stats()
         assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == 0
         driver.close()
-
-
-def test_results_and_residuals_conserve_the_gradients() -> None:
-    run_ranks(conserve, 3)
 
 
 def feed_back(rank: int, world_size: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import pytest
 
 from gradwire.errors import RankMismatch
 from gradwire.wire.communicator import Communicator
-from ranks import run_ranks
+from ranks import on_ranks
 
 
 class Log:
@@ -30,20 +30,6 @@ class Log:
         return run
 
 
-def order_of(rank: int, world_size: int, tasks: list[tuple[str, bool, bool]]) -> list[str]:
-    """The order in which tasks (name, defers some of it, may overtake) run that are all there before the first one ends."""
-    communicator, is_open = Communicator(), threading.Event()
-    log = Log(communicator)
-    communicator.submit(is_open.wait)
-    futures = [
-        communicator.submit(log.task(name, defers), may_overtake=may_overtake) for name, defers, may_overtake in tasks
-    ]
-    is_open.set()
-    assert [future.wait() for future in futures] == [name for name, _, _ in tasks]
-    communicator.close()
-    return log.lines
-
-
 @pytest.mark.parametrize(
     ("tasks", "expected"),
     [
@@ -53,13 +39,25 @@ def order_of(rank: int, world_size: int, tasks: list[tuple[str, bool, bool]]) ->
         ([("a", False, True), ("b", False, True)], "a, b"),
     ],
 )
+@on_ranks(1)
 def test_only_a_task_that_may_overtake_goes_before_what_is_deferred(
-    tasks: list[tuple[str, bool, bool]], expected: str
+    rank: int, world_size: int, tasks: list[tuple[str, bool, bool]], expected: str
 ) -> None:
-    assert run_ranks(order_of, 1, tasks) == [expected.split(", ")]
+    """Tasks (name, defers some of it, may overtake) that are all there before the first one ends."""
+    communicator, is_open = Communicator(), threading.Event()
+    log = Log(communicator)
+    communicator.submit(is_open.wait)
+    futures = [
+        communicator.submit(log.task(name, defers), may_overtake=may_overtake) for name, defers, may_overtake in tasks
+    ]
+    is_open.set()
+    assert [future.wait() for future in futures] == [name for name, _, _ in tasks]
+    communicator.close()
+    assert log.lines == expected.split(", ")
 
 
-def run_alone(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_is_deferred_waits_for_no_other_task_and_is_run_before_the_lane_ends(rank: int, world_size: int) -> None:
     communicator = Communicator()
     log = Log(communicator)
     assert communicator.submit(log.task("a", defers=True)).wait() == "a"  # nothing comes after it
@@ -69,11 +67,8 @@ def run_alone(rank: int, world_size: int) -> None:
     assert log.lines == ["a", "rest of a", "b", "rest of b"]
 
 
-def test_what_is_deferred_waits_for_no_other_task_and_is_run_before_the_lane_ends() -> None:
-    run_ranks(run_alone, 1)
-
-
-def fail_in_deferred(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_an_error_in_what_is_deferred_is_the_tasks_error_and_ends_the_group(rank: int, world_size: int) -> None:
     communicator, is_open = Communicator(), threading.Event()
 
     def fail() -> None:
@@ -86,7 +81,3 @@ def fail_in_deferred(rank: int, world_size: int) -> None:
         with pytest.raises(RankMismatch, match="spilt"):
             future.wait()
     communicator.close()
-
-
-def test_an_error_in_what_is_deferred_is_the_tasks_error_and_ends_the_group() -> None:
-    run_ranks(fail_in_deferred, 1)

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_cases import Net, build, make_mesh, shards_of, train
+from one_rank_fails import FAILURES, assert_failure_is_told
 from torch import nn
 
 import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import local_of
 from gradwire.doors.local_sgd import nesterov
-from ranks import patience, run_ranks, try_ranks
+from ranks import agree, on_ranks, patience, run_ranks, try_ranks
 
 EVERY = 4
 
@@ -55,7 +56,8 @@ def by_hand(rank: int, world_size: int, n_outer: int, delay: int) -> list[torch.
     return [p.detach() for p in net.parameters()]
 
 
-def compare(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_plain_is_the_loop_written_by_hand(rank: int, world_size: int) -> None:
     for delay in (0, 3):
         net, optimizer = make()
         loop = gradwire.LocalSgd(net, optimizer, "plain", EVERY, delay=delay, timeout_s=100)
@@ -73,11 +75,8 @@ def compare(rank: int, world_size: int) -> None:
         loop.close()
 
 
-def test_plain_is_the_loop_written_by_hand() -> None:
-    run_ranks(compare, 2)
-
-
-def resume(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_it_resumes_in_mid_interval_bit_for_bit(rank: int, world_size: int) -> None:
     """In mid-interval, with every kind of state; replicas are equal after each outer step."""
     for name in ("plain", "two-bit", "one-bit", "acp-sgd", "top-k"):
         nets = []
@@ -98,27 +97,18 @@ def resume(rank: int, world_size: int) -> None:
             loop.close()
             nets.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
         assert torch.equal(*nets), name
-        other = nets[0].clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(other, nets[0]), name
+        assert agree(nets[0]), name
 
 
-def test_it_resumes_in_mid_interval_bit_for_bit() -> None:
-    run_ranks(resume, 2)
-
-
-def shard(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_shards_of_fsdp2_are_exchanged_between_nodes(rank: int, world_size: int) -> None:
     """Over FSDP2 the same as unsharded DiLoCo whose workers see both of a node's batches, to rounding."""
     mesh = make_mesh()
     net, optimizer = build(mesh["shard"])
     loop = gradwire.LocalSgd(net, optimizer, "plain", 2, group=mesh.get_group("replicate"), timeout_s=100)
     train(net, optimizer, rank, range(4))
     loop.close()
-    for own in shards_of(net):
-        other = own.clone()
-        group = mesh.get_group("replicate")
-        dist.broadcast(other, dist.get_process_group_ranks(group)[0], group)
-        assert torch.equal(other, own)
+    assert all(agree(own, mesh.get_group("replicate")) for own in shards_of(net))
     reference, optimizer = build(mesh["shard"])  # by hand, on the shards
     anchors = [nn.Parameter(local_of(p.detach()).clone()) for p in reference.parameters()]
     outer = nesterov(anchors)
@@ -134,11 +124,13 @@ def shard(rank: int, world_size: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(shards_of(net), shards_of(reference), strict=True))
 
 
-def test_shards_of_fsdp2_are_exchanged_between_nodes() -> None:
-    run_ranks(shard, 4)
+def mean_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(tensor, group=group)
+    tensor.div_(group.size())
 
 
-def unshard(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_sharded_local_sgd_is_that_of_whole_models(rank: int, world_size: int) -> None:
     """Two nodes whose models are sharded end where two nodes with whole models do, to rounding."""
     mesh = make_mesh()
     inside, between = mesh.get_group("shard"), mesh.get_group("replicate")
@@ -169,16 +161,8 @@ def unshard(rank: int, world_size: int) -> None:
         torch.testing.assert_close(sharded.full_tensor(), p, rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]
 
 
-def mean_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(tensor, group=group)
-    tensor.div_(group.size())
-
-
-def test_sharded_local_sgd_is_that_of_whole_models() -> None:
-    run_ranks(unshard, 4)
-
-
-def refuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_misuse_is_named_and_feedback_meets_no_momentum(rank: int, world_size: int) -> None:
     net, optimizer = make()
     for every, delay in ((0, 0), (3, 3), (3, -1)):
         with pytest.raises(gradwire.InvalidArgument, match="delay from 0 to every - 1"):
@@ -198,10 +182,6 @@ def refuse(rank: int, world_size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradwire.LocalSgd(net, optimizer, "embedded-float", 3, timeout_s=100).close()
-
-
-def test_misuse_is_named_and_feedback_meets_no_momentum() -> None:
-    run_ranks(refuse, 2)
 
 
 SHAPES = {"w": (24, 20), "b": (24,)}
@@ -252,7 +232,8 @@ def test_one_state_serves_any_number_of_ranks() -> None:
         assert all(not life[name][0]["ranks"] for life in lives[1:] for name in ELASTIC)
 
 
-def load_wrong(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_same_ranks_get_their_own_state_and_others_are_refused(rank: int, world_size: int) -> None:
     reducer = gradwire.Reducer("one-bit", names=draw(0, 0), timeout_s=100)
     reducer.all_reduce(draw(rank, 0)).wait()
     whole = reducer.state_dict(all_ranks=True)
@@ -272,14 +253,11 @@ def load_wrong(rank: int, world_size: int) -> None:
     reducer.close()
 
 
-def test_the_same_ranks_get_their_own_state_and_others_are_refused() -> None:
-    run_ranks(load_wrong, 2)
-
-
 DECAY = 0.5
 
 
-def fade(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_fading_residual_is_top_k_written_by_hand(rank: int, world_size: int) -> None:
     """Against top-k with a fading residual written by hand, in float64, and against no residual at all."""
     n, share, n_outer = 200, 0.05, 12
 
@@ -320,10 +298,6 @@ def fade(rank: int, world_size: int) -> None:
     assert not torch.allclose(whole_residual.double(), expected, atol=1e-2), "decay changed nothing"
 
 
-def test_a_fading_residual_is_top_k_written_by_hand() -> None:
-    run_ranks(fade, 2)
-
-
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])
 def test_a_decay_that_is_no_share_is_refused(wrong: float) -> None:
     net, optimizer = make()
@@ -344,24 +318,13 @@ def break_it(rank: int, world_size: int, how: str) -> None:
     loop.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "words"),
-    [
-        ("mismatch", gradwire.RankMismatch, "disagree on configuration"),
-        ("codec", gradwire.RankMismatch, "rank 1 failed"),
-        ("death", gradwire.PeerLost, "rank 1"),
-    ],
-)
-def test_what_one_rank_fails_of_is_raised_on_all(how: str, error: type[Exception], words: str) -> None:
-    for rank, outcome in enumerate(try_ranks(break_it, 3, how, timeout_s=60)):
-        if how == "death" and rank == 1:
-            assert outcome.exit_code == 7
-        else:
-            assert isinstance(outcome.error, error), (rank, outcome)
-            assert words in str(outcome.error)
+@pytest.mark.parametrize("how", FAILURES)
+def test_what_one_rank_fails_of_is_raised_on_all(how: str) -> None:
+    assert_failure_is_told(how, try_ranks(break_it, 3, how, timeout_s=60), "rank 1")
 
 
-def not_finite(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_is_seen_by_all(rank: int, world_size: int) -> None:
     """One rank's loss was NaN: every rank sees it, as behind DDP, and none has other parameters than the others."""
     net, optimizer = make()
     loop = gradwire.LocalSgd(net, optimizer, "two-bit", EVERY, timeout_s=100)
@@ -372,11 +335,5 @@ def not_finite(rank: int, world_size: int) -> None:
     step_inner(net, optimizer, rank, range(1))
     first = next(net.parameters()).detach()
     assert not bool(torch.isfinite(first).all())
-    others = [torch.empty_like(first) for _ in range(world_size)]
-    dist.all_gather(others, first)
-    assert all(torch.equal(first.isnan(), other.isnan()) for other in others)
+    assert agree(first.isnan())
     loop.close()
-
-
-def test_a_loss_that_is_not_finite_is_seen_by_all() -> None:
-    run_ranks(not_finite, 2)

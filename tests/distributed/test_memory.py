@@ -6,7 +6,6 @@ import gc
 import resource
 import time
 import tracemalloc
-from typing import Any
 
 import pytest
 import torch
@@ -20,18 +19,19 @@ from gradwire.core.bucket import Bucket
 from gradwire.schemes.plain import start_plain_mean
 from gradwire.telemetry.recorder import Recorder
 from gradwire.wire.communicator import Communicator
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 # Below the first, headers and whole pages count: the work space is that of a bucket of this size at most. Below the second
 # an eighth more may be under way, by how fast the peers are.
 TINY_BUCKET_BYTES, SMALL_BUCKET_BYTES = 1 << 17, 1 << 22
 
 
-def scratch_ratios(rank: int, world_size: int, topologies: list[str]) -> list[tuple[str, int, float]]:
-    """(topology, elements, work space / bucket of at least TINY_BUCKET_BYTES) for gcomp with importance bytes, which
-    needs most of all schemes.
-    """
-    ratios = []
+@pytest.mark.parametrize(
+    ("world_size", "topologies"), [(2, ["ring", "direct"]), (4, ["ring", "direct"]), (8, ["ring"])]
+)
+@on_ranks()
+def test_work_space_is_at_most_twice_the_bucket(rank: int, world_size: int, topologies: list[str]) -> None:
+    """Or a bucket of TINY_BUCKET_BYTES; of gcomp with importance bytes, which needs most of all schemes."""
     for topology in topologies:
         for n in (1, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20, 3_000_000):
             parameter = nn.Parameter(torch.randn(n))
@@ -39,39 +39,9 @@ def scratch_ratios(rank: int, world_size: int, topologies: list[str]) -> list[tu
             state = gradwire.HookState(schemes.by_name("gcomp", topology=topology), optimizer=optimizer, timeout_s=60)
             bucket = Bucket(torch.randn(n), [parameter], [0])
             state.scheme.reduce(bucket).wait()
-            n_bytes = max(bucket.original_bytes, TINY_BUCKET_BYTES)
-            ratios.append((topology, n, state.communicator.scratch_bytes / n_bytes))
-            state.close()
-    return ratios
-
-
-@pytest.mark.parametrize(
-    ("world_size", "topologies"), [(2, ["ring", "direct"]), (4, ["ring", "direct"]), (8, ["ring"])]
-)
-def test_work_space_is_at_most_twice_the_bucket(world_size: int, topologies: list[str]) -> None:
-    for ratios in run_ranks(scratch_ratios, world_size, topologies, timeout_s=120):
-        for topology, n, ratio in ratios:
+            ratio = state.communicator.scratch_bytes / max(bucket.original_bytes, TINY_BUCKET_BYTES)
             assert 0 < ratio <= (2 if 4 * n >= SMALL_BUCKET_BYTES else 2.25), (topology, n, ratio)
-
-
-def train_steps(rank: int, name: str, n_warm: int, n_more: int, measure: Any) -> Any:
-    """`measure(take_steps)`, where take_steps runs `n_more` steps of a model with several buckets, all warm."""
-    torch.manual_seed(1)
-    ddp = wrap(nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 20)), gradient_as_bucket_view=True)
-    optimizer = sgd(ddp)
-    attachment = gradwire.attach(ddp, optimizer, name, timeout_s=60)
-    batch = next(batches(rank))
-
-    def take_steps(n_steps: int) -> None:
-        for _ in range(n_steps):
-            optimizer.zero_grad(set_to_none=False)
-            ddp(batch).square().mean().backward()
-            optimizer.step()
-
-    take_steps(n_warm)
-    measured = measure(lambda: take_steps(n_more))
-    attachment.close()
-    return measured
+            state.close()
 
 
 def reduce_warm(rank: int, world_size: int, name: str) -> list[int]:
@@ -130,43 +100,44 @@ def rss_bytes() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def grow(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    """For each scheme, bytes of growth over 1,000 tiny steps: Python's own objects, and the whole process."""
-
-    def measure(take_steps: Any) -> tuple[int, int]:
-        tracemalloc.start()
-        gc.collect()
-        python_before, rss_before = tracemalloc.get_traced_memory()[0], rss_bytes()
-        take_steps()
-        gc.collect()
-        python_after, rss_after = tracemalloc.get_traced_memory()[0], rss_bytes()
-        tracemalloc.stop()
-        return python_after - python_before, rss_after - rss_before
-
-    return {name: train_steps(rank, name, 20, 1_000, measure) for name in ("gcomp", "plain")}
-
-
-def test_thousand_steps_do_not_grow() -> None:
+@pytest.mark.parametrize("name", ["gcomp", "plain"])
+@on_ranks(2, timeout_s=170)
+def test_thousand_steps_do_not_grow(rank: int, world_size: int, name: str) -> None:
     """1,000 StepRecords of telemetry are kept, about 0.7 KB each; a leak of one frame or bucket a step would be 20 MB."""
-    for growth in run_ranks(grow, 2, timeout_s=170):
-        for name, (python_bytes, rss_growth) in growth.items():
-            assert python_bytes < 2 << 20, (name, python_bytes)
-            assert rss_growth < 16 << 20, (name, rss_growth)
+    torch.manual_seed(1)
+    ddp = wrap(nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 20)), gradient_as_bucket_view=True)
+    optimizer = sgd(ddp)
+    attachment = gradwire.attach(ddp, optimizer, name, timeout_s=60)
+    batch = next(batches(rank))
+
+    def take_steps(n_steps: int) -> None:
+        for _ in range(n_steps):
+            optimizer.zero_grad(set_to_none=False)
+            ddp(batch).square().mean().backward()
+            optimizer.step()
+
+    take_steps(20)
+    tracemalloc.start()
+    gc.collect()
+    python_before, rss_before = tracemalloc.get_traced_memory()[0], rss_bytes()
+    take_steps(1_000)
+    gc.collect()
+    python_after, rss_after = tracemalloc.get_traced_memory()[0], rss_bytes()
+    tracemalloc.stop()
+    attachment.close()
+    assert python_after - python_before < 2 << 20, "Python's own objects"
+    assert rss_after - rss_before < 16 << 20, "the whole process"
 
 
-def fixed_memory(rank: int, world_size: int) -> int:
+@on_ranks(1)
+def test_work_space_is_reused_and_counted(rank: int, world_size: int) -> None:
     communicator = Communicator(timeout_s=100)
     first = communicator.scratch("a", 1_000).data_ptr()
     assert communicator.scratch("a", 500).data_ptr() == first
     assert communicator.scratch("a", 1_000).data_ptr() == first
     communicator.scratch("a", 2_000)
     communicator.scratch("b", 10)
-    held = communicator.scratch_bytes
+    assert communicator.scratch_bytes == 2_010
     communicator.close()
     assert communicator.scratch_bytes == 0
     assert Recorder(0, 1).steps.maxlen == Recorder.MAX_STEPS
-    return held
-
-
-def test_work_space_is_reused_and_counted() -> None:
-    assert run_ranks(fixed_memory, 1) == [2_010]

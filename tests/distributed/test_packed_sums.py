@@ -10,7 +10,7 @@ from buckets import Driver
 from gcomp_gradients import make_gradient
 from gradwire import schemes
 from gradwire.exchange import aggregators
-from ranks import run_ranks
+from ranks import assert_alike, on_ranks, run_ranks
 from sketches import PATTERNS, gradient_of
 from switch_cases import Serving
 
@@ -19,7 +19,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DENSITIES = (0.02, 0.0, 0.0, 0.3, 0.001, 0.8, 0.01, 1.0)
 
 
-def reduce_all(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_packed_sums_are_the_backends_own_bit_by_bit(rank: int, world_size: int) -> None:
     for dtype in DTYPES:
         kind = torch.int32 if dtype == torch.float32 else torch.int16
         for pattern in PATTERNS:
@@ -50,11 +52,6 @@ def reduce_all(rank: int, world_size: int) -> None:
             driver.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_packed_sums_are_the_backends_own_bit_by_bit(world_size: int) -> None:
-    run_ranks(reduce_all, world_size)
-
-
 def specials_of(dtype: torch.dtype, rank: int, step: int) -> torch.Tensor:
     """(N,): 4 % of every kind of finite value: normal, subnormal, largest, -0; from step 3 on Inf and NaN too."""
     gradient = make_gradient("special", N, dtype, 10 * step + rank)
@@ -64,7 +61,9 @@ def specials_of(dtype: torch.dtype, rank: int, step: int) -> torch.Tensor:
     return gradient
 
 
-def reduce_specials(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_special_values_of_every_dtype_are_summed_as_the_backend_sums_them(rank: int, world_size: int) -> None:
     for dtype in DTYPES:
         kind = torch.int32 if dtype == torch.float32 else torch.int16
         # A Bloom filter's false positives move the places at which the backend's sum begins with another rank.
@@ -81,11 +80,6 @@ def reduce_specials(rank: int, world_size: int) -> None:
             expected = torch.zeros(N, dtype=dtype).masked_scatter(union, packed)
             assert torch.equal((mean + 0).view(kind), (expected + 0).view(kind)), (dtype, step)
         driver.close()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_special_values_of_every_dtype_are_summed_as_the_backend_sums_them(world_size: int) -> None:
-    run_ranks(reduce_specials, world_size)
 
 
 def reduce_by_switch(rank: int, world_size: int, address: str) -> torch.Tensor:
@@ -112,5 +106,4 @@ def reduce_by_switch(rank: int, world_size: int, address: str) -> torch.Tensor:
 def test_a_switch_sums_packed_values_as_integers() -> None:
     with Serving() as serving:
         results = run_ranks(reduce_by_switch, 3, f"127.0.0.1:{serving.port}")
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert_alike(results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from buckets import Driver
 from gradwire import schemes
-from ranks import run_ranks
+from ranks import on_ranks
 
 ROWS, COLUMNS, RANK, STEPS = 30, 40, 4, 6
 
@@ -26,7 +27,9 @@ class Weight(nn.Module):
         return (self.weight * gradient).sum()
 
 
-def follow_torch(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["power-sgd", "power-sgd-overlap"])
+@on_ranks(2)
+def test_means_and_errors_are_those_of_powersgd_hook(rank: int, world_size: int, name: str) -> None:
     model = DistributedDataParallel(Weight())
     state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -51,8 +54,3 @@ def follow_torch(rank: int, world_size: int, name: str) -> None:
         assert torch.allclose(kept, error, rtol=1e-4, atol=1e-3), (step, float((kept - error).abs().max()))
         assert float((theirs - gradient).norm()) > 0.1 * float(gradient.norm()), "something was left out"
     driver.close()
-
-
-def test_means_and_errors_are_those_of_powersgd_hook() -> None:
-    for name in ("power-sgd", "power-sgd-overlap"):
-        run_ranks(follow_torch, 2, name)

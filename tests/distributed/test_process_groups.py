@@ -14,7 +14,7 @@ from torch import Tensor
 import gradwire
 from gradwire import schemes
 from gradwire.wire.communicator import Communicator
-from ranks import run_ranks
+from ranks import agree, on_ranks
 
 
 def train_two_models(rank: int, names: tuple[str | None, str | None]) -> list[Tensor]:
@@ -36,7 +36,8 @@ def train_two_models(rank: int, names: tuple[str | None, str | None]) -> list[Te
     return [finish(model, attachment) for model, attachment in zip(models, attachments, strict=True)]
 
 
-def check_two_models(rank: int, world_size: int) -> list[list[Tensor]]:
+@on_ranks(2, timeout_s=60)
+def test_two_models_over_the_same_ranks_train_at_once(rank: int, world_size: int) -> list[list[Tensor]]:
     expected = train_two_models(rank, (None, None))
     results = []
     for names in (("gcomp none", "zlib"), ("plain", "gcomp none"), ("gcomp none", "gcomp direct")):
@@ -45,12 +46,6 @@ def check_two_models(rank: int, world_size: int) -> list[list[Tensor]]:
             assert torch.allclose(mine, theirs, rtol=0, atol=1e-5), names
         results.append(found)
     return results
-
-
-def test_two_models_over_the_same_ranks_train_at_once() -> None:
-    first, second = run_ranks(check_two_models, 2, timeout_s=60)
-    for mine, theirs in zip(first, second, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def train_over(group: dist.ProcessGroup | None, rank: int, name: str | None, seed: int) -> Tensor:
@@ -62,30 +57,23 @@ def train_over(group: dist.ProcessGroup | None, rank: int, name: str | None, see
     return finish(ddp, attachment)
 
 
-def check_subgroups(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+@on_ranks(3, timeout_s=60)
+def test_subgroups_of_different_ranks_train_side_by_side(rank: int, world_size: int) -> None:
     """Ranks 0 and 1 are in one group more than rank 2, then all of them meet, then 2 and 0 in this order."""
     left, right = dist.new_group([0, 1]), dist.new_group([2, 0])
-    results: dict[str, list[Tensor]] = {"left": [], "all": [], "right": []}
+    groups = [(left, 1), (None, 2), *([(right, 3)] if rank != 1 else [])][rank == 2 :]
+    runs: dict[int, list[Tensor]] = {}
     for name in (None, "zlib", "gcomp none", "plain"):
-        if rank in (0, 1):
-            results["left"].append(train_over(left, rank, name, 1))
-        results["all"].append(train_over(None, rank, name, 2))
-        if rank in (0, 2):
-            results["right"].append(train_over(right, rank, name, 3))
-    for runs in results.values():
-        for run in runs[1:]:
-            assert torch.allclose(run, runs[0], rtol=0, atol=1e-5)
-    return results
+        for group, seed in groups:
+            runs.setdefault(seed, []).append(train_over(group, rank, name, seed))
+    for group, seed in groups:
+        for run in runs[seed]:
+            assert torch.allclose(run, runs[seed][0], rtol=0, atol=1e-5)
+        assert agree(torch.stack(runs[seed]), group)
 
 
-def test_subgroups_of_different_ranks_train_side_by_side() -> None:
-    zero, one, two = run_ranks(check_subgroups, 3, timeout_s=60)
-    for which, ranks in {"left": (zero, one), "all": (zero, one, two), "right": (zero, two)}.items():
-        for rank in ranks[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(rank[which], ranks[0][which], strict=True)), which
-
-
-def let_a_model_go(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_closed_attachment_keeps_no_model_alive(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = adamw(ddp)
     attachment = gradwire.attach(ddp, optimizer, "gcomp", timeout_s=100)
@@ -98,11 +86,8 @@ def let_a_model_go(rank: int, world_size: int) -> None:
     assert attachment.stats()["n_steps"] == 1
 
 
-def test_closed_attachment_keeps_no_model_alive() -> None:
-    run_ranks(let_a_model_go, 2)
-
-
-def share_a_scheme(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_scheme_object_serves_one_attachment_at_a_time(rank: int, world_size: int) -> None:
     scheme = schemes.by_name("gcomp")
     first, second = wrap(build_model(1)), wrap(build_model(2))
     attachment = gradwire.attach(first, adamw(first), scheme, timeout_s=100)
@@ -116,15 +101,8 @@ def share_a_scheme(rank: int, world_size: int) -> None:
     other.close()
 
 
-def test_scheme_object_serves_one_attachment_at_a_time() -> None:
-    run_ranks(share_a_scheme, 2)
-
-
-def come_and_go(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_communicator_may_be_closed_at_once(rank: int, world_size: int) -> None:
     """A rank that closes at once leaves nobody behind who still connects to it or to others."""
     for _ in range(40):
         Communicator(timeout_s=100).close()
-
-
-def test_communicator_may_be_closed_at_once() -> None:
-    run_ranks(come_and_go, 4)

@@ -11,7 +11,7 @@ from buckets import Driver
 from gradwire import InvalidArgument, codecs, schemes
 from gradwire.core.bucket import Bucket
 from quantiser_oracles import decode, encode
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
 LAYOUT = [2, 4]
@@ -86,7 +86,9 @@ class AllRanks:
         return result
 
 
-def follow(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks()
+def test_scheme_follows_its_transcription(rank: int, world_size: int) -> None:
     for name, options in CASES:
         scheme = schemes.by_name(name, **options)
         driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
@@ -108,11 +110,6 @@ def follow(rank: int, world_size: int) -> None:
             kept = torch.cat([state["residuals"][f"p{i}"] for i in range(len(SHAPES))])
             assert torch.allclose(kept, torch.cat([one.residuals[rank] for one in followed]), atol=1e-4), name
         driver.close()
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_scheme_follows_its_transcription(world_size: int) -> None:
-    run_ranks(follow, world_size)
 
 
 def keep_everything(rank: int, world_size: int) -> list[list[tuple[torch.Tensor, ...]]]:
@@ -154,7 +151,8 @@ def test_nothing_is_lost_when_parameters_go_unused_or_buckets_are_rebuilt() -> N
             assert torch.allclose(result.double() + new, gradient + old, atol=1e-5)
 
 
-def meet_nonfinite(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_nonfinite_value_anywhere_leaves_the_residuals_as_they_were(rank: int, world_size: int) -> None:
     for name, options in CASES:
         for bad, offender, place in ((float("inf"), 1, 0), (float("nan"), 0, 2), (3e38, 2, 5)):
             scheme = schemes.by_name(name, **options)
@@ -173,10 +171,6 @@ def meet_nonfinite(rank: int, world_size: int) -> None:
             else:
                 assert bad == 3e38
             driver.close()
-
-
-def test_nonfinite_value_anywhere_leaves_the_residuals_as_they_were() -> None:
-    run_ranks(meet_nonfinite, 3)
 
 
 @pytest.mark.parametrize(

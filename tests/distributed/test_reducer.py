@@ -14,7 +14,7 @@ import torch.distributed as dist
 import gradwire
 from gradwire import schemes
 from gradwire.wire.rendezvous import name_group
-from ranks import run_ranks
+from ranks import agree, on_ranks
 
 SHAPES = {"a": (40, 30), "b": (30,), "empty": (0, 3), "scalar": (), "c": (8, 5, 6)}
 REDUCING = sorted(
@@ -38,7 +38,8 @@ def draw(rank: int, step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def plain_means(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_plain_gives_the_bits_of_all_reduce(rank: int, world_size: int) -> None:
     # 4 KB: several buckets, and one of another dtype between them.
     reducer = gradwire.Reducer("plain", bucket_mb=4 / 1024, timeout_s=100)
     tensors = draw(rank, 0) | {"half": torch.randn(7).bfloat16(), "transposed": torch.randn(4, 6).t()}
@@ -61,13 +62,11 @@ def plain_means(rank: int, world_size: int) -> None:
     total.close()
 
 
-def test_plain_gives_the_bits_of_all_reduce() -> None:
-    run_ranks(plain_means, 2)
-
-
-def work_in_flight(rank: int, world_size: int, names: list[str]) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_every_reducing_scheme_takes_named_tensors(rank: int, world_size: int) -> None:
     """Equal bits on all ranks, two calls under way at once, and a resumed run that goes on with the same bits."""
-    for name in names:
+    for name in REDUCING:
         reducer = gradwire.Reducer(make(name), bucket_mb=4 / 1024, timeout_s=100)
         reducer.all_reduce(draw(rank, 0)).wait()
         first, second = draw(rank, 1), draw(rank, 2)
@@ -76,9 +75,7 @@ def work_in_flight(rank: int, world_size: int, names: list[str]) -> None:
             work.wait()
         for tensors in (first, second):
             for key, tensor in tensors.items():
-                gathered = [torch.empty_like(tensor) for _ in range(world_size)]
-                dist.all_gather(gathered, tensor)
-                assert all(torch.equal(tensor, other) for other in gathered), (name, key)
+                assert agree(tensor), (name, key)
         saved = copy.deepcopy(reducer.state_dict())
         went_on = draw(rank, 3)
         reducer.all_reduce(went_on).wait()
@@ -92,12 +89,8 @@ def work_in_flight(rank: int, world_size: int, names: list[str]) -> None:
         resumed.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_reducing_scheme_takes_named_tensors(world_size: int) -> None:
-    run_ranks(work_in_flight, world_size, REDUCING)
-
-
-def conserve(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_error_feedback_belongs_to_the_name(rank: int, world_size: int) -> None:
     reducer = gradwire.Reducer("one-bit", timeout_s=100)
     given = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     sent = copy.deepcopy(given)
@@ -119,11 +112,8 @@ def conserve(rank: int, world_size: int) -> None:
     reducer.close()
 
 
-def test_error_feedback_belongs_to_the_name() -> None:
-    run_ranks(conserve, 3)
-
-
-def refuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_misuse_is_named_on_all_ranks(rank: int, world_size: int) -> None:
     reducer = gradwire.Reducer("plain", timeout_s=100)
     reducer.all_reduce({"x": torch.ones(3)}).wait()
     # Only rank 1 gives another shape; both are told, and by name.
@@ -141,23 +131,11 @@ def refuse(rank: int, world_size: int) -> None:
         gradwire.Reducer("aqgb", timeout_s=100)
 
 
-def test_misuse_is_named_on_all_ranks() -> None:
-    run_ranks(refuse, 2)
-
-
-def some_ranks(rank: int, world_size: int) -> None:
-    mine = [0, 2] if rank % 2 == 0 else [1, 3]
-    reducer = gradwire.Reducer("plain", group=mine, timeout_s=100)
-    tensor = torch.full((3,), float(rank))
-    reducer.all_reduce({"x": tensor}).wait()
-    assert tensor.tolist() == [sum(mine) / 2] * 3
-    reducer.close()
-    for wrong in ([0, 9], [0, 0, rank], [rank - 1, rank + 1]):
-        with pytest.raises(gradwire.InvalidArgument, match="group"):
-            gradwire.Reducer("plain", group=wrong, timeout_s=5)
-
-
-def come_late(rank: int, world_size: int, life: str) -> None:
+@pytest.mark.parametrize("life", ["0", "1"])
+@on_ranks(2)
+def test_a_group_that_cannot_be_built_raises_peer_lost_and_says_what_a_second_life_needs(
+    rank: int, world_size: int, life: str
+) -> None:
     """Rank 1 never makes its end of the group: rank 0 says so, and not that an attribute is missing."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = life
     if rank == 0:
@@ -165,11 +143,6 @@ def come_late(rank: int, world_size: int, life: str) -> None:
             gradwire.Reducer("plain", timeout_s=1)
         assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(lost.value)) == (life != "0")
     dist.barrier()
-
-
-@pytest.mark.parametrize("life", ["0", "1"])
-def test_a_group_that_cannot_be_built_raises_peer_lost_and_says_what_a_restarted_life_needs(life: str) -> None:
-    run_ranks(come_late, 2, life)
 
 
 def test_a_restarted_rank_does_not_meet_the_names_of_its_life_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,5 +154,14 @@ def test_a_restarted_rank_does_not_meet_the_names_of_its_life_before(monkeypatch
     assert name_group([0, 1]) != first
 
 
-def test_a_group_is_a_list_of_ranks_too() -> None:
-    run_ranks(some_ranks, 4)
+@on_ranks(4)
+def test_a_group_is_a_list_of_ranks_too(rank: int, world_size: int) -> None:
+    mine = [0, 2] if rank % 2 == 0 else [1, 3]
+    reducer = gradwire.Reducer("plain", group=mine, timeout_s=100)
+    tensor = torch.full((3,), float(rank))
+    reducer.all_reduce({"x": tensor}).wait()
+    assert tensor.tolist() == [sum(mine) / 2] * 3
+    reducer.close()
+    for wrong in ([0, 9], [0, 0, rank], [rank - 1, rank + 1]):
+        with pytest.raises(gradwire.InvalidArgument, match="group"):
+            gradwire.Reducer("plain", group=wrong, timeout_s=5)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from buckets import Driver
 from gradwire import InvalidArgument, schemes
-from ranks import run_ranks
+from ranks import on_ranks
 
 SHAPES = [(30, 20), (7,), (40, 30), (9, 8)]
 
@@ -23,64 +23,54 @@ def gradients_of(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * 10.0**place for place, shape in enumerate(SHAPES)]
 
 
-def deviations(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[float]:
-    """Of each tensor's result from the mean, of the second of two steps."""
+def is_small_or_ninefold(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) < 2 or shape[0] == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "plain"),
+    [
+        ("one-bit", {"exempt": "p0+p3"}, {0, 3}),
+        ("one-bit", {"exempt": ["p[03]"], "scale_values": 64}, {0, 3}),
+        ("two-bit", {"only": "p2"}, {0, 1, 3}),
+        ("one-bit", {"exempt": is_small_or_ninefold}, {1, 3}),
+        ("acp-sgd", {"exempt": ["p0"], "rank": 1}, {0, 1}),  # p1 is a vector
+        ("power-sgd", {"only": ["p0"], "rank": 1}, {1, 2, 3}),
+    ],
+)
+@on_ranks(2)
+def test_what_is_exempt_is_the_mean(
+    rank: int, world_size: int, name: str, options: dict[str, Any], plain: set[int]
+) -> list[Tensor]:
+    """In the second of two steps."""
     driver = Driver(schemes.by_name(name, **options), [torch.zeros(shape) for shape in SHAPES], [2, 2])
     for step in range(2):
         results = driver.reduce(gradients_of(rank, step))
     driver.close()
-    means = [torch.stack(own).mean(0) for own in zip(gradients_of(0, 1), gradients_of(1, 1), strict=True)]
-    return [float((one - mean).norm() / mean.norm()) for one, mean in zip(results, means, strict=True)]
-
-
-CASES = [
-    ("one-bit", {"exempt": "p0+p3"}, {0, 3}),
-    ("one-bit", {"exempt": ["p[03]"], "scale_values": 64}, {0, 3}),
-    ("two-bit", {"only": "p2"}, {0, 1, 3}),
-    ("one-bit", {"exempt": lambda name, shape: len(shape) < 2 or shape[0] == 9}, {1, 3}),
-    ("acp-sgd", {"exempt": ["p0"], "rank": 1}, {0, 1}),  # p1 is a vector
-    ("power-sgd", {"only": ["p0"], "rank": 1}, {1, 2, 3}),
-]
-
-
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_what_is_exempt_is_the_mean(case: int) -> None:
-    name, options, plain = CASES[case]
-    if not callable(options.get("exempt")):
-        (found, others) = run_ranks(deviations, 2, name, options)
-    else:
-        (found, others) = run_ranks(deviate_without_small_ones, 2)
-    assert found == others
-    for place, deviation in enumerate(found):
+    for place, of_ranks in enumerate(zip(gradients_of(0, 1), gradients_of(1, 1), strict=True)):
+        mean = torch.stack(of_ranks).mean(0)
+        deviation = float((results[place] - mean).norm() / mean.norm())
         assert deviation < 1e-6 if place in plain else deviation > 0.05, (place, deviation)
+    return results
 
 
-def deviate_without_small_ones(rank: int, world_size: int) -> list[float]:
-    return deviations(rank, world_size, "one-bit", {"exempt": lambda name, shape: len(shape) < 2 or shape[0] == 9})
-
-
-def infinite(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_an_exempt_tensor_that_is_not_finite(rank: int, world_size: int) -> None:
     """Inf in an exempt tensor of one rank: the step's residuals are dropped, as for any other."""
-    scheme = schemes.by_name("one-bit", exempt="p1")
-    driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES])
+    driver = Driver(schemes.by_name("one-bit", exempt="p1"), [torch.zeros(shape) for shape in SHAPES])
     driver.reduce(gradients_of(rank, 0))
-    before = {name: kept.clone() for name, kept in scheme.state_dict()["residuals"].items()}
+    before = {name: kept.clone() for name, kept in driver.scheme.state_dict()["residuals"].items()}
     gradients = gradients_of(rank, 1)
     if rank == 1:
         gradients[1][3] = math.inf
-    results = driver.reduce(gradients)
-    after = scheme.state_dict()["residuals"]
+    assert not driver.reduce(gradients)[1].isfinite().all()
+    after = driver.scheme.state_dict()["residuals"]
     driver.close()
-    return [bool(results[1].isfinite().all()), *(torch.equal(before[name], after[name]) for name in before)]
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_an_exempt_tensor_that_is_not_finite() -> None:
-    for is_finite, *unchanged in run_ranks(infinite, 2):
-        assert not is_finite
-        assert all(unchanged)
-
-
-def complain(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_names_of_nothing(rank: int, world_size: int) -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for name in ("one-bit", "two-bit", "acp-sgd", "power-sgd"):
@@ -88,48 +78,39 @@ def complain(rank: int, world_size: int) -> None:
             InvalidArgument, match=r"only='tail' matches no tensor; there are 0\.weight, 1\.weight, 1\.bias"
         ):
             gradwire.attach(ddp, optimizer, schemes.by_name(name, only=["tail"]))
-
-
-def test_names_of_nothing() -> None:
-    run_ranks(complain, 1)
     for wrong in (3, [""], [None]):
         with pytest.raises(InvalidArgument, match="exempt takes names"):
             schemes.by_name("one-bit", exempt=wrong)
 
 
-def compressed_by_acp(rank: int, world_size: int, adam: bool, exempt: Any) -> int:
+@pytest.mark.parametrize(("adam", "exempt", "expected"), [(True, None, 1), (True, (), 3), (False, None, 3)])
+@on_ranks(2)
+def test_low_rank_leaves_words_alone_under_adam(
+    rank: int, world_size: int, adam: bool, exempt: Any, expected: int
+) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(90, 40), nn.Linear(40, 40), nn.Linear(40, 90, bias=False)))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    if adam:
-        optimizer = torch.optim.AdamW(ddp.parameters())
+    optimizer = torch.optim.AdamW(ddp.parameters()) if adam else torch.optim.SGD(ddp.parameters(), 0.1)
     attachment = gradwire.attach(ddp, optimizer, schemes.by_name("acp-sgd", rank=2, exempt=exempt, start_step=0))
     ddp(torch.arange(8)).square().mean().backward()
-    n_matrices = attachment.stats()["n_matrices"]
+    assert attachment.stats()["n_matrices"] == expected
     attachment.close()
-    return int(n_matrices)
 
 
-@pytest.mark.parametrize(("adam", "exempt", "expected"), [(True, None, 1), (True, (), 3), (False, None, 3)])
-def test_low_rank_leaves_words_alone_under_adam(adam: bool, exempt: Any, expected: int) -> None:
-    assert run_ranks(compressed_by_acp, 2, adam, exempt) == [expected, expected]
-
-
-def shares_sent(rank: int, world_size: int, per: str) -> list[int]:
-    """How many values of each tensor have a result, where one's gradients are a thousandfold the other's."""
+@pytest.mark.parametrize("per", ["layer", "bucket"])
+@on_ranks(2)
+def test_dgc_takes_its_share_of_every_layer_or_of_the_bucket(rank: int, world_size: int, per: str) -> None:
+    """Of two layers, whose gradients differ a thousandfold, a hundredth is sent."""
     shapes = [(200, 100), (100, 100)]
     driver = Driver(schemes.by_name("dgc", share=0.01, per=per), [torch.zeros(shape) for shape in shapes])
     generator = torch.Generator().manual_seed(rank)
     gradients = [
         torch.randn(shape, generator=generator) * scale for shape, scale in zip(shapes, (1e3, 1.0), strict=True)
     ]
-    results = driver.reduce(gradients)
+    n_first, n_second = (int((one != 0).sum()) for one in driver.reduce(gradients))
     driver.close()
-    return [int((one != 0).sum()) for one in results]
-
-
-def test_dgc_takes_its_share_of_every_layer_or_of_the_bucket() -> None:
-    (by_layer, _), (by_bucket, _) = (run_ranks(shares_sent, 2, per) for per in ("layer", "bucket"))
-    assert 2 * 160 <= by_layer[0] <= 2 * 260  # of both ranks, hardly any in common
-    assert 2 * 80 <= by_layer[1] <= 2 * 130
-    assert by_bucket[1] == 0
+    if per == "layer":  # of both ranks, hardly any in common
+        assert 2 * 160 <= n_first <= 2 * 260
+        assert 2 * 80 <= n_second <= 2 * 130
+    else:
+        assert n_second == 0

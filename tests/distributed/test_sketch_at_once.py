@@ -14,7 +14,7 @@ from gradwire import schemes
 from gradwire.codecs.count_sketch import MAX_CORE, CountSketch, FixedPoint, Outcome, index_words, write_index
 from gradwire.exchange.aggregators import Sum
 from gradwire.exchange.aggregators.process_group import ProcessGroup
-from ranks import run_ranks
+from ranks import on_ranks
 from sketches import PATTERNS, gradient_of, quantise, sparse_gradients
 
 N = 50_021
@@ -40,7 +40,9 @@ class Counting(ProcessGroup):
         return both
 
 
-def warm_up(rank: int, world_size: int, or_by: str) -> None:
+@pytest.mark.parametrize("or_by", ["all-reduce", "all-to-all"])
+@on_ranks(3)
+def test_warm_sketch_takes_one_aggregation_a_bucket(rank: int, world_size: int, or_by: str) -> None:
     for index in ("bitmap", "bloom", "auto"):
         aggregator = Counting(or_by)
         scheme = schemes.by_name("homomorphic", mode="sketch", index=index, aggregator=aggregator)
@@ -65,12 +67,9 @@ def warm_up(rank: int, world_size: int, or_by: str) -> None:
         driver.close()
 
 
-@pytest.mark.parametrize("or_by", ["all-reduce", "all-to-all"])
-def test_warm_sketch_takes_one_aggregation_a_bucket(or_by: str) -> None:
-    run_ranks(warm_up, 3, or_by)
-
-
-def change_density(rank: int, world_size: int, pattern: str) -> None:
+@pytest.mark.parametrize("pattern", PATTERNS)
+@on_ranks(2)
+def test_density_that_changes_is_sent_again_or_learnt_anew(rank: int, world_size: int, pattern: str) -> None:
     """More non-zeros than the table was made for: sent again, at the right size; far fewer: learnt anew."""
     driver = Driver(schemes.by_name("homomorphic", mode="sketch"), [torch.zeros(N)])
     for step, density in enumerate((0.02, 0.02, 0.3, 0.3, 0.02, 0.02, 0.0, 0.0, 0.02, 0.02, 0.02)):
@@ -99,11 +98,6 @@ def change_density(rank: int, world_size: int, pattern: str) -> None:
     driver.scheme.load_state_dict(state)
     assert driver.scheme.state_dict()["tables"] == {}
     driver.close()
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_density_that_changes_is_sent_again_or_learnt_anew(pattern: str) -> None:
-    run_ranks(change_density, 2, pattern)
 
 
 @pytest.mark.parametrize("n_elements", [3_000, 200_003, 3_000_000])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_cases import agree
 from sparse_models import MODELS, N_STEPS, batch, build, loss_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.codecs.count_sketch import FixedPoint
-from ranks import run_ranks
+from ranks import agree, on_ranks
 from sketches import quantise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,7 +88,10 @@ def check_bytes(mode: str, index: str, gradient: Tensor, n_nonzeros: int, n_byte
         assert least * cell_bytes * n_nonzeros < n_sent < 0.75 * n * gradient.element_size()
 
 
-def sum_gradients(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(timeout_s=200)
+def test_sparse_gradients_are_sent_compressed_and_summed_exactly(rank: int, world_size: int, name: str) -> None:
     for (mode, options), dtype, index in itertools.product(MODES.items(), DTYPES, ("bitmap", "auto")):
         model = build(name, dtype)
         ddp = DistributedDataParallel(model)
@@ -100,7 +102,7 @@ def sum_gradients(rank: int, world_size: int, name: str) -> None:
             optimizer.zero_grad()
             loss_of(ddp, batch(rank, step)).backward()
             mean = flat_gradient(model)
-            assert agree(rank, mean), (mode, dtype, index)
+            assert agree(mean), (mode, dtype, index)
             check_mean(mode, mean, shares)
             (record,) = (bucket for bucket in attachment.recorder.last_buckets if bucket.bucket >= 0)
             if world_size > 1:
@@ -113,29 +115,7 @@ def sum_gradients(rank: int, world_size: int, name: str) -> None:
         assert stats["n_fallbacks"] == stats["n_bloom_fallbacks"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_sparse_gradients_are_sent_compressed_and_summed_exactly(name: str, world_size: int) -> None:
-    run_ranks(sum_gradients, world_size, name, timeout_s=200)
-
-
 # ---- DDP's features
-
-
-def wrap_plainly(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model)
-
-
-def view_buckets(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
-def keep_graph_static(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model, static_graph=True)
-
-
-def find_unused(model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def step_plainly(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -175,27 +155,28 @@ def skip_loss(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step:
     optimizer.step()
 
 
-Wrap = Callable[[nn.Module], DistributedDataParallel]
 Step = Callable[[DistributedDataParallel, torch.optim.Optimizer, int, int], None]
-FEATURES: dict[str, tuple[Wrap, Step]] = {
-    "views": (view_buckets, step_plainly),
-    "static graph": (keep_graph_static, step_plainly),
-    "unused": (find_unused, step_plainly),
-    "accumulated": (wrap_plainly, accumulate),
-    "clipped": (wrap_plainly, clip),
-    "autocast": (wrap_plainly, cast),
-    "masked": (wrap_plainly, skip_loss),
+FEATURES: dict[str, tuple[dict[str, bool], Step]] = {
+    "views": ({"gradient_as_bucket_view": True}, step_plainly),
+    "static graph": ({"static_graph": True}, step_plainly),
+    "unused": ({"find_unused_parameters": True}, step_plainly),
+    "accumulated": ({}, accumulate),
+    "clipped": ({}, clip),
+    "autocast": ({}, cast),
+    "masked": ({}, skip_loss),
 }
 # By SGD, whose step is in proportion to the error: of the largest parameter. Two ranks' packed sums are DDP's own.
 TOLERANCES = {"packed": 0.0, "sketch": 1e-6, "exact 32": 1e-7, "exact 64": 1e-7}
 
 
-def train(rank: int, world_size: int, feature: str) -> None:
-    wrap, take_step = FEATURES[feature]
+@pytest.mark.parametrize("feature", FEATURES)
+@on_ranks(2, timeout_s=120)
+def test_features_of_ddp_with_sparse_models_train_as_ddp_does(rank: int, world_size: int, feature: str) -> None:
+    options, take_step = FEATURES[feature]
     for name in MODELS:
         results: dict[str, Tensor] = {}
         for mode in ("ddp", *MODES):
-            ddp = wrap(build(name))
+            ddp = DistributedDataParallel(build(name), **options)
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.3)
             attachment = None
             if mode != "ddp":
@@ -208,11 +189,6 @@ def train(rank: int, world_size: int, feature: str) -> None:
                 assert stats["n_buckets_too_dense"] == stats["n_steps_not_finite"] == 0, (name, mode)
                 assert 0 < stats["ratio"] < 0.5, (name, mode, stats["ratio"])
             results[mode] = torch.cat([parameter.detach().view(-1) for parameter in ddp.parameters()])
-            assert agree(rank, results[mode]), (name, mode)
+            assert agree(results[mode]), (name, mode)
             deviation = float((results[mode] - results["ddp"]).abs().max())
             assert deviation <= TOLERANCES.get(mode, 0.0) * float(results["ddp"].abs().max()), (name, mode, deviation)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features_of_ddp_with_sparse_models_train_as_ddp_does(feature: str) -> None:
-    run_ranks(train, 2, feature, timeout_s=120)

@@ -12,30 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import quantiser_oracles as oracle
-from buckets import Driver
+from buckets import SHAPES, Driver, by_bucket, drive, flat, gradients_of
 from gradwire import InvalidArgument, schemes
 from gradwire.codecs.selection import take_by_sample
 from gradwire.core.bucket import Bucket
 from gradwire.errors import RankMismatch, Unsupported
 from gradwire.schemes.dgc import Dgc, draw_sample
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks
+from small_training import Training
 
-SHAPES = [(24, 18), (7,), (30, 11), (0, 5), (), (50,)]
-LAYOUT = [2, 4]
 SEED = 9
-
-
-def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-
-
-def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def buckets_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [flat(tensors[:2]), flat(tensors[2:])]
 
 
 def place_of(step: int, index: int) -> Bucket:
@@ -48,13 +34,15 @@ def of_unlike_sizes(rank: int, step: int) -> list[torch.Tensor]:
     return [scale * gradient for scale, gradient in zip(scales, gradients_of(rank, step), strict=True)]
 
 
-def follow_terngrad(rank: int, world_size: int, per: str) -> None:
+@pytest.mark.parametrize("per", ["layer", "bucket"])
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_terngrad_follows_its_transcription(rank: int, world_size: int, per: str) -> None:
     """A scale a tensor: each is divided by its own, and all are drawn in the order of their bucket."""
-    scheme = schemes.by_name("terngrad", seed=SEED, per=per)
-    driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+    driver = drive("terngrad", {"seed": SEED, "per": per})
     for step in range(3):
         everyone = [of_unlike_sizes(other, step) for other in range(world_size)]
-        results = buckets_of(driver.reduce(of_unlike_sizes(rank, step)))
+        results = by_bucket(driver.reduce(of_unlike_sizes(rank, step)))
         for index, result in enumerate(results):
             mine = [ranks[:2] if index == 0 else ranks[2:] for ranks in everyone]
             if per == "bucket":
@@ -83,16 +71,17 @@ def follow_terngrad(rank: int, world_size: int, per: str) -> None:
     driver.close()
 
 
-def follow_thc(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_thc_follows_its_transcription(rank: int, world_size: int) -> None:
     for feeds_back in (True, False):
-        scheme = schemes.by_name("thc", seed=SEED, error_feedback=feeds_back)
-        driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
-        sizes = [bucket.numel() for bucket in buckets_of(gradients_of(0, 0))]
+        driver = drive("thc", {"seed": SEED, "error_feedback": feeds_back})
+        sizes = [bucket.numel() for bucket in by_bucket(gradients_of(0, 0))]
         residuals = [[np.zeros(size) for size in sizes] for _ in range(world_size)]
         for step in range(3):
             driver.loss_scale = 4.0**step
-            everyone = [buckets_of(gradients_of(other, step)) for other in range(world_size)]
-            results = buckets_of(driver.reduce([driver.loss_scale * one for one in gradients_of(rank, step)]))
+            everyone = [by_bucket(gradients_of(other, step)) for other in range(world_size)]
+            results = by_bucket(driver.reduce([driver.loss_scale * one for one in gradients_of(rank, step)]))
             for index, result in enumerate(results):
                 given = [ranks[index].numpy() + residuals[other][index] for other, ranks in enumerate(everyone)]
                 norms = np.max([oracle.thc_norms(one) for one in given], 0)
@@ -110,29 +99,17 @@ def follow_thc(rank: int, world_size: int) -> None:
                         own = oracle.thc_mean(one, sizes[index], 1, norms, 2.15, SEED, sign_step)
                         residuals[other][index] = given[other] - own
         if feeds_back:
-            state = scheme.state_dict()["residuals"]
-            kept = torch.cat([state[f"p{i}"] for i in range(len(SHAPES))]).numpy()
             expected = np.concatenate(residuals[rank])
-            assert np.linalg.norm(kept - expected) < 0.1 * np.linalg.norm(expected)
+            assert np.linalg.norm(driver.state().numpy() - expected) < 0.1 * np.linalg.norm(expected)
         driver.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_terngrad_follows_its_transcription(world_size: int) -> None:
-    for per in ("layer", "bucket"):
-        run_ranks(follow_terngrad, world_size, per)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_thc_follows_its_transcription(world_size: int) -> None:
-    run_ranks(follow_thc, world_size)
-
-
-def follow_dgc(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_dgc_follows_its_float64_transcription(rank: int, world_size: int) -> None:
     """Six steps in float64, all ranks at once; in buckets this small every element is sampled, so the selection is exact."""
     for options in ({}, {"momentum": 0.5, "warmup_steps": 3}, {"max_norm": 4.0}, {"nesterov": True}, {"per": "layer"}):
-        scheme = Dgc(**{"share": 0.05, "per": "bucket", **options})
-        driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+        driver = drive(Dgc(**{"share": 0.05, "per": "bucket", **options}))
         momentum = options.get("momentum", 0.9)
         is_whole = [flat([torch.full(shape, len(shape) < 2) for shape in part]) for part in (SHAPES[:2], SHAPES[2:])]
         sizes = [one.numel() for one in is_whole]
@@ -141,7 +118,7 @@ def follow_dgc(rank: int, world_size: int) -> None:
         for step in range(6):
             driver.loss_scale = 2.0**step
             everyone = [[one.double() for one in gradients_of(other, step)] for other in range(world_size)]
-            results = buckets_of(driver.reduce([driver.loss_scale * one for one in gradients_of(rank, step)]))
+            results = by_bucket(driver.reduce([driver.loss_scale * one for one in gradients_of(rank, step)]))
             if "max_norm" in options:
                 limit = options["max_norm"] / world_size**0.5
                 everyone = [
@@ -151,9 +128,9 @@ def follow_dgc(rank: int, world_size: int) -> None:
             for index, result in enumerate(results):
                 expected = torch.zeros(sizes[index], dtype=torch.float64)
                 whole = is_whole[index]
-                means = torch.stack([buckets_of(ranks)[index] for ranks in everyone]).mean(0)
+                means = torch.stack([by_bucket(ranks)[index] for ranks in everyone]).mean(0)
                 for other in range(world_size):
-                    gradient = buckets_of(everyone[other])[index]
+                    gradient = by_bucket(everyone[other])[index]
                     u[other][index] = momentum * u[other][index] + torch.where(whole, means, gradient)
                     update = gradient + momentum * u[other][index] if "nesterov" in options else u[other][index]
                     v[other][index] = torch.where(whole, 0, v[other][index] + update)
@@ -180,20 +157,14 @@ def follow_dgc(rank: int, world_size: int) -> None:
                 moved = means + momentum * u[rank][index] if "nesterov" in options else u[rank][index]
                 expected = torch.where(whole, moved, expected)
                 assert torch.allclose(result.double() / driver.loss_scale, expected, atol=1e-4), (options, step, index)
-        state = scheme.state_dict()
         for kind, ours in (("momenta", u), ("residuals", v)):
-            kept = torch.cat([state[kind][f"p{i}"] for i in range(len(SHAPES))])
-            assert torch.allclose(kept.double(), torch.cat(ours[rank]), atol=1e-4), kind
+            assert torch.allclose(driver.state(kind).double(), torch.cat(ours[rank]), atol=1e-4), kind
         driver.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_dgc_follows_its_float64_transcription(world_size: int) -> None:
-    run_ranks(follow_dgc, world_size)
-
-
-def be_alone(rank: int, world_size: int) -> None:
-    driver = Driver(Dgc(), [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+@on_ranks(1)
+def test_dgc_alone_is_the_gradient_with_momentum(rank: int, world_size: int) -> None:
+    driver = drive(Dgc())
     velocity = torch.zeros(flat(gradients_of(0, 0)).numel())
     for step in range(4):
         velocity = 0.9 * velocity + flat(gradients_of(0, step))
@@ -201,40 +172,34 @@ def be_alone(rank: int, world_size: int) -> None:
     driver.close()
 
 
-def test_dgc_alone_is_the_gradient_with_momentum() -> None:
-    run_ranks(be_alone, 1)
-
-
-def train_alone(rank: int, world_size: int, nesterov: bool) -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+@on_ranks(1)
+def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(rank: int, world_size: int, nesterov: bool) -> None:
     """dgc's momentum and weight decay over bare SGD, beside SGD with its own: several buckets, a convolution's memory order."""
-    models, attachment = [], None
-    for is_dgc in (True, False):
+
+    def convolutional() -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 5))
-        model = model.to(memory_format=torch.channels_last)
-        ddp = DistributedDataParallel(model)
-        own = {} if is_dgc else {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
-        optimizer = torch.optim.SGD(ddp.parameters(), 0.05, **own)
-        if is_dgc:
-            attachment = gradwire.attach(ddp, optimizer, Dgc(nesterov=nesterov, weight_decay=0.1))
-        generator = torch.Generator().manual_seed(3)
-        for _ in range(6):
-            optimizer.zero_grad()
-            ddp(torch.randn(4, 3, 6, 6, generator=generator)).square().mean().backward()
-            optimizer.step()
-        if is_dgc:
-            attachment.close()
-        models.append([parameter.detach().clone() for parameter in model.parameters()])
-    for ours, theirs in zip(*models, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+        return model.to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step))).square().mean()
+
+    ended = []
+    own = {"momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
+    for scheme, options in ((Dgc(nesterov=nesterov, weight_decay=0.1), {}), (None, own)):
+        training = Training(
+            rank, scheme, lambda p, options=options: torch.optim.SGD(p, 0.05, **options), convolutional, loss,
+            ddp={"bucket_cap_mb": 25},
+        )  # fmt: skip
+        training.take_steps(range(6))
+        training.close()
+        ended.append(training.flat())
+    assert torch.allclose(*ended, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc_alone_is_sgd_with_momentum_and_weight_decay(nesterov: bool) -> None:
-    run_ranks(train_alone, 1, nesterov)
-
-
-def send_all(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_dgc_takes_weight_decay_into_what_it_sends(rank: int, world_size: int) -> None:
     """Everything is sent, so that factor masking forgets all momentum: each step is Nesterov's first, of the ranks' mean."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4, bias=False)
@@ -256,17 +221,13 @@ def send_all(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def test_dgc_takes_weight_decay_into_what_it_sends() -> None:
-    run_ranks(send_all, 2)
-
-
-def wait_unused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_of_unused_parameters_waits(rank: int, world_size: int) -> None:
     """State of what a rank has no gradient of stays, and a result that nobody has a share in is zero."""
     for name in ("dgc", "thc"):
-        scheme = schemes.by_name(name)
-        driver = Driver(scheme, [torch.zeros(shape) for shape in SHAPES], LAYOUT)
+        driver = drive(name)
         driver.reduce(gradients_of(rank, 0))
-        before = scheme.state_dict()
+        before = driver.scheme.state_dict()
         gradients = gradients_of(rank, 1)
         gradients[0].zero_()
         gradients[1].zero_()
@@ -275,7 +236,7 @@ def wait_unused(rank: int, world_size: int) -> None:
         results = driver.reduce(gradients)
         assert not results[0].any()
         assert not results[1].any()
-        after = scheme.state_dict()
+        after = driver.scheme.state_dict()
         for kind in before:
             for parameter in ("p0", "p1"):
                 assert torch.equal(before[kind][parameter], after[kind][parameter]), (name, kind)
@@ -284,20 +245,10 @@ def wait_unused(rank: int, world_size: int) -> None:
         driver.close()
 
 
-def test_state_of_unused_parameters_waits() -> None:
-    run_ranks(wait_unused, 2)
-
-
-def disagree(rank: int, world_size: int, name: str) -> None:
-    driver = Driver(schemes.by_name(name, seed=rank), [torch.zeros(shape) for shape in SHAPES], LAYOUT)
-    driver.reduce(gradients_of(rank, 0))
-
-
 @pytest.mark.parametrize("name", ["terngrad", "thc", "dgc"])
-def test_ranks_with_different_options_are_told_on_every_rank(name: str) -> None:
-    for outcome in try_ranks(disagree, 2, name, timeout_s=60):
-        assert isinstance(outcome.error, RankMismatch)
-        assert "configuration" in str(outcome.error)
+@on_ranks(2, timeout_s=60, raises=RankMismatch, match="configuration")
+def test_ranks_with_different_options_are_told_on_every_rank(rank: int, world_size: int, name: str) -> None:
+    drive(name, {"seed": rank}).reduce(gradients_of(rank, 0))
 
 
 def chosen_of(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -332,18 +283,15 @@ def test_sampled_threshold_selects_about_as_many_of_the_largest_as_were_asked_fo
     assert chosen_of(torch.ones(1), 1).tolist() == [0]
 
 
-def be_refused(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["terngrad", "thc"])
+@on_ranks(1)
+def test_more_ranks_than_can_be_summed_are_refused(rank: int, world_size: int, name: str) -> None:
     scheme = schemes.by_name(name)
     driver = Driver(scheme, [torch.zeros(3)])
     scheme.unbind()
     driver.communicator.world_size = 2_000
     with pytest.raises(Unsupported, match="two-bit"):
         scheme.bind(type("Many", (), {"communicator": driver.communicator})())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["terngrad", "thc"])
-def test_more_ranks_than_can_be_summed_are_refused(name: str) -> None:
-    run_ranks(be_refused, 1, name)
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,17 @@ def test_sums_ors_and_maxima_of_ranks_are_exact_and_their_bytes_are_counted() ->
     assert len({result["again"].numpy().tobytes() for result in results}) == 1
 
 
-def fail_while_others_wait(rank: int, world_size: int, address: str) -> None:
-    communicator, recorder = Communicator(timeout_s=60), Recorder(rank, world_size)
+def end_while_others_wait(rank: int, world_size: int, address: str, dies: bool) -> None:
+    """After a sum, rank 1 raises an error, or dies, where the others begin another."""
+    communicator, recorder = Communicator(timeout_s=3 if dies else 60), Recorder(rank, world_size)
     aggregator = aggregators.by_name("switch", address=address)
     aggregator.bind(communicator, recorder)
     wire = wire_for(communicator, recorder)
 
     def on_lane() -> None:
         aggregator.start_sum(torch.ones(1000, dtype=torch.int32), wire)()
+        if rank == 1 and dies:
+            os._exit(3)
         if rank == 1:
             raise CorruptMessage("a sketch of rank 1 was damaged")
         aggregator.start_sum(torch.ones(1000, dtype=torch.int32), wire)()
@@ -118,30 +121,15 @@ def fail_while_others_wait(rank: int, world_size: int, address: str) -> None:
 
 def test_a_rank_that_fails_outside_the_switch_ends_the_others_sums_with_its_error() -> None:
     with Serving() as serving:
-        outcomes = try_ranks(fail_while_others_wait, 2, f"127.0.0.1:{serving.port}")
+        outcomes = try_ranks(end_while_others_wait, 2, f"127.0.0.1:{serving.port}", False)
     assert isinstance(outcomes[1].error, CorruptMessage)
     assert isinstance(outcomes[0].error, CorruptMessage)
     assert "rank 1 raised: a sketch of rank 1 was damaged" in str(outcomes[0].error)
 
 
-def die_while_others_wait(rank: int, world_size: int, address: str) -> None:
-    communicator, recorder = Communicator(timeout_s=3), Recorder(rank, world_size)
-    aggregator = aggregators.by_name("switch", address=address)
-    aggregator.bind(communicator, recorder)
-    wire = wire_for(communicator, recorder)
-
-    def on_lane() -> None:
-        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), wire)()
-        if rank == 1:
-            os._exit(3)
-        aggregator.start_sum(torch.ones(1000, dtype=torch.int32), wire)()
-
-    communicator.submit(on_lane).wait()
-
-
 def test_a_rank_that_dies_is_named_when_the_time_is_up() -> None:
     with Serving() as serving:
-        outcomes = try_ranks(die_while_others_wait, 3, f"127.0.0.1:{serving.port}")
+        outcomes = try_ranks(end_while_others_wait, 3, f"127.0.0.1:{serving.port}", True)
     assert outcomes[1].exit_code == 3
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, PeerLost), outcomes[rank].traceback

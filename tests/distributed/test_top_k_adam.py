@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from frozen_adam_oracle import FREEZE, SHARE, adamw, attach, loss_of, model
+from frozen_adam_oracle import FREEZE, SHARE, attach, start
 from gradwire.codecs.selection import take_largest
 from gradwire_lab.schemes.top_k_adam import ShortElements
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 BLOCK = 65_536
 
@@ -64,25 +64,15 @@ def test_a_wrong_count_or_place_is_noted(word: int) -> None:
     assert is_noted(altered, n_elements)
 
 
-def count_bytes(rank: int, world_size: int) -> list[int]:
-    ddp = DistributedDataParallel(model())
-    optimizer = adamw(ddp)
-    attachment = attach(ddp, optimizer, scheme="top-k-adam", share=SHARE)
-    for step in range(FREEZE + 2):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
-    sent = [step.bytes_sent for step in attachment.recorder.steps]
-    attachment.close()
-    return sent
-
-
-def test_an_element_is_four_bytes() -> None:
-    n_elements = sum(parameter.numel() for parameter in model().parameters())
-    for sent in run_ranks(count_bytes, 3):
-        message = 4 * (3 + 1 + round(SHARE * n_elements))  # checksum, finite, CRC; one block; the elements
-        assert sent[-1] == 2 * message
-        assert sent[FREEZE - 1] > 2 * message
+@on_ranks(3)
+def test_an_element_is_four_bytes(rank: int, world_size: int) -> None:
+    training = start(rank, "top-k-adam", share=SHARE)
+    training.take_steps(range(FREEZE + 2))
+    sent = [step.bytes_sent for step in training.attachment.recorder.steps]
+    training.close()
+    message = 4 * (3 + 1 + round(SHARE * training.flat().numel()))  # checksum, finite, CRC; one block; the elements
+    assert sent[-1] == 2 * message
+    assert sent[FREEZE - 1] > 2 * message
 
 
 class Branched(nn.Module):

@@ -15,7 +15,7 @@ import gradwire
 from gradwire import schemes
 from gradwire.core.bucket import Slot
 from gradwire.schemes.two_level import TwoLevel, cut_rows
-from ranks import patience, run_ranks, try_ranks
+from ranks import on_ranks, patience, run_ranks, try_ranks
 
 SHAPES = {"a": (40, 30), "b": (31,), "empty": (0, 3), "scalar": (), "c": (1, 50), "d": (9, 5, 6)}
 N_ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -127,7 +127,8 @@ def test_what_is_sent_and_what_is_left_is_what_was_given(n_nodes: int, size: int
     run_ranks(conserve, n_nodes * size, "one-bit", size)
 
 
-def rebuild(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned(rank: int, world_size: int) -> None:
     ddp = wrap(build_model())
     optimizer = sgd(ddp)
     attachment = gradwire.attach(ddp, optimizer, TwoLevel("one-bit", 2), timeout_s=100)
@@ -156,11 +157,8 @@ def rebuild(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def test_ddp_rebuilds_its_buckets_and_no_residual_is_orphaned() -> None:
-    run_ranks(rebuild, 4)
-
-
-def keep_low_rank(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_low_rank_stays_low_rank(rank: int, world_size: int) -> None:
     """A bucket of one matrix still compresses: its rows are a matrix."""
     reducer = gradwire.Reducer(TwoLevel("acp-sgd", 2, rank=1), timeout_s=100)
     for step in range(3):
@@ -169,10 +167,6 @@ def keep_low_rank(rank: int, world_size: int) -> None:
     assert stats["n_matrices"] == 1
     assert stats["bytes_sent"] < 3 * 64 * 64 * 4 / 8
     reducer.close()
-
-
-def test_low_rank_stays_low_rank() -> None:
-    run_ranks(keep_low_rank, 4)
 
 
 def break_it(rank: int, world_size: int, how: str) -> None:
@@ -206,7 +200,8 @@ def test_what_one_rank_fails_of_is_raised_on_all(how: str, error: type[Exception
             assert words in str(outcome.error)
 
 
-def meet_nan(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_nan_is_seen_by_all_and_nothing_of_its_step_is_kept(rank: int, world_size: int) -> None:
     """A NaN is seen by all ranks, and no rank keeps anything of that step."""
     reducer = gradwire.Reducer(TwoLevel("one-bit", 2), timeout_s=100)
     reducer.all_reduce(draw(rank, 0)).wait()
@@ -221,11 +216,8 @@ def meet_nan(rank: int, world_size: int) -> None:
     reducer.close()
 
 
-def test_a_nan_is_seen_by_all_and_nothing_of_its_step_is_kept() -> None:
-    run_ranks(meet_nan, 4)
-
-
-def refuse(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_groups_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     for nodes, words in [(3, "whole nodes of 3"), ([[0, 1], [2]], "once"), ([[0, 1, 2], [3]], "unequally many")]:
         with pytest.raises(gradwire.InvalidArgument, match=words):
             gradwire.Reducer(TwoLevel("plain", nodes), timeout_s=5)
@@ -237,7 +229,3 @@ def refuse(rank: int, world_size: int) -> None:
     crossed.all_reduce({"x": tensor}).wait()
     assert tensor.tolist() == [1.5] * 5
     crossed.close()
-
-
-def test_groups_that_do_not_fit_are_refused() -> None:
-    run_ranks(refuse, 4)

@@ -21,7 +21,8 @@ import torch
 
 import gradwire
 from gradwire import _native, errors
-from ranks import patience, try_ranks
+from gradwire.core.bucket import Bucket
+from ranks import on_ranks, patience, try_ranks
 
 SECRET = bytes(range(16))
 FACTS = (1, 2, 3, 4)
@@ -68,6 +69,11 @@ def carries(made: list[_native.Mesh]) -> bool:
     made[0].send([1], STREAM, [torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([3], dtype=torch.uint8)])
     source, message, _ = made[1].receive_any(STREAM, [0])
     return (source, message.tolist()) == (0, [1, 2, 3])
+
+
+def assert_lost(outcome: Any, words: str) -> None:
+    assert isinstance(outcome, errors.PeerLost), outcome
+    assert words in str(outcome)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -135,10 +141,8 @@ def test_flood_of_strangers_does_not_keep_a_rank_out() -> None:
 def test_rank_without_the_secret_is_refused() -> None:
     with meshes(secrets=(SECRET, bytes(16)), timeout_s=2) as made:
         zero, one = at_once(*[lambda r=r: made[r].open(STREAM, FACTS, MAX_BYTES, [1 - r]) for r in range(2)])
-        assert isinstance(one, errors.PeerLost)
-        assert "rank 0" in str(one)
-        assert isinstance(zero, errors.PeerLost)
-        assert "did not answer" in str(zero)
+        assert_lost(one, "rank 0")
+        assert_lost(zero, "did not answer")
 
 
 def test_rank_of_another_version_is_named() -> None:
@@ -287,15 +291,13 @@ def test_message_that_is_longer_than_announced_ends_with_an_error() -> None:
 @pytest.mark.parametrize("n_bytes", [0, 7, _native.MESSAGE_HEADER_BYTES, _native.MESSAGE_HEADER_BYTES + 3])
 def test_connection_that_ends_in_the_middle_loses_its_peer(n_bytes: int) -> None:
     heard = hear((header() + b"hello")[:n_bytes], ends=True)
-    assert isinstance(heard, errors.PeerLost)
-    assert "rank 0 lost rank 1, which closed the connection" in str(heard)
+    assert_lost(heard, "rank 0 lost rank 1, which closed the connection")
 
 
 def test_peer_that_says_nothing_more_is_lost_after_the_timeout() -> None:
     started = time.monotonic()
     heard = hear(header() + b"hel")
-    assert isinstance(heard, errors.PeerLost)
-    assert "did not answer" in str(heard)
+    assert_lost(heard, "did not answer")
     assert "timeout_s=2" in str(heard)
     assert 1.9 < time.monotonic() - started < 10 * patience()
 
@@ -342,8 +344,6 @@ def test_interfaces_are_asked_for_by_name() -> None:
 
 
 def exchange_then(rank: int, world_size: int, ending: str) -> None:
-    from gradwire.core.bucket import Bucket
-
     state = gradwire.HookState("truncate", timeout_s=100)
     state.scheme.reduce(Bucket.from_tensor(torch.ones(1_000))).wait()
     if rank == 1:
@@ -361,15 +361,8 @@ def test_death_of_a_rank_is_seen_at_once_though_a_child_of_it_lives_on(ending: s
     assert time.monotonic() - started < 25 * patience()
 
 
-def wrong_interface(rank: int, world_size: int) -> None:
-    from gradwire.core.bucket import Bucket
-
+@on_ranks(2, timeout_s=60, raises=gradwire.InvalidArgument, match="nosuch")
+def test_interface_that_one_rank_does_not_have_is_told_on_all(rank: int, world_size: int) -> None:
     os.environ["GRADWIRE_SOCKET_IFNAME"] = "nosuch" if rank == 1 else "lo"
     state = gradwire.HookState("truncate", timeout_s=10)
     state.scheme.reduce(Bucket.from_tensor(torch.ones(10))).wait()
-
-
-def test_interface_that_one_rank_does_not_have_is_told_on_all() -> None:
-    for outcome in try_ranks(wrong_interface, 2, timeout_s=60):
-        assert type(outcome.error) is gradwire.InvalidArgument, outcome
-        assert "nosuch" in str(outcome.error)

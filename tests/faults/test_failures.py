@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import schemes
 from gradwire.codecs.huffman import HuffmanTable
-from ranks import Outcome, patience, run_ranks, try_ranks
+from gradwire.core.bucket import Bucket
+from ranks import Outcome, on_ranks, patience, try_ranks
 
 N_STEPS = 4
 BAD_STEP = 2
@@ -26,11 +27,12 @@ def train(
     rank: int,
     scheme: Any,
     fault: Any = None,
+    faulty: int = 1,
     width: int = 100,
     timeout_s: float = max(10.0, patience()),
     dtype: Any = None,
 ) -> None:
-    """A few steps; `fault(rank, step, attachment)` may do harm before the backward pass of each."""
+    """A few steps; `fault(attachment)` may do harm on the rank `faulty`, before the backward pass of BAD_STEP."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, 3))
     ddp = DistributedDataParallel(model.to(dtype) if dtype else model, bucket_cap_mb=0.01)
@@ -39,8 +41,8 @@ def train(
     for step in range(N_STEPS):
         optimizer.zero_grad()
         loss = ddp(torch.randn(8, 20, dtype=dtype)).square().mean()
-        if fault:
-            fault(rank, step, attachment)
+        if fault and (rank, step) == (faulty, BAD_STEP):
+            fault(attachment)
         loss.backward()
         optimizer.step()
 
@@ -54,9 +56,13 @@ def check_all_raised(outcomes: list[Outcome], error: type[Exception], *words: st
             assert word in str(outcome.error), f"rank {rank}: {outcome.error}"
 
 
-def die(rank: int, step: int, attachment: Any) -> None:
-    if (rank, step) == (1, BAD_STEP):
-        os._exit(9)
+def die(attachment: Any) -> None:
+    os._exit(9)
+
+
+def count_a_step_too_many(attachment: Any) -> None:
+    state = attachment.state_dict()
+    attachment.load_state_dict({**state, "step": state["step"] + 1})
 
 
 def train_with_death(rank: int, world_size: int, scheme: str, options: dict) -> None:
@@ -89,13 +95,12 @@ def test_death_of_a_rank_raises_peer_lost_on_the_others(world_size: int, scheme:
 
 
 def train_with_planted_note(rank: int, world_size: int, note: str) -> None:
-    def fault(rank: int, step: int, attachment: Any) -> None:
-        if (rank, step) == (1, BAD_STEP):
-            communicator = attachment.communicator
-            communicator._store.set(communicator._name + "/failure", note)
-            os._exit(9)
+    def leave_a_note(attachment: Any) -> None:
+        communicator = attachment.communicator
+        communicator._store.set(communicator._name + "/failure", note)
+        os._exit(9)
 
-    train(rank, "gcomp", fault)
+    train(rank, "gcomp", leave_a_note)
 
 
 @pytest.mark.parametrize(
@@ -138,22 +143,26 @@ def flip_a_bit(message: torch.Tensor) -> None:
     message[message.numel() // 2] ^= 4
 
 
-def train_sabotaged(rank: int, world_size: int, harm: Any, topology: str) -> None:
+def train_sabotaged(rank: int, harm: Any, topology: str) -> None:
     scheme = schemes.by_name("truncate", topology=topology)
     if rank == 1:
         scheme.collective.codec = Sabotaged(scheme.collective.codec, harm, first_call=5)
     train(rank, scheme)
 
 
-@pytest.mark.parametrize("topology", ["ring", "direct"])
-def test_error_inside_one_rank_is_raised_on_all_of_them(topology: str) -> None:
-    outcomes = try_ranks(train_sabotaged, 3, raise_error, topology)
-    check_all_raised(outcomes, gradwire.RankMismatch, "rank 1 failed: ZeroDivisionError: a bug in a codec")
+both = pytest.mark.parametrize("topology", ["ring", "direct"])
 
 
-@pytest.mark.parametrize("topology", ["ring", "direct"])
-def test_corrupt_message_is_raised_on_all_ranks(topology: str) -> None:
-    check_all_raised(try_ranks(train_sabotaged, 3, flip_a_bit, topology), gradwire.CorruptMessage)
+@both
+@on_ranks(3, raises=gradwire.RankMismatch, match="rank 1 failed: ZeroDivisionError: a bug in a codec")
+def test_error_inside_one_rank_is_raised_on_all_of_them(rank: int, world_size: int, topology: str) -> None:
+    train_sabotaged(rank, raise_error, topology)
+
+
+@both
+@on_ranks(3, raises=gradwire.CorruptMessage)
+def test_corrupt_message_is_raised_on_all_ranks(rank: int, world_size: int, topology: str) -> None:
+    train_sabotaged(rank, flip_a_bit, topology)
 
 
 class Longer:
@@ -173,21 +182,18 @@ class Longer:
         return out.fill_(7).numel()
 
 
-def train_with_longer_messages(rank: int, world_size: int, topology: str) -> None:
+# Gloo ends the process of a rank that gets more than the receive that it posted.
+@both
+@on_ranks(3, raises=gradwire.CorruptMessage, match="rank 1 announced message.*at most")
+def test_message_that_is_longer_than_expected_raises_on_all_ranks(rank: int, world_size: int, topology: str) -> None:
     scheme = schemes.by_name("truncate", topology=topology)
     if rank == 1:
         scheme.collective.codec = Longer(scheme.collective.codec, 5_000_000, first_call=5)
     train(rank, scheme)
 
 
-# Gloo ends the process of a rank that gets more than the receive that it posted.
-@pytest.mark.parametrize("topology", ["ring", "direct"])
-def test_message_that_is_longer_than_expected_raises_on_all_ranks(topology: str) -> None:
-    outcomes = try_ranks(train_with_longer_messages, 3, topology)
-    check_all_raised(outcomes, gradwire.CorruptMessage, "rank 1 announced message", "at most")
-
-
-def train_with_own_table(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.CorruptMessage, match="written with Huffman table")
+def test_message_with_an_unknown_table_names_the_table_on_all_ranks(rank: int, world_size: int) -> None:
     scheme = schemes.by_name("gcomp", refresh_every=0)
     if rank == 1:
         histogram = torch.zeros(256, dtype=torch.int64)
@@ -196,94 +202,51 @@ def train_with_own_table(rank: int, world_size: int) -> None:
     train(rank, scheme)
 
 
-def test_message_with_an_unknown_table_names_the_table_on_all_ranks() -> None:
-    check_all_raised(try_ranks(train_with_own_table, 2), gradwire.CorruptMessage, "written with Huffman table")
-
-
-def sleep_through_the_step(rank: int, step: int, attachment: Any) -> None:
-    if (rank, step) == (1, BAD_STEP):
-        time.sleep(8)
-
-
-def train_with_sleeper(rank: int, world_size: int, scheme: str) -> None:
-    train(rank, scheme, sleep_through_the_step, timeout_s=2)
-
-
 @pytest.mark.parametrize("scheme", ["plain", "gcomp"])
-def test_rank_that_does_not_come_ends_in_peer_lost_after_the_timeout(scheme: str) -> None:
-    outcomes = try_ranks(train_with_sleeper, 3, scheme)
-    check_all_raised(outcomes, gradwire.PeerLost, "timeout_s=2")
+@on_ranks(3, raises=gradwire.PeerLost, match="timeout_s=2")
+def test_rank_that_does_not_come_ends_in_peer_lost_after_the_timeout(rank: int, world_size: int, scheme: str) -> None:
+    train(rank, scheme, lambda attachment: time.sleep(8), timeout_s=2)
 
 
-def train_differently(rank: int, world_size: int, difference: str) -> None:
-    odd = rank == 1
-    if difference == "layout":
-        train(rank, "gcomp", width=101 if odd else 100)
-    elif difference == "scheme":
-        train(rank, "truncate" if odd else "gcomp")
-    elif difference == "configuration":
-        train(rank, schemes.by_name("gcomp", refresh_every=10 if odd else 50))
-    else:
-        train(rank, "plain" if difference == "step of plain" else "gcomp", count_a_step_too_many)
+@on_ranks(3, raises=gradwire.RankMismatch, match="disagree on scheme.*What to do:")
+def test_ranks_with_other_schemes_are_named_on_all_of_them(rank: int, world_size: int) -> None:
+    train(rank, "truncate" if rank == 1 else "gcomp")
 
 
-def count_a_step_too_many(rank: int, step: int, attachment: Any) -> None:
-    if (rank, step) == (1, BAD_STEP):
-        state = attachment.state_dict()
-        attachment.load_state_dict({**state, "step": state["step"] + 1})
+@on_ranks(3, raises=gradwire.RankMismatch, match="disagree on configuration.*What to do:")
+def test_ranks_with_other_options_are_named_on_all_of_them(rank: int, world_size: int) -> None:
+    train(rank, schemes.by_name("gcomp", refresh_every=10 if rank == 1 else 50))
 
 
-@pytest.mark.parametrize("difference", ["scheme", "configuration", "step", "step of plain"])
-def test_what_ranks_disagree_on_is_named_on_all_of_them(difference: str) -> None:
-    outcomes = try_ranks(train_differently, 3, difference)
-    check_all_raised(outcomes, gradwire.RankMismatch, f"disagree on {difference.split()[0]}", "What to do:")
+@pytest.mark.parametrize("scheme", ["gcomp", "plain"])
+@on_ranks(3, raises=gradwire.RankMismatch, match="disagree on step.*What to do:")
+def test_ranks_in_other_steps_are_named_on_all_of_them(rank: int, world_size: int, scheme: str) -> None:
+    train(rank, scheme, count_a_step_too_many)
 
 
-def train_raw_hook(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.RankMismatch, match="disagree on layout.*rank 1")
+def test_models_that_differ_are_named_on_all_ranks(rank: int, world_size: int) -> None:
     """DDP itself compares shapes when it is built, so a layout mismatch needs a group per rank to get past it."""
-    from gradwire.core.bucket import Bucket
-
     state = gradwire.HookState(schemes.by_name("gcomp", importance="none"), timeout_s=10)
     bucket = Bucket.from_tensor(torch.ones(100 + rank))
     state.communicator.submit(state._compare_layout, bucket).wait()
 
 
-def test_models_that_differ_are_named_on_all_ranks() -> None:
-    outcomes = try_ranks(train_raw_hook, 2)
-    check_all_raised(outcomes, gradwire.RankMismatch, "disagree on layout", "rank 1")
-
-
-def train_in_double(rank: int, world_size: int) -> None:
+@on_ranks(2, raises=gradwire.InvalidArgument, match=r"torch\.float64.*convert the model")
+def test_gradient_of_another_dtype_is_refused_with_advice(rank: int, world_size: int) -> None:
     train(rank, "gcomp", dtype=torch.float64)
 
 
-def test_gradient_of_another_dtype_is_refused_with_advice() -> None:
-    check_all_raised(try_ranks(train_in_double, 2), gradwire.InvalidArgument, "torch.float64", "convert the model")
-
-
-def fail_and_go_on(rank: int, world_size: int) -> None:
-    try:
-        train_sabotaged(rank, world_size, raise_error, "ring")
-    except gradwire.RankMismatch:
-        pass
-    else:
-        raise AssertionError("the first failure was not raised")
+@on_ranks(2)
+def test_a_new_attachment_works_after_a_failure(rank: int, world_size: int) -> None:
+    with pytest.raises(gradwire.RankMismatch):
+        train_sabotaged(rank, raise_error, "ring")
     train(rank, "truncate")  # a new attachment over the same ranks starts with connections of its own
-
-
-def test_a_new_attachment_works_after_a_failure() -> None:
-    outcomes = try_ranks(fail_and_go_on, 2)
-    assert [outcome.error for outcome in outcomes] == [None, None], outcomes
-
-
-def close_alone(rank: int, step: int, attachment: Any) -> None:
-    if (rank, step) == (1, BAD_STEP):
-        attachment.close()
 
 
 def train_and_close_alone(rank: int, world_size: int, scheme: str) -> None:
     try:
-        train(rank, scheme, close_alone, timeout_s=60)
+        train(rank, scheme, lambda attachment: attachment.close(), timeout_s=60)
     finally:  # rank 0 holds the store, where the others read who has closed
         dist.monitored_barrier()
 
@@ -311,43 +274,23 @@ def test_rank_that_attaches_alone_is_told_that_every_rank_calls_attach() -> None
     assert "Every rank of the model calls attach()" in str(outcomes[0].error)
 
 
-def take_the_groups_timeout(rank: int, world_size: int) -> list[float]:
+@on_ranks(2)
+def test_timeout_is_the_process_groups_own_unless_it_is_given(rank: int, world_size: int) -> None:
     model = nn.Linear(3, 2)
-    groups = [None, dist.new_group(timeout=timedelta(seconds=77))]
-    attachments = [
-        gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "plain")
-        for ddp in (DistributedDataParallel(model, process_group=group) for group in groups)
-    ]
-    return [attachment.communicator.timeout_s for attachment in attachments]
-
-
-def test_timeout_is_the_process_groups_own_unless_it_is_given() -> None:
-    assert run_ranks(take_the_groups_timeout, 2) == [[1_800.0, 77.0]] * 2
-
-
-def wait_for_a_late_rank(rank: int, step: int, attachment: Any) -> None:
-    if (rank, step) == (0, BAD_STEP):
-        time.sleep(3)  # as one that evaluates alone
+    for group, expected_s in ((None, 1_800.0), (dist.new_group(timeout=timedelta(seconds=77)), 77.0)):
+        ddp = DistributedDataParallel(model, process_group=group)
+        attachment = gradwire.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), "plain")
+        assert attachment.communicator.timeout_s == expected_s
 
 
 def train_with_a_late_rank(rank: int, world_size: int) -> None:
-    train(rank, "plain", wait_for_a_late_rank, timeout_s=1)
+    train(rank, "plain", lambda attachment: time.sleep(3), faulty=0, timeout_s=1)  # as one that evaluates alone
 
 
 def test_error_of_a_rank_that_was_only_slow_says_which_argument_to_raise() -> None:
     outcome = try_ranks(train_with_a_late_rank, 2)[1]
     assert type(outcome.error) is gradwire.PeerLost
     assert "pass attach(..., timeout_s=) more" in str(outcome.error)
-
-
-def be_a_step_ahead(rank: int, step: int, attachment: Any) -> None:
-    if (rank, step) == (0, BAD_STEP):
-        state = attachment.state_dict()
-        attachment.load_state_dict({**state, "step": state["step"] + 1})
-
-
-def train_apart(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
-    train(rank, schemes.by_name(name, **options), be_a_step_ahead, width=20)
 
 
 @pytest.mark.parametrize(
@@ -360,6 +303,9 @@ def train_apart(rank: int, world_size: int, name: str, options: dict[str, Any]) 
         ("acp-sgd", {"rank": 1, "start_step": 3}),
     ],
 )
-def test_ranks_in_other_steps_are_told_where_messages_change_their_length(name: str, options: dict[str, Any]) -> None:
+@on_ranks(3, raises=gradwire.RankMismatch, match="disagree on step.*rank 0: 3")
+def test_ranks_in_other_steps_are_told_where_messages_change_their_length(
+    rank: int, world_size: int, name: str, options: dict[str, Any]
+) -> None:
     """The backend ends a process that gets more than it waits for."""
-    check_all_raised(try_ranks(train_apart, 3, name, options), gradwire.RankMismatch, "disagree on step", "rank 0: 3")
+    train(rank, schemes.by_name(name, **options), count_a_step_too_many, faulty=0, width=20)

@@ -18,6 +18,12 @@ def make_client(port: int, worker: int = 0, n_workers: int = 1, job: int = 7, sl
     return _native.SwitchClient("127.0.0.1", port, job, worker, n_workers, slots)
 
 
+def assert_lost(outcomes: list[Any], words: str) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome, PeerLost)
+        assert words in str(outcome)
+
+
 def test_a_switch_that_was_never_there_raises_peer_lost() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
@@ -50,9 +56,7 @@ def test_a_switch_that_dies_in_mid_sum_raises_peer_lost_on_every_rank() -> None:
         # Rank 2 keeps out, so that the sum cannot end before the switch does.
         calls = [lambda w=w, a=a: w.reduce(a, ADD, 30.0) for w, a in zip(workers[:2], arrays, strict=False)]
         outcomes = try_at_once([*calls, lambda: (time.sleep(0.2), serving.end())])
-        for outcome in outcomes[:2]:
-            assert isinstance(outcome, PeerLost)
-            assert "nobody listens there any more" in str(outcome)
+        assert_lost(outcomes[:2], "nobody listens there any more")
 
 
 def test_a_switch_that_falls_silent_raises_peer_lost_after_the_time_out() -> None:
@@ -61,9 +65,7 @@ def test_a_switch_that_falls_silent_raises_peer_lost_after_the_time_out() -> Non
         relay._trouble = Trouble(lost=1.0)
         outcomes = try_at_once([lambda w=w: w.reduce(draw(1, 1000, 1)[0], ADD, 0.5) for w in workers])
         relay._trouble = Trouble()
-        for outcome in outcomes:
-            assert isinstance(outcome, PeerLost)
-            assert "did not answer for 0.5 s" in str(outcome)
+        assert_lost(outcomes, "did not answer for 0.5 s")
 
 
 def test_a_restarted_switch_raises_peer_lost_that_says_so() -> None:
@@ -75,9 +77,7 @@ def test_a_restarted_switch_raises_peer_lost_that_says_so() -> None:
         with Serving(port=port) as again:
             assert again.server.epoch != epoch
             outcomes = try_at_once([lambda w=w: w.reduce(draw(1, 1000, 1)[0], ADD, 30.0) for w in workers])
-            for outcome in outcomes:
-                assert isinstance(outcome, PeerLost)
-                assert "restarted" in str(outcome)
+            assert_lost(outcomes, "restarted")
 
 
 def test_a_rank_that_sends_nothing_is_named_by_the_others() -> None:
@@ -86,9 +86,7 @@ def test_a_rank_that_sends_nothing_is_named_by_the_others() -> None:
         outcomes = try_at_once(
             [lambda w=w: w.reduce(draw(1, 9000, 1)[0], ADD, 0.7) for w in workers if w is not workers[2]]
         )
-        for outcome in outcomes:
-            assert isinstance(outcome, PeerLost)
-            assert "rank 2 sent nothing" in str(outcome)
+        assert_lost(outcomes, "rank 2 sent nothing")
 
 
 def test_a_slow_rank_is_waited_for_without_sending_everything_again() -> None:
@@ -115,9 +113,7 @@ def test_a_rank_that_leaves_in_mid_sum_is_named_by_the_others_at_once() -> None:
                 lambda: (time.sleep(0.1), workers[2].leave()),
             ]
         )
-        for outcome in outcomes[:2]:
-            assert isinstance(outcome, PeerLost)
-            assert "rank 2 has left" in str(outcome)
+        assert_lost(outcomes[:2], "rank 2 has left")
 
 
 def test_a_rank_that_leaves_after_a_sum_takes_no_result_from_the_others() -> None:

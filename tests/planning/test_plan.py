@@ -16,7 +16,7 @@ from gradwire.errors import InvalidArgument
 from gradwire.planning.plan import Plan, describe_rate
 from gradwire.schemes.auto.costs import CodecCost, CostProfile, LinkCost, SharedCores, bucket_sizes, codec_speed
 from gradwire.telemetry.stopwatch import Stopwatch
-from ranks import run_ranks
+from ranks import on_ranks
 
 recommending: Any = importlib.import_module("gradwire.planning.recommend")
 
@@ -93,7 +93,10 @@ def test_buckets_are_cut_as_ddp_cuts_them_and_codecs_have_a_speed() -> None:
     assert 0 < codec_speed("embedded-float:bits=8")[0] < 1e-6
 
 
-def measured(rank: int, world_size: int) -> tuple[bool, list[str], str, bool]:
+@on_ranks(2)
+def test_recommend_leaves_the_model_as_it_was_and_says_the_same_on_all_ranks(
+    rank: int, world_size: int
+) -> tuple[list[str], str]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 200), nn.BatchNorm1d(200), nn.Linear(200, 5)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
@@ -102,11 +105,14 @@ def measured(rank: int, world_size: int) -> tuple[bool, list[str], str, bool]:
     inputs = torch.randn(8, 20)
     torch.set_rng_state(drawn)
     plan = gradwire.recommend(ddp, optimizer, lambda: ddp(inputs).square().mean().backward(), seconds=0.5)
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, ddp.module.state_dict().values(), strict=True))
-    unchanged = unchanged and torch.equal(drawn, torch.get_rng_state())
-    attachment = gradwire.attach(ddp, optimizer, gradwire.schemes.by_name("auto", profile=plan.profile.as_dict()))
-    attachment.close()
-    return unchanged, [f.spec for f in plan.forecasts()], plan.sentence(), "plain" in plan.measured_s
+    assert all(torch.equal(a, b) for a, b in zip(before, ddp.module.state_dict().values(), strict=True))
+    assert torch.equal(drawn, torch.get_rng_state())
+    gradwire.attach(ddp, optimizer, gradwire.schemes.by_name("auto", profile=plan.profile.as_dict())).close()
+    specs = [forecast.spec for forecast in plan.forecasts()]
+    assert {"plain", "bf16", "gcomp", "embedded-float:bits=8", "terngrad"} <= set(specs)
+    assert "plain" in plan.measured_s
+    assert plan.sentence().startswith(("Use plain DDP", "Take gradwire.attach"))
+    return specs, plan.sentence()
 
 
 class WatchAhead(Stopwatch):
@@ -117,27 +123,13 @@ class WatchAhead(Stopwatch):
         return super().elapsed_ns + 3_600_000_000_000
 
 
-def measured_with_a_watch_ahead(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_when_time_is_up_on_one_rank_all_end_their_trials(rank: int, world_size: int) -> None:
     if rank == 1:
         recommending.Stopwatch = WatchAhead
     ddp = DistributedDataParallel(nn.Linear(20, 200))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     inputs = torch.randn(8, 20)
     recommending._worth_trying = lambda plan: ["bf16", "embedded-float:bits=8", "terngrad"]
-    return list(
-        gradwire.recommend(ddp, optimizer, lambda: ddp(inputs).square().mean().backward(), seconds=60).measured_s
-    )
-
-
-def test_when_time_is_up_on_one_rank_all_end_their_trials() -> None:
-    assert run_ranks(measured_with_a_watch_ahead, 2) == [["plain", "bf16"]] * 2
-
-
-def test_recommend_leaves_the_model_as_it_was_and_says_the_same_on_all_ranks() -> None:
-    results = run_ranks(measured, 2)
-    assert results[0] == results[1]
-    unchanged, specs, sentence, has_plain = results[0]
-    assert unchanged
-    assert has_plain
-    assert {"plain", "bf16", "gcomp", "embedded-float:bits=8", "terngrad"} <= set(specs)
-    assert sentence.startswith(("Use plain DDP", "Take gradwire.attach"))
+    plan = gradwire.recommend(ddp, optimizer, lambda: ddp(inputs).square().mean().backward(), seconds=60)
+    assert list(plan.measured_s) == ["plain", "bf16"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import threading
 import time
@@ -13,34 +12,32 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from look_ahead_cases import PLAIN, batch, build, loss_of
+from look_ahead_cases import OPTIMIZERS, PLAIN, build, loss_of, start
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.schemes.slimgc import SlimGC
-from gradwire_lab.training.digest import gather_hashes, hash_parameters
-from ranks import run_ranks
+from gradwire_lab.training.digest import hash_parameters
+from ranks import on_ranks
+from small_training import Training, adamw, batch_of
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+ALL_OPTIMIZERS = OPTIMIZERS | {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
+
+
+def weights_of(ddp: nn.Module) -> Tensor:
+    """Parameters and buffers."""
+    return torch.cat([value.detach().double().reshape(-1) for value in ddp.state_dict().values()])
 
 
 # ---- one rank, no compression: the same bits as synchronous training
 
 
 def train(optimizer_name: str, case: str, scheme: SlimGC | None) -> tuple[Tensor, list[float], dict[str, Any]]:
-    ddp = build(gradient_as_bucket_view=case == "view")
-    optimizer = OPTIMIZERS[optimizer_name](ddp.parameters())
-    attachment = None if scheme is None else gradwire.attach(ddp, optimizer, scheme, timeout_s=100)
+    training = start(0, scheme, ALL_OPTIMIZERS[optimizer_name], gradient_as_bucket_view=case == "view")
+    ddp, optimizer = training.ddp, training.optimizer
     has_schedule = case in ("schedule", "everything")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20) if has_schedule else None
     losses = []
@@ -48,11 +45,11 @@ def train(optimizer_name: str, case: str, scheme: SlimGC | None) -> tuple[Tensor
         optimizer.zero_grad(set_to_none=case != "zeros")
         if case in ("accumulation", "everything"):
             with ddp.no_sync():
-                loss_of(ddp, batch(0, 100 + step)).backward()
-        loss = loss_of(ddp, batch(0, step))
+                loss_of(ddp, 0, 100 + step).backward()
+        loss = loss_of(ddp, 0, step)
         loss.backward()
         losses.append(float(loss))
-        if case in ("clipping", "everything") and attachment is None:
+        if case in ("clipping", "everything") and scheme is None:
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)
         optimizer.step()
         if scheduler is not None:
@@ -60,19 +57,18 @@ def train(optimizer_name: str, case: str, scheme: SlimGC | None) -> tuple[Tensor
         if case in ("evaluation", "everything") and step % 3 == 1:
             ddp.eval()
             with torch.no_grad():
-                losses.append(float(loss_of(ddp, batch(0, 500))))
+                losses.append(float(loss_of(ddp, 0, 500)))
             ddp.train()
             losses.append(float(sum(v.double().sum() for v in ddp.state_dict().values())))
-    if attachment is not None:
-        stats = attachment.stats()
-        assert stats["steps_ahead"] == 8, "no step may have waited"
-        attachment.close()
+    if scheme is not None:
+        assert training.close()["steps_ahead"] == 8, "no step may have waited"
     state = copy.deepcopy(optimizer.state_dict())
-    return torch.cat([v.detach().double().reshape(-1) for v in ddp.state_dict().values()]), losses, state
+    return weights_of(ddp), losses, state
 
 
-def check_one_rank(rank: int, world_size: int) -> None:
-    cases = [(name, "plain") for name in OPTIMIZERS]
+@on_ranks(1)
+def test_one_rank_without_compression_is_synchronous_training_bit_for_bit(rank: int, world_size: int) -> None:
+    cases = [(name, "plain") for name in ALL_OPTIMIZERS]
     cases += [("adamw", case) for case in ("schedule", "accumulation", "clipping", "evaluation", "zeros", "view")]
     cases += [(name, "everything") for name in ("sgd", "momentum", "adam", "adamw")]
     for name, case in cases:
@@ -85,44 +81,36 @@ def check_one_rank(rank: int, world_size: int) -> None:
             assert all(torch.equal(torch.as_tensor(mine[k]), torch.as_tensor(theirs[k])) for k in theirs), (name, case)
 
 
-def test_one_rank_without_compression_is_synchronous_training_bit_for_bit() -> None:
-    run_ranks(check_one_rank, 1)
-
-
 def train_scaled(make: Callable[[Any], torch.optim.Optimizer], scheme: SlimGC | None) -> Tensor:
     """Under a GradScaler that meets an overflow and grows; powers of two, so that scaling itself rounds nothing."""
-    ddp = build()
-    optimizer = make(ddp.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    attachment = None if scheme is None else gradwire.attach(ddp, optimizer, scheme, scaler=scaler, timeout_s=100)
+    training = start(0, scheme, make, scaler=scaler)
     for step in range(8):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(ddp, batch(0, step)) * (math.inf if step == 3 else 1)).backward()
-        scaler.step(optimizer)
+        training.optimizer.zero_grad()
+        scaler.scale(loss_of(training.ddp, 0, step) * (math.inf if step == 3 else 1)).backward()
+        scaler.step(training.optimizer)
         scaler.update()
-    if attachment is not None:
-        attachment.close()
-    return torch.cat([value.detach().double().reshape(-1) for value in ddp.state_dict().values()])
+    training.close()
+    return weights_of(training.ddp)
 
 
-def check_scaled(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup(rank: int, world_size: int) -> None:
     fused: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
         "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     }
-    for name, make in (OPTIMIZERS | fused).items():
+    for name, make in (ALL_OPTIMIZERS | fused).items():
         found = train_scaled(make, SlimGC(**PLAIN, local="peek", sync_steps=0))
         assert torch.equal(found, train_scaled(make, None)), name
-
-
-def test_every_optimizer_steps_under_a_scaler_as_it_does_without_backup() -> None:
-    run_ranks(check_scaled, 1)
 
 
 # ---- two ranks: the very formula, and the staleness
 
 
-def follow_formula(rank: int, world_size: int, local: str) -> None:
+@pytest.mark.parametrize("local", ["peek", "sgd"])
+@on_ranks(2)
+def test_two_ranks_follow_the_formula(rank: int, world_size: int, local: str) -> None:
     """w(i+1) = w(i) - rule(mean of g), where rank j's g(i) is taken at w(i-1) moved by its own g(i-1) (formula 8)."""
     rate, n_steps = 0.1, 7
     ddp = build()
@@ -144,7 +132,7 @@ def follow_formula(rank: int, world_size: int, local: str) -> None:
             start = [w - rate * m for w, m in zip(weights, moved, strict=True)]
         for p, w in zip(twin.parameters(), start, strict=True):
             p.data.copy_(w)
-        own = torch.autograd.grad(loss_of(twin, batch(rank, step)), list(twin.parameters()))
+        own = torch.autograd.grad(loss_of(twin, rank, step), list(twin.parameters()))
         if waiting is not None:
             mean = [g / world_size for g in waiting]
             for g in mean:
@@ -154,7 +142,7 @@ def follow_formula(rank: int, world_size: int, local: str) -> None:
         waiting = list(own)
         # In training.
         optimizer.zero_grad()
-        loss_of(ddp, batch(rank, step)).backward()
+        loss_of(ddp, rank, step).backward()
         for p, g in zip(ddp.parameters(), own, strict=True):
             assert torch.allclose(p.grad, g, atol=1e-6), (local, step)
         optimizer.step()
@@ -171,7 +159,8 @@ def follow_formula(rank: int, world_size: int, local: str) -> None:
     attachment.close()
 
 
-def watch_staleness(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_are_one_step_stale_and_never_two(rank: int, world_size: int) -> None:
     """A network that takes a second: the next step is computed meanwhile, the one after it is not begun."""
     ddp = build(bucket_cap_mb=25)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -193,7 +182,7 @@ def watch_staleness(rank: int, world_size: int) -> None:
         optimizer.zero_grad()
         with lock:
             events.append(("begun", step))
-        loss = loss_of(ddp, batch(rank, step))
+        loss = loss_of(ddp, rank, step)
         loss.backward()
         with lock:
             events.append(("computed", step))
@@ -211,78 +200,45 @@ def watch_staleness(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def check_two_ranks(rank: int, world_size: int) -> None:
-    for local in ("peek", "sgd"):
-        follow_formula(rank, world_size, local)
-    watch_staleness(rank, world_size)
-    check_resumption(rank, world_size)
+@on_ranks(2)
+def test_saved_in_the_middle_of_a_pending_step_a_run_goes_on_with_the_same_bits(rank: int, world_size: int) -> None:
+    def begin(seed: int = 1) -> Training:
+        options = {"codec": "one-bit", "threshold_bytes": 400, "backup": True, "sync_steps": 2}
+        return start(rank, SlimGC(**options), lambda p: torch.optim.AdamW(p, lr=1e-2), seed)
 
-
-def check_resumption(rank: int, world_size: int) -> None:
-    """Saved in the middle of a pending step, a run goes on elsewhere with the same bits as here."""
-    options = {"codec": "one-bit", "threshold_bytes": 400, "backup": True, "sync_steps": 2}
-    ddp = build()
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    attachment = gradwire.attach(ddp, optimizer, SlimGC(**options), timeout_s=100)
-
-    def run(steps: range) -> Tensor:
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(ddp, batch(rank, step)).backward()
-            optimizer.step()
-        attachment.flush()
-        return torch.cat([v.detach().double().reshape(-1) for v in ddp.state_dict().values()])
-
-    run(range(5))
-    for step in (5,):
-        optimizer.zero_grad()
-        loss_of(ddp, batch(rank, step)).backward()
-        optimizer.step()
-    stored = io.BytesIO()  # with a step pending: saving takes it
-    torch.save([ddp.module.state_dict(), optimizer.state_dict(), attachment.state_dict()], stored)
-    attachment.close()
-    results = []
+    training, results = begin(), []
+    training.take_steps(range(6))
+    saved = training.state()  # with a step pending: saving takes it
+    training.close()
     for _ in range(2):
-        stored.seek(0)
-        model_state, optimizer_state, scheme_state = torch.load(stored, weights_only=True)
-        ddp = build(seed=9)
-        ddp.module.load_state_dict(model_state)
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-        optimizer.load_state_dict(optimizer_state)
-        attachment = gradwire.attach(ddp, optimizer, SlimGC(**options), timeout_s=100)
-        attachment.load_state_dict(scheme_state)
-        results.append(run(range(6, 10)))
-        assert attachment.stats()["steps_ahead"] == 4, "the synchronous steps are behind it"
-        attachment.close()
-    assert torch.equal(results[0], results[1])
-
-
-def test_two_ranks_follow_the_formula_one_step_stale_and_never_two() -> None:
-    run_ranks(check_two_ranks, 2)
+        resumed = begin(seed=9).load(saved)
+        resumed.take_steps(range(6, 10))
+        resumed.attachment.flush()
+        assert resumed.close()["steps_ahead"] == 4, "the synchronous steps are behind it"
+        results.append(weights_of(resumed.ddp))
+    assert torch.equal(*results)
 
 
 # ---- all worlds: identical global weights
 
 
-def train_long(rank: int, world_size: int) -> str:
-    """300 steps with everything on; the global weights' hash, which all ranks share."""
+def narrow() -> nn.Module:
     torch.manual_seed(2)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3)))
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    # Measured times would make the decision, and so the hash, another one in each run.
-    attachment = gradwire.attach(ddp, optimizer, SlimGC("one-bit", threshold_bytes=300, backup=True), timeout_s=30)
-    for step in range(300):
-        optimizer.zero_grad()
-        loss_of(ddp, batch(rank, step)[:, :12]).backward()
-        optimizer.step()
-    attachment.flush()
-    hashes = gather_hashes(hash_parameters(ddp.module), torch.device("cpu"))
-    assert len(set(hashes)) == 1
-    assert attachment.stats()["steps_ahead"] == 298
-    attachment.close()
-    return hashes[0]
+    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
+def loss_of_narrow(module: nn.Module, rank: int, step: int) -> Tensor:
+    return (module(batch_of(rank, step)[:, :12]) - 1).square().mean()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_global_weights_are_identical_on_all_ranks_after_300_steps(world_size: int) -> None:
-    assert len(set(run_ranks(train_long, world_size))) == 1
+@on_ranks()
+def test_global_weights_are_identical_on_all_ranks_after_300_steps(rank: int, world_size: int) -> str:
+    # Measured times would make the decision, and so the hash, another one in each run.
+    scheme = SlimGC("one-bit", threshold_bytes=300, backup=True)
+    ddp = {"bucket_cap_mb": 25}
+    training = Training(rank, scheme, adamw, narrow, loss_of_narrow, ddp, timeout_s=30)
+    training.take_steps(range(300))
+    training.attachment.flush()
+    assert training.close()["steps_ahead"] == 298
+    return hash_parameters(training.ddp.module)

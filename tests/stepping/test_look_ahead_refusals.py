@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from look_ahead_cases import PLAIN, batch, build, loss_of
+from look_ahead_cases import PLAIN, build, loss_of
 
 import gradwire
 from gradwire.codecs.general import RawCodec
 from gradwire.errors import InvalidArgument, PeerLost, Unsupported
 from gradwire.schemes.slimgc import SlimGC
 from gradwire_lab.training.digest import hash_parameters
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, try_ranks
 
 
 class Odd(torch.optim.SGD):
@@ -27,7 +27,8 @@ class Odd(torch.optim.SGD):
         super().step(closure)
 
 
-def check_refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_peeked_or_would_be_lost_is_refused(rank: int, world_size: int) -> None:
     for kind in (Odd, torch.optim.LBFGS):
         ddp = build()
         with pytest.raises(Unsupported, match="cannot be peeked"):
@@ -41,7 +42,7 @@ def check_refusals(rank: int, world_size: int) -> None:
     ddp = build()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN), timeout_s=100)
-    loss_of(ddp, batch(rank, 0)).backward()
+    loss_of(ddp, rank, 0).backward()
     torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
     with pytest.raises(Unsupported, match="max_grad_norm"):
         optimizer.step()
@@ -50,32 +51,28 @@ def check_refusals(rank: int, world_size: int) -> None:
     # What the user does to parameters between steps would be lost: it is said, and after a flush it holds.
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     attachment = gradwire.attach(ddp, optimizer, SlimGC(**PLAIN, sync_steps=0), timeout_s=100)
-    loss_of(ddp, batch(rank, 0)).backward()
+    loss_of(ddp, rank, 0).backward()
     optimizer.step()
     with torch.no_grad():
         next(ddp.parameters()).zero_()
     with pytest.raises(Unsupported, match="flush"):
-        loss_of(ddp, batch(rank, 1))
+        loss_of(ddp, rank, 1)
     attachment.flush()
     with torch.no_grad():
         next(ddp.parameters()).zero_()
     optimizer.zero_grad()
-    loss_of(ddp, batch(rank, 1)).backward()
+    loss_of(ddp, rank, 1).backward()
     optimizer.step()
     attachment.flush()
     moved = next(ddp.parameters())
     assert float(moved.abs().max()) < 0.2
     # A NaN travels as in synchronous training: all ranks have it, after the next step.
     optimizer.zero_grad()
-    (loss_of(ddp, batch(rank, 2)) * (math.nan if rank == 0 else 1.0)).backward()
+    (loss_of(ddp, rank, 2) * (math.nan if rank == 0 else 1.0)).backward()
     optimizer.step()
     attachment.flush()
     assert bool(next(ddp.parameters()).isnan().any())
     attachment.close()
-
-
-def test_what_cannot_be_peeked_or_would_be_lost_is_refused() -> None:
-    run_ranks(check_refusals, 2)
 
 
 def die_between_push_and_pull(rank: int, world_size: int) -> None:
@@ -85,7 +82,7 @@ def die_between_push_and_pull(rank: int, world_size: int) -> None:
     attachment = gradwire.attach(ddp, optimizer, scheme, timeout_s=1_000)
     for step in range(6):
         optimizer.zero_grad()
-        loss_of(ddp, batch(rank, step)).backward()
+        loss_of(ddp, rank, step).backward()
         optimizer.step()
         if step == 2:
             attachment.flush()

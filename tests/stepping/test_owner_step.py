@@ -18,7 +18,7 @@ from gradwire.errors import InvalidArgument, RankMismatch, Unsupported
 from gradwire.schemes.slimgc import SlimGC
 from gradwire.schemes.slimgc.threshold import NEVER
 from gradwire_lab.training.digest import gather_hashes, hash_parameters
-from ranks import run_ranks, try_ranks
+from ranks import on_ranks, try_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -96,7 +96,9 @@ def train(
     return seen, stats
 
 
-def check_same_bits(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_the_step_at_the_owner_has_the_bits_of_the_step_on_every_rank(rank: int, world_size: int) -> None:
     # Measured times decide the table: without clocks in it, two runs can be compared.
     def timed(self: SlimGC, step: int, values: Tensor, is_compressed: bool) -> Callable[[], tuple[float, float]]:
         return lambda: (1e-3, 1e-4) if is_compressed else (4e-6 * values.numel(), 0.0)
@@ -119,11 +121,6 @@ def check_same_bits(rank: int, world_size: int) -> None:
             assert 0.9 * 8 * n_values / world_size < stats["sharded_state_bytes"] < 1.1 * 8 * n_values / world_size + 80
         if threshold_bytes == NEVER or world_size == 1:
             assert stats["sharded_state_bytes"] == 0
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_step_at_the_owner_has_the_bits_of_the_step_on_every_rank(world_size: int) -> None:
-    run_ranks(check_same_bits, world_size)
 
 
 def check_resumption(rank: int, world_size: int) -> None:
@@ -192,13 +189,10 @@ def check_refusals(rank: int, world_size: int) -> None:
     attachment.close()
 
 
-def check_two_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shards_are_resumable_and_what_cannot_be_served_is_refused(rank: int, world_size: int) -> None:
     check_resumption(rank, world_size)
     check_refusals(rank, world_size)
-
-
-def test_shards_are_resumable_and_what_cannot_be_served_is_refused() -> None:
-    run_ranks(check_two_ranks, 2)
 
 
 @pytest.mark.parametrize(

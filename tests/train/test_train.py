@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def _spoil_and_train(rank: int, world_size: int, config: TrainConfig) -> TrainRe
     return train_rank(replace(config, seed=config.seed + rank))
 
 
+def _assert_refused(
+    function: Callable[..., TrainResult], world_size: int, config: TrainConfig, error: type, words: str = ""
+) -> None:
+    """By every rank."""
+    for outcome in try_ranks(function, world_size, config):
+        assert isinstance(outcome.error, error), outcome
+        assert words in str(outcome.error)
+
+
+def _train_in_turn(*configs: TrainConfig) -> list[TrainResult]:
+    """Rank 0's results of two ranks that run all of these."""
+    return run_ranks(_train_each, 2, list(configs))[0]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_ranks_end_with_the_same_parameters_and_records(world_size: int) -> None:
     results = run_ranks(_train, world_size, CONFIG)
@@ -52,8 +67,7 @@ def test_all_ranks_end_with_the_same_parameters_and_records(world_size: int) -> 
 
 
 def test_plain_scheme_trains_as_ddp_does_and_runs_repeat() -> None:
-    configs = [CONFIG, replace(CONFIG, scheme="ddp"), CONFIG, replace(CONFIG, seed=1)]
-    plain, ddp, again, other = run_ranks(_train_each, 2, configs)[0]
+    plain, ddp, again, other = _train_in_turn(CONFIG, replace(CONFIG, scheme="ddp"), CONFIG, replace(CONFIG, seed=1))
     assert plain.losses == ddp.losses == again.losses
     assert plain.parameters_sha256 == ddp.parameters_sha256 == again.parameters_sha256
     assert other.parameters_sha256 != plain.parameters_sha256
@@ -63,8 +77,8 @@ def test_plain_scheme_trains_as_ddp_does_and_runs_repeat() -> None:
 
 
 def test_torchs_hooks_send_half_and_train_almost_as_ddp_does() -> None:
-    ddp, bf16, fp16, scheme = run_ranks(_train_each, 2, [replace(CONFIG, scheme=name) for name in (
-        "ddp", "ddp-bf16", "ddp-fp16", "bf16")])[0]  # fmt: skip
+    names = ("ddp", "ddp-bf16", "ddp-fp16", "bf16")
+    ddp, bf16, fp16, scheme = _train_in_turn(*(replace(CONFIG, scheme=name) for name in names))
     assert bf16.summary["ratio"] == fp16.summary["ratio"] == 0.5
     assert bf16.summary["wire_bytes_origin"] == "computed for a ring"
     assert bf16.losses == scheme.losses, "the scheme is PyTorch's hook"
@@ -74,11 +88,8 @@ def test_torchs_hooks_send_half_and_train_almost_as_ddp_does() -> None:
 
 
 def test_torchs_power_sgd_is_plain_and_then_low_rank() -> None:
-    configs = [
-        replace(CONFIG, scheme="ddp"),
-        replace(CONFIG, scheme="ddp-powersgd", scheme_options={"rank": 2, "start": 3}),
-    ]
-    ddp, low_rank = run_ranks(_train_each, 2, configs)[0]
+    powersgd = replace(CONFIG, scheme="ddp-powersgd", scheme_options={"rank": 2, "start": 3})
+    ddp, low_rank = _train_in_turn(replace(CONFIG, scheme="ddp"), powersgd)
     ratios = [step["ratio"] for step in low_rank.steps]
     assert ratios[:3] == [1.0] * 3
     assert 0 < ratios[3] < 0.6
@@ -97,7 +108,7 @@ def test_resumed_run_is_bit_identical_to_one_that_wraps_anew(
     reference = replace(whole, rewrap_at=(4,), out=tmp_path / "reference")
     part = replace(whole, steps=4, checkpoint=tmp_path / "checkpoints", out=tmp_path / "run")
     rest = replace(part, steps=6, resume=True)
-    uninterrupted, _, resumed = run_ranks(_train_each, 2, [reference, part, rest])[0]
+    uninterrupted, _, resumed = _train_in_turn(reference, part, rest)
     assert resumed.parameters_sha256 == uninterrupted.parameters_sha256
     assert resumed.losses == uninterrupted.losses[4:]
 
@@ -132,68 +143,47 @@ def test_checkpoint_of_another_run_is_refused_on_every_rank(
 ) -> None:
     run_ranks(_train, 2, replace(CONFIG, checkpoint=tmp_path))
     resuming = replace(CONFIG, checkpoint=tmp_path, resume=True, **{"steps": 8, **changes})
-    for outcome in try_ranks(_train, world_size, resuming):
-        assert isinstance(outcome.error, error), outcome
-        assert words in str(outcome.error)
+    _assert_refused(_train, world_size, resuming, error, words)
 
 
-def _harm_truncate(folder: Path) -> None:
-    os.truncate(folder / "shared.pt", 200)
-
-
-def _harm_missing(folder: Path) -> None:
-    (folder / "rank-0.pt").unlink()
-
-
-def _harm_foreign(folder: Path) -> None:
-    torch.save({"a": 1}, folder / "shared.pt")
-
-
-def _harm_version(folder: Path) -> None:
+def _without_version(folder: Path) -> None:
     content = torch.load(folder / "shared.pt", weights_only=True)
     torch.save({**content, "format": 99}, folder / "shared.pt")
-
-
-def _harm_code(folder: Path) -> None:
-    torch.save(CONFIG, folder / "shared.pt")  # not a plain value: weights_only refuses it
 
 
 @pytest.mark.parametrize(
     ("harm", "error"),
     [
-        (_harm_truncate, CorruptMessage),
-        (_harm_missing, CorruptMessage),
-        (_harm_foreign, CorruptMessage),
-        (_harm_version, IncompatibleVersion),
-        (_harm_code, CorruptMessage),
+        (lambda folder: os.truncate(folder / "shared.pt", 200), CorruptMessage),
+        (lambda folder: (folder / "rank-0.pt").unlink(), CorruptMessage),
+        (lambda folder: torch.save({"a": 1}, folder / "shared.pt"), CorruptMessage),
+        (_without_version, IncompatibleVersion),
+        # not a plain value: weights_only refuses it
+        (lambda folder: torch.save(CONFIG, folder / "shared.pt"), CorruptMessage),
     ],
+    ids=["truncate", "missing", "foreign", "version", "code"],
 )
 def test_damaged_checkpoint_raises_its_typed_error(tmp_path: Path, harm, error: type) -> None:
     run_ranks(_train, 1, replace(CONFIG, steps=2, checkpoint=tmp_path))
     harm(tmp_path / "step-00000002")
-    (outcome,) = try_ranks(_train, 1, replace(CONFIG, checkpoint=tmp_path, resume=True))
-    assert isinstance(outcome.error, error), outcome
+    _assert_refused(_train, 1, replace(CONFIG, checkpoint=tmp_path, resume=True), error)
 
 
 def test_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    for outcome in try_ranks(_train, 2, replace(CONFIG, steps=2, checkpoint=tmp_path / "file" / "folder")):
-        assert isinstance(outcome.error, RankMismatch), outcome
-        assert "could not write the checkpoint" in str(outcome.error)
+    config = replace(CONFIG, steps=2, checkpoint=tmp_path / "file" / "folder")
+    _assert_refused(_train, 2, config, RankMismatch, "could not write the checkpoint")
 
 
 def test_replicas_that_may_differ_are_reported_and_not_checkpointed(tmp_path: Path) -> None:
     config = replace(CONFIG, scheme="periodic", scheme_options={"every": 4}, steps=6)
     result = run_ranks(_train, 2, config)[0]
     assert result.summary["replicas_equal"] is False
-    for outcome in try_ranks(_train, 2, replace(config, checkpoint=tmp_path)):
-        assert isinstance(outcome.error, Unsupported), outcome
+    _assert_refused(_train, 2, replace(config, checkpoint=tmp_path), Unsupported)
 
 
 def test_replicas_that_come_apart_are_named() -> None:
-    for outcome in try_ranks(_spoil_and_train, 2, replace(CONFIG, scheme="ddp", steps=2)):
-        assert isinstance(outcome.error, RankMismatch), outcome
-        assert "rank(s) [1]" in str(outcome.error)
+    _assert_refused(_spoil_and_train, 2, replace(CONFIG, scheme="ddp", steps=2), RankMismatch, "rank(s) [1]")
 
 
 def test_records_hold_what_a_report_needs(tmp_path: Path) -> None:
@@ -233,7 +223,7 @@ def test_command_line_says_all_of_a_configuration() -> None:
 
 def test_local_sgd_exchanges_every_few_steps_and_may_end_between_two() -> None:
     every_3 = replace(CONFIG, local_sgd=3)
-    three, two, full = run_ranks(_train_each, 2, [every_3, replace(every_3, steps=5), CONFIG])[0]
+    three, two, full = _train_in_turn(every_3, replace(every_3, steps=5), CONFIG)
     sent = [record["bytes_sent"] > 0 for record in three.steps]
     assert sent == [False, False, True, False, False, True]
     assert three.summary["replicas_equal"]
@@ -252,7 +242,7 @@ def test_local_sgd_exchanges_every_few_steps_and_may_end_between_two() -> None:
 def test_without_an_outer_optimizer_two_bit_is_averaged_with_its_residuals() -> None:
     runs = [replace(CONFIG, local_sgd=3, scheme="two-bit", scheme_options={}, **options)
             for options in ({"outer": "average"}, {"outer": "average", "feedback_decay": 0.0})]  # fmt: skip
-    kept, faded = run_ranks(_train_each, 2, runs)[0]
+    kept, faded = _train_in_turn(*runs)
     assert [record["loss"] for record in kept.steps[:6]] == [record["loss"] for record in faded.steps[:6]]
     assert kept.summary["parameters_sha256"] != faded.summary["parameters_sha256"], "the second exchange has a residual"
 

@@ -1,0 +1,117 @@
+"""One rank's small training behind DDP, by itself or with a scheme attached, as the tests of schemes make it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+
+Loss = Callable[[nn.Module, int, int], Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def layers() -> nn.Module:
+    """96,000 parameters: with DDP's buckets of 0.2 MB, several."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 3))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 20, generator=torch.Generator().manual_seed(1_000 * rank + step))
+
+
+def mean_square(module: nn.Module, rank: int, step: int) -> Tensor:
+    return module(batch_of(rank, step)).square().mean()
+
+
+def flat(module: nn.Module) -> Tensor:
+    """(n,): a copy of all parameters."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+class Training:
+    """A model behind DDP, its optimizer and, where a scheme is given, the attachment; steps have numbers.
+
+    Args:
+        loss: of the model, on a rank, in a step.
+        ddp: options of DistributedDataParallel; `options` are those of `attach`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        scheme: Any = None,
+        optimizer: MakeOptimizer = sgd,
+        model: Callable[[], nn.Module] = layers,
+        loss: Loss = mean_square,
+        ddp: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.rank, self.loss = rank, loss
+        self.ddp = DistributedDataParallel(model(), **{"bucket_cap_mb": 0.2, **(ddp or {})})
+        self.optimizer = optimizer(self.ddp.parameters())
+        self.attachment: Any = None
+        if scheme is not None:
+            self.attachment = gradwire.attach(self.ddp, self.optimizer, scheme, **options)
+
+    def backward(self, step: int, factor: float = 1.0) -> float:
+        """New gradients, of the loss times `factor`, which is returned."""
+        self.optimizer.zero_grad()
+        loss = factor * self.loss(self.ddp, self.rank, step)
+        loss.backward()
+        return loss.item()
+
+    def take_steps(self, steps: Iterable[int], factor: float = 1.0) -> list[float]:
+        """The losses, times `factor`."""
+        losses = []
+        for step in steps:
+            losses.append(self.backward(step, factor))
+            self.optimizer.step()
+        return losses
+
+    def flat(self) -> Tensor:
+        return flat(self.ddp)
+
+    def gradient(self) -> Tensor:
+        return torch.cat([parameter.grad.reshape(-1) for parameter in self.ddp.parameters()])
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self.attachment.stats()
+        return stats
+
+    def close(self) -> dict[str, Any]:
+        """What the attachment has counted, if there is one."""
+        stats = {}
+        if self.attachment is not None:
+            stats = self.stats()
+            self.attachment.close()
+        return stats
+
+    def state(self) -> tuple[Any, ...]:
+        """Of model, optimizer and attachment, as a file gives it back."""
+        file = io.BytesIO()
+        torch.save([one.state_dict() for one in (self.ddp.module, self.optimizer, self.attachment)], file)
+        file.seek(0)
+        return tuple(torch.load(file, weights_only=True))
+
+    def load(self, state: tuple[Any, ...]) -> Training:
+        model, optimizer, attachment = copy.deepcopy(state)
+        self.ddp.module.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        self.attachment.load_state_dict(attachment)
+        return self

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from gradwire import _native
-from gradwire.errors import InvalidArgument
+from gradwire.errors import CorruptMessage, InvalidArgument
 
 __all__ = ["MAX_CORE", "CountSketch", "FixedPoint", "IndexFacts", "Outcome", "index_words", "write_index"]
 
@@ -299,6 +299,20 @@ class CountSketch:
             bound = float(cells.abs().max()) if kind == 0 and cells.numel() else 0.0
         raw, values = cells.view(torch.uint8), out.view(torch.uint8)
         return Outcome(self._plan.recover(raw, kind, scale, estimate, bound, values, code))
+
+    def recover_all(self, cells: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+        """`recover` for callers without a core: raises where it is not complete.
+
+        Raises: CorruptMessage (foreign or altered sketch), InvalidArgument (there is a core).
+        """
+        if self._n_core:
+            raise InvalidArgument(f"{self._n_core} values do not come out of this sketch; prepare another attempt")
+        outcome = self.recover(cells, scale, out)
+        if outcome is not Outcome.COMPLETE:
+            raise CorruptMessage(
+                f"the sketch of {self._n_elements} values is not that of its index ({outcome.name.lower()}): ranks "
+                "differ in seed or batch size, or it was altered on its way"
+            )
 
 
 def _dtype_code(tensor: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from gradwire.gpu.kernels import Kernels, has_kernels, kernels_on
 from gradwire.gpu.launching import SHARED_OF_CHECKSUM, THREADS, WARP, grid, parts
 from gradwire.gpu.structs import fill_struct
 
-__all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe"]
+__all__ = ["GCompCodec", "HuffmanTable", "Truncate", "describe", "message_holds_nonfinite"]
 
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 _ROUNDINGS = ("nearest", "truncate")
@@ -383,6 +383,15 @@ class Truncate(GCompCodec):
     def __init__(self, bits: int = 18, table: HuffmanTable | None = None, format: int = 2) -> None:
         """See `GCompCodec`. Raises: InvalidArgument."""
         super().__init__(importance="truncate", bits=bits, table=table, format=format)
+
+
+def message_holds_nonfinite(message: Tensor) -> bool:
+    """Whether some value in a GComp message is Inf or NaN, from its header alone.
+
+    Raises: InvalidArgument, CorruptMessage (headers only; the values are not checked), IncompatibleVersion.
+    """
+    check_tensor("message", message, torch.uint8)
+    return _native.gcomp_read_header(bytes_of(message))[3]
 
 
 def describe(message: Tensor) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from gradwire.core.session import Session
 from gradwire.errors import Unsupported
 from gradwire.exchange.owners import Owners
 from gradwire.exchange.ring import Ring
-from gradwire.gpu.kernels import kernels_for
 from gradwire.gpu.launching import raise_error
 from gradwire.schemes.base import Scheme
 from gradwire.schemes.plain_steps import PlainSteps
@@ -92,8 +91,6 @@ class Compressed(Scheme):
         self._sends_all = not self.select
         if self.collective is not None:
             self.collective.bind(session.wire)
-        else:
-            kernels_for(session.wire.device)
         self._check = StepCheck(session.communicator)
         self.n_not_finite = 0
         if self.settles_plainly:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -103,6 +103,16 @@ def _join(spans: Sequence[TensorSpan]) -> list[TensorSpan]:
     return runs
 
 
+class AtLeast:
+    """Selects tensors of `n_bytes` or more; empty ones never."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = max(1, n_bytes)
+
+    def __call__(self, slot: Slot | None, n_bytes: int) -> bool:
+        return n_bytes >= self.n_bytes
+
+
 def matrices(slot: Slot | None, n_bytes: int = 0) -> bool:
     """Selects what has two dimensions or more, and what nothing is known of."""
     return slot is None or slot.dim() >= 2
@@ -112,20 +122,20 @@ class ByName:
     """Selects the tensors that `only` names (all, if it names none), but for those that `exempt` names.
 
     Tensors without a name are compressed. Raises: InvalidArgument (names that are no names).
-
-    Attributes:
-        configuration: what ranks must share: of each option patterns, or, once bound, the tensors that its function names.
     """
 
     def __init__(self, exempt: Names = (), only: Names = ()) -> None:
-        self._exempt, self._only = _read("exempt", exempt), _read("only", only)
+        self._rules = {"exempt": _rule("exempt", exempt), "only": _rule("only", only)}
         self._exempted: set[int] = set()  # parameters that a scheme leaves out besides, by id
-        options = {"exempt": self._exempt, "only": self._only}
-        self.configuration = {key: [] if callable(names) else list(names) for key, names in options.items() if names}
 
     def __bool__(self) -> bool:
         """Whether anything may be left out."""
-        return bool(self._exempt or self._only or self._exempted)
+        return any(map(bool, self._rules.values())) or bool(self._exempted)
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What ranks must share; nothing if nothing is named."""
+        return {key: rule.text for key, rule in self._rules.items() if rule}
 
     def bind(self, session: Session, exempted: Sequence[torch.Tensor] = ()) -> None:
         """Check the names against the model's. Raises: InvalidArgument (a name that matches nothing; nothing is left)."""
@@ -133,13 +143,8 @@ class ByName:
         slots = dict(session.slots)
         if not slots:
             return
-        for key, names in (("exempt", self._exempt), ("only", self._only)):
-            if callable(names):
-                self.configuration[key] = [name for name, slot in slots.items() if _are_of(names, slot)]
-                continue
-            for pattern in names:
-                if not any(fnmatchcase(name, pattern) for name in slots):
-                    raise InvalidArgument(f"{key}={pattern!r} matches no tensor; there are {_shown(slots)}")
+        for key, rule in self._rules.items():
+            rule.check(key, slots)
         if self and not any(self(slot) for slot in slots.values()):
             raise InvalidArgument(f"exempt= and only= leave nothing to compress; there are {_shown(slots)}")
 
@@ -149,30 +154,44 @@ class ByName:
             return True
         if slot.parameter is not None and id(slot.parameter) in self._exempted:
             return False
-        return not slot.name or ((not self._only or _are_of(self._only, slot)) and not _are_of(self._exempt, slot))
+        only, exempt = self._rules["only"], self._rules["exempt"]
+        return not slot.name or ((not only or only.matches(slot)) and not (exempt and exempt.matches(slot)))
 
 
-# As `Names`, read: patterns, or a function.
-_Read = tuple[str, ...] | Callable[[str, torch.Size], bool]
+class _Rule:
+    """Patterns, or a function."""
+
+    def __init__(self, patterns: tuple[str, ...], function: Callable[[str, torch.Size], bool] | None) -> None:
+        self.patterns, self.function = patterns, function
+        self.text: Any = list(patterns)
+
+    def __bool__(self) -> bool:
+        return bool(self.patterns) or self.function is not None
+
+    def matches(self, slot: Slot) -> bool:
+        if self.function is not None:
+            return bool(self.function(slot.name, slot.shape))
+        return any(fnmatchcase(slot.name, pattern) for pattern in self.patterns)
+
+    def check(self, key: str, slots: dict[str, Slot]) -> None:
+        if self.function is not None:
+            self.text = [name for name, slot in slots.items() if self.matches(slot)]
+            return
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in slots):
+                raise InvalidArgument(f"{key}={pattern!r} matches no tensor; there are {_shown(slots)}")
 
 
-def _read(key: str, names: Names) -> _Read:
+def _rule(key: str, names: Names) -> _Rule:
     if isinstance(names, str):
         names = [] if names in ("", "none") else names.split("+")
     if callable(names):
-        return names
+        return _Rule((), names)
     if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
         raise InvalidArgument(
             f"{key} takes names (* and ? stand for any), or a function of (name, shape), not {names!r}"
         )
-    return tuple(names)
-
-
-def _are_of(names: _Read, slot: Slot) -> bool:
-    """Whether `names` name the slot."""
-    if callable(names):
-        return bool(names(slot.name, slot.shape))
-    return any(fnmatchcase(slot.name, pattern) for pattern in names)
+    return _Rule(tuple(names), None)
 
 
 def _shown(slots: dict[str, Slot]) -> str:

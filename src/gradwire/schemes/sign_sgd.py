@@ -17,6 +17,7 @@ from gradwire.codecs.signs import Signs
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
 from gradwire.errors import Unsupported
+from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
 from gradwire.wire.wire import Wire
 
@@ -45,10 +46,11 @@ class SignSgd(Compressed):
         return {"ties": self.ties}
 
     def bind(self, session: Session) -> None:
-        """Raises: Unsupported (more ranks than votes can be counted of)."""
+        """Raises: Unsupported (more ranks than votes can be counted of; no kernels on the device)."""
         if session.communicator.world_size > _MAX_RANKS:
             raise Unsupported(f"sign-sgd takes up to {_MAX_RANKS} ranks; use acp-sgd, whose sums do not grow with them")
         super().bind(session)
+        kernels_for(session.wire.device)
 
     def step(self, part: Part, wire: Wire) -> None:
         """Gather a bit a value from every rank, and count."""

@@ -18,6 +18,7 @@ from gradwire.checks import choice as check_choice
 from gradwire.codecs.ternary import Ternary
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
+from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
 from gradwire.wire.wire import Wire
 
@@ -42,9 +43,10 @@ class TernGrad(Compressed):
         return {"clip": self.codec.clip, "seed": self.codec.seed, "per": self.per}
 
     def bind(self, session: Session) -> None:
-        """Raises: Unsupported (more ranks than can be summed)."""
+        """Raises: Unsupported (more ranks than can be summed; no kernels on the device)."""
         self.codec.field_bits(session.communicator.world_size)
         super().bind(session)
+        kernels_for(session.wire.device)
 
     def step(self, part: Part, wire: Wire) -> None:
         """Find the largest scale of all ranks, draw by it, and sum integers."""

@@ -16,6 +16,7 @@ import torch
 from gradwire.codecs.hadamard import Thc
 from gradwire.core.feedback import Part
 from gradwire.core.session import Session
+from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed
 from gradwire.wire.wire import Wire
 
@@ -42,9 +43,10 @@ class ThcScheme(Compressed):
         return {"clip": self.codec.clip, "seed": self.codec.seed, "error_feedback": self.error_feedback}
 
     def bind(self, session: Session) -> None:
-        """Raises: Unsupported (more ranks than can be summed)."""
+        """Raises: Unsupported (more ranks than can be summed; no kernels on the device)."""
         self.codec.sums_are_wide(session.communicator.world_size)
         super().bind(session)
+        kernels_for(session.wire.device)
 
     def step(self, part: Part, wire: Wire) -> None:
         """Find the largest norm of all ranks for each block, round by it, and sum integers."""

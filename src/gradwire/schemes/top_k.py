@@ -17,6 +17,8 @@ from torch import Tensor
 from gradwire.checks import share as check_share
 from gradwire.codecs.selection import add_elements, take_largest
 from gradwire.core.feedback import Part
+from gradwire.core.session import Session
+from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.schemes.plain_steps import PlainSteps
 from gradwire.wire.wire import Wire
@@ -40,6 +42,11 @@ class TopK(Compressed):
     @property
     def configuration(self) -> dict[str, Any]:
         return {"share": self.share, "error_feedback": self.error_feedback} | self.frame_configuration
+
+    def bind(self, session: Session) -> None:
+        """Raises: Unsupported (no kernels on the device)."""
+        super().bind(session)
+        kernels_for(session.wire.device)
 
     def step(self, part: Part, wire: Wire) -> None:
         send_largest(part, wire, self.share, Elements())

@@ -33,6 +33,7 @@ from gradwire.core.session import Session
 from gradwire.errors import InvalidArgument, Unsupported
 from gradwire.exchange import aggregators
 from gradwire.exchange.aggregators import Aggregator
+from gradwire.gpu.kernels import kernels_for
 from gradwire.schemes.compressed import Compressed, count_of
 from gradwire.schemes.homomorphic.learnt import Learnt, is_too_dense
 from gradwire.schemes.homomorphic.shared_index import SharedIndex, Union
@@ -107,6 +108,7 @@ class Homomorphic(Compressed):
         self._index = SharedIndex(index, self._sketch.seed, self._learnt, self.aggregator)
         self._sketches = SketchSum(self._sketch, mode, self.budget, self._learnt, self.aggregator)
         self._n_plain = {_TOO_DENSE: 0, _TOO_LARGE: 0}
+        self._is_aggregator_bound = False
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -134,8 +136,10 @@ class Homomorphic(Compressed):
             )
         if session.wire.on_device:
             self._check_device()
+            kernels_for(session.wire.device)
         self._index.kind = "bitmap" if session.wire.on_device else self.index  # which may be "auto"
         self.aggregator.bind(session.communicator, session.recorder)
+        self._is_aggregator_bound = True
         super().bind(session)
 
     def _check_device(self) -> None:
@@ -290,4 +294,6 @@ class Homomorphic(Compressed):
     def close(self) -> None:
         super().close()
         self._learnt.clear()
-        self.aggregator.close()
+        if self._is_aggregator_bound:
+            self.aggregator.close()
+            self._is_aggregator_bound = False

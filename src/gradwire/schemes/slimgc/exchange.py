@@ -24,7 +24,7 @@ from gradwire.core.bucket import Bucket, Layout
 from gradwire.exchange.groups import Cut
 from gradwire.exchange.on_device import Chunk, DeviceOwners, Left
 from gradwire.exchange.ring import Importance, engine_codec, mean_through_codec
-from gradwire.schemes.selection import Selection
+from gradwire.schemes.selection import AtLeast, Selection
 from gradwire.wire.device_wire import DeviceWire
 from gradwire.wire.wire import Wire
 
@@ -48,7 +48,7 @@ class CutSelection(Selection):
     def __init__(
         self, bucket: Bucket, threshold_bytes: int, world_size: int, group_elements: int, keeps_places: bool
     ) -> None:
-        super().__init__(bucket, lambda _, n_bytes: n_bytes >= max(1, threshold_bytes), keeps_places)
+        super().__init__(bucket, AtLeast(threshold_bytes), keeps_places)
         self.keeps_places, self.dtype = keeps_places, bucket.buffer.dtype
         self.n_bit_buf = bucket.n_elements if keeps_places else self.n_compressed
         spans = [(span.fused, span.fused + span.n_elements) for span in self.compressed]

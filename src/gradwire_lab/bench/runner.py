@@ -63,7 +63,7 @@ class Runner:
                 state = state_of(experiment, cells, records, code)
                 if fresh or state == "never" or (state == "stale" and not missing):
                     runs.append(ExperimentRun(experiment, cells))
-        return sorted(runs, key=lambda run: (run.experiment.measure not in WRITES, self._seconds(run)))
+        return sorted(runs, key=lambda run: (run.experiment.measure not in WRITES, run.experiment.seconds))
 
     def estimate_s(self, runs: Sequence[ExperimentRun]) -> float:
         """About how long these take: what the same took before, else what the catalogue says of such runs."""

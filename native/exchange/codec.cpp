@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <type_traits>
 
 #include "errors.hpp"
@@ -11,44 +10,14 @@
 namespace gradwire::exchange {
 namespace {
 
-// Unlike the converters of the codecs, these round to Inf, and keep Inf and NaN.
-inline std::uint16_t round_to_bfloat16(float value) {
-  const auto word = std::bit_cast<std::uint32_t>(value);
-  const auto rounded = static_cast<std::uint16_t>((word + 0x7FFF + (word >> 16 & 1)) >> 16);
-  return (word & floats::kMagnitude) > floats::kInfinity ? std::uint16_t{0x7FC0} : rounded;
-}
-
-inline std::uint16_t round_to_float16(float value) {
-  const auto word = std::bit_cast<std::uint32_t>(value);
-  const std::uint32_t magnitude = word & floats::kMagnitude;
-  const auto sign = static_cast<std::uint16_t>(word >> 16 & 0x8000u);
-  if (magnitude > floats::kInfinity) return 0x7E00;
-  if (magnitude >= 0x477FF000) return sign | 0x7C00;  // 65520, halfway between the largest value and the next
-  return floats::narrow(word);
-}
-
 template <Dtype dtype>
 float load(const std::uint8_t* data, std::size_t i) {
-  if constexpr (dtype == Dtype::float32) {
-    float value;
-    std::memcpy(&value, data + 4 * i, 4);
-    return value;
-  } else {
-    std::uint16_t half;
-    std::memcpy(&half, data + 2 * i, 2);
-    return std::bit_cast<float>(dtype == Dtype::bfloat16 ? static_cast<std::uint32_t>(half) << 16
-                                                         : floats::widen(half));
-  }
+  return std::bit_cast<float>(floats::load_word<dtype>(data, i));
 }
 
 template <Dtype dtype>
 void store(std::uint8_t* data, std::size_t i, float value) {
-  if constexpr (dtype == Dtype::float32) {
-    std::memcpy(data + 4 * i, &value, 4);
-  } else {
-    const std::uint16_t half = dtype == Dtype::bfloat16 ? round_to_bfloat16(value) : round_to_float16(value);
-    std::memcpy(data + 2 * i, &half, 2);
-  }
+  floats::store_word<dtype, floats::Specials::canonical>(data, i, std::bit_cast<std::uint32_t>(value));
 }
 
 // body(constant of the dtype)

@@ -57,8 +57,9 @@ constexpr std::size_t bytes_for(std::size_t n, Fields fields) {
 // `group` is the number of the first group of 64 values within the stream; `n` may end inside a group, never begin
 // there. Codes past the end of the last group are zero.
 struct Kernels {
-  void (*widen)(const void* values, Dtype dtype, std::size_t n, float* out);
-  void (*narrow)(const float* values, Dtype dtype, std::size_t n, void* out);
+  // By dtype.
+  void (*widen[kDtypes])(const void* values, std::size_t n, float* out);
+  void (*narrow[kDtypes])(const float* values, std::size_t n, void* out);
   // out = values + residual x scale
   void (*add)(const float* values, const float* residual, float scale, std::size_t n, float* out);
   // out = (values - decoded) x inverse_scale

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "floats/word_loops.hpp"
 #include "quantisers/kernels.hpp"
 #include "quantisers/runs.hpp"
 
@@ -14,57 +15,14 @@ std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value);
 
 // ---- dtypes and arithmetic
 
-float float_of_half(std::uint16_t half) {
-  // The exponent is rebased by a product, which is exact and takes care of subnormals.
-  const std::uint32_t magnitude = std::uint32_t{half & 0x7FFFu} << 13;
-  const float rebased = std::bit_cast<float>(magnitude) * 0x1p112f;
-  std::uint32_t bits = std::bit_cast<std::uint32_t>(rebased);
-  if (magnitude >= 0x0F800000) bits |= kInfinity;
-  return std::bit_cast<float>(bits | std::uint32_t{half & 0x8000u} << 16);
+template <Dtype dtype>
+void widen(const void* values, std::size_t n, float* out) {
+  for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(floats::load_word<dtype>(values, i));
 }
 
-// Rounds to nearest even, as the hardware does.
-std::uint16_t half_of_float(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value), magnitude = bits & kMagnitude;
-  const std::uint32_t sign = bits >> 16 & 0x8000;
-  if (magnitude > kInfinity) return static_cast<std::uint16_t>(sign | 0x7E00);
-  if (magnitude >= 0x477FF000) return static_cast<std::uint16_t>(sign | 0x7C00);  // rounds past 65,504
-  if (magnitude < 0x38800000) {  // subnormal: the addition rounds at the last bit that a half has
-    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
-    return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000));
-  }
-  const std::uint32_t rounded = magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1);
-  return static_cast<std::uint16_t>(sign | rounded >> 13);
-}
-
-std::uint16_t bfloat16_of_float(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & kMagnitude) > kInfinity) return static_cast<std::uint16_t>(bits >> 16 | 0x40);
-  return static_cast<std::uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-void widen(const void* values, Dtype dtype, std::size_t n, float* out) {
-  if (dtype == Dtype::float32) {
-    std::memcpy(out, values, 4 * n);
-    return;
-  }
-  const auto* const halves = static_cast<const std::uint16_t*>(values);
-  if (dtype == Dtype::bfloat16)
-    for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(std::uint32_t{halves[i]} << 16);
-  else
-    for (std::size_t i = 0; i < n; ++i) out[i] = float_of_half(halves[i]);
-}
-
-void narrow(const float* values, Dtype dtype, std::size_t n, void* out) {
-  if (dtype == Dtype::float32) {
-    std::memcpy(out, values, 4 * n);
-    return;
-  }
-  auto* const halves = static_cast<std::uint16_t*>(out);
-  if (dtype == Dtype::bfloat16)
-    for (std::size_t i = 0; i < n; ++i) halves[i] = bfloat16_of_float(values[i]);
-  else
-    for (std::size_t i = 0; i < n; ++i) halves[i] = half_of_float(values[i]);
+template <Dtype dtype>
+void narrow(const float* values, std::size_t n, void* __restrict out) {
+  for (std::size_t i = 0; i < n; ++i) floats::store_word<dtype, floats::Specials::quiet>(out, i, bits_of(values[i]));
 }
 
 void add(const float* values, const float* residual, float scale, std::size_t n, float* out) {
@@ -230,11 +188,9 @@ void pack_beyond(const Terms& terms, std::size_t n, float threshold, const LeftO
       const auto value = term(i), zero = V::set(0), limit = V::set(threshold);
       const auto is_beyond = V::at_least(V::magnitude(value), limit);
       // A threshold of zero belongs to values that are all zero; those are sent as zeros.
-      const auto is_above = V::both(is_beyond, V::less(zero, value)),
-                 is_below = V::both(is_beyond, V::less(value, zero));
-      above |= V::bits(is_above) << i;
-      below |= V::bits(is_below) << i;
-      keep(i, value, V::where(V::either(is_above, is_below), V::negate_if(is_below, limit)));
+      above |= V::bits(V::both(is_beyond, V::less(zero, value))) << i;
+      below |= V::bits(V::both(is_beyond, V::less(value, zero))) << i;
+      keep(i, value, V::where(is_beyond, V::with_sign_of(value, limit)));
     }
     store_codes(above, below, count, words + first / 16);
   });
@@ -342,20 +298,20 @@ void pack_levels(const float* values, std::size_t n, float per_unit, int levels,
   });
 }
 
+// The largest levels of many groups, by their place.
+template <class Count>
+void raise(std::uint8_t* __restrict largest, const std::uint8_t* __restrict fields, Count n, std::uint8_t mask) {
+  for (std::size_t i = 0; i < n; ++i) largest[i] = std::max(largest[i], static_cast<std::uint8_t>(fields[i] & mask));
+}
+
 bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int levels, Fields fields, float* out) {
-  const int mask = fields == Fields::nibbles ? 7 : 127, shift = fields == Fields::nibbles ? 4 : 0;
-  std::uint8_t largest = 0;
-  for (std::size_t i = 0; i < bytes_for(n / kGroup * kGroup, fields); ++i) {
-    const auto low = static_cast<std::uint8_t>(codes[i] & mask),
-               high = static_cast<std::uint8_t>(codes[i] >> shift & mask);
-    largest = std::max(largest, std::max(low, high));
-  }
+  const std::uint8_t mask = fields == Fields::nibbles ? 7 : 127;
+  std::uint8_t largest[kGroup] = {};
   for_runs<kGroup>(n, [&](auto lanes, std::size_t first, auto count) {
     using V = decltype(lanes);
     std::uint8_t room[kGroup];
     const std::uint8_t* const own = read_group(codes + bytes_for(first, fields), fields, room);
-    for (std::size_t i = 0; count < kGroup && i < count; ++i)
-      largest = std::max(largest, static_cast<std::uint8_t>(own[i] & mask));
+    raise(largest, own, count, mask);
     const auto limit = V::set(static_cast<float>(mask + 1));
     for (std::size_t i = 0; i < count; i += V::n) {
       const auto code = V::load(own + i);
@@ -363,15 +319,31 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
       V::store(out + first + i, V::choose(V::at_least(code, limit), limit - code, code) * V::set(step));
     }
   });
-  return largest <= levels;
+  return *std::max_element(largest, largest + kGroup) <= levels;
 }
 
 }  // namespace
 
 const Kernels& kernels_at(Level<GW_LEVEL>) {
-  static constexpr Kernels all = {widen,      narrow,         add,          subtract,      divide,       magnitudes,
-                                  squares,    pack_signs,     unpack_signs, pack_beyond,   pack_nearest, unpack_nearest,
-                                  pack_drawn, unpack_ternary, count_drawn,  unpack_counts, pack_levels,  unpack_levels};
+  constexpr Dtype f = Dtype::float32, b = Dtype::bfloat16, h = Dtype::float16;
+  static constexpr Kernels all = {{widen<f>, widen<b>, widen<h>},
+                                  {narrow<f>, narrow<b>, narrow<h>},
+                                  add,
+                                  subtract,
+                                  divide,
+                                  magnitudes,
+                                  squares,
+                                  pack_signs,
+                                  unpack_signs,
+                                  pack_beyond,
+                                  pack_nearest,
+                                  unpack_nearest,
+                                  pack_drawn,
+                                  unpack_ternary,
+                                  count_drawn,
+                                  unpack_counts,
+                                  pack_levels,
+                                  unpack_levels};
   return all;
 }
 

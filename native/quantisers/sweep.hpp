@@ -27,7 +27,7 @@ inline Terms terms_of(const Source& source, std::size_t begin, std::size_t n, fl
   const std::uint8_t* const raw = source.values.data() + begin * bytes_of(source.dtype);
   const float* const residual = source.residual.empty() ? nullptr : source.residual.data() + begin;
   if (source.dtype == Dtype::float32) return {reinterpret_cast<const float*>(raw), residual, source.residual_scale};
-  kernels().widen(raw, source.dtype, n, scratch);
+  kernels().widen[static_cast<int>(source.dtype)](raw, n, scratch);
   return {scratch, residual, source.residual_scale};
 }
 
@@ -77,7 +77,7 @@ void write_values(Dtype dtype, std::span<std::uint8_t> out, std::size_t begin, s
   if (adds)
     kernels().add(floats, scratch, 1, n, floats);
   else
-    kernels().narrow(scratch, dtype, n, to);
+    kernels().narrow[static_cast<int>(dtype)](scratch, n, to);
 }
 
 // read(block, values, n) for each block of `out`.

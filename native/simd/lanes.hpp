@@ -29,13 +29,15 @@ struct One {
   static bool less(float a, float b) { return a < b; }
   static bool at_least(float a, float b) { return a >= b; }
   static bool both(bool a, bool b) { return a & b; }
-  static bool either(bool a, bool b) { return a | b; }
-  // Of these three: spelt out, as a conditional would become a branch.
+  // Of these four: spelt out, as a conditional would become a branch.
   static float where(bool mask, float value) {
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) & (0u - std::uint32_t{mask}));
   }
   static float negate_if(bool mask, float value) {
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) ^ std::uint32_t{mask} << 31);
+  }
+  static float with_sign_of(float a, float magnitude) {
+    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude) | (std::bit_cast<std::uint32_t>(a) & 1u << 31));
   }
   static float choose(bool mask, float a, float b) {
     const auto first = std::bit_cast<std::uint32_t>(a), second = std::bit_cast<std::uint32_t>(b);
@@ -94,10 +96,12 @@ struct Eight {
   static __m256 less(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static __m256 at_least(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
   static __m256 both(__m256 a, __m256 b) { return _mm256_and_ps(a, b); }
-  static __m256 either(__m256 a, __m256 b) { return _mm256_or_ps(a, b); }
   static __m256 where(__m256 mask, __m256 value) { return _mm256_and_ps(mask, value); }
   static __m256 negate_if(__m256 mask, __m256 value) {
     return _mm256_xor_ps(value, _mm256_and_ps(mask, _mm256_set1_ps(-0.0f)));
+  }
+  static __m256 with_sign_of(__m256 a, __m256 magnitude) {
+    return _mm256_or_ps(magnitude, _mm256_and_ps(a, _mm256_set1_ps(-0.0f)));
   }
   static __m256 choose(__m256 mask, __m256 a, __m256 b) { return _mm256_blendv_ps(b, a, mask); }
   static std::uint32_t bits(__m256 mask) { return static_cast<std::uint32_t>(_mm256_movemask_ps(mask)); }

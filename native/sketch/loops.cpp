@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "floats/word_loops.hpp"
 #include "simd/lanes.hpp"
 #include "sketch/kernels.hpp"
 
@@ -17,18 +18,7 @@ namespace {
 
 template <Dtype dtype>
 float value_at(const void* values, std::size_t i) {
-  if constexpr (dtype == Dtype::float32) {
-    return static_cast<const float*>(values)[i];
-  } else {
-    return std::bit_cast<float>(static_cast<std::uint32_t>(static_cast<const std::uint16_t*>(values)[i]) << 16);
-  }
-}
-
-// Nearest, ties to even; NaN stays NaN.
-inline std::uint16_t bfloat16_of(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-  return static_cast<std::uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  return std::bit_cast<float>(floats::load_word<dtype>(values, i));
 }
 
 // The granules of one batch that hold non-zeros.
@@ -316,11 +306,8 @@ Outcome recover_block(const Geometry& geometry, const Block& block, const Entry*
       std::memset(values + first, 0, (end - first) * sizeof(Value));
     });
   const auto write = [&](std::uint32_t position, T sum) {
-    const float value = static_cast<float>(static_cast<double>(sum) * scale);
-    if constexpr (dtype == Dtype::float32)
-      values[position] = value;
-    else
-      values[position] = bfloat16_of(value);
+    const auto value = static_cast<float>(static_cast<double>(sum) * scale);
+    floats::store_word<dtype, floats::Specials::quiet>(values, position, std::bit_cast<std::uint32_t>(value));
   };
   const auto signed_cell = [&](std::uint32_t cell) { return signed_by(cells[cell & ~kNegative], cell); };
   bool all_finite = true;

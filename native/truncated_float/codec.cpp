@@ -61,8 +61,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
   const Kernels& kernels = kernels_for(settings.dtype);
   const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);
   const float number = settings.has_scales() ? largest_number(settings) : 1.0F;
-  const bool is_random = rounding == Rounding::stochastic && !settings.is_exact();
-  const bool is_nearest = rounding == Rounding::nearest && !settings.is_exact();
+  if (settings.is_exact()) rounding = Rounding::truncate;
   std::uint8_t* const message = out.data();
   std::uint8_t* const marks = message + payload_end(n_elements, settings);
   std::atomic<bool> holds_nonfinite{false};
@@ -96,19 +95,15 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
     for (std::size_t first = 0; first < chunk.n; first += word_packing::kBlock) {
       const std::size_t n_block = std::min(word_packing::kBlock, chunk.n - first);
       std::uint32_t codes[word_packing::kBlock], numbers[word_packing::kBlock];
-      if (is_random)
+      if (rounding == Rounding::stochastic)
         for (std::size_t at = 0; at < n_block; at += random::kGroup)
           kernels.draw(stream, (chunk.first + first + at) / random::kGroup, numbers + at);
       for_runs(first, n_block, settings.partition, [&](std::size_t partition, std::size_t at, std::size_t n) {
         const std::uint8_t* const run = from + (first + at) * value_bytes;
         if (scales[partition] == 0)  // marked: its values decode as NaN
           std::memset(codes + at, 0, 4 * n);
-        else if (is_random)
-          kernels.round(run, n, settings, scales[partition], numbers + at, codes + at);
-        else if (is_nearest)
-          kernels.round_to_nearest(run, n, settings, scales[partition], codes + at);
         else
-          kernels.truncate(run, n, settings, scales[partition], codes + at);
+          kernels.to_codes(run, n, settings, rounding, scales[partition], numbers + at, codes + at);
       });
       if (n_block == word_packing::kBlock)
         packing.pack(codes, to);

@@ -16,15 +16,10 @@ inline constexpr std::uint32_t kUnitScale = 0x3F800000;  // 1.0
 struct Kernels {
   // float32 word of the largest magnitude; at least that of Inf if any value is Inf or NaN.
   std::uint32_t (*find_largest)(const void* values, std::size_t n);
-  // The first n_bits of every value, towards zero; compact formats round to their full width first.
-  void (*truncate)(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
-                   std::uint32_t* codes);
-  // The nearest numbers that n_bits can tell, ties to even (between powers of two: downwards).
-  void (*round_to_nearest)(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
-                           std::uint32_t* codes);
-  // The same, up or down at random: each number decides for one value.
-  void (*round)(const void* values, std::size_t n, const Settings& settings, std::uint32_t scale,
-                const std::uint32_t* numbers, std::uint32_t* codes);
+  // Codes of n_bits. truncate: the first ones, towards zero; compact formats round to their full width first. nearest:
+  // ties to even, between powers of two downwards. stochastic: each number decides for one value.
+  void (*to_codes)(const void* values, std::size_t n, const Settings& settings, Rounding rounding, std::uint32_t scale,
+                   const std::uint32_t* numbers, std::uint32_t* codes);
   void (*to_values)(const std::uint32_t* codes, std::size_t n, const Settings& settings, std::uint32_t scale,
                     void* values);
   void (*fill_nan)(std::size_t n, void* values);

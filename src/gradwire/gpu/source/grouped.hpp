@@ -164,10 +164,8 @@ GW_KERNEL(gw_grouped_pack, QuantiseGroups) {
     const bool has_levels = p.by.per_group == 2;
     const u32 code = !place.is_there ? 0 : has_levels ? nearest_code(term, first, second) : code_of(term, first);
     const u32 word = joined(code, i);
-    if (place.is_there) {
-      const float three = code == 1 ? first : code == 2 ? -first : 0.0f;
-      keep(p.base, place.value, is_finite, term, has_levels ? level_of(code, first, second) : three);
-    }
+    if (place.is_there)
+      keep(p.base, place.value, is_finite, term, has_levels ? level_of(code, first, second) : decoded_of(term, first));
     if (is_finite && i % 16 == 0 && number < n_words) words[number] = word;
   }
 }

@@ -165,6 +165,12 @@ __device__ __forceinline__ u32 joined(u32 code, u64 i) {
   return word;
 }
 
+// What the code stands for; of zeros with a threshold of zero, their own sign: nothing is left out of them.
+__device__ __forceinline__ float decoded_of(float term, float threshold) {
+  const bool is_beyond = __uint_as_float(magnitude_bits(term)) >= threshold;
+  return is_beyond ? __uint_as_float(__float_as_uint(threshold) | (__float_as_uint(term) & ~kMagnitude)) : 0.0f;
+}
+
 // One-bit and two-bit: a warp makes the words of 32 values.
 GW_KERNEL(gw_quantised_pack, Quantise) {
   const bool is_finite = p.message[6] == 0;
@@ -180,7 +186,7 @@ GW_KERNEL(gw_quantised_pack, Quantise) {
       continue;
     }
     const u32 code = code_of(term, first), word = joined(code, i);
-    if (is_there) keep(p, i, is_finite, term, code == 1 ? first : code == 2 ? -first : 0.0f);
+    if (is_there) keep(p, i, is_finite, term, decoded_of(term, first));
     if (is_finite && i % 16 == 0 && is_there) words[i / 16] = word;
   }
 }

@@ -292,7 +292,7 @@ class Quantised:
         return 2 if self._rule == TWO_SCALES else 1
 
     def _grouping(self, layout: _Layout, n_elements: int, cuts: Sequence[int], device: torch.device) -> dict[str, Any]:
-        """`Grouping` of gpu/source/grouped.hpp."""
+        """`Grouping` of gpu/source/quantised.hpp."""
         table = layout.groups
         if table is None:
             return {}

@@ -152,7 +152,7 @@ GRADWIRE_FOLDING std::uint32_t update_folding(std::uint32_t state, const std::ui
 
 }  // namespace
 
-std::uint32_t crc32c(std::span<const std::uint8_t> data, std::uint32_t crc) {
+std::uint32_t crc32c(ConstBytes data, std::uint32_t crc) {
   const std::uint32_t state = ~crc;
 #if defined(__x86_64__)
   static const bool has_sse42 = __builtin_cpu_supports("sse4.2");

@@ -5,11 +5,10 @@
 #pragma once
 
 #include <bit>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "floats/dtypes.hpp"
+#include "spans.hpp"
 
 namespace gradwire::floats {
 namespace {
@@ -65,6 +64,19 @@ std::uint16_t narrow(std::uint32_t word) {
   return static_cast<std::uint16_t>(choose(magnitude > kInfinity, nan, number));
 }
 
+// body(constant of the dtype)
+template <class Body>
+auto with_dtype(Dtype dtype, const Body& body) {
+  switch (dtype) {
+    case Dtype::bfloat16:
+      return body(std::integral_constant<Dtype, Dtype::bfloat16>());
+    case Dtype::float16:
+      return body(std::integral_constant<Dtype, Dtype::float16>());
+    default:
+      return body(std::integral_constant<Dtype, Dtype::float32>());
+  }
+}
+
 // The word of value i.
 template <Dtype dtype>
 std::uint32_t load_word(const void* values, std::size_t i) {
@@ -101,22 +113,20 @@ void store_words(const std::uint32_t* __restrict words, std::size_t n, void* __r
 
 template <Dtype dtype>
 void load_raw(const void* values, std::size_t n, std::uint32_t* __restrict words) {
-  if constexpr (dtype == Dtype::float32) {
-    std::memcpy(words, values, 4 * n);
-  } else {
-    const std::uint16_t* __restrict const from = static_cast<const std::uint16_t*>(values);
-    for (std::size_t i = 0; i < n; ++i) words[i] = static_cast<std::uint32_t>(from[i]) << 16;
-  }
+  constexpr Dtype same = dtype == Dtype::float16 ? Dtype::bfloat16 : dtype;  // whose bits are the upper half of a word
+  for (std::size_t i = 0; i < n; ++i) words[i] = load_word<same>(values, i);
 }
 
 template <Dtype dtype>
-void store_raw(const std::uint32_t* __restrict words, std::size_t n, void* values) {
-  if constexpr (dtype == Dtype::float32) {
-    std::memcpy(values, words, 4 * n);
-  } else {
-    std::uint16_t* __restrict const to = static_cast<std::uint16_t*>(values);
-    for (std::size_t i = 0; i < n; ++i) to[i] = static_cast<std::uint16_t>(words[i] >> 16);
-  }
+void store_raw_word(void* values, std::size_t i, std::uint32_t word) {
+  if constexpr (dtype == Dtype::float32) return store_word<dtype, Specials::finite>(values, i, word);
+  const auto half = static_cast<std::uint16_t>(word >> 16);
+  std::memcpy(static_cast<std::uint8_t*>(values) + 2 * i, &half, 2);
+}
+
+template <Dtype dtype>
+void store_raw(const std::uint32_t* __restrict words, std::size_t n, void* __restrict values) {
+  for (std::size_t i = 0; i < n; ++i) store_raw_word<dtype>(values, i, words[i]);
 }
 
 template <Dtype dtype>

@@ -6,7 +6,7 @@
 
 #include "bits/bit_io.hpp"
 #include "floats/word_loops.hpp"
-#include "gcomp/lanes.hpp"
+#include "gcomp/kernels.hpp"
 #include "simd/lanes.hpp"
 
 namespace gradwire::gcomp {

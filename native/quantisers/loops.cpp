@@ -1,28 +1,73 @@
-// Most of these are loops over runs of a constant length without branches, for the compiler to turn into vectors. Sums
-// have an order of their own: eight lanes, which are then added in pairs. All levels get the same bits.
+// What the quantisers' loops share; for files that are compiled for each instruction set.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "floats/word_loops.hpp"
 #include "quantisers/kernels.hpp"
-#include "quantisers/runs.hpp"
+#include "random/counter.hpp"
+#include "simd/lanes.hpp"
 
 namespace gradwire::quantisers {
 namespace {
 
+// body(lanes, first, n) for every run of `size` values, n a constant but for the last one.
+template <std::size_t size, class Body>
+[[gnu::always_inline]] inline void for_runs(std::size_t n, Body body) {
+  std::size_t first = 0;
+  for (; first + size <= n; first += size) body(Lanes(), first, std::integral_constant<std::size_t, size>());
+  if (first < n) body(One(), first, n - first);
+}
+
+// body(lanes, first, n, numbers)
+template <class Body>
+void for_drawn(std::size_t n, const random::Stream& stream, std::uint64_t group, Body body) {
+  for_runs<kGroup>(n, [&](auto lanes, std::size_t first, auto count) {
+    alignas(32) std::uint32_t numbers[kGroup];
+    random::draw(stream, group++, numbers);
+    body(lanes, first, count, numbers);
+  });
+}
+
+// A group of fields, of which those past the end are zero.
+inline void write_group(const std::int32_t* fields_of, Fields fields, std::uint8_t* to) {
+  alignas(32) std::uint8_t bytes[kGroup];
+  for (std::size_t half : {0, 32}) write_bytes(fields_of + half, bytes + half);
+  if (fields == Fields::bytes)
+    std::memcpy(to, bytes, kGroup);
+  else
+    for (std::size_t i = 0; i < kGroup / 2; ++i) to[i] = static_cast<std::uint8_t>(bytes[i] | bytes[32 + i] << 4);
+}
+
+// A group of fields a byte each: where they lie, or in `room`.
+inline const std::uint8_t* read_group(const std::uint8_t* from, Fields fields, std::uint8_t* room) {
+  if (fields == Fields::bytes) return from;
+  for (std::size_t i = 0; i < kGroup / 2; ++i) {
+    room[i] = from[i] & 15;
+    room[kGroup / 2 + i] = from[i] >> 4;
+  }
+  return room;
+}
+
+// Most of these are loops over runs of a constant length without branches, for the compiler to turn into vectors. Sums
+// have an order of their own: eight lanes, which are then added in pairs. All levels get the same bits.
 std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 
 // ---- dtypes and arithmetic
 
-template <Dtype dtype>
-void widen(const void* values, std::size_t n, float* out) {
-  for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(floats::load_word<dtype>(values, i));
+void widen(const void* values, Dtype dtype, std::size_t n, float* out) {
+  floats::with_dtype(dtype, [=](auto type) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(floats::load_word<type()>(values, i));
+  });
 }
 
-template <Dtype dtype>
-void narrow(const float* values, std::size_t n, void* __restrict out) {
-  for (std::size_t i = 0; i < n; ++i) floats::store_word<dtype, floats::Specials::quiet>(out, i, bits_of(values[i]));
+void narrow(const float* values, Dtype dtype, std::size_t n, void* out) {
+  floats::with_dtype(dtype, [values, n, to = out](auto type) {
+    void* __restrict const out = to;
+    for (std::size_t i = 0; i < n; ++i) floats::store_word<type(), floats::Specials::quiet>(out, i, bits_of(values[i]));
+  });
 }
 
 void add(const float* values, const float* residual, float scale, std::size_t n, float* out) {
@@ -298,20 +343,16 @@ void pack_levels(const float* values, std::size_t n, float per_unit, int levels,
   });
 }
 
-// The largest levels of many groups, by their place.
-template <class Count>
-void raise(std::uint8_t* __restrict largest, const std::uint8_t* __restrict fields, Count n, std::uint8_t mask) {
-  for (std::size_t i = 0; i < n; ++i) largest[i] = std::max(largest[i], static_cast<std::uint8_t>(fields[i] & mask));
-}
-
 bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int levels, Fields fields, float* out) {
   const std::uint8_t mask = fields == Fields::nibbles ? 7 : 127;
-  std::uint8_t largest[kGroup] = {};
+  std::uint8_t largest = 0;
   for_runs<kGroup>(n, [&](auto lanes, std::size_t first, auto count) {
     using V = decltype(lanes);
     std::uint8_t room[kGroup];
     const std::uint8_t* const own = read_group(codes + bytes_for(first, fields), fields, room);
-    raise(largest, own, count, mask);
+    std::uint8_t here = 0;
+    for (std::size_t i = 0; i < count; ++i) here = std::max(here, static_cast<std::uint8_t>(own[i] & mask));
+    largest = std::max(largest, here);
     const auto limit = V::set(static_cast<float>(mask + 1));
     for (std::size_t i = 0; i < count; i += V::n) {
       const auto code = V::load(own + i);
@@ -319,31 +360,155 @@ bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int lev
       V::store(out + first + i, V::choose(V::at_least(code, limit), limit - code, code) * V::set(step));
     }
   });
-  return *std::max_element(largest, largest + kGroup) <= levels;
+  return largest <= levels;
 }
 
 }  // namespace
 
 const Kernels& kernels_at(Level<GW_LEVEL>) {
-  constexpr Dtype f = Dtype::float32, b = Dtype::bfloat16, h = Dtype::float16;
-  static constexpr Kernels all = {{widen<f>, widen<b>, widen<h>},
-                                  {narrow<f>, narrow<b>, narrow<h>},
-                                  add,
-                                  subtract,
-                                  divide,
-                                  magnitudes,
-                                  squares,
-                                  pack_signs,
-                                  unpack_signs,
-                                  pack_beyond,
-                                  pack_nearest,
-                                  unpack_nearest,
-                                  pack_drawn,
-                                  unpack_ternary,
-                                  count_drawn,
-                                  unpack_counts,
-                                  pack_levels,
-                                  unpack_levels};
+  static constexpr Kernels all = {widen,      narrow,         add,          subtract,      divide,       magnitudes,
+                                  squares,    pack_signs,     unpack_signs, pack_beyond,   pack_nearest, unpack_nearest,
+                                  pack_drawn, unpack_ternary, count_drawn,  unpack_counts, pack_levels,  unpack_levels};
+  return all;
+}
+
+// Every level adds the same pairs in the same stages. Sizes are whole groups, so nothing is left over.
+
+namespace {
+
+using V = Lanes;
+
+void draw_signs(const random::Stream& stream, std::uint64_t block, Signs& signs) {
+  random::words_of_group(stream, block, signs.data());
+}
+
+V::Floats flip(V::Floats values, const Signs& signs, std::size_t i) {
+  return V::negate_if(V::mask_of(signs[i / 32] >> i % 32), values);
+}
+
+// The stages inside a vector: the lower of two partners gets their sum, the upper their difference.
+#if defined(__AVX2__)
+__m256 transform_within(__m256 x) {
+  __m256 other = _mm256_permute_ps(x, 0xB1);
+  x = _mm256_blend_ps(x + other, other - x, 0xAA);
+  other = _mm256_permute_ps(x, 0x4E);
+  x = _mm256_blend_ps(x + other, other - x, 0xCC);
+  other = _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_blend_ps(x + other, other - x, 0xF0);
+}
+#else
+float transform_within(float x) { return x; }
+#endif
+
+// All other stages, two at once where there are two: that halves the traffic with L1.
+void transform_rest(float* values, std::size_t size) {
+  std::size_t half = V::n;
+  for (; 4 * half <= size; half *= 4)
+    for (std::size_t begin = 0; begin < size; begin += 4 * half)
+      for (std::size_t i = begin; i < begin + half; i += V::n) {
+        float* const at[4] = {values + i, values + i + half, values + i + 2 * half, values + i + 3 * half};
+        const auto a = V::load(at[0]), b = V::load(at[1]), c = V::load(at[2]), d = V::load(at[3]);
+        V::store(at[0], (a + b) + (c + d));
+        V::store(at[1], (a - b) + (c - d));
+        V::store(at[2], (a + b) - (c + d));
+        V::store(at[3], (a - b) - (c - d));
+      }
+  if (half < size)
+    for (std::size_t i = 0; i < half; i += V::n) {
+      const auto a = V::load(values + i), b = V::load(values + i + half);
+      V::store(values + i, a + b);
+      V::store(values + i + half, a - b);
+    }
+}
+
+// before(vector, i) changes what goes into the transform, after(vector, i) what comes out.
+template <class Before, class After>
+void transform(float* values, std::size_t size, Before before, After after) {
+  for (std::size_t i = 0; i < size; i += V::n) V::store(values + i, transform_within(before(V::load(values + i), i)));
+  transform_rest(values, size);
+  const auto factor = V::set(1.0f / std::sqrt(static_cast<float>(size)));
+  for (std::size_t i = 0; i < size; i += V::n) V::store(values + i, after(V::load(values + i) * factor, i));
+}
+
+void rotate(float* values, std::size_t size, const Signs& signs) {
+  transform(
+      values, size, [&](auto x, std::size_t i) { return flip(x, signs, i); }, [](auto x, std::size_t) { return x; });
+}
+
+void unrotate(float* values, std::size_t size, const Signs& signs) {
+  transform(
+      values, size, [](auto x, std::size_t) { return x; }, [&](auto x, std::size_t i) { return flip(x, signs, i); });
+}
+
+// The fields of a group, from where its values lie in the table and the numbers that were drawn.
+void find_fields(const float* places, const std::uint32_t* numbers, Fields fields, std::int32_t* found) {
+#if defined(__AVX2__)
+  const __m256i byte = _mm256_set1_epi32(255);
+  for (std::size_t i = 0; i < kGroup; i += 8) {
+    const __m256 place = V::load(places + i);
+    const __m256i interval =
+        _mm256_i32gather_epi32(reinterpret_cast<const int*>(kIntervals.data()), _mm256_cvttps_epi32(place), 4);
+    const __m256i low = _mm256_and_si256(interval, byte), gap = _mm256_and_si256(_mm256_srli_epi32(interval, 8), byte);
+    const __m256 fraction = V::load_upper(numbers + i) * V::set(0x1p-24f);
+    const __m256i up =
+        _mm256_castps_si256(V::less(fraction * _mm256_cvtepi32_ps(gap), place - _mm256_cvtepi32_ps(low)));
+    store256(found + i, fields == Fields::bytes ? _mm256_add_epi32(low, _mm256_and_si256(up, gap))
+                                                : _mm256_sub_epi32(_mm256_srli_epi32(interval, 16), up));
+  }
+#else
+  for (std::size_t i = 0; i < kGroup; ++i) {
+    const Interval interval = kIntervals[static_cast<std::size_t>(places[i])];
+    const float fraction = V::load_upper(numbers + i) * 0x1p-24f;
+    const bool up = fraction * interval.gap < places[i] - interval.low;
+    found[i] = fields == Fields::bytes ? interval.low + (up ? interval.gap : 0) : interval.index + up;
+  }
+#endif
+}
+
+void quantise(const float* values, std::size_t size, float per_unit, const random::Stream& stream, std::uint64_t group,
+              Fields fields, std::uint8_t* codes) {
+  for_drawn(size, stream, group, [=](auto, std::size_t first, std::size_t, const std::uint32_t* numbers) {
+    alignas(32) float places[kGroup];
+    alignas(32) std::int32_t found[kGroup];
+    for (std::size_t i = 0; i < kGroup; i += V::n) {
+      const auto place = V::load(values + first + i) * V::set(per_unit) + V::set(kTableMiddle);
+      V::store(places + i, V::smaller(V::larger(place, V::set(0)), V::set(kTableLargest)));
+    }
+    find_fields(places, numbers, fields, found);
+    write_group(found, fields, codes + bytes_for(first, fields));
+  });
+}
+
+// The table's values of a group's indices.
+void look_up(const std::uint8_t* indices, std::uint8_t* found) {
+#if defined(__AVX2__)
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable.data())));
+  for (std::size_t i = 0; i < kGroup; i += 32) store256(found + i, _mm256_shuffle_epi8(table, load256(indices + i)));
+#else
+  for (std::size_t i = 0; i < kGroup; ++i) found[i] = kTable[indices[i]];
+#endif
+}
+
+template <typename Sum>
+void expand_any_sums(const Sum* sums, std::size_t size, int n_ranks, float step, float* values) {
+  const auto bias = V::set(static_cast<float>(kTableMiddle * n_ranks));
+  for (std::size_t i = 0; i < size; i += V::n) V::store(values + i, (V::load(sums + i) - bias) * V::set(step));
+}
+
+void expand(const std::uint8_t* codes, std::size_t size, Fields fields, float step, float* values) {
+  if (fields == Fields::bytes) return expand_any_sums(codes, size, 1, step, values);
+  for (std::size_t begin = 0; begin < size; begin += kGroup) {
+    std::uint8_t indices[kGroup], own[kGroup];
+    look_up(read_group(codes + bytes_for(begin, fields), fields, indices), own);
+    expand_any_sums(own, kGroup, 1, step, values + begin);
+  }
+}
+
+}  // namespace
+
+const RotationKernels& rotation_kernels_at(Level<GW_LEVEL>) {
+  static constexpr RotationKernels all = {
+      draw_signs, rotate, unrotate, quantise, expand, expand_any_sums<std::uint8_t>, expand_any_sums<std::uint16_t>};
   return all;
 }
 

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstddef>
-#include <cstdint>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#include "spans.hpp"
 
 namespace gradwire {
 namespace {
@@ -63,6 +63,15 @@ inline void store256(void* to, __m256i lanes) { _mm256_storeu_si256(static_cast<
 // Bit i is the highest one of lane i.
 inline std::uint32_t mask_of(__m256i lanes) {
   return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(lanes)));
+}
+
+// The same of 32 lanes, all ones or zeros: four vectors of 32 bits, or two of 16.
+inline std::uint32_t mask_of(const __m256i (&lanes)[4]) {
+  return mask_of(lanes[0]) | mask_of(lanes[1]) << 8 | mask_of(lanes[2]) << 16 | mask_of(lanes[3]) << 24;
+}
+inline std::uint32_t mask_of(const __m256i (&lanes)[2]) {
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(lanes[0], lanes[1]), 0xD8);
+  return static_cast<std::uint32_t>(_mm256_movemask_epi8(bytes));
 }
 
 // Four vectors of eight integers to 32 bytes in their order, clamped to 0 and 255.

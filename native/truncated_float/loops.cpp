@@ -1,10 +1,9 @@
 // Integers, and single IEEE operations on normal numbers: all machines get the same bits. Conditions are spelt out as
 // masks, or the compiler would branch around floating-point operations.
 #include <bit>
-#include <cstring>
 
 #include "floats/word_loops.hpp"
-#include "truncated_float/kernels.hpp"
+#include "truncated_float/codec.hpp"
 
 namespace gradwire::truncated_float {
 namespace {
@@ -135,14 +134,13 @@ void to_codes(const void* values, std::size_t n, const Settings& settings, Round
 
 template <Dtype dtype>
 void to_values(const std::uint32_t* __restrict codes, std::size_t n, const Settings& settings, std::uint32_t scale,
-               void* values) {
-  std::uint32_t words[kRun];
+               void* __restrict values) {
   if (settings.format == Format::native) {
     const int shift = 32 - settings.n_bits;
-    for (std::size_t i = 0; i < n; ++i) words[i] = codes[i] << shift;
-    floats::store_raw<dtype>(words, n, values);
+    for (std::size_t i = 0; i < n; ++i) floats::store_raw_word<dtype>(values, i, codes[i] << shift);
     return;
   }
+  std::uint32_t words[kRun];
   const Layout& layout = settings.layout();
   const int cut = layout.width - settings.n_bits, sign_shift = 32 - settings.n_bits;
   const std::uint32_t sign_bit = 1u << (settings.n_bits - 1);

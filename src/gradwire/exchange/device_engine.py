@@ -1,6 +1,6 @@
 """The engine's exchanges, ring and direct, between devices: the bits of `mean_through_codec`.
 
-Messages are made and added in the order of native/exchange/ring.cpp and owners.cpp; the last ones of all parts reach all
+Messages are made and added in the order of native/exchange/means.cpp and owners.cpp; the last ones of all parts reach all
 ranks by an all-gather. All is enqueued on the site's stream. Where a codec's messages have no fixed length, ranks tell each
 other the lengths before each hop: only then does the host wait, on the lane.
 """

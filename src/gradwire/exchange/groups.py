@@ -1,4 +1,4 @@
-"""How tensors of one flat buffer are cut for the mean through owners (native/exchange/pieces.hpp).
+"""How tensors of one flat buffer are cut for the mean through owners (native/exchange/means.hpp).
 
 The unit that travels is a group: neighbouring pieces of one part, none of which crosses from one tensor into another,
 so that whatever a codec derives from its values (a scale) belongs to one tensor.

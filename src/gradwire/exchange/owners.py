@@ -1,6 +1,6 @@
 """The mean through owners: each rank's messages go to every part's owner, which adds them, and its sum goes to all.
 
-In host memory one call of the native core (native/exchange/quantised.hpp); between devices `DeviceOwners`, with the same
+In host memory one call of the native core (native/exchange/means.hpp); between devices `DeviceOwners`, with the same
 messages and bits.
 """
 

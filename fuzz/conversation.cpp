@@ -19,9 +19,7 @@
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 #include "exchange/codecs.hpp"
-#include "exchange/owners.hpp"
-#include "exchange/quantised.hpp"
-#include "exchange/ring.hpp"
+#include "exchange/means.hpp"
 #include "wire/mesh.hpp"
 
 namespace wire = gradwire::wire;

@@ -19,7 +19,7 @@
 
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
-#include "exchange/heads.hpp"
+#include "exchange/broadcast.hpp"
 #include "wire/message.hpp"
 
 namespace wire = gradwire::wire;

@@ -24,10 +24,7 @@
 #include "errors.hpp"
 #include "exchange/broadcast.hpp"
 #include "exchange/codecs.hpp"
-#include "exchange/owners.hpp"
-#include "exchange/pieces.hpp"
-#include "exchange/quantised.hpp"
-#include "exchange/ring.hpp"
+#include "exchange/means.hpp"
 
 namespace {
 

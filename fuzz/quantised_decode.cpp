@@ -8,7 +8,7 @@
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 #include "exchange/codecs.hpp"
-#include "exchange/pieces.hpp"
+#include "exchange/means.hpp"
 #include "simd/dispatch.hpp"
 
 namespace quantisers = gradwire::quantisers;

@@ -13,7 +13,6 @@
 #include "errors.hpp"
 #include "packing/packing.hpp"
 #include "simd/dispatch.hpp"
-#include "sketch/bloom.hpp"
 #include "sketch/plan.hpp"
 
 namespace packing = gradwire::packing;

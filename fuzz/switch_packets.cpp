@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "switch/pipeline.hpp"
+#include "switch/server.hpp"
 
 namespace innet = gradwire::innet;
 

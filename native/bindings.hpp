@@ -12,34 +12,20 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstdint>
-#include <optional>
-#include <span>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
-
 #include "errors.hpp"
 #include "gcomp/codec.hpp"
 #include "quantisers/codec.hpp"
 #include "sketch/plan.hpp"
-#include "switch/packet.hpp"
-#include "truncated_float/format.hpp"
+#include "switch/udp_socket.hpp"
+#include "truncated_float/codec.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace gradwire;
 
-using Bytes = std::span<std::uint8_t>;
-using ConstBytes = std::span<const std::uint8_t>;
-using Floats = std::span<float>;
-using ConstFloats = std::span<const float>;
-
 constexpr nb::call_guard<nb::gil_scoped_release> unlocked;
 
 void bind_codecs(nb::module_& m);  // bindings_codecs.cpp
-void bind_sums(nb::module_& m);    // bindings_sums.cpp
 void bind_engine(nb::module_& m);  // bindings_engine.cpp
 
 namespace nanobind::detail {
@@ -80,8 +66,7 @@ struct CodeCaster {
     return PyLong_FromLong(static_cast<long>(value));
   }
   explicit operator Enum() const {
-    if (code_.value < first || code_.value >= first + n)
-      throw InvalidArgument("unknown code " + std::to_string(code_.value));
+    if (code_.value < first || code_.value >= first + n) throw InvalidArgument("unknown code ", code_.value);
     return static_cast<Enum>(code_.value);
   }
 

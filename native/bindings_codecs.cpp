@@ -2,10 +2,8 @@
 #include "bindings.hpp"
 #include "embedded_float/codec.hpp"
 #include "gcomp/importance.hpp"
-#include "huffman/code_lengths.hpp"
-#include "huffman/streams.hpp"
 #include "huffman/table.hpp"
-#include "quantisers/thc.hpp"
+#include "quantisers/codec.hpp"
 #include "random/counter.hpp"
 #include "truncated_float/codec.hpp"
 
@@ -16,8 +14,7 @@ using ConstCounts = std::span<const std::int64_t>;
 
 int exponent_bits_for(std::size_t n_counts) {
   if (n_counts != 256 && n_counts != 32)
-    throw InvalidArgument("a histogram has 256 counts (float32, bfloat16) or 32 (float16), not " +
-                          std::to_string(n_counts));
+    throw InvalidArgument("a histogram has 256 counts (float32, bfloat16) or 32 (float16), not ", n_counts);
   return n_counts == 256 ? 8 : 5;
 }
 
@@ -313,7 +310,7 @@ void bind_quantisers(nb::module_& m) {
       "message"_a);
   m.def(
       "random_numbers",
-      [](std::uint64_t seed, std::uint64_t step, std::uint64_t first_group, std::span<std::uint32_t> out) {
+      [](std::uint64_t seed, std::uint64_t step, std::uint64_t first_group, Words out) {
         if (out.size() % random::kGroup != 0) throw InvalidArgument("random numbers come in groups of 64");
         for (std::size_t group = 0; group < out.size() / random::kGroup; ++group)
           random::draw({seed, step}, first_group + group, out.data() + group * random::kGroup);

@@ -7,10 +7,7 @@
 #include "bindings.hpp"
 #include "exchange/broadcast.hpp"
 #include "exchange/codecs.hpp"
-#include "exchange/owners.hpp"
-#include "exchange/pieces.hpp"
-#include "exchange/quantised.hpp"
-#include "exchange/ring.hpp"
+#include "exchange/means.hpp"
 #include "switch/client.hpp"
 #include "switch/server.hpp"
 #include "wire/mesh.hpp"
@@ -153,8 +150,7 @@ class PythonCodec final : public exchange::Codec {
     const nb::gil_scoped_acquire locked;
     const nb::object weights = weights_of(first, values.n);
     const auto n = nb::cast<std::size_t>(codec_.attr("encode")(tensor_of(values), tensor_of(out), weights));
-    if (n > out.size())
-      throw BufferTooSmall("a codec says it wrote " + std::to_string(n) + " bytes into " + std::to_string(out.size()));
+    if (n > out.size()) throw BufferTooSmall("a codec says it wrote ", n, " bytes into ", out.size());
     return n;
   }
   void decode(ConstBytes message, std::size_t first, const Values& values) override {

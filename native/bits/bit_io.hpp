@@ -3,9 +3,9 @@
 #pragma once
 
 #include <bit>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
+
+#include "spans.hpp"
 
 namespace gradwire {
 

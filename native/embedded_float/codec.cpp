@@ -3,16 +3,79 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
-#include "embedded_float/kernels.hpp"
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::embedded_float {
+
+void check_settings(std::size_t partition, planes::Range range) {
+  floats::check_partition(partition);
+  if (range.first < 0 || range.n < 1 || range.first > kPlanes || range.n > kPlanes - range.first)
+    throw InvalidArgument("planes ", range.first, " to ", range.first + range.n - 1,
+                          ": there are 32, 0 to 31, and a message holds at least one");
+}
+
+std::uint64_t payload_bytes(std::uint64_t n_values, std::size_t partition, planes::Range range) {
+  const std::uint64_t n_full = n_values / partition * partition, n_rest = n_values - n_full;
+  const std::uint64_t plane_bytes = n_full / 8 + (n_rest + 7) / 8;
+  return (range.first == 0 ? partitions_of(n_values, partition) : 0) +
+         plane_bytes * static_cast<std::uint64_t>(range.n);
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, std::size_t partition, planes::Range range) {
+  const std::uint64_t escapes = range.first + range.n == kPlanes ? n_elements * kEscapeBytes : 0;
+  return kFront.table_end(chunks_of(n_elements)) + payload_bytes(n_elements, partition, range) + escapes;
+}
+
+void write_entry(const ChunkEntry& entry, std::size_t chunk, std::uint8_t* message) {
+  std::uint8_t* const at = message + kFront.table_end(chunk);
+  store(at, entry.checksum);
+  store(at + 4, entry.n_escapes);
+}
+
+ChunkEntry load_entry(const std::uint8_t* message, std::size_t chunk) {
+  const std::uint8_t* const at = message + kFront.table_end(chunk);
+  return {load<std::uint32_t>(at), load<std::uint32_t>(at + 4)};
+}
+
+// The header's fields and the checksum over header and chunk table, which is in place already.
+void write_header(const Header& header, std::uint8_t* message) {
+  const auto& [dtype, range, flags, partition, n_elements, message_bytes] = header;
+  floats::write_head(kFront, {dtype, range.first, range.n, flags, partition, n_elements, message_bytes}, message);
+  write_checksum(kFront, message, chunks_of(n_elements));
+}
+
+Header read_header(ConstBytes message) {
+  const floats::Head head = floats::read_head(kFront, message);
+  const Header header{
+      head.dtype, {head.first_code, head.second_code}, head.flags, head.partition, head.n_elements, head.message_bytes};
+  // The first test keeps sums from overflowing: each table entry stands for at most 16,384 values.
+  const std::uint64_t n_entries = (message.size() - kFront.header_bytes) / kChunkEntryBytes;
+  const std::uint64_t n_elements = header.n_elements, n_chunks = chunks_of(n_elements);
+  if (n_elements > n_entries * kChunkValues || n_chunks > n_entries)
+    fail_message(kFront.name, n_elements, " values in ", message.size(), " bytes");
+  const std::uint8_t* const at = message.data();
+  check_checksum(kFront, at, n_chunks);
+  if (header.range.n < 1 || header.range.first + header.range.n > kPlanes)
+    fail_message(kFront.name, "planes ", header.range.first, " and ", header.range.n, " more of 32");
+  std::uint64_t n_escapes = 0;
+  for (std::uint64_t chunk = 0; chunk < n_chunks; ++chunk) {
+    const std::uint32_t n = load_entry(at, chunk).n_escapes;
+    if (n > (header.is_last() ? std::min<std::uint64_t>(kChunkValues, n_elements - chunk * kChunkValues) : 0))
+      fail_message(kFront.name, "chunk ", chunk, ": ", n, " escapes");
+    n_escapes += n;
+  }
+  const std::uint64_t expected =
+      kFront.table_end(n_chunks) + payload_bytes(n_elements, header.partition, header.range) + n_escapes * kEscapeBytes;
+  if (expected != message.size())
+    fail_message(kFront.name, "its content takes ", expected, " bytes, not ", message.size());
+  return header;
+}
+
 namespace {
 
 constexpr std::size_t padded(std::size_t n) { return (n + planes::kGroup - 1) / planes::kGroup * planes::kGroup; }
@@ -93,7 +156,7 @@ class EscapeFinder {
   std::uint32_t exact_[kMaxPartition], from_codes_[kMaxPartition];
 };
 
-[[noreturn]] void fail(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
+[[noreturn]] void fail_at(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
 
 struct Escapes {
   const std::uint8_t* begin;
@@ -117,7 +180,7 @@ std::vector<std::uint64_t> escape_offsets(const std::uint8_t* message, std::uint
 // A message whose header is right, for a receiver of `dtype` and `n_elements`.
 class Reader {
  public:
-  Reader(std::span<const std::uint8_t> message, Dtype dtype, std::uint64_t n_elements)
+  Reader(ConstBytes message, Dtype dtype, std::uint64_t n_elements)
       : header(read_header(message)), message_(message.data()) {
     expect_values(kFront.name, dtype, n_elements, header.dtype, header.n_elements);
     if (header.is_last()) offsets_ = escape_offsets(message_, n_elements, header.partition, header.range);
@@ -137,19 +200,19 @@ class Reader {
     const Escapes extra = escapes(chunk);
     const std::uint32_t crc = crc32c({payload(chunk), chunk.end - chunk.begin});
     if (crc32c({extra.begin, extra.n * kEscapeBytes}, crc) != load_entry(message_, chunk.index).checksum)
-      fail(chunk.index, "the checksum does not match: bytes were changed on the way");
+      fail_at(chunk.index, "the checksum does not match: bytes were changed on the way");
     bool is_raw = false;
     for (std::size_t i = 0; i < chunk.n_partitions; ++i) {
-      if (exponents[i] < kMinExponent) fail(chunk.index, "a shared exponent is below 31");
+      if (exponents[i] < kMinExponent) fail_at(chunk.index, "a shared exponent is below 31");
       is_raw |= exponents[i] == kRawExponent;
     }
     if (is_raw && (header.flags & kFlagNonfinite) == 0)
-      fail(chunk.index, "a non-finite partition that the header denies");
+      fail_at(chunk.index, "a non-finite partition that the header denies");
     for (std::size_t i = 0; i < extra.n; ++i) {
       const std::size_t index = extra.index(i);
-      if (index >= chunk.n || (i > 0 && index <= extra.index(i - 1))) fail(chunk.index, "escapes out of order");
-      if (exponents[index / header.partition] == kRawExponent) fail(chunk.index, "an escape in a raw partition");
-      if ((extra.word(i) & 0x7F800000) == 0x7F800000) fail(chunk.index, "an escape that is not finite");
+      if (index >= chunk.n || (i > 0 && index <= extra.index(i - 1))) fail_at(chunk.index, "escapes out of order");
+      if (exponents[index / header.partition] == kRawExponent) fail_at(chunk.index, "an escape in a raw partition");
+      if ((extra.word(i) & 0x7F800000) == 0x7F800000) fail_at(chunk.index, "an escape that is not finite");
     }
   }
 
@@ -183,8 +246,7 @@ void finish(const Kernels& kernels, std::uint32_t* codes, std::size_t n, std::ui
 
 }  // namespace
 
-std::uint64_t encode(std::span<const std::uint8_t> values, Dtype dtype, std::size_t partition, planes::Range range,
-                     std::span<std::uint8_t> out) {
+std::uint64_t encode(ConstBytes values, Dtype dtype, std::size_t partition, planes::Range range, Bytes out) {
   check_settings(partition, range);
   const std::size_t value_bytes = floats::bytes_of(dtype);
   const std::uint64_t n_elements = elements_of(values, dtype);
@@ -238,13 +300,13 @@ std::uint64_t encode(std::span<const std::uint8_t> values, Dtype dtype, std::siz
   return header.message_bytes;
 }
 
-void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> values) {
+void decode(ConstBytes message, Dtype dtype, Bytes values) {
   const std::size_t value_bytes = floats::bytes_of(dtype);
   const Reader reader(message, dtype, values.size() / value_bytes);
   const Header& header = reader.header;
   if (!header.holds_exponents())
-    fail_message(kFront.name, "it begins with plane " + std::to_string(header.range.first) +
-                                  ": it refines what came before, and is nothing by itself");
+    fail_message(kFront.name, "it begins with plane ", header.range.first,
+                 ": it refines what came before, and is nothing by itself");
   const Kernels& kernels = kernels_for(dtype);
   for_chunks(header.n_elements, header.partition, header.range, [&](const floats::Chunk& chunk) {
     const std::uint8_t* const exponents = reader.payload(chunk);
@@ -268,13 +330,12 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::u
   });
 }
 
-int refine(std::span<const std::uint8_t> message, const Known& known) {
+int refine(ConstBytes message, const Known& known) {
   const Reader reader(message, known.dtype, known.codes.size());
   const Header& header = reader.header;
   expect(kFront.name, "values in a partition", known.partition, header.partition);
   if (header.range.first != known.n_known)
-    fail_message(kFront.name, "it begins with plane " + std::to_string(header.range.first) +
-                                  "; the next one to come is " + std::to_string(known.n_known));
+    fail_message(kFront.name, "it begins with plane ", header.range.first, "; the next one to come is ", known.n_known);
   const std::size_t partitions_a_chunk = kChunkValues / header.partition;
   const auto exponents_of = [&](const floats::Chunk& chunk) -> const std::uint8_t* {
     return header.holds_exponents() ? reader.payload(chunk) : known.exponents.data() + chunk.index * partitions_a_chunk;
@@ -308,7 +369,7 @@ int refine(std::span<const std::uint8_t> message, const Known& known) {
   return header.range.first + header.range.n;
 }
 
-void write(const Known& known, std::span<std::uint8_t> values) {
+void write(const Known& known, Bytes values) {
   const Kernels& kernels = kernels_for(known.dtype);
   const std::size_t value_bytes = floats::bytes_of(known.dtype);
   for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const floats::Chunk& chunk) {
@@ -320,7 +381,7 @@ void write(const Known& known, std::span<std::uint8_t> values) {
   });
 }
 
-void add(const Known& known, std::span<float> sums) {
+void add(const Known& known, Floats sums) {
   const Kernels& kernels = kernels_for(known.dtype);
   const Kernels& to_float32 = kernels_for(Dtype::float32);
   for_chunks(known.codes.size(), known.partition, {0, 1}, [&](const floats::Chunk& chunk) {
@@ -342,8 +403,7 @@ void add(const Known& known, std::span<float> sums) {
   });
 }
 
-void quantise(std::span<const std::uint8_t> values, Dtype dtype, std::size_t partition, int n_known,
-              std::span<std::uint8_t> out) {
+void quantise(ConstBytes values, Dtype dtype, std::size_t partition, int n_known, Bytes out) {
   check_settings(partition, {0, n_known});
   if (out.size() != values.size()) throw InvalidArgument("embedded-float: quantise: out has another size");
   if (n_known == kPlanes) {

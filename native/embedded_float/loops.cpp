@@ -2,7 +2,7 @@
 #include <bit>
 #include <cstring>
 
-#include "embedded_float/kernels.hpp"
+#include "embedded_float/codec.hpp"
 #include "floats/word_loops.hpp"
 
 namespace gradwire::embedded_float {

@@ -2,13 +2,156 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
+#include <limits>
 #include <utility>
 
+#include "checksum/crc32c.hpp"
 #include "embedded_float/codec.hpp"
 #include "errors.hpp"
 
 namespace gradwire::exchange {
+namespace {
+
+constexpr std::uint16_t kMagic = 0x4257;  // "WB"
+constexpr std::size_t kChecksumBytes = 4;
+constexpr std::int32_t kUnknownUs = std::numeric_limits<std::int32_t>::min();
+constexpr const char* kAdvice = "; check that all ranks run the same gradwire, and the host's memory and network";
+
+#pragma pack(push, 1)
+struct Fixed {
+  std::uint16_t magic;
+  std::uint8_t version, flags;
+  std::uint16_t origin, block;
+  std::uint8_t first_bit, n_bits;
+  std::uint16_t ceiling_bits;
+  std::uint32_t body_bytes, sequence, step, configuration, blocks;
+};
+#pragma pack(pop)
+static_assert(sizeof(Fixed) == 32);
+
+// Goes through the bytes behind the fixed fields, number by number.
+class Cursor {
+ public:
+  explicit Cursor(std::size_t at) : at_(at) {}
+  template <class Number>
+  void put(Bytes out, Number number) {
+    std::memcpy(out.data() + at_, &number, sizeof number);
+    at_ += sizeof number;
+  }
+  template <class Number>
+  Number get(ConstBytes raw) {
+    Number number;
+    std::memcpy(&number, raw.data() + at_, sizeof number);
+    at_ += sizeof number;
+    return number;
+  }
+
+ private:
+  std::size_t at_;
+};
+
+std::int32_t microseconds(double seconds) {
+  return static_cast<std::int32_t>(
+      std::clamp(1e6 * seconds, kUnknownUs + 1.0, double{std::numeric_limits<std::int32_t>::max()}));
+}
+
+std::size_t ended_bytes(std::size_t n_blocks) { return (n_blocks + 7) / 8; }
+
+void compare(const char* name, const char* advice, std::uint32_t mine, std::uint32_t theirs, unsigned origin,
+             std::uint32_t step) {
+  if (mine != theirs)
+    throw RankMismatch("ranks disagree on ", name, ": ", mine, " here, ", theirs, " on rank ", origin, " (step ", step,
+                       " here). What to do: ", advice, ".");
+}
+
+}  // namespace
+
+HeadFormat::HeadFormat(std::size_t n_blocks, std::size_t world_size, std::uint32_t configuration, std::uint32_t blocks)
+    : n_blocks_(n_blocks),
+      world_size_(world_size),
+      configuration_(configuration),
+      blocks_(blocks),
+      n_bytes_(sizeof(Fixed) + ended_bytes(n_blocks) + 4 * n_blocks + 16 * world_size + kChecksumBytes) {}
+
+void HeadFormat::pack(const Head& head, std::uint32_t step, Bytes out) const {
+  const Fixed fixed{kMagic,
+                    kHeadVersion,
+                    head.is_plain,
+                    head.origin,
+                    head.block,
+                    static_cast<std::uint8_t>(head.first_bit),
+                    static_cast<std::uint8_t>(head.n_bits),
+                    static_cast<std::uint16_t>(head.ceiling_bits),
+                    head.body_bytes,
+                    head.sequence,
+                    step,
+                    configuration_,
+                    blocks_};
+  std::memcpy(out.data(), &fixed, sizeof fixed);
+  std::memset(out.data() + sizeof fixed, 0, ended_bytes(n_blocks_));
+  for (std::size_t block = 0; block < n_blocks_; ++block)
+    if (head.ended[block]) out[sizeof fixed + block / 8] |= static_cast<std::uint8_t>(1 << block % 8);
+  Cursor at(sizeof fixed + ended_bytes(n_blocks_));
+  for (std::size_t block = 0; block < n_blocks_; ++block) {
+    at.put(out, head.remaining_s.empty() ? kUnknownUs : microseconds(head.remaining_s[block]));
+  }
+  for (const std::uint64_t n : head.received_bytes) at.put(out, n);
+  for (const std::uint64_t us : head.receiving_us) at.put(out, us);
+  at.put(out, crc32c(out.first(n_bytes_ - kChecksumBytes)));
+}
+
+Head HeadFormat::unpack(ConstBytes raw, std::uint32_t step, int peer) const {
+  const std::string who = "rank " + std::to_string(peer) + " sent";
+  if (raw.size() < n_bytes_) throw CorruptMessage(who, " ", raw.size(), " bytes, fewer than a head has");
+  raw = raw.first(n_bytes_);
+  Fixed fixed;
+  std::memcpy(&fixed, raw.data(), sizeof fixed);
+  if (fixed.magic == kMagic && fixed.version != kHeadVersion)
+    throw IncompatibleVersion("rank ", peer, " sends broadcast heads of version ", fixed.version, ", this build reads ",
+                              kHeadVersion, "; install the same gradwire on every host");
+  const std::string when = " (step " + std::to_string(step) + ")" + kAdvice;
+  Cursor end(n_bytes_ - kChecksumBytes);
+  if (fixed.magic != kMagic || end.get<std::uint32_t>(raw) != crc32c(raw.first(n_bytes_ - kChecksumBytes)))
+    throw CorruptMessage(who, " a head that gradwire did not write", when);
+  compare("configuration", "pass the same scheme and options, blocks and their order among them, on every rank",
+          configuration_, fixed.configuration, fixed.origin, step);
+  compare("blocks", "every rank must hold the same model and cut it into the same blocks in the same order", blocks_,
+          fixed.blocks, fixed.origin, step);
+  compare("step", "resume every rank from the same checkpoint and call backward equally often on all of them", step,
+          fixed.step, fixed.origin, step);
+  const bool has_bits = fixed.block < n_blocks_ && fixed.n_bits >= 1 && fixed.first_bit + fixed.n_bits <= kWordBits;
+  const bool is_alone = fixed.block == kNoBlock && fixed.body_bytes == 0;
+  const bool is_sane = fixed.flags <= 1 && fixed.ceiling_bits >= 1 && fixed.ceiling_bits <= kWordBits &&
+                       fixed.origin < world_size_ && (has_bits || is_alone);
+  Head head{fixed.origin,
+            fixed.block,
+            fixed.first_bit,
+            fixed.n_bits,
+            fixed.flags == 1,
+            fixed.body_bytes,
+            fixed.sequence,
+            fixed.ceiling_bits,
+            {},
+            {},
+            {},
+            {}};
+  const ConstBytes bits = raw.subspan(sizeof fixed, ended_bytes(n_blocks_));
+  for (std::size_t block = 0; block < n_blocks_; ++block) head.ended.push_back(bits[block / 8] >> block % 8 & 1);
+  const bool has_more = n_blocks_ % 8 != 0 && bits.back() >> n_blocks_ % 8 != 0;
+  if (!is_sane || has_more) throw CorruptMessage(who, " a head out of range", when);
+  Cursor at(sizeof fixed + bits.size());
+  bool knows = true;
+  for (std::size_t block = 0; block < n_blocks_; ++block) {
+    const auto us = at.get<std::int32_t>(raw);
+    knows = knows && us != kUnknownUs;
+    head.remaining_s.push_back(us / 1e6);
+  }
+  if (!knows) head.remaining_s.clear();
+  for (std::size_t rank = 0; rank < world_size_; ++rank) head.received_bytes.push_back(at.get<std::uint64_t>(raw));
+  for (std::size_t rank = 0; rank < world_size_; ++rank) head.receiving_us.push_back(at.get<std::uint64_t>(raw));
+  return head;
+}
+
 namespace {
 
 constexpr std::size_t kAlignment = 64;  // a body begins at a multiple of it, so that its words are aligned
@@ -92,7 +235,7 @@ std::size_t Broadcast::encode(std::size_t block, const Values& gradient, int n_b
   embedded_float::check_settings(partition_, {first_bit, n_bits});
   const std::size_t room = max_body_bytes(block, first_bit, n_bits), bytes = n * gradient.element_bytes();
   message_ = mesh_.pool().take(head_bytes_ + room);
-  const std::span<std::uint8_t> body = message_.room().subspan(head_bytes_, room);
+  const Bytes body = message_.room().subspan(head_bytes_, room);
   next_ = {};
   next_.block = static_cast<std::uint16_t>(block);
   next_.first_bit = first_bit;
@@ -131,7 +274,7 @@ void Broadcast::send(const std::vector<std::size_t>& ended, int ceiling_bits, st
     next_.receiving_us = receiving_us_;
     step = step_;
   }
-  const std::span<std::uint8_t> head = message_.room().first(head_bytes_);
+  const Bytes head = message_.room().first(head_bytes_);
   heads_.pack(next_, step, head);
   std::fill(head.begin() + static_cast<std::ptrdiff_t>(heads_.n_bytes()), head.end(), std::uint8_t{0});
   const wire::Message message = std::exchange(message_, {});
@@ -162,14 +305,13 @@ std::optional<Heard> Broadcast::receive(std::uint32_t step) {
   const bool is_origin =
       std::find(source->origins.begin(), source->origins.end(), head.origin) != source->origins.end();
   if (!is_origin || head.sequence != expected_[head.origin])
-    throw CorruptMessage(rank_name(arrival.peer) + " sent head " + std::to_string(head.sequence) + " of " +
-                         rank_name(head.origin) + " in step " + std::to_string(step) + ", out of turn" + kSameGradwire +
-                         " with the same topology");
+    throw CorruptMessage(rank_name(arrival.peer), " sent head ", head.sequence, " of ", rank_name(head.origin),
+                         " in step ", step, ", out of turn", kSameGradwire, " with the same topology");
   ++expected_[head.origin];
   if (head.block != kNoBlock) check_body(head);
   if (message.n_bytes != head_bytes_ + head.body_bytes)
-    throw CorruptMessage(rank_name(arrival.peer) + " announced a body of " + std::to_string(head.body_bytes) +
-                         " bytes and sent a message of " + std::to_string(message.n_bytes));
+    throw CorruptMessage(rank_name(arrival.peer), " announced a body of ", head.body_bytes,
+                         " bytes and sent a message of ", message.n_bytes);
   if (is_ring_ && head.origin != receivers_.front()) {
     mesh_.send(receivers_.front(), stream_, message);
     heard.forwarded_bytes = wire::kHeaderBytes + message.n_bytes;
@@ -196,21 +338,20 @@ void Broadcast::check_body(const Head& head) const {
   const bool all_at_once = head.n_bits == kWordBits;
   if (head.body_bytes > max_body_bytes(head.block, head.first_bit, head.n_bits) ||
       (head.is_plain && head.body_bytes != n_words))
-    throw CorruptMessage(rank_name(head.origin) + " announced " + std::to_string(head.body_bytes) + " bytes for " +
-                         std::to_string(head.n_bits) + " bits of " + block_name(blocks_[head.block]) + " in this step" +
-                         kSameGradwire);
+    throw CorruptMessage(rank_name(head.origin), " announced ", head.body_bytes, " bytes for ", head.n_bits,
+                         " bits of ", block_name(blocks_[head.block]), " in this step", kSameGradwire);
   if (head.is_plain != all_at_once)
-    throw CorruptMessage(rank_name(head.origin) + " sent " + std::to_string(head.n_bits) + " bits of " +
-                         block_name(blocks_[head.block]) + (all_at_once ? " in planes" : " as words") + kSameGradwire);
+    throw CorruptMessage(rank_name(head.origin), " sent ", head.n_bits, " bits of ", block_name(blocks_[head.block]),
+                         (all_at_once ? " in planes" : " as words"), kSameGradwire);
 }
 
 void Broadcast::take(const Head& head, const wire::Message& message) {
   const auto& [name, n, dtype] = blocks_[head.block];
   Copy& copy = copies_[head.block][head.origin];
   const auto out_of_order = [&] {
-    return CorruptMessage(rank_name(head.origin) + " announced bits " + std::to_string(head.first_bit) + " to " +
-                          std::to_string(head.first_bit + head.n_bits) + " of " + block_name(blocks_[head.block]) +
-                          " and sent others" + kSameGradwire);
+    return CorruptMessage(rank_name(head.origin), " announced bits ", head.first_bit, " to ",
+                          head.first_bit + head.n_bits, " of ", block_name(blocks_[head.block]), " and sent others",
+                          kSameGradwire);
   };
   if (copy.words.block || copy.n_known != head.first_bit) throw out_of_order();
   if (head.is_plain) {
@@ -246,7 +387,7 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
     subtract(left_out, own);
   }
   // The sum is float32 whatever the dtype, and begins with +0.
-  const std::span<float> sums(reinterpret_cast<float*>(sum_memory.block->data()), n);
+  const Floats sums(reinterpret_cast<float*>(sum_memory.block->data()), n);
   std::fill(sums.begin(), sums.end(), 0.0f);
   for (std::size_t rank = 0; rank < world_; ++rank)
     if (rank == rank_)
@@ -258,7 +399,7 @@ void Broadcast::mean(std::size_t block, const Values& gradient, const Values& le
   narrow(sums, gradient);
 }
 
-void Broadcast::add_copy(Copy& copy, std::size_t block, std::size_t rank, std::span<float> sums) {
+void Broadcast::add_copy(Copy& copy, std::size_t block, std::size_t rank, Floats sums) {
   const auto& [name, n, dtype] = blocks_[block];
   if (copy.words.block) {
     add_to(sums, {copy.words.block->data() + head_bytes_, n, dtype});
@@ -266,8 +407,8 @@ void Broadcast::add_copy(Copy& copy, std::size_t block, std::size_t rank, std::s
     return;
   }
   if (copy.n_known == 0)
-    throw CorruptMessage(rank_name(rank) + " said that " + block_name(blocks_[block]) +
-                         " is complete before it sent any of it" + kSameGradwire);
+    throw CorruptMessage(rank_name(rank), " said that ", block_name(blocks_[block]),
+                         " is complete before it sent any of it", kSameGradwire);
   const embedded_float::Known known{{copy.codes.get(), n}, copy.exponents, dtype, partition_, copy.n_known};
   if (dtype == Dtype::float32) return embedded_float::add(known, sums);
   // As its sender adds it: rounded to the gradient's dtype.

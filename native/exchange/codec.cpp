@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
-#include <type_traits>
 
 #include "errors.hpp"
 #include "floats/word_loops.hpp"
@@ -11,62 +9,19 @@
 namespace gradwire::exchange {
 namespace {
 
-// Unlike the converters of the codecs, these round to Inf, and keep Inf and NaN.
-inline std::uint16_t round_to_bfloat16(float value) {
-  const auto word = std::bit_cast<std::uint32_t>(value);
-  const auto rounded = static_cast<std::uint16_t>((word + 0x7FFF + (word >> 16 & 1)) >> 16);
-  return (word & floats::kMagnitude) > floats::kInfinity ? std::uint16_t{0x7FC0} : rounded;
-}
-
-inline std::uint16_t round_to_float16(float value) {
-  const auto word = std::bit_cast<std::uint32_t>(value);
-  const std::uint32_t magnitude = word & floats::kMagnitude;
-  const auto sign = static_cast<std::uint16_t>(word >> 16 & 0x8000u);
-  if (magnitude > floats::kInfinity) return 0x7E00;
-  if (magnitude >= 0x477FF000) return sign | 0x7C00;  // 65520, halfway between the largest value and the next
-  return floats::narrow(word);
-}
-
 template <Dtype dtype>
 float load(const std::uint8_t* data, std::size_t i) {
-  if constexpr (dtype == Dtype::float32) {
-    float value;
-    std::memcpy(&value, data + 4 * i, 4);
-    return value;
-  } else {
-    std::uint16_t half;
-    std::memcpy(&half, data + 2 * i, 2);
-    return std::bit_cast<float>(dtype == Dtype::bfloat16 ? static_cast<std::uint32_t>(half) << 16
-                                                         : floats::widen(half));
-  }
+  return std::bit_cast<float>(floats::load_word<dtype>(data, i));
 }
 
 template <Dtype dtype>
 void store(std::uint8_t* data, std::size_t i, float value) {
-  if constexpr (dtype == Dtype::float32) {
-    std::memcpy(data + 4 * i, &value, 4);
-  } else {
-    const std::uint16_t half = dtype == Dtype::bfloat16 ? round_to_bfloat16(value) : round_to_float16(value);
-    std::memcpy(data + 2 * i, &half, 2);
-  }
-}
-
-// body(constant of the dtype)
-template <class Body>
-auto with_dtype(Dtype dtype, const Body& body) {
-  switch (dtype) {
-    case Dtype::bfloat16:
-      return body(std::integral_constant<Dtype, Dtype::bfloat16>());
-    case Dtype::float16:
-      return body(std::integral_constant<Dtype, Dtype::float16>());
-    default:
-      return body(std::integral_constant<Dtype, Dtype::float32>());
-  }
+  floats::store_word<dtype, floats::Specials::canonical>(data, i, std::bit_cast<std::uint32_t>(value));
 }
 
 template <class Operation>
 void apply(const Values& a, const std::uint8_t* b, Operation operation) {
-  with_dtype(a.dtype, [&, to = a.data, n = a.n](auto dtype) {
+  floats::with_dtype(a.dtype, [&, to = a.data, n = a.n](auto dtype) {
     std::uint8_t* __restrict x = to;
     const std::uint8_t* __restrict y = b;
     for (std::size_t i = 0; i < n; ++i) store<dtype()>(x, i, operation(load<dtype()>(x, i), load<dtype()>(y, i)));
@@ -85,21 +40,21 @@ void subtract(const Values& a, const Values& b) {
 
 void divide(const Values& a, std::size_t divisor) {
   const auto by = static_cast<float>(divisor);
-  with_dtype(a.dtype, [data = a.data, n = a.n, by](auto dtype) {
+  floats::with_dtype(a.dtype, [data = a.data, n = a.n, by](auto dtype) {
     for (std::size_t i = 0; i < n; ++i) store<dtype()>(data, i, load<dtype()>(data, i) / by);
   });
 }
 
-void add_to(std::span<float> total, const Values& values) {
-  with_dtype(values.dtype, [n = total.size(), to = total.data(), from = values.data](auto dtype) {
+void add_to(Floats total, const Values& values) {
+  floats::with_dtype(values.dtype, [n = total.size(), to = total.data(), from = values.data](auto dtype) {
     float* __restrict x = to;
     const std::uint8_t* __restrict y = from;
     for (std::size_t i = 0; i < n; ++i) x[i] += load<dtype()>(y, i);
   });
 }
 
-bool narrow(std::span<const float> values, const Values& out) {
-  return with_dtype(out.dtype, [n = values.size(), from = values.data(), to = out.data](auto dtype) {
+bool narrow(ConstFloats values, const Values& out) {
+  return floats::with_dtype(out.dtype, [n = values.size(), from = values.data(), to = out.data](auto dtype) {
     const float* __restrict x = from;
     std::uint8_t* __restrict y = to;
     std::uint32_t largest = 0;
@@ -111,16 +66,15 @@ bool narrow(std::span<const float> values, const Values& out) {
   });
 }
 
-void widen(const Values& values, std::span<float> out) {
-  with_dtype(values.dtype, [n = out.size(), to = out.data(), from = values.data](auto dtype) {
+void widen(const Values& values, Floats out) {
+  floats::with_dtype(values.dtype, [n = out.size(), to = out.data(), from = values.data](auto dtype) {
     float* __restrict x = to;
     const std::uint8_t* __restrict y = from;
     for (std::size_t i = 0; i < n; ++i) x[i] = load<dtype()>(y, i);
   });
 }
 
-std::size_t Codec::encode_with_feedback(const Values& values, std::size_t first, const Feedback& feedback,
-                                        std::span<std::uint8_t> out) {
+std::size_t Codec::encode_with_feedback(const Values& values, std::size_t first, const Feedback& feedback, Bytes out) {
   if (!feedback.residual.empty()) throw InvalidArgument("this codec adds no residual");
   const std::size_t n_bytes = encode(values, first, out);
   const Values left_out = values_of(feedback.left_out);
@@ -130,27 +84,24 @@ std::size_t Codec::encode_with_feedback(const Values& values, std::size_t first,
 }
 
 std::size_t Codec::encode_mean(const Values& values, std::size_t first, std::size_t divisor, const Values& mean,
-                               std::span<std::uint8_t> out) {
+                               Bytes out) {
   const std::size_t n_bytes = encode(values, first, out);
   decode_mean(out.first(n_bytes), first, divisor, mean);
   return n_bytes;
 }
 
-void Codec::decode_add(std::span<const std::uint8_t> message, std::size_t first, std::span<float> total,
-                       std::span<float> scratch) {
+void Codec::decode_add(ConstBytes message, std::size_t first, Floats total, Floats scratch) {
   const Values decoded = values_of(scratch.first(total.size()));
   decode(message, first, decoded);
   add(values_of(total), decoded);
 }
 
-void Codec::decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
-                       const Values& values) {
+void Codec::decode_sum(ConstBytes message, std::size_t first, const Values& addend, const Values& values) {
   decode(message, first, values);
   add(values, addend);
 }
 
-void Codec::decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
-                        const Values& values) {
+void Codec::decode_mean(ConstBytes message, std::size_t first, std::size_t divisor, const Values& values) {
   decode(message, first, values);
   if (divisor != 1) divide(values, divisor);
 }
@@ -174,7 +125,7 @@ std::int64_t Coder::weigh(std::size_t first, std::size_t n) {
   return account_.spans.back().end_ns;
 }
 
-std::size_t Coder::encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) {
+std::size_t Coder::encode(const Values& values, std::size_t first, Bytes out) {
   const std::int64_t started = weigh(first, values.n);
   const std::size_t n_bytes = codec_.encode(values, first, out);
   if (left_out_.data != nullptr) {
@@ -188,8 +139,7 @@ std::size_t Coder::encode(const Values& values, std::size_t first, std::span<std
   return n_bytes;
 }
 
-std::size_t Coder::encode_mean(const Values& values, std::size_t first, const Values& mean,
-                               std::span<std::uint8_t> out) {
+std::size_t Coder::encode_mean(const Values& values, std::size_t first, const Values& mean, Bytes out) {
   if (left_out_.data != nullptr) {
     const std::size_t n_bytes = encode(values, first, out);
     adopt(out.first(n_bytes), first, mean);
@@ -201,14 +151,13 @@ std::size_t Coder::encode_mean(const Values& values, std::size_t first, const Va
   return n_bytes;
 }
 
-void Coder::adopt(std::span<const std::uint8_t> message, std::size_t first, const Values& values) {
+void Coder::adopt(ConstBytes message, std::size_t first, const Values& values) {
   const std::int64_t started = weigh(first, values.n);
   codec_.decode_mean(message, first, divisor_, values);
   account_.add(Kind::decode, started);
 }
 
-void Coder::decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
-                       const Values& total) {
+void Coder::decode_sum(ConstBytes message, std::size_t first, const Values& addend, const Values& total) {
   const std::int64_t started = weigh(first, total.n);
   codec_.decode_sum(message, first, addend, total);
   account_.add(Kind::decode, started);

@@ -1,14 +1,33 @@
 // What an exchange asks of a codec, how a bucket is cut, and the arithmetic between two messages.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <span>
+#include <chrono>
+#include <vector>
 
-#include "exchange/account.hpp"
-#include "floats/dtypes.hpp"
+#include "spans.hpp"
 
 namespace gradwire::exchange {
+
+enum class Kind : std::uint8_t { encode, decode, communicate, importance };
+
+inline std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+struct Span {
+  Kind kind;
+  std::int64_t start_ns, end_ns;
+};
+
+// What an exchange did: bytes both ways, and when which kind of work was done. The times are those of
+// time.perf_counter_ns in Python.
+struct Account {
+  std::uint64_t bytes_sent = 0, bytes_received = 0, n_messages = 0;
+  std::vector<Span> spans;
+
+  void add(Kind kind, std::int64_t start_ns) { spans.push_back({kind, start_ns, now_ns()}); }
+};
 
 using floats::Dtype;
 
@@ -18,17 +37,18 @@ struct Values {
   std::size_t n;
   Dtype dtype;
   std::size_t element_bytes() const { return floats::bytes_of(dtype); }
+  Bytes bytes() const { return {data, n * element_bytes()}; }
   Values slice(std::size_t first, std::size_t count) const { return {data + first * element_bytes(), count, dtype}; }
 };
 
-inline Values values_of(std::span<float> floats) {
+inline Values values_of(Floats floats) {
   return {reinterpret_cast<std::uint8_t*>(floats.data()), floats.size(), Dtype::float32};
 }
 
 // Of float32 values that are encoded: what is added to them, and where what the message leaves out of the sum goes.
 struct Feedback {
-  std::span<const float> residual;  // empty for none
-  std::span<float> left_out;
+  ConstFloats residual;  // empty for none
+  Floats left_out;
   std::uint64_t draw = 0;  // what random rounding draws by
 };
 
@@ -42,24 +62,21 @@ class Codec {
   // is nothing, or known already.
   virtual bool weigh(std::size_t /*first*/, std::size_t /*n*/) { return false; }
   // Writes one message of values that stand for those at `first` of the bucket; returns its bytes.
-  virtual std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) = 0;
+  virtual std::size_t encode(const Values& values, std::size_t first, Bytes out) = 0;
   // The same of float32 values, with error feedback. Only a codec that does it in one pass adds a residual.
   virtual std::size_t encode_with_feedback(const Values& values, std::size_t first, const Feedback& feedback,
-                                           std::span<std::uint8_t> out);
+                                           Bytes out);
   // The same, and mean = what the message decodes to / divisor, elsewhere: of the message that ends a sum.
   virtual std::size_t encode_mean(const Values& values, std::size_t first, std::size_t divisor, const Values& mean,
-                                  std::span<std::uint8_t> out);
+                                  Bytes out);
   // Reads a message of values that stand for those at `first` of the bucket.
-  virtual void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) = 0;
+  virtual void decode(ConstBytes message, std::size_t first, const Values& values) = 0;
   // values = decoded + addend, which lies elsewhere. Overridden, like the next, by a codec that needs one pass.
-  virtual void decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
-                          const Values& values);
+  virtual void decode_sum(ConstBytes message, std::size_t first, const Values& addend, const Values& values);
   // values = decoded / divisor.
-  virtual void decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
-                           const Values& values);
+  virtual void decode_mean(ConstBytes message, std::size_t first, std::size_t divisor, const Values& values);
   // total += decoded. `scratch`: as large as the total, or larger.
-  virtual void decode_add(std::span<const std::uint8_t> message, std::size_t first, std::span<float> total,
-                          std::span<float> scratch);
+  virtual void decode_add(ConstBytes message, std::size_t first, Floats total, Floats scratch);
 };
 
 // `n_parts` parts, one for each rank, each of `n_chunks` chunks; sizes differ by one value at most.
@@ -86,10 +103,10 @@ void subtract(const Values& a, const Values& b);
 void divide(const Values& a, std::size_t divisor);
 
 // total += values, as float32.
-void add_to(std::span<float> total, const Values& values);
+void add_to(Floats total, const Values& values);
 // Rounds to the dtype of `out`, as large; whether all is finite then.
-bool narrow(std::span<const float> values, const Values& out);
-void widen(const Values& values, std::span<float> out);
+bool narrow(ConstFloats values, const Values& out);
+void widen(const Values& values, Floats out);
 
 // A codec at work on the chunks of one bucket, timed.
 class Coder {
@@ -99,13 +116,13 @@ class Coder {
   // an encoding loses of the gradients' sum is written.
   Coder(Codec& codec, const Values& buffer, const Values& left_out, std::size_t n_ranks, Account& account);
   // `first`: which values of the bucket these stand for.
-  std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out);
+  std::size_t encode(const Values& values, std::size_t first, Bytes out);
   // The same of the message that ends a sum; `mean` as if it had been adopted.
-  std::size_t encode_mean(const Values& values, std::size_t first, const Values& mean, std::span<std::uint8_t> out);
+  std::size_t encode_mean(const Values& values, std::size_t first, const Values& mean, Bytes out);
   // values = the mean of which the message is the last one: what every rank does with the same bytes.
-  void adopt(std::span<const std::uint8_t> message, std::size_t first, const Values& values);
+  void adopt(ConstBytes message, std::size_t first, const Values& values);
   // total = decoded + addend, which lies elsewhere.
-  void decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend, const Values& total);
+  void decode_sum(ConstBytes message, std::size_t first, const Values& addend, const Values& total);
   std::size_t max_message_bytes(std::size_t n_values) const { return codec_.max_message_bytes(n_values); }
 
  private:

@@ -1,11 +1,14 @@
 // The codecs of the core, as exchanges call them.
 #pragma once
 
+#include <utility>
 #include <vector>
 
+#include "embedded_float/codec.hpp"
+#include "errors.hpp"
 #include "exchange/codec.hpp"
-#include "gcomp/bucket_importance.hpp"
 #include "gcomp/codec.hpp"
+#include "gcomp/importance.hpp"
 #include "quantisers/codec.hpp"
 #include "truncated_float/codec.hpp"
 
@@ -16,22 +19,50 @@ class GCompCodec final : public Codec {
   // `table`: to encode with. `known`: what messages may have been written with. `importance`: in mode paper. `counts`:
   // if not empty, the exponents of all that is encoded are counted into it.
   GCompCodec(const gcomp::EncodeOptions& options, const HuffmanTable& table, std::vector<const HuffmanTable*> known,
-             const gcomp::BucketImportance* importance, std::span<std::int64_t> counts);
-  std::size_t max_message_bytes(std::size_t n_values) const override;
-  bool weigh(std::size_t first, std::size_t n) override;
-  std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
+             const gcomp::BucketImportance* importance, std::span<std::int64_t> counts)
+      : options_(options),
+        table_(table),
+        known_(std::move(known)),
+        counts_(counts),
+        weights_(options.mode == gcomp::Mode::paper ? importance : nullptr) {
+    if (options.mode == gcomp::Mode::paper && importance == nullptr)
+      throw InvalidArgument("GComp's levels are chosen by importance bytes, and there are none");
+  }
+  std::size_t max_message_bytes(std::size_t n_values) const override {
+    return gcomp::max_message_bytes(n_values, options_.dtype, options_.mode, options_.version);
+  }
+  bool weigh(std::size_t first, std::size_t n) override { return weights_.write(first, n); }
+  std::size_t encode(const Values& values, std::size_t first, Bytes out) override {
+    return encode(values, first, gcomp::Mean{}, out);
+  }
   std::size_t encode_mean(const Values& values, std::size_t first, std::size_t divisor, const Values& mean,
-                          std::span<std::uint8_t> out) override;
-  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
-  void decode_sum(std::span<const std::uint8_t> message, std::size_t first, const Values& addend,
-                  const Values& values) override;
-  void decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
-                   const Values& values) override;
+                          Bytes out) override {
+    return encode(values, first, gcomp::Mean{mean.data, static_cast<float>(divisor)}, out);
+  }
+  void decode(ConstBytes message, std::size_t first, const Values& values) override {
+    decode(message, first, gcomp::Finish{}, values);
+  }
+  void decode_sum(ConstBytes message, std::size_t first, const Values& addend, const Values& values) override {
+    decode(message, first, gcomp::Finish{addend.data, 1}, values);
+  }
+  void decode_mean(ConstBytes message, std::size_t first, std::size_t divisor, const Values& values) override {
+    decode(message, first, gcomp::Finish{nullptr, static_cast<float>(divisor)}, values);
+  }
 
  private:
-  std::size_t encode(const Values& values, std::size_t first, const gcomp::Mean& mean, std::span<std::uint8_t> out);
-  void decode(std::span<const std::uint8_t> message, std::size_t first, const gcomp::Finish& finish,
-              const Values& values);
+  std::size_t encode(const Values& values, std::size_t first, const gcomp::Mean& mean, Bytes out) {
+    if (!counts_.empty()) gcomp::count_exponents(values.bytes(), options_.dtype, options_.version, counts_);
+    return gcomp::encode(values.bytes(), weights_.at(first, values.n), options_, table_, out, mean);
+  }
+  void decode(ConstBytes message, std::size_t first, const gcomp::Finish& finish, const Values& values) {
+    const std::uint64_t id = gcomp::read_block_header(message).table_id;
+    for (const HuffmanTable* table : known_)
+      if (table->id() == id)
+        return gcomp::decode(message, options_.dtype, *table, weights_.at(first, values.n), finish, values.bytes());
+    throw CorruptMessage(
+        "the message was written with Huffman table ", id,
+        ", which is not known here. Every rank has to add_table() a new table before any rank may use it");
+  }
 
   const gcomp::EncodeOptions options_;
   const HuffmanTable& table_;
@@ -45,17 +76,32 @@ class QuantiserCodec final : public Codec {
  public:
   // Without error feedback, the n-th message draws by step `options.stream.step` + n.
   explicit QuantiserCodec(const quantisers::Options& options) : options_(options) {}
-  std::size_t max_message_bytes(std::size_t n_values) const override;
-  std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
-  std::size_t encode_with_feedback(const Values& values, std::size_t first, const Feedback& feedback,
-                                   std::span<std::uint8_t> out) override;
-  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
-  void decode_mean(std::span<const std::uint8_t> message, std::size_t first, std::size_t divisor,
-                   const Values& values) override;
-  void decode_add(std::span<const std::uint8_t> message, std::size_t first, std::span<float> total,
-                  std::span<float> scratch) override;
+  std::size_t max_message_bytes(std::size_t n_values) const override {
+    return quantisers::max_message_bytes(options_, n_values);
+  }
+  std::size_t encode(const Values& values, std::size_t, Bytes out) override {
+    const std::size_t n_bytes = quantisers::encode(options_, {values.bytes(), values.dtype, {}}, {}, out);
+    ++options_.stream.step;
+    return n_bytes;
+  }
+  std::size_t encode_with_feedback(const Values& values, std::size_t, const Feedback& feedback, Bytes out) override {
+    quantisers::Options drawing = options_;
+    drawing.stream.step = feedback.draw;
+    return quantisers::encode(drawing, {values.bytes(), values.dtype, feedback.residual}, feedback.left_out, out);
+  }
+  void decode(ConstBytes message, std::size_t, const Values& values) override { decode(message, values, {}); }
+  void decode_mean(ConstBytes message, std::size_t, std::size_t divisor, const Values& values) override {
+    decode(message, values, {.divisor = static_cast<float>(divisor)});
+  }
+  void decode_add(ConstBytes message, std::size_t, Floats total, Floats) override {
+    decode(message, values_of(total), {.adds = true});
+  }
 
  private:
+  void decode(ConstBytes message, const Values& values, const quantisers::Use& use) {
+    quantisers::decode(message, options_.kind, values.dtype, values.bytes(), use);
+  }
+
   quantisers::Options options_;
 };
 
@@ -65,9 +111,17 @@ class TruncatedFloatCodec final : public Codec {
   TruncatedFloatCodec(const truncated_float::Settings& settings, truncated_float::Rounding rounding,
                       const random::Stream& stream)
       : settings_(settings), rounding_(rounding), stream_(stream) {}
-  std::size_t max_message_bytes(std::size_t n_values) const override;
-  std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
-  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
+  std::size_t max_message_bytes(std::size_t n_values) const override {
+    return truncated_float::max_message_bytes(n_values, settings_);
+  }
+  std::size_t encode(const Values& values, std::size_t, Bytes out) override {
+    const std::size_t n_bytes = truncated_float::encode(values.bytes(), settings_, rounding_, stream_, out);
+    ++stream_.step;
+    return n_bytes;
+  }
+  void decode(ConstBytes message, std::size_t, const Values& values) override {
+    truncated_float::decode(message, settings_.dtype, values.bytes());
+  }
 
  private:
   const truncated_float::Settings settings_;
@@ -78,13 +132,20 @@ class TruncatedFloatCodec final : public Codec {
 class EmbeddedFloatCodec final : public Codec {
  public:
   EmbeddedFloatCodec(std::size_t partition, std::size_t n_bits, Dtype dtype)
-      : partition_(partition), n_bits_(n_bits), dtype_(dtype) {}
-  std::size_t max_message_bytes(std::size_t n_values) const override;
-  std::size_t encode(const Values& values, std::size_t first, std::span<std::uint8_t> out) override;
-  void decode(std::span<const std::uint8_t> message, std::size_t first, const Values& values) override;
+      : partition_(partition), planes_{0, static_cast<int>(n_bits)}, dtype_(dtype) {}
+  std::size_t max_message_bytes(std::size_t n_values) const override {
+    return embedded_float::max_message_bytes(n_values, partition_, planes_);
+  }
+  std::size_t encode(const Values& values, std::size_t, Bytes out) override {
+    return embedded_float::encode(values.bytes(), dtype_, partition_, planes_, out);
+  }
+  void decode(ConstBytes message, std::size_t, const Values& values) override {
+    embedded_float::decode(message, dtype_, values.bytes());
+  }
 
  private:
-  const std::size_t partition_, n_bits_;
+  const std::size_t partition_;
+  const planes::Range planes_;
   const Dtype dtype_;
 };
 

@@ -5,11 +5,10 @@
 #pragma once
 
 #include <bit>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "floats/dtypes.hpp"
+#include "spans.hpp"
 
 namespace gradwire::floats {
 namespace {
@@ -33,71 +32,101 @@ inline std::uint32_t widen(std::uint16_t half) {
   return word | static_cast<std::uint32_t>(half & 0x8000u) << 16;
 }
 
-// A finite float32 to the nearest float16, ties to even; 65504 where that would be Inf.
-inline std::uint16_t narrow(std::uint32_t word) {
-  const std::uint32_t exponent = word >> 23 & 0xFF;
-  const std::uint32_t significand = (word & 0x7FFFFF) | 0x800000;
-  // 113: the exponent field of 2^-14, float16's smallest normal value. Below it, units of 2^-24.
-  const std::uint32_t below = exponent < 113 ? 113 - exponent : 0;
-  const std::uint32_t shift = 13 + (below < 12 ? below : 12);  // less than 2^-25 is 0 in any case
-  const std::uint32_t base = (exponent > 113 ? exponent - 113 : 0) << 10;
-  const std::uint32_t half = (1u << (shift - 1)) - 1 + (significand >> shift & 1);
-  const std::uint32_t magnitude = base + ((significand + half) >> shift);
-  return static_cast<std::uint16_t>((magnitude < 0x7BFF ? magnitude : 0x7BFF) | (word >> 16 & 0x8000u));
+// What becomes of values that are not finite, or too large. finite: there are none, and the largest value stands for
+// what is too large. Otherwise Inf does, and of a NaN its first bits are left (cut), or its kind (quiet), or it is the
+// one NaN of all (canonical).
+enum class Specials { finite, cut, quiet, canonical };
+
+// A float32 to the nearest value of 16 bits, ties to even.
+template <Dtype dtype, Specials specials>
+std::uint16_t narrow(std::uint32_t word) {
+  const std::uint32_t magnitude = word & kMagnitude, upper = word >> 16, sign = upper & 0x8000;
+  std::uint32_t number, nan;
+  if constexpr (dtype == Dtype::bfloat16) {
+    number = (word + 0x7FFF + (upper & 1)) >> 16;
+    if constexpr (specials == Specials::finite) {
+      number &= 0x7FFF;
+      return static_cast<std::uint16_t>((number < 0x7F7F ? number : 0x7F7F) | sign);
+    }
+    nan = specials == Specials::canonical ? 0x7FC0 : specials == Specials::quiet ? upper | 0x40 : upper;
+  } else {
+    const std::uint32_t normal = ((magnitude + 0xFFF + (magnitude >> 13 & 1)) >> 13) - (112u << 10);
+    // The addition leaves units of 2^-24, the smallest subnormal, and rounds to them.
+    const std::uint32_t small = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - (126u << 23);
+    const std::uint32_t rounded = choose(magnitude < 113u << 23, small, normal);
+    constexpr std::uint32_t kLargest = specials == Specials::finite ? 0x7BFF : 0x7C00;
+    number = (rounded < kLargest ? rounded : kLargest) | sign;
+    if constexpr (specials == Specials::finite) return static_cast<std::uint16_t>(number);
+    nan = specials == Specials::canonical
+              ? 0x7E00
+              : sign | (specials == Specials::quiet ? 0x7E00 : 0x7C00 | (magnitude >> 13 & 0x3FF));
+  }
+  return static_cast<std::uint16_t>(choose(magnitude > kInfinity, nan, number));
 }
 
-// A finite float32 to the nearest bfloat16, ties to even; the largest finite one where that would be Inf.
-inline std::uint16_t narrow_to_bfloat16(std::uint32_t word) {
-  const std::uint32_t magnitude = word & kMagnitude;
-  const std::uint32_t rounded = (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16;
-  return static_cast<std::uint16_t>((rounded < 0x7F7F ? rounded : 0x7F7F) | (word >> 16 & 0x8000u));
+// body(constant of the dtype)
+template <class Body>
+auto with_dtype(Dtype dtype, const Body& body) {
+  switch (dtype) {
+    case Dtype::bfloat16:
+      return body(std::integral_constant<Dtype, Dtype::bfloat16>());
+    case Dtype::float16:
+      return body(std::integral_constant<Dtype, Dtype::float16>());
+    default:
+      return body(std::integral_constant<Dtype, Dtype::float32>());
+  }
+}
+
+// The word of value i.
+template <Dtype dtype>
+std::uint32_t load_word(const void* values, std::size_t i) {
+  if constexpr (dtype == Dtype::float32) {
+    std::uint32_t word;
+    std::memcpy(&word, static_cast<const std::uint8_t*>(values) + 4 * i, 4);
+    return word;
+  } else {
+    std::uint16_t half;
+    std::memcpy(&half, static_cast<const std::uint8_t*>(values) + 2 * i, 2);
+    return dtype == Dtype::bfloat16 ? static_cast<std::uint32_t>(half) << 16 : widen(half);
+  }
+}
+
+template <Dtype dtype, Specials specials>
+void store_word(void* values, std::size_t i, std::uint32_t word) {
+  if constexpr (dtype == Dtype::float32) {
+    std::memcpy(static_cast<std::uint8_t*>(values) + 4 * i, &word, 4);
+  } else {
+    const std::uint16_t half = narrow<dtype, specials>(word);
+    std::memcpy(static_cast<std::uint8_t*>(values) + 2 * i, &half, 2);
+  }
 }
 
 template <Dtype dtype>
 void load_words(const void* values, std::size_t n, std::uint32_t* __restrict words) {
-  if constexpr (dtype == Dtype::float32) {
-    std::memcpy(words, values, 4 * n);
-  } else {
-    const std::uint16_t* __restrict const from = static_cast<const std::uint16_t*>(values);
-    for (std::size_t i = 0; i < n; ++i) {
-      if constexpr (dtype == Dtype::bfloat16)
-        words[i] = static_cast<std::uint32_t>(from[i]) << 16;
-      else
-        words[i] = widen(from[i]);
-    }
-  }
+  for (std::size_t i = 0; i < n; ++i) words[i] = load_word<dtype>(values, i);
 }
 
-// Finite words only.
-template <Dtype dtype>
-void store_words(const std::uint32_t* __restrict words, std::size_t n, void* values) {
-  if constexpr (dtype == Dtype::float32) {
-    std::memcpy(values, words, 4 * n);
-  } else {
-    std::uint16_t* __restrict const to = static_cast<std::uint16_t*>(values);
-    for (std::size_t i = 0; i < n; ++i)
-      to[i] = dtype == Dtype::bfloat16 ? narrow_to_bfloat16(words[i]) : narrow(words[i]);
-  }
+template <Dtype dtype, Specials specials = Specials::finite>
+void store_words(const std::uint32_t* __restrict words, std::size_t n, void* __restrict values) {
+  for (std::size_t i = 0; i < n; ++i) store_word<dtype, specials>(values, i, words[i]);
 }
 
 template <Dtype dtype>
 void load_raw(const void* values, std::size_t n, std::uint32_t* __restrict words) {
-  if constexpr (dtype == Dtype::float32) {
-    std::memcpy(words, values, 4 * n);
-  } else {
-    const std::uint16_t* __restrict const from = static_cast<const std::uint16_t*>(values);
-    for (std::size_t i = 0; i < n; ++i) words[i] = static_cast<std::uint32_t>(from[i]) << 16;
-  }
+  constexpr Dtype same = dtype == Dtype::float16 ? Dtype::bfloat16 : dtype;  // whose bits are the upper half of a word
+  for (std::size_t i = 0; i < n; ++i) words[i] = load_word<same>(values, i);
 }
 
 template <Dtype dtype>
-void store_raw(const std::uint32_t* __restrict words, std::size_t n, void* values) {
-  if constexpr (dtype == Dtype::float32) {
-    std::memcpy(values, words, 4 * n);
-  } else {
-    std::uint16_t* __restrict const to = static_cast<std::uint16_t*>(values);
-    for (std::size_t i = 0; i < n; ++i) to[i] = static_cast<std::uint16_t>(words[i] >> 16);
-  }
+void store_raw_word(void* values, std::size_t i, std::uint32_t word) {
+  if constexpr (dtype == Dtype::float32) return store_word<dtype, Specials::finite>(values, i, word);
+  const auto half = static_cast<std::uint16_t>(word >> 16);
+  std::memcpy(static_cast<std::uint8_t*>(values) + 2 * i, &half, 2);
+}
+
+template <Dtype dtype>
+void store_raw(const std::uint32_t* __restrict words, std::size_t n, void* __restrict values) {
+  for (std::size_t i = 0; i < n; ++i) store_raw_word<dtype>(values, i, words[i]);
 }
 
 template <Dtype dtype>

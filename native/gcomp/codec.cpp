@@ -3,18 +3,358 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <string>
 
 #include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
-#include "gcomp/chunks.hpp"
-#include "huffman/streams.hpp"
+#include "gcomp/kernels.hpp"
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::gcomp {
 namespace {
+
+static_assert(kChunkValues == kMaxSegmentValues);
+
+std::string got(std::uint64_t expected, std::uint64_t actual) { return text("expected ", expected, ", got ", actual); }
+
+}  // namespace
+
+const char* name_of(Mode mode) {
+  constexpr const char* names[kModes] = {"none", "paper", "uniform", "truncate"};
+  return names[static_cast<int>(mode)];
+}
+
+// Bytes that no chunk of n_values exceeds, what its encoder scribbles past the end included.
+std::size_t max_chunk_bytes(std::size_t n_values, Dtype dtype, Mode mode, Version version) {
+  // The exponent segment is at most one byte a value, but touches max_segment_bytes before that shows.
+  const std::size_t mantissa_bytes = (n_values * (1 + layout_of(dtype).mantissa_bits) + 7) / 8;
+  if (version == Version::derived)
+    return mantissa_bytes + kLaneTailBytes + std::max(n_values, max_segment_bytes(n_values)) + kPackSlackBytes;
+  const std::size_t rest = (mode == Mode::paper ? (2 * n_values + 7) / 8 : 0) + mantissa_bytes;
+  return std::max(n_values + rest, max_segment_bytes(n_values)) + kPackSlackBytes;
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version) {
+  const std::uint64_t n_full = n_elements / kChunkValues, n_rest = n_elements % kChunkValues;
+  return kFront.table_end(chunks_of(n_elements)) + n_full * max_chunk_bytes(kChunkValues, dtype, mode, version) +
+         (n_rest > 0 ? max_chunk_bytes(n_rest, dtype, mode, version) : 0);
+}
+
+// Both headers' fields and the checksum over them; the chunk headers are in place already.
+void write_block_header(const BlockHeader& header, std::uint8_t* message) {
+  write_front(kFront, static_cast<int>(header.version), static_cast<int>(header.dtype), static_cast<int>(header.mode),
+              header.kept_bits, message);
+  store(message + 8, header.table_id);
+  store(message + 16, header.n_elements);
+  store(message + 24, header.message_bytes);
+  store(message + 32, header.n_chunks);
+  store(message + 36, header.flags);
+  store(message + 40, std::uint32_t{0});
+  write_checksum(kFront, message, header.n_chunks);
+}
+
+void write_chunk_header(const ChunkHeader& header, Version version, std::size_t chunk, std::uint8_t* message) {
+  std::uint8_t* const at = message + kFront.table_end(chunk);
+  store(at, header.offset);
+  store(at + 8, header.exponent_bytes);
+  store(at + 12, version == Version::levels ? header.level_bits : header.importance_checksum);
+  store(at + 16, header.mantissa_bits);
+  store(at + 20, header.n_values);
+  store(at + 24, header.flags);
+  store(at + 28, header.checksum);
+}
+
+ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std::size_t chunk) {
+  const std::uint8_t* const at = message + kFront.table_end(chunk);
+  const auto third = load<std::uint32_t>(at + 12);
+  const bool is_derived = version == Version::derived;
+  return {load<std::uint64_t>(at),      load<std::uint32_t>(at + 8),  is_derived ? 0 : third,
+          is_derived ? third : 0,       load<std::uint32_t>(at + 16), load<std::uint32_t>(at + 20),
+          load<std::uint32_t>(at + 24), load<std::uint32_t>(at + 28)};
+}
+
+BlockHeader read_block_header(ConstBytes message) {
+  check_front(kFront, message);
+  const std::uint8_t* const at = message.data();
+  const auto message_bytes = load<std::uint64_t>(at + 24);
+  expect(kName, "length in bytes", message_bytes, message.size());
+  const auto n_elements = load<std::uint64_t>(at + 16);
+  const auto n_chunks = load<std::uint32_t>(at + 32);
+  // The first test keeps the sums below from overflowing: a chunk header stands for at most 16,384 values.
+  if (n_chunks > (message.size() - kBlockHeaderBytes) / kChunkHeaderBytes || n_elements > n_chunks * kChunkValues ||
+      n_chunks != chunks_of(n_elements))
+    fail_message(kName, n_chunks, " chunks for ", n_elements, " values in ", message.size(), " bytes");
+  check_checksum(kFront, at, n_chunks);
+  if (at[5] >= kDtypes) fail_message(kName, "unknown dtype code ", at[5]);
+  if (at[6] >= kModes) fail_message(kName, "unknown mode code ", at[6]);
+  const BlockHeader header{static_cast<Version>(at[4]),
+                           static_cast<Dtype>(at[5]),
+                           static_cast<Mode>(at[6]),
+                           at[7],
+                           load<std::uint32_t>(at + 36),
+                           n_chunks,
+                           load<std::uint64_t>(at + 8),
+                           n_elements,
+                           message_bytes};
+  // Format 2 may cap what mode paper keeps.
+  const bool keeps_all = header.mode == Mode::none || (header.mode == Mode::paper && header.version == Version::levels);
+  const int mantissa_bits = layout_of(header.dtype).mantissa_bits;
+  if (header.kept_bits > mantissa_bits || (keeps_all && header.kept_bits != mantissa_bits))
+    fail_message(kName, header.kept_bits, " mantissa bits kept of ", mantissa_bits);
+  if ((header.flags & ~kFlagNonfinite) != 0 || load<std::uint32_t>(at + 40) != 0) fail_message(kName, "unknown flags");
+  return header;
+}
+
+// The header of one chunk: number of values, lengths and offsets are possible and lie within the message.
+ChunkHeader read_chunk_header(ConstBytes message, const BlockHeader& block, std::size_t chunk) {
+  const ChunkHeader header = load_chunk_header(message.data(), block.version, chunk);
+  const auto in_chunk = [&](const auto&... what) { fail_in_chunk(kName, chunk, what...); };
+  const std::uint64_t n_values = std::min<std::uint64_t>(kChunkValues, block.n_elements - chunk * kChunkValues);
+  if (header.n_values != n_values) in_chunk("number of values: ", got(n_values, header.n_values));
+  const DtypeLayout& layout = layout_of(block.dtype);
+  if (header.exponent_bytes > n_values || (header.flags & ~kFlagRawExponents) != 0 ||
+      ((header.flags & kFlagRawExponents) != 0 && header.exponent_bytes != n_values))
+    in_chunk("impossible exponent segment");
+  const std::uint64_t most_bits = n_values * (1 + layout.mantissa_bits);
+  if (block.version == Version::levels) {
+    if (header.level_bits > (block.mode == Mode::paper ? 2 * n_values : 0)) in_chunk("impossible level segment");
+    if (header.mantissa_bits > most_bits) in_chunk("impossible mantissa segment");
+  } else {
+    if (block.mode != Mode::paper && header.importance_checksum != 0) in_chunk("a checksum of importance bytes");
+    if (header.mantissa_bits % 32 != 0 || header.mantissa_bits < 8 * kLaneTailBytes ||
+        header.mantissa_bits - 8 * kLaneTailBytes > most_bits)
+      in_chunk("impossible mantissa segment");
+  }
+  // The lengths are bounded by now; a huge offset must not wrap around.
+  if (header.offset < kFront.table_end(block.n_chunks) || header.offset > message.size() ||
+      header.end_offset() > message.size())
+    in_chunk("its segments lie outside the message");
+  return header;
+}
+
+// Every chunk begins where the one before ends, and the last ends with the message.
+void check_chunks_adjoin(ConstBytes message, const BlockHeader& block) {
+  std::uint64_t end = kFront.table_end(block.n_chunks);
+  for (std::size_t chunk = 0; chunk < block.n_chunks; ++chunk) {
+    const ChunkHeader header = read_chunk_header(message, block, chunk);
+    if (header.offset != end) fail_in_chunk(kName, chunk, "its first byte: ", got(end, header.offset));
+    end = header.end_offset();
+  }
+  expect(kName, "bytes used by its chunks", message.size(), end);
+}
+
+namespace {
+
+// What every chunk of one message has in common.
+struct MessageCoding {
+  Dtype dtype;
+  Version version;
+  bool rounds;  // to nearest, where bits are dropped
+  const HuffmanTable& table;
+  const LaneKernels& lanes;
+  const Kernels& kernels;  // the rest: format 1 alone
+  Packing packing;
+  const WordMasks& masks;
+  KeepRule rule;  // format 2 alone
+};
+
+struct Scratch {
+  alignas(64) std::uint8_t words[4 * kChunkValues];
+  alignas(64) std::uint8_t block[4 * kLaneBlock];
+  std::uint8_t exponents[kChunkValues];
+  std::uint8_t levels[kChunkValues / 4 + kPackSlackBytes];
+};
+Scratch& scratch() {  // this thread's
+  static thread_local Scratch buffers;
+  return buffers;
+}
+
+// The exponent segment at `begin`, Huffman-coded, or raw where that is not longer; sets the header's fields.
+void write_exponents(const HuffmanTable& table, ConstBytes exponents, std::uint8_t* begin, ChunkHeader& header) {
+  std::size_t n_bytes = encode_exponents(table, exponents, begin);
+  if (n_bytes == 0) {  // a table that does not fit these values at all
+    std::memcpy(begin, exponents.data(), exponents.size());
+    n_bytes = exponents.size();
+    header.flags = kFlagRawExponents;
+  }
+  header.exponent_bytes = static_cast<std::uint32_t>(n_bytes);
+}
+
+void read_exponents(const HuffmanTable& table, ConstBytes segment, std::size_t chunk, bool is_raw,
+                    const std::uint8_t* readable_end, Bytes exponents) {
+  if (!is_raw) return decode_exponents(table, segment, readable_end, exponents);
+  std::memcpy(exponents.data(), segment.data(), exponents.size());
+  for (const std::uint8_t exponent : exponents)
+    if (exponent >= table.n_symbols()) fail_in_chunk(kName, chunk, "an exponent is out of range");
+}
+
+// ---- chunks of format 1: exponents, two-bit levels, signs and mantissas. docs/format.md#gcomp
+
+// Encodes n_values (with as many importance bytes, or null) into `message` from byte `offset` on; sets holds_nonfinite.
+ChunkHeader encode_levels_chunk(const MessageCoding& coding, const std::uint8_t* values, const std::uint8_t* importance,
+                                std::size_t n_values, std::uint8_t* message, std::uint64_t offset, const Mean&,
+                                bool& holds_nonfinite) {
+  Scratch& buffers = scratch();
+  std::uint8_t* const exponents = buffers.exponents;
+  if (coding.rounds) {
+    coding.kernels.round(values, importance, n_values, coding.packing, buffers.words);
+    values = buffers.words;
+  }
+  const ExponentSummary summary = coding.kernels.split_exponents(values, n_values, exponents);
+  if (summary.holds_nonfinite) holds_nonfinite = true;
+  ChunkHeader header{};
+  header.offset = offset;
+  header.n_values = static_cast<std::uint32_t>(n_values);
+  write_exponents(coding.table, {exponents, n_values}, message + offset, header);
+  if (coding.packing.mode == Mode::paper) header.level_bits = static_cast<std::uint32_t>(2 * summary.n_nonzero);
+
+  // Levels are few: they go to scratch first, because packing scribbles past their end.
+  std::uint8_t* const mantissa_begin = message + header.mantissa_offset();
+  const SegmentBits bits = coding.kernels.pack(values, exponents, importance, n_values, coding.packing, coding.masks,
+                                               buffers.levels, mantissa_begin);
+  header.mantissa_bits = static_cast<std::uint32_t>(bits.mantissas);
+  std::memcpy(message + header.level_offset(), buffers.levels, bytes_of_bits(bits.levels));
+  return header;
+}
+
+// Decodes a chunk whose header and checksum are right. Throws CorruptMessage.
+void decode_levels_chunk(const MessageCoding& coding, ConstBytes message, const ChunkHeader& header, std::size_t chunk,
+                         const std::uint8_t*, const Finish& finish, std::uint8_t* values) {
+  Scratch& buffers = scratch();
+  const std::uint8_t* const end = message.data() + message.size();
+  const Bytes exponents(buffers.exponents, header.n_values);
+  read_exponents(coding.table, message.subspan(header.offset, header.exponent_bytes), chunk,
+                 (header.flags & kFlagRawExponents) != 0, end, exponents);
+  const bool is_done = finish.addend == nullptr && finish.divisor == 1;
+  const SegmentSpan levels{message.data() + header.level_offset(), header.level_bits, end};
+  const SegmentSpan mantissas{message.data() + header.mantissa_offset(), header.mantissa_bits, end};
+  const SegmentBits asked = coding.kernels.unpack(exponents.data(), exponents.size(), coding.packing, coding.masks,
+                                                  levels, mantissas, is_done ? values : buffers.words);
+  if (asked.levels != header.level_bits || asked.mantissas != header.mantissa_bits)
+    fail_in_chunk(kName, chunk, "the exponents announce other levels or mantissas than there are");
+  if (is_done) return;
+  const auto dtype = static_cast<int>(coding.dtype);
+  const std::size_t value_bytes = bytes_of(coding.dtype);
+  for (std::size_t i = 0; i < exponents.size(); i += kLaneBlock) {
+    const std::size_t n = std::min(kLaneBlock, exponents.size() - i);
+    coding.lanes.widen[dtype](buffers.words + i * value_bytes, n, buffers.block);
+    coding.lanes.finish[dtype](buffers.block, finish.addend == nullptr ? nullptr : finish.addend + i * value_bytes,
+                               finish.divisor, n, values + i * value_bytes);
+  }
+}
+
+// ---- chunks of format 2: words of signs and mantissas, then the exponents. docs/format.md#gcomp-format-2
+
+constexpr int kLowestOfHalf = 103, kHighestOfHalf = 142;  // 2^-24 and 2^15 as exponents of float32
+
+void check_importance(const ChunkHeader& header, std::size_t chunk, const std::uint8_t* importance) {
+  if (crc32c({importance, header.n_values}) != header.importance_checksum)
+    throw RankMismatch(
+        "GComp message: chunk ", chunk,
+        ": the sender derives other importance bytes for these values than this rank. Both have to hold the same "
+        "parameters, optimizer state, hyper-parameters and loss scale: load one checkpoint on all ranks, change "
+        "learning rates on all of them alike, or use importance=\"uniform\" or format=1");
+}
+
+// What is left of each lane, below a one that marks its end.
+void write_tail(const LaneStack& stack, std::uint8_t* at) {
+  for (std::size_t lane = 0; lane < kLanes; ++lane)
+    store(at + 4 * lane, stack.bits[lane] | std::uint32_t{1} << stack.n_bits[lane]);
+}
+
+void read_tail(const std::uint8_t* at, std::size_t chunk, LaneStack& stack) {
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    const auto word = load<std::uint32_t>(at + 4 * lane);
+    if (word == 0) fail_in_chunk(kName, chunk, "a lane of mantissas has no end");
+    stack.n_bits[lane] = 31 - static_cast<std::uint32_t>(std::countl_zero(word));
+    stack.bits[lane] = word ^ std::uint32_t{1} << stack.n_bits[lane];
+  }
+}
+
+void check_half_exponents(ConstBytes exponents, std::size_t chunk) {
+  unsigned bad = 0;
+  for (const std::uint8_t exponent : exponents)
+    bad |=
+        (exponent != 0) & (exponent != kWordMaxExponent) & ((exponent < kLowestOfHalf) | (exponent > kHighestOfHalf));
+  if (bad != 0) fail_in_chunk(kName, chunk, "an exponent is out of range");
+}
+
+KeepRule keep_rule(Dtype dtype, Mode mode, int kept_bits) {
+  const bool is_half = dtype == Dtype::float16;
+  return {mode == Mode::paper, layout_of(dtype).mantissa_bits, kept_bits, is_half ? kLowestOfHalf : -kWordMantissa,
+          is_half ? kHighestOfHalf : kWordMaxExponent - 1};
+}
+
+// As of format 1; and what the chunk decodes to goes to `mean`.
+ChunkHeader encode_lanes_chunk(const MessageCoding& coding, const std::uint8_t* values, const std::uint8_t* importance,
+                               std::size_t n_values, std::uint8_t* message, std::uint64_t offset, const Mean& mean,
+                               bool& holds_nonfinite) {
+  Scratch& buffers = scratch();
+  const std::size_t value_bytes = bytes_of(coding.dtype);
+  std::uint8_t* const begin = message + offset;
+  std::uint8_t* at = begin;
+  LaneStack stack;
+  const auto finish_block = coding.lanes.finish[static_cast<int>(coding.dtype)];
+  std::uint8_t* const sent = mean.values == nullptr ? nullptr : buffers.block;
+  for (std::size_t i = 0; i < n_values; i += kLaneBlock) {
+    const std::size_t n = std::min(kLaneBlock, n_values - i);
+    const std::uint8_t* words = values + i * value_bytes;
+    if (coding.dtype != Dtype::float32) {
+      coding.lanes.widen[static_cast<int>(coding.dtype)](words, n, buffers.block);
+      words = buffers.block;
+    }
+    at = coding.lanes.push(words, importance == nullptr ? nullptr : importance + i, n, coding.rule, coding.rounds,
+                           stack, at, buffers.exponents + i, sent, holds_nonfinite);
+    if (sent != nullptr) finish_block(sent, nullptr, mean.divisor, n, mean.values + i * value_bytes);
+  }
+  write_tail(stack, at);
+  at += kLaneTailBytes;
+  ChunkHeader header{};
+  header.offset = offset;
+  header.n_values = static_cast<std::uint32_t>(n_values);
+  header.mantissa_bits = static_cast<std::uint32_t>(8 * (at - begin));
+  if (importance != nullptr) header.importance_checksum = crc32c({importance, n_values});
+  write_exponents(coding.table, {buffers.exponents, n_values}, at, header);
+  return header;
+}
+
+// Throws CorruptMessage, RankMismatch.
+void decode_lanes_chunk(const MessageCoding& coding, ConstBytes message, const ChunkHeader& header, std::size_t chunk,
+                        const std::uint8_t* importance, const Finish& finish, std::uint8_t* values) {
+  if (importance != nullptr) check_importance(header, chunk, importance);
+  Scratch& buffers = scratch();
+  const std::uint8_t* const begin = message.data() + header.offset;
+  const std::uint8_t* const end = begin + header.mantissa_bits / 8;
+  const Bytes exponents(buffers.exponents, header.n_values);
+  read_exponents(coding.table, {end, header.exponent_bytes}, chunk, (header.flags & kFlagRawExponents) != 0,
+                 message.data() + message.size(), exponents);
+  if (coding.dtype == Dtype::float16) check_half_exponents(exponents, chunk);
+
+  const std::size_t value_bytes = bytes_of(coding.dtype);
+  const bool is_done = coding.dtype == Dtype::float32 && finish.addend == nullptr && finish.divisor == 1;
+  const auto finish_block = coding.lanes.finish[static_cast<int>(coding.dtype)];
+  const std::uint8_t* at = end - kLaneTailBytes;
+  LaneStack stack;
+  read_tail(at, chunk, stack);
+  for (std::size_t i = (exponents.size() - 1) / kLaneBlock * kLaneBlock;; i -= kLaneBlock) {
+    const std::size_t n = std::min(kLaneBlock, exponents.size() - i);
+    std::uint8_t* const out = values + i * value_bytes;
+    std::uint8_t* const words = is_done ? out : buffers.block;
+    at = coding.lanes.pop(exponents.data() + i, importance == nullptr ? nullptr : importance + i, n, coding.rule, stack,
+                          begin, at, words);
+    if (at == nullptr) fail_in_chunk(kName, chunk, "the exponents announce more mantissas than there are");
+    if (!is_done)
+      finish_block(words, finish.addend == nullptr ? nullptr : finish.addend + i * value_bytes, finish.divisor, n, out);
+    if (i == 0) break;
+  }
+  if (at != begin || std::any_of(stack.n_bits, stack.n_bits + kLanes, [](std::uint32_t n) { return n != 0; }))
+    fail_in_chunk(kName, chunk, "the exponents announce fewer mantissas than there are");
+}
+
+// ---- messages
 
 MessageCoding coding_of(Dtype dtype, Mode mode, int kept_bits, Version version, bool rounds, const HuffmanTable& table,
                         WordMasks& masks) {
@@ -26,11 +366,11 @@ MessageCoding coding_of(Dtype dtype, Mode mode, int kept_bits, Version version, 
 
 void require_table(const HuffmanTable& table, Dtype dtype, Version version) {
   if (table.exponent_bits() != exponent_bits_of(dtype, version))
-    throw InvalidArgument(std::string("this Huffman table is for another dtype than ") + name_of(dtype));
+    throw InvalidArgument("this Huffman table is for another dtype than ", name_of(dtype));
 }
 
-void decode_chunk(const MessageCoding& coding, std::span<const std::uint8_t> message, const BlockHeader& block,
-                  std::size_t chunk, const std::uint8_t* importance, const Finish& finish, std::uint8_t* values) {
+void decode_chunk(const MessageCoding& coding, ConstBytes message, const BlockHeader& block, std::size_t chunk,
+                  const std::uint8_t* importance, const Finish& finish, std::uint8_t* values) {
   const ChunkHeader header = read_chunk_header(message, block, chunk);
   if (crc32c(message.subspan(header.offset, header.end_offset() - header.offset)) != header.checksum)
     fail_in_chunk(kName, chunk, "the checksum does not match: bytes were changed on the way");
@@ -40,33 +380,8 @@ void decode_chunk(const MessageCoding& coding, std::span<const std::uint8_t> mes
 
 }  // namespace
 
-Scratch& scratch() {
-  static thread_local Scratch buffers;
-  return buffers;
-}
-
-void write_exponents(const HuffmanTable& table, std::span<const std::uint8_t> exponents, std::uint8_t* begin,
-                     ChunkHeader& header) {
-  std::size_t n_bytes = encode_exponents(table, exponents, begin);
-  if (n_bytes == 0) {  // a table that does not fit these values at all
-    std::memcpy(begin, exponents.data(), exponents.size());
-    n_bytes = exponents.size();
-    header.flags = kFlagRawExponents;
-  }
-  header.exponent_bytes = static_cast<std::uint32_t>(n_bytes);
-}
-
-void read_exponents(const HuffmanTable& table, std::span<const std::uint8_t> segment, std::size_t chunk, bool is_raw,
-                    const std::uint8_t* readable_end, std::span<std::uint8_t> exponents) {
-  if (!is_raw) return decode_exponents(table, segment, readable_end, exponents);
-  std::memcpy(exponents.data(), segment.data(), exponents.size());
-  for (const std::uint8_t exponent : exponents)
-    if (exponent >= table.n_symbols()) fail_in_chunk(kName, chunk, "an exponent is out of range");
-}
-
-std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::uint8_t> importance,
-                     const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out,
-                     const Mean& mean) {
+std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptions& options, const HuffmanTable& table,
+                     Bytes out, const Mean& mean) {
   const DtypeLayout& layout = layout_of(options.dtype);
   const std::uint64_t n_elements = elements_of(values, options.dtype);
   if (importance.size() != (options.mode == Mode::paper ? n_elements : 0))
@@ -77,8 +392,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
                          (options.mode == Mode::paper && options.version == Version::derived);
   const int kept_bits = quantises ? options.kept_bits : layout.mantissa_bits;
   if (kept_bits < 0 || kept_bits > layout.mantissa_bits)
-    throw InvalidArgument("mantissa bits to keep: " + std::to_string(kept_bits) + " of " +
-                          std::to_string(layout.mantissa_bits));
+    throw InvalidArgument("mantissa bits to keep: ", kept_bits, " of ", layout.mantissa_bits);
 
   const bool rounds =
       options.mode == Mode::uniform || (options.mode == Mode::paper && options.rounding == Rounding::nearest);
@@ -131,8 +445,8 @@ std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::
   return end;
 }
 
-void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTable& table,
-            std::span<const std::uint8_t> importance, const Finish& finish, std::span<std::uint8_t> values) {
+void decode(ConstBytes message, Dtype dtype, const HuffmanTable& table, ConstBytes importance, const Finish& finish,
+            Bytes values) {
   const BlockHeader block = read_block_header(message);
   const std::size_t value_bytes = bytes_of(dtype);
   expect_values(kName, dtype, values.size() / value_bytes, block.dtype, block.n_elements);
@@ -140,8 +454,8 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTab
     fail_message(kName, "it was written with another Huffman table");
   const bool derives = block.version == Version::derived && block.mode == Mode::paper;
   if (derives && importance.size() != block.n_elements)
-    throw InvalidArgument("decoding this message needs one importance byte a value: " +
-                          std::to_string(block.n_elements) + ", got " + std::to_string(importance.size()));
+    throw InvalidArgument("decoding this message needs one importance byte a value: ", block.n_elements, ", got ",
+                          importance.size());
   check_chunks_adjoin(message, block);
   WordMasks masks;
   const MessageCoding coding = coding_of(dtype, block.mode, block.kept_bits, block.version, false, table, masks);
@@ -153,8 +467,7 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTab
   parallel_for(block.n_chunks, [&decode_one](std::size_t chunk) { decode_one(chunk); });
 }
 
-void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, Version version,
-                     std::span<std::int64_t> histogram) {
+void count_exponents(ConstBytes values, Dtype dtype, Version version, std::span<std::int64_t> histogram) {
   const std::size_t value_bytes = bytes_of(dtype);
   const bool widens = dtype == Dtype::float16 && version == Version::derived;
   const Kernels& kernels = kernels_for(widens ? Dtype::float32 : dtype);
@@ -183,7 +496,7 @@ void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, Version 
   }
 }
 
-Description describe(std::span<const std::uint8_t> message) {
+Description describe(ConstBytes message) {
   Description sums{read_block_header(message), 0, 0, 0, 0, 0};
   check_chunks_adjoin(message, sums.header);
   sums.header_bytes = kBlockHeaderBytes + std::uint64_t{sums.header.n_chunks} * kChunkHeaderBytes;

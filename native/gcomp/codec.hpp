@@ -1,13 +1,83 @@
 // GComp messages: floats to bytes and back. Li et al., SoCC 2024, sections 4 to 6; docs/format.md#gcomp
 #pragma once
 
-#include <cstdint>
-#include <span>
-
-#include "gcomp/format.hpp"
 #include "huffman/table.hpp"
+#include "messages/front.hpp"
 
 namespace gradwire::gcomp {
+
+using floats::bytes_of;
+using floats::Dtype;
+using floats::kDtypes;
+using floats::name_of;
+enum class Mode : std::uint8_t { none = 0, paper = 1, uniform = 2, truncate = 3 };
+
+inline constexpr int kModes = 4;
+// Format 1 sends levels; in format 2 the receiver derives what was kept.
+enum class Version : std::uint8_t { levels = 1, derived = 2 };
+// Values of every chunk but the last. 64 KiB of float32 with their exponents and output stay in a 512 KiB L2.
+inline constexpr std::size_t kChunkValues = 16384;
+inline constexpr std::size_t kBlockHeaderBytes = 48;
+inline constexpr std::size_t kChunkHeaderBytes = 32;
+inline constexpr Front kFront{"GComp", "GWGC", 2, kBlockHeaderBytes, kChunkHeaderBytes};
+inline constexpr const char* kName = kFront.name;
+inline constexpr std::uint32_t kFlagNonfinite = 1;     // block: some value is Inf or NaN
+inline constexpr std::uint32_t kFlagRawExponents = 1;  // chunk: the exponent segment is one byte a value, uncoded
+
+struct DtypeLayout {
+  int exponent_bits;
+  int mantissa_bits;
+  int dropped_bits[4];  // by level
+};
+inline constexpr DtypeLayout kLayouts[kDtypes] = {{8, 23, {0, 6, 12, 18}}, {8, 7, {0, 2, 4, 6}}, {5, 10, {0, 3, 5, 8}}};
+inline const DtypeLayout& layout_of(Dtype dtype) { return kLayouts[static_cast<int>(dtype)]; }
+
+// Width of the exponents that are Huffman-coded: format 2 takes every value as a float32.
+inline int exponent_bits_of(Dtype dtype, Version version) {
+  return version == Version::derived ? 8 : layout_of(dtype).exponent_bits;
+}
+
+struct BlockHeader {
+  Version version;
+  Dtype dtype;
+  Mode mode;
+  std::uint8_t kept_bits;  // of the mantissa: at level 0, or at most
+  std::uint32_t flags;
+  std::uint32_t n_chunks;
+  std::uint64_t table_id;
+  std::uint64_t n_elements;
+  std::uint64_t message_bytes;
+};
+
+// Format 1: exponents, levels, mantissas; format 2: mantissas (whole words), exponents.
+struct ChunkHeader {
+  std::uint64_t offset;  // from the message's first byte; the segments follow one another
+  std::uint32_t exponent_bytes;
+  std::uint32_t level_bits;           // format 1, else 0
+  std::uint32_t importance_checksum;  // format 2: CRC32C of the importance bytes (mode paper), else 0
+  std::uint32_t mantissa_bits;
+  std::uint32_t n_values;
+  std::uint32_t flags;
+  std::uint32_t checksum;  // CRC32C of the chunk's segments
+
+  std::uint64_t level_offset() const { return offset + exponent_bytes; }
+  std::uint64_t mantissa_offset() const { return level_offset() + (std::uint64_t{level_bits} + 7) / 8; }
+  std::uint64_t end_offset() const { return mantissa_offset() + (std::uint64_t{mantissa_bits} + 7) / 8; }
+};
+
+constexpr std::uint64_t chunks_of(std::uint64_t n_elements) { return (n_elements + kChunkValues - 1) / kChunkValues; }
+
+// Bytes that no message of n_elements values exceeds.
+std::uint64_t max_message_bytes(std::uint64_t n_elements, Dtype dtype, Mode mode, Version version);
+
+// Unchecked: for headers that were checked before, or just written.
+ChunkHeader load_chunk_header(const std::uint8_t* message, Version version, std::size_t chunk);
+
+// The block header of `message`: magic, version, lengths, known codes and the checksum over all headers are right.
+// Throws CorruptMessage, IncompatibleVersion.
+BlockHeader read_block_header(ConstBytes message);
+
+const char* name_of(Mode mode);
 
 // What becomes of the bits that mode paper lets go of; mode uniform rounds to nearest, mode truncate towards zero.
 enum class Rounding : std::uint8_t { nearest = 0, truncate = 1 };
@@ -30,9 +100,8 @@ struct EncodeOptions {
 // returns its bytes. `importance`: one byte a value in mode paper, else empty. `table` is of exponent_bits_of(dtype,
 // version). Same bytes for every number of threads and instruction set; allocates nothing once a thread has encoded
 // before. Throws InvalidArgument, BufferTooSmall.
-std::uint64_t encode(std::span<const std::uint8_t> values, std::span<const std::uint8_t> importance,
-                     const EncodeOptions& options, const HuffmanTable& table, std::span<std::uint8_t> out,
-                     const Mean& mean = {});
+std::uint64_t encode(ConstBytes values, ConstBytes importance, const EncodeOptions& options, const HuffmanTable& table,
+                     Bytes out, const Mean& mean = {});
 
 // What is made of decoded values in the same pass: addend + value, or value / divisor; callers use one of the two.
 struct Finish {
@@ -44,12 +113,11 @@ struct Finish {
 // `importance`: one byte a value where the message is of format 2 and mode paper; otherwise not looked at. On an error
 // the values are undefined. Throws CorruptMessage, IncompatibleVersion, InvalidArgument (no importance), RankMismatch
 // (other importance bytes than the sender's).
-void decode(std::span<const std::uint8_t> message, Dtype dtype, const HuffmanTable& table,
-            std::span<const std::uint8_t> importance, const Finish& finish, std::span<std::uint8_t> values);
+void decode(ConstBytes message, Dtype dtype, const HuffmanTable& table, ConstBytes importance, const Finish& finish,
+            Bytes values);
 
 // Adds the exponents of `values`, as messages of this version code them, to `histogram` (2^exponent_bits counts).
-void count_exponents(std::span<const std::uint8_t> values, Dtype dtype, Version version,
-                     std::span<std::int64_t> histogram);
+void count_exponents(ConstBytes values, Dtype dtype, Version version, std::span<std::int64_t> histogram);
 
 // Where a message's bytes go.
 struct Description {
@@ -57,6 +125,6 @@ struct Description {
   std::uint64_t header_bytes, exponent_bytes, level_bytes, mantissa_bytes;
   std::uint64_t n_raw_chunks;  // whose exponents are not Huffman-coded
 };
-Description describe(std::span<const std::uint8_t> message);
+Description describe(ConstBytes message);
 
 }  // namespace gradwire::gcomp

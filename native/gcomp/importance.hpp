@@ -1,11 +1,12 @@
 // Importance bytes: how many low mantissa bits of each gradient cannot matter to the optimizer.
 #pragma once
 
-#include <cstdint>
+#include <map>
 #include <optional>
-#include <span>
+#include <vector>
 
 #include "simd/dispatch.hpp"
+#include "spans.hpp"
 
 namespace gradwire::gcomp {
 
@@ -17,9 +18,8 @@ namespace gradwire::gcomp {
 // Without second_moment the factor is b alone, without first_moment the term c m is left out; all others are as long as
 // `parameter`. Memory-bound: 4 to 12 bytes read and one written per element.
 // Throws InvalidArgument if lengths differ.
-void write_importance(std::span<const float> parameter, std::optional<std::span<const float>> second_moment,
-                      std::optional<std::span<const float>> first_moment, float a, float b, float c,
-                      std::span<std::uint8_t> out);
+void write_importance(ConstFloats parameter, std::optional<ConstFloats> second_moment,
+                      std::optional<ConstFloats> first_moment, float a, float b, float c, Bytes out);
 
 // ---- one tile of them: importance_loops.cpp
 
@@ -41,5 +41,46 @@ struct ImportanceTerms {
 
 using WriteTile = void(const ImportanceTile& tile, const ImportanceTerms& terms);
 WriteTile &write_tile_at(Level<0>), &write_tile_at(Level<1>);
+
+// The importance bytes of a whole bucket: where each parameter's terms lie, gathered once, and written for any range.
+
+// One parameter, at `offset` of the bucket: S = |parameter (a sqrt(second_moment) + b) + c first_moment|, where either
+// moment may be null; or, where `ready` is not null, bytes that somebody else has written.
+struct Window {
+  std::size_t offset, n;
+  const float *parameter, *second_moment, *first_moment;
+  float a, b, c;
+  const std::uint8_t* ready;
+};
+
+class BucketImportance {
+ public:
+  // In ascending order, and apart. Throws InvalidArgument.
+  explicit BucketImportance(std::vector<Window> windows);
+  // The bytes of elements [first, first + out.size()); those of no parameter are left alone.
+  void write(std::size_t first, Bytes out) const;
+
+ private:
+  std::vector<Window> windows_;
+};
+
+// The bytes of the ranges that an exchange cuts a bucket into, each written once.
+class Weights {
+ public:
+  // Null: no range has any.
+  explicit Weights(const BucketImportance* importance) : importance_(importance) {}
+  Weights(const Weights&) = delete;
+  Weights& operator=(const Weights&) = delete;
+  // Leaves the memory to those of later buckets.
+  ~Weights();
+  // Makes those of [first, first + n) known; false if there was nothing to do.
+  bool write(std::size_t first, std::size_t n);
+  // Empty where they are not known. Valid until the range is written with another n.
+  ConstBytes at(std::size_t first, std::size_t n) const;
+
+ private:
+  const BucketImportance* const importance_;
+  std::map<std::size_t, std::vector<std::uint8_t>> by_first_;
+};
 
 }  // namespace gradwire::gcomp

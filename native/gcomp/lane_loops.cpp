@@ -5,56 +5,16 @@
 #include <bit>
 
 #include "bits/bit_io.hpp"
-#include "gcomp/lanes.hpp"
+#include "floats/word_loops.hpp"
+#include "gcomp/kernels.hpp"
 #include "simd/lanes.hpp"
 
 namespace gradwire::gcomp {
 namespace {
 
-// Float16's bias is 15, float32's 127. The float arithmetic below is exact, and never sees a subnormal float32.
-inline std::uint32_t widen_half(std::uint32_t half) {
-  const std::uint32_t sign = (half & 0x8000) << 16, shifted = (half & 0x7FFF) << 13;
-  const float subnormal = std::bit_cast<float>(shifted + (113u << 23)) - std::bit_cast<float>(113u << 23);
-  const std::uint32_t normal = shifted + ((half & 0x7C00) == 0x7C00 ? 224u << 23 : 112u << 23);
-  return sign | ((half & 0x7C00) == 0 ? std::bit_cast<std::uint32_t>(subnormal) : normal);
-}
-
-inline std::uint32_t narrow_to_half(std::uint32_t word) {
-  const std::uint32_t sign = (word >> 16) & 0x8000, magnitude = word & 0x7FFFFFFF;
-  // Adding 1/2 leaves multiples of 2^-24, rounded by the addition.
-  const std::uint32_t subnormal =
-      std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<std::uint32_t>(0.5f);
-  const std::uint32_t normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - (112u << 10);
-  const std::uint32_t finite = magnitude < (113u << 23) ? subnormal : std::min(normal, 0x7C00u);
-  return sign | (magnitude > 0x7F800000    ? 0x7C00 | ((magnitude >> 13) & 0x3FF)
-                 : magnitude == 0x7F800000 ? 0x7C00
-                                           : finite);
-}
-
-inline std::uint32_t narrow_to_bfloat16(std::uint32_t word) {
-  const std::uint32_t rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16;
-  return (word & 0x7FFFFFFF) > 0x7F800000 ? word >> 16 : rounded;
-}
-
 template <Dtype kDtype>
-inline std::uint32_t load_word(const std::uint8_t* values, std::size_t i) {
-  if constexpr (kDtype == Dtype::float32) return load<std::uint32_t>(values + 4 * i);
-  const std::uint32_t bits = load<std::uint16_t>(values + 2 * i);
-  return kDtype == Dtype::bfloat16 ? bits << 16 : widen_half(bits);
-}
-
-template <Dtype kDtype>
-inline void store_word(std::uint8_t* values, std::size_t i, std::uint32_t word) {
-  if constexpr (kDtype == Dtype::float32) return store(values + 4 * i, word);
-  if constexpr (kDtype == Dtype::bfloat16)
-    return store(values + 2 * i, static_cast<std::uint16_t>(narrow_to_bfloat16(word)));
-  if constexpr (kDtype == Dtype::float16)
-    return store(values + 2 * i, static_cast<std::uint16_t>(narrow_to_half(word)));
-}
-
-template <Dtype kDtype>
-void widen_loop(const std::uint8_t* values, std::size_t n, std::uint8_t* __restrict words) {
-  for (std::size_t i = 0; i < n; ++i) store(words + 4 * i, load_word<kDtype>(values, i));
+void widen_loop(const std::uint8_t* values, std::size_t n, std::uint8_t* words) {
+  floats::load_words<kDtype>(values, n, reinterpret_cast<std::uint32_t*>(words));
 }
 
 template <Dtype kDtype, bool kAdds, bool kScales, bool kDivides>
@@ -65,12 +25,12 @@ void finish_values(const std::uint8_t* __restrict words, const std::uint8_t* add
     auto word = load<std::uint32_t>(words + 4 * i);
     if constexpr (kAdds || kScales || kDivides) {
       float value = std::bit_cast<float>(word);
-      if constexpr (kAdds) value += std::bit_cast<float>(load_word<kDtype>(addend, i));
+      if constexpr (kAdds) value += std::bit_cast<float>(floats::load_word<kDtype>(addend, i));
       if constexpr (kScales) value *= factor;
       if constexpr (kDivides) value /= divisor;
       word = std::bit_cast<std::uint32_t>(value);
     }
-    store_word<kDtype>(values, i, word);
+    floats::store_word<kDtype, floats::Specials::cut>(values, i, word);
   }
 }
 

@@ -3,7 +3,6 @@
 #include <bit>
 
 #include "bits/bit_io.hpp"
-#include "huffman/streams.hpp"
 #include "huffman/table.hpp"
 
 #if defined(__AVX512VBMI2__)

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "errors.hpp"
-#include "low_rank/kernels.hpp"
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::low_rank {
@@ -15,7 +14,7 @@ namespace {
 constexpr std::size_t kTaskRows = 64;
 
 // (rank, n_columns) to panels of (rank, width), the last one padded: what the kernel reads, in order.
-void pack_panels(std::span<const float> right, std::size_t rank, std::size_t n_columns, std::size_t width,
+void pack_panels(ConstFloats right, std::size_t rank, std::size_t n_columns, std::size_t width,
                  std::vector<float>& panels) {
   const std::size_t n_panels = (n_columns + width - 1) / width;
   panels.resize(n_panels * rank * width);
@@ -28,7 +27,7 @@ void pack_panels(std::span<const float> right, std::size_t rank, std::size_t n_c
 }
 
 // By a power of two, so that squares neither overflow nor vanish; spans do not depend on it.
-void scale_to_one(std::span<float> factor) {
+void scale_to_one(Floats factor) {
   float largest = 0;
   for (const float value : factor) largest = std::max(largest, std::fabs(value));
   if (largest == 0) return;
@@ -41,8 +40,7 @@ void scale_to_one(std::span<float> factor) {
 
 }  // namespace
 
-void multiply_factors(std::span<const float> left, std::span<const float> right, std::size_t rank, bool subtract,
-                      std::span<float> matrix) {
+void multiply_factors(ConstFloats left, ConstFloats right, std::size_t rank, bool subtract, Floats matrix) {
   if (rank == 0 || left.size() % rank != 0 || right.size() % rank != 0)
     throw InvalidArgument("multiply_factors: factors are (rank, n) with rank at least 1");
   const std::size_t n_rows = left.size() / rank, n_columns = right.size() / rank;
@@ -65,14 +63,14 @@ void multiply_factors(std::span<const float> left, std::span<const float> right,
   });
 }
 
-void orthogonalise_factors(std::span<float> factors, std::size_t n_factors, std::size_t rank) {
+void orthogonalise_factors(Floats factors, std::size_t n_factors, std::size_t rank) {
   if (n_factors == 0) return;
   if (rank == 0 || factors.size() % (n_factors * rank) != 0 || factors.size() / n_factors / rank < rank)
     throw InvalidArgument("orthogonalise_factors: factors are (n_factors, rank, n) with 1 <= rank <= n");
   const std::size_t size = factors.size() / n_factors;
   const Kernels& use = kernels();
   parallel_for(n_factors, [&](std::size_t i) {
-    const std::span<float> factor = factors.subspan(i * size, size);
+    const Floats factor = factors.subspan(i * size, size);
     scale_to_one(factor);
     use.orthogonalise(factor.data(), rank, size / rank);
   });

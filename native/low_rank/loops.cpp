@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "low_rank/kernels.hpp"
+#include "low_rank/factors.hpp"
 
 namespace gradwire::low_rank {
 namespace {

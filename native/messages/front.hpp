@@ -3,12 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <span>
-#include <string>
 
-#include "floats/dtypes.hpp"
+#include "errors.hpp"
+#include "spans.hpp"
 
 namespace gradwire {
 
@@ -22,9 +19,15 @@ struct Front {
   std::uint64_t table_end(std::uint64_t n_chunks) const { return header_bytes + n_chunks * entry_bytes; }
 };
 
-// Throws CorruptMessage.
-[[noreturn]] void fail_message(const char* name, const std::string& what);
-[[noreturn]] void fail_in_chunk(const char* name, std::size_t chunk, const std::string& what);
+// Throw CorruptMessage.
+template <class... Parts>
+[[noreturn]] void fail_message(const char* name, const Parts&... what) {
+  throw CorruptMessage(name, " message: ", what...);
+}
+template <class... Parts>
+[[noreturn]] void fail_in_chunk(const char* name, std::size_t chunk, const Parts&... what) {
+  fail_message(name, "chunk ", chunk, ": ", what...);
+}
 void expect(const char* name, const char* what, std::uint64_t expected, std::uint64_t got);
 // What the receiver has room for, and what the message holds.
 void expect_values(const char* name, floats::Dtype dtype, std::uint64_t n_elements, floats::Dtype got_dtype,
@@ -32,18 +35,16 @@ void expect_values(const char* name, floats::Dtype dtype, std::uint64_t n_elemen
 
 void write_front(const Front& front, int version, int first, int second, int third, std::uint8_t* message);
 // A whole header that begins with the right letters and version. Throws CorruptMessage, IncompatibleVersion.
-void check_front(const Front& front, std::span<const std::uint8_t> message);
+void check_front(const Front& front, ConstBytes message);
 
 // Over the header, the table and `more`.
-void write_checksum(const Front& front, std::uint8_t* message, std::uint64_t n_chunks,
-                    std::span<const std::uint8_t> more = {});
-void check_checksum(const Front& front, const std::uint8_t* message, std::uint64_t n_chunks,
-                    std::span<const std::uint8_t> more = {});
+void write_checksum(const Front& front, std::uint8_t* message, std::uint64_t n_chunks, ConstBytes more = {});
+void check_checksum(const Front& front, const std::uint8_t* message, std::uint64_t n_chunks, ConstBytes more = {});
 
 // The number of values that an encoder is given. Throws InvalidArgument.
-std::uint64_t elements_of(std::span<const std::uint8_t> values, floats::Dtype dtype);
+std::uint64_t elements_of(ConstBytes values, floats::Dtype dtype);
 // Throws BufferTooSmall.
-void check_room(const char* name, std::span<const std::uint8_t> out, std::uint64_t n_needed);
+void check_room(const char* name, ConstBytes out, std::uint64_t n_needed);
 
 // ---- float codecs: values in partitions within chunks
 
@@ -90,7 +91,7 @@ struct Head {
 void check_partition(std::size_t partition);
 void write_head(const Front& front, const Head& head, std::uint8_t* message);
 // Letters, version, length, known dtype, flags and partition are right. Throws CorruptMessage, IncompatibleVersion.
-Head read_head(const Front& front, std::span<const std::uint8_t> message);
+Head read_head(const Front& front, ConstBytes message);
 
 }  // namespace floats
 }  // namespace gradwire

@@ -2,7 +2,7 @@
 #include <bit>
 #include <cstring>
 
-#include "packing/kernels.hpp"
+#include "packing/packing.hpp"
 
 #if defined(__AVX512VBMI2__)
 #include <immintrin.h>

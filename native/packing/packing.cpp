@@ -1,11 +1,9 @@
 #include "packing/packing.hpp"
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "errors.hpp"
-#include "packing/kernels.hpp"
 #include "parallel/thread_pool.hpp"
 
 namespace gradwire::packing {
@@ -16,12 +14,12 @@ constexpr std::size_t kChunkValues = 32 * kChunkWords;
 
 // Calls body(first value, values, first packed value) for every chunk.
 template <typename Body>
-void for_each_chunk(std::size_t n_values, std::size_t n_packed, std::span<const std::uint32_t> words, Body&& body) {
+void for_each_chunk(std::size_t n_values, std::size_t n_packed, ConstWords words, Body&& body) {
   if (words.size() != (n_values + 31) / 32)
-    throw InvalidArgument("the index of " + std::to_string(n_values) + " values has " +
-                          std::to_string((n_values + 31) / 32) + " words, not " + std::to_string(words.size()));
+    throw InvalidArgument("the index of ", n_values, " values has ", (n_values + 31) / 32, " words, not ",
+                          words.size());
   if (n_values % 32 != 0 && words.back() >> (n_values % 32) != 0)
-    throw CorruptMessage("the index has bits set past its " + std::to_string(n_values) +
+    throw CorruptMessage("the index has bits set past its ", n_values,
                          " values: it is of another gradient, or was altered on its way");
   const std::size_t n_chunks = (words.size() + kChunkWords - 1) / kChunkWords;
   std::vector<std::size_t> starts(n_chunks + 1, 0);
@@ -32,8 +30,7 @@ void for_each_chunk(std::size_t n_values, std::size_t n_packed, std::span<const 
   });
   for (std::size_t chunk = 0; chunk < n_chunks; ++chunk) starts[chunk + 1] += starts[chunk];
   if (starts.back() != n_packed)
-    throw InvalidArgument("the index has " + std::to_string(starts.back()) + " bits set, but there are " +
-                          std::to_string(n_packed) + " packed values");
+    throw InvalidArgument("the index has ", starts.back(), " bits set, but there are ", n_packed, " packed values");
   parallel_for(n_chunks, [&](std::size_t chunk) {
     const std::size_t first = chunk * kChunkValues;
     body(first, std::min(kChunkValues, n_values - first), starts[chunk]);
@@ -47,8 +44,7 @@ void check_item(std::size_t item_bytes, std::size_t a, std::size_t b) {
 
 }  // namespace
 
-void pack(std::span<const std::uint8_t> values, std::size_t item_bytes, std::span<const std::uint32_t> words,
-          std::span<std::uint8_t> packed) {
+void pack(ConstBytes values, std::size_t item_bytes, ConstWords words, Bytes packed) {
   check_item(item_bytes, values.size(), packed.size());
   const auto pack_chunk = kernels().pack[item_bytes == 4];
   for_each_chunk(values.size() / item_bytes, packed.size() / item_bytes, words,
@@ -58,8 +54,7 @@ void pack(std::span<const std::uint8_t> values, std::size_t item_bytes, std::spa
                  });
 }
 
-void unpack(std::span<const std::uint8_t> packed, std::size_t item_bytes, std::span<const std::uint32_t> words,
-            std::span<std::uint8_t> values) {
+void unpack(ConstBytes packed, std::size_t item_bytes, ConstWords words, Bytes values) {
   check_item(item_bytes, values.size(), packed.size());
   const auto unpack_chunk = kernels().unpack[item_bytes == 4];
   for_each_chunk(values.size() / item_bytes, packed.size() / item_bytes, words,

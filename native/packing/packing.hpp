@@ -1,19 +1,29 @@
 // The values at the set bits of an index, one after the other; docs/format.md#count-sketch
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <span>
+#include "simd/dispatch.hpp"
+#include "spans.hpp"
 
 namespace gradwire::packing {
 
 // Writes the value of each set bit, in order. Values are of `item_bytes` bytes, 2 or 4; bit i % 32 of word i / 32
 // stands for value i. Throws InvalidArgument (sizes), CorruptMessage (bits past the end).
-void pack(std::span<const std::uint8_t> values, std::size_t item_bytes, std::span<const std::uint32_t> words,
-          std::span<std::uint8_t> packed);
+void pack(ConstBytes values, std::size_t item_bytes, ConstWords words, Bytes packed);
 
 // The inverse: values without a bit become 0. Throws as `pack` does.
-void unpack(std::span<const std::uint8_t> packed, std::size_t item_bytes, std::span<const std::uint32_t> words,
-            std::span<std::uint8_t> values);
+void unpack(ConstBytes packed, std::size_t item_bytes, ConstWords words, Bytes values);
+
+// The loops of packing: loops.cpp. They touch nothing past their range.
+struct Kernels {
+  std::size_t (*count)(const std::uint32_t* words, std::size_t n_words);
+  // n values, whose first is bit 0 of the first word; by size: 2 bytes, 4 bytes.
+  void (*pack[2])(const void* values, const std::uint32_t* words, std::size_t n, void* packed);
+  void (*unpack[2])(const void* packed, const std::uint32_t* words, std::size_t n, void* values);
+};
+
+const Kernels &kernels_at(Level<0>), &kernels_at(Level<1>), &kernels_at(Level<2>);
+inline const Kernels& kernels() {
+  return at_current_level<2>([](auto level) -> auto& { return kernels_at(level); });
+}
 
 }  // namespace gradwire::packing

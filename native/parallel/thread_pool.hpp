@@ -1,8 +1,9 @@
 // One pool of threads for every codec of the process.
 #pragma once
 
-#include <cstddef>
 #include <functional>
+
+#include "spans.hpp"
 
 namespace gradwire {
 

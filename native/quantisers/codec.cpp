@@ -7,16 +7,66 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <string>
 #include <vector>
 
+#include "bits/bit_io.hpp"
 #include "errors.hpp"
 #include "messages/front.hpp"
-#include "quantisers/groups.hpp"
 #include "quantisers/sweep.hpp"
-#include "quantisers/thc.hpp"
 
 namespace gradwire::quantisers {
+namespace {
+
+constexpr Front kFront{"quantised", "GWQT", kGroupedVersion, kHeaderBytes, 0};
+constexpr std::uint8_t kFlagNonfinite = 1;
+
+}  // namespace
+
+const char* name_of(Kind kind) {
+  constexpr const char* names[kKinds] = {"one-bit", "two-bit", "ternary", "qsgd", "thc"};
+  return names[static_cast<int>(kind)];
+}
+
+void write_header(const Header& header, Bytes message) {
+  std::uint8_t* const at = message.data();
+  write_front(kFront, header.version, static_cast<int>(header.kind), header.is_finite ? 0 : kFlagNonfinite,
+              header.levels, at);
+  store(at + 8, header.n_elements);
+  store(at + 16, header.block);
+  store(at + 20, header.first);
+  store(at + 24, header.second);
+  write_checksum(kFront, at, 0, message.subspan(kHeaderBytes));
+}
+
+Header read_header(ConstBytes message) {
+  check_front(kFront, message);
+  const std::uint8_t* const at = message.data();
+  check_checksum(kFront, at, 0, message.subspan(kHeaderBytes));
+  if (at[5] >= kKinds) fail_message(kFront.name, "unknown quantiser ", at[5]);
+  if ((at[6] & ~kFlagNonfinite) != 0) fail_message(kFront.name, "unknown flags");
+  const Header header{static_cast<Kind>(at[5]),     (at[6] & kFlagNonfinite) == 0, at[7],
+                      load<std::uint32_t>(at + 16), load<std::uint64_t>(at + 8),   load<float>(at + 20),
+                      load<float>(at + 24)};
+  for (const float scale : {header.first, header.second})
+    if (std::bit_cast<std::uint32_t>(scale) >= kInfinity)
+      fail_message(kFront.name, "a scale is negative or not finite");
+  if (at[4] == kGroupedVersion) {
+    if (header.kind != Kind::one_bit && header.kind != Kind::two_bit)
+      fail_message(kFront.name, "groups where there are none");
+    if (header.levels < 1 || header.levels > 2) fail_message(kFront.name, "wrong number of scales");
+    if (header.block < kGroup || header.block > kBlock || !std::has_single_bit(header.block))
+      fail_message(kFront.name, "groups of ", header.block, " values; 64, 128, ..., 4096 are possible");
+  } else if (header.kind == Kind::qsgd) {
+    if (header.levels < 1 || header.levels > 127)
+      fail_message(kFront.name, header.levels, " levels; 1 to 127 are possible");
+    if (header.block < 128 || header.block > kBlock || !std::has_single_bit(header.block))
+      fail_message(kFront.name, "blocks of ", header.block, " values; 128, 256, ..., 4096 are possible");
+  } else if (header.levels != 0 || header.block != 0) {
+    fail_message(kFront.name, "levels or blocks where there are none");
+  }
+  return header;
+}
+
 namespace {
 
 constexpr float kLargestFloat = std::numeric_limits<float>::max();
@@ -199,20 +249,18 @@ void choose_scales(const Options& options, const Source& source, Header& header)
 Header header_for(const Options& options, std::uint64_t n_elements) {
   const bool is_qsgd = options.kind == Kind::qsgd;
   if (is_qsgd && (options.levels < 1 || options.levels > 127))
-    throw InvalidArgument("qsgd: levels are 1 to 127, not " + std::to_string(options.levels));
+    throw InvalidArgument("qsgd: levels are 1 to 127, not ", options.levels);
   if (is_qsgd && (options.block < 128 || options.block > kBlock || !std::has_single_bit(options.block)))
-    throw InvalidArgument("qsgd: blocks are 128, 256, ..., 4096 values, not " + std::to_string(options.block));
+    throw InvalidArgument("qsgd: blocks are 128, 256, ..., 4096 values, not ", options.block);
   if (!(options.parameter >= 0 && options.parameter <= kLargestFloat))
-    throw InvalidArgument("a scale, threshold or clip is finite and not negative, not " +
-                          std::to_string(options.parameter));
+    throw InvalidArgument("a scale, threshold or clip is finite and not negative, not ", options.parameter);
   return {options.kind, true, is_qsgd ? options.levels : 0, is_qsgd ? options.block : 0, n_elements, 0, 0};
 }
 
 void check_source(const Source& source) {
   elements_of(source.values, source.dtype);
   if (!source.residual.empty() && source.residual.size() != source.n_elements())
-    throw InvalidArgument("the residual has " + std::to_string(source.residual.size()) + " values, the gradient " +
-                          std::to_string(source.n_elements()));
+    throw InvalidArgument("the residual has ", source.residual.size(), " values, the gradient ", source.n_elements());
 }
 
 }  // namespace
@@ -223,8 +271,7 @@ std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements
   return kHeaderBytes + payload_bytes(header_for(options, n_elements));
 }
 
-std::uint64_t encode(const Options& options, const Source& source, std::span<float> new_residual,
-                     std::span<std::uint8_t> out) {
+std::uint64_t encode(const Options& options, const Source& source, Floats new_residual, Bytes out) {
   check_source(source);
   if (options.kind == Kind::thc) {
     const random::Stream signs{options.stream.seed ^ kSignSeed, options.stream.step};
@@ -269,12 +316,11 @@ std::uint64_t encode(const Options& options, const Source& source, std::span<flo
   return message_bytes;
 }
 
-void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
-            const Use& use) {
+void decode(ConstBytes message, Kind kind, Dtype dtype, Bytes out, const Use& use) {
   if (use.adds && dtype != Dtype::float32) throw InvalidArgument("values are added to float32 only");
   Header header = read_header(message);
   const char* const name = name_of(kind);
-  if (header.kind != kind) fail_message(name, std::string("it is one of ") + name_of(header.kind));
+  if (header.kind != kind) fail_message(name, "it is one of ", name_of(header.kind));
   expect(name, "number of values", out.size() / bytes_of(dtype), header.n_elements);
   if (kind == Kind::thc) return decode_thc(header, message, dtype, out, use);
   if (header.version == kGroupedVersion) return decode_groups(header, message, dtype, out, use);
@@ -302,8 +348,7 @@ float ternary_scale(const Source& source, float clip) {
   return scale >= 0x1p-100f ? scale : 0.0f;
 }
 
-void write_ternary_counts(const Source& source, float scale, const random::Stream& stream, Fields fields,
-                          std::span<std::uint8_t> codes) {
+void write_ternary_counts(const Source& source, float scale, const random::Stream& stream, Fields fields, Bytes codes) {
   check_source(source);
   if (codes.size() != bytes_for(source.n_elements(), fields))
     throw InvalidArgument("ternary counts: codes have to hold whole groups of 64 fields");
@@ -313,8 +358,7 @@ void write_ternary_counts(const Source& source, float scale, const random::Strea
   });
 }
 
-void read_ternary_counts(std::span<const std::uint8_t> codes, Fields fields, int n_ranks, float scale, Dtype dtype,
-                         std::span<std::uint8_t> out) {
+void read_ternary_counts(ConstBytes codes, Fields fields, int n_ranks, float scale, Dtype dtype, Bytes out) {
   if (codes.size() != bytes_for(out.size() / bytes_of(dtype), fields))
     throw InvalidArgument("ternary counts: codes have to hold whole groups of 64 fields");
   const float step = scale / static_cast<float>(n_ranks);

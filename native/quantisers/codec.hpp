@@ -1,15 +1,37 @@
 // Quantisers' messages: values in, one message out, and back; with error feedback in the same
-// sweep. The same bytes for every thread count and instruction set.
+// sweep. The same bytes for every thread count and instruction set. docs/format.md#quantised
 #pragma once
 
-#include <cstdint>
-#include <span>
-
-#include "quantisers/format.hpp"
 #include "quantisers/kernels.hpp"
 #include "random/counter.hpp"
 
 namespace gradwire::quantisers {
+
+enum class Kind : int { one_bit = 0, two_bit = 1, ternary = 2, qsgd = 3, thc = 4 };
+inline constexpr int kKinds = 5;
+const char* name_of(Kind kind);
+
+inline constexpr std::size_t kHeaderBytes = 32;
+inline constexpr int kVersion = 1;
+inline constexpr int kGroupedVersion = 2;  // one-bit and two-bit with a scale for every group of values
+
+struct Header {
+  Kind kind;
+  bool is_finite;       // if not, the header is the whole message, and every value of it is NaN
+  int levels;           // qsgd: the largest level; with groups: scales to a group; 0 for others
+  std::uint32_t block;  // qsgd: values to a norm; with groups: values to a group; 0 for others
+  std::uint64_t n_elements;
+  float first;   // one-bit: what stands for values from zero up; two-bit: threshold; ternary: scale; thc: clip
+  float second;  // one-bit: what stands for values below zero, without its sign; 0 for others
+  int version = block != 0 && (kind == Kind::one_bit || kind == Kind::two_bit) ? kGroupedVersion : kVersion;
+};
+
+// Writes the header in front of a payload that is complete.
+void write_header(const Header& header, Bytes message);
+
+// Checks magic, version, checksum and every field for itself; the length of the payload is the caller's to check.
+// Throws CorruptMessage, IncompatibleVersion.
+Header read_header(ConstBytes message);
 
 // What of a codec's options the message is made by; a field that a kind does not use is ignored.
 struct Options {
@@ -23,14 +45,14 @@ struct Options {
   std::uint32_t block = 0;  // qsgd: values to a norm; one-bit, two-bit: values to a scale, 0 for one scale a message
   random::Stream stream{};  // ternary, qsgd, thc
   // Where tensors begin among the values, ascending, without 0: no group of values with a scale reaches over these.
-  std::span<const std::uint32_t> cuts{};
+  ConstWords cuts{};
 };
 
 // What is encoded: values + residual x residual_scale.
 struct Source {
-  std::span<const std::uint8_t> values;
+  ConstBytes values;
   Dtype dtype;
-  std::span<const float> residual;  // empty for none
+  ConstFloats residual;  // empty for none
   float residual_scale = 1;
   std::size_t n_elements() const { return values.size() / bytes_of(dtype); }
 };
@@ -41,8 +63,7 @@ std::uint64_t max_message_bytes(const Options& options, std::uint64_t n_elements
 // Returns the bytes written. If `new_residual` is not empty, it gets (source - what the message decodes to) /
 // residual_scale; it may be the source's residual itself. Where a value is not finite the message says only that, and
 // `new_residual` gets the residual unchanged. Throws InvalidArgument, BufferTooSmall.
-std::uint64_t encode(const Options& options, const Source& source, std::span<float> new_residual,
-                     std::span<std::uint8_t> out);
+std::uint64_t encode(const Options& options, const Source& source, Floats new_residual, Bytes out);
 
 // What `decode` does with the values, in the same pass: it divides them, and writes them or adds them to float32.
 struct Use {
@@ -51,11 +72,10 @@ struct Use {
 };
 
 // Throws CorruptMessage, IncompatibleVersion, InvalidArgument.
-void decode(std::span<const std::uint8_t> message, Kind kind, Dtype dtype, std::span<std::uint8_t> out,
-            const Use& use = {});
+void decode(ConstBytes message, Kind kind, Dtype dtype, Bytes out, const Use& use = {});
 
 // Whether a message stands for values with Inf or NaN, by its length, which is the header's; `decode` checks the rest.
-constexpr bool is_nonfinite(std::span<const std::uint8_t> message, std::uint64_t n_elements) {
+constexpr bool is_nonfinite(ConstBytes message, std::uint64_t n_elements) {
   return message.size() == kHeaderBytes && n_elements > 0;
 }
 
@@ -66,11 +86,54 @@ constexpr bool is_nonfinite(std::span<const std::uint8_t> message, std::uint64_t
 float ternary_scale(const Source& source, float clip);
 
 // One field a value: 0, 1, 2 for -, 0, +. `codes` has bytes_for(n, fields) bytes. Throws InvalidArgument.
-void write_ternary_counts(const Source& source, float scale, const random::Stream& stream, Fields fields,
-                          std::span<std::uint8_t> codes);
+void write_ternary_counts(const Source& source, float scale, const random::Stream& stream, Fields fields, Bytes codes);
 
 // Sums of n_ranks fields to their mean: (field - n_ranks) x (scale / n_ranks). Throws InvalidArgument.
-void read_ternary_counts(std::span<const std::uint8_t> codes, Fields fields, int n_ranks, float scale, Dtype dtype,
-                         std::span<std::uint8_t> out);
+void read_ternary_counts(ConstBytes codes, Fields fields, int n_ranks, float scale, Dtype dtype, Bytes out);
+
+// One-bit and two-bit messages with a scale for every group of values (docs/format.md#scales-by-group).
+
+// Whether these options ask for a scale a group, and not for one a message.
+bool has_groups(const Options& options);
+
+// Bytes that no message of `n_elements` finite values with up to `n_cuts` cuts exceeds. Throws InvalidArgument.
+std::uint64_t max_grouped_bytes(const Options& options, std::uint64_t n_elements, std::uint64_t n_cuts);
+
+// As `encode` of codec.hpp.
+std::uint64_t encode_groups(const Options& options, const Source& source, Floats new_residual, Bytes out);
+
+// As `decode` of codec.hpp, of a message whose header has been read and whose kind and number of values are right.
+void decode_groups(const Header& header, ConstBytes message, Dtype dtype, Bytes out, const Use& use);
+
+// THC (Li et al., NSDI 2024): values are rotated block by block, clamped to a multiple of the largest norm of any rank,
+// and rounded by chance to 16 levels whose table values can be summed as integers.
+
+// Apart from the draws' seed, so that a rank's rounding never repeats the bits of its signs.
+inline constexpr std::uint64_t kSignSeed = 0x9D8A5C1743E10B6F;
+
+struct Rotation {
+  random::Stream signs;  // shared by all ranks
+  random::Stream draws;  // of one rank
+  float clip;            // rotated values beyond clip standard deviations are clamped
+};
+
+// The Euclidean norm of each block of 1,024 values; infinity where a value is not finite or the norm is beyond float32.
+void write_norms(const Source& source, Floats norms);
+
+// The table's value of each rotated value, one byte each, padded_elements(n) of them, by norms that all ranks share.
+// `new_residual`, if not empty, gets (source - what these codes stand for) / residual_scale. Throws InvalidArgument.
+void write_codes(const Source& source, ConstFloats norms, const Rotation& rotation, Floats new_residual, Bytes codes);
+
+// Sums over n_ranks of such codes, one byte or (wide) two bytes each, to the mean of what they stand for. Throws
+// InvalidArgument.
+void read_code_sums(ConstBytes sums, bool wide, int n_ranks, ConstFloats norms, const Rotation& rotation, Dtype dtype,
+                    Bytes out);
+
+// One rank's values as a message, four bits each: header, seed and step of the signs, norms, codes. What `encode` and
+// `decode` (codec.hpp) do for this kind.
+std::uint64_t max_thc_bytes(std::uint64_t n_elements);
+std::uint64_t encode_thc(const Source& source, const Rotation& rotation, Floats new_residual, Bytes out);
+// The header has been read, and its kind and number of values are right.
+void decode_thc(const Header& header, ConstBytes message, Dtype dtype, Bytes out, const Use& use);
 
 }  // namespace gradwire::quantisers

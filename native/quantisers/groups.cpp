@@ -1,5 +1,3 @@
-#include "quantisers/groups.hpp"
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -12,6 +10,7 @@
 #include "bits/bit_io.hpp"
 #include "errors.hpp"
 #include "messages/front.hpp"
+#include "quantisers/codec.hpp"
 #include "quantisers/sweep.hpp"
 
 namespace gradwire::quantisers {
@@ -159,21 +158,20 @@ Header header_for(const Options& options, std::uint64_t n_elements) {
   using Rule = Options::Rule;
   const std::string name = name_of(options.kind);
   if (options.block < kGroup || options.block > kBlock || !std::has_single_bit(options.block))
-    throw InvalidArgument(name + ": groups are of 64, 128, ..., 4096 values, not " + std::to_string(options.block));
-  if (options.rule == Rule::fixed) throw InvalidArgument(name + ": a fixed scale is one for all groups");
+    throw InvalidArgument(name, ": groups are of 64, 128, ..., 4096 values, not ", options.block);
+  if (options.rule == Rule::fixed) throw InvalidArgument(name, ": a fixed scale is one for all groups");
   if (!(options.parameter >= 0 && options.parameter <= std::numeric_limits<float>::max()))
-    throw InvalidArgument("a threshold is finite and not negative, not " + std::to_string(options.parameter));
+    throw InvalidArgument("a threshold is finite and not negative, not ", options.parameter);
   if (n_elements > std::numeric_limits<std::uint32_t>::max())
-    throw InvalidArgument(name + ": a message with groups holds up to 2^32 - 1 values");
+    throw InvalidArgument(name, ": a message with groups holds up to 2^32 - 1 values");
   const int per_group = options.rule == Rule::two_means ? 2 : 1;
   return {options.kind, true, per_group, options.block, n_elements, 0, 0};
 }
 
-void check_cuts(std::span<const std::uint32_t> cuts, std::uint64_t n_elements) {
+void check_cuts(ConstWords cuts, std::uint64_t n_elements) {
   std::uint64_t last = 0;
   for (const std::uint32_t cut : cuts) {
-    if (cut <= last || cut >= n_elements)
-      throw InvalidArgument("cuts ascend and lie within the values, not at " + std::to_string(cut));
+    if (cut <= last || cut >= n_elements) throw InvalidArgument("cuts ascend and lie within the values, not at ", cut);
     last = cut;
   }
 }
@@ -193,8 +191,7 @@ std::uint64_t max_grouped_bytes(const Options& options, std::uint64_t n_elements
   return kHeaderBytes + kCutBytes * (1 + cuts) + scale_bytes(n_groups, 2) + 4 * n_words;
 }
 
-std::uint64_t encode_groups(const Options& options, const Source& source, std::span<float> new_residual,
-                            std::span<std::uint8_t> out) {
+std::uint64_t encode_groups(const Options& options, const Source& source, Floats new_residual, Bytes out) {
   Header header = header_for(options, source.n_elements());
   check_cuts(options.cuts, header.n_elements);
   const Layout layout = lay_out(header, options.cuts.size(), [&](std::size_t i) { return options.cuts[i]; });
@@ -228,8 +225,7 @@ std::uint64_t encode_groups(const Options& options, const Source& source, std::s
   return message_bytes;
 }
 
-void decode_groups(const Header& header, std::span<const std::uint8_t> message, Dtype dtype,
-                   std::span<std::uint8_t> out, const Use& use) {
+void decode_groups(const Header& header, ConstBytes message, Dtype dtype, Bytes out, const Use& use) {
   const char* const name = name_of(header.kind);
   std::size_t n_cuts = 0;
   std::vector<std::uint32_t> cuts;

@@ -1,70 +1,73 @@
-// Most of these are loops over runs of a constant length without branches, for the compiler to turn into vectors. Sums
-// have an order of their own: eight lanes, which are then added in pairs. All levels get the same bits.
+// What the quantisers' loops share; for files that are compiled for each instruction set.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 
+#include "floats/word_loops.hpp"
 #include "quantisers/kernels.hpp"
-#include "quantisers/runs.hpp"
+#include "random/counter.hpp"
+#include "simd/lanes.hpp"
 
 namespace gradwire::quantisers {
 namespace {
 
+// body(lanes, first, n) for every run of `size` values, n a constant but for the last one.
+template <std::size_t size, class Body>
+[[gnu::always_inline]] inline void for_runs(std::size_t n, Body body) {
+  std::size_t first = 0;
+  for (; first + size <= n; first += size) body(Lanes(), first, std::integral_constant<std::size_t, size>());
+  if (first < n) body(One(), first, n - first);
+}
+
+// body(lanes, first, n, numbers)
+template <class Body>
+void for_drawn(std::size_t n, const random::Stream& stream, std::uint64_t group, Body body) {
+  for_runs<kGroup>(n, [&](auto lanes, std::size_t first, auto count) {
+    alignas(32) std::uint32_t numbers[kGroup];
+    random::draw(stream, group++, numbers);
+    body(lanes, first, count, numbers);
+  });
+}
+
+// A group of fields, of which those past the end are zero.
+inline void write_group(const std::int32_t* fields_of, Fields fields, std::uint8_t* to) {
+  alignas(32) std::uint8_t bytes[kGroup];
+  for (std::size_t half : {0, 32}) write_bytes(fields_of + half, bytes + half);
+  if (fields == Fields::bytes)
+    std::memcpy(to, bytes, kGroup);
+  else
+    for (std::size_t i = 0; i < kGroup / 2; ++i) to[i] = static_cast<std::uint8_t>(bytes[i] | bytes[32 + i] << 4);
+}
+
+// A group of fields a byte each: where they lie, or in `room`.
+inline const std::uint8_t* read_group(const std::uint8_t* from, Fields fields, std::uint8_t* room) {
+  if (fields == Fields::bytes) return from;
+  for (std::size_t i = 0; i < kGroup / 2; ++i) {
+    room[i] = from[i] & 15;
+    room[kGroup / 2 + i] = from[i] >> 4;
+  }
+  return room;
+}
+
+// Most of these are loops over runs of a constant length without branches, for the compiler to turn into vectors. Sums
+// have an order of their own: eight lanes, which are then added in pairs. All levels get the same bits.
 std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 
 // ---- dtypes and arithmetic
 
-float float_of_half(std::uint16_t half) {
-  // The exponent is rebased by a product, which is exact and takes care of subnormals.
-  const std::uint32_t magnitude = std::uint32_t{half & 0x7FFFu} << 13;
-  const float rebased = std::bit_cast<float>(magnitude) * 0x1p112f;
-  std::uint32_t bits = std::bit_cast<std::uint32_t>(rebased);
-  if (magnitude >= 0x0F800000) bits |= kInfinity;
-  return std::bit_cast<float>(bits | std::uint32_t{half & 0x8000u} << 16);
-}
-
-// Rounds to nearest even, as the hardware does.
-std::uint16_t half_of_float(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value), magnitude = bits & kMagnitude;
-  const std::uint32_t sign = bits >> 16 & 0x8000;
-  if (magnitude > kInfinity) return static_cast<std::uint16_t>(sign | 0x7E00);
-  if (magnitude >= 0x477FF000) return static_cast<std::uint16_t>(sign | 0x7C00);  // rounds past 65,504
-  if (magnitude < 0x38800000) {  // subnormal: the addition rounds at the last bit that a half has
-    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
-    return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000));
-  }
-  const std::uint32_t rounded = magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1);
-  return static_cast<std::uint16_t>(sign | rounded >> 13);
-}
-
-std::uint16_t bfloat16_of_float(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & kMagnitude) > kInfinity) return static_cast<std::uint16_t>(bits >> 16 | 0x40);
-  return static_cast<std::uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
 void widen(const void* values, Dtype dtype, std::size_t n, float* out) {
-  if (dtype == Dtype::float32) {
-    std::memcpy(out, values, 4 * n);
-    return;
-  }
-  const auto* const halves = static_cast<const std::uint16_t*>(values);
-  if (dtype == Dtype::bfloat16)
-    for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(std::uint32_t{halves[i]} << 16);
-  else
-    for (std::size_t i = 0; i < n; ++i) out[i] = float_of_half(halves[i]);
+  floats::with_dtype(dtype, [=](auto type) {
+    for (std::size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(floats::load_word<type()>(values, i));
+  });
 }
 
 void narrow(const float* values, Dtype dtype, std::size_t n, void* out) {
-  if (dtype == Dtype::float32) {
-    std::memcpy(out, values, 4 * n);
-    return;
-  }
-  auto* const halves = static_cast<std::uint16_t*>(out);
-  if (dtype == Dtype::bfloat16)
-    for (std::size_t i = 0; i < n; ++i) halves[i] = bfloat16_of_float(values[i]);
-  else
-    for (std::size_t i = 0; i < n; ++i) halves[i] = half_of_float(values[i]);
+  floats::with_dtype(dtype, [values, n, to = out](auto type) {
+    void* __restrict const out = to;
+    for (std::size_t i = 0; i < n; ++i) floats::store_word<type(), floats::Specials::quiet>(out, i, bits_of(values[i]));
+  });
 }
 
 void add(const float* values, const float* residual, float scale, std::size_t n, float* out) {
@@ -230,11 +233,9 @@ void pack_beyond(const Terms& terms, std::size_t n, float threshold, const LeftO
       const auto value = term(i), zero = V::set(0), limit = V::set(threshold);
       const auto is_beyond = V::at_least(V::magnitude(value), limit);
       // A threshold of zero belongs to values that are all zero; those are sent as zeros.
-      const auto is_above = V::both(is_beyond, V::less(zero, value)),
-                 is_below = V::both(is_beyond, V::less(value, zero));
-      above |= V::bits(is_above) << i;
-      below |= V::bits(is_below) << i;
-      keep(i, value, V::where(V::either(is_above, is_below), V::negate_if(is_below, limit)));
+      above |= V::bits(V::both(is_beyond, V::less(zero, value))) << i;
+      below |= V::bits(V::both(is_beyond, V::less(value, zero))) << i;
+      keep(i, value, V::where(is_beyond, V::with_sign_of(value, limit)));
     }
     store_codes(above, below, count, words + first / 16);
   });
@@ -343,19 +344,15 @@ void pack_levels(const float* values, std::size_t n, float per_unit, int levels,
 }
 
 bool unpack_levels(const std::uint8_t* codes, std::size_t n, float step, int levels, Fields fields, float* out) {
-  const int mask = fields == Fields::nibbles ? 7 : 127, shift = fields == Fields::nibbles ? 4 : 0;
+  const std::uint8_t mask = fields == Fields::nibbles ? 7 : 127;
   std::uint8_t largest = 0;
-  for (std::size_t i = 0; i < bytes_for(n / kGroup * kGroup, fields); ++i) {
-    const auto low = static_cast<std::uint8_t>(codes[i] & mask),
-               high = static_cast<std::uint8_t>(codes[i] >> shift & mask);
-    largest = std::max(largest, std::max(low, high));
-  }
   for_runs<kGroup>(n, [&](auto lanes, std::size_t first, auto count) {
     using V = decltype(lanes);
     std::uint8_t room[kGroup];
     const std::uint8_t* const own = read_group(codes + bytes_for(first, fields), fields, room);
-    for (std::size_t i = 0; count < kGroup && i < count; ++i)
-      largest = std::max(largest, static_cast<std::uint8_t>(own[i] & mask));
+    std::uint8_t here = 0;
+    for (std::size_t i = 0; i < count; ++i) here = std::max(here, static_cast<std::uint8_t>(own[i] & mask));
+    largest = std::max(largest, here);
     const auto limit = V::set(static_cast<float>(mask + 1));
     for (std::size_t i = 0; i < count; i += V::n) {
       const auto code = V::load(own + i);
@@ -372,6 +369,146 @@ const Kernels& kernels_at(Level<GW_LEVEL>) {
   static constexpr Kernels all = {widen,      narrow,         add,          subtract,      divide,       magnitudes,
                                   squares,    pack_signs,     unpack_signs, pack_beyond,   pack_nearest, unpack_nearest,
                                   pack_drawn, unpack_ternary, count_drawn,  unpack_counts, pack_levels,  unpack_levels};
+  return all;
+}
+
+// Every level adds the same pairs in the same stages. Sizes are whole groups, so nothing is left over.
+
+namespace {
+
+using V = Lanes;
+
+void draw_signs(const random::Stream& stream, std::uint64_t block, Signs& signs) {
+  random::words_of_group(stream, block, signs.data());
+}
+
+V::Floats flip(V::Floats values, const Signs& signs, std::size_t i) {
+  return V::negate_if(V::mask_of(signs[i / 32] >> i % 32), values);
+}
+
+// The stages inside a vector: the lower of two partners gets their sum, the upper their difference.
+#if defined(__AVX2__)
+__m256 transform_within(__m256 x) {
+  __m256 other = _mm256_permute_ps(x, 0xB1);
+  x = _mm256_blend_ps(x + other, other - x, 0xAA);
+  other = _mm256_permute_ps(x, 0x4E);
+  x = _mm256_blend_ps(x + other, other - x, 0xCC);
+  other = _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_blend_ps(x + other, other - x, 0xF0);
+}
+#else
+float transform_within(float x) { return x; }
+#endif
+
+// All other stages, two at once where there are two: that halves the traffic with L1.
+void transform_rest(float* values, std::size_t size) {
+  std::size_t half = V::n;
+  for (; 4 * half <= size; half *= 4)
+    for (std::size_t begin = 0; begin < size; begin += 4 * half)
+      for (std::size_t i = begin; i < begin + half; i += V::n) {
+        float* const at[4] = {values + i, values + i + half, values + i + 2 * half, values + i + 3 * half};
+        const auto a = V::load(at[0]), b = V::load(at[1]), c = V::load(at[2]), d = V::load(at[3]);
+        V::store(at[0], (a + b) + (c + d));
+        V::store(at[1], (a - b) + (c - d));
+        V::store(at[2], (a + b) - (c + d));
+        V::store(at[3], (a - b) - (c - d));
+      }
+  if (half < size)
+    for (std::size_t i = 0; i < half; i += V::n) {
+      const auto a = V::load(values + i), b = V::load(values + i + half);
+      V::store(values + i, a + b);
+      V::store(values + i + half, a - b);
+    }
+}
+
+// before(vector, i) changes what goes into the transform, after(vector, i) what comes out.
+template <class Before, class After>
+void transform(float* values, std::size_t size, Before before, After after) {
+  for (std::size_t i = 0; i < size; i += V::n) V::store(values + i, transform_within(before(V::load(values + i), i)));
+  transform_rest(values, size);
+  const auto factor = V::set(1.0f / std::sqrt(static_cast<float>(size)));
+  for (std::size_t i = 0; i < size; i += V::n) V::store(values + i, after(V::load(values + i) * factor, i));
+}
+
+void rotate(float* values, std::size_t size, const Signs& signs) {
+  transform(
+      values, size, [&](auto x, std::size_t i) { return flip(x, signs, i); }, [](auto x, std::size_t) { return x; });
+}
+
+void unrotate(float* values, std::size_t size, const Signs& signs) {
+  transform(
+      values, size, [](auto x, std::size_t) { return x; }, [&](auto x, std::size_t i) { return flip(x, signs, i); });
+}
+
+// The fields of a group, from where its values lie in the table and the numbers that were drawn.
+void find_fields(const float* places, const std::uint32_t* numbers, Fields fields, std::int32_t* found) {
+#if defined(__AVX2__)
+  const __m256i byte = _mm256_set1_epi32(255);
+  for (std::size_t i = 0; i < kGroup; i += 8) {
+    const __m256 place = V::load(places + i);
+    const __m256i interval =
+        _mm256_i32gather_epi32(reinterpret_cast<const int*>(kIntervals.data()), _mm256_cvttps_epi32(place), 4);
+    const __m256i low = _mm256_and_si256(interval, byte), gap = _mm256_and_si256(_mm256_srli_epi32(interval, 8), byte);
+    const __m256 fraction = V::load_upper(numbers + i) * V::set(0x1p-24f);
+    const __m256i up =
+        _mm256_castps_si256(V::less(fraction * _mm256_cvtepi32_ps(gap), place - _mm256_cvtepi32_ps(low)));
+    store256(found + i, fields == Fields::bytes ? _mm256_add_epi32(low, _mm256_and_si256(up, gap))
+                                                : _mm256_sub_epi32(_mm256_srli_epi32(interval, 16), up));
+  }
+#else
+  for (std::size_t i = 0; i < kGroup; ++i) {
+    const Interval interval = kIntervals[static_cast<std::size_t>(places[i])];
+    const float fraction = V::load_upper(numbers + i) * 0x1p-24f;
+    const bool up = fraction * interval.gap < places[i] - interval.low;
+    found[i] = fields == Fields::bytes ? interval.low + (up ? interval.gap : 0) : interval.index + up;
+  }
+#endif
+}
+
+void quantise(const float* values, std::size_t size, float per_unit, const random::Stream& stream, std::uint64_t group,
+              Fields fields, std::uint8_t* codes) {
+  for_drawn(size, stream, group, [=](auto, std::size_t first, std::size_t, const std::uint32_t* numbers) {
+    alignas(32) float places[kGroup];
+    alignas(32) std::int32_t found[kGroup];
+    for (std::size_t i = 0; i < kGroup; i += V::n) {
+      const auto place = V::load(values + first + i) * V::set(per_unit) + V::set(kTableMiddle);
+      V::store(places + i, V::smaller(V::larger(place, V::set(0)), V::set(kTableLargest)));
+    }
+    find_fields(places, numbers, fields, found);
+    write_group(found, fields, codes + bytes_for(first, fields));
+  });
+}
+
+// The table's values of a group's indices.
+void look_up(const std::uint8_t* indices, std::uint8_t* found) {
+#if defined(__AVX2__)
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable.data())));
+  for (std::size_t i = 0; i < kGroup; i += 32) store256(found + i, _mm256_shuffle_epi8(table, load256(indices + i)));
+#else
+  for (std::size_t i = 0; i < kGroup; ++i) found[i] = kTable[indices[i]];
+#endif
+}
+
+template <typename Sum>
+void expand_any_sums(const Sum* sums, std::size_t size, int n_ranks, float step, float* values) {
+  const auto bias = V::set(static_cast<float>(kTableMiddle * n_ranks));
+  for (std::size_t i = 0; i < size; i += V::n) V::store(values + i, (V::load(sums + i) - bias) * V::set(step));
+}
+
+void expand(const std::uint8_t* codes, std::size_t size, Fields fields, float step, float* values) {
+  if (fields == Fields::bytes) return expand_any_sums(codes, size, 1, step, values);
+  for (std::size_t begin = 0; begin < size; begin += kGroup) {
+    std::uint8_t indices[kGroup], own[kGroup];
+    look_up(read_group(codes + bytes_for(begin, fields), fields, indices), own);
+    expand_any_sums(own, kGroup, 1, step, values + begin);
+  }
+}
+
+}  // namespace
+
+const RotationKernels& rotation_kernels_at(Level<GW_LEVEL>) {
+  static constexpr RotationKernels all = {
+      draw_signs, rotate, unrotate, quantise, expand, expand_any_sums<std::uint8_t>, expand_any_sums<std::uint16_t>};
   return all;
 }
 

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
-#include <span>
 
 #include "parallel/thread_pool.hpp"
 #include "quantisers/codec.hpp"
@@ -55,7 +53,7 @@ void for_blocks(const Source& source, const Body& body) {
 }
 
 // Where a value is not finite, the residual is kept as it was.
-inline void keep_residual(const Source& source, std::span<float> new_residual) {
+inline void keep_residual(const Source& source, Floats new_residual) {
   if (source.residual.empty())
     std::fill(new_residual.begin(), new_residual.end(), 0.0f);
   else if (!new_residual.empty() && new_residual.data() != source.residual.data())
@@ -64,8 +62,7 @@ inline void keep_residual(const Source& source, std::span<float> new_residual) {
 
 // read(values) gives values [begin, begin + n) of `out`, or what is added to them there.
 template <typename Read>
-void write_values(Dtype dtype, std::span<std::uint8_t> out, std::size_t begin, std::size_t n, bool adds,
-                  const Read& read) {
+void write_values(Dtype dtype, Bytes out, std::size_t begin, std::size_t n, bool adds, const Read& read) {
   std::uint8_t* const to = out.data() + begin * bytes_of(dtype);
   auto* const floats = reinterpret_cast<float*>(to);
   if (dtype == Dtype::float32 && !adds) {
@@ -82,7 +79,7 @@ void write_values(Dtype dtype, std::span<std::uint8_t> out, std::size_t begin, s
 
 // read(block, values, n) for each block of `out`.
 template <typename Read>
-void write_blocks(Dtype dtype, std::span<std::uint8_t> out, bool adds, const Read& read) {
+void write_blocks(Dtype dtype, Bytes out, bool adds, const Read& read) {
   for_block_numbers(out.size() / bytes_of(dtype), [&](std::size_t block, std::size_t n) {
     write_values(dtype, out, block * kBlock, n, adds, [&](float* values) { read(block, values, n); });
   });

@@ -1,16 +1,14 @@
-#include "quantisers/thc.hpp"
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <string>
 #include <vector>
 
 #include "bits/bit_io.hpp"
 #include "errors.hpp"
 #include "messages/front.hpp"
+#include "quantisers/codec.hpp"
 #include "quantisers/sweep.hpp"
 
 namespace gradwire::quantisers {
@@ -42,8 +40,8 @@ void for_transforms(std::size_t block, std::size_t n, const Body& body) {
 
 std::size_t code_offset(std::size_t number, Fields fields) { return bytes_for(number * kTransform, fields); }
 
-void write_fields(const Source& source, std::span<const float> norms, const Rotation& rotation, Fields fields,
-                  std::span<float> new_residual, std::uint8_t* codes) {
+void write_fields(const Source& source, ConstFloats norms, const Rotation& rotation, Fields fields, Floats new_residual,
+                  std::uint8_t* codes) {
   const RotationKernels& on = rotation_kernels();
   for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
     for_transforms(block, n, [&](std::size_t number, std::size_t begin, std::size_t count, std::size_t size) {
@@ -65,7 +63,7 @@ void write_fields(const Source& source, std::span<const float> norms, const Rota
   });
 }
 
-void check_sizes(const Source& source, std::span<const float> norms, std::span<float> new_residual) {
+void check_sizes(const Source& source, ConstFloats norms, Floats new_residual) {
   const std::size_t n = source.n_elements();
   if (source.values.size() % bytes_of(source.dtype) != 0 || (!source.residual.empty() && source.residual.size() != n) ||
       (!new_residual.empty() && new_residual.size() != n))
@@ -75,12 +73,12 @@ void check_sizes(const Source& source, std::span<const float> norms, std::span<f
 
 void check_clip(float clip) {
   if (!(clip > 0 && clip <= std::numeric_limits<float>::max()))
-    throw InvalidArgument("thc: clip is positive and finite, not " + std::to_string(clip));
+    throw InvalidArgument("thc: clip is positive and finite, not ", clip);
 }
 
 }  // namespace
 
-void write_norms(const Source& source, std::span<float> norms) {
+void write_norms(const Source& source, Floats norms) {
   check_sizes(source, norms, {});
   for_blocks(source, [&](std::size_t block, const float* values, std::size_t n) {
     for_transforms(block, n, [&](std::size_t number, std::size_t begin, std::size_t count, std::size_t) {
@@ -91,16 +89,15 @@ void write_norms(const Source& source, std::span<float> norms) {
   });
 }
 
-void write_codes(const Source& source, std::span<const float> norms, const Rotation& rotation,
-                 std::span<float> new_residual, std::span<std::uint8_t> codes) {
+void write_codes(const Source& source, ConstFloats norms, const Rotation& rotation, Floats new_residual, Bytes codes) {
   check_sizes(source, norms, new_residual);
   check_clip(rotation.clip);
   if (codes.size() != padded_elements(source.n_elements())) throw InvalidArgument("thc: codes have another size");
   write_fields(source, norms, rotation, Fields::bytes, new_residual, codes.data());
 }
 
-void read_code_sums(std::span<const std::uint8_t> sums, bool wide, int n_ranks, std::span<const float> norms,
-                    const Rotation& rotation, Dtype dtype, std::span<std::uint8_t> out) {
+void read_code_sums(ConstBytes sums, bool wide, int n_ranks, ConstFloats norms, const Rotation& rotation, Dtype dtype,
+                    Bytes out) {
   const std::size_t n_elements = out.size() / bytes_of(dtype);
   if (norms.size() != transform_blocks(n_elements)) throw InvalidArgument("thc: one norm for every 1,024 values");
   if (sums.size() != padded_elements(n_elements) * (wide ? 2 : 1)) throw InvalidArgument("thc: sums have another size");
@@ -128,8 +125,7 @@ std::uint64_t max_thc_bytes(std::uint64_t n_elements) {
          bytes_for(padded_elements(n_elements), Fields::nibbles);
 }
 
-std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::span<float> new_residual,
-                         std::span<std::uint8_t> out) {
+std::uint64_t encode_thc(const Source& source, const Rotation& rotation, Floats new_residual, Bytes out) {
   static thread_local std::vector<float> kept;
   std::vector<float>& norms = kept;
   const std::size_t n_elements = source.n_elements();
@@ -155,8 +151,7 @@ std::uint64_t encode_thc(const Source& source, const Rotation& rotation, std::sp
   return message_bytes;
 }
 
-void decode_thc(const Header& header, std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> out,
-                const Use& use) {
+void decode_thc(const Header& header, ConstBytes message, Dtype dtype, Bytes out, const Use& use) {
   const std::uint64_t n_elements = header.n_elements;
   expect("thc", "length in bytes", header.is_finite ? max_thc_bytes(n_elements) : kHeaderBytes, message.size());
   const std::uint8_t* const payload = message.data() + kHeaderBytes;

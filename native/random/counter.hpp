@@ -8,11 +8,11 @@
 #pragma once
 
 #include <array>
-#include <cstddef>
-#include <cstdint>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#include "spans.hpp"
 
 namespace gradwire::random {
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "signs/kernels.hpp"
+#include "signs/votes.hpp"
 #include "simd/lanes.hpp"
 
 namespace gradwire::signs {
@@ -50,45 +50,38 @@ void vote(const Ballot& ballot, std::size_t n_elements, void* values) {
 
 #if defined(__AVX2__)
 
-// Whole words of 32 elements here, the rest as above.
-
-bool pack_float32(const void* values, std::size_t n_elements, std::uint32_t* words) {
-  const float* const from = static_cast<const float*>(values);
-  const __m256i infinity = _mm256_set1_epi32(0x7F800000);
-  __m256i nonfinite = _mm256_setzero_si256();
-  std::size_t i = 0;
-  for (; i + 32 <= n_elements; i += 32) {
-    std::uint32_t word = 0;
-    for (int part = 0; part < 4; ++part) {
-      const __m256i bits = load256(from + i + 8 * part);
-      nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi32(_mm256_and_si256(bits, infinity), infinity));
-      const __m256 below = _mm256_cmp_ps(_mm256_castsi256_ps(bits), _mm256_setzero_ps(), _CMP_LT_OQ);
-      word |= static_cast<std::uint32_t>(_mm256_movemask_ps(below)) << (8 * part);
-    }
-    *words++ = word;
-  }
-  const bool tail_finite = pack<Dtype::float32>(from + i, n_elements - i, words);
-  return tail_finite && _mm256_testz_si256(nonfinite, nonfinite);
+// Whole words of 32 elements here, in four vectors of 32 bits or two of 16; the rest as above.
+template <Dtype dtype>
+constexpr bool kWide = dtype == Dtype::float32;
+template <Dtype dtype>
+__m256i set(typename Bits<dtype>::Word value) {
+  return kWide<dtype> ? _mm256_set1_epi32(static_cast<int>(value)) : _mm256_set1_epi16(static_cast<short>(value));
+}
+template <Dtype dtype>
+__m256i equal(__m256i a, __m256i b) {
+  return kWide<dtype> ? _mm256_cmpeq_epi32(a, b) : _mm256_cmpeq_epi16(a, b);
 }
 
 template <Dtype dtype>
-bool pack_16(const void* values, std::size_t n_elements, std::uint32_t* words) {
-  const std::uint16_t* const from = static_cast<const std::uint16_t*>(values);
-  const __m256i infinity = _mm256_set1_epi16(dtype == Dtype::bfloat16 ? 0x7F80 : 0x7C00);
-  const __m256i minus_zero = _mm256_set1_epi16(static_cast<short>(0x8000));
+bool pack_vectors(const void* values, std::size_t n_elements, std::uint32_t* words) {
+  constexpr std::size_t kVectors = kWide<dtype> ? 4 : 2;
+  const auto* const from = static_cast<const std::uint8_t*>(values);
+  const __m256i infinity = set<dtype>(Bits<dtype>::kInfinity), minus_zero = set<dtype>(Bits<dtype>::kSign);
   __m256i nonfinite = _mm256_setzero_si256();
   std::size_t i = 0;
   for (; i + 32 <= n_elements; i += 32) {
-    __m256i below[2];
-    for (int part = 0; part < 2; ++part) {
-      const __m256i bits = load256(from + i + 16 * part);
-      nonfinite = _mm256_or_si256(nonfinite, _mm256_cmpeq_epi16(_mm256_and_si256(bits, infinity), infinity));
-      below[part] = _mm256_andnot_si256(_mm256_cmpeq_epi16(bits, minus_zero), _mm256_srai_epi16(bits, 15));
+    __m256i below[kVectors];
+    for (std::size_t part = 0; part < kVectors; ++part) {
+      const __m256i bits = load256(from + i * bytes_of(dtype) + 32 * part);
+      nonfinite = _mm256_or_si256(nonfinite, equal<dtype>(_mm256_and_si256(bits, infinity), infinity));
+      if constexpr (kWide<dtype>)
+        below[part] = _mm256_castps_si256(_mm256_cmp_ps(_mm256_castsi256_ps(bits), _mm256_setzero_ps(), _CMP_LT_OQ));
+      else
+        below[part] = _mm256_andnot_si256(equal<dtype>(bits, minus_zero), _mm256_srai_epi16(bits, 15));
     }
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(below[0], below[1]), 0xD8);
-    *words++ = static_cast<std::uint32_t>(_mm256_movemask_epi8(bytes));
+    *words++ = mask_of(below);
   }
-  const bool tail_finite = pack<dtype>(from + i, n_elements - i, words);
+  const bool tail_finite = pack<dtype>(from + i * bytes_of(dtype), n_elements - i, words);
   return tail_finite && _mm256_testz_si256(nonfinite, nonfinite);
 }
 
@@ -113,66 +106,51 @@ Votes count(const Ballot& ballot, std::size_t word) {
           can_tie ? _mm256_cmpeq_epi8(n_negative, half) : _mm256_setzero_si256()};
 }
 
-__m128i eight_bytes(__m256i bytes, int part) {
+// 32 bytes to the lanes of one of the vectors, with their signs.
+template <Dtype dtype>
+__m256i widen(__m256i bytes, std::size_t part) {
   alignas(32) std::uint8_t all[32];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(all), bytes);
-  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(all + 8 * part));
-}
-
-void vote_float32(const Ballot& ballot, std::size_t n_elements, void* values) {
-  const __m256i positive = _mm256_set1_epi32(static_cast<int>(ballot.scale_bits));
-  const __m256i sign = _mm256_set1_epi32(static_cast<int>(0x80000000));
-  std::uint32_t* const out = static_cast<std::uint32_t*>(values);
-  std::size_t word = 0;
-  for (; 32 * (word + 1) <= n_elements; ++word) {
-    const Votes votes = count(ballot, word);
-    for (int part = 0; part < 4; ++part) {
-      const __m256i negative = _mm256_cvtepi8_epi32(eight_bytes(votes.negative, part));
-      const __m256i tied = _mm256_cvtepi8_epi32(eight_bytes(votes.tied, part));
-      const __m256i value = _mm256_andnot_si256(tied, _mm256_or_si256(positive, _mm256_and_si256(negative, sign)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32 * word + 8 * part), value);
-    }
-  }
-  Ballot rest = ballot;
-  rest.words += word;
-  vote<Dtype::float32>(rest, n_elements - 32 * word, out + 32 * word);
+  store256(all, bytes);
+  if constexpr (kWide<dtype>)
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(all + 8 * part)));
+  return _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(all + 16 * part)));
 }
 
 template <Dtype dtype>
-void vote_16(const Ballot& ballot, std::size_t n_elements, void* values) {
-  const __m256i positive = _mm256_set1_epi16(static_cast<short>(ballot.scale_bits));
-  const __m256i sign = _mm256_set1_epi16(static_cast<short>(0x8000));
-  std::uint16_t* const out = static_cast<std::uint16_t*>(values);
+void vote_vectors(const Ballot& ballot, std::size_t n_elements, void* values) {
+  using Word = typename Bits<dtype>::Word;
+  const __m256i positive = set<dtype>(static_cast<Word>(ballot.scale_bits)), sign = set<dtype>(Bits<dtype>::kSign);
+  Word* const out = static_cast<Word*>(values);
   std::size_t word = 0;
   for (; 32 * (word + 1) <= n_elements; ++word) {
     const Votes votes = count(ballot, word);
-    const auto write = [&](__m128i negative_bytes, __m128i tied_bytes, std::uint16_t* to) {
-      const __m256i negative = _mm256_cvtepi8_epi16(negative_bytes), tied = _mm256_cvtepi8_epi16(tied_bytes);
+    for (std::size_t part = 0; part < sizeof(Word); ++part) {
+      const __m256i negative = widen<dtype>(votes.negative, part), tied = widen<dtype>(votes.tied, part);
       const __m256i value = _mm256_andnot_si256(tied, _mm256_or_si256(positive, _mm256_and_si256(negative, sign)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
-    };
-    write(_mm256_castsi256_si128(votes.negative), _mm256_castsi256_si128(votes.tied), out + 32 * word);
-    write(_mm256_extracti128_si256(votes.negative, 1), _mm256_extracti128_si256(votes.tied, 1), out + 32 * word + 16);
+      store256(out + 32 * word + 32 / sizeof(Word) * part, value);
+    }
   }
   Ballot rest = ballot;
   rest.words += word;
   vote<dtype>(rest, n_elements - 32 * word, out + 32 * word);
 }
 
+#else
+
+template <Dtype dtype>
+constexpr auto pack_vectors = pack<dtype>;
+template <Dtype dtype>
+constexpr auto vote_vectors = vote<dtype>;
+
 #endif
 
 }  // namespace
 
 const KernelsByDtype& kernels_at(Level<GW_LEVEL>) {
-#if defined(__AVX2__)
-  static constexpr KernelsByDtype all = {Kernels{pack_float32, vote_float32},
-                                         {pack_16<Dtype::bfloat16>, vote_16<Dtype::bfloat16>},
-                                         {pack_16<Dtype::float16>, vote_16<Dtype::float16>}};
-#else
-  static constexpr KernelsByDtype all = {Kernels{pack<Dtype::float32>, vote<Dtype::float32>},
-                                         {pack<Dtype::bfloat16>, vote<Dtype::bfloat16>},
-                                         {pack<Dtype::float16>, vote<Dtype::float16>}};
-#endif
+  constexpr Dtype f = Dtype::float32, b = Dtype::bfloat16, h = Dtype::float16;
+  static constexpr KernelsByDtype all = {Kernels{pack_vectors<f>, vote_vectors<f>},
+                                         {pack_vectors<b>, vote_vectors<b>},
+                                         {pack_vectors<h>, vote_vectors<h>}};
   return all;
 }
 

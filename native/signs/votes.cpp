@@ -5,7 +5,6 @@
 
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
-#include "signs/kernels.hpp"
 
 namespace gradwire::signs {
 namespace {
@@ -22,7 +21,7 @@ void for_tasks(std::size_t n_elements, const Body& body) {
 
 }  // namespace
 
-bool pack_signs(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::uint32_t> words) {
+bool pack_signs(ConstBytes values, Dtype dtype, Words words) {
   const std::size_t n_elements = values.size() / bytes_of(dtype);
   if (values.size() != n_elements * bytes_of(dtype) || words.size() != words_for(n_elements))
     throw InvalidArgument("pack_signs: one word for every 32 elements");
@@ -34,8 +33,8 @@ bool pack_signs(std::span<const std::uint8_t> values, Dtype dtype, std::span<std
   return all_finite;
 }
 
-void write_majority(std::span<const std::uint32_t> words, std::size_t n_ranks, Dtype dtype, std::uint32_t scale_bits,
-                    bool ties_are_positive, std::span<std::uint8_t> values) {
+void write_majority(ConstWords words, std::size_t n_ranks, Dtype dtype, std::uint32_t scale_bits,
+                    bool ties_are_positive, Bytes values) {
   const std::size_t n_elements = values.size() / bytes_of(dtype), n_words = words_for(n_elements);
   if (n_ranks < 1 || n_ranks > kMaxRanks) throw InvalidArgument("write_majority: 1 to 255 ranks");
   if (values.size() != n_elements * bytes_of(dtype) || words.size() != n_ranks * n_words)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif

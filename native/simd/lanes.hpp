@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstddef>
-#include <cstdint>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#include "spans.hpp"
 
 namespace gradwire {
 namespace {
@@ -29,13 +29,15 @@ struct One {
   static bool less(float a, float b) { return a < b; }
   static bool at_least(float a, float b) { return a >= b; }
   static bool both(bool a, bool b) { return a & b; }
-  static bool either(bool a, bool b) { return a | b; }
-  // Of these three: spelt out, as a conditional would become a branch.
+  // Of these four: spelt out, as a conditional would become a branch.
   static float where(bool mask, float value) {
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) & (0u - std::uint32_t{mask}));
   }
   static float negate_if(bool mask, float value) {
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) ^ std::uint32_t{mask} << 31);
+  }
+  static float with_sign_of(float a, float magnitude) {
+    return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude) | (std::bit_cast<std::uint32_t>(a) & 1u << 31));
   }
   static float choose(bool mask, float a, float b) {
     const auto first = std::bit_cast<std::uint32_t>(a), second = std::bit_cast<std::uint32_t>(b);
@@ -61,6 +63,15 @@ inline void store256(void* to, __m256i lanes) { _mm256_storeu_si256(static_cast<
 // Bit i is the highest one of lane i.
 inline std::uint32_t mask_of(__m256i lanes) {
   return static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(lanes)));
+}
+
+// The same of 32 lanes, all ones or zeros: four vectors of 32 bits, or two of 16.
+inline std::uint32_t mask_of(const __m256i (&lanes)[4]) {
+  return mask_of(lanes[0]) | mask_of(lanes[1]) << 8 | mask_of(lanes[2]) << 16 | mask_of(lanes[3]) << 24;
+}
+inline std::uint32_t mask_of(const __m256i (&lanes)[2]) {
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(lanes[0], lanes[1]), 0xD8);
+  return static_cast<std::uint32_t>(_mm256_movemask_epi8(bytes));
 }
 
 // Four vectors of eight integers to 32 bytes in their order, clamped to 0 and 255.
@@ -94,10 +105,12 @@ struct Eight {
   static __m256 less(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   static __m256 at_least(__m256 a, __m256 b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
   static __m256 both(__m256 a, __m256 b) { return _mm256_and_ps(a, b); }
-  static __m256 either(__m256 a, __m256 b) { return _mm256_or_ps(a, b); }
   static __m256 where(__m256 mask, __m256 value) { return _mm256_and_ps(mask, value); }
   static __m256 negate_if(__m256 mask, __m256 value) {
     return _mm256_xor_ps(value, _mm256_and_ps(mask, _mm256_set1_ps(-0.0f)));
+  }
+  static __m256 with_sign_of(__m256 a, __m256 magnitude) {
+    return _mm256_or_ps(magnitude, _mm256_and_ps(a, _mm256_set1_ps(-0.0f)));
   }
   static __m256 choose(__m256 mask, __m256 a, __m256 b) { return _mm256_blendv_ps(b, a, mask); }
   static std::uint32_t bits(__m256 mask) { return static_cast<std::uint32_t>(_mm256_movemask_ps(mask)); }

@@ -7,8 +7,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "floats/word_loops.hpp"
 #include "simd/lanes.hpp"
-#include "sketch/kernels.hpp"
+#include "sketch/plan.hpp"
 
 namespace gradwire::sketch {
 namespace {
@@ -17,18 +18,7 @@ namespace {
 
 template <Dtype dtype>
 float value_at(const void* values, std::size_t i) {
-  if constexpr (dtype == Dtype::float32) {
-    return static_cast<const float*>(values)[i];
-  } else {
-    return std::bit_cast<float>(static_cast<std::uint32_t>(static_cast<const std::uint16_t*>(values)[i]) << 16);
-  }
-}
-
-// Nearest, ties to even; NaN stays NaN.
-inline std::uint16_t bfloat16_of(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-  return static_cast<std::uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  return std::bit_cast<float>(floats::load_word<dtype>(values, i));
 }
 
 // The granules of one batch that hold non-zeros.
@@ -103,59 +93,35 @@ IndexFacts index_values(const void* values, std::size_t first, std::size_t end, 
 
 #if defined(__AVX2__)
 
-IndexFacts with_tail(IndexFacts facts, IndexFacts tail) {
-  return {facts.n_nonzeros + tail.n_nonzeros, std::max(facts.max_magnitude, tail.max_magnitude)};
-}
-
-IndexFacts index_float32(const void* values, std::size_t first, std::size_t end, std::uint32_t* words) {
-  const float* const from = static_cast<const float*>(values);
-  const __m256i magnitude_bits = _mm256_set1_epi32(0x7FFFFFFF);
+template <Dtype dtype>
+IndexFacts index_vectors(const void* values, std::size_t first, std::size_t end, std::uint32_t* words) {
+  constexpr bool kWide = dtype == Dtype::float32;
+  constexpr std::size_t kVectors = kWide ? 4 : 2;  // to a word
+  const auto* const from = static_cast<const std::uint8_t*>(values);
+  const __m256i magnitude_bits = kWide ? _mm256_set1_epi32(0x7FFFFFFF) : _mm256_set1_epi16(0x7FFF);
   __m256i largest = _mm256_setzero_si256();
-  IndexFacts facts{0, 0};
-  std::size_t i = first;
+  std::size_t n_nonzeros = 0, i = first;
   for (; i + 32 <= end; i += 32) {
-    std::uint32_t zeros = 0;
-    for (int part = 0; part < 4; ++part) {
-      const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 8 * part));
-      const __m256i magnitude = _mm256_and_si256(bits, magnitude_bits);
-      largest = _mm256_max_epi32(largest, magnitude);
-      const __m256i is_zero = _mm256_cmpeq_epi32(magnitude, _mm256_setzero_si256());
-      zeros |= static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(is_zero))) << (8 * part);
+    __m256i is_zero[kVectors];
+    for (std::size_t part = 0; part < kVectors; ++part) {
+      const __m256i bits = load256(from + i * bytes_of(dtype) + 32 * part);
+      const __m256i magnitude = _mm256_and_si256(bits, magnitude_bits), zero = _mm256_setzero_si256();
+      largest = kWide ? _mm256_max_epi32(largest, magnitude) : _mm256_max_epi16(largest, magnitude);
+      is_zero[part] = kWide ? _mm256_cmpeq_epi32(magnitude, zero) : _mm256_cmpeq_epi16(magnitude, zero);
     }
-    *words++ = ~zeros;
-    facts.n_nonzeros += static_cast<std::size_t>(std::popcount(~zeros));
+    *words = ~mask_of(is_zero);
+    n_nonzeros += static_cast<std::size_t>(std::popcount(*words++));
   }
-  facts.max_magnitude = largest_of(largest);
-  return with_tail(facts, index_values<Dtype::float32>(values, i, end, words));
-}
-
-IndexFacts index_bfloat16(const void* values, std::size_t first, std::size_t end, std::uint32_t* words) {
-  const std::uint16_t* const from = static_cast<const std::uint16_t*>(values);
-  const __m256i magnitude_bits = _mm256_set1_epi16(0x7FFF);
-  __m256i largest = _mm256_setzero_si256();
-  IndexFacts facts{0, 0};
-  std::size_t i = first;
-  for (; i + 32 <= end; i += 32) {
-    __m256i is_zero[2];
-    for (int part = 0; part < 2; ++part) {
-      const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 16 * part));
-      const __m256i magnitude = _mm256_and_si256(bits, magnitude_bits);
-      largest = _mm256_max_epi16(largest, magnitude);
-      is_zero[part] = _mm256_cmpeq_epi16(magnitude, _mm256_setzero_si256());
-    }
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(is_zero[0], is_zero[1]), 0xD8);
-    const std::uint32_t word = ~static_cast<std::uint32_t>(_mm256_movemask_epi8(bytes));
-    *words++ = word;
-    facts.n_nonzeros += static_cast<std::size_t>(std::popcount(word));
-  }
-  const __m256i low = _mm256_slli_epi32(largest, 16), high = _mm256_and_si256(largest, _mm256_set1_epi32(-65536));
-  facts.max_magnitude = largest_of(_mm256_max_epi32(low, high));
-  return with_tail(facts, index_values<Dtype::bfloat16>(values, i, end, words));
+  if (!kWide)
+    largest = _mm256_max_epi32(_mm256_slli_epi32(largest, 16), _mm256_and_si256(largest, _mm256_set1_epi32(-65536)));
+  const IndexFacts rest = index_values<dtype>(values, i, end, words);
+  return {n_nonzeros + rest.n_nonzeros, std::max(largest_of(largest), rest.max_magnitude)};
 }
 
 #else
 
-constexpr auto index_float32 = index_values<Dtype::float32>, index_bfloat16 = index_values<Dtype::bfloat16>;
+template <Dtype dtype>
+constexpr auto index_vectors = index_values<dtype>;
 
 #endif
 
@@ -169,23 +135,16 @@ constexpr std::size_t kEntriesAhead = 24;
 
 // Sums that wrap around instead of overflowing; floats as they are.
 template <typename T>
-T plus(T a, T b) {
-  if constexpr (std::is_integral_v<T>) {
-    using Unsigned = std::make_unsigned_t<T>;
-    return static_cast<T>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b));
-  } else {
-    return a + b;
-  }
-}
+using Wrapping = std::conditional_t<std::is_same_v<T, float>, float,
+                                    std::make_unsigned_t<std::conditional_t<std::is_same_v<T, float>, int, T>>>;
 
 template <typename T>
+T plus(T a, T b) {
+  return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
+}
+template <typename T>
 T minus(T a, T b) {
-  if constexpr (std::is_integral_v<T>) {
-    using Unsigned = std::make_unsigned_t<T>;
-    return static_cast<T>(static_cast<Unsigned>(a) - static_cast<Unsigned>(b));
-  } else {
-    return a - b;
-  }
+  return static_cast<T>(static_cast<Wrapping<T>>(a) - static_cast<Wrapping<T>>(b));
 }
 
 // -value where bit 31 of `cell` (kNegative) is set; without a branch, which would be mispredicted every other time.
@@ -316,11 +275,8 @@ Outcome recover_block(const Geometry& geometry, const Block& block, const Entry*
       std::memset(values + first, 0, (end - first) * sizeof(Value));
     });
   const auto write = [&](std::uint32_t position, T sum) {
-    const float value = static_cast<float>(static_cast<double>(sum) * scale);
-    if constexpr (dtype == Dtype::float32)
-      values[position] = value;
-    else
-      values[position] = bfloat16_of(value);
+    const auto value = static_cast<float>(static_cast<double>(sum) * scale);
+    floats::store_word<dtype, floats::Specials::quiet>(values, position, std::bit_cast<std::uint32_t>(value));
   };
   const auto signed_cell = [&](std::uint32_t cell) { return signed_by(cells[cell & ~kNegative], cell); };
   bool all_finite = true;
@@ -542,7 +498,7 @@ inline void peel_block(const Geometry& geometry, Block& block, std::uint64_t key
 
 const Kernels& kernels_at(Level<GW_LEVEL>) {
   constexpr Dtype f = Dtype::float32, b = Dtype::bfloat16;
-  static constexpr Kernels all = {{index_float32, index_bfloat16},
+  static constexpr Kernels all = {{index_vectors<f>, index_vectors<b>},
                                   count_granule_bits,
                                   {{add_block<float, f>, add_block<float, b>},
                                    {add_block<std::int32_t, f>, add_block<std::int32_t, b>},

@@ -1,14 +1,13 @@
 #include "sketch/plan.hpp"
 
-#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
-#include <string>
 
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
-#include "sketch/kernels.hpp"
 
 namespace gradwire::sketch {
 namespace {
@@ -25,14 +24,12 @@ constexpr std::size_t kMaxDenseNonzeros = 64;
 constexpr std::size_t kIndexChunk = 1 << 18;
 
 // The index as granules of 16 bits: halves of words, in order on little-endian machines, which gradwire requires.
-const std::uint16_t* granules_of(std::span<const std::uint32_t> words) {
-  return reinterpret_cast<const std::uint16_t*>(words.data());
-}
+const std::uint16_t* granules_of(ConstWords words) { return reinterpret_cast<const std::uint16_t*>(words.data()); }
 
-void check_words(std::span<const std::uint32_t> words, std::size_t n_elements) {
+void check_words(ConstWords words, std::size_t n_elements) {
   if (words.size() != words_for(n_elements))
-    throw InvalidArgument("the index of " + std::to_string(n_elements) + " values has " +
-                          std::to_string(words_for(n_elements)) + " words, not " + std::to_string(words.size()));
+    throw InvalidArgument("the index of ", n_elements, " values has ", words_for(n_elements), " words, not ",
+                          words.size());
 }
 
 void check_dtype(Dtype dtype) {
@@ -48,7 +45,7 @@ void check_shape(std::size_t n_elements, std::size_t batch_values) {
 
 }  // namespace
 
-IndexFacts write_index(std::span<const std::uint8_t> values, Dtype dtype, std::span<std::uint32_t> words) {
+IndexFacts write_index(ConstBytes values, Dtype dtype, Words words) {
   check_dtype(dtype);
   const std::size_t n = values.size() / bytes_of(dtype);
   check_words(words, n);
@@ -67,10 +64,10 @@ IndexFacts write_index(std::span<const std::uint8_t> values, Dtype dtype, std::s
   return {n_nonzeros.load(), max_magnitude.load()};
 }
 
-std::size_t count_index(std::span<const std::uint32_t> words, std::size_t n_elements) {
+std::size_t count_index(ConstWords words, std::size_t n_elements) {
   check_words(words, n_elements);
   if (n_elements % 32 != 0 && words.back() >> (n_elements % 32) != 0)
-    throw CorruptMessage("the index has bits set past its " + std::to_string(n_elements) +
+    throw CorruptMessage("the index has bits set past its ", n_elements,
                          " values: it is of another gradient, or was altered on its way");
   return kernels().count_bits(granules_of(words), (n_elements + kGranuleValues - 1) / kGranuleValues);
 }
@@ -91,7 +88,7 @@ void Plan::make_blocks(std::size_t n_blocks) {
     blocks_[k] = {geometry_.n_batches * k / n_blocks, geometry_.n_batches * (k + 1) / n_blocks, 0, 0, 0, 0, 0, 0};
 }
 
-void Plan::fill_blocks(std::span<const std::uint32_t> words) {
+void Plan::fill_blocks(ConstWords words) {
   const std::uint16_t* const granules = granules_of(words);
   const auto count_bits = kernels().count_bits;
   std::size_t n_entries = 0;
@@ -106,7 +103,7 @@ void Plan::fill_blocks(std::span<const std::uint32_t> words) {
   }
 }
 
-void Plan::prepare(std::span<const std::uint32_t> words, std::size_t n_elements, const Options& options) {
+void Plan::prepare(ConstWords words, std::size_t n_elements, const Options& options) {
   check_shape(n_elements, options.max_batch_values);
   if (!(options.gamma >= 1.0) || !(options.gamma <= 100.0)) throw InvalidArgument("gamma is 1 to 100");
   n_nonzeros_ = count_index(words, n_elements);
@@ -131,8 +128,8 @@ void Plan::prepare(std::span<const std::uint32_t> words, std::size_t n_elements,
   set_cells(n_rows);
 }
 
-void Plan::assume(std::size_t n_elements, std::size_t batch_values, std::span<const std::uint32_t> rows,
-                  std::uint64_t seed, std::uint64_t salt) {
+void Plan::assume(std::size_t n_elements, std::size_t batch_values, ConstWords rows, std::uint64_t seed,
+                  std::uint64_t salt) {
   check_shape(n_elements, batch_values);
   n_nonzeros_ = 0;
   begin(n_elements, batch_values, key_of(seed, salt));
@@ -150,7 +147,7 @@ void Plan::assume(std::size_t n_elements, std::size_t batch_values, std::span<co
   set_cells(n_rows);
 }
 
-void Plan::adopt(std::span<const std::uint32_t> words) {
+void Plan::adopt(ConstWords words) {
   n_nonzeros_ = count_index(words, geometry_.n_elements);
   is_peeled_ = false;
   fill_blocks(words);
@@ -173,8 +170,8 @@ int Plan::n_rounds() const {
   return most;
 }
 
-void Plan::add(std::span<const std::uint8_t> values, Dtype dtype, std::span<const std::uint32_t> own_words, Cells kind,
-               int shift, std::int64_t limit, std::span<std::uint8_t> cells) const {
+void Plan::add(ConstBytes values, Dtype dtype, ConstWords own_words, Cells kind, int shift, std::int64_t limit,
+               Bytes cells) const {
   check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   check_words(own_words, geometry_.n_elements);
@@ -192,7 +189,7 @@ void Plan::add(std::span<const std::uint8_t> values, Dtype dtype, std::span<cons
         "a value does not fit the fixed point: the exponent is not that of the largest value of all ranks");
 }
 
-std::size_t Plan::peel(std::span<const std::uint32_t> words) {
+std::size_t Plan::peel(ConstWords words) {
   check_words(words, geometry_.n_elements);
   if (count_index(words, geometry_.n_elements) != n_nonzeros_)
     throw InvalidArgument("this is not the index that the sketch was planned for");
@@ -215,13 +212,13 @@ void Plan::write_core(std::span<std::int64_t> positions) const {
   if (!is_peeled_ || n != positions.size()) throw InvalidArgument("the core has another size");
 }
 
-Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, bool estimate, float bound,
-                      std::span<std::uint8_t> values, Dtype dtype) const {
+Outcome Plan::recover(Bytes cells, Cells kind, double scale, bool estimate, float bound, Bytes values,
+                      Dtype dtype) const {
   check_dtype(dtype);
   if (values.size() != geometry_.n_elements * bytes_of(dtype)) throw InvalidArgument("the plan is of another length");
   if (cells.size() != n_cells_ * bytes_of(kind))
-    throw CorruptMessage("the sketch has " + std::to_string(cells.size() / bytes_of(kind)) +
-                         " cells, its index asks for " + std::to_string(n_cells_) + ": they do not belong together");
+    throw CorruptMessage("the sketch has ", cells.size() / bytes_of(kind), " cells, its index asks for ", n_cells_,
+                         ": they do not belong together");
   if (!is_peeled_) throw InvalidArgument("peel() comes before recover()");
   if (blocks_.empty()) {
     std::fill(values.begin(), values.end(), std::uint8_t{0});
@@ -238,6 +235,130 @@ Outcome Plan::recover(std::span<std::uint8_t> cells, Cells kind, double scale, b
     }
   });
   return static_cast<Outcome>(worst.load());
+}
+
+// ---- the Bloom filter
+
+namespace {
+
+constexpr std::size_t kRowLongs = kMaxBatchValues / 64;
+constexpr std::uint64_t kBloomSalt = 0xB100;  // apart from every salt of a sketch, which count from 0
+constexpr std::size_t kTaskBatches = 1024;
+
+struct Row {
+  std::uint64_t bits[kRowLongs];
+
+  bool any() const {
+    std::uint64_t all = 0;
+    for (const std::uint64_t part : bits) all |= part;
+    return all != 0;
+  }
+};
+
+// Bit i of the result is bit (i - rotation) % 1,024.
+Row rotated(const Row& row, std::uint32_t rotation) {
+  const std::size_t longs = rotation / 64;
+  const int bits = static_cast<int>(rotation % 64);
+  std::uint64_t twice[2 * kRowLongs];
+  std::memcpy(twice, row.bits, sizeof row.bits);
+  std::memcpy(twice + kRowLongs, row.bits, sizeof row.bits);
+  Row result;
+  const std::uint64_t* const from = twice + kRowLongs - longs - 1;  // of the long before: kRowLongs > longs
+  if (bits == 0)
+    std::memcpy(result.bits, from + 1, sizeof result.bits);
+  else
+    for (std::size_t i = 0; i < kRowLongs; ++i) result.bits[i] = (from[i + 1] << bits) | (from[i] >> (64 - bits));
+  return result;
+}
+
+struct Hashes {
+  std::uint64_t key;
+  std::uint32_t n_rows;
+
+  struct At {
+    std::size_t row;
+    std::uint32_t rotation;
+  };
+  At at(std::size_t batch, int hash) const {
+    const std::uint64_t drawn = mix(key + (kMaxBloomHashes * batch + static_cast<std::uint64_t>(hash) + 1) * kGolden);
+    return {below(n_rows, drawn >> 32), static_cast<std::uint32_t>(drawn % kMaxBatchValues)};
+  }
+};
+
+Hashes checked(ConstWords filter, ConstWords words, std::size_t n_elements, int n_hashes, std::uint64_t seed) {
+  if (words.size() != words_for(n_elements)) throw InvalidArgument("the index has another length");
+  if (n_hashes < 1 || n_hashes > kMaxBloomHashes) throw InvalidArgument("a Bloom filter has 1 to 64 hashes");
+  if (filter.empty() || filter.size() % kBloomRowWords != 0)
+    throw InvalidArgument("a Bloom filter has rows of 32 words, not ", filter.size(), " words");
+  return {key_of(seed, kBloomSalt), static_cast<std::uint32_t>(filter.size() / kBloomRowWords)};
+}
+
+// Granules of a batch as the bits of one row, and back.
+template <typename Granule, typename Visit>
+void visit_granules(const Geometry& geometry, std::size_t batch, Granule* granules, Visit&& visit) {
+  for (std::size_t slot = 0; slot < geometry.slots(); ++slot) {
+    const std::size_t granule = geometry.granule(batch, slot);
+    if (granule >= geometry.n_granules) break;
+    visit(slot, granules[granule]);
+  }
+}
+
+}  // namespace
+
+void insert_bloom(ConstWords words, std::size_t n_elements, int n_hashes, std::uint64_t seed, Words filter) {
+  const Hashes hashes = checked(filter, words, n_elements, n_hashes, seed);
+  std::fill(filter.begin(), filter.end(), 0u);
+  const Geometry geometry(n_elements, kMaxBatchValues);
+  const auto* const granules = reinterpret_cast<const std::uint16_t*>(words.data());
+  for (std::size_t batch = 0; batch < geometry.n_batches; ++batch) {
+    Row row{};
+    visit_granules(geometry, batch, granules, [&](std::size_t slot, std::uint16_t bits) {
+      row.bits[slot / 4] |= static_cast<std::uint64_t>(bits) << (16 * (slot % 4));
+    });
+    if (!row.any()) continue;
+    for (int hash = 0; hash < n_hashes; ++hash) {
+      const auto at = hashes.at(batch, hash);
+      const Row turned = rotated(row, at.rotation);
+      Row stored;
+      std::uint32_t* const to = filter.data() + at.row * kBloomRowWords;
+      std::memcpy(&stored, to, sizeof stored);
+      for (std::size_t i = 0; i < kRowLongs; ++i) stored.bits[i] |= turned.bits[i];
+      std::memcpy(to, &stored, sizeof stored);
+    }
+  }
+}
+
+std::size_t query_bloom(ConstWords filter, std::size_t n_elements, int n_hashes, std::uint64_t seed, Words words) {
+  const Hashes hashes = checked(filter, words, n_elements, n_hashes, seed);
+  std::memset(words.data(), 0, words.size_bytes());
+  const Geometry geometry(n_elements, kMaxBatchValues);
+  auto* const granules = reinterpret_cast<std::uint16_t*>(words.data());
+  const std::size_t n_tasks = (geometry.n_batches + kTaskBatches - 1) / kTaskBatches;
+  parallel_for(n_tasks, [&](std::size_t task) {
+    const std::size_t end = std::min(geometry.n_batches, (task + 1) * kTaskBatches);
+    for (std::size_t batch = task * kTaskBatches; batch < end; ++batch) {
+      Row row;
+      std::fill_n(row.bits, kRowLongs, ~std::uint64_t{0});
+      for (int hash = 0; hash < n_hashes && row.any(); ++hash) {
+        const auto at = hashes.at(batch, hash);
+        Row stored;
+        std::memcpy(&stored, filter.data() + at.row * kBloomRowWords, sizeof stored);
+        const Row turned = rotated(stored, (kMaxBatchValues - at.rotation) % kMaxBatchValues);
+        for (std::size_t i = 0; i < kRowLongs; ++i) row.bits[i] &= turned.bits[i];
+      }
+      if (!row.any()) continue;
+      visit_granules(geometry, batch, granules, [&](std::size_t slot, std::uint16_t& bits) {
+        bits = static_cast<std::uint16_t>(row.bits[slot / 4] >> (16 * (slot % 4)));
+      });
+    }
+  });
+  if (n_elements % 32 != 0) {  // the last granule's bits past the end; as bytes, since they were written as granules
+    std::uint32_t last;
+    std::memcpy(&last, &words.back(), sizeof last);
+    last &= (std::uint32_t{1} << (n_elements % 32)) - 1;
+    std::memcpy(&words.back(), &last, sizeof last);
+  }
+  return count_index(words, n_elements);
 }
 
 }  // namespace gradwire::sketch

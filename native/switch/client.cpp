@@ -88,9 +88,9 @@ void Client::join(double timeout_s) {
   const double start = now_s();
   double patience_s = 0.02;
   while (!has_joined_) {
-    if (is_stopped_) throw PeerLost("this rank has closed its connection to " + name());
+    if (is_stopped_) throw PeerLost("this rank has closed its connection to ", name());
     if (now_s() - start > timeout_s)
-      throw PeerLost(name() + " did not answer for " + format_s(timeout_s) +
+      throw PeerLost(name(), " did not answer for ", format_s(timeout_s),
                      " s; start it first (gradwire switch --address ... --port ...), and look at GRADWIRE_SWITCH");
     Header header = make(Kind::join);
     header.word = static_cast<std::uint32_t>(n_workers_) | static_cast<std::uint32_t>(log2_wanted_) << 8;
@@ -98,31 +98,29 @@ void Client::join(double timeout_s) {
     const double next_try = now_s() + patience_s;
     patience_s = std::min(2 * patience_s, 0.5);
     for (double now = now_s(); now < next_try && !has_joined_; now = now_s()) {
-      socket_.receive(static_cast<int>(1000 * (next_try - now)) + 1,
-                      [&](std::span<const std::uint8_t> datagram, const Endpoint&) {
-                        counters_.bytes_received += datagram.size();
-                        Header answer;
-                        const Check check = read_header(datagram, answer);
-                        if (check == Check::other_version)
-                          throw IncompatibleVersion(name() + " speaks version " + std::to_string(answer.version) +
-                                                    " of the packet format, this rank " + std::to_string(kVersion) +
-                                                    "; start the same release of gradwire on both");
-                        if (check == Check::good && answer.kind == Kind::refusal && answer.job == 0)
-                          throw IncompatibleVersion(name() + " does not read this rank's version of the packet format");
-                        if (check != Check::good || answer.job != job_ || answer.worker != worker_) {
-                          ++counters_.foreign;
-                          return;
-                        }
-                        if (answer.kind == Kind::refusal) raise_refusal(answer);
-                        if (answer.kind != Kind::welcome) return;
-                        const std::uint32_t log2 = answer.word >> 8;
-                        if ((answer.word & 0xFF) != n_workers_ || log2 > 20) return;
-                        has_joined_ = true;
-                        log2_slots_ = static_cast<int>(log2);
-                        epoch_ = answer.epoch;
-                        handle_ = answer.handle;
-                        next_sequence_ = answer.sequence;
-                      });
+      socket_.receive(static_cast<int>(1000 * (next_try - now)) + 1, [&](ConstBytes datagram, const Endpoint&) {
+        counters_.bytes_received += datagram.size();
+        Header answer;
+        const Check check = read_header(datagram, answer);
+        if (check == Check::other_version)
+          throw IncompatibleVersion(name(), " speaks version ", answer.version, " of the packet format, this rank ",
+                                    kVersion, "; start the same release of gradwire on both");
+        if (check == Check::good && answer.kind == Kind::refusal && answer.job == 0)
+          throw IncompatibleVersion(name(), " does not read this rank's version of the packet format");
+        if (check != Check::good || answer.job != job_ || answer.worker != worker_) {
+          ++counters_.foreign;
+          return;
+        }
+        if (answer.kind == Kind::refusal) raise_refusal(answer);
+        if (answer.kind != Kind::welcome) return;
+        const std::uint32_t log2 = answer.word >> 8;
+        if ((answer.word & 0xFF) != n_workers_ || log2 > 20) return;
+        has_joined_ = true;
+        log2_slots_ = static_cast<int>(log2);
+        epoch_ = answer.epoch;
+        handle_ = answer.handle;
+        next_sequence_ = answer.sequence;
+      });
       if (socket_.was_refused()) break;  // it may not have started yet
     }
     // Nobody listens yet: the rest of the patience is spent asleep.
@@ -136,21 +134,20 @@ void Client::join(double timeout_s) {
 void Client::raise_refusal(const Header& header) const {
   switch (static_cast<Reason>(header.word)) {
     case Reason::no_slots:
-      throw Unsupported(name() +
+      throw Unsupported(name(),
                         " has no slots left for another job: wait for one to end, or start it with more --slots");
     case Reason::unknown_job:
-      throw PeerLost(name() +
-                     " does not know this job: it was restarted, or gave the slots of a job that was silent for " +
+      throw PeerLost(name(),
+                     " does not know this job: it was restarted, or gave the slots of a job that was silent for ",
                      "too long to another; restart from the last checkpoint");
     case Reason::mismatch:
-      throw RankMismatch("ranks are in different calls of the switch: rank " + std::to_string(worker_) +
-                         " is in call " + std::to_string(collective_) +
+      throw RankMismatch("ranks are in different calls of the switch: rank ", worker_, " is in call ", collective_,
                          "; the same scheme, options and model on every rank");
     case Reason::peer_left:
-      throw PeerLost("rank " + list_workers(header.sequence) + " has left " + name() +
+      throw PeerLost("rank ", list_workers(header.sequence), " has left ", name(),
                      " in the middle of a sum; look at its output for the cause");
     default:
-      throw Unsupported(name() + " refused rank " + std::to_string(worker_) + " of " + std::to_string(n_workers_) +
+      throw Unsupported(name(), " refused rank ", worker_, " of ", n_workers_,
                         ": another process has that place in the job, or the job another number of ranks");
   }
 }
@@ -186,7 +183,7 @@ void Client::reduce(std::span<std::int32_t> values, Operation operation, double 
   }
   double next_check = 0;
   while (call.first_done < call.n_packets) {
-    if (is_stopped_) throw PeerLost("this rank has closed its connection to " + name() + " in the middle of a sum");
+    if (is_stopped_) throw PeerLost("this rank has closed its connection to ", name(), " in the middle of a sum");
     send_new(call, now);
     if (now >= next_check) {
       send_due(call, now);
@@ -196,7 +193,7 @@ void Client::reduce(std::span<std::int32_t> values, Operation operation, double 
     // Within the timers' grain; a result that comes wakes at once.
     const bool is_stalled = now - call.last_progress > kSliceS;
     socket_.receive(static_cast<int>(1000 * (is_stalled ? kSliceS / 5 : kTickS)) + 1,
-                    [&](std::span<const std::uint8_t> datagram, const Endpoint&) { take(call, datagram, now); });
+                    [&](ConstBytes datagram, const Endpoint&) { take(call, datagram, now); });
     now = now_s();
     fail_if_late(call, now, timeout_s);
   }
@@ -207,14 +204,14 @@ void Client::fail_if_late(const Call& call, double now, double timeout_s) {
   if (socket_.was_refused() && refused_at_ < 0) refused_at_ = now;
   if (refused_at_ >= 0 && call.last_answer > refused_at_) refused_at_ = -1;
   if (refused_at_ >= 0 && now - refused_at_ > kRefusedS)
-    throw PeerLost(name() + " has ended: nobody listens there any more; restart from the last checkpoint");
+    throw PeerLost(name(), " has ended: nobody listens there any more; restart from the last checkpoint");
   if (now - call.last_progress <= timeout_s) return;
   if (call.last_answer > call.last_progress && call.pending != 0) {
     const std::uint32_t all = n_workers_ == kMaxWorkers ? ~0u : (1u << n_workers_) - 1;
-    throw PeerLost("rank " + list_workers(all & ~call.pending) + " sent nothing to " + name() + " for " +
-                   format_s(timeout_s) + " s (timeout_s); look at its output for the cause");
+    throw PeerLost("rank ", list_workers(all & ~call.pending), " sent nothing to ", name(), " for ",
+                   format_s(timeout_s), " s (timeout_s); look at its output for the cause");
   }
-  throw PeerLost(name() + " did not answer for " + format_s(timeout_s) +
+  throw PeerLost(name(), " did not answer for ", format_s(timeout_s),
                  " s (timeout_s); look at its output, and restart from the last checkpoint");
 }
 
@@ -283,7 +280,7 @@ void Client::flush() {
 
 // ---- receiving
 
-void Client::take(Call& call, std::span<const std::uint8_t> datagram, double now) {
+void Client::take(Call& call, ConstBytes datagram, double now) {
   counters_.bytes_received += datagram.size();
   Header header;
   if (read_header(datagram, header) != Check::good || header.job != job_) {
@@ -347,7 +344,7 @@ void Client::leave() {
   bool is_done = false;
   for (double now = now_s(); now < end && !is_done; now = now_s()) {
     send_one(make(Kind::leave));
-    socket_.receive(50, [&](std::span<const std::uint8_t> datagram, const Endpoint&) {
+    socket_.receive(50, [&](ConstBytes datagram, const Endpoint&) {
       Header header;
       is_done |= read_header(datagram, header) == Check::good && header.kind == Kind::farewell && header.job == job_;
     });

@@ -2,13 +2,10 @@
 #pragma once
 
 #include <atomic>
-#include <cstdint>
-#include <span>
 #include <string>
 #include <vector>
 
-#include "switch/packet.hpp"
-#include "switch/pipeline.hpp"
+#include "switch/server.hpp"
 #include "switch/udp_socket.hpp"
 
 namespace gradwire::innet {
@@ -76,7 +73,7 @@ class Client {
   void send_due(Call& call, double now);
   void push(Call& call, std::uint32_t index, double now);
   void flush();
-  void take(Call& call, std::span<const std::uint8_t> datagram, double now);
+  void take(Call& call, ConstBytes datagram, double now);
   void take_result(Call& call, const Header& header, const std::uint8_t* payload, double now);
   void measure(double round_trip_s);
   void fail_if_late(const Call& call, double now, double timeout_s);

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "errors.hpp"
@@ -31,7 +30,7 @@ sockaddr_in address_of(const std::string& address, std::uint16_t port) {
   result.sin_family = AF_INET;
   result.sin_port = htons(port);
   if (inet_pton(AF_INET, address.c_str(), &result.sin_addr) != 1)
-    throw InvalidArgument("'" + address + "' is no IPv4 address; write it as 10.0.0.1");
+    throw InvalidArgument("'", address, "' is no IPv4 address; write it as 10.0.0.1");
   return result;
 }
 
@@ -44,7 +43,7 @@ std::size_t bytes_of(const Outgoing& packet) { return packet.payload ? kPacketBy
 }  // namespace
 
 UdpSocket::UdpSocket() : descriptor_(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0)), buffers_(kBatch * kBufferBytes) {
-  if (descriptor_ < 0) throw InvalidArgument(std::string("no UDP socket: ") + std::strerror(errno));
+  if (descriptor_ < 0) throw InvalidArgument("no UDP socket: ", std::strerror(errno));
   const int on = 1;
   setsockopt(descriptor_, IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // refused by old kernels: packets come singly
   const timeval patience{0, kSendTimeoutUs};
@@ -56,13 +55,13 @@ UdpSocket::~UdpSocket() { ::close(descriptor_); }
 void UdpSocket::bind(const std::string& address, std::uint16_t port) {
   const sockaddr_in local = address_of(address, port);
   if (::bind(descriptor_, reinterpret_cast<const sockaddr*>(&local), sizeof local) != 0)
-    throw InvalidArgument("cannot listen on " + describe(address, port, errno) + "; give another address or port");
+    throw InvalidArgument("cannot listen on ", describe(address, port, errno), "; give another address or port");
 }
 
 void UdpSocket::connect(const std::string& address, std::uint16_t port) {
   const sockaddr_in peer = address_of(address, port);
   if (::connect(descriptor_, reinterpret_cast<const sockaddr*>(&peer), sizeof peer) != 0)
-    throw InvalidArgument("no way to " + describe(address, port, errno));
+    throw InvalidArgument("no way to ", describe(address, port, errno));
 }
 
 std::uint16_t UdpSocket::port() const {
@@ -194,7 +193,7 @@ std::size_t UdpSocket::receive(int timeout_ms, const Handler& handle) {
   }
   std::size_t n_datagrams = 0;
   for (int i = 0; i < n_messages; ++i) {
-    const std::span<const std::uint8_t> joined(buffers_.data() + i * kBufferBytes, messages[i].msg_len);
+    const ConstBytes joined(buffers_.data() + i * kBufferBytes, messages[i].msg_len);
     std::size_t segment_bytes = joined.size();
     msghdr& message = messages[i].msg_hdr;
     for (cmsghdr* control = CMSG_FIRSTHDR(&message); control; control = CMSG_NXTHDR(&message, control))

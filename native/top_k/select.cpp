@@ -4,7 +4,6 @@
 #include <bit>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
@@ -32,7 +31,7 @@ void for_tasks(std::size_t n, const Body& body) {
   });
 }
 
-std::vector<std::size_t> count_leading_bits(std::span<const float> values) {
+std::vector<std::size_t> count_leading_bits(ConstFloats values) {
   std::vector<std::size_t> counts(kBins);
   std::mutex merging;
   for_tasks(values.size(), [&](std::size_t, std::size_t begin, std::size_t n) {
@@ -51,7 +50,7 @@ std::vector<std::size_t> count_leading_bits(std::span<const float> values) {
   return counts;
 }
 
-std::vector<std::size_t> count_trailing_bits(std::span<const float> values, std::size_t leading) {
+std::vector<std::size_t> count_trailing_bits(ConstFloats values, std::size_t leading) {
   std::vector<std::size_t> counts(kLowBins);
   for (const float value : values) {
     const std::uint32_t magnitude = magnitude_of(value);
@@ -67,7 +66,7 @@ std::pair<std::size_t, std::size_t> find_threshold(const std::vector<std::size_t
   return {bin, n_above};
 }
 
-std::vector<std::int32_t> gather(std::span<const float> values, std::uint32_t lowest, std::size_t at_least) {
+std::vector<std::int32_t> gather(ConstFloats values, std::uint32_t lowest, std::size_t at_least) {
   Gather& gather_task = at_current_level<1>([](auto level) -> Gather& { return gather_at(level); });
   std::vector<std::vector<std::int32_t>> parts((values.size() + kTaskElements - 1) / kTaskElements);
   for_tasks(values.size(), [&](std::size_t task, std::size_t begin, std::size_t n) {
@@ -81,7 +80,7 @@ std::vector<std::int32_t> gather(std::span<const float> values, std::uint32_t lo
 
 }  // namespace
 
-std::size_t select_largest(std::span<const float> values, std::span<std::int32_t> indices) {
+std::size_t select_largest(ConstFloats values, std::span<std::int32_t> indices) {
   const std::size_t k = indices.size();
   if (k > values.size()) throw InvalidArgument("select_largest: more elements asked for than there are");
   if (values.size() >> 31 != 0) throw InvalidArgument("select_largest: at most 2^31 - 1 elements");
@@ -115,7 +114,7 @@ std::size_t select_largest(std::span<const float> values, std::span<std::int32_t
   return n_nonfinite;
 }
 
-std::size_t select_from(std::span<const float> values, float threshold, std::span<std::int32_t> indices) {
+std::size_t select_from(ConstFloats values, float threshold, std::span<std::int32_t> indices) {
   if (!(threshold >= 0)) throw InvalidArgument("select_from: a threshold is not negative");
   if (values.size() >> 31 != 0) throw InvalidArgument("select_from: at most 2^31 - 1 elements");
   const std::vector<std::int32_t> found = gather(values, std::max(magnitude_of(threshold), 1u), indices.size());

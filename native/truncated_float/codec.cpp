@@ -4,15 +4,88 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
-#include <string>
 
 #include "bits/bit_io.hpp"
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
 #include "parallel/thread_pool.hpp"
-#include "truncated_float/kernels.hpp"
 
 namespace gradwire::truncated_float {
+namespace {
+
+// FP8 as in Micikevicius et al., "FP8 formats for deep learning"; FP4 and FP6 as in the OCP microscaling specification.
+constexpr Layout kNative[floats::kDtypes] = {
+    {32, 8, 23, 127, 0x7F7FFFFF}, {16, 8, 7, 127, 0x7F7F}, {16, 5, 10, 15, 0x7BFF}};
+constexpr Layout kCompact[kFormats - 1] = {
+    {16, 5, 10, 15, 0x7BFF}, {8, 4, 3, 7, 0x7E}, {8, 5, 2, 15, 0x7B}, {4, 2, 1, 1, 0x7}, {6, 3, 2, 3, 0x1F}};
+
+}  // namespace
+
+const char* name_of(Format format) {
+  constexpr const char* names[kFormats] = {"native", "fp16", "fp8-e4m3", "fp8-e5m2", "fp4-e2m1", "fp6-e3m2"};
+  return names[static_cast<int>(format)];
+}
+
+const Layout& layout_of(Format format, Dtype dtype) {
+  return format == Format::native ? kNative[static_cast<int>(dtype)] : kCompact[static_cast<int>(format) - 1];
+}
+
+void check_settings(const Settings& settings) {
+  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
+    throw InvalidArgument("bits=", settings.n_bits, ": format ", name_of(settings.format), " of ",
+                          floats::name_of(settings.dtype), " keeps 2 to ", settings.layout().width);
+  floats::check_partition(settings.partition);
+}
+
+std::uint64_t payload_bytes(std::uint64_t n_values, const Settings& settings) {
+  const std::uint64_t scales = settings.has_scales() ? kScaleBytes * partitions_of(n_values, settings.partition) : 0;
+  return scales + word_packing::packed_bytes(n_values, settings.n_bits);
+}
+
+// Where payloads begin and end; marks follow where there are any.
+std::uint64_t payload_end(std::uint64_t n_elements, const Settings& settings) {
+  const std::uint64_t n_full = n_elements / kChunkValues;
+  return kFront.table_end(chunks_of(n_elements)) + n_full * payload_bytes(kChunkValues, settings) +
+         payload_bytes(n_elements - n_full * kChunkValues, settings);
+}
+
+std::uint64_t max_message_bytes(std::uint64_t n_elements, const Settings& settings) {
+  return payload_end(n_elements, settings) + (settings.is_exact() ? 0 : marks_bytes(n_elements, settings.partition));
+}
+
+// Writes header and checksum; chunk table and marks are in place. Returns the message's bytes.
+std::uint64_t write_header(const Header& header, std::uint8_t* message) {
+  const Settings& settings = header.settings;
+  const std::uint64_t end = payload_end(header.n_elements, settings);
+  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
+  floats::write_head(kFront,
+                     {settings.dtype, static_cast<int>(settings.format), settings.n_bits, header.flags,
+                      settings.partition, header.n_elements, end + n_marks},
+                     message);
+  write_checksum(kFront, message, chunks_of(header.n_elements), {message + end, n_marks});
+  return end + n_marks;
+}
+
+Header read_header(ConstBytes message) {
+  const floats::Head head = floats::read_head(kFront, message);
+  if (head.first_code >= kFormats) fail_message(kFront.name, "unknown format code ", head.first_code);
+  const Header header{{head.dtype, static_cast<Format>(head.first_code), head.second_code, head.partition},
+                      head.flags,
+                      head.n_elements};
+  const Settings& settings = header.settings;
+  if (settings.n_bits < 2 || settings.n_bits > settings.layout().width)
+    fail_message(kFront.name, settings.n_bits, " bits of format ", name_of(settings.format));
+  if (header.holds_nonfinite() && settings.is_exact()) fail_message(kFront.name, "unknown flags");
+  // The first test keeps sums from overflowing: a value takes two bits or more.
+  const bool is_short = header.n_elements > 4 * std::uint64_t{message.size()};
+  const std::uint64_t end = is_short ? 0 : payload_end(header.n_elements, settings);
+  const std::uint64_t n_marks = header.holds_nonfinite() ? marks_bytes(header.n_elements, settings.partition) : 0;
+  if (is_short || end + n_marks != message.size())
+    fail_message(kFront.name, header.n_elements, " values in ", message.size(), " bytes");
+  check_checksum(kFront, message.data(), chunks_of(header.n_elements), message.subspan(end));
+  return header;
+}
+
 namespace {
 
 constexpr std::uint32_t kInfinity = 0x7F800000;
@@ -21,6 +94,26 @@ constexpr std::size_t kMaxPartitionsAChunk = kChunkValues / kMinPartition;
 floats::Chunk chunk_at(std::size_t index, std::uint64_t n_elements, const Settings& settings) {
   return floats::chunk_at(index, n_elements, settings.partition, kFront.table_end(chunks_of(n_elements)),
                           [&](std::size_t n) { return payload_bytes(n, settings); });
+}
+
+// Fewer than 256 codes, each below 2^n_bits; they touch packed_bytes(n, n_bits) bytes.
+void pack_rest(const std::uint32_t* codes, std::size_t n, int n_bits, std::uint8_t* out) {
+  std::uint8_t buffer[4 * word_packing::kBlock + kBitSlackBytes];
+  BitWriter writer{buffer};
+  for (std::size_t i = 0; i < n; ++i) write_bits(writer, codes[i], static_cast<std::uint64_t>(n_bits));
+  finish(writer);
+  std::memcpy(out, buffer, word_packing::packed_bytes(n, n_bits));
+}
+
+void unpack_rest(const std::uint8_t* data, std::size_t n, int n_bits, std::uint32_t* codes) {
+  std::uint8_t buffer[4 * word_packing::kBlock + kBitSlackBytes] = {};
+  std::memcpy(buffer, data, word_packing::packed_bytes(n, n_bits));
+  const std::uint64_t mask = ~std::uint64_t{0} >> (64 - n_bits);
+  BitReader reader{buffer};
+  for (std::size_t i = 0; i < n; ++i) {
+    codes[i] = static_cast<std::uint32_t>(peek_bits(reader) & mask);
+    reader.position += static_cast<std::uint64_t>(n_bits);
+  }
 }
 
 // Runs of at most 256 values that share a scale, within a block of packed codes: body(partition, first in block, n).
@@ -48,12 +141,12 @@ std::uint32_t scale_for(std::uint32_t largest, const Settings& settings, float n
   return std::max((quotient + below) & ~below, kMinScale);
 }
 
-[[noreturn]] void fail(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
+[[noreturn]] void fail_at(std::size_t chunk, const char* what) { fail_in_chunk(kFront.name, chunk, what); }
 
 }  // namespace
 
-std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& settings, Rounding rounding,
-                     const random::Stream& stream, std::span<std::uint8_t> out) {
+std::uint64_t encode(ConstBytes values, const Settings& settings, Rounding rounding, const random::Stream& stream,
+                     Bytes out) {
   check_settings(settings);
   const std::size_t value_bytes = floats::bytes_of(settings.dtype);
   const std::uint64_t n_elements = elements_of(values, settings.dtype);
@@ -61,8 +154,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
   const Kernels& kernels = kernels_for(settings.dtype);
   const word_packing::Kernel& packing = word_packing::kernel_for(settings.n_bits);
   const float number = settings.has_scales() ? largest_number(settings) : 1.0F;
-  const bool is_random = rounding == Rounding::stochastic && !settings.is_exact();
-  const bool is_nearest = rounding == Rounding::nearest && !settings.is_exact();
+  if (settings.is_exact()) rounding = Rounding::truncate;
   std::uint8_t* const message = out.data();
   std::uint8_t* const marks = message + payload_end(n_elements, settings);
   std::atomic<bool> holds_nonfinite{false};
@@ -96,24 +188,20 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
     for (std::size_t first = 0; first < chunk.n; first += word_packing::kBlock) {
       const std::size_t n_block = std::min(word_packing::kBlock, chunk.n - first);
       std::uint32_t codes[word_packing::kBlock], numbers[word_packing::kBlock];
-      if (is_random)
+      if (rounding == Rounding::stochastic)
         for (std::size_t at = 0; at < n_block; at += random::kGroup)
           kernels.draw(stream, (chunk.first + first + at) / random::kGroup, numbers + at);
       for_runs(first, n_block, settings.partition, [&](std::size_t partition, std::size_t at, std::size_t n) {
         const std::uint8_t* const run = from + (first + at) * value_bytes;
         if (scales[partition] == 0)  // marked: its values decode as NaN
           std::memset(codes + at, 0, 4 * n);
-        else if (is_random)
-          kernels.round(run, n, settings, scales[partition], numbers + at, codes + at);
-        else if (is_nearest)
-          kernels.round_to_nearest(run, n, settings, scales[partition], codes + at);
         else
-          kernels.truncate(run, n, settings, scales[partition], codes + at);
+          kernels.to_codes(run, n, settings, rounding, scales[partition], numbers + at, codes + at);
       });
       if (n_block == word_packing::kBlock)
         packing.pack(codes, to);
       else
-        word_packing::pack_rest(codes, n_block, settings.n_bits, to);
+        pack_rest(codes, n_block, settings.n_bits, to);
       to += word_packing::packed_bytes(n_block, settings.n_bits);
     }
     store(message + kFront.table_end(index), crc32c({message + chunk.begin, chunk.end - chunk.begin}));
@@ -121,7 +209,7 @@ std::uint64_t encode(std::span<const std::uint8_t> values, const Settings& setti
   return write_header({settings, holds_nonfinite.load() ? kFlagNonfinite : std::uint16_t{0}, n_elements}, message);
 }
 
-void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::uint8_t> values) {
+void decode(ConstBytes message, Dtype dtype, Bytes values) {
   const Header header = read_header(message);
   const Settings& settings = header.settings;
   const std::size_t value_bytes = floats::bytes_of(dtype);
@@ -134,14 +222,14 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::u
     const floats::Chunk chunk = chunk_at(index, header.n_elements, settings);
     const std::uint8_t* from = message.data() + chunk.begin;
     if (crc32c({from, chunk.end - chunk.begin}) != load<std::uint32_t>(message.data() + kFront.table_end(index)))
-      fail(index, "the checksum does not match: bytes were changed on the way");
+      fail_at(index, "the checksum does not match: bytes were changed on the way");
     std::uint32_t scales[kMaxPartitionsAChunk];
     for (std::size_t i = 0; i < chunk.n_partitions; ++i) {
       scales[i] = kUnitScale;
       if (settings.has_scales()) {
         scales[i] = std::uint32_t{load<std::uint16_t>(from)} << 16;
         from += kScaleBytes;
-        if (scales[i] < kMinScale || scales[i] >= kInfinity) fail(index, "a scale is out of range");
+        if (scales[i] < kMinScale || scales[i] >= kInfinity) fail_at(index, "a scale is out of range");
       }
     }
     std::uint8_t* const to = values.data() + chunk.first * value_bytes;
@@ -151,7 +239,7 @@ void decode(std::span<const std::uint8_t> message, Dtype dtype, std::span<std::u
       if (n_block == word_packing::kBlock)
         packing.unpack(from, codes);
       else
-        word_packing::unpack_rest(from, n_block, settings.n_bits, codes);
+        unpack_rest(from, n_block, settings.n_bits, codes);
       from += word_packing::packed_bytes(n_block, settings.n_bits);
       for_runs(first, n_block, settings.partition, [&](std::size_t partition, std::size_t at, std::size_t n) {
         std::uint8_t* const run = to + (first + at) * value_bytes;

@@ -6,17 +6,18 @@
 
 #include <array>
 #include <chrono>
-#include <cstdint>
 #include <functional>
 #include <list>
-#include <span>
 #include <thread>
-#include <vector>
 
-#include "wire/sha256.hpp"
 #include "wire/socket.hpp"
 
 namespace gradwire::wire {
+
+// HMAC-SHA256 (RFC 2104, FIPS 180-4). Not constant-time in the length of its input; nothing secret has a length of its
+// own here.
+using Digest = std::array<std::uint8_t, 32>;
+Digest hmac_sha256(ConstBytes key, ConstBytes data);
 
 inline constexpr std::size_t kSecretBytes = 16;
 using Secret = std::array<std::uint8_t, kSecretBytes>;
@@ -56,6 +57,6 @@ class Doorkeeper {
 };
 
 // Bytes that nobody can guess. Throws std::system_error.
-void fill_random(std::span<std::uint8_t> out);
+void fill_random(Bytes out);
 
 }  // namespace gradwire::wire

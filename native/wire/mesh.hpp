@@ -5,17 +5,13 @@
 // that both send megabytes do not block. Connections are made when two ranks first need one.
 #pragma once
 
-#include <array>
 #include <condition_variable>
-#include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "wire/handshake.hpp"

@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <string>
 
 #include "checksum/crc32c.hpp"
 #include "errors.hpp"
@@ -46,12 +45,11 @@ Header unpack_header(const RawHeader& raw, int peer) {
   const auto magic = get<std::uint16_t>(raw, 0);
   const auto version = get<std::uint8_t>(raw, 2), flags = get<std::uint8_t>(raw, 3);
   if (magic == kMagic && version != kVersion)
-    throw IncompatibleVersion("rank " + std::to_string(peer) + " sends messages of version " + std::to_string(version) +
-                              ", this build reads " + std::to_string(kVersion) +
+    throw IncompatibleVersion("rank ", peer, " sends messages of version ", version, ", this build reads ", kVersion,
                               "; install the same gradwire on every host");
   if (magic != kMagic || flags != 0 ||
       get<std::uint32_t>(raw, kChecksumAt) != crc32c(std::span(raw).first(kChecksumAt)))
-    throw CorruptMessage("rank " + std::to_string(peer) +
+    throw CorruptMessage("rank ", peer,
                          " sent a message header that gradwire did not write; check that all ranks run the same "
                          "gradwire, and the host's memory and network");
   return {get<std::uint32_t>(raw, 4), get<std::uint32_t>(raw, 16), get<std::uint64_t>(raw, 8), get<Facts>(raw, 20)};
@@ -72,10 +70,9 @@ void compare_facts(const Facts& mine, const Facts& theirs, int rank, int peer) {
   };
   for (const Field& field : kFields)
     if (mine.*field.value != theirs.*field.value)
-      throw RankMismatch("ranks " + std::to_string(rank) + " and " + std::to_string(peer) + " disagree on " +
-                         field.name + ": " + std::to_string(mine.*field.value) + " here, " +
-                         std::to_string(theirs.*field.value) + " there (bucket " + std::to_string(mine.bucket) +
-                         ", step " + std::to_string(mine.step) + "). What to do: " + field.advice + ".");
+      throw RankMismatch("ranks ", rank, " and ", peer, " disagree on ", field.name, ": ", mine.*field.value, " here, ",
+                         theirs.*field.value, " there (bucket ", mine.bucket, ", step ", mine.step,
+                         "). What to do: ", field.advice, ".");
 }
 
 Block::Block(std::size_t capacity) : capacity_(capacity) {

@@ -2,12 +2,11 @@
 #pragma once
 
 #include <array>
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <vector>
+
+#include "spans.hpp"
 
 namespace gradwire::wire {
 
@@ -52,8 +51,8 @@ class Block {
 struct Message {
   std::shared_ptr<Block> block;
   std::size_t n_bytes = 0;
-  std::span<const std::uint8_t> bytes() const { return {block ? block->data() : nullptr, n_bytes}; }
-  std::span<std::uint8_t> room() { return {block->data(), block->capacity()}; }
+  ConstBytes bytes() const { return {block ? block->data() : nullptr, n_bytes}; }
+  Bytes room() { return {block->data(), block->capacity()}; }
 };
 
 // Blocks that are used again: nothing is allocated once every size has been asked for. Thread-safe.

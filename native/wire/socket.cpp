@@ -35,7 +35,7 @@ Addresses resolve(const std::string& host, std::uint16_t port, int flags) {
   hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | flags;
   addrinfo* found = nullptr;
   const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
-  if (error != 0) throw InvalidArgument("'" + host + "' is no numeric address: " + gai_strerror(error));
+  if (error != 0) throw InvalidArgument("'", host, "' is no numeric address: ", gai_strerror(error));
   return {found, &freeaddrinfo};
 }
 
@@ -76,7 +76,7 @@ std::string interface_address(const std::string& name) {
       const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
       if (getnameinfo(one->ifa_addr, length, host, sizeof host, nullptr, 0, NI_NUMERICHOST) == 0) return host;
     }
-  throw InvalidArgument("there is no network interface '" + name + "' with an address here; there are: " + known +
+  throw InvalidArgument("there is no network interface '", name, "' with an address here; there are: ", known,
                         ". Set GRADWIRE_SOCKET_IFNAME to one of them");
 }
 
@@ -87,7 +87,7 @@ Descriptor listen_at(const std::string& host, std::uint16_t& port) {
   socklen_t length = sizeof bound;
   if (bind(listener.get(), addresses->ai_addr, addresses->ai_addrlen) != 0 || listen(listener.get(), kBacklog) != 0 ||
       getsockname(listener.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0)
-    throw InvalidArgument("cannot listen at " + host + ": " + std::generic_category().message(errno) +
+    throw InvalidArgument("cannot listen at ", host, ": ", std::generic_category().message(errno),
                           ". Set GRADWIRE_SOCKET_IFNAME to an interface of this host");
   port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(bound).sin6_port
                                            : reinterpret_cast<sockaddr_in&>(bound).sin_port);

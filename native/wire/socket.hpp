@@ -2,9 +2,10 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <string>
 #include <utility>
+
+#include "spans.hpp"
 
 namespace gradwire::wire {
 

@@ -298,7 +298,7 @@ class Broadcast:
 _Window = tuple[int, int, int, int, int, float, float, float, int]
 
 class BucketImportance:
-    """Importance bytes of a bucket; see native/gcomp/bucket_importance.hpp."""
+    """Importance bytes of a bucket; see native/gcomp/importance.hpp."""
 
     reads: list[Any]  # what the addresses lie in
     def __init__(self, terms: Sequence[_Window]) -> None: ...
@@ -337,7 +337,7 @@ def quantised_mean(
     is_used: Sequence[bool], n_chunks: int, draws: Sequence[int], pulls_raw: bool,
 ) -> tuple[list[bool], bool, _Account]: ...  # fmt: skip
 
-# Groups of pieces as one message; see native/exchange/pieces.hpp.
+# Groups of pieces as one message; see native/exchange/means.hpp.
 def max_group_bytes(codec: ExchangeCodec, sizes: Sequence[int]) -> int: ...
 def encode_group(
     codec: ExchangeCodec, values: Any, residual: Any | None, sizes: Sequence[int], out: Any, left_out: Any, draw: int

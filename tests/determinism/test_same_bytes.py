@@ -15,6 +15,7 @@ from torch import Tensor
 import quantiser_oracles
 from float_messages import (
     DTYPES,
+    LEVELS,
     assert_same_bytes_everywhere,
     at_level,
     decode,
@@ -149,6 +150,17 @@ def sums() -> Iterator[Tensor]:
             thc.write_codes(gradient, norms, codes, n_ranks=n_ranks, sign_step=1, step=2)
             thc.read_sums(codes, norms, n_ranks, out, sign_step=1)
             yield from (codes, out)
+
+
+def test_zeros_leave_nothing_out_of_two_bits() -> None:
+    """A threshold of zero stands for both zeros, so that their residual is +0.0, at the end of a block of words too."""
+    codec, zeros = codecs.by_name("two-bit"), torch.tensor([0.0, -0.0]).repeat(20)
+    out = torch.empty(codec.max_encoded_bytes(40, torch.float32), dtype=torch.uint8)
+    for level in LEVELS:
+        residual = torch.ones(40)
+        with at_level(level):
+            codec.encode_with_residual(zeros, None, out, new_residual=residual)
+        assert residual.view(torch.int32).tolist() == [0] * 40, level
 
 
 def exponent_counts() -> Iterator[Tensor]:

@@ -92,17 +92,17 @@ FAULTS = {
         "shared.warps[threadIdx.x / kWarp] = word;",
     ),
     "half of a warp is not asked for the largest": (
-        "truncated_float.hpp",
-        "for (u32 lanes = 1; lanes < kWarp; lanes *= 2) {",
-        "for (u32 lanes = 1; lanes < kWarp / 2; lanes *= 2) {",
+        "floats.hpp",
+        "return largest_of_lanes(largest);",
+        "return largest_of_lanes(largest, kWarp / 2);",
     ),
     "streams draw each other's numbers": (
-        "truncated_float.hpp",
+        "floats.hpp",
         "32 * block + 8 * group + stream);",
         "32 * block + 8 * group + (stream ^ 1));",
     ),
     "a plane is that of the lane below": (
-        "embedded_float.hpp",
+        "floats.hpp",
         "if (bit == lane) word = bits;",
         "if (bit == lane + 1) word = bits;",
     ),

@@ -160,27 +160,27 @@ def test_kernels_are_clean_under_the_sanitizers() -> None:
 # A planted fault: file, right, wrong. None that writes outside the memory that it was given.
 FAULTS = {
     "a lane takes the word of the one above": (
-        "gcomp_decode.hpp",
+        "gcomp.hpp",
         "n_words - __popc(taking >> lane)",
         "n_words - __popc(taking >> lane >> 1)",
     ),
     "a barrier is missing before the table is read": (
-        "gcomp_decode.hpp",
+        "gcomp.hpp",
         "shared.look_up[i] = p.table->look_up[i];\n  __syncthreads();",
         "shared.look_up[i] = p.table->look_up[i];",
     ),
     "bits that share a word are written as if they did not": (
-        "gcomp_encode.hpp",
+        "gcomp.hpp",
         "atomicOr(&shared.stage[at / 32], static_cast<u32>(placed))",
         "shared.stage[at / 32] = static_cast<u32>(placed)",
     ),
     "a barrier is missing before coded exponents are copied": (
-        "gcomp_encode.hpp",
+        "gcomp.hpp",
         "  __syncthreads();\n  for (u32 i = threadIdx.x; i < own.exponent_bytes",
         "  for (u32 i = threadIdx.x; i < own.exponent_bytes",
     ),
     "the ballot of both halves of a warp is taken for one's own": (
-        "gcomp_decode.hpp",
+        "gcomp.hpp",
         "taking = ballot_of_chunk(takes)",
         "taking = __ballot_sync(kWholeWarp, takes)",
     ),

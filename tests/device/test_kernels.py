@@ -154,8 +154,8 @@ FAULTS = {
     ),
     "half of a block's lanes are not added": (
         "quantised.hpp",
-        "for (u32 lanes = 1; lanes < kLanes; lanes *= 2) {",
-        "for (u32 lanes = 1; lanes < kLanes / 2; lanes *= 2) {",
+        "return {sum_of_lanes(own.positive, kLanes),",
+        "return {sum_of_lanes(own.positive, kLanes / 2),",
     ),
     "a barrier that not all threads come to": (
         "quantised.hpp",
@@ -169,8 +169,8 @@ FAULTS = {
     ),
     "half of a warp's words are not counted": (
         "index.hpp",
-        "for (u32 lanes = 1; lanes < kWarp; lanes *= 2) count +=",
-        "for (u32 lanes = 1; lanes < kWarp / 2; lanes *= 2) count +=",
+        "sum_of_lanes(static_cast<u32>(__popc(word)))",
+        "sum_of_lanes(static_cast<u32>(__popc(word)), kWarp / 2)",
     ),
     "a barrier is missing after a reflection": (
         "low_rank.hpp",

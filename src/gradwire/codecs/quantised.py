@@ -299,7 +299,7 @@ class Quantised:
         return 2 if self._rule == TWO_SCALES else 1
 
     def _grouping(self, layout: _Layout, device: torch.device) -> dict[str, Any]:
-        """`Grouping` of gpu/source/grouped.hpp."""
+        """`Grouping` of gpu/source/quantised.hpp."""
         if layout.groups is None:
             return {}
         return {

@@ -1,6 +1,6 @@
 """The mean through owners: each rank's messages go to every part's owner, which adds them, and its sum goes to all.
 
-In host memory one call of the native core (native/exchange/quantised.hpp). Between devices the same messages and bits: an
+In host memory one call of the native core (native/exchange/means.hpp). Between devices the same messages and bits: an
 all-to-all brings each rank's shares of a part to its owner, who adds them in rank order and encodes the sum (or leaves it as
 it is), and an all-gather brings that to all. Messages there have a fixed room, so both collectives have equal rows.
 """

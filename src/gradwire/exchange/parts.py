@@ -83,7 +83,7 @@ def cut_into_chunks(
 class Group(NamedTuple):
     """Values [start, end) of the flat buffer that travel together, in pieces of `sizes` values that are each of one tensor.
 
-    So whatever a codec derives from a piece's values (a scale) belongs to one tensor (native/exchange/pieces.hpp).
+    So whatever a codec derives from a piece's values (a scale) belongs to one tensor (native/exchange/means.hpp).
     A negative size passes over so many values, which belong to nobody's message.
     """
 

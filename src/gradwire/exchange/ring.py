@@ -1,6 +1,6 @@
 """The mean through a codec: round a ring, or directly through the owners of all parts.
 
-In host memory one call of the native core (native/exchange/ring.hpp, owners.hpp), without the GIL from its start to its end;
+In host memory one call of the native core (native/exchange/means.hpp), without the GIL from its start to its end;
 a codec that is written in Python is called back. Between devices the same messages, in the same order of sums; the last ones
 of all parts reach all ranks by an all-gather. Every rank gets the same bits: the decoding of the bytes that each part's owner
 sent, divided by N. Float16 values, whose sum may overflow, are divided before they are encoded. What is not finite travels as

@@ -16,7 +16,7 @@ __all__ = ["KINDS", "BucketRecord", "Recorder", "Sink", "Span", "StepRecord"]
 
 _log = logging.getLogger("gradwire.telemetry")
 
-# The first four in the order of native/exchange/account.hpp.
+# The first four in the order of native/exchange/codec.hpp.
 KINDS = ("encode", "decode", "communicate", "importance", "table", "wait")
 
 # What is summed up of buckets, for a step and for the totals.

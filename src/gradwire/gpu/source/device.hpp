@@ -41,6 +41,34 @@ __device__ __forceinline__ u64 thread_count() { return static_cast<u64>(gridDim.
 __device__ __forceinline__ u64 smaller(u64 a, u64 b) { return a < b ? a : b; }
 __device__ __forceinline__ u64 parts_of(u64 n, u64 size) { return (n + size - 1) / size; }
 
+// Of `n` neighbours in a warp, a power of two: the sum of what they have, or the largest; for all of them.
+template <class Number>
+__device__ __forceinline__ Number sum_of_lanes(Number own, u32 n = kWarp) {
+  for (u32 lanes = 1; lanes < n; lanes *= 2) own += __shfl_xor_sync(kWholeWarp, own, lanes);
+  return own;
+}
+__device__ __forceinline__ u32 largest_of_lanes(u32 own, u32 n = kWarp) {
+  for (u32 lanes = 1; lanes < n; lanes *= 2) {
+    const u32 other = __shfl_xor_sync(kWholeWarp, own, lanes);
+    if (other > own) own = other;
+  }
+  return own;
+}
+
+// The last of n items whose `first` is up to `at`; item 0, if there is none.
+template <class Item>
+__device__ __forceinline__ u64 last_up_to(const Item* items, u64 n, u64 Item::* first, u64 at) {
+  u64 low = 0, high = n;
+  while (high - low > 1) {
+    const u64 middle = (low + high) / 2;
+    if (items[middle].*first <= at)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 // Little-endian words at any address.
 __device__ __forceinline__ u32 load32(const u8* at) {
   return at[0] | static_cast<u32>(at[1]) << 8 | static_cast<u32>(at[2]) << 16 | static_cast<u32>(at[3]) << 24;
@@ -58,5 +86,102 @@ __device__ __forceinline__ void store64(u8* at, u64 word) {
 enum Wrong : u32 { kHeader = 1, kVersion = 2, kElements = 3, kChecksum = 4, kField = 5, kCode = 6 };
 __device__ __forceinline__ u32 error_word(Wrong what) { return static_cast<u32>(kCode + 1 - what); }
 __device__ __forceinline__ void report(u32* error, Wrong what) { atomicMax(error, error_word(what)); }
+
+// ---- gradients of three dtypes as float32 and back, with the CPU's bits; the numbers that are drawn by element
+
+enum Dtype : u32 { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+inline constexpr u32 kMagnitude = 0x7FFFFFFFu, kInfinity = 0x7F800000u, kNan = 0x7FC00000u;
+inline constexpr float kLargestFloat = 3.4028234663852886e38f;
+inline constexpr float kLeastScale = 7.888609052210118e-31f;  // 2^-100
+
+__device__ __forceinline__ u32 magnitude_bits(float value) { return __float_as_uint(value) & kMagnitude; }
+
+__device__ __forceinline__ float narrowed(double value) {
+  return static_cast<float>(value < kLargestFloat ? value : kLargestFloat);
+}
+
+__device__ __forceinline__ float float_of_half(u16 half) {
+  const u32 magnitude = (half & 0x7FFFu) << 13;
+  u32 bits = __float_as_uint(__uint_as_float(magnitude) * 5.192296858534828e33f);  // 2^112: exact, subnormals too
+  if (magnitude >= 0x0F800000u) bits |= kInfinity;
+  return __uint_as_float(bits | (half & 0x8000u) << 16);
+}
+
+// To nearest even.
+__device__ __forceinline__ u16 half_of_float(float value) {
+  const u32 bits = __float_as_uint(value), magnitude = bits & kMagnitude, sign = bits >> 16 & 0x8000u;
+  if (magnitude > kInfinity) return static_cast<u16>(sign | 0x7E00u);
+  if (magnitude >= 0x477FF000u) return static_cast<u16>(sign | 0x7C00u);
+  if (magnitude < 0x38800000u)  // subnormal: the sum rounds at the last bit that a half has
+    return static_cast<u16>(sign | (__float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3F000000u));
+  return static_cast<u16>(sign | (magnitude - 0x38000000u + 0xFFFu + (magnitude >> 13 & 1)) >> 13);
+}
+
+__device__ __forceinline__ u16 bfloat16_of_float(float value) {
+  const u32 bits = __float_as_uint(value);
+  if ((bits & kMagnitude) > kInfinity) return static_cast<u16>(bits >> 16 | 0x40u);
+  return static_cast<u16>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+}
+
+// A value's own bits, of a dtype of 16 bits in the lower half.
+__device__ __forceinline__ u32 bits_at(const void* values, u32 dtype, u64 i) {
+  return dtype == kFloat32 ? static_cast<const u32*>(values)[i] : static_cast<const u16*>(values)[i];
+}
+__device__ __forceinline__ void put_bits(void* values, u32 dtype, u64 i, u32 bits) {
+  if (dtype == kFloat32)
+    static_cast<u32*>(values)[i] = bits;
+  else
+    static_cast<u16*>(values)[i] = static_cast<u16>(bits);
+}
+
+__device__ __forceinline__ float value_at(const void* values, u32 dtype, u64 i) {
+  const u32 bits = bits_at(values, dtype, i);
+  if (dtype == kFloat16) return float_of_half(static_cast<u16>(bits));
+  return __uint_as_float(dtype == kBfloat16 ? bits << 16 : bits);
+}
+__device__ __forceinline__ void put_value(void* values, u32 dtype, u64 i, float value) {
+  if (dtype == kFloat32) return put_bits(values, dtype, i, __float_as_uint(value));
+  put_bits(values, dtype, i, dtype == kBfloat16 ? bfloat16_of_float(value) : half_of_float(value));
+}
+
+// Devices and CPUs make NaNs of different bits; these are the CPU's of a message that is not finite.
+__device__ __forceinline__ float added(float a, float b) {
+  const float sum = a + b;
+  return magnitude_bits(sum) > kInfinity ? __uint_as_float(kNan) : sum;
+}
+
+// ---- Philox4x32-10 by counter (native/random/counter.hpp): elements 64 g + 8 q + l share the words of counter 8 g + l
+
+struct Drawn {
+  u32 words[4];
+
+  // The number of element q (0 to 7) of those that share the counter.
+  __device__ __forceinline__ u32 number(u32 q) const {
+    const u32 word = words[q / 2];
+    return q % 2 == 0 ? word : word << 16 | word >> 16;
+  }
+};
+
+// A number as a fraction of one: 24 bits, exactly.
+__device__ __forceinline__ float fraction_of(u32 number) {
+  return static_cast<float>(number >> 8) * 5.9604644775390625e-08f;
+}
+
+__device__ inline Drawn draw(u64 seed, u64 step, u64 counter) {
+  u32 a = static_cast<u32>(counter), b = static_cast<u32>(counter >> 32);
+  u32 c = static_cast<u32>(step), d = static_cast<u32>(step >> 32);
+  u32 key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
+  for (u32 round = 0; round < 10; ++round) {
+    const u64 left = static_cast<u64>(0xD2511F53u) * a, right = static_cast<u64>(0xCD9E8D57u) * c;
+    a = static_cast<u32>(right >> 32) ^ b ^ key0;
+    c = static_cast<u32>(left >> 32) ^ d ^ key1;
+    b = static_cast<u32>(right);
+    d = static_cast<u32>(left);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return Drawn{{a, b, c, d}};
+}
 
 }  // namespace gradwire::gpu

@@ -1,8 +1,9 @@
-// GComp messages of format 2 (docs/format.md#gcomp-format-2) on a device: what reading and writing share.
+// GComp messages of format 2 (docs/format.md#gcomp-format-2) on a device. To write one takes six launches (measure,
+// place, pack, exponents, seal_chunks, seal), to read it four (check, checksums, streams, unpack); their grids and
+// threads stand in gradwire/codecs/gcomp.py.
 #pragma once
 
 #include "checksum.hpp"
-#include "values.hpp"
 
 namespace gradwire::gpu::gcomp {
 
@@ -48,7 +49,7 @@ __device__ inline ChunkHeader chunk_header(const u8* message, u64 chunk) {
           load32(at + 20), load32(at + 24), load32(at + 28)};
 }
 
-// How many mantissa bits of a value travel (native/gcomp/lanes.hpp).
+// How many mantissa bits of a value travel (native/gcomp/kernels.hpp).
 struct KeepRule {
   int mantissa_bits, cap, lowest_exponent, highest_exponent;
 
@@ -77,15 +78,9 @@ __device__ __forceinline__ KeepRule keep_rule(u32 dtype, u32 cap) {
 
 // As `put_value`, but a NaN keeps its bits.
 __device__ __forceinline__ void put_word(void* values, u32 dtype, u64 i, u32 word) {
-  const u32 magnitude = word & kMagnitude;
-  if (dtype == kFloat32)
-    static_cast<u32*>(values)[i] = word;
-  else if (magnitude <= kInfinity)
-    put_value(values, dtype, i, __uint_as_float(word));
-  else if (dtype == kBfloat16)
-    static_cast<u16*>(values)[i] = static_cast<u16>(word >> 16);
-  else
-    static_cast<u16*>(values)[i] = static_cast<u16>((word >> 16 & 0x8000u) | 0x7C00u | (magnitude >> 13 & 0x3FFu));
+  if (dtype == kFloat32 || (word & kMagnitude) <= kInfinity) return put_value(values, dtype, i, __uint_as_float(word));
+  const u32 half = (word >> 16 & 0x8000u) | 0x7C00u | (word >> 13 & 0x3FFu);
+  put_bits(values, dtype, i, dtype == kBfloat16 ? word >> 16 : half);
 }
 
 // ---- half a warp works on a chunk
@@ -99,5 +94,513 @@ __device__ __forceinline__ u32 ballot_of_chunk(bool says) {
 
 // Rounds of sixteen values that cover any chunk: as many for all of them, as warps stay together.
 __device__ __forceinline__ u32 rounds_of(u64 n) { return static_cast<u32>(parts_of(smaller(n, kChunkValues), kLanes)); }
+
+// ---- writing: the lengths of all chunks are known before the first of them is written. And the histogram of
+// exponents, for the next Huffman table.
+
+inline constexpr u32 kEncodeThreads = kChecksumThreads;
+inline constexpr u32 kStreamThreads = kEncodeThreads / kStreams;
+
+struct ChunkLengths {
+  u32 mantissa_bytes, exponent_bytes, importance_checksum;
+  u32 is_raw, is_nonfinite, n_escapes;
+  u32 stream_bytes[kStreams];
+};
+
+struct Encode {
+  const void* values;    // (n,) of `dtype`
+  const u8* importance;  // (n,) in mode paper, else null
+  const Table* table;
+  u8* message;           // whole, at a multiple of 4 bytes
+  u64* n_bytes;          // of the message, for the host
+  u8* exponents;         // work: a byte a value
+  ChunkLengths* chunks;  // work
+  u64 n, table_id;
+  u32 dtype, mode, kept_bits, rounds;
+};
+
+// What is sent of a value; of an exponent of 0, nothing else.
+struct Sent {
+  u32 exponent, kept, field;
+  __device__ __forceinline__ u32 n_bits() const { return exponent == 0 ? 0 : kept + 1; }
+};
+
+// To nearest, ties to even; what would become Inf is truncated instead.
+__device__ __forceinline__ u32 rounded(u32 word, u32 kept, u32 highest_exponent) {
+  const u32 dropped = 23 - kept;
+  if (dropped == 0) return word;
+  const u32 mask = ~((1u << dropped) - 1);
+  const u32 nearest = (word + (1u << (dropped - 1)) - 1 + (word >> dropped & 1)) & mask;
+  const bool overflows = (nearest >> 23 & 255) > highest_exponent && (word >> 23 & 255) <= highest_exponent;
+  return overflows ? word & mask : nearest;
+}
+
+__device__ inline Sent sent_at(const Encode& p, const KeepRule& rule, u64 i) {
+  u32 word = __float_as_uint(value_at(p.values, p.dtype, i));
+  const u32 importance = p.mode == kModePaper ? p.importance[i] : 0, before = word >> 23 & 255;
+  if (p.rounds && before != 0)
+    word = rounded(word, rule.kept(before, importance), static_cast<u32>(rule.highest_exponent));
+  const u32 exponent = word >> 23 & 255;
+  if (exponent == 0) return {0, 0, 0};
+  const u32 kept = rule.kept(exponent, importance);
+  return {exponent, kept, (word & 0x7FFFFFu) >> (23 - kept) | word >> 31 << kept};
+}
+
+__device__ __forceinline__ u32 length_of(u32 code) { return code >> 16 & 31; }
+
+// A block a chunk: how long its segments will be; the exponents as they are sent.
+GW_KERNEL(gw_gcomp_measure, Encode) {
+  struct Shared {
+    ChecksumShared checksum;
+    u32 lane_bits[kLanes], stream_bits[kStreams], n_escapes, is_nonfinite;
+  };
+  Shared& shared = shared_as<Shared>();
+  const u64 chunk = blockIdx.x, first = chunk * kChunkValues;
+  const u32 n = values_in(p.n, chunk), quarter = stream_begin(n, 1);
+  const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
+  if (threadIdx.x < kLanes) shared.lane_bits[threadIdx.x] = 0;
+  if (threadIdx.x < kStreams) shared.stream_bits[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.n_escapes = shared.is_nonfinite = 0;
+  fill_checksum_table(shared.checksum);
+  u32 lane_bits = 0, n_escapes = 0, stream = 0, stream_bits = 0;
+  for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
+    const Sent sent = sent_at(p, rule, first + i);
+    const u32 code = p.table->codes[sent.exponent];
+    p.exponents[first + i] = static_cast<u8>(sent.exponent);
+    if (i / quarter != stream) {
+      atomicAdd(&shared.stream_bits[stream], stream_bits);
+      stream = i / quarter;
+      stream_bits = 0;
+    }
+    stream_bits += length_of(code);
+    lane_bits += sent.n_bits();
+    n_escapes += (code & kIsEscaped) != 0;
+    if (sent.exponent == kNonfinite) atomicMax(&shared.is_nonfinite, 1u);
+  }
+  atomicAdd(&shared.stream_bits[stream], stream_bits);
+  atomicAdd(&shared.lane_bits[own_lane()], lane_bits);
+  atomicAdd(&shared.n_escapes, n_escapes);
+  __syncthreads();
+  u32 importance = 0;
+  if (p.mode == kModePaper) importance = checksum_of_both(p.importance + first, n, p.importance, 0, shared.checksum);
+  if (threadIdx.x != 0) return;
+  ChunkLengths own{
+      kTailBytes,  kSegmentHeaderBytes + shared.n_escapes, importance, 0, shared.is_nonfinite, shared.n_escapes,
+      {0, 0, 0, 0}};
+  for (u32 lane = 0; lane < kLanes; ++lane) own.mantissa_bytes += shared.lane_bits[lane] / 32 * 4;
+  for (u32 j = 0; j < kStreams; ++j) {
+    own.stream_bytes[j] = (shared.stream_bits[j] + 7) / 8;
+    own.exponent_bytes += own.stream_bytes[j];
+  }
+  if (own.exponent_bytes >= n) {
+    own.is_raw = 1;
+    own.exponent_bytes = n;
+  }
+  p.chunks[chunk] = own;
+}
+
+// The sum of what the threads up to this one give; `sums` then holds it for all of them.
+__device__ inline u32 sum_up_to(u32 own, u32* sums) {
+  __syncthreads();
+  sums[threadIdx.x] = own;
+  for (u32 distance = 1; distance < kEncodeThreads; distance *= 2) {
+    __syncthreads();
+    const u32 before = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
+    __syncthreads();
+    own += before;
+    sums[threadIdx.x] = own;
+  }
+  __syncthreads();
+  return own;
+}
+
+// One block: where each chunk begins; all headers but for the checksums of segments and headers.
+GW_KERNEL(gw_gcomp_place, Encode) {
+  struct Shared {
+    u32 sums[kEncodeThreads], is_nonfinite;
+  };
+  Shared& shared = shared_as<Shared>();
+  if (threadIdx.x == 0) shared.is_nonfinite = 0;
+  const u64 n_chunks = chunks_of(p.n);
+  u64 begin = headers_of(p.n);
+  for (u64 base = 0; base < n_chunks; base += kEncodeThreads) {
+    const u64 chunk = base + threadIdx.x;
+    ChunkLengths own{};
+    if (chunk < n_chunks) own = p.chunks[chunk];
+    const u32 n_bytes = own.mantissa_bytes + own.exponent_bytes, up_to = sum_up_to(n_bytes, shared.sums);
+    if (own.is_nonfinite) atomicMax(&shared.is_nonfinite, 1u);
+    if (chunk < n_chunks) {
+      u8* const at = p.message + kBlockHeaderBytes + kChunkHeaderBytes * chunk;
+      store64(at, begin + up_to - n_bytes);
+      store32(at + 8, own.exponent_bytes);
+      store32(at + 12, own.importance_checksum);
+      store32(at + 16, 8 * own.mantissa_bytes);
+      store32(at + 20, values_in(p.n, chunk));
+      store32(at + 24, own.is_raw);
+    }
+    begin += shared.sums[kEncodeThreads - 1];
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  u8* const at = p.message;
+  store32(at, kMagic);
+  at[4] = kFormatVersion;
+  at[5] = static_cast<u8>(p.dtype);
+  at[6] = static_cast<u8>(p.mode);
+  at[7] = static_cast<u8>(p.kept_bits);
+  store64(at + 8, p.table_id);
+  store64(at + 16, p.n);
+  store64(at + 24, begin);
+  store32(at + 32, static_cast<u32>(n_chunks));
+  store32(at + 36, shared.is_nonfinite);
+  store32(at + 40, 0);
+  *p.n_bytes = begin;
+}
+
+// Half a warp a chunk, a thread a lane: signs and mantissas. A ballot tells every lane where its full word goes.
+GW_KERNEL(gw_gcomp_pack, Encode) {
+  const u64 chunk = thread_number() / kLanes, first = chunk * kChunkValues;
+  const u32 lane = own_lane(), n = chunk < chunks_of(p.n) ? values_in(p.n, chunk) : 0;
+  const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
+  u8* at = n == 0 ? nullptr : p.message + chunk_header(p.message, chunk).offset;
+  u32 bits = 0, n_bits = 0;
+  for (u32 round = 0; round < rounds_of(p.n); ++round) {
+    const u32 i = round * kLanes + lane;
+    Sent sent{0, 0, 0};
+    if (i < n) sent = sent_at(p, rule, first + i);
+    const u64 joined = static_cast<u64>(bits) << sent.n_bits() | sent.field;
+    n_bits += sent.n_bits();
+    const bool is_full = n_bits >= 32;
+    const u32 full = ballot_of_chunk(is_full);
+    if (is_full) {
+      n_bits -= 32;
+      store32(at + 4 * __popc(full & ((1u << lane) - 1)), static_cast<u32>(joined >> n_bits));
+    }
+    bits = static_cast<u32>(joined) & ((1u << n_bits) - 1);
+    at += 4 * __popc(full);
+  }
+  if (n != 0) store32(at + 4 * lane, bits | 1u << n_bits);
+}
+
+// A block a chunk, 64 threads a stream: the exponents, coded in shared memory; or as they are.
+GW_KERNEL(gw_gcomp_exponents, Encode) {
+  struct Shared {
+    u32 sums[kEncodeThreads];
+    u32 stage[kChunkValues / 4];
+  };
+  Shared& shared = shared_as<Shared>();
+  const u64 chunk = blockIdx.x;
+  const u32 n = values_in(p.n, chunk);
+  const u8* const exponents = p.exponents + chunk * kChunkValues;
+  const ChunkLengths& own = p.chunks[chunk];
+  u8* const segment = p.message + chunk_header(p.message, chunk).exponents_at();
+  if (own.is_raw) {
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) segment[i] = exponents[i];
+    return;
+  }
+  for (u32 i = threadIdx.x; i < kChunkValues / 4; i += blockDim.x) shared.stage[i] = 0;
+  const u32 stream = threadIdx.x / kStreamThreads, stop = stream_begin(n, stream + 1);
+  const u32 each = static_cast<u32>(parts_of(stream_begin(n, 1), kStreamThreads));
+  const u32 own_begin = stream_begin(n, stream) + threadIdx.x % kStreamThreads * each;
+  const u32 begin = static_cast<u32>(smaller(own_begin, stop)), end = static_cast<u32>(smaller(own_begin + each, stop));
+  u32 n_bits = 0, n_escapes = 0;
+  for (u32 i = begin; i < end; ++i) {
+    const u32 code = p.table->codes[exponents[i]];
+    n_bits += length_of(code);
+    n_escapes += (code & kIsEscaped) != 0;
+  }
+  u32 escape = sum_up_to(n_escapes, shared.sums) - n_escapes;
+  u32 bit = sum_up_to(n_bits, shared.sums) - n_bits;
+  if (stream > 0) bit -= shared.sums[stream * kStreamThreads - 1];
+  u32 byte = kSegmentHeaderBytes;
+  for (u32 j = 0; j < kStreams; ++j) {
+    if (j == stream) bit += 8 * byte;
+    byte += own.stream_bytes[j];
+  }
+  escape += byte;
+  const auto put = [&](u32 at, u32 field) {  // of up to 16 bits
+    const u64 placed = static_cast<u64>(field) << at % 32;
+    atomicOr(&shared.stage[at / 32], static_cast<u32>(placed));
+    if (placed >> 32 != 0) atomicOr(&shared.stage[at / 32 + 1], static_cast<u32>(placed >> 32));
+  };
+  if (threadIdx.x <= kStreams)
+    put(16 * threadIdx.x, threadIdx.x < kStreams ? own.stream_bytes[threadIdx.x] : own.n_escapes);
+  for (u32 i = begin; i < end; ++i) {
+    const u32 code = p.table->codes[exponents[i]];
+    put(bit, code & 0xFFFFu);
+    bit += length_of(code);
+    if (code & kIsEscaped) put(8 * escape++, exponents[i]);
+  }
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < own.exponent_bytes; i += blockDim.x)
+    segment[i] = static_cast<u8>(shared.stage[i / 4] >> 8 * (i % 4));
+}
+
+// A block a chunk.
+GW_KERNEL(gw_gcomp_seal_chunks, Encode) {
+  ChecksumShared& shared = shared_as<ChecksumShared>();
+  const u64 chunk = blockIdx.x;
+  const ChunkHeader own = chunk_header(p.message, chunk);
+  fill_checksum_table(shared);
+  const u32 sum = checksum_of_both(p.message + own.offset, own.n_bytes(), p.message, 0, shared);
+  if (threadIdx.x == 0) store32(p.message + kBlockHeaderBytes + kChunkHeaderBytes * chunk + 28, sum);
+}
+
+// One block.
+GW_KERNEL(gw_gcomp_seal, Encode) {
+  ChecksumShared& shared = shared_as<ChecksumShared>();
+  fill_checksum_table(shared);
+  const u32 sum = checksum_of_both(p.message, kSealedBytes, p.message + kBlockHeaderBytes,
+                                   headers_of(p.n) - kBlockHeaderBytes, shared);
+  if (threadIdx.x == 0) store32(p.message + kSealedBytes, sum);
+}
+
+struct Count {
+  const void* values;  // (n,) of `dtype`
+  u64* counts;         // (256,): added to
+  u64 n;
+  u32 dtype, pad;
+};
+
+// A row of counts a warp, so that fewer threads meet at one.
+GW_KERNEL(gw_gcomp_count, Count) {
+  struct Shared {
+    u32 counts[kEncodeThreads / kWarp][256];
+  };
+  Shared& shared = shared_as<Shared>();
+  for (u32 warp = 0; warp < kEncodeThreads / kWarp; ++warp) shared.counts[warp][threadIdx.x] = 0;
+  __syncthreads();
+  for (u64 i = thread_number(); i < p.n; i += thread_count())
+    atomicAdd(&shared.counts[threadIdx.x / kWarp][__float_as_uint(value_at(p.values, p.dtype, i)) >> 23 & 255], 1u);
+  __syncthreads();
+  u64 sum = 0;
+  for (u32 warp = 0; warp < kEncodeThreads / kWarp; ++warp) sum += shared.counts[warp][threadIdx.x];
+  if (sum != 0) atomicAdd(&p.counts[threadIdx.x], sum);
+}
+
+// ---- reading: whatever a message says, nothing outside it is read. Every access behind its headers goes through
+// `word_at`.
+
+struct Decode {
+  const u8* message;     // at a multiple of 4 bytes
+  const u8* importance;  // (n,) in mode paper, else null
+  const Table* table;
+  void* out;               // (n,) of `dtype`
+  u8* exponents;           // work: a byte a value, whole chunks, at a multiple of 4 bytes
+  u8* stream_is_bad;       // work: one a stream
+  u32* are_headers_right;  // work
+  u32* error;              // 0; or 7 less the first of Wrong; or kOtherImportance
+  u64 n, n_bytes, table_id;
+  float divisor;
+  u32 dtype, mode, kept_bits, adds;
+  u32 placeholder;  // what an escape's code decodes to; 256 where the table has none
+};
+
+inline constexpr u32 kOtherImportance = kCode + 1;
+
+// A word of the message; zeros past its end.
+__device__ __forceinline__ u32 word_at(const Decode& p, u64 i) {
+  if (i < p.n_bytes / 4) return reinterpret_cast<const u32*>(p.message)[i];
+  u32 word = 0;
+  if (i == p.n_bytes / 4)
+    for (u32 byte = 0; byte < p.n_bytes % 4; ++byte) word |= static_cast<u32>(p.message[4 * i + byte]) << 8 * byte;
+  return word;
+}
+
+// The four bytes from any one on.
+__device__ __forceinline__ u32 bytes_at(const Decode& p, u64 byte) {
+  const u32 word = word_at(p, byte / 4), past = static_cast<u32>(byte % 4) * 8;
+  return past == 0 ? word : word >> past | word_at(p, byte / 4 + 1) << (32 - past);
+}
+
+// No kernel but the first two writes more than this, so all threads of the others see the same.
+__device__ __forceinline__ bool is_whole(const Decode& p) { return *p.error <= error_word(kCode); }
+
+// One block: what the other kernels rely on. Every chunk has the values and lengths that it can have, and begins where
+// the one before ends.
+GW_KERNEL(gw_gcomp_check, Decode) {
+  struct Shared {
+    ChecksumShared checksum;
+    u32 is_wrong;
+  };
+  Shared& shared = shared_as<Shared>();
+  const auto wrong = [&](Wrong what) {
+    report(p.error, what);
+    shared.is_wrong = 1;
+  };
+  if (threadIdx.x == 0) shared.is_wrong = 0;
+  fill_checksum_table(shared.checksum);
+  const u8* const at = p.message;
+  const u64 n_chunks = chunks_of(p.n), headers = headers_of(p.n);
+  const bool has_headers = p.n_bytes >= headers;  // if not, there is nothing to look at
+  u32 sum = 0;
+  if (has_headers)
+    sum = checksum_of_both(at, kSealedBytes, at + kBlockHeaderBytes, headers - kBlockHeaderBytes, shared.checksum);
+  if (threadIdx.x == 0 && !has_headers) wrong(kHeader);
+  if (threadIdx.x == 0 && has_headers) {
+    if (load32(at) != kMagic) wrong(kHeader);
+    if (at[4] != kFormatVersion) wrong(kVersion);
+    if (load64(at + 16) != p.n || load64(at + 24) != p.n_bytes) wrong(kElements);
+    if (load32(at + kSealedBytes) != sum) wrong(kChecksum);
+    if (at[5] != p.dtype || at[6] != p.mode || at[7] != p.kept_bits || load64(at + 8) != p.table_id ||
+        load32(at + 32) != n_chunks || load32(at + 36) > 1 || load32(at + 40) != 0)
+      wrong(kField);
+  }
+  for (u64 chunk = threadIdx.x; has_headers && chunk < n_chunks; chunk += blockDim.x) {
+    const ChunkHeader own = chunk_header(at, chunk);
+    const u32 n = values_in(p.n, chunk);
+    const u64 next = chunk + 1 < n_chunks ? chunk_header(at, chunk + 1).offset : p.n_bytes;
+    const u64 most_bits = n * static_cast<u64>(1 + keep_rule(p.dtype, 0).mantissa_bits) + 8 * kTailBytes;
+    if (own.n_values != n || own.exponent_bytes > n || own.flags > 1 || (own.is_raw() && own.exponent_bytes != n) ||
+        (p.mode != kModePaper && own.importance_checksum != 0) || own.mantissa_bits % 32 != 0 ||
+        own.mantissa_bits < 8 * kTailBytes || own.mantissa_bits > most_bits || (chunk == 0 && own.offset != headers) ||
+        next != own.offset + own.n_bytes())
+      wrong(kField);
+  }
+  if (threadIdx.x == 0 && n_chunks == 0 && p.n_bytes != headers) wrong(kField);
+  __syncthreads();
+  if (threadIdx.x == 0) *p.are_headers_right = shared.is_wrong == 0;
+}
+
+// A block a chunk.
+GW_KERNEL(gw_gcomp_checksums, Decode) {
+  ChecksumShared& shared = shared_as<ChecksumShared>();
+  if (*p.are_headers_right == 0) return;
+  const u64 chunk = blockIdx.x;
+  const ChunkHeader own = chunk_header(p.message, chunk);
+  fill_checksum_table(shared);
+  const u32 sum = checksum_of_both(p.message + own.offset, own.n_bytes(), p.message, 0, shared);
+  if (threadIdx.x == 0 && sum != own.checksum) report(p.error, kChecksum);
+  if (p.mode != kModePaper) return;
+  const u32 importance = checksum_of_both(p.importance + chunk * kChunkValues, own.n_values, p.importance, 0, shared);
+  if (threadIdx.x == 0 && importance != own.importance_checksum) atomicMax(p.error, kOtherImportance);
+}
+
+// The exponents of a stream to where its values' are; whether its bits are what its bytes hold.
+__device__ inline bool decode_stream(const Decode& p, const u16* look_up, const ChunkHeader& own, u32 stream, u8* out) {
+  if (own.exponent_bytes < kSegmentHeaderBytes) return false;
+  const u64 segment = own.exponents_at();
+  u64 begin = segment + kSegmentHeaderBytes, end = begin;
+  u64 n_stream = 0;
+  for (u32 j = 0; j <= kStreams; ++j) {  // the last one's: escapes
+    const u32 n_bytes = bytes_at(p, segment + 2 * j) & 0xFFFFu;
+    end += n_bytes;
+    if (j < stream) begin += n_bytes;
+    if (j == stream) n_stream = n_bytes;
+  }
+  if (end != segment + own.exponent_bytes) return false;
+  const u32 first = stream_begin(own.n_values, stream), last = stream_begin(own.n_values, stream + 1);
+  u64 word = begin / 4, window = word_at(p, word) >> 8 * (begin % 4);
+  u32 n_window = 32 - 8 * static_cast<u32>(begin % 4), n_used = 0, four = 0;
+  for (u32 i = first; i < last; ++i) {
+    if (n_window < kLookUpBits) {
+      window |= static_cast<u64>(word_at(p, ++word)) << n_window;
+      n_window += 32;
+    }
+    const u32 entry = look_up[window & (kLookUpEntries - 1)], n_bits = entry & 0xFF;
+    window >>= n_bits;
+    n_window -= n_bits;
+    n_used += n_bits;
+    four |= (entry >> 8) << 8 * (i % 4);
+    if (i % 4 != 3 && i + 1 != last) continue;
+    const u32 group = i - i % 4;
+    if (i % 4 == 3 && group >= first)
+      *reinterpret_cast<u32*>(out + group) = four;
+    else  // a word that another stream's values share
+      for (u32 j = group > first ? group : first; j <= i; ++j) out[j] = static_cast<u8>(four >> 8 * (j % 4));
+    four = 0;
+  }
+  return parts_of(n_used, 8) == n_stream;
+}
+
+// A thread a stream.
+GW_KERNEL(gw_gcomp_streams, Decode) {
+  struct Shared {
+    u16 look_up[kLookUpEntries];
+  };
+  Shared& shared = shared_as<Shared>();
+  for (u32 i = threadIdx.x; i < kLookUpEntries; i += blockDim.x) shared.look_up[i] = p.table->look_up[i];
+  __syncthreads();
+  const u64 number = thread_number(), chunk = number / kStreams;
+  if (!is_whole(p) || chunk >= chunks_of(p.n)) return;
+  const ChunkHeader own = chunk_header(p.message, chunk);
+  const bool is_right =
+      own.is_raw() || decode_stream(p, shared.look_up, own, number % kStreams, p.exponents + chunk * kChunkValues);
+  p.stream_is_bad[number] = !is_right;
+}
+
+__device__ __forceinline__ void put_decoded(const Decode& p, u64 i, u32 word) {
+  if (!p.adds && p.divisor == 1) return put_word(p.out, p.dtype, i, word);
+  const float value = __uint_as_float(word);
+  const float result = p.adds ? added(value, value_at(p.out, p.dtype, i)) : value / p.divisor;
+  put_value(p.out, p.dtype, i, magnitude_bits(result) > kInfinity ? __uint_as_float(kNan) : result);
+}
+
+// Half a warp a chunk, a thread a lane: from the last value to the first. How many bits a lane takes follows from the
+// exponents, so a ballot tells every lane which word is its own.
+GW_KERNEL(gw_gcomp_unpack, Decode) {
+  const u64 n_chunks = chunks_of(p.n), chunk = thread_number() / kLanes, first = chunk * kChunkValues;
+  const u32 lane = own_lane(), n = chunk < n_chunks ? values_in(p.n, chunk) : 0;
+  if (!is_whole(p)) {
+    for (u32 i = lane; i < n; i += kLanes) put_value(p.out, p.dtype, first + i, __uint_as_float(kNan));
+    return;
+  }
+  ChunkHeader own{0, 0, 0, 0, 0, 0, 0};
+  u32 bits = 0, n_bits = 0, n_words = 0, n_escapes = 0;
+  bool is_bad = false;
+  if (n != 0) {
+    own = chunk_header(p.message, chunk);
+    const u32 last = bytes_at(p, own.exponents_at() - kTailBytes + 4 * lane);
+    n_bits = last == 0 ? 0 : 31 - __clz(last);
+    bits = last == 0 ? 0 : last ^ 1u << n_bits;
+    is_bad = last == 0 || (lane < kStreams && p.stream_is_bad[chunk * kStreams + lane] != 0);
+    n_words = (own.mantissa_bits - 8 * kTailBytes) / 32;
+    if (!own.is_raw()) n_escapes = bytes_at(p, own.exponents_at() + 2 * kStreams) & 0xFFFFu;
+  }
+  const u64 escapes = own.offset + own.n_bytes() - n_escapes;
+  const KeepRule rule = keep_rule(p.dtype, p.kept_bits);
+  for (u32 round = rounds_of(p.n); round-- > 0;) {
+    const u32 i = round * kLanes + lane;
+    u32 exponent = 0;
+    if (i < n) exponent = own.is_raw() ? bytes_at(p, own.exponents_at() + i) & 0xFF : p.exponents[first + i];
+    const bool is_escaped = i < n && !own.is_raw() && exponent == p.placeholder;
+    const u32 escaped = ballot_of_chunk(is_escaped);
+    if (is_escaped) {
+      const u32 place = n_escapes - __popc(escaped >> lane);  // its own is the last of those
+      exponent = bytes_at(p, escapes + place) & 0xFF;
+      if (place >= n_escapes || !(p.table->codes[exponent] & kIsEscaped)) is_bad = true;
+    }
+    const u32 n_escaped = __popc(escaped);
+    if (n_escaped > n_escapes) is_bad = true;
+    n_escapes -= n_escaped < n_escapes ? n_escaped : n_escapes;
+
+    if (exponent != 0 && !rule.has(exponent)) {
+      is_bad = true;
+      exponent = 0;
+    }
+    const u32 importance = exponent != 0 && p.mode == kModePaper ? p.importance[first + i] : 0;
+    const u32 kept = exponent == 0 ? 0 : rule.kept(exponent, importance), n_field = exponent == 0 ? 0 : kept + 1;
+    const bool takes = n_bits < n_field;
+    const u32 taking = ballot_of_chunk(takes), n_taken = __popc(taking);
+    u64 joined = bits;
+    if (takes) {
+      const u32 place = n_words - __popc(taking >> lane);
+      if (place >= n_words) is_bad = true;
+      joined |= static_cast<u64>(bytes_at(p, own.offset + 4ull * place)) << n_bits;
+      n_bits += 32;
+    }
+    if (n_taken > n_words) is_bad = true;
+    n_words -= n_taken < n_words ? n_taken : n_words;
+    const u32 field = static_cast<u32>(joined) & ((1u << n_field) - 1);
+    bits = static_cast<u32>(joined >> n_field);
+    n_bits -= n_field;
+    if (i >= n) continue;
+    const u32 mantissa = field & ((1u << kept) - 1);
+    put_decoded(p, first + i, exponent == 0 ? 0 : field >> kept << 31 | exponent << 23 | mantissa << (23 - kept));
+  }
+  if (ballot_of_chunk(is_bad || n_words != 0 || n_bits != 0 || n_escapes != 0) == 0) return;
+  if (lane == 0) report(p.error, kCode);
+  for (u32 i = lane; i < n; i += kLanes) put_value(p.out, p.dtype, first + i, __uint_as_float(kNan));
+}
 
 }  // namespace gradwire::gpu::gcomp

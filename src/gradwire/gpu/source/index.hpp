@@ -4,7 +4,7 @@
 // gw_index_unpack copy values by them. Their grids and threads stand in gradwire/codecs/packed_values.py.
 #pragma once
 
-#include "values.hpp"
+#include "device.hpp"
 
 namespace gradwire::gpu {
 
@@ -39,10 +39,7 @@ GW_KERNEL(gw_index_write, Index) {
     const u32 set = __ballot_sync(kWholeWarp, magnitude != 0);
     if (lane == 0) p.words[word] = set;
   }
-  for (u32 lanes = 1; lanes < kWarp; lanes *= 2) {
-    const u32 other = __shfl_xor_sync(kWholeWarp, largest, lanes);
-    if (other > largest) largest = other;
-  }
+  largest = largest_of_lanes(largest);
   if (lane == 0 && largest != 0) atomicMax(p.largest, largest);
 }
 
@@ -78,8 +75,7 @@ GW_KERNEL(gw_index_count, Index) {
       if ((word & ~inside) != 0) atomicOr(p.head + 2, kPastTheEnd);
       word &= inside;
     }
-    u32 count = static_cast<u32>(__popc(word));
-    for (u32 lanes = 1; lanes < kWarp; lanes *= 2) count += __shfl_xor_sync(kWholeWarp, count, lanes);
+    const u32 count = sum_of_lanes(static_cast<u32>(__popc(word)));
     if (threadIdx.x % kWarp == 0) p.counts[block] = count;
   }
 }
@@ -102,21 +98,13 @@ __device__ __forceinline__ void visit_values(const Index& p, Visit visit) {
 
 GW_KERNEL(gw_index_pack, Index) {
   visit_values(p, [&](u64 i, bool is_set, u64 place) {
-    if (!is_set || place >= p.n_packed) return;
-    if (p.dtype == kFloat32)
-      static_cast<u32*>(p.packed)[place] = static_cast<const u32*>(p.values)[i];
-    else
-      static_cast<u16*>(p.packed)[place] = static_cast<const u16*>(p.values)[i];
+    if (is_set && place < p.n_packed) put_bits(p.packed, p.dtype, place, bits_at(p.values, p.dtype, i));
   });
 }
 
 GW_KERNEL(gw_index_unpack, Index) {
   visit_values(p, [&](u64 i, bool is_set, u64 place) {
-    const bool has = is_set && place < p.n_packed;
-    if (p.dtype == kFloat32)
-      static_cast<u32*>(p.values)[i] = has ? static_cast<const u32*>(p.packed)[place] : 0;
-    else
-      static_cast<u16*>(p.values)[i] = has ? static_cast<const u16*>(p.packed)[place] : static_cast<u16>(0);
+    put_bits(p.values, p.dtype, i, is_set && place < p.n_packed ? bits_at(p.packed, p.dtype, place) : 0);
   });
 }
 

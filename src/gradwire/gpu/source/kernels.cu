@@ -1,8 +1,6 @@
 // Every kernel: what NVRTC and nvcc compile.
-#include "embedded_float.hpp"
-#include "gcomp_decode.hpp"
-#include "gcomp_encode.hpp"
-#include "grouped.hpp"
+#include "floats.hpp"
+#include "gcomp.hpp"
 #include "index.hpp"
 #include "low_rank.hpp"
 #include "quantised.hpp"
@@ -10,4 +8,3 @@
 #include "signs.hpp"
 #include "ternary.hpp"
 #include "thc.hpp"
-#include "truncated_float.hpp"

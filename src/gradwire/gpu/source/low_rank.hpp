@@ -3,7 +3,7 @@
 // (rank, n).
 #pragma once
 
-#include "values.hpp"
+#include "device.hpp"
 
 namespace gradwire::gpu {
 

@@ -1,10 +1,11 @@
 // One-bit, two-bit and QSGD messages (docs/format.md#quantised) on a device: the bytes of native/quantisers, with error
 // feedback. A message takes five launches (measure, choose, pack, pieces, seal), to read it three (pieces, check,
-// unpack); their grids and threads stand in gradwire/codecs/quantised.py.
+// unpack); their grids and threads stand in gradwire/codecs/quantised.py. With scales by group
+// (docs/format.md#scales-by-group) it is gw_grouped_measure, gw_grouped_head, gw_grouped_pack; gw_grouped_check and
+// gw_grouped_unpack.
 #pragma once
 
 #include "checksum.hpp"
-#include "values.hpp"
 
 namespace gradwire::gpu {
 
@@ -66,14 +67,8 @@ __device__ inline Sums sums_of(const Quantise& p, u64 begin, u64 end) {
     own.negative += static_cast<double>(value < 0 ? -value : 0.0f);
     own.n_negative += value < 0;
   }
-  for (u32 lanes = 1; lanes < kLanes; lanes *= 2) {
-    own.positive += __shfl_xor_sync(kWholeWarp, own.positive, lanes);
-    own.negative += __shfl_xor_sync(kWholeWarp, own.negative, lanes);
-    own.n_negative += __shfl_xor_sync(kWholeWarp, own.n_negative, lanes);
-    const u32 other = __shfl_xor_sync(kWholeWarp, own.largest, lanes);
-    if (other > own.largest) own.largest = other;
-  }
-  return own;
+  return {sum_of_lanes(own.positive, kLanes), sum_of_lanes(own.negative, kLanes), sum_of_lanes(own.n_negative, kLanes),
+          largest_of_lanes(own.largest, kLanes), 0};
 }
 
 // Eight threads a block.
@@ -99,16 +94,15 @@ __device__ inline float mean_of(double sum, u64 count) {
 
 inline constexpr u32 kChooseThreads = 256;
 
-// One block: the sums in the order of their blocks, and the header but for its checksum.
-GW_KERNEL(gw_quantised_choose, Quantise) {
+// By one block of threads: the sums of n blocks in their order; thread 0 has them.
+__device__ inline Sums sum_of_blocks(const Sums* sums, u64 n_blocks) {
   struct Shared {
     Sums sums[kChooseThreads];
   };
   Shared& shared = shared_as<Shared>();
-  const u64 n_blocks = parts_of(p.n, p.block);
   Sums all{0, 0, 0, 0, 0};
   for (u64 first = 0; first < n_blocks; first += kChooseThreads) {
-    if (first + threadIdx.x < n_blocks) shared.sums[threadIdx.x] = p.sums[first + threadIdx.x];
+    if (first + threadIdx.x < n_blocks) shared.sums[threadIdx.x] = sums[first + threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0)
       for (u64 i = 0; i < smaller(kChooseThreads, n_blocks - first); ++i) {
@@ -120,6 +114,24 @@ GW_KERNEL(gw_quantised_choose, Quantise) {
       }
     __syncthreads();
   }
+  return all;
+}
+
+// The header but for its checksum, and what follows `fourth`, which is zero.
+__device__ inline void write_header(const Quantise& p, u32 version, bool is_finite, u32 third, u32 fourth) {
+  store32(p.message, kMagic);
+  p.message[4] = static_cast<u8>(version);
+  p.message[5] = static_cast<u8>(p.kind);
+  p.message[6] = is_finite ? 0 : 1;
+  p.message[7] = static_cast<u8>(third);
+  store64(p.message + 8, p.n);
+  store32(p.message + 16, fourth);
+  store64(p.message + 20, 0);
+}
+
+// One block: the header but for its checksum.
+GW_KERNEL(gw_quantised_choose, Quantise) {
+  const Sums all = sum_of_blocks(p.sums, parts_of(p.n, p.block));
   if (threadIdx.x != 0) return;
   const bool is_finite = all.largest < kInfinity;
   float first = 0, second = 0;
@@ -133,16 +145,9 @@ GW_KERNEL(gw_quantised_choose, Quantise) {
       first = narrowed(static_cast<double>(p.parameter) * static_cast<double>(mean));
     }
   }
-  u8* const header = p.message;
-  store32(header, kMagic);
-  header[4] = kFormatVersion;
-  header[5] = static_cast<u8>(p.kind);
-  header[6] = is_finite ? 0 : 1;
-  header[7] = static_cast<u8>(p.kind == kQsgd ? p.levels : 0);
-  store64(header + 8, p.n);
-  store32(header + 16, p.kind == kQsgd ? p.block : 0);
-  store32(header + 20, __float_as_uint(first));
-  store32(header + 24, __float_as_uint(second));
+  write_header(p, kFormatVersion, is_finite, p.kind == kQsgd ? p.levels : 0, p.kind == kQsgd ? p.block : 0);
+  store32(p.message + 20, __float_as_uint(first));
+  store32(p.message + 24, __float_as_uint(second));
   *p.n_bytes = kHeaderBytes + (is_finite ? payload_bytes(p.kind, p.n, p.block, p.levels) : 0);
 }
 
@@ -165,24 +170,75 @@ __device__ __forceinline__ u32 joined(u32 code, u64 i) {
   return word;
 }
 
-// One-bit and two-bit: a warp makes the words of 32 values.
-GW_KERNEL(gw_quantised_pack, Quantise) {
+// What the code stands for; of zeros with a threshold of zero, their own sign: nothing is left out of them.
+__device__ __forceinline__ float decoded_of(float term, float threshold) {
+  const bool is_beyond = __uint_as_float(magnitude_bits(term)) >= threshold;
+  return is_beyond ? __uint_as_float(__float_as_uint(threshold) | (__float_as_uint(term) & ~kMagnitude)) : 0.0f;
+}
+
+// Two bits with four levels: 0 inner, 1 outer, 2 -inner, 3 -outer.
+__device__ __forceinline__ u32 nearest_code(float term, float inner, float outer) {
+  return (__uint_as_float(magnitude_bits(term)) >= 0.5f * inner + 0.5f * outer) | (term < 0) << 1;
+}
+__device__ __forceinline__ float level_of(u32 code, float inner, float outer) {
+  const float level = code & 1 ? outer : inner;
+  return code & 2 ? -level : level;
+}
+
+// What is known of a field of the code words: its value, if there is one, and its scales.
+struct Field {
+  bool is_there;
+  u64 value;
+  float first, second;
+};
+
+__device__ __forceinline__ u32 values_a_word(u32 kind) { return kind == kOneBit ? 32 : 16; }
+
+// One-bit and two-bit: a warp makes a word of 32 values, or two of 16. field_at(word, number in it)
+template <class FieldAt>
+__device__ __forceinline__ void pack_words(const Quantise& p, u64 n_words, u32* words, bool has_levels,
+                                           FieldAt field_at) {
   const bool is_finite = p.message[6] == 0;
-  const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
-  u32* const words = reinterpret_cast<u32*>(p.message + kHeaderBytes);
-  for (u64 i = thread_number(); i < parts_of(p.n, kWarp) * kWarp; i += thread_count()) {
-    const bool is_there = i < p.n;
-    const float term = is_there ? term_of(p, i) : 0.0f;
+  const u32 per_word = values_a_word(p.kind);
+  for (u64 i = thread_number(); i < parts_of(n_words * per_word, kWarp) * kWarp; i += thread_count()) {
+    const Field own = field_at(i / per_word, static_cast<u32>(i % per_word));
+    const float term = own.is_there ? term_of(p, own.value) : 0.0f;
+    u32 word = 0;
+    float decoded = 0;
     if (p.kind == kOneBit) {
-      const u32 word = __ballot_sync(kWholeWarp, term < 0);
-      if (is_there) keep(p, i, is_finite, term, term < 0 ? -second : first);
-      if (is_finite && i % kWarp == 0) words[i / kWarp] = word;
-      continue;
+      word = __ballot_sync(kWholeWarp, term < 0);
+      decoded = term < 0 ? -own.second : own.first;
+    } else {
+      const u32 code = has_levels ? nearest_code(term, own.first, own.second) : code_of(term, own.first);
+      word = joined(own.is_there ? code : 0, i);
+      decoded = has_levels ? level_of(code, own.first, own.second) : decoded_of(term, own.first);
     }
-    const u32 code = code_of(term, first), word = joined(code, i);
-    if (is_there) keep(p, i, is_finite, term, code == 1 ? first : code == 2 ? -first : 0.0f);
-    if (is_finite && i % 16 == 0 && is_there) words[i / 16] = word;
+    if (own.is_there) keep(p, own.value, is_finite, term, decoded);
+    if (is_finite && i % per_word == 0 && i / per_word < n_words) words[i / per_word] = word;
   }
+}
+
+GW_KERNEL(gw_quantised_pack, Quantise) {
+  const float first = __uint_as_float(load32(p.message + 20)), second = __uint_as_float(load32(p.message + 24));
+  const u32 per_word = values_a_word(p.kind);
+  pack_words(p, parts_of(p.n, per_word), reinterpret_cast<u32*>(p.message + kHeaderBytes), false,
+             [&](u64 word, u32 number) {
+               const u64 value = word * per_word + number;
+               return Field{value < p.n, value, first, second};
+             });
+}
+
+// Fields of a byte, or of half a byte: of the eight values of a group that share a counter.
+__device__ __forceinline__ void put_fields(u8* codes, bool are_nibbles, u64 group, u64 lane, const u8 (&own)[8]) {
+  if (are_nibbles)
+    for (u32 q = 0; q < 4; ++q) codes[group * 32 + 8 * q + lane] = static_cast<u8>(own[q] | own[q + 4] << 4);
+  else
+    for (u32 q = 0; q < 8; ++q) codes[group * 64 + 8 * q + lane] = own[q];
+}
+__device__ __forceinline__ u32 field_of(const u8* codes, bool are_nibbles, u64 i) {
+  if (!are_nibbles) return codes[i];
+  const u64 place = i % kGroup;
+  return codes[i / kGroup * 32 + place % 32] >> (place < 32 ? 0 : 4) & 15;
 }
 
 // QSGD: a thread draws once for the eight values that share a counter.
@@ -203,8 +259,7 @@ GW_KERNEL(gw_quantised_pack_levels, Quantise) {
       if (is_finite) {
         const u64 block = i / p.block;
         const float magnitude = __uint_as_float(magnitude_bits(term));
-        const float raised =
-            magnitude * p.sums[block].per_unit + static_cast<float>(drawn.number(q) >> 8) * 5.9604644775390625e-08f;
+        const float raised = magnitude * p.sums[block].per_unit + fraction_of(drawn.number(q));
         const int level = static_cast<int>(smaller(static_cast<u32>(raised), p.levels));
         const float step = __uint_as_float(load32(p.message + kHeaderBytes + 4 * block)) / static_cast<float>(p.levels);
         own[q] = static_cast<u8>(static_cast<u32>(level) | (term < 0 ? sign : 0));
@@ -212,23 +267,21 @@ GW_KERNEL(gw_quantised_pack_levels, Quantise) {
       }
       keep(p, i, is_finite, term, decoded);
     }
-    if (!is_finite) continue;
-    if (are_nibbles)
-      for (u32 q = 0; q < 4; ++q) codes[group * 32 + 8 * q + lane] = static_cast<u8>(own[q] | own[q + 4] << 4);
-    else
-      for (u32 q = 0; q < 8; ++q) codes[group * 64 + 8 * q + lane] = own[q];
+    if (is_finite) put_fields(codes, are_nibbles, group, lane, own);
   }
 }
 
-// A block a piece.
-GW_KERNEL(gw_quantised_pieces, Quantise) {
+// Of a payload that ends at `end`, the checksum of the piece of this block of threads.
+__device__ inline void sum_up_piece(const u8* message, u64 end, u32* pieces) {
   ChecksumShared& shared = shared_as<ChecksumShared>();
-  const u64 begin = static_cast<u64>(blockIdx.x) * kPieceBytes, end = *p.n_bytes - kHeaderBytes;
+  const u64 begin = static_cast<u64>(blockIdx.x) * kPieceBytes;
   if (begin >= end) return;
   fill_checksum_table(shared);
-  const u32 sum = checksum_of_piece(p.message + kHeaderBytes + begin, smaller(kPieceBytes, end - begin), shared);
-  if (threadIdx.x == 0) p.pieces[blockIdx.x] = sum;
+  const u32 sum = checksum_of_piece(message + kHeaderBytes + begin, smaller(kPieceBytes, end - begin), shared);
+  if (threadIdx.x == 0) pieces[blockIdx.x] = sum;
 }
+
+GW_KERNEL(gw_quantised_pieces, Quantise) { sum_up_piece(p.message, *p.n_bytes - kHeaderBytes, p.pieces); }
 
 // One block.
 GW_KERNEL(gw_quantised_seal, Quantise) {
@@ -248,29 +301,42 @@ struct Dequantise {
   u32 kind, dtype, adds, levels, block;
 };
 
-GW_KERNEL(gw_quantised_read_pieces, Dequantise) {
-  ChecksumShared& shared = shared_as<ChecksumShared>();
-  const u64 begin = static_cast<u64>(blockIdx.x) * kPieceBytes;
-  fill_checksum_table(shared);
-  const u32 sum = checksum_of_piece(p.message + kHeaderBytes + begin, smaller(kPieceBytes, p.payload - begin), shared);
-  if (threadIdx.x == 0) p.pieces[blockIdx.x] = sum;
-}
+GW_KERNEL(gw_quantised_read_pieces, Dequantise) { sum_up_piece(p.message, p.payload, p.pieces); }
 
-// One block.
-GW_KERNEL(gw_quantised_check, Dequantise) {
+// By one block: what both formats say. Returns whether the message is finite.
+__device__ inline bool check_message(const Dequantise& p, u32 version, u32 third, u32 fourth) {
   ChecksumShared& shared = shared_as<ChecksumShared>();
   fill_checksum_table(shared);
   const u8* const at = p.message;
-  const u64 payload = at[6] & 1 ? 0 : p.payload;
-  const u32 sum = checksum_of_message(at, kSealedBytes, payload, p.pieces, shared);
-  if (threadIdx.x != 0) return;
+  const bool is_finite = !(at[6] & 1);
+  const u32 sum = checksum_of_message(at, kSealedBytes, is_finite ? p.payload : 0, p.pieces, shared);
+  if (threadIdx.x != 0) return is_finite;
   if (load32(at) != kMagic) report(p.error, kHeader);
-  if (at[4] != kFormatVersion) report(p.error, kVersion);
+  if (at[4] != version) report(p.error, kVersion);
   if (load64(at + 8) != p.n) report(p.error, kElements);
   if (load32(at + kSealedBytes) != sum) report(p.error, kChecksum);
-  if (at[5] != p.kind || at[6] > 1 || at[7] != p.levels || load32(at + 16) != p.block || load32(at + 20) >= kInfinity ||
-      load32(at + 24) >= kInfinity)
+  if (at[5] != p.kind || at[6] > 1 || at[7] != third || load32(at + 16) != fourth) report(p.error, kField);
+  return is_finite;
+}
+
+GW_KERNEL(gw_quantised_check, Dequantise) {
+  check_message(p, kFormatVersion, p.levels, p.block);
+  if (threadIdx.x == 0 && (load32(p.message + 20) >= kInfinity || load32(p.message + 24) >= kInfinity))
     report(p.error, kField);
+}
+
+// What a code of one or two bits stands for; NaN where no encoder writes it, which is reported.
+__device__ __forceinline__ float value_of(const Dequantise& p, u32 word, u64 i, bool has_levels, float first,
+                                          float second) {
+  if (p.kind == kOneBit) return word >> i % 32 & 1 ? -second : first;
+  const u32 code = word >> 2 * (i % 16) & 3;
+  if (has_levels) return level_of(code, first, second);
+  if (code == 3) report(p.error, kCode);
+  return code == 3 ? __uint_as_float(kNan) : code == 1 ? first : code == 2 ? -first : 0.0f;
+}
+
+__device__ __forceinline__ void put_or_add(const Dequantise& p, u64 i, float value) {
+  put_value(p.out, p.dtype, i, p.adds ? added(static_cast<const float*>(p.out)[i], value) : value);
 }
 
 // Values, or their sum with what is there; NaN where a message is not whole, so that nobody goes on with less.
@@ -283,18 +349,10 @@ GW_KERNEL(gw_quantised_unpack, Dequantise) {
   const u8* const codes = p.message + kHeaderBytes + norm_bytes(p.kind, p.n, p.block);
   for (u64 i = thread_number(); i < p.n; i += thread_count()) {
     float value = __uint_as_float(kNan);
-    if (is_finite && p.kind == kOneBit) {
-      value = words[i / 32] >> i % 32 & 1 ? -second : first;
-    } else if (is_finite && p.kind == kTwoBit) {
-      const u32 code = words[i / 16] >> 2 * (i % 16) & 3;
-      if (code == 3)
-        report(p.error, kCode);
-      else
-        value = code == 1 ? first : code == 2 ? -first : 0.0f;
+    if (is_finite && p.kind != kQsgd) {
+      value = value_of(p, words[i / values_a_word(p.kind)], i, false, first, second);
     } else if (is_finite) {
-      const u64 group = i / kGroup, place = i % kGroup;
-      const u32 code = are_nibbles ? codes[group * 32 + place % 32] >> (place < 32 ? 0 : 4) & 15 : codes[i];
-      const u32 mask = are_nibbles ? 7 : 127, norm = words[i / p.block];
+      const u32 code = field_of(codes, are_nibbles, i), mask = are_nibbles ? 7 : 127, norm = words[i / p.block];
       const int level = static_cast<int>(code & mask);
       if (norm >= kInfinity || (code & mask) > p.levels)
         report(p.error, kCode);
@@ -302,7 +360,147 @@ GW_KERNEL(gw_quantised_unpack, Dequantise) {
         value = static_cast<float>(code > mask ? -level : level) *
                 (__uint_as_float(norm) / static_cast<float>(p.levels)) / p.divisor;
     }
-    put_value(p.out, p.dtype, i, p.adds ? added(static_cast<const float*>(p.out)[i], value) : value);
+    put_or_add(p, i, value);
+  }
+}
+
+// ---- scales by group
+
+inline constexpr double kInnerLevel = 0.5675, kOuterLevel = 1.8930;  // native/quantisers/groups.cpp
+inline constexpr u32 kGroupedVersion = 2, kCutBytes = 4, kScaleBytes = 2, kUpperInfinity = kInfinity >> 16;
+
+// Values of one tensor, which begin with a group and with a word of their own.
+struct Piece {
+  u64 begin, first_group, first_word;
+};
+
+struct Grouping {
+  const Piece* pieces;  // n_pieces, and one where all of them end
+  u64 n_pieces;
+  u32 values, per_group;  // values to a group; scales of it
+};
+
+struct QuantiseGroups {
+  Quantise base;  // `block` and `sums` mean nothing
+  Grouping by;
+  u32* largest;  // one a group: magnitude, as bits
+};
+
+struct DequantiseGroups {
+  Dequantise base;
+  Grouping by;
+};
+
+__device__ __forceinline__ const Piece& end_of(const Grouping& by) { return by.pieces[by.n_pieces]; }
+__device__ __forceinline__ u64 cuts_of(const Grouping& by) { return by.n_pieces > 0 ? by.n_pieces - 1 : 0; }
+__device__ __forceinline__ u64 scales_at(const Grouping& by) { return kHeaderBytes + kCutBytes * (1 + cuts_of(by)); }
+__device__ __forceinline__ u64 codes_at(const Grouping& by) {
+  return scales_at(by) + 4 * parts_of(end_of(by).first_group * by.per_group * kScaleBytes, 4);
+}
+
+__device__ __forceinline__ float widened(u16 scale) { return __uint_as_float(static_cast<u32>(scale) << 16); }
+__device__ __forceinline__ u16 upper_half(double value) {
+  const u32 bits = __float_as_uint(narrowed(value)), nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  return static_cast<u16>(nearest < kUpperInfinity ? nearest : kUpperInfinity - 1);
+}
+__device__ __forceinline__ double exact_mean(double sum, u64 count) {
+  return count == 0 ? 0.0 : sum / static_cast<double>(count);
+}
+// Field `lane` of code word `word`.
+__device__ __forceinline__ Field field_at(const Grouping& by, const u8* message, u32 kind, u64 word, u32 lane) {
+  if (word >= end_of(by).first_word) return {false, 0, 0, 0};
+  const u64 number = last_up_to(by.pieces, by.n_pieces, &Piece::first_word, word);
+  const Piece piece = by.pieces[number];
+  const u64 offset = (word - piece.first_word) * values_a_word(kind) + lane, value = piece.begin + offset;
+  if (value >= by.pieces[number + 1].begin) return {false, 0, 0, 0};
+  const u64 group = piece.first_group + offset / by.values;
+  const u16* const scales = reinterpret_cast<const u16*>(message + scales_at(by)) + group * by.per_group;
+  return {true, value, widened(scales[0]), widened(scales[by.per_group - 1])};
+}
+
+// Eight threads a group.
+GW_KERNEL(gw_grouped_measure, QuantiseGroups) {
+  const u64 group = thread_number() / kLanes;
+  u64 begin = 0, end = 0;
+  if (group < end_of(p.by).first_group) {
+    const u64 number = last_up_to(p.by.pieces, p.by.n_pieces, &Piece::first_group, group);
+    begin = p.by.pieces[number].begin + (group - p.by.pieces[number].first_group) * p.by.values;
+    end = smaller(begin + p.by.values, p.by.pieces[number + 1].begin);
+  }
+  const Sums sums = sums_of(p.base, begin, end);
+  if (threadIdx.x % kLanes != 0 || begin == end) return;
+  p.largest[group] = sums.largest;
+  u16* const scales = reinterpret_cast<u16*>(p.base.message + scales_at(p.by)) + group * p.by.per_group;
+  const double magnitude = exact_mean(sums.positive + sums.negative, end - begin);
+  if (p.by.per_group == 1) {
+    const double factor = p.base.kind == kTwoBit ? static_cast<double>(p.base.parameter) : 1.0;
+    scales[0] = upper_half(factor * magnitude);
+  } else if (p.base.kind == kOneBit) {
+    scales[0] = upper_half(exact_mean(sums.positive, end - begin - sums.n_negative));
+    scales[1] = upper_half(exact_mean(sums.negative, sums.n_negative));
+  } else {
+    scales[0] = upper_half(kInnerLevel * magnitude);
+    scales[1] = upper_half(kOuterLevel * magnitude);
+  }
+}
+
+// One block: all but scales, codes and checksum.
+GW_KERNEL(gw_grouped_head, QuantiseGroups) {
+  struct Shared {
+    u32 largest;
+  };
+  Shared& shared = shared_as<Shared>();
+  u8* const message = p.base.message;
+  const u64 n_groups = end_of(p.by).first_group;
+  if (threadIdx.x == 0) shared.largest = 0;
+  __syncthreads();
+  u32 largest = 0;
+  for (u64 i = threadIdx.x; i < n_groups; i += blockDim.x)
+    if (p.largest[i] > largest) largest = p.largest[i];
+  atomicMax(&shared.largest, largest);
+  for (u64 i = threadIdx.x; i < cuts_of(p.by); i += blockDim.x)
+    store32(message + kHeaderBytes + kCutBytes * (1 + i), static_cast<u32>(p.by.pieces[i + 1].begin));
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const bool is_finite = shared.largest < kInfinity;
+  write_header(p.base, kGroupedVersion, is_finite, p.by.per_group, p.by.values);
+  store32(message + kHeaderBytes, static_cast<u32>(cuts_of(p.by)));
+  for (u64 at = scales_at(p.by) + n_groups * p.by.per_group * kScaleBytes; at < codes_at(p.by); ++at) message[at] = 0;
+  *p.base.n_bytes = is_finite ? codes_at(p.by) + 4 * end_of(p.by).first_word : kHeaderBytes;
+}
+
+GW_KERNEL(gw_grouped_pack, QuantiseGroups) {
+  pack_words(p.base, end_of(p.by).first_word, reinterpret_cast<u32*>(p.base.message + codes_at(p.by)),
+             p.by.per_group == 2,
+             [&](u64 word, u32 lane) { return field_at(p.by, p.base.message, p.base.kind, word, lane); });
+}
+
+// One block.
+GW_KERNEL(gw_grouped_check, DequantiseGroups) {
+  const u8* const at = p.base.message;
+  const bool is_finite = check_message(p.base, kGroupedVersion, p.by.per_group, p.by.values);
+  for (u64 i = threadIdx.x; is_finite && i < cuts_of(p.by); i += blockDim.x)
+    if (load32(at + kHeaderBytes + kCutBytes * (1 + i)) != p.by.pieces[i + 1].begin) report(p.base.error, kField);
+  if (threadIdx.x == 0 && (load64(at + 20) != 0 || (is_finite && load32(at + kHeaderBytes) != cuts_of(p.by))))
+    report(p.base.error, kField);
+}
+
+// As gw_quantised_unpack.
+GW_KERNEL(gw_grouped_unpack, DequantiseGroups) {
+  const Dequantise& to = p.base;
+  const bool is_finite = *to.error <= error_word(kCode) && to.message[6] == 0;
+  const bool has_levels = to.kind == kTwoBit && p.by.per_group == 2;
+  const u32 per_word = values_a_word(to.kind);
+  const u32* const words = reinterpret_cast<const u32*>(to.message + codes_at(p.by));
+  for (u64 i = thread_number(); i < end_of(p.by).first_word * per_word; i += thread_count()) {
+    const Field own = field_at(p.by, to.message, to.kind, i / per_word, static_cast<u32>(i % per_word));
+    if (!own.is_there) continue;
+    float value = __uint_as_float(kNan);
+    if (is_finite && (__float_as_uint(own.first) >= kInfinity || __float_as_uint(own.second) >= kInfinity))
+      report(to.error, kCode);
+    else if (is_finite)
+      value = value_of(to, words[i / per_word], i, has_levels, own.first / to.divisor, own.second / to.divisor);
+    put_or_add(to, own.value, value);
   }
 }
 

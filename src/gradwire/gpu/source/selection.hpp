@@ -4,7 +4,7 @@
 // gw_select_add reads. Grids and threads stand in gradwire/codecs/selection.py.
 #pragma once
 
-#include "values.hpp"
+#include "device.hpp"
 
 namespace gradwire::gpu {
 
@@ -70,15 +70,7 @@ struct Scatter {
 
 // The segment of a tile.
 __device__ __forceinline__ u64 segment_of(const Select& p, u64 Segment::* first_tile, u64 tile) {
-  u64 low = 0, high = p.n_segments;
-  while (high - low > 1) {
-    const u64 middle = (low + high) / 2;
-    if (p.segments[middle].*first_tile <= tile)
-      low = middle;
-    else
-      high = middle;
-  }
-  return low;
+  return last_up_to(p.segments, p.n_segments, first_tile, tile);
 }
 
 GW_KERNEL(gw_select_begin, Select) {
@@ -158,7 +150,7 @@ GW_KERNEL(gw_select_try, Select) {
   u64 count = 0;
   for (u64 i = first + threadIdx.x; i < smaller(first + kSelectTile, segment.end); i += kSelectThreads)
     count += magnitude_bits(p.values[i]) >= from;
-  for (u32 lanes = 1; lanes < kWarp; lanes *= 2) count += __shfl_xor_sync(kWholeWarp, count, lanes);
+  count = sum_of_lanes(count);
   if (threadIdx.x % kWarp == 0 && count != 0) atomicAdd(&p.choices[number].n_from, count);
 }
 
@@ -208,11 +200,8 @@ GW_KERNEL(gw_select_measure, Select) {
     n_above += bits > above;
     n_equal += bits == above;
   }
-  for (u32 lanes = 1; lanes < kWarp; lanes *= 2) {
-    n_above += __shfl_xor_sync(kWholeWarp, n_above, lanes);
-    n_equal += __shfl_xor_sync(kWholeWarp, n_equal, lanes);
-  }
-  if (threadIdx.x % kWarp == 0) p.pieces[piece] = Found{n_above, n_equal};
+  const Found found{sum_of_lanes(n_above), sum_of_lanes(n_equal)};
+  if (threadIdx.x % kWarp == 0) p.pieces[piece] = found;
 }
 
 struct Scan {

@@ -2,7 +2,7 @@
 // its values is not finite, then a bit a value. Grids and threads stand in gradwire/codecs/signs.py.
 #pragma once
 
-#include "values.hpp"
+#include "device.hpp"
 
 namespace gradwire::gpu {
 
@@ -41,11 +41,7 @@ GW_KERNEL(gw_signs_vote, Signs) {
     for (u32 rank = 0; rank < p.n_ranks; ++rank) n_negative += p.words[rank * stride + 1 + i / kWarp] >> i % kWarp & 1;
     const bool is_tied = 2 * n_negative == p.n_ranks && p.ties_are_positive == 0;
     const u32 voted = is_tied ? 0 : 2 * n_negative > p.n_ranks ? p.unit | sign : p.unit;
-    const u32 bits = not_finite != 0 ? nan : voted;
-    if (p.dtype == kFloat32)
-      static_cast<u32*>(p.values)[i] = bits;
-    else
-      static_cast<u16*>(p.values)[i] = static_cast<u16>(bits);
+    put_bits(p.values, p.dtype, i, not_finite != 0 ? nan : voted);
   }
 }
 

@@ -26,25 +26,12 @@ struct Ternary {
   u32 are_nibbles, is_single;  // fields of 4 bits; one scale for all, which the CPU does not divide by
 };
 
-// The last span of those whose number `of` is up to `at`; the first, if there is none.
-__device__ __forceinline__ u64 span_with(const Ternary& p, u64 Span::* of, u64 at) {
-  u64 low = 0, high = p.n_spans;
-  while (high - low > 1) {
-    const u64 middle = (low + high) / 2;
-    if (p.spans[middle].*of <= at)
-      low = middle;
-    else
-      high = middle;
-  }
-  return low;
-}
-
 // Eight threads a block.
 GW_KERNEL(gw_ternary_measure, Ternary) {
   const u64 block = thread_number() / kLanes;
   u64 begin = 0, end = 0;
   if (block < p.n_blocks) {
-    const Span span = p.spans[span_with(p, &Span::first_block, block)];
+    const Span span = p.spans[last_up_to(p.spans, p.n_spans, &Span::first_block, block)];
     begin = span.begin + (block - span.first_block) * kTernaryBlock;
     end = smaller(begin + kTernaryBlock, span.end);
   }
@@ -58,29 +45,14 @@ GW_KERNEL(gw_ternary_measure, Ternary) {
 
 // A block of threads a span: its sums in their order.
 GW_KERNEL(gw_ternary_scales, Ternary) {
-  struct Shared {
-    Sums sums[kChooseThreads];
-  };
-  Shared& shared = shared_as<Shared>();
   const Span span = p.spans[blockIdx.x];
-  const u64 n = span.end - span.begin, n_blocks = parts_of(n, kTernaryBlock);
-  double squares = 0;
-  u32 largest = 0;
-  for (u64 first = 0; first < n_blocks; first += kChooseThreads) {
-    if (first + threadIdx.x < n_blocks) shared.sums[threadIdx.x] = p.sums[span.first_block + first + threadIdx.x];
-    __syncthreads();
-    if (threadIdx.x == 0)
-      for (u64 i = 0; i < smaller(kChooseThreads, n_blocks - first); ++i) {
-        squares += shared.sums[i].positive;
-        if (shared.sums[i].largest > largest) largest = shared.sums[i].largest;
-      }
-    __syncthreads();
-  }
+  const u64 n = span.end - span.begin;
+  const Sums all = sum_of_blocks(p.sums + span.first_block, parts_of(n, kTernaryBlock));
   if (threadIdx.x != 0) return;
   float scale = __uint_as_float(kInfinity);
-  if (largest < kInfinity) {
-    const float clipped = narrowed(static_cast<double>(p.clip) * __dsqrt_rn(squares / static_cast<double>(n)));
-    scale = __uint_as_float(largest);
+  if (all.largest < kInfinity) {
+    const float clipped = narrowed(static_cast<double>(p.clip) * __dsqrt_rn(all.positive / static_cast<double>(n)));
+    scale = __uint_as_float(all.largest);
     if (clipped < scale) scale = clipped;
     if (scale < kLeastScale) scale = 0;
   }
@@ -97,7 +69,8 @@ GW_KERNEL(gw_ternary_count, Ternary) {
       const u64 i = group * kGroup + 8 * q + lane;
       own[q] = 0;
       if (i >= p.n) continue;
-      const float scale = p.n_spans == 0 ? 0.0f : __uint_as_float(p.scales[span_with(p, &Span::begin, i)]);
+      const float scale =
+          p.n_spans == 0 ? 0.0f : __uint_as_float(p.scales[last_up_to(p.spans, p.n_spans, &Span::begin, i)]);
       float value = value_at(p.values, p.dtype, i), per_unit = 16777216.0f;
       if (p.is_single)
         per_unit = scale >= kLeastScale ? per_unit / scale : 0.0f;
@@ -107,20 +80,16 @@ GW_KERNEL(gw_ternary_count, Ternary) {
       const bool is_drawn = static_cast<float>(drawn.number(q) >> 8) < magnitude * per_unit;
       own[q] = static_cast<u8>(!is_drawn ? 1 : value < 0 ? 0 : 2);
     }
-    if (p.are_nibbles)
-      for (u32 q = 0; q < 4; ++q) p.counts[group * 32 + 8 * q + lane] = static_cast<u8>(own[q] | own[q + 4] << 4);
-    else
-      for (u32 q = 0; q < 8; ++q) p.counts[group * 64 + 8 * q + lane] = own[q];
+    put_fields(p.counts, p.are_nibbles, group, lane, own);
   }
 }
 
 // NaN where a rank's values were not finite; what is in no span stays.
 GW_KERNEL(gw_ternary_mean, Ternary) {
   for (u64 i = thread_number(); i < p.n && p.n_spans != 0; i += thread_count()) {
-    const u64 number = span_with(p, &Span::begin, i);
+    const u64 number = last_up_to(p.spans, p.n_spans, &Span::begin, i);
     if (i < p.spans[number].begin || i >= p.spans[number].end) continue;
-    const u64 group = i / kGroup, place = i % kGroup;
-    const u32 count = p.are_nibbles ? p.counts[group * 32 + place % 32] >> (place < 32 ? 0 : 4) & 15 : p.counts[i];
+    const u32 count = field_of(p.counts, p.are_nibbles, i);
     const float drawn = static_cast<float>(static_cast<int>(count) - static_cast<int>(p.n_ranks));
     const u32 bits = p.scales[number];
     const float scale = __uint_as_float(bits), ranks = static_cast<float>(p.n_ranks);

@@ -104,8 +104,7 @@ __device__ __forceinline__ u32 rounded(float value, u32 number) {
   const u32 below = (2u << static_cast<u32>(clamped)) - 1;
   const u32 rest = kTable & ~below, low = 31 - static_cast<u32>(__clz(kTable & below));
   const u32 gap = rest == 0 ? 1 : 31 - static_cast<u32>(__clz(rest & (0u - rest))) - low;
-  const float fraction = static_cast<float>(number >> 8) * 5.9604644775390625e-08f;
-  return fraction * static_cast<float>(gap) < clamped - static_cast<float>(low) ? low + gap : low;
+  return fraction_of(number) * static_cast<float>(gap) < clamped - static_cast<float>(low) ? low + gap : low;
 }
 
 // A block of threads a transform block.

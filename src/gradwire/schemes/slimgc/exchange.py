@@ -133,7 +133,7 @@ class FusedExchange:
 
 
 class DevicePieces(DeviceOwners):
-    """Push and pull where the values are: the messages and bits of native/exchange/pieces.hpp.
+    """Push and pull where the values are: the messages and bits of native/exchange/means.hpp.
 
     Every tensor's piece of every part is a message of its own, so that a scale belongs to one tensor; a part's messages
     travel together, in rows of one length.

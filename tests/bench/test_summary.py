@@ -146,7 +146,7 @@ def test_an_answer_says_how_far_the_cells_of_a_goal_reach() -> None:
     records = [timed("ddp", 1.0), timed("plain", 0.5), timed("gcomp", 0.25)]
     goal = Goal("half", X_DDP, "<=", 0.4, {"scheme": ["plain", "gcomp"]}, paper="0.3")
     answer = answer_of(SPEED, goal, records)
-    assert (answer.here, answer.goal, answer.verdict) == ("0.25 to 0.50 (2 cells)", "<= 0.4", "missed, 1 of 2 reached")
+    assert (answer.here, answer.goal, answer.verdict) == ("0.25 to ~0.50 (2 cells)", "<= 0.4", "missed, 1 of 2 reached")
     assert answer_of(SPEED, goal, []).here == "not measured"
     claim = Claim("as fast", X_DDP, {"scheme": "gcomp"}, "0.3")
     assert (answer_of(SPEED, claim, records).here, answer_of(SPEED, claim, records).verdict) == ("0.25", "")

@@ -14,7 +14,7 @@ from gradwire_lab import workloads
 from gradwire_lab.bench.measures.overlap import add_bounds
 from gradwire_lab.bench.overlap import Timeline
 from gradwire_lab.report.inputs import LoggedRun
-from gradwire_lab.report.thresholds import make_threshold_table
+from gradwire_lab.report.sections import _threshold_table
 from gradwire_lab.workloads.optimizers import scale_learning_rate
 
 
@@ -121,11 +121,11 @@ def test_the_report_shows_the_threshold_table_of_a_run() -> None:
         "benefit": 2.0,
     }
     small = {**row, "size_bytes": 40, "benefit": 0.5}
-    table = make_threshold_table(run_with({"threshold_table": [small, row], "threshold_bytes": 1000}))
+    table = _threshold_table(run_with({"threshold_table": [small, row], "threshold_bytes": 1000}))
     assert table is not None
     assert [line[-1] for line in table.rows] == ["raw", "compressed"]
     assert "1,000 bytes" in table.caption
-    never = make_threshold_table(run_with({"threshold_table": [row], "threshold_bytes": NEVER}))
+    never = _threshold_table(run_with({"threshold_table": [row], "threshold_bytes": NEVER}))
     assert never is not None
     assert "never" in never.caption
     for stats in (
@@ -135,4 +135,4 @@ def test_the_report_shows_the_threshold_table_of_a_run() -> None:
         {"threshold_table": [3], "threshold_bytes": 5},
         {"threshold_table": [row]},
     ):
-        assert make_threshold_table(run_with(stats)) is None
+        assert _threshold_table(run_with(stats)) is None
